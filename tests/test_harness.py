@@ -210,7 +210,7 @@ def test_a_file_that_does_not_show_its_ranks_is_an_error(launch):
     """
     done = launch(body, ranks=1)
     assert done.code == pytest.ExitCode.USAGE_ERROR
-    assert "test_one runs on (1, 2) ranks, but nothing in its file says so" in done.text
+    assert "test_one, on (1, 2) ranks, has neither; add one" in done.text
 
 
 def test_a_hang_prints_the_stacks_of_all_ranks_and_ends(launch):
@@ -382,4 +382,4 @@ def test_an_unknown_feature_is_refused(launch):
     done = launch("def test_one(): pass", ranks=1, HPCTRAIN_REQUIRE="abacus")
     assert done.code != 0
     known = ", ".join(features.FEATURES)
-    assert f"HPCTRAIN_REQUIRE names abacus, known are {known}" in done.text
+    assert f"must name known features, got abacus; use {known}" in done.text

@@ -27,7 +27,7 @@ OF_ENGINE = {
 EXCEPTIONS = {
     1: {
         "tests/runtime/test_failures.py::"
-        "test_ranks_idle_for_under_one_percent_of_a_core_and_one_may_be_done_long_before_the_others"
+        "test_idle_ranks_use_less_than_one_percent_of_a_core_and_may_finish_early"
         "[1]": ("Horovod's thread asks the other ranks for work a thousand times a second"),
     },
     2: OF_ENGINE,

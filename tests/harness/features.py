@@ -1,4 +1,4 @@
-"""Features a machine may lack: what ``@pytest.mark.requires`` may name."""
+"""Optional features of a machine, the arguments of ``@pytest.mark.requires``."""
 
 import functools
 import importlib.util
@@ -27,7 +27,7 @@ def _mpich() -> str:
 
 
 def _trainers(package: str = "accelerate") -> str:
-    """Trainers of others, in an environment of their own."""
+    """Third-party trainers, installed in ``.venv-trainers``."""
     if any(ROOT.glob(f".venv-trainers/lib/*/site-packages/{package}")):
         return ""
     return f"no {package} in .venv-trainers: `make .venv-trainers` installs it"
@@ -50,13 +50,13 @@ def _slurm() -> str:
 
 
 def _recovery() -> str:
-    """An MPI that outlives the death of a rank."""
+    """Open MPI 5, which continues after the death of a rank."""
     found = find_mpirun()
     return "" if found.flavour == "openmpi5" else f"{found.path} is no Open MPI 5"
 
 
 def _debian_openmpi() -> str:
-    """The MPI that Debian has, of another major version than the one in ``.venv``."""
+    """Debian's Open MPI, whose major version differs from the one in ``.venv``."""
     if any(Path("/usr/lib").glob("*-linux-gnu/libmpi.so.40")) and Path("/usr/bin/mpirun").exists():
         return ""
     return "no Open MPI of Debian: apt-get install openmpi-bin"
@@ -64,7 +64,7 @@ def _debian_openmpi() -> str:
 
 @functools.cache
 def _horovod() -> str:
-    """Horovod itself, of a wheel for the MPI that the tests run with."""
+    """Horovod, built for the MPI library that these tests load."""
     needed = needed_mpi()
     if not needed:
         return "no Horovod: `make .venv-horovod` builds it"
@@ -78,14 +78,14 @@ def _horovod() -> str:
 
 
 def _foreign_mpich() -> str:
-    """An MPICH that is not the one of these ranks."""
+    """An MPICH other than the one that runs these ranks."""
     if Path(sys.executable).parent == ROOT / ".venv-mpich/bin":
         return "this run uses that MPICH itself"
     return _mpich()
 
 
 def _memory_cgroup() -> str:
-    """Control groups that limit memory, which a test may make."""
+    """Memory control groups that a test may create."""
     root = Path("/sys/fs/cgroup")
     controllers = root / "cgroup.subtree_control"
     if (root / "memory/memory.limit_in_bytes").exists():
@@ -112,7 +112,7 @@ def _compiler() -> str:
 
 
 def _no_accelerator() -> str:
-    """A machine whose torch calculates on the CPU alone."""
+    """A machine on which torch has no accelerator."""
     from hpctrain.core.torch_compat import accelerator  # noqa: PLC0415 - loads torch
 
     here = accelerator()
@@ -120,14 +120,14 @@ def _no_accelerator() -> str:
 
 
 def _mcpu() -> str:
-    """A simulated accelerator, whose streams run beside the host."""
+    """A simulated accelerator with streams that run concurrently with the host."""
     folder = os.environ.get("MCPU_SITE", "")
     found = folder and (Path(folder) / "torch_mcpu").is_dir()
     return "" if found else "no simulated accelerator: MCPU_SITE names a folder with torch_mcpu"
 
 
 def _torch_2_7() -> str:
-    """FSDP2 on CPUs, the types of 8 bits, steps that are compiled."""
+    """torch 2.7: FSDP2 on CPUs, 8-bit types, compiled steps."""
     from hpctrain.core.torch_compat import VERSION  # noqa: PLC0415 - loads torch
 
     return "" if VERSION >= (2, 7) else f"no torch 2.7: {VERSION}"
@@ -169,26 +169,27 @@ FEATURES: dict[str, Callable[[], str]] = {
     "triton": _module("triton"),
     "wandb": _module("wandb"),
 }
-"""For each feature, what is missing; empty where it is there."""
+"""For each feature, a function that returns the reason why it is missing, or ""."""
 
 
 def required() -> set[str]:
-    """Features that HPCTRAIN_REQUIRE names: a test that lacks one of them fails."""
+    """Return the features named by HPCTRAIN_REQUIRE; a test that lacks one of them fails."""
     names = {name for name in os.environ.get("HPCTRAIN_REQUIRE", "").split(",") if name}
     if unknown := names - FEATURES.keys():
         raise pytest.UsageError(
-            f"HPCTRAIN_REQUIRE names {', '.join(sorted(unknown))}, known are {', '.join(FEATURES)}"
+            f"HPCTRAIN_REQUIRE must name known features, got {', '.join(sorted(unknown))}; "
+            f"use {', '.join(FEATURES)}"
         )
     return names
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip a test whose features are missing here, or fail it where they are required.
+    """Skip a test whose features are missing, or fail it if HPCTRAIN_REQUIRE names the feature.
 
-    Before any fixture: those of a session would fail for want of the same features.
+    Runs before all fixtures, because session fixtures need the same features.
     """
-    # Those of the file too: a mark of the function does not replace them.
+    # iter_markers includes the marks of the file, which a mark of the function does not replace.
     for name in dict.fromkeys(
         name for mark in item.iter_markers("requires") for name in mark.args
     ):

@@ -1,6 +1,7 @@
-"""No test hangs: after its limit, or a failure elsewhere, all ranks print their stacks and end.
+"""A watchdog that ends tests that hang.
 
-``tests/session.py`` starts the session again, after the test that ended it.
+After the limit of a test, or after a failure on another rank, all ranks print their stacks and
+exit. ``tests/session.py`` then starts a new session that continues after that test.
 """
 
 import faulthandler
@@ -22,66 +23,70 @@ from tests.harness.pace import slowness
 from tests.harness.verdict import Voice
 
 HANG_S = float(os.environ.get("HPCTRAIN_TEST_HANG_S", "60"))
-"""Limit of a test without the marker ``limit``; 0 lets it run for ever, for a debugger."""
+"""Limit of a test without the marker ``limit``; 0 disables the limit, for a debugger."""
 
 LAUNCHES = 3
-"""Factor of the limit of a test that starts ranks, next to others that do: imports take long."""
+"""Factor on the limit of tests that start ranks: imports are slow when several tests do so."""
 
 SOON_S = 3.0
-"""Time that the other ranks of a test get after one of them has failed."""
+"""Time that the other ranks get to finish the test after one rank has failed."""
 
 TICK_S = 0.2
-"""Interval at which a rank looks whether another one has failed."""
+"""Interval at which a rank checks whether another rank has failed."""
 
 GRACE_S = 8.0
-"""Longest time between the limit and the end, for ranks that a loaded machine keeps waiting."""
+"""Longest time between the limit and the end, for ranks that are slow on a loaded machine."""
 
 FORWARD_S = 0.5
-"""Time that mpirun gets to forward what the ranks have printed: it drops the rest at the end."""
+"""Time for mpirun to forward the output of the ranks; output after that is dropped."""
 
 
 class Roll:
-    """What the ranks report to each other while a test runs: two bytes of shared memory each."""
+    """Shared memory with two flags per rank: "has printed its stacks" and "has failed".
+
+    The constructor is collective. Ranks of different hosts do not share the memory; there the
+    watchdog waits for the whole grace period.
+    """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
-        """Collective. On several hosts no rank sees all others: all take the whole grace."""
         self.rank, self.size = comm.rank, comm.size
         name = f"{tempfile.gettempdir()}/hpctrain-roll-{os.getpid()}-{time.time_ns()}"
         path = Path(comm.bcast(name))
         with path.open("ab+") as file:
-            file.truncate(2 * comm.size)  # where it has this size already, nothing is lost
+            # truncate() keeps the content if another rank has already set this size
+            file.truncate(2 * comm.size)
             self._bytes = mmap.mmap(file.fileno(), 2 * comm.size)
         comm.Barrier()
         path.unlink(missing_ok=True)
 
     def set_printed(self, has_printed: bool) -> None:
-        """Report that this rank has printed its stacks, or that its test ended after all."""
+        """Set whether this rank has printed its stacks; False if the test ended after all."""
         self._bytes[self.rank] = has_printed
 
     @property
     def all_have_printed(self) -> bool:
-        """Whether every rank has printed its stacks."""
+        """True if every rank has printed its stacks."""
         return 0 not in self._bytes[: self.size]
 
     def set_failed(self, has_failed: bool) -> None:
-        """Report that this rank has failed and waits for the others, or no longer waits."""
+        """Set whether this rank has failed and waits for the other ranks."""
         self._bytes[self.size + self.rank] = has_failed
 
     @property
     def any_has_failed(self) -> bool:
-        """Whether a rank has failed in the test that runs."""
+        """True if a rank has failed in the current test."""
         return any(self._bytes[self.size :])
 
 
 def limit_of(item: pytest.Item) -> float:
-    """Return the seconds that a test may take, with its fixtures; 0 means any time."""
+    """Return the limit of a test and its fixtures in seconds; 0 means no limit."""
     if (mark := item.get_closest_marker("limit")) and HANG_S:
         return mark.args[0]
     return LAUNCHES * HANG_S if item.get_closest_marker("launches") else HANG_S
 
 
 class Watchdog:
-    """Ends a test that hangs, or that another rank has failed, and the session with it."""
+    """End the session if a test exceeds its limit or if another rank has failed in it."""
 
     def __init__(
         self, nodeid: str, limit_s: float, voice: Voice, roll: Roll, report: Path | None
@@ -103,7 +108,7 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
 
     def _backup(self, limit_s: float) -> None:
-        """End a rank that hangs in C code and holds the GIL, so that the thread cannot run."""
+        """Arm a timer signal, for a rank that holds the GIL in C code and blocks the thread."""
         if not self._over.is_set():
             faulthandler.dump_traceback_later(limit_s + GRACE_S / 2, file=self._voice.stream)
             signal.setitimer(signal.ITIMER_REAL, limit_s + GRACE_S)
@@ -142,7 +147,8 @@ class Watchdog:
             file.seek(0)
             self._voice.say(f"{self._nodeid} {reason}", *file)
         self._roll.set_printed(True)
-        # mpirun kills all ranks as soon as the first one ends: no rank ends before all printed.
+        # mpirun kills all ranks when the first one exits, so every rank first waits until all have
+        # printed.
         while not self._roll.all_have_printed:
             if self._over.wait(0.05):
                 self._roll.set_printed(False)
@@ -151,7 +157,7 @@ class Watchdog:
         os.kill(os.getpid(), signal.SIGALRM)
 
     def record(self, reason: str) -> None:
-        """Write why the session may end with this test."""
+        """Write to the journal why the session may end with this test."""
         if self._report is not None:
             entry = {"ended": self._nodeid, "rank": self._roll.rank, "reason": reason}
             append(self._report, entry)
@@ -159,7 +165,7 @@ class Watchdog:
 
 @contextmanager
 def watched(watchdog: Watchdog) -> Iterator[None]:
-    """Let a watchdog run."""
+    """Run a watchdog during the block."""
     watchdog.start()
     try:
         yield

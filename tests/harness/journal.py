@@ -1,15 +1,15 @@
-"""The outcome of each test as one line of JSON, written as soon as the test is over.
+"""The outcome of each test as one line of JSON, written as soon as the test has finished.
 
 Lines of a session, in this order:
 
-- ``{"mpi", "ranks", "python"}``: what it runs on;
-- ``{"collected"}``: the number of tests that it will run;
-- ``{"started"}``: a test begins;
-- ``{"test", "outcome", "reason", "seconds"}``: a test is over;
-- ``{"ended", "rank", "reason"}``: this test ends the session, by the rank that reports it;
-- ``{"finished"}``: the exit code of a session that came to its end.
+- ``{"mpi", "ranks", "python"}``: the environment of the session;
+- ``{"collected"}``: the number of collected tests;
+- ``{"started"}``: a test starts;
+- ``{"test", "outcome", "reason", "seconds"}``: a test has finished;
+- ``{"ended", "rank", "reason"}``: the test that ended the session, and the rank that reports it;
+- ``{"finished"}``: the exit code of a session that ran to its end.
 
-A session that is continued after such an end appends its lines to the same file.
+A session that continues after an "ended" line appends its lines to the same file.
 """
 
 import json
@@ -26,7 +26,7 @@ from hpctrain.core.python_compat import Self
 
 @dataclass
 class Outcome:
-    """The outcome of one test, all phases together."""
+    """The outcome of one test, over all its phases."""
 
     test: str
     outcome: str = "passed"
@@ -40,16 +40,16 @@ class Journal:
 
     facts: dict[str, Any] = field(default_factory=dict)
     tests: list[dict[str, Any]] = field(default_factory=list)
-    num_collected: int = 0  # by the first session
+    num_collected: int = 0  # set by the first session
     running: list[str] = field(default_factory=list)
-    """Tests that have started and are not over."""
+    """Tests that have started and have not finished."""
     endings: list[str] = field(default_factory=list)
     """Why the tests in ``running`` ended the session."""
     is_finished: bool = False
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read a journal; the last line may be cut off."""
+        """Read a journal, and ignore a last line that was cut off."""
         found, running = cls(), dict.fromkeys(())
         for line in path.read_text().splitlines() if path.exists() else ():
             try:
@@ -79,14 +79,14 @@ class Journal:
 
 
 def append(path: Path, *entries: dict[str, Any]) -> None:
-    """Append lines to a journal. Safe from several processes: each call is one write."""
+    """Append lines to a journal with one write, so that several processes may append."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.write("".join(json.dumps(entry) + "\n" for entry in entries))
 
 
 class JournalWriter:
-    """Plugin of rank 0: writes the journal. The verdicts are agreed, so one rank is enough."""
+    """Plugin of rank 0 that writes the journal; all ranks agree on each verdict."""
 
     def __init__(self, path: Path, *, mpi: str, ranks: int) -> None:
         self.path = path
@@ -95,12 +95,12 @@ class JournalWriter:
         append(path, {"mpi": mpi, "ranks": ranks, "python": sys.version.split()[0]})
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Record the number of tests; a controller of pytest-xdist collects none itself."""
+        """Record the number of tests; the controller of pytest-xdist collects none."""
         self._collected(item.nodeid for item in session.items)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
-        """Record the number of tests that each worker of pytest-xdist has found."""
+        """Record the number of tests that a worker of pytest-xdist has collected."""
         self._collected(ids)
 
     def _collected(self, tests: Iterable[str]) -> None:
@@ -128,7 +128,7 @@ class JournalWriter:
             append(self.path, asdict(outcome))
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
-        """Record the outcomes of what has no end, such as files, and the end of the session."""
+        """Record outcomes without a logfinish event, such as import errors, and the exit code."""
         rest = [asdict(outcome) for outcome in self.outcomes.values()]
         append(self.path, *rest, {"finished": int(exitstatus)})
 
@@ -142,7 +142,7 @@ class JournalWriter:
 
 
 def reason_of(report: pytest.TestReport | pytest.CollectReport) -> str:
-    """Return in one line why a test was skipped or failed."""
+    """Return the reason of a skip or failure as one line."""
     if report.skipped and isinstance(report.longrepr, tuple):
         return report.longrepr[2].removeprefix("Skipped: ")
     if expected := getattr(report, "wasxfail", ""):

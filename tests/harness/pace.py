@@ -1,4 +1,4 @@
-"""How slow this machine is now: limits of time in tests are multiplied by it."""
+"""Measure how slow this machine is at the moment, to scale time limits of tests."""
 
 import hashlib
 import time
@@ -6,16 +6,16 @@ import time
 WORK = bytes(1 << 20)
 NUM_PIECES = 64
 IDLE_S = 0.04
-"""Upper limit of the time that the work takes on an idle machine: SHA-256 of 64 MiB."""
+"""Upper limit of the time for ``WORK`` on an idle machine: SHA-256 of 64 MiB."""
 
 MOST = 5.0
-"""Limit of the factor: a test that hangs must end on the busiest machine too."""
+"""Upper limit of the factor: a test that hangs must end on a loaded machine too."""
 
 
 def slowness() -> float:
-    """Measure how many times as long as on an idle machine a fixed work takes now; from 1 to 5.
+    """Return the time of a fixed computation relative to an idle machine, from 1 to 5.
 
-    Takes about 40 ms of CPU time. Other processes lengthen it by their share of the cores.
+    Takes about 40 ms of CPU time. Other processes lengthen the time by their share of the cores.
     """
     start = time.perf_counter()
     digest = hashlib.sha256()
@@ -25,5 +25,5 @@ def slowness() -> float:
 
 
 def scaled(limit_s: float) -> float:
-    """Return a limit of time, in seconds, lengthened by how slow the machine is now."""
+    """Return a time limit in seconds, multiplied by ``slowness()``."""
     return limit_s * slowness()

@@ -1,4 +1,4 @@
-"""The hooks of pytest that make one session out of the ranks."""
+"""pytest hooks that combine the sessions of all ranks into one."""
 
 import functools
 import gc
@@ -24,7 +24,7 @@ from tests.harness.selection import names_ranks, selected, sizes_of
 from tests.harness.verdict import Verdict, Voice, disagreement
 
 MOST_S = 0.004
-"""Longest sleep; what a rank does between two barriers of a small test takes far less."""
+"""Longest sleep, which exceeds the time of a rank between two barriers of a small test."""
 
 TOGETHER = {
     "hpctrain.comm.node.shared_memory:SharedMemory": ("barrier",),
@@ -32,25 +32,25 @@ TOGETHER = {
     "hpctrain.comm.mpi:MpiCommunicator": ("barrier", "broadcast_", "allgather_object", "agree"),
     "hpctrain.comm.hierarchical:HierarchicalCommunicator": ("allreduce_",),
 }
-"""Methods in which ranks wait for each other, where each of them ends up. By name: most launches
-of tests need neither these nor torch, which takes two seconds of a core on every rank."""
+"""Methods that synchronize ranks, by class. Given as names, so that tests that only launch
+programs import neither these classes nor torch, which takes two seconds of CPU time per rank."""
 
 
 class Jitter:
-    """Sleeps of one rank: a third of the calls is late, by other times on every rank."""
+    """Random sleeps before and after a third of the calls, different on every rank."""
 
     def __init__(self, seed: int, rank: int) -> None:
         self._numbers = random.Random(f"{seed} {rank}")
         self.num_sleeps = 0
 
     def sleep(self) -> None:
-        """Sleep now, or do not."""
+        """Sleep with probability 1/3."""
         if self._numbers.random() < 1 / 3:
             self.num_sleeps += 1
             time.sleep(self._numbers.uniform(0.0, MOST_S))
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that does the same, with sleeps before and after it."""
+        """Return ``function`` wrapped in two calls of ``sleep``."""
 
         @functools.wraps(function)
         def late(*args: Any, **options: Any) -> Any:
@@ -63,14 +63,14 @@ class Jitter:
         return late
 
     def start(self, patch: pytest.MonkeyPatch) -> None:
-        """Let this process be late wherever its ranks wait for each other."""
+        """Add sleeps to all methods in ``TOGETHER`` on this rank."""
         for place, names in TOGETHER.items():
             owner = pkgutil.resolve_name(place)
             for name in names:
                 patch.setattr(owner, name, self.around(getattr(owner, name)))
 
 
-# A communicator of our own: a verdict must not meet a collective that a test left half done.
+# Verdicts need their own communicator, because a test may leave a collective unfinished.
 VERDICTS = MPI.COMM_WORLD.Dup()
 RANK, SIZE = VERDICTS.rank, VERDICTS.size
 VENDOR = MPI.Get_library_version().splitlines()[0].split(",")[0].strip("\0 ")
@@ -81,7 +81,7 @@ WORLD = pytest.StashKey[MPI.Intracomm]()
 VOICE = pytest.StashKey[Voice]()
 WATCHDOG = pytest.StashKey[Watchdog]()
 
-# Every rank must draw the same examples, and none may shrink while the others go on.
+# Every rank must draw the same examples, so no rank may shrink an example alone.
 EVERY_PHASE = tuple(hypothesis.Phase)
 DRAW_ONLY = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
 hypothesis.settings.register_profile(
@@ -110,7 +110,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Let rank 0 alone report, and keep the real stderr for what cannot wait."""
+    """Let only rank 0 report results, and keep the real stderr for urgent messages."""
     config.stash[VOICE] = Voice(RANK)
     features.required()
     config.pluginmanager.register(features, "hpctrain-features")
@@ -127,7 +127,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header() -> str:
-    """Name the MPI library, the ranks and the versions."""
+    """Return a line with the MPI library, the number of ranks and package versions."""
     names = ("torch", "mpi4py", "numpy", "h5py")
     versions = " ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
     return f"mpi: {VENDOR}, {SIZE} rank{'s' * (SIZE > 1)}; {versions}"
@@ -135,7 +135,7 @@ def pytest_report_header() -> str:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Let no collection of garbage look at what imports and pytest keep to the end."""
+    """Disable garbage collection during the collection of tests, then freeze all objects."""
     gc.disable()
     try:
         return (yield)
@@ -145,18 +145,19 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Leave out the files without a test of several ranks: to import them takes long."""
+    """Skip the import of files that have no tests on several ranks, which saves time."""
     is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
     return True if SIZE > 1 and is_test and not names_ranks(collection_path) else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the tests whose declared world sizes include ours, the long ones only if asked for."""
+    """Keep the tests for this number of ranks, and the conformance tests only on request."""
     for item in items if SIZE == 1 else ():
         if sizes_of(item) != (1,) and not names_ranks(item.path):
             raise pytest.UsageError(
-                f"{item.nodeid} runs on {sizes_of(item)} ranks, but nothing in its file says so: "
-                "write `ranks(` or a mark in capitals as decorator, else several ranks skip it"
+                "a file with tests on several ranks must contain `ranks(` or a decorator in "
+                f"capitals, but that of {item.nodeid}, on {sizes_of(item)} ranks, has neither; "
+                "add one, because launches on several ranks skip other files"
             )
     asked = "conformance" in config.option.markexpr
     keep = selected(items, SIZE, long_ones=asked, spread=config.getoption("--spread"))
@@ -171,7 +172,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Stop all ranks when they found different tests: their verdicts would not pair."""
+    """Stop all ranks if they collected different tests: verdicts are exchanged in order."""
     found = VERDICTS.allgather(([item.nodeid for item in session.items], session.testsfailed))
     if any(mine != found[0] for mine in found):
         counts = "; ".join(
@@ -182,12 +183,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_unconfigure() -> None:
-    """Wait for the report of rank 0: mpirun kills it once another rank ends with an error."""
+    """Wait for rank 0: mpirun kills it when another rank exits with an error."""
     VERDICTS.Barrier()
 
 
 def pytest_internalerror(excrepr: object) -> None:
-    """End all ranks at once: the others would wait for this one for ever."""
+    """Abort all ranks, because the others would wait forever for this one."""
     if SIZE > 1:
         Voice(RANK).say(str(excrepr))
         VERDICTS.Abort(3)
@@ -195,7 +196,7 @@ def pytest_internalerror(excrepr: object) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Watch over the test and its fixtures."""
+    """Run the test and its fixtures under a watchdog."""
     if limit_s := limit_of(item):
         report = item.config.getoption("--report")
         watchdog = Watchdog(item.nodeid, limit_s, item.config.stash[VOICE], ROLL, report)
@@ -207,8 +208,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None, object, object]:
-    """Make the communicator of the test, then its fixtures."""
-    # Before any fixture: one that fails on one rank must not leave the others in a Dup.
+    """Create the communicator of the test, then run its fixtures."""
+    # Before the fixtures: one that fails on one rank would leave the other ranks in Dup.
     if "world" in getattr(item, "fixturenames", ()):
         item.stash[WORLD] = MPI.COMM_WORLD.Dup()
     return (yield from agree(item))
@@ -216,31 +217,35 @@ def pytest_runtest_setup(item: pytest.Item) -> Generator[None, object, object]:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """Run the test."""
+    """Run the test and agree on the verdict."""
     return (yield from agree(item))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
-    """End the fixtures, then the communicator of the test."""
+    """Tear down the fixtures, then free the communicator of the test."""
     try:
         return (yield from agree(item))
     finally:
         if comm := item.stash.get(WORLD, None):
-            free(comm)  # unless the test has left operations pending
+            free(comm)  # does nothing if the test has left operations pending
 
 
 def agree(item: pytest.Item) -> Generator[None, object, object]:
-    """Run one phase; every rank fails if any failed, or if only some of them skipped."""
+    """Run one phase and agree on the verdict.
+
+    Every rank fails if one rank fails, or if only some ranks skip the test.
+    """
     error: BaseException | None = None
     result: object = None
     try:
         result = yield
-    except BaseException as caught:  # a skip too: every rank must reach the allgather
+    except BaseException as caught:  # skips included: every rank must reach the allgather
         error = caught
     mine = Verdict.of(error)
     if error is not None and mine.outcome == "failed" and SIZE > 1:
-        # At once: the other ranks may wait for this one, and their watchdogs then end the session.
+        # Report before the allgather: other ranks may wait for this one until their watchdogs
+        # fire.
         voice = item.config.stash[VOICE]
         story = item.repr_failure(pytest.ExceptionInfo.from_exception(error))
         voice.say(f"{item.nodeid} failed", str(story))
@@ -258,14 +263,14 @@ def agree(item: pytest.Item) -> Generator[None, object, object]:
 
 @pytest.fixture
 def world(request: pytest.FixtureRequest) -> MPI.Intracomm:
-    """Give a communicator of this test alone: a stray message cannot leak into the next one."""
+    """Communicator of this test only, so that its messages cannot reach the next test."""
     comm: MPI.Intracomm = request.node.stash[WORLD]
     return comm
 
 
 @pytest.fixture
 def jitter() -> Generator[Callable[[], Jitter]]:
-    """Give a function that lets this rank come late from then on, until the test ends."""
+    """Function that adds random sleeps on this rank until the test ends."""
     with pytest.MonkeyPatch.context() as patch:
 
         def start(seed: int = 0) -> Jitter:
@@ -278,9 +283,9 @@ def jitter() -> Generator[Callable[[], Jitter]]:
 
 @pytest.fixture
 def patience(world: MPI.Intracomm) -> Callable[[float], float]:
-    """Give a function that lengthens a limit of time by how slow the machine is; collective.
+    """Function that multiplies a time limit by the slowness of the machine. Collective.
 
-    The factor is measured now, is the same on all ranks, and is 1 on an idle machine.
+    The factor is measured once, is identical on all ranks, and is 1 on an idle machine.
     """
     factor: float = world.allreduce(slowness(), MPI.MAX)
     return lambda limit_s: limit_s * factor

@@ -1,4 +1,4 @@
-"""Which tests a launch runs: those that name its number of ranks, and of a sweep its share."""
+"""Select the tests of a launch: by number of ranks, and optionally a part of each sweep."""
 
 import functools
 import re
@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 _NAMES_RANKS = re.compile(r"\branks\(|^@[A-Z_]+$", re.MULTILINE)
-"""How a file shows that it has tests of several ranks: the mark, or a mark from elsewhere."""
+"""Matches a file with tests on several ranks: the mark ``ranks``, or an imported mark."""
 
 
 @functools.cache
 def names_ranks(file: Path) -> bool:
-    """Say whether a file may have tests of several ranks: one without is not even imported."""
+    """Return True if a file may have tests on several ranks; other files are not imported."""
     return bool(_NAMES_RANKS.search(file.read_text()))
 
 
@@ -27,17 +27,17 @@ def sizes_of(item: pytest.Item) -> tuple[int, ...]:
 def selected(
     items: list[pytest.Item], size: int, *, long_ones: bool, spread: bool
 ) -> list[pytest.Item]:
-    """Return the tests of a world of ``size`` ranks; with ``spread`` a share of each sweep."""
+    """Return the tests for ``size`` ranks; with ``spread`` only a part of each sweep."""
     due = [item for item in items if long_ones or not item.get_closest_marker("conformance")]
     left_out = _of_other_sizes(due, size) if spread else set()
     return [item for item in due if size in sizes_of(item) and item.nodeid not in left_out]
 
 
 def _of_other_sizes(items: list[pytest.Item], size: int) -> set[str]:
-    """Divide the cases of each sweep among its sizes; return the ones that are not of ``size``.
+    """Divide the cases of each sweep among its sizes; return the cases of other sizes.
 
-    In the order of a checksum: by their own order all cases of a dtype, say, could meet at one
-    size. Whatever the number of cases, each size has some, unless it has more sizes than cases.
+    Cases are sorted by checksum, because their own order could put all cases of a dtype on one
+    size. Each size gets at least one case, unless there are fewer cases than sizes.
     """
     sweeps: dict[tuple[str, tuple[int, ...]], list[str]] = defaultdict(list)
     for item in items:

@@ -1,4 +1,4 @@
-"""How one phase of a test ended, and what it means for all ranks when they differ."""
+"""Verdict of one phase of a test, and the comparison of the verdicts of all ranks."""
 
 import os
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import pytest
 
 @dataclass(frozen=True)
 class Verdict:
-    """How one phase of a test ended on one rank."""
+    """Outcome of one phase of a test on one rank."""
 
     outcome: str
     text: str
@@ -23,7 +23,7 @@ class Verdict:
 
 
 def disagreement(verdicts: list[Verdict]) -> str:
-    """Say which ranks failed or skipped where others did not; empty if all ranks ended alike."""
+    """Return which ranks failed or skipped; "" if all ranks have the same outcome."""
     for outcome in ("failed", "skipped"):
         mine = {rank: v.text for rank, v in enumerate(verdicts) if v.outcome == outcome}
         if mine:
@@ -33,14 +33,14 @@ def disagreement(verdicts: list[Verdict]) -> str:
 
 
 class Voice:
-    """Writes to the real stderr, each line tagged with the rank."""
+    """Write to the real stderr, with the rank before each line."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.stream: TextIO = os.fdopen(os.dup(2), "w")
 
     def say(self, *parts: str) -> None:
-        """Write at once and in one piece, so that the words of many ranks stay apart."""
+        """Write all lines with one call, so that output of several ranks is not interleaved."""
         lines = "\n".join(part.rstrip("\n") for part in parts).splitlines()
         self.stream.write("".join(f"[rank {self.rank}] {line}\n" for line in lines))
         self.stream.flush()

@@ -1,4 +1,4 @@
-"""Programs that are started on ranks below a launch of their own, and what is left of them."""
+"""Start programs on ranks in a separate launch, and wait until their processes have ended."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ RANK = "rank = int(os.environ.get('OMPI_COMM_WORLD_RANK', os.environ.get('PMI_RA
 
 
 def line(tmp_path, code, num_ranks=2):
-    """Write the line that runs some code on ranks; each leaves a file with its process id."""
+    """Return the command that runs code on ranks; each rank writes its process id to a file."""
     script = tmp_path / "rank.py"
     script.write_text(
         "import os, signal, sys, time\nfrom pathlib import Path\n"
@@ -20,7 +20,7 @@ def line(tmp_path, code, num_ranks=2):
 
 
 def start(tmp_path, code, **how):
-    """Supervise in a process of its own, so that signals can be sent to it."""
+    """Run ``supervise`` in a separate process, so that signals can be sent to it."""
     program = (
         "import sys; from hpctrain.launch import mpiexec; "
         "from hpctrain.launch.supervise import supervise; "
@@ -38,7 +38,7 @@ def pids(tmp_path):
 
 
 def wait_for(condition, limit_s=30.0):
-    assert wait_until(condition, limit_s), "waited in vain"
+    assert wait_until(condition, limit_s), f"the condition must hold within {limit_s:g} s"
 
 
 def ranks_are_gone(tmp_path):

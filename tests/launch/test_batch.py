@@ -1,4 +1,4 @@
-"""Templates: the same bytes in the package and in the checkout; settings in place of lines."""
+"""Job templates: package and checkout have the same files; settings replace their lines."""
 
 import re
 import shlex
@@ -30,7 +30,8 @@ NAMES = [
     "study",
 ]
 
-TRAINING = [name for name in NAMES if name != "study"]  # which starts and judges its points itself
+# "study" starts and checks its points itself
+TRAINING = [name for name in NAMES if name != "study"]
 
 SETTINGS = BatchSettings(
     job_name="big run",
@@ -52,26 +53,26 @@ SETTINGS = BatchSettings(
     overrides=("seed=$SLURM_ARRAY_TASK_ID", 'data.args={folder = "d"}'),
     extra=("--qos=high", "--exclusive"),
 )
-"""Every setting."""
+"""A value for every setting."""
 
 
 def options_of(text: str) -> dict[str, str]:
-    """What sbatch reads of a script: the lines before the first command."""
+    """Return the options that sbatch reads: those before the first command."""
     found = {}
     for line in text.splitlines():
         if line.startswith("#SBATCH "):
             (option,) = shlex.split(line.removeprefix("#SBATCH "))
             name, _, value = option.partition("=")
-            assert name not in found, f"{name} stands twice"
+            assert name not in found, f"{name} must occur once"
             found[name] = value
         elif line and not line.startswith("#"):
             break
-    assert text.count("#SBATCH ") == len(found), "an option behind the first command is not read"
+    assert text.count("#SBATCH ") == len(found), "all options must precede the first command"
     return found
 
 
 def ours(text: str) -> str:
-    """The lines of a script that say what is trained, and where to."""
+    """Return the lines of a script with configuration, directory and arguments."""
     kept = r"^(set -- .*|config=.*|directory=.*)$"
     return "\n".join(re.findall(kept, text, re.MULTILINE))
 
@@ -90,13 +91,13 @@ def test_the_package_and_the_checkout_have_the_same_files():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_template_is_given_byte_for_byte(name):
+def test_a_template_without_settings_is_unchanged(name):
     assert batch_script.text(name).encode() == (CHECKOUT / f"{name}.sbatch").read_bytes()
     assert batch_script.script(name, BatchSettings()) == batch_script.text(name)
 
 
 @pytest.mark.parametrize("name", TRAINING)
-def test_a_template_keeps_what_every_job_needs(name):
+def test_every_template_has_the_options_that_a_job_needs(name):
     options = options_of(batch_script.text(name))
     assert options["--open-mode"] == "append"
     assert {"--nodes", "--ntasks-per-node", "--cpus-per-task", "--time"} <= options.keys()
@@ -136,12 +137,12 @@ def test_settings_replace_the_lines_of_a_template(name):
     assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
 
 
-def test_every_setting_is_in_the_test_above():
+def test_the_test_above_covers_every_setting():
     assert all(getattr(SETTINGS, field.name) is not None for field in fields(BatchSettings))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_trained_reaches_the_script_with_the_variables_of_its_job(name):
+def test_configuration_directory_and_overrides_reach_the_script(name):
     said = ours(batch_script.script(name, SETTINGS))
     show = '\nprintf "%s\\n" "$config" "$directory" "$@"'
     done = subprocess.run(
@@ -176,12 +177,12 @@ def test_requeue_and_no_requeue_exclude_each_other(requeue):
         BatchSettings(extra=("-N4",)),
     ],
 )
-def test_what_sbatch_could_not_read_is_refused(settings):
+def test_settings_that_sbatch_cannot_read_are_rejected(settings):
     with pytest.raises(ConfigError, match="sbatch"):
         batch_script.script("multi_node", settings)
 
 
-def test_an_unknown_template_is_answered_with_the_known_ones():
+def test_an_unknown_template_raises_an_error_with_the_known_ones():
     with pytest.raises(ConfigError, match=r"must be one of apptainer, .* got .multi."):
         batch_script.text("multi")
 
@@ -190,7 +191,7 @@ PROGRAM = replace(SETTINGS, program=("python", "it's.py", "--seed", "$SLURM_ARRA
 
 
 @pytest.mark.parametrize("name", TRAINING)
-def test_a_program_takes_the_place_of_the_training_and_its_end_is_kept(name):
+def test_a_program_replaces_the_training_and_its_exit_code_is_stored(name):
     text = batch_script.script(name, PROGRAM)
     words = "python 'it'\"'\"'s.py' --seed"
     assert f'program=({words} "$SLURM_ARRAY_TASK_ID")' in text
@@ -205,13 +206,13 @@ def test_a_program_takes_the_place_of_the_training_and_its_end_is_kept(name):
 @pytest.mark.parametrize(
     ("limit", "margin_s"), [("1", 15), ("00:04:00", 60), ("20", 120), ("0", 120)]
 )
-def test_the_signal_to_save_leaves_most_of_a_short_job(limit, margin_s):
+def test_the_signal_margin_is_at_most_a_quarter_of_a_short_job(limit, margin_s):
     options = options_of(batch_script.script("requeue", BatchSettings(time=limit)))
     assert options["--signal"] == f"USR1@{margin_s}"
 
 
 @pytest.mark.requires("shellcheck")
-def test_shellcheck_finds_nothing(tmp_path):
+def test_shellcheck_has_no_findings(tmp_path):
     for name in NAMES:
         (tmp_path / f"{name}.sbatch").write_text(batch_script.script(name, SETTINGS))
     for name in TRAINING:

@@ -1,4 +1,4 @@
-"""A rank that vanishes before MPI_Init, where all others wait for it, ends the launch."""
+"""A rank that ends before MPI_Init, where all other ranks wait for it, ends the launch."""
 
 import os
 import subprocess
@@ -19,15 +19,15 @@ pytestmark = [pytest.mark.launches, pytest.mark.limit(90)]
 
 LIMIT_S = 10.0
 KILL, CRASH, LEAVE = (
-    "os.kill(os.getpid(), signal.SIGKILL)",  # as the kernel does where memory is short
+    "os.kill(os.getpid(), signal.SIGKILL)",  # as the kernel does when memory runs out
     "os.kill(os.getpid(), signal.SIGSEGV)",
     "os._exit(0)",
 )
-FIND = "from hpctrain.comm.mpi_world import find_world; find_world()"  # as init() does
+FIND = "from hpctrain.comm.mpi_world import find_world; find_world()"  # as hpctrain.init() does
 
 
 @pytest.mark.parametrize("end", [KILL, CRASH, LEAVE], ids=["SIGKILL", "SIGSEGV", "exit 0"])
-def test_a_rank_that_vanishes_before_init_ends_all_and_is_named(tmp_path, capfd, end):
+def test_a_rank_that_ends_before_init_ends_the_launch_and_is_named(tmp_path, capfd, end):
     note = f"open({str(tmp_path / 'ended_at')!r}, 'w').write(str(time.time()))"
     last = f"if rank == 1: {note}; sys.stdout.flush(); {end}"
     words = f"{last}\n{FIND}\ntime.sleep(60)"
@@ -40,9 +40,10 @@ def test_a_rank_that_vanishes_before_init_ends_all_and_is_named(tmp_path, capfd,
     assert ranks_are_gone(tmp_path)
 
 
-def test_a_process_has_a_name_of_its_own_while_it_joins():
+def test_a_process_has_a_temporary_name_while_it_joins():
     name = Path("/proc/self/comm")
-    before = name.read_bytes()  # a line's end too many spoils the traces of torch's profiler
+    # bytes, because an additional newline breaks the traces of torch's profiler
+    before = name.read_bytes()
     with named(JOINING):
         assert name_of(os.getpid()) == JOINING
     assert name.read_bytes() == before
@@ -71,12 +72,14 @@ for child in ranks: child.kill()
     [
         (3, 3, [0, 2], "joins", "rank 1"),
         (3, 3, [0], "joins", "ranks 1-2"),
-        (3, 3, [0, 2], "works", ""),  # one may be done before the others, behind MPI_Init
+        (3, 3, [0, 2], "works", ""),  # rank 0 is past MPI_Init, so rank 1 may have finished
         (2, 2, [0, 1], "joins", ""),
         (2, 4, [0], "joins", "1 of 2 ranks on this host"),
     ],
 )
-def test_who_is_gone_is_known_by_who_is_left(local_size, size, living, joins, told):
+def test_missing_ranks_are_found_from_the_surviving_processes(
+    local_size, size, living, joins, told
+):
     words = [str(local_size), str(size), str(living), joins]
     with subprocess.Popen(
         [sys.executable, "-c", BELOW, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE

@@ -1,4 +1,4 @@
-"""The recipe for Horovod, up to the compiler, and the one that is installed."""
+"""The recipe that builds Horovod, with a simulated compiler, and the installed Horovod."""
 
 import os
 import shlex
@@ -40,7 +40,7 @@ def sources(folder, *texts):
     return folder
 
 
-def test_one_line_of_each_file_is_changed_and_told(tmp_path):
+def test_one_line_of_each_file_is_changed_and_reported(tmp_path):
     changes = patch(sources(tmp_path, PUBLISHED, PUBLISHED))
     assert [change.split(":")[0] for change in changes] == [f"{name}, line 2" for name in PATCHED]
     for name, change in zip(PATCHED, changes, strict=True):
@@ -49,13 +49,13 @@ def test_one_line_of_each_file_is_changed_and_told(tmp_path):
 
 
 @pytest.mark.parametrize("other", ["", PUBLISHED.replace("14", "17"), 2 * PUBLISHED])
-def test_sources_that_are_not_the_published_ones_are_left_alone(tmp_path, other):
+def test_unknown_sources_are_rejected_and_not_changed(tmp_path, other):
     with pytest.raises(LaunchError, match=rf"{PATCHED[1]} of Horovod .* is not known; let pip"):
         patch(sources(tmp_path, PUBLISHED, other))
     assert (tmp_path / PATCHED[0]).read_text() == PUBLISHED
 
 
-def test_another_version_of_anything_is_another_wheel(tmp_path):
+def test_each_combination_of_versions_has_its_own_wheel(tmp_path):
     other = Mpi(vendor="mpich", version="5.0.2", library=MPI.library)
     site = Mpi(vendor="openmpi", version="5.0.11", library=tmp_path / "libmpi.so.40")
     unknown = Mpi(library=MPI.library)
@@ -64,7 +64,7 @@ def test_another_version_of_anything_is_another_wheel(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["mpicxx.openmpi", "mpicxx", "mpic++"])
-def test_the_compiler_in_the_tree_of_the_library_comes_first(tmp_path, monkeypatch, name):
+def test_the_compiler_next_to_the_library_is_preferred(tmp_path, monkeypatch, name):
     for folder in ("mpi/bin", "bin"):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / name).touch(0o755)
@@ -85,7 +85,7 @@ def test_the_compiler_in_the_tree_of_the_library_comes_first(tmp_path, monkeypat
         ("exit 3", "exit code 3, it has printed nothing"),
     ],
 )
-def test_a_failure_says_what_tells_of_it(tmp_path, program, said):
+def test_a_failure_reports_the_errors_in_the_log(tmp_path, program, said):
     log = tmp_path / "log"
     log.write_text("of the step before: error\n")
     with pytest.raises(LaunchError) as caught:
@@ -100,7 +100,7 @@ def test_a_failure_says_what_tells_of_it(tmp_path, program, said):
 
 @pytest.fixture
 def site(tmp_path, monkeypatch):
-    """A machine with all it takes, where compiling is quick; counts the compilations."""
+    """A machine with all requirements and a simulated compiler that counts its calls."""
     compiled = []
 
     def run(_log, words, _folder, _environ, _failure):
@@ -142,7 +142,7 @@ def test_a_wheel_is_built_once(site):
     assert sorted(path.name for path in forced.parent.iterdir()) == sorted([NAME, recipe.LOG])
 
 
-def test_ranks_of_a_job_and_a_folder_that_cannot_be_written_are_refused(site, monkeypatch):
+def test_a_rank_of_a_job_and_an_unwritable_folder_are_rejected(site, monkeypatch):
     (site[0] / "file").touch()
     with pytest.raises(LaunchError, match=r"cannot be written.*--wheel-dir"):
         recipe.build(print, wheel_dir=site[0] / "file")
@@ -157,9 +157,9 @@ def test_ranks_of_a_job_and_a_folder_that_cannot_be_written_are_refused(site, mo
 
 @pytest.mark.requires("horovod")
 @pytest.mark.limit(240)
-def test_the_installed_package_is_tried_in_a_process_of_its_own(monkeypatch):
+def test_the_installed_package_is_imported_in_a_separate_process(monkeypatch):
     mpi = load()
-    with pytest.raises(LaunchError) as caught:  # one import, of seconds, tells both
+    with pytest.raises(LaunchError) as caught:  # one import, which takes seconds, for both checks
         recipe.check_import(MPI)
     text = str(caught.value)
     assert "must use the MPI library that ranks load, /opt/mpi" in text
@@ -179,11 +179,11 @@ def test_help_has_examples(words):
     assert "hpctrain horovod build" in horovod(*words).output
 
 
-def test_a_mistake_is_refused():
+def test_an_invalid_option_is_rejected():
     assert horovod("build", "--jobs", "0").exit_code != 0
 
 
-def test_all_that_is_missing_is_one_error_and_nothing_is_compiled(tmp_path):
+def test_missing_requirements_are_one_error_before_the_compilation(tmp_path):
     path = str(Path(sys.executable).parent)
     environ = {**os.environ, "CXX": "no-such-compiler", "PATH": path}
     words = ["build", "--force", "--wheel-dir", str(tmp_path)]
@@ -208,7 +208,7 @@ run_logged(folder / "log", ["sh", "-c", program], folder, dict(os.environ), "")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_who_ends_the_build_ends_its_compilers(tmp_path, number):
+def test_a_signal_to_the_build_ends_its_compilers(tmp_path, number):
     def pids():
         files = [tmp_path / name for name in ("first", "second")]
         return [int(file.read_text() or 0) for file in files if file.exists()]
@@ -217,7 +217,7 @@ def test_who_ends_the_build_ends_its_compilers(tmp_path, number):
         [sys.executable, "-c", SLEEPER, str(tmp_path)], stderr=subprocess.DEVNULL
     ) as build:
         wait_for(lambda: len(pids()) == 2 and all(pids()))
-        time.sleep(0.3)  # the build knows of its child a moment later than we do
+        time.sleep(0.3)  # the build registers its child shortly after the child has started
         build.send_signal(number)
         assert build.wait(30) != 0
     wait_for(lambda: not any(map(is_alive, pids())))
@@ -225,7 +225,7 @@ def test_who_ends_the_build_ends_its_compilers(tmp_path, number):
 
 @pytest.fixture
 def package(tmp_path):
-    """A Horovod as pip leaves it; returns what finds it."""
+    """A function that creates the files of an installed Horovod and returns a finder."""
 
     def make(version, soname):
         info = tmp_path / f"horovod-{version}.dist-info"
@@ -253,18 +253,18 @@ def package(tmp_path):
     ("soname", "needed"),
     [(b"\0libmpi.so.40\0", "libmpi.so.40"), (b"\0libmpi.so.12\0", "libmpi.so.12"), (None, "")],
 )
-def test_the_mpi_is_the_one_that_the_module_for_torch_was_linked_with(package, soname, needed):
+def test_the_needed_mpi_is_the_one_that_the_torch_module_links(package, soname, needed):
     assert needed_mpi(package("0.28.1+torch2.13.0.cpu", soname)) == needed
 
 
-def test_without_a_horovod_there_is_none():
+def test_needed_mpi_is_none_without_horovod():
     def find(name):
         raise metadata.PackageNotFoundError(name)
 
     assert needed_mpi(find) is None
 
 
-def test_a_module_that_cannot_be_read_needs_nothing(tmp_path):
+def test_an_unreadable_module_needs_no_mpi(tmp_path):
     (tmp_path / "empty").touch()
     assert needed_by(tmp_path / "empty") == ""
     assert needed_by(Path("/nowhere")) == ""
@@ -290,7 +290,7 @@ def run(*line, codes=(0,), **kwargs):
 
 @pytest.mark.conformance
 @pytest.mark.limit(3000)
-def test_a_fresh_environment_gets_horovod_for_its_torch_and_mpi(tmp_path):
+def test_a_new_environment_gets_horovod_for_its_torch_and_mpi(tmp_path):
     python = tmp_path / "venv/bin/python"
     run(sys.executable, "-m", "venv", tmp_path / "venv")
     needed = [text for text in metadata.requires("hpctrain") or () if "extra ==" not in text]
@@ -306,7 +306,8 @@ def test_a_fresh_environment_gets_horovod_for_its_torch_and_mpi(tmp_path):
     } | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     hpctrain = (python, "-m", "hpctrain")
 
-    doctor = (*hpctrain, "doctor", "--verbose")  # 1 is for what else is wrong with the machine
+    # exit code 1: the doctor finds other faults of the machine
+    doctor = (*hpctrain, "doctor", "--verbose")
     assert "Horovod by `hpctrain horovod build`" in run(*doctor, env=environ, codes=(0, 1))
 
     said = run(*hpctrain, "horovod", "build", env=environ)

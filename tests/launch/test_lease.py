@@ -1,4 +1,4 @@
-"""One job at a time writes into a run directory; leases of real files, with short times."""
+"""Only one job at a time writes to a run directory; leases are real files with short times."""
 
 import json
 import os
@@ -21,7 +21,7 @@ ELSEWHERE = ("another boot", 1)
 
 @pytest.fixture
 def lease(tmp_path, monkeypatch):
-    """Make leases of one directory, each as of a host of its own, and give all back at the end."""
+    """Function that creates leases of one directory, by default on this host."""
     made = []
 
     def make(*, times=TIMES, host=None, **variables):
@@ -39,13 +39,13 @@ def lease(tmp_path, monkeypatch):
 
 
 def _move(lease, host):
-    """Let a lease be of another machine, whose processes nobody here sees."""
+    """Give a lease the host and namespace of another machine."""
     lease._me = replace(lease._me, host=host, namespace=(host, 1))
     lease._mine = json.dumps(asdict(lease._me)).encode()
 
 
 def take(lease, **how):
-    """Call ``attempt`` until it has the lease; return what it said meanwhile."""
+    """Call ``attempt`` until the lease is taken; return its messages."""
     told = []
     while text := lease.attempt(**how):
         told.append(text)
@@ -53,7 +53,7 @@ def take(lease, **how):
     return told
 
 
-def test_of_many_that_want_it_at_once_one_has_it(lease):
+def test_one_of_several_concurrent_attempts_gets_the_lease(lease):
     wanting = [lease(host=f"node-{number}") for number in range(8)]
     gate, had = threading.Barrier(len(wanting)), []
 
@@ -71,7 +71,7 @@ def test_of_many_that_want_it_at_once_one_has_it(lease):
     assert [one for one in wanting if one.is_held()] == had
 
 
-def test_what_is_given_back_is_free_and_leaves_nothing(lease, tmp_path):
+def test_a_released_lease_is_free_and_leaves_no_files(lease, tmp_path):
     one, other = lease(host="a"), lease(host="b")
     assert take(one) == []
     one.release()
@@ -80,7 +80,7 @@ def test_what_is_given_back_is_free_and_leaves_nothing(lease, tmp_path):
     assert take(other) == []
 
 
-def test_a_holder_that_lives_is_waited_for_and_then_named(lease):
+def test_attempts_wait_for_a_live_holder_and_then_name_it(lease):
     take(lease(host="node-7", SLURM_JOB_ID="4711"))
     other = lease(host="b")
     began = time.monotonic()
@@ -91,7 +91,7 @@ def test_a_holder_that_lives_is_waited_for_and_then_named(lease):
     assert time.monotonic() - began >= TIMES.wait_s
 
 
-def test_a_holder_whose_heart_stands_still_is_followed(lease, tmp_path):
+def test_a_lease_without_heartbeats_is_taken_over(lease, tmp_path):
     one, other = lease(host="a", times=replace(TIMES, beat_s=100.0)), lease(host="b")
     take(one)
     began = time.monotonic()
@@ -103,21 +103,22 @@ def test_a_holder_whose_heart_stands_still_is_followed(lease, tmp_path):
     assert Holder.read(tmp_path) == other._me
 
 
-def test_who_was_held_up_itself_takes_nobody_for_dead(lease):
+def test_a_waiter_that_was_suspended_does_not_take_over(lease):
     take(lease(host="a", times=replace(TIMES, beat_s=100.0)))
     other = lease(host="b")
     for _ in range(3):
         assert "waiting" in other.attempt()
-        time.sleep(TIMES.stale_s)  # no looks in between: the file system stood still, say
+        # the waiter does not look in between, as when the file system does not respond
+        time.sleep(TIMES.stale_s)
 
 
-def test_a_process_that_is_gone_is_followed_at_once(lease, tmp_path):
+def test_the_lease_of_a_dead_process_is_taken_over_at_once(lease, tmp_path):
     with subprocess.Popen([sys.executable, "-c", ""]) as dead:
         pass
     here = Holder.here()
     for holder in (
         replace(here, pid=dead.pid),
-        replace(here, born=birth(os.getpid()) - 1),  # the same number, another process
+        replace(here, born=birth(os.getpid()) - 1),  # another process with the same process id
     ):
         (tmp_path / NAME).write_text(json.dumps(asdict(holder)))
         other = lease(times=replace(TIMES, stale_s=100.0))
@@ -130,13 +131,13 @@ def test_a_process_that_is_gone_is_followed_at_once(lease, tmp_path):
     [("1", "ab", "taken over"), ("0", "ab", "waiting"), ("1", (None, None), "waiting")],
     ids=["started again", "the same start", "a process that lives here"],
 )
-def test_a_job_that_slurm_started_again_follows_itself_at_once(lease, restarts, hosts, said):
+def test_a_job_that_slurm_restarted_takes_over_its_own_lease_at_once(lease, restarts, hosts, said):
     take(lease(host=hosts[0], SLURM_JOB_ID="12"))
     other = lease(host=hosts[1], SLURM_JOB_ID="12", SLURM_RESTART_COUNT=restarts)
     assert said in other.attempt()
 
 
-def test_who_is_forced_out_writes_no_more_and_takes_nothing_back(lease, tmp_path):
+def test_a_holder_that_lost_its_lease_by_force_stops_writing(lease, tmp_path):
     one, other = lease(host="a"), lease(host="b")
     take(one)
     take(other, force=True)
@@ -150,17 +151,17 @@ def test_who_is_forced_out_writes_no_more_and_takes_nothing_back(lease, tmp_path
     assert {path.name for path in tmp_path.iterdir()} == {NAME, other._counter.name}
 
 
-def test_until_who_forces_may_write_the_one_before_has_looked(lease):
+def test_a_forced_takeover_completes_after_the_holder_has_looked(lease):
     times = replace(TIMES, beat_s=100.0, look_s=0.2, settle_s=0.4)
     one, other = lease(host="a", times=times), lease(host="b", times=times)
     take(one)
     assert one.is_held(looks=True)
     while other.attempt(force=True):
         time.sleep(0.01)
-    assert not one.is_held()  # the answer from memory is too old by now
+    assert not one.is_held()  # the cached answer is too old
 
 
-def test_of_two_that_force_one_gives_way(lease):
+def test_of_two_forced_takeovers_one_wins(lease):
     take(lease(host="a"))
     b, c = lease(host="b"), lease(host="c")
     assert "taken over" in b.attempt(force=True)
@@ -173,7 +174,7 @@ def test_of_two_that_force_one_gives_way(lease):
 @pytest.mark.parametrize(
     "text", [b"", bytes(64), b"{", b"3", b'{"namespace": [1, 2], "pid": -1, "token": "../x"}']
 )
-def test_a_lease_that_nobody_can_read_is_watched_as_any_other(lease, tmp_path, text):
+def test_an_unreadable_lease_is_taken_over_after_the_stale_time(lease, tmp_path, text):
     (tmp_path / NAME).write_bytes(text)
     other = lease(host="b")
     began = time.monotonic()
@@ -184,7 +185,7 @@ def test_a_lease_that_nobody_can_read_is_watched_as_any_other(lease, tmp_path, t
 
 
 @pytest.mark.parametrize("way", ["another job came and went", "somebody removed it"])
-def test_a_holder_whose_lease_is_gone_ends_and_does_not_put_it_back(lease, tmp_path, way):
+def test_a_holder_whose_lease_file_is_gone_stops_and_does_not_restore_it(lease, tmp_path, way):
     one, other = lease(host="a", times=replace(TIMES, beat_s=100.0)), lease(host="b")
     take(one)
     if way == "somebody removed it":
@@ -192,7 +193,8 @@ def test_a_holder_whose_lease_is_gone_ends_and_does_not_put_it_back(lease, tmp_p
     else:
         take(other, force=True)
         other.release()
-        (tmp_path / one._counter.name).write_text("7\n")  # stopped before it was written
+        # as if the job was stopped before it wrote the file
+        (tmp_path / one._counter.name).write_text("7\n")
     assert not one.is_held(looks=True)
     assert one.is_lost
     with pytest.raises(CheckpointError, match=r"lease\.json of this one is gone: another job"):
@@ -202,7 +204,7 @@ def test_a_holder_whose_lease_is_gone_ends_and_does_not_put_it_back(lease, tmp_p
     assert take(lease(host="c")) == []
 
 
-def test_on_a_full_disk_there_is_an_error_and_no_lease(lease, tmp_path):
+def test_a_full_disk_is_an_error_and_no_lease_is_taken(lease, tmp_path):
     one, other = lease(host="a", times=replace(TIMES, beat_s=100.0)), lease(host="b")
     with largest_file(0), pytest.raises(OSError, match="too large"):
         one.attempt()
@@ -213,7 +215,7 @@ def test_on_a_full_disk_there_is_an_error_and_no_lease(lease, tmp_path):
     assert one.is_held(looks=True)
 
 
-def test_a_disk_that_fills_up_does_not_end_the_holder(lease, caplog):
+def test_a_disk_that_becomes_full_does_not_end_the_holder(lease, caplog):
     one = lease(host="a")
     take(one)
     with largest_file(0):

@@ -40,7 +40,7 @@ def line(mpirun, num_ranks=2, **how):
 
 @pytest.fixture(params=[(2, 2), (2, 64), (4, 64)], ids=lambda p: f"{p[0]} cores of {p[1]}")
 def cores(request, monkeypatch):
-    """Let the mask hold some cores of a machine; the rest of the file runs on the real one."""
+    """Simulate an affinity mask with some cores of a machine."""
     mine, machine = request.param
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(1000, 1000 + mine)))
     monkeypatch.setattr(os, "cpu_count", lambda: machine)
@@ -56,7 +56,7 @@ def test_open_mpi_oversubscribes_only_with_more_ranks_than_cores(mpirun, num_ran
 
 @pytest.mark.parametrize("mpirun", [*OPENMPI, MPICH])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_ranks_are_bound_only_where_they_fill_the_machine(mpirun, num_ranks, cores):
+def test_ranks_are_bound_only_if_they_use_every_core_of_the_machine(mpirun, num_ranks, cores):
     mine, machine = cores
     bound = "bind-to core" in line(mpirun, num_ranks)
     assert bound == (num_ranks == mine == machine)
@@ -106,12 +106,13 @@ HYDRA = [MPICH, INTEL]
         ([OPENMPI4], ETH0, "--mca btl_tcp_if_include eth0 --mca oob_tcp_if_include eth0", "prte"),
         (HYDRA, ETH0, "-iface eth0 -genv FI_TCP_IFACE eth0", "if_include"),
         (OPENMPI, TWO, "btl_tcp_if_include eth0,eth1", "-iface"),
-        ([OPENMPI5], LO, "btl_tcp_if_include lo", "prte"),  # which refuses the loopback interface
+        # Open MPI 5's launcher rejects the loopback interface
+        ([OPENMPI5], LO, "btl_tcp_if_include lo", "prte"),
         (OPENMPI, SET, "-x A=1 -x HPCTRAIN_TRACE=0", "-x HPCTRAIN_TRACE "),
         (HYDRA, SET, "-genv A 1 -genv HPCTRAIN_TRACE 0", "-x"),
     ],
 )
-def test_a_line_says_it_in_the_words_of_the_flavour(mpiruns, how, text, absent, monkeypatch):
+def test_options_are_translated_for_each_launcher(mpiruns, how, text, absent, monkeypatch):
     monkeypatch.setenv("HPCTRAIN_TRACE", "1")
     monkeypatch.setenv("SECRET_TOKEN", "x")
     monkeypatch.setattr(mpiexec, "check_interfaces", lambda _: None)
@@ -123,7 +124,7 @@ def test_a_line_says_it_in_the_words_of_the_flavour(mpiruns, how, text, absent, 
         assert absent not in found
 
 
-def test_ranks_of_open_mpi_on_this_host_start_without_a_fabric_that_nobody_chose(monkeypatch):
+def test_open_mpi_on_one_host_skips_the_ofi_fabric_unless_requested(monkeypatch):
     for may in (True, False):
         monkeypatch.setattr(mpiexec, "may_spare_ofi", lambda may=may: may)
         for mpirun in ALL:
@@ -132,7 +133,7 @@ def test_ranks_of_open_mpi_on_this_host_start_without_a_fabric_that_nobody_chose
             assert "^ofi" not in line(mpirun, **HOSTS) + line(mpirun, options=mine)
 
 
-def test_only_open_mpi_5_goes_on_without_a_rank(monkeypatch):
+def test_recovery_needs_open_mpi_5(monkeypatch):
     monkeypatch.setattr(mpiexec, "may_spare_ofi", lambda: True)
     recover = Options(recover=True)
     found = line(OPENMPI5, options=recover)
@@ -144,7 +145,7 @@ def test_only_open_mpi_5_goes_on_without_a_rank(monkeypatch):
             line(mpirun, options=recover)
 
 
-def test_hydra_takes_one_network_interface(monkeypatch):
+def test_hydra_takes_only_one_network_interface(monkeypatch):
     monkeypatch.setattr(mpiexec, "check_interfaces", lambda _: None)
     for mpirun in HYDRA:
         with pytest.raises(LaunchError, match="one network interface, got eth0,eth1"):
@@ -152,13 +153,13 @@ def test_hydra_takes_one_network_interface(monkeypatch):
 
 
 @pytest.mark.parametrize(("uid", "allowed"), [(0, True), (1000, False)])
-def test_root_is_allowed_when_it_is_root(uid, allowed, monkeypatch):
+def test_open_mpi_may_run_as_root_only_for_root(uid, allowed, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: uid)
     for mpirun in OPENMPI:
         assert ("--allow-run-as-root" in line(mpirun)) == allowed
 
 
-def test_ranks_that_may_not_read_each_others_memory_are_given_settings(monkeypatch):
+def test_ranks_without_access_to_each_others_memory_get_settings(monkeypatch):
     for settings in ({}, {"A": "1"}):
         monkeypatch.setattr(mpiexec, "copies_off", lambda settings=settings: settings)
         for mpirun in ALL:
@@ -169,7 +170,7 @@ def test_ranks_that_may_not_read_each_others_memory_are_given_settings(monkeypat
 
 
 @given(st.integers(1, 64), st.integers(1, 64))
-def test_declared_nodes_are_as_many_as_asked_for(num_ranks, nodes):
+def test_ranks_per_node_gives_the_requested_number_of_nodes(num_ranks, nodes):
     try:
         per_node = ranks_per_node(num_ranks, nodes)
     except LaunchError:
@@ -190,12 +191,12 @@ def test_declared_nodes_are_as_many_as_asked_for(num_ranks, nodes):
         ({"num_ranks": 2, "hosts": "a:2", "nodes": 2}, "leave one out"),
     ],
 )
-def test_ranks_and_places_that_do_not_fit_are_an_error(how, text):
+def test_ranks_and_slots_that_do_not_match_are_an_error(how, text):
     with pytest.raises(LaunchError, match=text):
         command(["x"], mpirun=OPENMPI5, **how)
 
 
-def test_the_environment_of_a_launch_forgets_the_outer_one_and_nothing_else():
+def test_the_environment_of_a_launch_omits_only_variables_of_an_outer_launch():
     user = {"HOME": "/h", "PATH": "/bin", "OMPI_MCA_btl": "tcp,self", "TERM": "dumb"}
     assert environment(user) == user
     kept = {"HOME": "/h", "TERM": "dumb"}
@@ -205,7 +206,7 @@ def test_the_environment_of_a_launch_forgets_the_outer_one_and_nothing_else():
     assert environment(kept | {"RANK": "1"}) == kept | {"RANK": "1"}
 
 
-def test_ranks_of_torch_meet_at_the_first_host_or_where_the_user_says(monkeypatch):
+def test_torch_rendezvous_is_at_the_first_host_or_at_the_users_address(monkeypatch):
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     assert rendezvous(None)["MASTER_ADDR"] == "127.0.0.1"
@@ -216,7 +217,7 @@ def test_ranks_of_torch_meet_at_the_first_host_or_where_the_user_says(monkeypatc
 
 
 @pytest.mark.parametrize(("terminal", "term"), [(True, "xterm"), (False, "dumb")])
-def test_ranks_draw_only_on_a_real_terminal(terminal, term, monkeypatch):
+def test_ranks_draw_progress_bars_only_on_a_real_terminal(terminal, term, monkeypatch):
     monkeypatch.setattr(sys.__stdout__, "isatty", lambda: terminal)
     assert environment({"TERM": "xterm"})["TERM"] == term
 
@@ -245,7 +246,7 @@ def test_ranks_start_with_their_arguments_and_declared_nodes(num_ranks):
 
 
 @pytest.mark.launches
-def test_a_rank_that_is_not_bound_keeps_the_mask_of_the_launch():
+def test_an_unbound_rank_keeps_the_affinity_mask_of_the_launch():
     core = str(min(os.sched_getaffinity(0)))
     mask = "import os; print(*os.sched_getaffinity(0))"
     argv = command([sys.executable, "-c", mask], num_ranks=1, mpirun=find_mpirun())
@@ -270,7 +271,7 @@ d
 """
 
 
-def test_a_host_file_is_read_as_horovod_and_the_launchers_write_it(tmp_path):
+def test_host_files_of_horovod_and_the_launchers_are_read(tmp_path):
     (tmp_path / "hosts").write_text(TEXT)
     assert read_hostfile(tmp_path / "hosts") == "node-1.cluster:4,10.0.0.2:2,c:3,d:1"
 
@@ -279,7 +280,7 @@ def test_a_host_file_is_read_as_horovod_and_the_launchers_write_it(tmp_path):
     "line",
     ["a slots=", "a slots=two", "a slots=2 b", "a b", "slots=2", "a:2:3", "a slots=-1", "a,b"],
 )
-def test_a_line_that_is_none_is_named_with_its_number(line, tmp_path):
+def test_an_invalid_line_of_a_host_file_is_reported_with_its_number(line, tmp_path):
     (tmp_path / "hosts").write_text(f"fine slots=2\n{line}\n")
     with pytest.raises(LaunchError, match=rf"host slots=N.*{line}.* line 2 of .*hosts; correct"):
         read_hostfile(tmp_path / "hosts")
@@ -311,7 +312,7 @@ def test_an_interface_must_be_on_this_host():
         (["sh", "-c", "true"], [shutil.which("sh"), "-c", "true"]),
     ],
 )
-def test_bare_names_are_this_environments(argv, resolved):
+def test_bare_names_are_resolved_in_this_environment(argv, resolved):
     assert resolve(argv) == resolved
 
 
@@ -323,12 +324,12 @@ def test_a_script_runs_under_this_interpreter(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["missing.py", "no-such-program"])
-def test_what_is_not_there_is_named(name):
+def test_a_missing_program_is_named_in_the_error(name):
     with pytest.raises(LaunchError, match=f"'{name}'"):
         resolve([name])
 
 
-def test_spares_are_started_beside_the_ranks_and_need_recovery():
+def test_spares_are_added_to_the_ranks_and_need_recovery():
     found = line(OPENMPI5, options=Options(recover=True, spares=1))
     assert "-np 3 " in found
     assert "-x HPCTRAIN_SPARES=1" in found

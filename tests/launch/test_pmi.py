@@ -29,7 +29,7 @@ def test_the_interface_follows_from_the_library(library, interface):
 @pytest.mark.parametrize(
     ("own", "interface"), [("libmpi.so.40", "pmix"), ("libmpi.so.12", "pmi2")]
 )
-def test_the_library_of_the_standard_abi_is_of_the_mpi_beside_it(tmp_path, own, interface):
+def test_a_library_of_the_standard_abi_needs_the_pmi_of_its_neighbour(tmp_path, own, interface):
     (tmp_path / own).touch()
     assert needed_pmi(tmp_path / "libmpi_abi.so.1") == interface
 
@@ -39,7 +39,7 @@ def test_the_library_is_the_one_that_this_process_would_load():
     assert needed_pmi() == needed_pmi(load().library)
 
 
-def test_the_library_says_its_version():
+def test_the_library_reports_its_version():
     found = load()
     assert (found.vendor, found.version) == parse_version(MPI.Get_library_version())
     assert found.label == f"{found.vendor}{found.version}"
@@ -56,11 +56,11 @@ def test_the_library_says_its_version():
         ("HPE MPT 2.30", "mpi"),
     ],
 )
-def test_versions_are_read(text, label):
+def test_versions_are_parsed(text, label):
     assert "".join(parse_version(text)) == label
 
 
-def test_a_library_that_is_not_there_is_named_with_a_way_out():
+def test_a_missing_library_is_named_with_a_remedy():
     with pytest.raises(LaunchError) as error:
         load({"MPI4PY_LIBMPI": "/nowhere/libmpi.so.40"})
     text = str(error.value)
@@ -75,7 +75,7 @@ def test_an_environment_without_mpi4py_is_named(monkeypatch):
         load()
 
 
-def test_a_library_that_does_not_load_in_time_is_not_waited_for(monkeypatch):
+def test_a_library_that_does_not_load_in_time_is_an_error(monkeypatch):
     monkeypatch.setattr(pmi, "_LOAD", "import time; time.sleep(60)")
     monkeypatch.setattr(pmi, "TIMEOUT_S", 0.2)
     with pytest.raises(LaunchError, match=r"is the file system of .* slow or away"):

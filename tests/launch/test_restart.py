@@ -1,4 +1,4 @@
-"""``hpctrain launch --restart``: what fails is started again, on the hosts that are left."""
+"""``hpctrain launch --restart`` starts a failed program again, on the remaining hosts."""
 
 import signal
 import subprocess
@@ -32,7 +32,7 @@ def model():
 
 
 def counting(note, ends):
-    """Return a program that ends as the next of ``ends`` says, and notes how often it has run."""
+    """Return a program that counts its runs in a file and executes ``ends``."""
     body = f"""
 import os, signal, sys, time
 with open({str(note)!r}, "a+") as file:
@@ -52,27 +52,28 @@ LAUNCH = [sys.executable, "-m", "hpctrain", "launch", "-n", "1"]
     [
         (3, "sys.exit(3 * (number < 3))", 0, 3),
         (1, "sys.exit(3)", 3, 2),
-        (3, "sys.exit(2)", 2, 1),  # a mistake stays one
-        (3, "sys.exit(85)", 85, 1),  # it wants to go on another time
+        # exit code 2: a mistake of the user, which a restart does not fix
+        (3, "sys.exit(2)", 2, 1),
+        (3, "sys.exit(85)", 85, 1),  # exit code 85: the run wants to resume in another job
         (1, "import hpctrain; hpctrain.init(); os._exit(0)", 1, 2),
         (1, "import hpctrain; hpctrain.init(); hpctrain.shutdown()", 0, 1),
     ],
 )
-def test_what_fails_is_started_so_often(tmp_path, restart, ends, code, runs):
+def test_a_failed_program_is_restarted_up_to_the_limit(tmp_path, restart, ends, code, runs):
     note = tmp_path / "runs"
     done = ended([*LAUNCH, "--restart", str(restart), *counting(note, ends)], timeout=100)
     assert done.returncode == code, done.stderr
     assert len(note.read_text()) == runs
 
 
-def test_all_runs_together_have_the_time_of_one(tmp_path):
+def test_the_timeout_covers_all_runs_together(tmp_path):
     note, options = tmp_path / "runs", ["--restart", "9", "--timeout", "6"]
     done = ended([*LAUNCH, *options, *counting(note, "time.sleep(2); sys.exit(3)")], timeout=60)
     assert done.returncode == 124, done.stderr
     assert 1 < len(note.read_text()) < 5
 
 
-def test_who_ends_a_launch_is_not_answered_by_another(tmp_path):
+def test_a_launch_that_is_ended_by_a_signal_does_not_restart(tmp_path):
     note = tmp_path / "runs"
     line = [*LAUNCH, "--restart", "3", *counting(note, "time.sleep(50)")]
     with subprocess.Popen(line, stdin=subprocess.DEVNULL) as process:
@@ -82,7 +83,7 @@ def test_who_ends_a_launch_is_not_answered_by_another(tmp_path):
     assert note.read_text() == "x"
 
 
-def test_a_run_that_another_launch_has_begun_is_not_gone_on_with(tmp_path, monkeypatch):
+def test_a_restart_does_not_resume_a_run_of_another_launch(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     write_config(tmp_path, "tests.train.problem:model", epochs=1)
@@ -107,10 +108,11 @@ def has_resumed(metrics):
 @pytest.mark.parametrize(
     ("gone", "left"), [("n1", "n0"), pytest.param("n0", "n1", marks=pytest.mark.conformance)]
 )
-def test_a_node_that_is_lost_with_its_daemon_is_left_out(tmp_path, monkeypatch, gone, left):
-    """A training goes on on the other one; half a minute later where rank 0 holds its lease."""
+def test_a_lost_node_is_left_out_of_the_restart(tmp_path, monkeypatch, gone, left):
+    """The run resumes on the other node, half a minute later if the lost node had the lease."""
     monkeypatch.chdir(tmp_path)
-    own = {"PYTHONPATH": str(ROOT), "TMPDIR": "/var/tmp", "OMP_NUM_THREADS": "1"}  # of each node
+    # local to each node
+    own = {"PYTHONPATH": str(ROOT), "TMPDIR": "/var/tmp", "OMP_NUM_THREADS": "1"}
     for name, value in (mpiexec.environment() | own).items():
         monkeypatch.setenv(name, value)
     (tmp_path / "slow.py").write_text(SLOW)

@@ -1,4 +1,4 @@
-"""The door to Slurm's commands, with stand-ins that say what the real ones say."""
+"""Calls of Slurm's commands, with scripts that print the output of the real commands."""
 
 import sys
 import time
@@ -22,7 +22,7 @@ from hpctrain.launch.slurm.scheduler import (
 
 @pytest.fixture
 def command(tmp_path):
-    """Write a command into a folder that is all of PATH; return the environment of job 17."""
+    """Function that writes a command to the only folder on PATH; returns the environment."""
 
     def write(name, body, **more):
         path = tmp_path / name
@@ -46,7 +46,7 @@ def command(tmp_path):
         *((text, None) for text in ("0", "UNLIMITED", "NOT_SET", "INVALID", "tomorrow", "")),
     ],
 )
-def test_times_are_read_as_slurm_reads_and_writes_them(text, seconds):
+def test_time_limits_are_parsed_as_by_slurm(text, seconds):
     assert time_limit_s(text) == seconds
 
 
@@ -56,13 +56,13 @@ def test_durations_become_time_limits():
     ]
 
 
-def test_a_newer_slurm_says_the_end_itself_and_is_not_asked(command):
+def test_the_end_time_in_the_environment_avoids_a_call_of_squeue(command):
     assert job_end(command("squeue", "exit 1", SLURM_JOB_END_TIME="1234")) == 1234.0
-    assert job_end({"PATH": "/nowhere"}) is None  # no job
+    assert job_end({"PATH": "/nowhere"}) is None  # not in a job
 
 
 @pytest.mark.parametrize("said", ["17 10:00", "18 3:00\n17 10:00\n19 1:00"])
-def test_an_older_one_is_asked_for_the_time_left_of_this_job_alone(command, tmp_path, said):
+def test_without_an_end_time_squeue_gives_the_remaining_time_of_this_job(command, tmp_path, said):
     before = time.time()
     end = job_end(command("squeue", f"echo '{said}'; echo \"$@\" >{tmp_path}/asked"))
     assert before + 600 <= end <= time.time() + 600
@@ -70,7 +70,7 @@ def test_an_older_one_is_asked_for_the_time_left_of_this_job_alone(command, tmp_
     assert job_end(command("squeue", "echo '17 UNLIMITED'")) is None
 
 
-def test_a_slurm_that_does_not_answer_is_an_error_with_its_words(command, monkeypatch):
+def test_an_error_of_slurm_is_raised_with_its_message(command, monkeypatch):
     said = "slurm_load_jobs error: Unable to contact"
     refuses = command("squeue", f"echo '{said}' >&2; exit 1")
     command("sbatch", "true")
@@ -84,28 +84,28 @@ def test_a_slurm_that_does_not_answer_is_an_error_with_its_words(command, monkey
         job_end({"PATH": "/nowhere", "SLURM_JOB_ID": "17"})
 
 
-def test_restarts_are_counted_from_0():
+def test_restarts_are_counted_from_zero():
     assert restart_count({}) == 0
     assert restart_count({"SLURM_RESTART_COUNT": "3"}) == 3
 
 
 @pytest.mark.parametrize(("name", "scheduler"), [("qsub", "PBS"), ("bsub", "LSF")])
-def test_another_scheduler_is_told_what_works_there(command, name, scheduler):
+def test_another_scheduler_is_an_error_with_the_command_that_works(command, name, scheduler):
     with pytest.raises(LaunchError, match=rf"{scheduler} \({name}\).*hpctrain launch -n"):
         find_sbatch(command(name, "true"))
 
 
-def test_sbatch_is_preferred_to_slurms_imitation_of_other_schedulers(command, tmp_path):
+def test_sbatch_is_preferred_to_commands_of_other_schedulers(command, tmp_path):
     command("qsub", "true")
     assert find_sbatch(command("sbatch", "true")) == str(tmp_path / "sbatch")
 
 
-def test_no_scheduler_is_a_clear_error(tmp_path):
+def test_a_missing_scheduler_is_an_error(tmp_path):
     with pytest.raises(LaunchError, match=r"must be in PATH.*--print shows.*hpctrain launch"):
         try_out("#!/bin/sh\n", {"PATH": str(tmp_path)})
 
 
-def test_slurm_is_asked_about_the_script_itself(command):
+def test_sbatch_tests_the_script_itself(command):
     environ = command(
         "sbatch",
         '[ "$*" = --test-only ] || exit 1; read -r line; [ "$line" = "#!/bin/sh" ] || exit 2\n'
@@ -114,7 +114,7 @@ def test_slurm_is_asked_about_the_script_itself(command):
     assert try_out("#!/bin/sh\n", environ) == "the job would start at 12:00 on nodes n[0-1]"
 
 
-def test_a_refusal_holds_slurms_own_words_once(command):
+def test_a_rejection_contains_each_message_of_slurm_once(command):
     said = (
         "sbatch: error: Invalid account\\nsbatch: error: Invalid account\\nallocation failure: x"
     )
@@ -126,11 +126,11 @@ def test_a_refusal_holds_slurms_own_words_once(command):
 
 
 @pytest.mark.parametrize("said", ["12", "12;cluster"])
-def test_the_number_of_the_job_is_read(command, said):
+def test_the_job_id_is_parsed(command, said):
     assert submit("a.sbatch", command("sbatch", f"echo '{said}'")) == 12
 
 
-def test_a_job_finds_the_hpctrain_of_this_environment(command, tmp_path, monkeypatch):
+def test_a_job_finds_the_hpctrain_command_of_this_environment(command, tmp_path, monkeypatch):
     environ = command("sbatch", f'echo "$PATH" > {tmp_path}/path; echo 1')
 
     def path_of_job():
@@ -140,19 +140,19 @@ def test_a_job_finds_the_hpctrain_of_this_environment(command, tmp_path, monkeyp
     folder = tmp_path / "venv/bin"
     folder.mkdir(parents=True)
     monkeypatch.setattr(sys, "executable", str(folder / "python"))
-    assert path_of_job() == str(tmp_path)  # no command there: as the user has it
+    assert path_of_job() == str(tmp_path)  # no command in the folder, so PATH is not changed
     command("venv/bin/hpctrain", "true")
     assert path_of_job() == f"{folder}:{tmp_path}"
     environ = {"PATH": f"{folder}:{tmp_path}"}
     assert path_of_job() == f"{folder}:{tmp_path}"
 
 
-def test_words_without_a_number_are_an_error(command):
+def test_output_without_a_job_id_is_an_error(command):
     with pytest.raises(LaunchError, match="it says: fine"):
         submit("a.sbatch", command("sbatch", "echo fine"))
 
 
-def test_jobs_that_wait_or_run_are_found_and_so_are_arrays(command):
+def test_pending_and_running_jobs_and_arrays_are_found(command):
     lines = (
         "12 12 RUNNING 2026-11-25T08:30:00 2026-11-25T09:00:00 None",
         "13 13 PENDING 2026-11-25T07:00:00 2026-11-25T10:00:00 Priority",
@@ -181,14 +181,14 @@ def test_jobs_that_wait_or_run_are_found_and_so_are_arrays(command):
         ("afterok:12:13?afterany:14", "afterok:12:13?afterany:14"),
         ("after:12+5", "after:12+5"),
         ("singleton", "singleton"),
-        ("job", "job"),  # could be a condition of a newer Slurm: sbatch decides
+        ("job", "job"),  # may be a condition of a newer Slurm, which sbatch checks
     ],
 )
-def test_a_job_number_stands_for_its_good_end(text, condition):
+def test_a_job_id_means_afterok(text, condition):
     assert dependency(text) == condition
 
 
 @pytest.mark.parametrize("text", ["", "12 13", "after ok:12", "-1"])
-def test_other_conditions_are_refused(text):
+def test_invalid_conditions_are_rejected(text):
     with pytest.raises(LaunchError, match="a job starts after"):
         dependency(text)

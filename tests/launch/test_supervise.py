@@ -1,4 +1,4 @@
-"""Every way a launch can end, with the real mpirun of this environment."""
+"""All ends of a launch, with the real mpirun of this environment."""
 
 import contextlib
 import os
@@ -36,7 +36,7 @@ LONG = pytest.mark.conformance
         pytest.param("raise ValueError", marks=LONG),
     ],
 )
-def test_one_ranks_death_ends_the_launch_with_an_error(tmp_path, death):
+def test_the_death_of_one_rank_ends_the_launch_with_an_error(tmp_path, death):
     before = time.monotonic()
     code = f"if rank == 1: {death}\ntime.sleep(50)"
     assert supervise(line(tmp_path, code), environ=mpiexec.environment()).code != 0
@@ -53,7 +53,7 @@ def test_a_launch_past_its_limit_ends_with_124(tmp_path):
 
 
 @pytest.mark.parametrize(("code", "num_ranks"), [(0, 2), (85, 3), pytest.param(7, 1, marks=LONG)])
-def test_a_code_that_all_ranks_end_with_is_passed_on(tmp_path, code, num_ranks):
+def test_an_exit_code_of_all_ranks_is_returned(tmp_path, code, num_ranks):
     argv, before = line(tmp_path, f"sys.exit({code})", num_ranks), signal.getsignal(signal.SIGTERM)
     assert supervise(argv, environ=mpiexec.environment()) == (code, False)
     assert signal.getsignal(signal.SIGTERM) is before
@@ -74,12 +74,12 @@ STUBBORN = "for n in (1, 2, 15): signal.signal(n, signal.SIG_IGN)\n"
 def test_a_signal_ends_mpirun_and_its_ranks(tmp_path, number, ignores):
     process = start(tmp_path, f"{ignores}time.sleep(50)", grace_s=1.0 if ignores else 2.0)
     process.send_signal(number)
-    # Python ends by SIGINT itself where nobody catches KeyboardInterrupt.
+    # Python ends by SIGINT itself if the program does not catch KeyboardInterrupt.
     assert process.wait(timeout=15) == (-number if number == signal.SIGINT else 128 + number)
     assert ranks_are_gone(tmp_path)
 
 
-def test_a_second_signal_kills_at_once(tmp_path):
+def test_a_second_signal_kills_immediately(tmp_path):
     process = start(tmp_path, f"{STUBBORN}time.sleep(50)", grace_s=60.0)
     process.send_signal(signal.SIGINT)
     time.sleep(0.5)
@@ -88,7 +88,7 @@ def test_a_second_signal_kills_at_once(tmp_path):
     assert ranks_are_gone(tmp_path)
 
 
-def test_the_input_of_a_script_around_a_launch_is_left_alone(tmp_path):
+def test_a_launch_does_not_read_the_input_of_the_calling_script(tmp_path):
     launch = (
         "from hpctrain.launch import mpiexec; from hpctrain.launch.supervise import supervise; "
         f"supervise({line(tmp_path, 'pass')!r}, environ=mpiexec.environment())"
@@ -123,12 +123,12 @@ def test_a_launch_leaves_no_file_open():
     assert (done.returncode, done.stderr) == (0, "here\nhere\n")
 
 
-def test_a_program_that_is_not_there_is_named():
+def test_a_missing_program_is_named():
     with pytest.raises(LaunchError, match="/nowhere/mpirun"):
         supervise(["/nowhere/mpirun"])
 
 
-def test_descendants_are_children_and_their_children():
+def test_descendants_include_grandchildren():
     with subprocess.Popen(["sh", "-c", "sleep 30 & wait"]) as shell:
         wait_for(lambda: len(descendants(shell.pid)) == 1)
         (sleep,) = descendants(shell.pid)
@@ -137,8 +137,8 @@ def test_descendants_are_children_and_their_children():
         os.kill(sleep, signal.SIGTERM)
 
 
-def test_an_mpirun_that_outlives_its_ranks_is_killed(capfd):
-    # It has had a rank and does not end: what Open MPI's does when it deadlocks in its own end.
+def test_an_mpirun_that_hangs_after_its_ranks_is_killed(capfd):
+    # Open MPI's mpirun can deadlock at its end, after its ranks have exited.
     hung = "import subprocess, time; rank = subprocess.Popen(['true']); time.sleep(60)"
     before = time.monotonic()
     assert supervise([sys.executable, "-c", hung]).code == 128 + signal.SIGKILL
@@ -146,7 +146,7 @@ def test_an_mpirun_that_outlives_its_ranks_is_killed(capfd):
     assert "mpirun hangs after its ranks have ended" in capfd.readouterr().err
 
 
-# -- ranks that can save are asked, the time of all others is bounded ---------------------------
+# -- signals to ranks that can save a checkpoint, and time limits of other ranks ----------------
 
 
 SAVES = """
@@ -174,12 +174,12 @@ def names(tmp_path, kind):
         pytest.param(signal.SIGHUP, marks=LONG),
     ],
 )
-def test_a_signal_asks_ranks_that_can_save_and_their_code_is_passed_on(tmp_path, signal_number):
+def test_a_signal_asks_ranks_to_save_and_their_exit_code_is_returned(tmp_path, signal_number):
     process = start(tmp_path, SAVES.format(folder=str(tmp_path)), grace_s=0.2)
     wait_for(lambda: names(tmp_path, "ready") == 2)
     process.send_signal(signal_number)
     assert process.wait(30) == 85
-    # As SIGUSR1, and they know why; that one itself is only handed on.
+    # Ranks receive SIGUSR1 and the name of the original signal, unless that was SIGUSR1.
     why = None if signal_number == signal.SIGUSR1 else signal_number.name
     said = [(tmp_path / f"asked-{rank}").read_text() for rank in range(2)]
     assert [text.split()[0] for text in said] == ["10", "10"]
@@ -187,7 +187,7 @@ def test_a_signal_asks_ranks_that_can_save_and_their_code_is_passed_on(tmp_path,
     assert ranks_are_gone(tmp_path)
 
 
-def test_ranks_that_were_asked_and_hang_are_killed_when_their_time_is_up(tmp_path):
+def test_ranks_that_hang_while_saving_are_killed_after_the_limit(tmp_path):
     code = SAVES.format(folder=str(tmp_path)).replace("time.sleep(1)", "time.sleep(50)")
     process = start(tmp_path, code, grace_s=0.5, save_s=1.0)
     wait_for(lambda: names(tmp_path, "ready") == 2)
@@ -196,8 +196,8 @@ def test_ranks_that_were_asked_and_hang_are_killed_when_their_time_is_up(tmp_pat
     assert ranks_are_gone(tmp_path)
 
 
-def test_an_mpirun_that_was_killed_leaves_no_files(tmp_path, monkeypatch):
-    # The next one with its process id would fail on them.
+def test_a_killed_mpirun_leaves_no_files(tmp_path, monkeypatch):
+    # A later mpirun with the same process id would fail on these files.
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setenv("TMPDIR", str(folder))
@@ -220,8 +220,8 @@ sys.exit(7)
 """
 
 
-def test_a_rank_that_handles_sigterm_alone_is_not_sent_sigusr1(tmp_path):
-    # Its SIGUSR1 would be the end of it.
+def test_a_rank_that_handles_only_sigterm_gets_no_sigusr1(tmp_path):
+    # SIGUSR1 would end the rank.
     process = start(tmp_path, ONLY_TERM.format(folder=str(tmp_path)), grace_s=3.0)
     wait_for(lambda: names(tmp_path, "ready") == 2)
     process.send_signal(signal.SIGTERM)
@@ -230,7 +230,7 @@ def test_a_rank_that_handles_sigterm_alone_is_not_sent_sigusr1(tmp_path):
     assert ranks_are_gone(tmp_path)
 
 
-def test_one_rank_that_cannot_save_is_enough_to_end_all_as_before(tmp_path):
+def test_one_rank_that_cannot_save_makes_the_signal_end_all(tmp_path):
     process = start(
         tmp_path, f"if rank: time.sleep(50)\n{SAVES.format(folder=str(tmp_path))}", grace_s=0.5
     )
@@ -241,7 +241,7 @@ def test_one_rank_that_cannot_save_is_enough_to_end_all_as_before(tmp_path):
 
 
 def on_a_terminal(tmp_path, code, **how):
-    """Supervise in the foreground of a terminal of its own; return its pid and the terminal."""
+    """Run ``supervise`` in the foreground of a new terminal; return its pid and the terminal."""
     program = (
         "import sys; from hpctrain.launch import mpiexec; "
         "from hpctrain.launch.supervise import supervise\n"
@@ -251,16 +251,16 @@ def on_a_terminal(tmp_path, code, **how):
     pid, terminal = pty.fork()
     if pid == 0:
         with contextlib.suppress(BaseException):
-            os.environ.pop("PYTHONUNBUFFERED", None)  # as for most users
+            os.environ.pop("PYTHONUNBUFFERED", None)  # the default of most users
             os.execv(sys.executable, [sys.executable, "-c", program])
         os._exit(1)
     return pid, terminal
 
 
 def code_of(pid, terminal):
-    """Read the terminal until the process ends; return its exit code and what was written."""
+    """Read the terminal until the process ends; return its exit code and output."""
     text = b""
-    with contextlib.suppress(OSError):  # the end of a terminal is an error
+    with contextlib.suppress(OSError):  # reading a closed terminal raises OSError
         while piece := os.read(terminal, 4096):
             text += piece
     os.close(terminal)
@@ -268,7 +268,7 @@ def code_of(pid, terminal):
 
 
 @pytest.mark.parametrize(("saves", "expected"), [(True, 85), (False, 130)])
-def test_ctrl_c_on_a_terminal_lets_ranks_save_and_leaves_nothing(tmp_path, saves, expected):
+def test_ctrl_c_on_a_terminal_lets_ranks_save_and_leaves_no_process(tmp_path, saves, expected):
     code = SAVES.format(folder=str(tmp_path))
     if not saves:
         code = f"Path({str(tmp_path)!r}, f'ready-{{rank}}').touch(); time.sleep(50)"
@@ -281,16 +281,16 @@ def test_ctrl_c_on_a_terminal_lets_ranks_save_and_leaves_nothing(tmp_path, saves
     assert ranks_are_gone(tmp_path)
 
 
-def test_a_terminal_that_is_gone_lets_ranks_save(tmp_path):
+def test_a_closed_terminal_lets_ranks_save(tmp_path):
     pid, terminal = on_a_terminal(tmp_path, SAVES.format(folder=str(tmp_path)), grace_s=2.0)
     wait_for(lambda: names(tmp_path, "ready") == 2)
-    os.close(terminal)  # comes as SIGHUP, and nothing can be written any more
+    os.close(terminal)  # the process gets SIGHUP and cannot write any more
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 85
     assert names(tmp_path, "asked") == 2
     assert ranks_are_gone(tmp_path)
 
 
-def test_what_is_typed_on_a_terminal_reaches_rank_0(tmp_path):
+def test_terminal_input_reaches_rank_0(tmp_path):
     code = "if not rank: print('typed', sys.stdin.readline().upper(), flush=True)"
     pid, terminal = on_a_terminal(tmp_path, code)
     wait_for(lambda: names(tmp_path, "pid") == 2)
@@ -311,16 +311,16 @@ OTHER = f"{'-' * 74}\nprterun noticed that process rank 0 exited on signal 11\n{
     [
         (f"{BOX}why\n", 1, "why\n"),
         (f"why\n{BOX}", 1, "why\n"),
-        (f"why\n{OTHER}", 1, f"why\n{OTHER}"),  # which process died, and how
-        (BOX, 1, BOX),  # nobody has said why
-        (f"a warning\n{SILENT}", 1, f"a warning\n{SILENT}"),  # nor here
+        (f"why\n{OTHER}", 1, f"why\n{OTHER}"),  # this box names the process and the signal
+        (BOX, 1, BOX),  # no rank has reported a reason
+        (f"a warning\n{SILENT}", 1, f"a warning\n{SILENT}"),  # a warning is no reason
         (f"{SILENT}[rank 1] rank 0 died\n", 87, "[rank 1] rank 0 died\n"),
-        (BOX, 85, ""),  # all have stopped as they were asked
+        (BOX, 85, ""),  # all ranks stopped on request
         ("50 %\r100 %\0", 0, "50 %\r100 %"),
         ("- a list\n=\nend", 0, "- a list\n=\nend"),
     ],
 )
-def test_what_mpirun_says_of_a_rank_is_left_out_where_the_rank_has_said_it(
+def test_mpiruns_report_of_a_failed_rank_is_omitted_if_the_rank_gave_the_reason(
     said, code, kept, capfd
 ):
     program = f"import sys; sys.stderr.write({said!r}); sys.exit({code})"
@@ -331,15 +331,15 @@ def test_what_mpirun_says_of_a_rank_is_left_out_where_the_rank_has_said_it(
 @pytest.mark.parametrize(
     ("said", "code", "expected"),
     [
-        (DIED.format("Killed (signal 9)"), 9, RANK_LOST),  # of Hydra
+        (DIED.format("Killed (signal 9)"), 9, RANK_LOST),  # output of Hydra
         (DIED.format("Segmentation fault (signal 11)"), 11, 139),
         (f"{'=' * 74}\n=   BAD TERMINATION\n=   KILLED BY SIGNAL: 9\n{'=' * 74}\n", 9, RANK_LOST),
-        ("signal 9\n", 9, 9),  # the program's own code
+        ("signal 9\n", 9, 9),  # exit code of the program
         ("", 137, RANK_LOST),
         ("", 139, 139),
     ],
 )
-def test_a_signal_that_ends_a_rank_gives_the_same_code_by_every_launcher(said, code, expected):
+def test_a_signal_that_ends_a_rank_gives_the_same_code_with_every_launcher(said, code, expected):
     program = f"import sys; sys.stderr.write({said!r}); sys.exit({code})"
     assert supervise([sys.executable, "-c", program]).code == expected
 
@@ -355,9 +355,7 @@ def test_a_signal_that_ends_a_rank_gives_the_same_code_by_every_launcher(said, c
         ("hpctrain: task.py:3 in model: f()\nKeyError: 'width'\n", True),
     ],
 )
-def test_of_words_of_long_ago_only_an_error_is_taken_for_the_reason_of_the_end(
-    said, is_error, capfd
-):
+def test_only_an_error_in_earlier_output_counts_as_the_reason_of_the_end(said, is_error, capfd):
     say = "import sys, time; write = sys.stderr.write; "
     program = f"{say}write({said!r}); time.sleep(1.5); write({BOX!r})"
     assert supervise([sys.executable, "-c", program]).code == 0
@@ -376,9 +374,9 @@ TRACE = [
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_traceback_of_several_ranks_is_told_once_in_whatever_turn_they_write_it(seed):
+def test_interleaved_tracebacks_of_several_ranks_are_merged(seed):
     draw = random.Random(seed)
-    # All but one may be killed in the middle.
+    # All ranks but one may be killed while they write.
     ends = [len(TRACE), *draw.choices(range(1, len(TRACE) + 1), k=draw.randrange(1, 5))]
     turns = [rank for rank, end in enumerate(ends) for _ in range(end)]
     draw.shuffle(turns)
@@ -387,7 +385,7 @@ def test_a_traceback_of_several_ranks_is_told_once_in_whatever_turn_they_write_i
     assert told == (b"".join(TRACE), len(ends))
 
 
-def test_errors_with_causes_come_once_and_those_that_differ_are_all_heard():
+def test_chained_exceptions_are_merged_and_different_ones_are_kept():
     whole = [
         *CAUSE,
         b"\n",
@@ -402,7 +400,7 @@ def test_errors_with_causes_come_once_and_those_that_differ_are_all_heard():
     assert told == (b"".join([*CAUSE[:3], *others]), 2)
 
 
-def test_ranks_that_fail_before_they_know_each_other_say_why_once(tmp_path, capfd):
+def test_ranks_that_fail_before_init_report_the_error_once(tmp_path, capfd):
     argv = line(tmp_path, "import time; time.sleep(1); {}['no such key']")
     assert supervise(argv, environ=mpiexec.environment()).code == 1
     assert capfd.readouterr().err.count("KeyError: 'no such key'") == 1

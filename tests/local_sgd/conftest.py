@@ -1,4 +1,4 @@
-"""The worlds of ``tests/gradients``."""
+"""Fixtures of ``tests/gradients`` that create worlds."""
 
 from tests.gradients.conftest import hvd, hvd_nodes, last, per_node, worlds
 

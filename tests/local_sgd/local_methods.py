@@ -1,4 +1,4 @@
-"""The methods that agree rarely, each small, and a training by any of them."""
+"""One small instance of each local method, and a training with any of them."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -38,7 +38,7 @@ LOSSY: dict[str, Make] = {
         m, o, 4, start=9, compression="one_bit"
     ),
 }
-"""Methods that remember what a codec has not sent."""
+"""Methods with codecs that keep the error of earlier rounds."""
 
 FEDERATED: dict[str, Make] = {
     "local, drawn, pulled": lambda hvd, m, o: hvd.LocalSGD(
@@ -49,11 +49,11 @@ FEDERATED: dict[str, Make] = {
         m, o, 4, start=5, fraction=0.4, state="reset", proximal=0.1
     ),
 }
-"""Methods in which some ranks count in a round, and all are pulled to its model."""
+"""Methods with partial participation and a proximal term."""
 
 
 class Normed(nn.Module):
-    """A network with all that a replica has: weights, statistics, a counter."""
+    """A network with weights, batch-norm statistics and an integer counter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ def train(
     *,
     observed: bool = False,
 ) -> None:
-    """Take the steps from ``first`` to ``last`` on this rank's part of the global batches."""
+    """Take steps ``first`` to ``last - 1`` on this rank's part of the global batches."""
     dtype = next(model.parameters()).dtype
     for step in range(first, last):
         images, labels = part_of(global_batch(step, dtype), hvd.rank(), hvd.size())
@@ -89,12 +89,18 @@ def train(
 
 
 class Run:
-    """A training by a method, of which a test says how far it goes."""
+    """A training by a method, which a test continues step by step.
+
+    Collective.
+
+    Args:
+        method: a key of ``METHODS``, ``LOSSY`` or ``FEDERATED``, or the name of a class of
+        hpctrain. args, options: arguments of that class.
+    """
 
     def __init__(
         self, hvd, method: str, *args, model: nn.Module | None = None, optimizer=sgd, **options
     ) -> None:
-        """Take a row of ``METHODS``, or the name of a method and its arguments. Collective."""
         self.hvd, self.at = hvd, 0
         self.model = make_model() if model is None else model
         self.optimizer = optimizer(self.model)
@@ -104,20 +110,20 @@ class Run:
             self.method = getattr(hvd, method)(self.model, self.optimizer, *args, **options)
 
     def to(self, step: int, *, observed: bool = False) -> "Run":
-        """Take the steps before this one."""
+        """Take all steps before ``step``."""
         pair = self.model, self.optimizer
         train(self.hvd, *pair, self.method, self.at, step, observed=observed)
         self.at = step
         return self
 
     def end(self, step: int) -> torch.Tensor:
-        """Take the steps before this one and leave the block; return the weights."""
+        """Take all steps before ``step`` and leave the block; return the weights."""
         with self.method:
             self.to(step)
         return self.weights
 
     def skip(self) -> None:
-        """Let this rank leave a step out."""
+        """Skip a step on this rank."""
         self.method.skip_step()
         self.at += 1
 
@@ -130,18 +136,18 @@ class Run:
         return replica_of(self.model, self.optimizer)
 
     def num_kinds(self, world) -> int:
-        """Return how many different models the ranks have. Collective."""
+        """Return the number of different models. Collective."""
         return num_kinds(world, self.weights)
 
 
 def state_of(model: nn.Module, optimizer, method: LocalMethod) -> Mapping[str, Any]:
-    """Keep all that a rank goes on from."""
+    """Return a copy of the state from which a rank can resume."""
     parts = {"model": model, "optimizer": optimizer, "method": method}
     return copy.deepcopy({name: part.state_dict() for name, part in parts.items()})
 
 
 def replica_of(model: nn.Module, optimizer) -> torch.Tensor:
-    """Return all numbers of this rank's model and optimizer state as one vector."""
+    """Return this rank's model and optimizer state as one vector."""
     numbers = [t.detach().double().reshape(-1) for t in model.state_dict().values()]
     for own in optimizer.state_dict()["state"].values():
         numbers += [value.double().reshape(-1) for _, value in sorted(own.items())]
@@ -154,12 +160,12 @@ def weights_of(model: nn.Module) -> torch.Tensor:
 
 
 def num_kinds(world, numbers: torch.Tensor) -> int:
-    """Return how many different vectors the ranks have. Collective."""
+    """Return the number of different vectors. Collective."""
     return len({of_rank.numpy().tobytes() for of_rank in world.allgather(numbers)})
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
-    """Make an optimizer with two kinds of state and a counter."""
+    """Return an optimizer with two kinds of state and a counter."""
     return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 

@@ -1,4 +1,4 @@
-"""Means over replicas: through buckets, of states that only some have, when ranks come late."""
+"""Averages over replicas: in buckets, of states that only some ranks have, and with late ranks."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ EVERY_SIZE = pytest.mark.ranks(1, 2, 3, 4)
 
 
 def tensors(rank: int) -> list[tuple[str, torch.Tensor]]:
-    """Return tensors of several dtypes and layouts, other numbers on every rank."""
+    """Return random tensors of several dtypes and layouts, different on every rank."""
     numbers = torch.Generator().manual_seed(rank)
     images = torch.randn(2, 3, 4, 5, generator=numbers)
     return [
@@ -40,7 +40,7 @@ def node_comm():
 @pytest.mark.usefixtures("hvd_nodes")
 @pytest.mark.parametrize("bucket_bytes", [1, 4096, 1 << 25])
 @pytest.mark.parametrize("anchored", [False, True])
-def test_every_tensor_becomes_the_weighted_mean(world, bucket_bytes, anchored):
+def test_every_tensor_is_set_to_the_weighted_mean(world, bucket_bytes, anchored):
     mine = tensors(world.rank)
     weights = [0.0 if rank == 1 else rank + 0.5 for rank in range(world.size)]
     expected = [
@@ -64,7 +64,7 @@ def test_every_tensor_becomes_the_weighted_mean(world, bucket_bytes, anchored):
 
 @EVERY_SIZE
 @pytest.mark.usefixtures("hvd_nodes")
-def test_what_is_kept_and_what_arrives_later(world):
+def test_keep_mixes_the_local_values_and_own_state_restores_an_averaging_in_flight(world):
     own = torch.full((100,), float(world.rank))
     averaging = Averaging(current().comm, Identity(), Tensors(lambda: [("own", own)]), 1 << 20)
     averaging.start(1.0, 1.0 / world.size)
@@ -82,7 +82,7 @@ def test_what_is_kept_and_what_arrives_later(world):
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.usefixtures("hvd_nodes")
-def test_the_error_of_sixteen_bits_is_that_of_the_change(world):
+def test_bfloat16_rounds_the_change_and_not_the_values(world):
     base = torch.linspace(100.0, 101.0, 1000)
     own = base.clone()
     averaging = AnchoredAveraging(
@@ -97,12 +97,13 @@ def test_the_error_of_sixteen_bits_is_that_of_the_change(world):
     averaging.finish()
     change = own - base
     expected = 1e-3 * (world.size + 1) / 2
-    assert float((change - expected).abs().max()) < 1e-2 * expected + 1e-5  # of float32 near 100
+    # plus the precision of float32 near 100
+    assert float((change - expected).abs().max()) < 1e-2 * expected + 1e-5
 
 
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.usefixtures("hvd_nodes")
-def test_other_tensors_are_an_error_on_every_rank(world):
+def test_different_tensors_are_an_error_on_every_rank(world):
     own = torch.zeros(10 + world.rank)
     with pytest.raises(MismatchError, match="averaged tensors"):
         Averaging(current().comm, Identity(), Tensors(lambda: [("own", own)]), 1 << 20)
@@ -125,7 +126,7 @@ ROUNDS = 12
 
 
 def squared_distances(rank: int) -> list[float]:
-    """Average numbers that other ranks do not have, again and again; how far they were apart."""
+    """Average repeatedly; return the squared distance of this rank from each average."""
     own = torch.zeros(3000, dtype=torch.float64)
     averaging = AnchoredAveraging(
         current().comm,
@@ -144,7 +145,7 @@ def squared_distances(rank: int) -> list[float]:
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.usefixtures("hvd")
-def test_nobody_moves_the_anchor_while_others_still_read_it(world, jitter):
+def test_the_anchor_is_not_updated_while_other_ranks_read_it(world, jitter):
     sleeps = jitter()
     found = squared_distances(world.rank)
     mean = (world.size + 1) / 2
@@ -161,7 +162,7 @@ def test_nobody_moves_the_anchor_while_others_still_read_it(world, jitter):
 @pytest.mark.parametrize(
     "name", ["local, state averaged", "hierarchical", "diloco, fragments", "staged"]
 )
-def test_a_local_method_learns_the_same_bits_when_ranks_come_late(hvd_nodes, jitter, name):
+def test_a_local_method_gives_the_same_bits_with_late_ranks(hvd_nodes, jitter, name):
     def learnt():
         model = Normed()
         optimizer = sgd(model)
@@ -184,7 +185,7 @@ def same(world, numbers: torch.Tensor) -> bool:
 
 @MANY
 @pytest.mark.parametrize("make", [sgd, adam])
-def test_a_rank_without_steps_takes_over_the_mean_of_the_others(world, hvd_nodes, make):
+def test_a_rank_without_steps_gets_the_mean_of_the_other_ranks(world, hvd_nodes, make):
     model = make_model()
     optimizer = make(model)
     method = hvd_nodes.LocalSGD(model, optimizer, 2, state="average")
@@ -196,7 +197,8 @@ def test_a_rank_without_steps_takes_over_the_mean_of_the_others(world, hvd_nodes
         images, labels = part_of(global_batch(step), world.rank, world.size)
         optimizer.zero_grad()
         cross_entropy(model(images), labels).backward()
-        if step == 1:  # what the last step leaves is averaged at once
+        # the state after the last step is averaged at once, so this test repeats that step
+        if step == 1:
             other = make(copy := make_model())
             copy.load_state_dict(model.state_dict())
             other.load_state_dict(optimizer.state_dict())
@@ -216,8 +218,8 @@ def test_a_rank_without_steps_takes_over_the_mean_of_the_others(world, hvd_nodes
 
 @MANY
 @pytest.mark.parametrize("make", [sgd, adam])
-def test_ranks_do_not_part_in_the_cool_down(world, hvd_nodes, make):
-    """A layer that one rank never uses, a step that it skips: neither in state nor in counters."""
+def test_replicas_stay_identical_in_the_cool_down(world, hvd_nodes, make):
+    """Also with a layer that one rank never uses and a step that it skips."""
 
     class Branch(nn.Module):
         def __init__(self) -> None:
@@ -244,7 +246,7 @@ def test_ranks_do_not_part_in_the_cool_down(world, hvd_nodes, make):
 
 
 def means_of(world, model: nn.Module, num_samples: float) -> dict[str, torch.Tensor]:
-    """Return what parameters and buffers are on average over samples, by name. Collective."""
+    """Return parameters and buffers averaged by number of samples, by name. Collective."""
     tensors = {n: t.clone() for n, t in model.state_dict().items() if t.is_floating_point()}
     of_ranks = world.allgather((num_samples, tensors))
     total = sum(number for number, _ in of_ranks)
@@ -263,15 +265,13 @@ def close(model: nn.Module, means: dict[str, torch.Tensor], names: list[str]) ->
 @MANY
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", METHODS)
-def test_a_mean_is_by_the_samples_of_steps_that_were_taken_and_the_end_is_the_same(
-    world, hvd_nodes, name
-):
-    """Rank 0 skips a step with its samples said, and others without: none of them counts."""
+def test_averages_count_only_the_samples_of_steps_taken(world, hvd_nodes, name):
+    """Rank 0 skips steps, with and without ``set_num_samples``; their samples do not count."""
     run, counted, wrong = Run(hvd_nodes, name, model=Normed()), 0, []
     has_gradients_in_common = name in ("post local", "staged", "hierarchical, synchronous node")
     skipped = (5, 8) if has_gradients_in_common else (0, 5, 8)
     names = [n for n, t in run.model.state_dict().items() if t.is_floating_point()]
-    if "diloco" in name:  # whose parameters are those of the outer model
+    if "diloco" in name:  # parameters become those of the outer model
         names = [n for n, _ in run.model.named_buffers() if "num" not in n]
     with run.method as method:
         for step in range(11):
@@ -285,7 +285,7 @@ def test_a_mean_is_by_the_samples_of_steps_that_were_taken_and_the_end_is_the_sa
                 run.to(step + 1)
                 counted += number
             counted *= method.rounds.start == start
-            if step == 0:  # rank 0 has not said a number yet
+            if step == 0:  # rank 0 has not set a number of samples yet
                 continue
             before = run.replica
             expected = means_of(world, run.model, counted)

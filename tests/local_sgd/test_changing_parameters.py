@@ -1,4 +1,4 @@
-"""Parameters that are frozen, unfrozen, added or replaced while replicas are apart."""
+"""Parameters that are frozen, unfrozen, added or replaced while replicas diverge."""
 
 import copy
 
@@ -19,7 +19,7 @@ NAMES.sort()
 
 
 class Layers(nn.Module):
-    """Layers that may come and go."""
+    """Layers that a test can add, freeze and replace."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Layers(nn.Module):
 
 
 def make() -> tuple[Layers, torch.optim.SGD]:
-    """Make a model of which the second layer is frozen."""
+    """Return a model with a frozen second layer, and its optimizer."""
     model = Layers()
     model.layers[1].requires_grad_(False)
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -51,7 +51,7 @@ def freeze(model: Layers, optimizer: torch.optim.SGD) -> None:
 
 
 def exchange_layers(model: Layers, optimizer: torch.optim.SGD) -> None:
-    """Freeze a layer and unfreeze another of the same shapes."""
+    """Freeze a layer and unfreeze another one of the same shapes."""
     freeze(model, optimizer)
     unfreeze(model, optimizer)
 
@@ -80,7 +80,7 @@ def change_shape(model: Layers, optimizer: torch.optim.SGD) -> None:
 
 
 def assign(model: Layers, optimizer: torch.optim.SGD) -> None:
-    """Let the model have other tensors, and the optimizer these."""
+    """Replace all tensors of the model, and give the new ones to the optimizer."""
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
     model.load_state_dict(state, assign=True)
@@ -91,7 +91,7 @@ def assign(model: Layers, optimizer: torch.optim.SGD) -> None:
 
 
 def shadow(model: Layers, _: torch.optim.SGD) -> None:
-    """Change what is not trained, as for a mean over steps of what is."""
+    """Change a parameter that is not trained, like a moving average."""
     with torch.no_grad():
         model.shadow.lerp_(model.layers[3].bias, 0.5)
 
@@ -126,7 +126,7 @@ def bits(model: nn.Module) -> bytes:
 
 
 def train(world, model, optimizer, numbers: range, at: int = -1, change=None) -> None:
-    """Take steps, with a change before one of them."""
+    """Take steps, with ``change`` before step ``at``."""
     for number in numbers:
         if number == at:
             change(model, optimizer)
@@ -134,7 +134,7 @@ def train(world, model, optimizer, numbers: range, at: int = -1, change=None) ->
 
 
 def runs(hvd, world, name: str, at: int, change, num_steps: int = 11) -> Layers:
-    """Train by a method, and return what is there after."""
+    """Train by a method; return the model."""
     model, optimizer = make()
     with METHODS[name](hvd, model, optimizer):
         train(world, model, optimizer, range(num_steps), at, change)
@@ -149,21 +149,21 @@ EVERY_PLACE = pytest.param((0, 3, 4, 6, 7, 8, 10), 11, marks=pytest.mark.conform
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     ("places", "num_steps"),
-    [((5,), 6), EVERY_PLACE],  # in a round, with what is under way; and everywhere
+    [((5,), 6), EVERY_PLACE],  # in a round with an averaging in flight, and at all steps
     ids=["in a round", "everywhere"],
 )
-def test_ranks_have_one_model_after_any_change(world, hvd_nodes, name, places, num_steps):
+def test_replicas_are_identical_after_any_change(world, hvd_nodes, name, places, num_steps):
     for change in CHANGES:
         for at in places:
             model = runs(hvd_nodes, world, name, at, change, num_steps)
             assert len(set(world.allgather(bits(model)))) == 1, (change.__name__, at)
 
 
-# -- what is right, by a process that has all replicas -----------------------------------------
+# -- the expected result, computed by a process that has all replicas --------------------------
 
 
 def foretold(name: str, size: int, at: int, change) -> nn.Module:
-    """Return the first replica after the steps of ``runs``, by plain torch."""
+    """Return the first replica after the steps of ``runs``, computed with torch alone."""
     oracle = Oracle("", size, [[0], [1]] if size == 2 else [[0, 1], [2]])
     replicas = [make() for _ in range(size)]
     for names, replica in zip(oracle.names, replicas, strict=True):
@@ -174,7 +174,7 @@ def foretold(name: str, size: int, at: int, change) -> nn.Module:
             if number == at:
                 change(model, optimizer)
             backward(model, optimizer, number, rank, size)
-        oracle.shared.clear()  # these gradients are new
+        oracle.shared.clear()  # the gradients of this step replace them
         method.reduce()
         for _, optimizer in replicas:
             optimizer.step()
@@ -188,7 +188,7 @@ def foretold(name: str, size: int, at: int, change) -> nn.Module:
     "at", [5, *(pytest.param(at, marks=pytest.mark.conformance) for at in (4, 7))]
 )
 @pytest.mark.parametrize("name", ["local", "post local", "hierarchical", "diloco", "staged"])
-def test_parameters_of_today_are_those_of_the_formula(world, hvd_nodes, name, at):
+def test_changed_parameters_are_averaged_as_in_the_formula(world, hvd_nodes, name, at):
     changes = (unfreeze, freeze, exchange_layers)
     for change in (*changes, shadow) if name in {"local", "hierarchical"} else changes:
         found = runs(hvd_nodes, world, name, at, change)
@@ -203,11 +203,11 @@ SAME = "must be the same on every rank|must change on all ranks"
 @pytest.mark.sweep
 @LAST
 @pytest.mark.parametrize("name", NAMES)
-def test_what_only_one_rank_changes_is_an_error_on_every_rank(world, hvd_nodes, name):
+def test_a_change_on_one_rank_is_an_error_on_every_rank(world, hvd_nodes, name):
     changes = [unfreeze, change_dtype]
     error, message = MismatchError, SAME
     if world.size == 3 and name.startswith(("hierarchical", "staged")):
-        # The ranks of a node find out first; who waits for them hears why they are gone.
+        # The ranks of one node detect the change first; other ranks get the reason when they wait.
         changes, error, message = changes[:1], CommError, f"{SAME}|has left a block"
     for change in changes:
         with pytest.raises(error, match=message):
@@ -217,7 +217,7 @@ def test_what_only_one_rank_changes_is_an_error_on_every_rank(world, hvd_nodes, 
 @RANKS
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", NAMES)
-def test_a_stop_after_a_change_goes_on_bitwise(world, hvd_nodes, name):
+def test_a_resumed_run_with_changed_parameters_has_the_same_bits(world, hvd_nodes, name):
     states = {}
     model, optimizer = make()
     with METHODS[name](hvd_nodes, model, optimizer) as method:
@@ -232,7 +232,8 @@ def test_a_stop_after_a_change_goes_on_bitwise(world, hvd_nodes, name):
         with METHODS[name](hvd_nodes, model, optimizer) as method:
             if changes_late:
                 exchange_layers(model, optimizer)
-            state = copy.deepcopy(states[stop])  # an optimizer takes its tensors as they are
+            # an optimizer does not copy the tensors of a state
+            state = copy.deepcopy(states[stop])
             model.load_state_dict(state["model"])
             optimizer.load_state_dict(state["optimizer"])
             method.load_state_dict(state["method"])
@@ -241,7 +242,7 @@ def test_a_stop_after_a_change_goes_on_bitwise(world, hvd_nodes, name):
 
 
 @RANKS
-def test_what_a_fused_kernel_has_changed_is_averaged_too(world, hvd_nodes):
+def test_parameters_changed_by_a_fused_kernel_are_averaged(world, hvd_nodes):
     model, optimizer = make()
     with hvd_nodes.LocalSGD(model, optimizer, 4) as method:
         train(world, model, optimizer, range(4))
@@ -253,7 +254,7 @@ def test_what_a_fused_kernel_has_changed_is_averaged_too(world, hvd_nodes):
 
 
 @RANKS
-def test_a_parameter_that_is_not_in_the_model_is_refused(hvd_nodes):
+def test_an_optimizer_parameter_outside_the_model_is_rejected(hvd_nodes):
     model, optimizer = make()
     scale = nn.Parameter(torch.ones(()).double())
     optimizer.add_param_group({"params": [scale]})
@@ -267,7 +268,7 @@ def test_a_parameter_that_is_not_in_the_model_is_refused(hvd_nodes):
 
 
 @pytest.mark.ranks(2)
-def test_what_was_frozen_in_synchronous_steps_does_not_travel_again(world, hvd_nodes):
+def test_parameters_frozen_in_synchronous_steps_are_not_sent_again(world, hvd_nodes):
     model, optimizer = make()
     with hvd_nodes.PostLocalSGD(model, optimizer, 2, start=2) as method:
         train(world, model, optimizer, range(3), 1, freeze)
@@ -281,7 +282,7 @@ def test_what_was_frozen_in_synchronous_steps_does_not_travel_again(world, hvd_n
 @RANKS
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_frozen_travels_once_more_and_the_mean_in_mid_round_is_one_model(
+def test_frozen_parameters_are_sent_once_more_and_averaged_is_identical_within_a_round(
     world, hvd_nodes, name
 ):
     model, optimizer = make()

@@ -1,4 +1,4 @@
-"""Replicas of a local method in one checkpoint: equal ones, or those of all ranks as private."""
+"""Checkpoints of local methods: identical replicas as shared state, others as private state."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from tests.local_sgd.local_methods import METHODS, Normed, Run, num_kinds, state
 @pytest.mark.ranks(2, 3)
 @pytest.mark.sweep
 @pytest.mark.parametrize("method", METHODS)
-def test_a_checkpoint_within_a_round_mixes_no_replicas(hvd, world, method, tmp_path):
+def test_a_checkpoint_within_a_round_does_not_mix_replicas(hvd, world, method, tmp_path):
     folder, comm = world.bcast(tmp_path), hvd.current().comm
     run = Run(hvd, method, model=Normed()).to(3)
     state = {"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict()}
@@ -21,7 +21,7 @@ def test_a_checkpoint_within_a_round_mixes_no_replicas(hvd, world, method, tmp_p
     else:
         with pytest.raises(CheckpointError, match=r"tensors that ranks share.* differ: "):
             save(folder / "a", state, comm, step=3)
-    # As the guide has it: what ranks share, and each rank's own.
+    # The pattern of the guide: a shared state, and a private state of each rank.
     own = state_of(run.model, run.optimizer, run.method)
     shared = {"method": run.method.shared_state()}
     with run.method.averaged():

@@ -1,4 +1,4 @@
-"""``DiLoCo``: what it equals, which way it steps, fragments, delays and memory."""
+"""``DiLoCo``: equivalences, outer steps, fragments, delays and memory."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def plain_sgd(model: nn.Module) -> torch.optim.SGD:
 
 @SIZES
 @pytest.mark.parametrize("mu", [0.0, 0.9])
-def test_an_outer_step_after_each_inner_one_is_synchronous_sgd_or_nesterovs(hvd_nodes, mu):
+def test_with_one_inner_step_it_is_synchronous_or_nesterov_sgd(hvd_nodes, mu):
     outer = {"outer_lr": 1.0, "outer_momentum": mu}
     found = Run(hvd_nodes, "DiLoCo", 1, optimizer=plain_sgd, **outer).end(12)
     model = make_model()
@@ -41,7 +41,7 @@ def test_without_an_outer_optimizer_it_is_local_sgd(hvd_nodes):
 
 
 class Streaming:
-    """Fragments and delay of all ranks in one process, by the words of the paper."""
+    """Reference of fragments and delays with all ranks in one process, following the paper."""
 
     def __init__(self, size: int, steps: int, parts: list[list[str]], delay: int, keep: float):
         self.steps, self.parts, self.delay, self.keep = steps, parts, delay, keep
@@ -66,7 +66,7 @@ class Streaming:
 
     @torch.no_grad()
     def end(self, step: int) -> "Streaming":
-        """Take over what travels; what has been stepped since is sent, and taken over, now."""
+        """Apply all updates in flight, then send and apply the fragments with new steps."""
         ends = [(n + 1) * self.steps // len(self.parts) for n in range(len(self.parts))]
         moved = [p for p, e in zip(self.parts, ends, strict=True) if (step - e) % self.steps]
         for due in sorted(self.arriving):
@@ -108,10 +108,10 @@ class Streaming:
         (3, 3, 0.5, 22),
     ],
 )
-def test_fragments_and_delays_are_those_of_the_paper_to_the_end(
+def test_fragments_and_delays_are_those_of_the_paper(
     world, hvd_nodes, fragments, delay, keep, num_steps
 ):
-    """The end takes no outer step that nothing has earned: what was sent last has its own."""
+    """``finish`` takes no second outer step for a fragment that has not changed."""
     options = {"fragments": fragments, "delay": delay, "keep": keep}
     run = Run(hvd_nodes, "DiLoCo", 6, optimizer=plain_sgd, **options).to(num_steps)
     parts = divided(list(make_model().named_parameters()), fragments)
@@ -135,7 +135,7 @@ def test_fragments_and_delays_are_those_of_the_paper_to_the_end(
 
 
 @pytest.mark.ranks(4)
-def test_the_outer_model_is_held_once_per_node(world, hvd_nodes):
+def test_each_node_stores_the_outer_model_once(world, hvd_nodes):
     run = Run(hvd_nodes, "DiLoCo", 4)
     held = [
         vector.own.nbytes
@@ -148,7 +148,7 @@ def test_the_outer_model_is_held_once_per_node(world, hvd_nodes):
 
 
 @MANY
-def test_a_round_that_all_sit_out_moves_nothing(world, hvd_nodes):
+def test_a_round_without_participants_changes_nothing(world, hvd_nodes):
     run = Run(hvd_nodes, "DiLoCo", 2, optimizer=plain_sgd)
     run.method.take_part(takes_part=False)
     assert run.to(2).num_kinds(world) == world.size
@@ -160,7 +160,7 @@ def test_a_round_that_all_sit_out_moves_nothing(world, hvd_nodes):
 
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("num_parts", [1, 2, 3, 6])
-def test_parameters_are_divided_in_order_and_about_evenly(num_parts):
+def test_parameters_are_divided_in_order_into_nonempty_fragments(num_parts):
     named = list(make_model().named_parameters())
     parts = divided(named, num_parts)
     assert [name for part in parts for name in part] == [name for name, _ in named]

@@ -1,4 +1,4 @@
-"""Federated rounds: only drawn ranks count, by their samples, and are pulled to its model."""
+"""Federated rounds: a weighted mean over drawn ranks, with a proximal term."""
 
 import copy
 import math
@@ -21,7 +21,7 @@ NUM_STEPS, ROUND = 8, 3
 
 
 def samples_of(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what a rank learns from in a step: another number on each, other digits on each."""
+    """Return the samples of a rank in a step; number and digits differ between ranks."""
     images, labels = digits()
     mine = torch.nonzero(labels % 4 == rank)[:, 0]
     chosen = mine[(step * 7 + torch.arange(3 + 2 * rank + step % 2)) % len(mine)]
@@ -29,7 +29,7 @@ def samples_of(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def learn(model, optimizer, rank: int, step: int, start=None, mu: float = 0.0) -> int:
-    """Take a step of torch alone; with ``start``, of the loss with the proximal term."""
+    """Take a step with torch alone; with ``start``, the loss has the proximal term."""
     images, labels = samples_of(rank, step)
     optimizer.zero_grad()
     loss = cross_entropy(model(images), labels)
@@ -42,7 +42,7 @@ def learn(model, optimizer, rank: int, step: int, start=None, mu: float = 0.0) -
 
 
 def oracle(size: int, draws: Draw, make, mu: float, state: str) -> torch.Tensor:
-    """Return the weights that one process finds which plays all ranks."""
+    """Return the weights that one process computes with the replicas of all ranks."""
     shared = make_model()
     models = [copy.deepcopy(shared) for _ in range(size)]
     optimizers = [make(model) for model in models]
@@ -69,7 +69,7 @@ def oracle(size: int, draws: Draw, make, mu: float, state: str) -> torch.Tensor:
 
 
 def share_state(models, optimizers, weights: dict[int, float]) -> None:
-    """Give all the mean momentum of some."""
+    """Set the momentum of all ranks to the weighted mean of some ranks."""
     for parameters in zip(*(model.parameters() for model in models), strict=True):
         mean = sum(
             weight * optimizers[rank].state[parameters[rank]]["momentum_buffer"]
@@ -93,7 +93,7 @@ def share_state(models, optimizers, weights: dict[int, float]) -> None:
     ],
 )
 @pytest.mark.parametrize("leaves_out", [False, True])
-def test_a_round_is_the_mean_of_the_drawn_by_their_samples_in_the_proximal_term(
+def test_a_round_is_the_sample_weighted_mean_of_the_drawn_ranks(
     world, hvd_nodes, name, options, make, leaves_out
 ):
     run = Run(hvd_nodes, name, ROUND, optimizer=make, **options)
@@ -119,7 +119,7 @@ def test_a_round_is_the_mean_of_the_drawn_by_their_samples_in_the_proximal_term(
 
 @FEW
 @pytest.mark.parametrize("make", [sgd, adam])
-def test_a_step_that_does_not_count_changes_nothing_and_leaves_gradients(world, hvd_nodes, make):
+def test_a_step_of_a_rank_that_is_not_drawn_changes_nothing_but_gradients(world, hvd_nodes, make):
     run = Run(hvd_nodes, "LocalSGD", 5, optimizer=make, fraction=0.2, proximal=0.1)
     learn(run.model, run.optimizer, world.rank, 0)
     before = run.replica
@@ -138,7 +138,7 @@ def test_a_step_that_does_not_count_changes_nothing_and_leaves_gradients(world, 
 
 
 @EVERY_SIZE
-def test_without_draws_and_without_a_pull_all_bits_are_as_before(hvd_nodes):
+def test_full_participation_without_proximal_term_has_the_bits_of_local_sgd(hvd_nodes):
     ends = [
         Run(hvd_nodes, "LocalSGD", 3, model=Normed(), **options).end(7)
         for options in ({}, {"fraction": 1, "seed": 9, "proximal": 0})
@@ -148,9 +148,7 @@ def test_without_draws_and_without_a_pull_all_bits_are_as_before(hvd_nodes):
 
 @MANY
 @pytest.mark.parametrize("name", ["LocalSGD", "DiLoCo"])
-def test_a_round_whose_drawn_ranks_have_no_samples_leaves_the_model_as_it_was(
-    world, hvd_nodes, name
-):
+def test_a_round_whose_drawn_ranks_have_no_samples_keeps_the_model(world, hvd_nodes, name):
     run = Run(hvd_nodes, name, 2, fraction=0.5)
     before = run.weights
     with run.method as method:
@@ -163,7 +161,7 @@ def test_a_round_whose_drawn_ranks_have_no_samples_leaves_the_model_as_it_was(
 
 
 @FEW
-def test_drift_falls_with_the_proximal_term_where_ranks_have_other_digits(world, hvd_nodes):
+def test_a_larger_proximal_term_reduces_the_drift_of_different_data(world, hvd_nodes):
     drifts = []
     for proximal in (0.0, 0.1, 1.0, 10.0):
         run = Run(hvd_nodes, "LocalSGD", 40, proximal=proximal)
@@ -181,8 +179,10 @@ def test_drift_falls_with_the_proximal_term_where_ranks_have_other_digits(world,
     ("name", "maximize"),
     [("LocalSGD", True), ("HierarchicalLocalSGD", False), ("PostLocalSGD", False)],
 )
-def test_the_pull_is_towards_the_model_of_the_round_below_a_scaler_and_uphill(hvd, name, maximize):
-    """The loss is constant: after a push the pull alone moves the weights, by lr * mu of it."""
+def test_the_proximal_term_pulls_to_the_model_of_the_round_with_scaler_and_maximize(
+    hvd, name, maximize
+):
+    """After two steps with a gradient the loss is constant, so only the term moves the weights."""
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, maximize=maximize, fused=True)
@@ -200,7 +200,7 @@ def test_the_pull_is_towards_the_model_of_the_round_below_a_scaler_and_uphill(hv
         torch.testing.assert_close(model.weight.detach(), start + moved)
 
 
-def test_each_rank_is_drawn_about_as_often_and_another_seed_draws_others():
+def test_ranks_are_drawn_uniformly_and_depend_on_the_seed():
     for size, fraction, num in ((7, 0.4, 3), (2, 0.1, 1), (5, 0.5, 3), (100, 0.29, 29)):
         draws = Draw(0, size, fraction, 1)
         assert {len(draws.ranks(number)) for number in range(50)} == {num}
@@ -217,7 +217,7 @@ def test_each_rank_is_drawn_about_as_often_and_another_seed_draws_others():
 
 
 @FEW
-def test_a_state_brings_seed_and_round_to_a_new_start_and_older_states_are_read(world, hvd_nodes):
+def test_a_state_restores_seed_and_round_and_old_states_can_be_loaded(world, hvd_nodes):
     options = {"fraction": 0.5, "proximal": 0.1}
     run = Run(hvd_nodes, "LocalSGD", 2, seed=11, **options).to(5)
     shared, own = run.method.shared_state(), run.method.own_state()
@@ -246,7 +246,7 @@ WRONG = [
 
 
 @MANY
-def test_what_cannot_be_is_refused_on_every_rank_whoever_asks_for_it(world, hvd_nodes):
+def test_invalid_or_different_arguments_are_rejected_on_every_rank(world, hvd_nodes):
     for options, message in WRONG:
         with pytest.raises(ConfigError, match=message):
             Run(hvd_nodes, "LocalSGD", 2, **(options if world.rank == 1 else {}))
@@ -273,7 +273,7 @@ def test_what_cannot_be_is_refused_on_every_rank_whoever_asks_for_it(world, hvd_
 
 
 @MANY
-def test_ranks_that_would_be_weighted_wrongly_are_told_all_of_them(world, hvd_nodes):
+def test_inconsistent_numbers_of_samples_are_an_error_on_every_rank(world, hvd_nodes):
     rank = world.rank
     for told, message in (
         ([(5, 4 + rank)] * 2, "nominal of set_num_samples must be the same on every rank, but"),
@@ -292,7 +292,8 @@ def test_ranks_that_would_be_weighted_wrongly_are_told_all_of_them(world, hvd_no
             run.method.finish()
         run.method.close()
     run = Run(hvd_nodes, "LocalSGD", 2)
-    with run.method as method:  # what all ranks do alike weights them as before
+    # identical calls on all ranks are valid, although only every second step has a number
+    with run.method as method:
         for step in range(4):
             if step % 2 == 0:
                 method.set_num_samples(1 + rank, nominal=0.1)

@@ -1,6 +1,6 @@
-"""Calls of local methods in any order, some interrupted, do what replicas in one process do.
+"""Random sequences of calls of local methods equal a reference with all replicas in one process.
 
-The reference has all replicas on every rank, and takes their means and outer steps by itself.
+Each rank computes the reference itself, with its own means and outer steps.
 """
 
 import copy
@@ -25,7 +25,7 @@ MAKERS = {
 
 
 class Replicas:
-    """What all ranks have, in one process."""
+    """Reference: the replicas of all ranks in one process."""
 
     def __init__(self, model, size, name):
         self.models = [copy.deepcopy(model) for _ in range(size)]
@@ -37,7 +37,7 @@ class Replicas:
         )
 
     def step(self, rank, rows):
-        """Let one replica take a step, none without rows."""
+        """Take a step of one replica, unless ``rows`` is empty."""
         self.samples[rank] += len(rows or ())
         if rows:
             self.optimizers[rank].zero_grad()
@@ -58,7 +58,7 @@ class Replicas:
             self.end_round(is_last=False)
 
     def end_round(self, *, is_last):
-        """Replace all models; replicas without samples count alike at the end alone."""
+        """Replace all models by the mean; without samples only in the last round, unweighted."""
         if (is_last and not self.in_round) or not (is_last or sum(self.samples)):
             self.in_round = 0
             return
@@ -86,7 +86,7 @@ def loss_of(model, rows):
 
 
 class Sequence:
-    """Calls drawn from a seed, alike on all ranks."""
+    """Calls drawn from a seed, identical on all ranks."""
 
     def __init__(self, hvd, name, seed):
         self.hvd, self.draw, self.name = hvd, random.Random(f"{name} {seed}"), name
@@ -108,7 +108,7 @@ class Sequence:
         self.compare(self.known.models[0].parameters())
 
     def step(self):
-        """Some ranks have no samples, or a backward that raises; they skip the step."""
+        """Take a step; ranks without samples or with a failed backward skip it."""
         size = self.hvd.size()
         for rank in range(size):
             what = self.draw.choice(["samples", "samples", "samples", "none", "raises"])
@@ -121,7 +121,7 @@ class Sequence:
 
     def own_step(self, what, rows):
         self.optimizer.zero_grad()
-        # Samples of a step that is skipped later do not count.
+        # The number is set on all ranks, also on those that skip the step afterwards.
         self.method.set_num_samples(0 if what == "none" else len(rows), nominal=2)
         if what == "samples":
             loss_of(self.model, rows).backward()
@@ -140,9 +140,9 @@ class Sequence:
         self.saved = copy.deepcopy((own, self.known))
 
     def load(self):
-        """Go back, into the same objects; in the middle of a round too."""
+        """Load the saved state into the same objects, also within a round."""
         if self.saved:
-            self.method.set_num_samples(5, nominal=2)  # of a step that is never taken
+            self.method.set_num_samples(5, nominal=2)  # for a step that is not taken
             own, self.known = copy.deepcopy(self.saved)
             for one, state in zip((self.model, self.optimizer, self.method), own, strict=True):
                 one.load_state_dict(state)
@@ -173,13 +173,13 @@ def _break(_):
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", MAKERS)
-def test_calls_in_any_order_do_what_replicas_in_one_process_do(hvd_nodes, name):
+def test_random_calls_equal_replicas_in_one_process(hvd_nodes, name):
     for seed in range(NUM_SEQUENCES):
         Sequence(hvd_nodes, name, seed).run()
 
 
 @pytest.mark.ranks(3, 4)
-def test_a_state_can_be_loaded_while_a_rank_still_reads_the_outer_model(hvd_nodes, monkeypatch):
+def test_a_state_is_loaded_only_after_all_ranks_have_read_the_outer_model(hvd_nodes, monkeypatch):
     """Ranks of a node share the outer model, so a load must wait for the slowest reader."""
     sequence = Sequence(hvd_nodes, "DiLoCo", 0)
     sequence.save()
@@ -203,8 +203,8 @@ def test_a_state_can_be_loaded_while_a_rank_still_reads_the_outer_model(hvd_node
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("name", MAKERS)
-def test_a_shared_state_begins_a_round_without_what_was_counted_before(hvd_nodes, name):
-    """Samples count anew, and the outer model of ``DiLoCo`` is that of the state."""
+def test_a_shared_state_starts_a_round_without_earlier_samples(hvd_nodes, name):
+    """Counts of samples start at 0, and ``DiLoCo`` has the outer model of the state."""
     sequence = Sequence(hvd_nodes, name, 0)
     model, method, rank = sequence.model, sequence.method, hvd_nodes.rank()
     sequence.own_step("samples", [0.1] * (1 + rank))
@@ -212,7 +212,7 @@ def test_a_shared_state_begins_a_round_without_what_was_counted_before(hvd_nodes
     outer = [p.detach().clone() for p in sequence.known.outer.parameters()]
     sequence.own_step("samples", [0.7] * (1 + 4 * rank))
     hvd_nodes.broadcast_parameters(model.state_dict())
-    method.set_num_samples(3 * rank, nominal=2)  # of a step that is never taken
+    method.set_num_samples(3 * rank, nominal=2)  # for a step that is not taken
     method.load_shared_state(shared)
     with method.averaged():
         sequence.compare(outer if name == "DiLoCo" else [p.detach() for p in model.parameters()])

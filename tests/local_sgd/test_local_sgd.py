@@ -1,4 +1,4 @@
-"""``LocalSGD``, ``PostLocalSGD``, ``HierarchicalLocalSGD``: what they equal, who agrees when."""
+"""``LocalSGD``, ``PostLocalSGD``, ``HierarchicalLocalSGD``: equivalences and averaging times."""
 
 import warnings
 
@@ -19,14 +19,14 @@ NODES = pytest.mark.ranks(3, 4)
 
 
 def gap(weights: torch.Tensor, num_steps: int) -> float:
-    """Return the distance from the plain loop on one process."""
+    """Return the largest difference from the plain loop on one process."""
     return float((weights - weights_of(train_alone(num_steps))).abs().max())
 
 
 @SIZES
 @pytest.mark.parametrize("steps", [1, 4])
-def test_on_a_quadratic_with_one_hessian_any_number_of_steps_is_mini_batch_sgd(hvd_nodes, steps):
-    """Gradients are affine in the parameters, so the mean of runs is the run by mean gradients."""
+def test_on_a_quadratic_loss_any_number_of_steps_is_mini_batch_sgd(hvd_nodes, steps):
+    """Gradients are affine in the parameters, so the mean of replicas follows mean gradients."""
     hvd, lr, num_steps = hvd_nodes, 0.1, 15
     generator = torch.Generator().manual_seed(3)
     half = torch.randn(6, 6, generator=generator, dtype=torch.float64)
@@ -53,34 +53,36 @@ def test_one_step_with_averaged_momentum_is_synchronous_sgd(hvd_nodes):
 
 
 @pytest.mark.ranks(1)
-def test_one_rank_is_the_plain_loop_bit_for_bit(hvd_nodes):
+def test_one_rank_equals_the_plain_loop_bitwise(hvd_nodes):
     assert gap(Run(hvd_nodes, "LocalSGD", 3).end(10), 10) == 0
     bf16 = hvd_nodes.Compression.bf16
     assert gap(Run(hvd_nodes, "LocalSGD", 3, compression=bf16).end(10), 10) < 1e-3
 
 
 @MANY
-def test_ranks_part_in_a_round_and_drift_is_their_distance_from_the_mean(world, hvd_nodes):
+def test_replicas_diverge_within_a_round_and_drift_is_their_distance_from_the_mean(
+    world, hvd_nodes
+):
     run = Run(hvd_nodes, "LocalSGD", 4, model=Normed()).to(3)
     others = world.allgather(run.weights)
     mean = sum(others) / world.size
     spread = (sum(float((w - mean).square().sum()) for w in others) / world.size) ** 0.5
     assert run.num_kinds(world) == world.size
-    # Statistics are averaged too; counters stay.
+    # Batch-norm statistics are averaged; the integer counter is not.
     buffers = dict(run.model.named_buffers())
     assert num_kinds(world, buffers["layers.1.running_mean"]) == world.size
     assert run.to(4).num_kinds(world) == 1
     assert num_kinds(world, buffers["layers.1.running_mean"]) == 1
     assert buffers["layers.1.num_batches_tracked"].item() == 4
-    # Of the last round: all ranks know it at the next.
+    # Drift is that of the round before: ranks exchange it at the next synchronization.
     assert (run.method.facts["rounds"], run.method.facts["drift"]) == (1, 0.0)
     drift = run.to(8).method.facts["drift"]
-    assert spread < drift < 3 * spread  # one more step, and another batch
+    assert spread < drift < 3 * spread  # The drift includes one more step, on another batch.
     run.method.close()
 
 
 @MANY
-def test_what_is_not_finite_is_an_error_that_names_rank_and_parameter(world, hvd_nodes):
+def test_a_nan_is_an_error_that_names_rank_and_parameter(world, hvd_nodes):
     run = Run(hvd_nodes, "LocalSGD", 2).to(1)
     if world.rank == 1:
         with torch.no_grad():
@@ -91,7 +93,7 @@ def test_what_is_not_finite_is_an_error_that_names_rank_and_parameter(world, hvd
 
 @MANY
 @pytest.mark.parametrize("state", ["local", "average", "reset"])
-def test_momentum_is_local_averaged_or_forgotten(world, hvd_nodes, state):
+def test_momentum_is_local_averaged_or_reset(world, hvd_nodes, state):
     run = Run(hvd_nodes, "LocalSGD", 2, state=state).to(2)
     own = [s["momentum_buffer"].numpy().tobytes() for s in run.optimizer.state.values()]
     kinds = len(set(world.allgather(b"".join(own))))
@@ -100,7 +102,7 @@ def test_momentum_is_local_averaged_or_forgotten(world, hvd_nodes, state):
 
 
 @MANY
-def test_half_precision_sends_half_the_bytes_and_loses_little(hvd_nodes):
+def test_half_precision_sends_half_the_bytes_with_a_small_error(hvd_nodes):
     found = {}
     for name in ("none", "bf16", "fp16"):
         how = {"compression": getattr(hvd_nodes.Compression, name)}
@@ -114,10 +116,10 @@ def test_half_precision_sends_half_the_bytes_and_loses_little(hvd_nodes):
 
 
 @SIZES
-def test_the_error_falls_with_the_number_of_ranks(world, hvd_nodes):
-    """K ranks need a K-th of the steps.
+def test_the_error_is_inversely_proportional_to_the_number_of_ranks(world, hvd_nodes):
+    """K ranks need 1/K of the steps.
 
-    With steps a/t on x^2/2 and gradients of variance 1, T K E[x^2] -> a^2 / (2 a - 1).
+    With learning rates a/t on x^2/2 and gradients of variance 1, T K E[x^2] -> a^2 / (2 a - 1).
     """
     num_steps, dim, a = 128, 4000, 2.0
     model = nn.Linear(dim, 1, bias=False).double()
@@ -135,7 +137,7 @@ def test_the_error_falls_with_the_number_of_ranks(world, hvd_nodes):
     assert error * num_steps * world.size == pytest.approx(a**2 / (2 * a - 1), rel=0.15)
 
 
-# -- synchronous at first -----------------------------------------------------------------------
+# -- PostLocalSGD: synchronous steps first -------------------------------------------------------
 
 NUM_STEPS, START, STEPS = 18, 5, 3
 
@@ -143,7 +145,8 @@ NUM_STEPS, START, STEPS = 18, 5, 3
 def torchs(hvd) -> list[torch.Tensor]:
     """Return this rank's weights after each step of torch's post-local SGD."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of torch.jit
+        # a warning of torch.jit, raised by torch itself
+        warnings.simplefilter("ignore", DeprecationWarning)
         from torch.distributed.optim import PostLocalSGDOptimizer  # noqa: PLC0415
     model = DistributedDataParallel(make_model())
     state = hook.PostLocalSGDState(
@@ -153,7 +156,7 @@ def torchs(hvd) -> list[torch.Tensor]:
         post_local_gradient_allreduce=False,
     )
     model.register_comm_hook(state, hook.post_localSGD_hook)
-    # torch averages in the first step after the warm-up, we after a first round.
+    # torch averages in the first step after the warm-up, PostLocalSGD after the first round.
     averager = PeriodicModelAverager(period=STEPS, warmup_steps=START + STEPS - 1)
     optimizer = PostLocalSGDOptimizer(optim=sgd(model), averager=averager)
     after = []
@@ -166,7 +169,7 @@ def torchs(hvd) -> list[torch.Tensor]:
 @MANY
 @pytest.mark.conformance
 @pytest.mark.usefixtures("gloo")
-def test_every_step_is_torchs(world, hvd_nodes):
+def test_every_step_equals_torchs_post_local_sgd(world, hvd_nodes):
     expected = torchs(hvd_nodes)
     run = Run(hvd_nodes, "PostLocalSGD", STEPS, start=START)
     with run.method:
@@ -177,7 +180,7 @@ def test_every_step_is_torchs(world, hvd_nodes):
 
 @SIZES
 @pytest.mark.parametrize("seen_by", ["all", "one"])
-def test_it_becomes_local_when_the_learning_rate_has_dropped(world, hvd_nodes, seen_by):
+def test_it_becomes_local_after_the_learning_rate_drops(world, hvd_nodes, seen_by):
     run, phases = Run(hvd_nodes, "PostLocalSGD", 4), []
     sees = seen_by == "all" or world.rank == world.size - 1
     rate = torch.optim.lr_scheduler.MultiStepLR(run.optimizer, [6] if sees else [], gamma=0.1)
@@ -186,13 +189,13 @@ def test_it_becomes_local_when_the_learning_rate_has_dropped(world, hvd_nodes, s
             run.to(step + 1)
             rate.step()
             phases.append(method.facts["phase"])
-    # Step 7 is the first with the lower rate; with step 8 all know of it.
+    # Step 7 is the first with the lower rate; all ranks know in step 8.
     assert phases == ["synchronous"] * 7 + ["local"] * 5
     assert method.rounds.number == 1
 
 
 @pytest.mark.ranks(1, 2)
-def test_a_group_that_comes_later_has_a_learning_rate_that_drops(hvd_nodes):
+def test_a_drop_is_detected_in_a_parameter_group_added_later(hvd_nodes):
     run = Run(hvd_nodes, "PostLocalSGD", 4, optimizer=lambda model: sgd(model[0]))
     with run.method as method:
         late = {"params": run.to(2).model[2].parameters(), "lr": 0.1}
@@ -205,7 +208,7 @@ def test_a_group_that_comes_later_has_a_learning_rate_that_drops(hvd_nodes):
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("ends", ["next", "end"])
-def test_who_alone_skips_a_synchronous_step_adds_nothing_and_is_told(world, hvd_nodes, ends):
+def test_one_rank_that_skips_a_synchronous_step_gets_an_error(world, hvd_nodes, ends):
     model = nn.Linear(1, 1, bias=False).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     method = hvd_nodes.PostLocalSGD(model, optimizer, 4, start=9)
@@ -233,7 +236,7 @@ def test_all_ranks_may_skip_a_synchronous_step(world, hvd_nodes):
     assert run.num_kinds(world) == 1
 
 
-# -- nodes often, all ranks rarely --------------------------------------------------------------
+# -- HierarchicalLocalSGD: frequent averages in nodes, rare averages over all ranks --------------
 
 
 def node_of(rank: int, size: int) -> range:
@@ -242,7 +245,7 @@ def node_of(rank: int, size: int) -> range:
 
 @NODES
 @pytest.mark.parametrize("node_steps", [1, 2])
-def test_nodes_agree_often_and_all_ranks_rarely(world, hvd_nodes, node_steps):
+def test_nodes_average_more_often_than_all_ranks(world, hvd_nodes, node_steps):
     run = Run(hvd_nodes, "HierarchicalLocalSGD", 6, node_steps=node_steps)
     with run.method:
         for step in range(1, 13):
@@ -258,7 +261,7 @@ def test_nodes_agree_often_and_all_ranks_rarely(world, hvd_nodes, node_steps):
 
 
 def pushed(hvd, steps: int):
-    """Make a method for one weight, and what moves it by this rank's number in every step."""
+    """Return a method for one weight, and a function that adds this rank's number per step."""
     model = nn.Linear(1, 1, bias=False).double()
     nn.init.zeros_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -280,7 +283,7 @@ def mean(values: dict[int, float], weights: dict[int, float]) -> float:
 
 
 @NODES
-def test_samples_weight_both_levels_and_count_once_though_a_round_ends_early(world, hvd_nodes):
+def test_samples_are_weights_on_both_levels_and_count_once(world, hvd_nodes):
     method, push = pushed(hvd_nodes, 4)
     weights = {rank: rank + 1 for rank in range(world.size)}
     found = push(4, weights[world.rank])
@@ -294,7 +297,8 @@ def test_samples_weight_both_levels_and_count_once_though_a_round_ends_early(wor
     push(1, world.rank + 1)
     method.finish()
     before = push(0, 0)
-    moved = push(2, 9 - world.rank) - before  # the samples change after the round
+    # with other numbers of samples than in the round before
+    moved = push(2, 9 - world.rank) - before
     node = node_of(world.rank, world.size)
     expected = mean({r: 2 * r for r in node}, {r: 9 - r for r in node})
     assert moved == pytest.approx(expected, rel=1e-12)
@@ -303,7 +307,7 @@ def test_samples_weight_both_levels_and_count_once_though_a_round_ends_early(wor
 
 @MANY
 @pytest.mark.parametrize("name", ["LocalSGD", "DiLoCo"])
-def test_rounds_go_on_after_finish_and_a_method_that_has_ended_is_refused(world, hvd_nodes, name):
+def test_rounds_continue_after_finish_and_a_closed_method_is_rejected(world, hvd_nodes, name):
     run = Run(hvd_nodes, name, 4)
     with run.method as method:
         for step in (3, 4, 5):

@@ -1,4 +1,4 @@
-"""Ranks that part from each other inside a local method: an error on every rank, and soon."""
+"""Ranks that diverge inside a local method get an error on every rank within seconds."""
 
 import time
 
@@ -22,23 +22,23 @@ SYNCHRONOUS = {
     "HierarchicalLocalSGD": {"steps": 100},
     "StagedSGD": {"warmup_steps": 100, "cooldown_start": 200},
 }
-"""Methods whose ranks of a node average gradients in every one of the first steps."""
+"""Methods whose first steps average the gradients of a node in every step."""
 
 
 @pytest.fixture(params=(None, 1), ids=("one node", "nodes of one"))
 def hvd_anywhere(request, worlds):
-    """Be in a world of one node, or of as many nodes as ranks."""
+    """A world of one node, or of one rank per node."""
     yield from in_world(request, worlds, request.param)
 
 
 @pytest.fixture(params=(None, 2), ids=("one node", "nodes of two"))
 def hvd_by_node(request, worlds):
-    """Be in a world of one node, or of nodes of two ranks."""
+    """A world of one node, or of two ranks per node."""
     yield from in_world(request, worlds, request.param)
 
 
 def train_and_change_gradients(hvd, run: Run, steps: dict[int, int]) -> None:
-    """Train ten steps; a rank halves its average, in a tensor of its own, in one of them."""
+    """Train ten steps; ``steps`` gives the step in which a rank replaces its gradients."""
     with run.method:
         for step in range(10):
             images, labels = part_of(global_batch(step), hvd.rank(), hvd.size())
@@ -52,7 +52,7 @@ def train_and_change_gradients(hvd, run: Run, steps: dict[int, int]) -> None:
 @FEW
 @pytest.mark.usefixtures("last")
 @pytest.mark.parametrize("name", SYNCHRONOUS)
-def test_gradients_that_ranks_change_in_other_steps_never_meet_those_of_the_next(hvd, name):
+def test_gradients_changed_in_different_steps_are_an_error(hvd, name):
     run = Run(hvd, name, **SYNCHRONOUS[name])
     with pytest.raises(CommError, match=r"same steps|has left"):
         train_and_change_gradients(hvd, run, {0: 5, 1: 3})
@@ -65,7 +65,7 @@ STAGES = {"warmup_steps": 3, "cooldown_start": 9, "steps": 3}
 @pytest.mark.usefixtures("last")
 @pytest.mark.parametrize(
     ("name", "options", "step"),
-    [  # a step after which all ranks meet, or which ends a phase, or the last one
+    [  # a step before a synchronization of all ranks, at the end of a phase, or the last one
         ("HierarchicalLocalSGD", {"steps": 3}, 2),
         ("HierarchicalLocalSGD", {"steps": 3}, 9),
         ("PostLocalSGD", {"start": 3}, 2),
@@ -73,7 +73,7 @@ STAGES = {"warmup_steps": 3, "cooldown_start": 9, "steps": 3}
         ("StagedSGD", STAGES, 9),
     ],
 )
-def test_gradients_that_one_rank_changes_before_all_ranks_meet_are_an_error(
+def test_gradients_changed_on_one_rank_before_a_synchronization_are_an_error(
     hvd_by_node, name, options, step
 ):
     run = Run(hvd_by_node, name, **options)
@@ -84,7 +84,7 @@ def test_gradients_that_one_rank_changes_before_all_ranks_meet_are_an_error(
 @FEW
 @pytest.mark.usefixtures("last")
 @pytest.mark.parametrize("name", SYNCHRONOUS)
-def test_replicas_that_part_in_synchronous_steps_are_told_at_the_next(hvd, name):
+def test_replicas_that_diverge_in_synchronous_steps_are_an_error_at_the_next_step(hvd, name):
     run = Run(hvd, name, **SYNCHRONOUS[name]).to(3)
     if hvd.rank() == 1:
         run.optimizer.param_groups[0]["lr"] *= 2
@@ -93,7 +93,7 @@ def test_replicas_that_part_in_synchronous_steps_are_told_at_the_next(hvd, name)
 
 
 @pytest.mark.ranks(3, 4)
-def test_ranks_of_a_node_that_skip_steps_alone_meet_again(world, hvd_nodes):
+def test_ranks_of_a_node_that_skip_steps_alone_stay_identical(world, hvd_nodes):
     run = Run(hvd_nodes, "HierarchicalLocalSGD", 6)
     for rank in (1, 0):
         run.to(run.at + 2)
@@ -107,7 +107,7 @@ def test_ranks_of_a_node_that_skip_steps_alone_meet_again(world, hvd_nodes):
 
 @pytest.mark.ranks(3, 4)
 @pytest.mark.parametrize("is_said", [True, False])
-def test_samples_of_a_rank_that_skips_a_step_do_not_count_on_its_node(world, hvd_nodes, is_said):
+def test_samples_of_a_skipped_step_do_not_count_on_the_node(world, hvd_nodes, is_said):
     model = torch.nn.Linear(1, 1, bias=False).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     method = hvd_nodes.HierarchicalLocalSGD(model, optimizer, 6)
@@ -144,7 +144,9 @@ def test_samples_of_a_rank_that_skips_a_step_do_not_count_on_its_node(world, hvd
     ],
     ids=["local", "hierarchical", "hierarchical in two levels", "diloco", "post local"],
 )
-def test_ranks_that_end_a_block_after_fewer_steps_are_told(hvd_anywhere, name, options, num_steps):
+def test_different_numbers_of_steps_in_a_block_are_an_error(
+    hvd_anywhere, name, options, num_steps
+):
     run = Run(hvd_anywhere, name, **options)
     start = time.monotonic()
     with pytest.raises(CommError) as caught:
@@ -155,7 +157,7 @@ def test_ranks_that_end_a_block_after_fewer_steps_are_told(hvd_anywhere, name, o
 
 @FEW
 @pytest.mark.usefixtures("last")
-def test_join_inside_of_a_block_is_refused(hvd_nodes):
+def test_join_inside_a_block_is_rejected(hvd_nodes):
     run = Run(hvd_nodes, "LocalSGD", 4).to(2)
     with pytest.raises(ConfigError, match="serves no local method"), run.method:
         hvd_nodes.join()

@@ -1,4 +1,4 @@
-"""When ranks synchronize between averagings, and how replicas are weighted."""
+"""When ranks synchronize between averages, and how replicas are weighted."""
 
 import math
 
@@ -31,7 +31,7 @@ def test_ranks_synchronize_after_the_steps_that_fit_into_the_time(within_s, peri
     assert synchronized == ([] if period is None else [*range(period, 29, period)])
 
 
-def test_only_an_averaging_ends_the_time_that_a_round_has_waited():
+def test_only_an_average_resets_the_waiting_time_of_a_round():
     clock = RoundClock()
     clock.waited_s = 3.0
     clock.record_sync(1, 1.0, None)
@@ -41,7 +41,7 @@ def test_only_an_averaging_ends_the_time_that_a_round_has_waited():
 
 
 @pytest.mark.parametrize("skipped", [set(), {1}, {0, 2}])
-def test_a_replica_weighs_its_samples_over_their_nominal_number(skipped):
+def test_the_weight_of_a_replica_is_its_samples_over_the_nominal_number(skipped):
     counts = [3.0, 0.0, 8.0, 5.0]
     sums = SampleSums()
     for step, count in enumerate(counts):
@@ -53,5 +53,5 @@ def test_a_replica_weighs_its_samples_over_their_nominal_number(skipped):
     again.load_own_state(sums.own_state())
     assert again.weight == sums.weight
     sums.clear()
-    sums.end_step(is_skipped=False)  # a step without a number counts its nominal number
+    sums.end_step(is_skipped=False)  # a step without set_num_samples counts the nominal number
     assert (sums.weight, sums.num_uncounted) == (0.0, 1)

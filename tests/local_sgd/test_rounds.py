@@ -1,4 +1,4 @@
-"""What rounds are: their arguments, who counts in one and by how much, what is known when."""
+"""Rounds: their arguments, the weights of replicas, synchronization, and stops within rounds."""
 
 import time
 
@@ -52,7 +52,7 @@ WRONG = [
 
 
 @pytest.mark.ranks(1)
-def test_arguments_that_cannot_be_are_refused(hvd_nodes):
+def test_invalid_arguments_are_rejected(hvd_nodes):
     for name, options, message in WRONG:
         with pytest.raises(ConfigError, match=message):
             Run(hvd_nodes, name, **options)
@@ -61,7 +61,7 @@ def test_arguments_that_cannot_be_are_refused(hvd_nodes):
 
 
 @pytest.mark.ranks(1, 2)
-def test_an_optimizer_is_plain_and_has_one_method_at_a_time(hvd_nodes):
+def test_an_optimizer_must_be_plain_and_have_one_method(hvd_nodes):
     model = make_model()
     optimizer = sgd(model)
     message = "DiLoCo follows LocalSGD"
@@ -76,11 +76,11 @@ def test_an_optimizer_is_plain_and_has_one_method_at_a_time(hvd_nodes):
         hvd_nodes.LocalSGD(model, optimizer)
 
 
-# -- who counts ---------------------------------------------------------------------------------
+# -- weights of replicas ------------------------------------------------------------------------
 
 
 def moving(hvd, size: int, *, rank: int, samples: int | None = None, part: bool = True) -> float:
-    """Let this rank move a weight by its rank in each of two steps; return the round's mean."""
+    """Change a weight by ``rank`` in each of two steps; return the mean of the round."""
     model = nn.Linear(1, 1, bias=False).double()
     nn.init.zeros_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -96,7 +96,7 @@ def moving(hvd, size: int, *, rank: int, samples: int | None = None, part: bool 
 
 
 @MANY
-def test_replicas_count_alike_or_by_their_samples_or_not_at_all(world, hvd_nodes):
+def test_replicas_have_equal_or_sample_weights_or_do_not_take_part(world, hvd_nodes):
     hvd, size, rank = hvd_nodes, world.size, world.rank
 
     def mean(ranks) -> float:
@@ -105,7 +105,8 @@ def test_replicas_count_alike_or_by_their_samples_or_not_at_all(world, hvd_nodes
     assert moving(hvd, size, rank=rank) == pytest.approx(size - 1, rel=1e-12)
     weighted = moving(hvd, size, rank=rank, samples=rank + 1)
     assert weighted == pytest.approx(mean(range(size)), rel=1e-12)
-    # A rank may sit a round out whatever it holds; one that all sit out changes nothing.
+    # Values of a rank that does not take part are ignored, NaN included. A round without
+    # participants changes nothing.
     odd = rank or float("nan")
     without = moving(hvd, size, rank=odd, samples=rank + 1, part=rank > 0)
     assert without == pytest.approx(mean(range(1, size)), rel=1e-12)
@@ -115,7 +116,7 @@ def test_replicas_count_alike_or_by_their_samples_or_not_at_all(world, hvd_nodes
 @MANY
 @pytest.mark.parametrize("counts", [True, False])
 @pytest.mark.parametrize("name", ["LocalSGD", "HierarchicalLocalSGD", "DiLoCo"])
-def test_where_all_sit_out_of_the_last_round_all_count_alike(world, hvd_nodes, name, counts):
+def test_a_last_round_without_participants_averages_all_ranks(world, hvd_nodes, name, counts):
     run = Run(hvd_nodes, name, 4)
     run.method.take_part(takes_part=False)
     if counts:
@@ -127,14 +128,14 @@ def test_where_all_sit_out_of_the_last_round_all_count_alike(world, hvd_nodes, n
 
 
 @MANY
-def test_samples_are_counted_by_all_or_by_none(world, hvd_nodes):
+def test_set_num_samples_on_some_ranks_only_is_an_error(world, hvd_nodes):
     samples = 1 if world.rank else None
     with pytest.raises(MismatchError, match=f"{world.size - 1} of {world.size}"):
         moving(hvd_nodes, world.size, rank=world.rank, samples=samples)
 
 
 @MANY
-def test_a_step_that_one_rank_does_not_take_is_an_error_or_is_counted(world, hvd_nodes):
+def test_a_missing_step_on_one_rank_is_an_error_unless_skipped(world, hvd_nodes):
     for is_counted in (True, False):
         run = Run(hvd_nodes, "LocalSGD", 3).to(1)
         if world.rank:
@@ -149,11 +150,11 @@ def test_a_step_that_one_rank_does_not_take_is_an_error_or_is_counted(world, hvd
         run.method.close()
 
 
-# -- what is known when -------------------------------------------------------------------------
+# -- synchronization ----------------------------------------------------------------------------
 
 
 @SIZES
-def test_flags_are_known_to_all_at_the_next_meeting(world, hvd_nodes):
+def test_flags_reach_all_ranks_at_the_next_synchronization(world, hvd_nodes):
     run, seen = Run(hvd_nodes, "LocalSGD", 4), []
     with run.method as method:
         method.raise_flags(2 if world.rank == world.size - 1 else 0)
@@ -166,7 +167,7 @@ def test_flags_are_known_to_all_at_the_next_meeting(world, hvd_nodes):
 
 
 @MANY
-def test_ranks_meet_within_the_time_that_was_asked_for(hvd_nodes):
+def test_ranks_synchronize_within_the_requested_time(hvd_nodes):
     run, met = Run(hvd_nodes, "LocalSGD", 1000), []
     with run.method as method:
         method.clock.within_s = 0.05
@@ -174,14 +175,14 @@ def test_ranks_meet_within_the_time_that_was_asked_for(hvd_nodes):
             time.sleep(0.01)
             run.to(step + 1)
             met.append(method.clock.has_synchronized)
-    assert met[0]  # nothing is known of the time of a step yet
+    assert met[0]  # the duration of a step is not known yet
     assert 2 <= sum(met) <= 16
 
 
 @MANY
-def test_ranks_do_not_meet_behind_what_is_under_way(hvd_nodes):
+def test_ranks_do_not_synchronize_while_an_average_is_in_flight(hvd_nodes):
     run, met = Run(hvd_nodes, "DiLoCo", 8, delay=6), []
-    run.method.clock.within_s = 1e-9  # in every step, if possible
+    run.method.clock.within_s = 1e-9  # synchronize in every step, if possible
     for step in range(16):
         run.method.clock.must_synchronize = step == 11
         run.to(step + 1)
@@ -190,11 +191,11 @@ def test_ranks_do_not_meet_behind_what_is_under_way(hvd_nodes):
     run.method.close()
 
 
-# -- how many steps a round has -----------------------------------------------------------------
+# -- steps per round ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("share", [0.02, 0.1, 0.5])
-def test_auto_takes_the_fewest_steps_that_keep_the_share(share):
+def test_auto_takes_the_fewest_steps_below_the_share(share):
     def part(steps: int) -> float:
         return round_s / (round_s + steps * step_s)
 
@@ -209,7 +210,7 @@ def test_auto_takes_the_fewest_steps_that_keep_the_share(share):
             assert steps == 1 or part(steps - 1) > share * (1 - 1e-9)
 
 
-def test_auto_stays_within_bounds_and_decides_once():
+def test_auto_respects_its_bounds_and_decides_once():
     pace, slow = SyncInterval("auto", least=4, most=16), SyncInterval("auto", most=16)
     for _ in range(3):
         pace.learn(1.0, 1e-6)
@@ -220,7 +221,7 @@ def test_auto_stays_within_bounds_and_decides_once():
     assert pace.steps_of(12) == 4
 
 
-def test_auto_leaves_the_first_round_out_and_goes_on_from_its_state():
+def test_auto_ignores_the_first_round_and_resumes_from_its_state():
     pace, again = SyncInterval("auto"), SyncInterval("auto")
     pace.learn(1e-3, 100.0)
     again.load_shared_state(pace.shared_state())
@@ -243,7 +244,9 @@ def test_a_schedule_gives_the_steps_of_each_round():
     [("LocalSGD", {"most": 64}, 3), ("DiLoCo", {"fragments": 3, "most": 24}, 9)],
     ids=["local", "diloco"],
 )
-def test_all_ranks_decide_alike_at_the_end_of_a_round(world, hvd_nodes, name, options, before):
+def test_all_ranks_decide_identically_at_the_end_of_a_round(
+    world, hvd_nodes, name, options, before
+):
     run = Run(hvd_nodes, name, "auto", **options).to(before)
     steps = run.method.facts["steps"]
     assert (run.method.facts["rounds"], len(set(world.allgather(steps)))) == (3, 1)
@@ -253,20 +256,20 @@ def test_all_ranks_decide_alike_at_the_end_of_a_round(world, hvd_nodes, name, op
     run.method.close()
 
 
-# -- stopping, and leaving ----------------------------------------------------------------------
+# -- stops and errors ---------------------------------------------------------------------------
 
 NUM_STEPS = 18
 
 
 def stop_of(name: str) -> int:
-    """Return a step; over all methods every other one comes, and more."""
+    """Return the step at which a method is stopped; different methods stop at different steps."""
     return (5 * [*METHODS, *LOSSY, *FEDERATED].index(name) + 2) % NUM_STEPS or 7
 
 
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", [*METHODS, *LOSSY, *FEDERATED])
-def test_stop_anywhere_and_go_on_bitwise_and_have_one_model_after_the_block(
+def test_a_resumed_run_has_the_same_bits_and_identical_replicas_after_the_block(
     world, hvd_nodes, name
 ):
     make_optimizer = OPTIMIZERS["adam" if "reset" in name or "schedule" in name else "sgd"]
@@ -297,7 +300,7 @@ def test_stop_anywhere_and_go_on_bitwise_and_have_one_model_after_the_block(
 
 @FEW
 @pytest.mark.usefixtures("last")
-def test_who_leaves_a_block_by_an_error_does_not_leave_the_others_waiting(world, hvd_nodes):
+def test_an_error_in_a_block_on_one_rank_ends_the_wait_of_the_others(world, hvd_nodes):
     start = time.monotonic()
 
     def fail() -> None:
@@ -313,7 +316,7 @@ def test_who_leaves_a_block_by_an_error_does_not_leave_the_others_waiting(world,
         fail()
     if world.rank != 1:
         assert "rank 1 has left a block of LocalSGD by ZeroDivisionError" in str(caught.value)
-    # A program that catches it and goes on: the ranks are out of step, and all of them hear so.
+    # A program that catches the error gets further errors: the ranks are no longer in step.
     for _ in range(2):
         with pytest.raises(CommError, match=r"has failed on rank|failed before|rank \d has left"):
             Run(hvd_nodes, "HierarchicalLocalSGD", 4)
@@ -322,9 +325,7 @@ def test_who_leaves_a_block_by_an_error_does_not_leave_the_others_waiting(world,
 
 @FEW
 @pytest.mark.usefixtures("last")
-def test_blocks_that_all_leave_by_errors_are_not_averaged_and_disturb_no_later_one(
-    world, hvd_nodes
-):
+def test_blocks_that_all_ranks_leave_by_errors_are_not_averaged(world, hvd_nodes):
     def fail(run: Run) -> None:
         with run.method:
             run.to(2)
@@ -336,6 +337,6 @@ def test_blocks_that_all_leave_by_errors_are_not_averaged_and_disturb_no_later_o
             fail(run)
         assert run.num_kinds(world) == world.size
         run.optimizer.step()
-        assert run.method.rounds.step == 2  # the hooks are gone
+        assert run.method.rounds.step == 2  # the hooks have been removed
     time.sleep(2.1)
     assert num_kinds(world, Run(hvd_nodes, "LocalSGD", 2).end(3)) == 1

@@ -1,4 +1,4 @@
-"""``StagedSGD``: its phases, its cycles, and what travels in them."""
+"""``StagedSGD``: its phases, its cycles, and the bytes sent."""
 
 import pytest
 import torch
@@ -17,25 +17,24 @@ def staged(hvd, **options) -> Run:
 
 
 @SIZES
-def test_warm_up_and_cool_down_are_synchronous_and_nodes_part_between(world, hvd_nodes):
+def test_warm_up_and_cool_down_are_synchronous_and_nodes_diverge_between(world, hvd_nodes):
     run, nodes = staged(hvd_nodes), 1 if world.size == 1 else 2
     for step in range(1, 21):
         run.to(step)
         if step != 15:
             expected = 1 if step <= 3 or step >= 16 else nodes
             assert run.num_kinds(world) == expected, step
-        else:  # the last of the cycle, after which all agree again
+        else:  # the last step of the cycle, after which all replicas are identical
             assert num_kinds(world, run.replica) == 1
     assert run.method.facts["rounds"] == (3 if nodes == 2 else 0)
 
 
 @NODES
 @pytest.mark.parametrize("num_steps", [4, 5])
-def test_replicas_that_have_parted_agree_at_the_end_though_nobody_has_counted_since(
-    world, hvd_nodes, num_steps
-):
+def test_diverged_replicas_are_averaged_at_the_end(world, hvd_nodes, num_steps):
     run = staged(hvd_nodes, steps=1, delay=1)
-    for step in range(num_steps):  # the last one is sent, and what it trained on counts
+    # the update of the last step is still in flight, and its samples count
+    for step in range(num_steps):
         run.method.set_num_samples(4 + 2 * world.rank, nominal=4)
         run.to(step + 1)
     run.method.finish()
@@ -49,15 +48,15 @@ def test_without_a_cycle_it_is_synchronous_training(hvd_nodes):
 
 
 @NODES
-def test_cycles_shrink_while_the_loss_does_not_fall_and_begin_anew(hvd_nodes):
+def test_cycles_get_shorter_while_the_loss_does_not_fall_and_then_restart(hvd_nodes):
     options = {"warmup_steps": 0, "cooldown_start": 100, "steps": 8, "patience": 2}
     method, seen = staged(hvd_nodes, threshold=0.1, **options).method, []
     for loss in (1.0, 0.8, 0.75, 0.74, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, float("nan"), 0.5):
         method.observe(loss)
         seen.append((method.facts["steps"], method.facts["delay"]))
     assert seen == [
-        *[(8, 2)] * 3,  # 0.75 is not a tenth below 0.8
-        *[(4, 1)] * 3,  # nor is 0.74; then 0.5 is, and one 0.5 that is not
+        *[(8, 2)] * 3,  # 0.75 is more than 90 % of 0.8
+        *[(4, 1)] * 3,  # so is 0.74; then 0.5 is an improvement, and the next 0.5 is not
         *[(2, 1)] * 2,
         *[(1, 1)] * 2,
         *[(8, 2)] * 2,
@@ -67,17 +66,17 @@ def test_cycles_shrink_while_the_loss_does_not_fall_and_begin_anew(hvd_nodes):
 
 
 @NODES
-def test_the_ranks_decide_by_the_mean_of_their_losses(world, hvd_nodes):
+def test_all_ranks_decide_by_their_mean_loss(world, hvd_nodes):
     method = staged(hvd_nodes, warmup_steps=0, patience=1).method
     method.observe(1.0)
-    # On rank 0 it has fallen, on the others not; the mean has not.
+    # The loss falls on rank 0 and rises on the others; the mean does not change.
     method.observe(0.0 if world.rank == 0 else world.size / (world.size - 1))
     assert world.allgather(method.facts["steps"]) == [2] * world.size
     method.close()
 
 
 @NODES
-def test_statistics_travel_and_the_state_agrees_before_the_cool_down(world, hvd_nodes):
+def test_statistics_and_optimizer_state_are_averaged_before_the_cool_down(world, hvd_nodes):
     run = staged(hvd_nodes, model=Normed(), optimizer=adam)
     with run.method:
         run.to(14)
@@ -87,7 +86,7 @@ def test_statistics_travel_and_the_state_agrees_before_the_cool_down(world, hvd_
 
 
 @pytest.mark.ranks(2)
-def test_sixteen_bits_travel_in_all_phases(hvd_nodes):
+def test_bfloat16_halves_the_bytes_in_all_phases(hvd_nodes):
     sent = {}
     for name in ("none", "bf16"):
         how = {"compression": getattr(hvd_nodes.Compression, name)}
@@ -96,5 +95,6 @@ def test_sixteen_bits_travel_in_all_phases(hvd_nodes):
         run.method.close()
     halves, wholes = torch.tensor(sent["bf16"]) * 2, torch.tensor(sent["none"])
     assert torch.equal(halves[:14], wholes[:14])
-    state = sum(p.nbytes for p in run.model.parameters())  # once, before the cool-down, as it is
+    # the state, sent once before the cool-down, is not compressed
+    state = sum(p.nbytes for p in run.model.parameters())
     assert set((halves - wholes)[14:].tolist()) <= set(range(state, state + 6 * 64))

@@ -1,4 +1,4 @@
-"""All ranks of the session, connected once for a module, and controllers over each path."""
+"""Fixtures: a communicator of all ranks, once per module, and controllers over each path."""
 
 from collections.abc import Generator
 
@@ -13,14 +13,14 @@ from tests.negotiation.controlling import controller_of
 
 @pytest.fixture(scope="module")
 def ranks() -> Generator[Communicator]:
-    """Connect, and take leave at the end."""
+    """Communicator of all ranks, closed at the end of the module."""
     with connected(Settings(probe="off")) as connection:
         yield connection.comm
 
 
 @pytest.fixture(params=sorted({"flat MPI", "one node", "nodes of two"} - SAME))
 def controller(request: pytest.FixtureRequest) -> Generator[Controller]:
-    """Make a controller by each path in turn."""
+    """A controller over each of the communication paths."""
     with connected(PATHS[request.param]) as connection:
         made = controller_of(connection.comm.group(range(connection.comm.size)))
         yield made

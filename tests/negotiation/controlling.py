@@ -1,4 +1,4 @@
-"""What tests ask controllers for."""
+"""Controllers and requests for the tests of this folder."""
 
 import pytest
 
@@ -27,5 +27,5 @@ def broadcast(tensor):
 
 
 def joined(controller):
-    """Join, and return who came last."""
+    """Join; return the rank that joined last."""
     return controller.start_join().wait()[0]

@@ -1,4 +1,4 @@
-"""Negotiators of many ranks in one process; messages wait in queues until a test delivers them."""
+"""Negotiators of many ranks in one process; messages stay in queues until a test delivers them."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -21,12 +21,12 @@ def signature_of(
 
 
 def chain(size: int) -> list[Tree]:
-    """Every rank hangs below the one before it."""
+    """Return a tree in which the parent of each rank is the rank before it."""
     return trees_of([None, *range(size - 1)])
 
 
 def star(size: int) -> list[Tree]:
-    """All ranks hang below rank 0."""
+    """Return a tree in which rank 0 is the parent of all ranks."""
     return trees_of([None, *[0] * (size - 1)])
 
 
@@ -47,7 +47,7 @@ def random_trees(size: int, random: Random) -> list[Tree]:
 
 
 class Ranks:
-    """All ranks, what they have decided, and the messages between them."""
+    """The negotiators of all ranks, their decisions, and the messages between them."""
 
     def __init__(self, trees: Sequence[Tree], **options: int) -> None:
         self.negotiators = [Negotiator(tree, **options) for tree in trees]
@@ -56,14 +56,14 @@ class Ranks:
         self.messages: list[tuple[int, int, bytes]] = []
 
     def post(self, rank: int, *, decide: bool = True) -> None:
-        """Put what a rank has to send into the queues."""
+        """Append the outgoing messages of a rank to the queues."""
         for dest, message in self.negotiators[rank].outbox(decide=decide):
             self.queues.setdefault((rank, dest), deque()).append(message)
             self.messages.append((rank, dest, message))
         self.batches[rank] += self.negotiators[rank].decided()
 
     def waiting(self) -> list[tuple[int, int]]:
-        """Edges with messages that have not been delivered."""
+        """Return the (source, dest) pairs with undelivered messages."""
         return [edge for edge, queue in self.queues.items() if queue]
 
     def deliver(self, edge: tuple[int, int]) -> None:
@@ -71,7 +71,7 @@ class Ranks:
         self.negotiators[dest].receive(source, self.queues[edge].popleft())
 
     def settle(self) -> list[OperationBatch]:
-        """Deliver everything; return what all ranks have decided since the last call."""
+        """Deliver all messages; return the decisions of all ranks since the last call."""
         for rank in range(len(self.negotiators)):
             self.post(rank)
         while edges := self.waiting():

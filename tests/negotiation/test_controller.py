@@ -1,4 +1,4 @@
-"""The controller: operations find each other by name, whatever thread asks for them and when."""
+"""The controller pairs operations by name, in any order of calls and from any thread."""
 
 import random
 import threading
@@ -13,9 +13,9 @@ from tests.negotiation.controlling import SEVERAL, SIZES, allreduce, broadcast, 
 
 
 @SIZES
-def test_other_orders_on_every_rank_give_every_sum(controller):
+def test_different_submission_orders_give_every_sum(controller):
     rank, size = controller.comm.rank, controller.comm.size
-    for epoch in range(3):  # the names are new, then known
+    for epoch in range(3):  # epoch 0 announces names, later epochs use cached slots
         names = [f"tensor {number}" for number in range(200)]
         random.Random(100 * rank + epoch).shuffle(names)
         handles = {}
@@ -31,13 +31,13 @@ def test_other_orders_on_every_rank_give_every_sum(controller):
 
 
 @SIZES
-def test_without_names_the_order_of_the_calls_counts_and_nobody_waits_to_submit(controller):
+def test_unnamed_operations_are_paired_by_call_order_and_submit_never_blocks(controller):
     rank, size = controller.comm.rank, controller.comm.size
     if rank:
         controller.run(allreduce("first of the others", torch.ones(1)))
     handles = [
         controller.submit(allreduce(None, torch.tensor([rank + number])))
-        for number in range(1500)  # more than there are numbers
+        for number in range(1500)  # more than the number of cache slots
     ]
     if not rank:
         controller.run(allreduce("first of the others", torch.ones(1)))
@@ -47,7 +47,7 @@ def test_without_names_the_order_of_the_calls_counts_and_nobody_waits_to_submit(
 
 
 @SIZES
-def test_many_without_names_of_two_kinds_need_no_common_order(controller):
+def test_unnamed_operations_of_two_kinds_need_no_common_order(controller):
     rank, size = controller.comm.rank, controller.comm.size
     sums, copies = [], []
 
@@ -67,7 +67,7 @@ def test_many_without_names_of_two_kinds_need_no_common_order(controller):
 
 
 @SIZES
-def test_threads_ask_in_any_order(controller):
+def test_threads_submit_in_any_order(controller):
     rank, size = controller.comm.rank, controller.comm.size
     wrong = []
 
@@ -87,7 +87,7 @@ def test_threads_ask_in_any_order(controller):
 
 
 @SEVERAL
-def test_a_mismatch_is_an_error_on_every_rank_and_work_goes_on(controller):
+def test_a_mismatch_is_an_error_on_every_rank_and_later_operations_work(controller):
     rank, size = controller.comm.rank, controller.comm.size
     for _ in range(2):
         other = controller.submit(allreduce("other", torch.ones(5)))
@@ -102,9 +102,9 @@ def test_a_mismatch_is_an_error_on_every_rank_and_work_goes_on(controller):
 
 
 @SIZES
-def test_a_name_under_way_is_refused(controller):
+def test_a_name_in_flight_is_rejected(controller):
     if controller.comm.size == 1:
-        return  # there it is done at once
+        return  # with one rank the operation completes in submit()
     if controller.comm.rank == 0:
         first = controller.submit(allreduce("twice", torch.ones(2)))
         with pytest.raises(HorovodInternalError, match="'twice' is under way"):
@@ -117,7 +117,7 @@ def test_a_name_under_way_is_refused(controller):
 
 
 @SEVERAL
-def test_threads_of_a_rank_that_has_joined_hear_at_once_that_it_has(controller):
+def test_operations_on_a_rank_that_has_joined_are_an_error_at_once(controller):
     comm = controller.comm
     if comm.rank == 0:
         lasts = []
@@ -130,7 +130,7 @@ def test_threads_of_a_rank_that_has_joined_hear_at_once_that_it_has(controller):
             time.sleep(0.002)
         with pytest.raises(CommError, match="has joined takes no part"):
             controller.run(allreduce("too late", torch.ones(1)))
-        comm.barrier()  # only now the others join
+        comm.barrier()  # the other ranks join after this barrier
         for joiner in joiners:
             joiner.join()
         assert len(set(lasts)) == 1

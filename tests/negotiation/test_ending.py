@@ -1,4 +1,4 @@
-"""The controller: who hands on to whom, and how it ends; nobody waits for ever."""
+"""The controller: hand-over between threads, and the end without deadlocks."""
 
 import os
 import random
@@ -17,7 +17,7 @@ from tests.processes import wait_until
 
 
 @SEVERAL
-def test_a_caller_who_waits_announces_what_other_threads_submit(controller):
+def test_a_waiting_caller_announces_operations_of_other_threads(controller):
     start = time.monotonic()
     first, second = allreduce("first", torch.ones(1)), allreduce("second", torch.ones(1))
     for _ in range(4):
@@ -29,21 +29,22 @@ def test_a_caller_who_waits_announces_what_other_threads_submit(controller):
         else:
             controller.run(second)
             controller.run(first)
-    assert time.monotonic() - start < scaled(2.5)  # not a tick for each
+    assert time.monotonic() - start < scaled(2.5)  # faster than one controller cycle per operation
 
 
 @SEVERAL
-def test_an_operation_nobody_waits_for_is_done_by_and_by(controller):
+def test_an_operation_without_a_waiting_caller_completes(controller):
     lonely = allreduce("lonely", torch.ones(2))
     if controller.comm.rank == 0:
         handle = controller.submit(lonely)
-        assert wait_until(lambda: handle.is_done, 20)  # done() might help it on
+        # is_done, because done() may drive the operation itself
+        assert wait_until(lambda: handle.is_done, 20)
     else:
         assert controller.run(lonely)[0].tolist() == [controller.comm.size] * 2
 
 
 @SEVERAL
-def test_callers_who_leave_together_hand_on_what_is_under_way(controller):
+def test_callers_that_return_together_hand_over_operations_in_flight(controller):
     start = time.monotonic()
     for _ in range(4):
         late = (
@@ -58,7 +59,7 @@ def test_callers_who_leave_together_hand_on_what_is_under_way(controller):
         for caller in callers:
             caller.join()
         if late:
-            while not late.done():  # the thread of the controller does it
+            while not late.done():  # completed by the controller's thread
                 time.sleep(0.002)
         else:
             controller.run(allreduce("late", torch.ones(1)))
@@ -67,7 +68,7 @@ def test_callers_who_leave_together_hand_on_what_is_under_way(controller):
 
 @SEVERAL
 @pytest.mark.parametrize("joining", ["the first", "all but the first", "all, the first late"])
-def test_closing_ends_where_ranks_have_joined_and_nobody_has_waited(controller, joining):
+def test_close_ends_after_ranks_have_joined(controller, joining):
     comm, start = controller.comm, time.monotonic()
     for _ in range(3):
         other = controller_of(comm.group(range(comm.size)))
@@ -77,11 +78,11 @@ def test_closing_ends_where_ranks_have_joined_and_nobody_has_waited(controller, 
             other.start_join()
         time.sleep(0.1 if comm.rank == comm.size - 1 else 0.0)
         other.close()
-    assert time.monotonic() - start < scaled(5)  # not until the others are given up
+    assert time.monotonic() - start < scaled(5)  # less than the timeout for the other ranks
 
 
 @SIZES
-def test_closing_carries_out_what_all_have_submitted_or_some_not(controller):
+def test_close_completes_common_operations_and_fails_all_others(controller):
     comm = controller.comm
     rank, size = comm.rank, comm.size
     chance = random.Random(rank)
@@ -117,7 +118,7 @@ def test_closing_carries_out_what_all_have_submitted_or_some_not(controller):
 
 
 @SEVERAL
-def test_an_interrupted_rank_fails_for_all_its_threads(controller):
+def test_an_interrupt_fails_the_operations_of_all_threads_of_a_rank(controller):
     errors = []
 
     def wait():
@@ -140,7 +141,7 @@ def test_an_interrupted_rank_fails_for_all_its_threads(controller):
 
 
 @SEVERAL
-def test_a_forked_child_closes_nothing(controller):
+def test_close_in_a_forked_child_has_no_effect(controller):
     child = os.fork()
     if child == 0:
         controller.close()
@@ -150,9 +151,9 @@ def test_a_forked_child_closes_nothing(controller):
 
 
 @SEVERAL
-def test_breaking_off_in_the_midst_of_work_leaves_nobody_behind(controller):
+def test_break_off_at_random_times_ends_all_ranks(controller):
     comm = controller.comm
-    chance = random.Random(0)  # the same on every rank
+    chance = random.Random(0)  # the same seed on every rank
     for _ in range(8):
         current = controller_of(comm)
         end = threading.Timer(chance.random() * 0.004, current.break_off, ["enough"])

@@ -1,4 +1,4 @@
-"""A batch gives what its operations give one by one, whatever shares a message."""
+"""A batch has the results of its separate operations, however they are fused."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def values_of(rank, shape, dtype):
 
 
 def expected(size, shape, dtype, op):
-    """Small whole numbers: every order of adding them gives the same."""
+    """Return the exact result; small integers make every order of summation give the same bits."""
     every = torch.stack([values_of(rank, shape, dtype).double() for rank in range(size)])
     if op in (Sum, Average):
         total = every.sum(0) / (size if op is Average else 1)
@@ -49,7 +49,7 @@ def carried_out(executor, requests, timeline=None):
 @SIZES
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("fusion_bytes", [0, 100, 1 << 26])
-def test_fused_reductions_are_those_of_each_tensor(ranks, in_place, fusion_bytes):
+def test_fused_reductions_equal_separate_ones(ranks, in_place, fusion_bytes):
     cases = [
         (shape, dtype, op)
         for op in (Sum, Average, Min, Max, Product)
@@ -73,7 +73,7 @@ def test_fused_reductions_are_those_of_each_tensor(ranks, in_place, fusion_bytes
 
 
 @SIZES
-def test_a_group_may_hold_several_dtypes_and_large_and_small_tensors(ranks):
+def test_a_group_may_mix_dtypes_and_sizes(ranks):
     shapes = [(3,), LARGE, (2, 2), (5,)]
     dtypes = [torch.float32, torch.float32, torch.int64, torch.float64]
     group = [values_of(ranks.rank, s, d) for s, d in zip(shapes, dtypes, strict=True)]
@@ -86,7 +86,7 @@ def test_a_group_may_hold_several_dtypes_and_large_and_small_tensors(ranks):
 
 
 @SIZES
-def test_layouts_and_parameters_are_taken_as_they_are(ranks):
+def test_strided_tensors_and_parameters_are_reduced_in_place(ranks):
     executor = Executor(ranks)
     column = torch.zeros(4, 3)[:, 1]
     parameter = torch.nn.Parameter(torch.full((2, 2), float(ranks.rank)))
@@ -95,7 +95,7 @@ def test_layouts_and_parameters_are_taken_as_they_are(ranks):
         Request(Kind.ALLREDUCE, None, (tensor,), in_place=True, op=Sum)
         for tensor in (column, parameter, turned)
     ]
-    for is_inference in (True, False):  # together, and alone
+    for is_inference in (True, False):  # first fused with others, then alone
         column.fill_(1.0)
         with torch.inference_mode(mode=is_inference):
             carried_out(executor, requests)
@@ -107,7 +107,7 @@ def test_layouts_and_parameters_are_taken_as_they_are(ranks):
 
 
 @SIZES
-def test_an_operation_that_fails_does_not_take_the_others_along(ranks):
+def test_a_failed_operation_does_not_affect_the_others(ranks):
     good = Request(Kind.ALLREDUCE, None, (torch.ones(2),), op=Sum)
     bad = Request(Kind.ALLREDUCE, None, (torch.ones(2, dtype=torch.complex64),), op=Min)
     rows = Request(Kind.ALLGATHER, None, (torch.ones(1),))
@@ -118,7 +118,7 @@ def test_an_operation_that_fails_does_not_take_the_others_along(ranks):
         second.wait()
 
 
-def test_after_the_loss_of_a_rank_everything_fails():
+def test_after_the_loss_of_a_rank_every_operation_fails():
     class Broken:
         rank, size = 0, 2
 
@@ -139,8 +139,8 @@ def test_after_the_loss_of_a_rank_everything_fails():
 
 @SIZES
 @pytest.mark.parametrize("op", [op for op in ReduceOp if op is not Adasum], ids=str)
-def test_a_stand_in_changes_nothing(ranks, op):
-    """The last rank has joined: the others get what they have among each other."""
+def test_a_stand_in_does_not_change_the_result(ranks, op):
+    """The last rank has joined, so its stand-in must not affect the values of the others."""
     dtypes = (torch.float32, torch.float16, torch.int8, torch.uint64, torch.bool, torch.complex64)
     for dtype in dtypes:
         if (op is Average and dtype is torch.bool) or (dtype.is_complex and op in (Min, Max)):
@@ -170,7 +170,7 @@ class Listener:
 
 
 @SIZES
-def test_a_timeline_hears_every_phase_of_every_operation(ranks):
+def test_a_timeline_records_every_phase_of_every_operation(ranks):
     listener = Listener()
     pair = [Request(Kind.ALLREDUCE, None, (torch.ones(2),), op=Sum) for _ in range(2)]
     carried_out(Executor(ranks), [*pair, Request(Kind.BARRIER, None, ())], listener)

@@ -1,4 +1,4 @@
-"""Repeated operations take no mail, on one node or several, and are what they are by mail."""
+"""Repeated operations skip control messages, on one or several nodes, with the same results."""
 
 import json
 import threading
@@ -22,14 +22,14 @@ from tests.processes import wait_until
 
 @pytest.fixture(scope="module", params=sorted({"one node", "nodes of one", "nodes of two"} - SAME))
 def ranks(request):
-    """Connect all ranks, on one node or several."""
+    """Communicator of all ranks, on one node or several."""
     with connected(PATHS[request.param]) as connection:
         yield connection.comm
 
 
 @pytest.fixture
 def controller(ranks):
-    """Make a controller over all ranks."""
+    """A controller over all ranks."""
     made = controller_of(ranks.group(range(ranks.size)))
     yield made
     ranks.barrier()
@@ -41,7 +41,7 @@ def num_commits(controller):
 
 
 def requests_of(rank, size):
-    """Return one of each kind."""
+    """Return one request of each kind."""
     row = torch.full((size + 1, 2), float(rank + 1))
     group = [torch.full((number + 1, 2), float(rank)) for number in range(5)]
     return [
@@ -59,12 +59,12 @@ def requests_of(rank, size):
 
 
 @SEVERAL
-def test_every_kind_that_repeats_gives_the_same_bits_without_mail(controller):
+def test_repeated_operations_of_every_kind_have_the_same_bits_on_the_fast_path(controller):
     rank, size = controller.comm.rank, controller.comm.size
     by_mail = [controller.run(request) for request in requests_of(rank, size)]
     assert num_commits(controller) == 0
     for start in (controller.run, lambda request: controller.submit(request).wait()):
-        controller.comm.barrier()  # nobody waits so long that rank 0 looks for mail
+        controller.comm.barrier()  # so that no rank waits until rank 0 polls for control messages
         before = num_commits(controller)
         again = [start(request) for request in requests_of(rank, size)]
         assert num_commits(controller) > before + len(again) - 3
@@ -77,7 +77,7 @@ INTEGERS = (torch.bool, torch.uint8, torch.uint32, torch.int64)
 
 
 @SEVERAL
-def test_every_dtype_gives_the_same_bits_without_mail(controller):
+def test_every_dtype_has_the_same_bits_on_the_fast_path(controller):
     values = (
         torch.randn(333, generator=torch.Generator().manual_seed(controller.comm.rank)).abs() * 9
     )
@@ -91,15 +91,16 @@ def test_every_dtype_gives_the_same_bits_without_mail(controller):
 
 
 class Own(torch.Tensor):
-    """A tensor of a user's own class."""
+    """A user-defined subclass of Tensor."""
 
 
 @SEVERAL
-def test_few_bytes_are_moved_as_the_values_that_the_tensor_shows(controller):
+def test_small_tensors_of_any_layout_are_reduced_by_value(controller):
     rank = controller.comm.rank
     pair = torch.tensor([1 + rank * 1j, 2 - rank * 2j])
     given = {
-        "negative": pair.conj().imag[:1],  # its bytes are those of the other sign
+        # a view with the negative bit: the stored bytes have the opposite sign
+        "negative": pair.conj().imag[:1],
         "apart": torch.arange(6.0).view(2, 3)[:, 1] * (rank + 1),
         "turned": torch.arange(6.0).view(2, 3).t() + rank,
         "spread": torch.tensor([1.0 + rank]).expand(3),
@@ -112,14 +113,15 @@ def test_few_bytes_are_moved_as_the_values_that_the_tensor_shows(controller):
         summed = torch.tensor(controller.comm.allgather_object(tensor.detach().tolist())).sum(0)
         before = num_commits(controller)
         for _ in range(5):
-            controller.comm.barrier()  # nobody waits so long that rank 0 looks for mail
+            # so that no rank waits until rank 0 polls for control messages
+            controller.comm.barrier()
             (found,) = controller.run(Request(Kind.ALLREDUCE, name, [tensor], op=Sum))
             assert found.tolist() == summed.tolist(), name
         assert num_commits(controller) > before, name
 
 
 @SEVERAL
-def test_what_is_waited_for_soon_wakes_no_thread(ranks, monkeypatch):
+def test_an_operation_with_a_prompt_wait_wakes_no_thread(ranks, monkeypatch):
     names = []
     drive = Controller._drive
 
@@ -142,7 +144,7 @@ def test_what_is_waited_for_soon_wakes_no_thread(ranks, monkeypatch):
 
 
 @SEVERAL
-def test_a_loop_that_waits_for_each_seldom_sets_the_timer_and_what_nobody_awaits_goes_on(
+def test_a_loop_with_waits_rarely_sets_the_timer_and_unawaited_operations_complete(
     controller, monkeypatch
 ):
     times, set_timer = [], Timer.set
@@ -155,16 +157,17 @@ def test_a_loop_that_waits_for_each_seldom_sets_the_timer_and_what_nobody_awaits
     value, start = torch.ones(2), time.monotonic()
     for _ in range(200):
         assert controller.submit(allreduce("again", value.fill_(1))).wait()[0] is value
-    if time.monotonic() - start < 0.2:  # else it goes off before an operation is over
+    # otherwise the timer may expire before an operation completes
+    if time.monotonic() - start < 0.2:
         assert len(times) < 100
-    assert all(times)  # nor is it set back
+    assert all(times)  # the timer is never disarmed
     alone = controller.submit(allreduce("again", value.fill_(1)))
     assert wait_until(alone.done, 5)
     assert value.tolist() == [controller.comm.size] * 2
 
 
 @SEVERAL
-def test_the_timeline_and_the_statistics_have_it(ranks, tmp_path):
+def test_timeline_and_statistics_include_fast_path_operations(ranks, tmp_path):
     count = Statistics(ranks)
     comm = observed(ranks.group(range(ranks.size)), count)
     timelines = Timelines(ranks.rank, ranks.size)
@@ -190,7 +193,7 @@ def test_the_timeline_and_the_statistics_have_it(ranks, tmp_path):
 
 
 def waiting(controller, errors):
-    """Repeat an operation until all know it; then let a thread wait for the others in it."""
+    """Cache an operation on all ranks, then return a thread that waits in it for rank 0."""
     for _ in range(3):
         controller.run(allreduce("again", torch.ones(2)))
 
@@ -210,7 +213,7 @@ def waiting(controller, errors):
 
 @SEVERAL
 @pytest.mark.parametrize("breaker", [0, 1])
-def test_breaking_off_ends_the_wait_of_those_who_have_prepared(ranks, breaker):
+def test_break_off_ends_the_wait_of_prepared_ranks(ranks, breaker):
     made, errors = controller_of(ranks), []
     caller = waiting(made, errors)
     if made.comm.rank == breaker:
@@ -221,13 +224,13 @@ def test_breaking_off_ends_the_wait_of_those_who_have_prepared(ranks, breaker):
         assert errors == ["enough"]
     made.abandon()
     after = controller_of(ranks)
-    for _ in range(3):  # in step with each other
+    for _ in range(3):  # the ranks are still in step
         assert after.run(allreduce("again", torch.ones(2)))[0].tolist() == [ranks.size] * 2
     after.abandon()
 
 
 @SEVERAL
-def test_closing_ends_the_wait_of_those_who_have_prepared(ranks):
+def test_close_ends_the_wait_of_prepared_ranks(ranks):
     made, errors = controller_of(ranks.group(range(ranks.size))), []
     caller = waiting(made, errors)
     made.close()
@@ -238,7 +241,7 @@ def test_closing_ends_the_wait_of_those_who_have_prepared(ranks):
 
 
 @SEVERAL
-def test_ranks_that_join_take_part_in_what_others_have_prepared(controller):
+def test_a_rank_that_joins_completes_operations_that_others_have_prepared(controller):
     size, errors = controller.comm.size, []
     caller = waiting(controller, errors)
     if controller.comm.rank:
@@ -255,7 +258,7 @@ def test_ranks_that_join_take_part_in_what_others_have_prepared(controller):
 
 
 @SEVERAL
-def test_another_shape_under_a_known_name_is_an_error_on_every_rank(controller):
+def test_a_different_shape_under_a_cached_name_is_an_error_on_every_rank(controller):
     rank, size = controller.comm.rank, controller.comm.size
     for odd in range(size):
         for _ in range(3):

@@ -1,4 +1,4 @@
-"""Which all-reduces share a message: a function of the signatures, and nothing is lost."""
+"""Fusion of all-reduces depends on the signatures only, and keeps every request."""
 
 import torch
 from hypothesis import given
@@ -28,7 +28,7 @@ def key_of(request):
 
 
 @given(st.lists(requests(), max_size=20), st.integers(0, 5000))
-def test_every_request_is_in_one_run_and_only_alike_ones_share_one(given_requests, fusion_bytes):
+def test_every_request_is_in_one_run_and_runs_have_one_signature(given_requests, fusion_bytes):
     found = runs(given_requests, fusion_bytes)
     assert sorted(number for run in found for number in run) == list(range(len(given_requests)))
     assert [run[0] for run in found] == sorted(run[0] for run in found)
@@ -40,7 +40,7 @@ def test_every_request_is_in_one_run_and_only_alike_ones_share_one(given_request
             assert sum(fusible_bytes(request) for request in together) <= fusion_bytes
 
 
-def test_what_must_not_share_a_message_is_alone():
+def test_requests_that_cannot_be_fused_are_alone():
     large, small = torch.empty(DIRECT_BYTES, dtype=torch.uint8), torch.empty(3)
     alone = [
         Request(Kind.ALLREDUCE, None, (large,), op=Sum),
@@ -52,7 +52,7 @@ def test_what_must_not_share_a_message_is_alone():
     assert runs(alone, 1 << 30) == [[0], [1], [2], [3], [4]]
 
 
-def test_other_requests_between_do_not_part_what_is_alike():
+def test_other_requests_in_between_do_not_prevent_fusion():
     small = torch.empty(3)
     kinds = [(Sum, 1.0), (Max, 1.0), (Sum, 1.0), (Sum, 2.0), (Max, 1.0)]
     mixed = [

@@ -1,4 +1,4 @@
-"""Laws of the negotiation: any order of announcements and deliveries, on any tree."""
+"""Properties of the negotiation for any order of announcements and deliveries, on any tree."""
 
 from random import Random
 
@@ -12,7 +12,7 @@ from tests.negotiation.negotiating import Ranks, random_trees, signature_of
 
 
 class Script:
-    """What each rank submits: each name once in each round; then it joins, if there is a next."""
+    """The submissions of each rank: each name once per round, then possibly a join."""
 
     def __init__(self, random: Random, size: int) -> None:
         self.names = [f"t{index}" for index in range(random.randint(1, 5))]
@@ -20,7 +20,7 @@ class Script:
         self.epochs = [self.epoch(random, size) for _ in range(random.randint(1, 3))]
 
     def epoch(self, random: Random, size: int) -> "list[list[list[tuple[str, Signature]]]]":
-        """Return, for each rank and round, what it submits, in its own order."""
+        """Return the submissions of each rank in each round, in the rank's own order."""
         num_rounds = random.randint(1, 4)
         rounds = [num_rounds] * size
         if self.has_joins:
@@ -50,7 +50,7 @@ class Script:
 
 
 class Player:
-    """One rank that plays the script: a name is submitted again only when it is decided."""
+    """One rank that executes the script; submits a name again only after its decision."""
 
     def __init__(self, ranks: Ranks, rank: int, script: Script) -> None:
         self.negotiator = ranks.negotiators[rank]
@@ -62,7 +62,7 @@ class Player:
         self.num_joins = 0
 
     def play(self) -> bool:
-        """Do the next step, if it is possible now."""
+        """Execute the next step if it is possible; return whether it was."""
         overs = sum(batch.join_over is not None for batch in self.batches)
         if not self.steps or overs < self.num_joins:
             return False
@@ -78,7 +78,7 @@ class Player:
 
 
 def played(random: Random, size: int, script: Script) -> Ranks:
-    """Play the script in a random order of everything that can happen."""
+    """Play the script, with submissions and deliveries in random order."""
     ranks = Ranks(random_trees(size, random), num_slots=random.choice([1, 3, 4096]))
     players = [Player(ranks, rank, script) for rank in range(size)]
     decides = random.choice([0.2, 1.0])
@@ -105,7 +105,7 @@ def played(random: Random, size: int, script: Script) -> Ranks:
 
 
 def expected(script: Script, size: int) -> list[list[dict[str, dict[Signature, list[int]]]]]:
-    """By epoch, round and name: who gave what."""
+    """Return the ranks by epoch, round, name and signature."""
     result = []
     for epoch in script.epochs:
         rounds = []
@@ -120,7 +120,7 @@ def expected(script: Script, size: int) -> list[list[dict[str, dict[Signature, l
 
 
 def by_name(batches: list[OperationBatch], name: str) -> list[list[Entry]]:
-    """The decisions on one name, by epoch."""
+    """Return the decisions on one name, by epoch."""
     result: list[list[Entry]] = [[]]
     for batch in batches:
         result[-1] += [entry for entry in batch.entries if entry.name == name]
@@ -131,7 +131,7 @@ def by_name(batches: list[OperationBatch], name: str) -> list[list[Entry]]:
 
 @given(st.integers(0, 2**32), st.integers(1, 40) | st.integers(1, 4))
 @settings(max_examples=150, deadline=None)
-def test_any_order_gives_the_same_batches_everywhere_and_loses_nothing(seed: int, size: int):
+def test_any_order_gives_the_same_batches_on_every_rank(seed: int, size: int):
     random = Random(seed)
     script = Script(random, size)
     ranks = played(random, size, script)

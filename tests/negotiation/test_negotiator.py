@@ -1,4 +1,4 @@
-"""The negotiator, message by message."""
+"""The negotiator, one message at a time."""
 
 import pytest
 
@@ -20,7 +20,7 @@ FROM_1 = signature_of([4], Kind.BROADCAST, root=1)
 
 
 def announced(ranks: Ranks, *names: str, signature=FOUR) -> list[OperationBatch]:
-    """Let all ranks announce all names."""
+    """Announce all names on all ranks; return the decisions."""
     for negotiator in ranks.negotiators:
         for name in names:
             negotiator.announce(name, signature)
@@ -31,7 +31,7 @@ def plain(*names: str) -> tuple[Entry, ...]:
     return tuple(Entry(name, FOUR) for name in names)
 
 
-def test_everything_that_is_ready_becomes_one_batch_in_the_order_of_the_root():
+def test_ready_operations_form_one_batch_in_the_order_of_the_root():
     ranks = Ranks(star(2))
     root, other = ranks.negotiators
     for again in range(3):
@@ -45,7 +45,7 @@ def test_everything_that_is_ready_becomes_one_batch_in_the_order_of_the_root():
         assert ranks.settle() == [OperationBatch(plain("c", "a", "b"), None)], again
 
 
-def test_a_thousand_known_names_travel_as_one_vector_of_bits_each_way():
+def test_a_thousand_cached_names_are_sent_as_one_bit_vector_each_way():
     names = [f"layers.{index}.weight" for index in range(1000)]
     ranks = Ranks(star(3))
     announced(ranks, *names)
@@ -61,11 +61,11 @@ def test_a_thousand_known_names_travel_as_one_vector_of_bits_each_way():
 
 
 @pytest.mark.parametrize("slots", [[0], [4095], [7, 3], list(range(1000)), [5, *range(900)]])
-def test_a_decision_keeps_its_order(slots):
+def test_packed_slots_keep_their_order(slots):
     assert unpack_slots(pack_slots(slots)) == slots
 
 
-def test_a_mismatch_names_every_rank_and_leaves_no_trace():
+def test_a_mismatch_names_every_rank_and_is_forgotten_afterwards():
     ranks = Ranks(chain(6))
     announced(ranks, "a")
     for rank, negotiator in enumerate(ranks.negotiators):
@@ -84,7 +84,7 @@ def test_a_mismatch_names_every_rank_and_leaves_no_trace():
     ]
 
 
-def test_a_mismatch_in_a_group_shows_the_tensors_that_differ():
+def test_a_mismatch_in_a_group_shows_only_the_different_tensors():
     ranks = Ranks(star(2))
     group = FOUR._replace(dtypes=FOUR.dtypes * 9, shapes=FOUR.shapes * 9, devices=("cpu",) * 9)
     shapes = (*group.shapes[:6], FIVE.shapes[0], *group.shapes[7:])
@@ -99,7 +99,7 @@ def test_a_mismatch_in_a_group_shows_the_tensors_that_differ():
     )
 
 
-def test_a_shape_that_changes_on_all_ranks_is_taken_and_known_afterwards():
+def test_a_shape_that_changes_on_all_ranks_is_accepted_and_cached():
     ranks = Ranks(chain(3))
     announced(ranks, "a")
     assert announced(ranks, "a", signature=FIVE)[0].entries[0].signature == FIVE
@@ -108,7 +108,7 @@ def test_a_shape_that_changes_on_all_ranks_is_taken_and_known_afterwards():
     assert {message[0] for *_, message in ranks.messages} == {BITS, VECTOR}
 
 
-def test_the_first_names_have_numbers_as_long_as_there_are_some():
+def test_slots_are_assigned_to_the_first_names():
     ranks = Ranks(star(2), num_slots=2)
     for name in "abac":
         announced(ranks, name)
@@ -120,7 +120,7 @@ def test_the_first_names_have_numbers_as_long_as_there_are_some():
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 1, 0, 2], [2, 3, 1, 0]])
 @pytest.mark.parametrize("shape", [chain, star])
-def test_the_last_to_join_is_named_again_and_again(order, shape):
+def test_the_last_rank_to_join_is_reported_in_every_epoch(order, shape):
     ranks = Ranks(shape(4))
     for _ in range(2):
         batches = []
@@ -131,7 +131,7 @@ def test_the_last_to_join_is_named_again_and_again(order, shape):
         assert batches == [OperationBatch((), order[-1])]
 
 
-def test_a_broadcast_needs_its_root_among_those_that_announced_it():
+def test_a_broadcast_fails_if_its_root_has_joined():
     ranks = Ranks(star(3))
     one = ranks.negotiators[1]
     one.announce("early", FROM_1)
@@ -149,7 +149,7 @@ def test_a_broadcast_needs_its_root_among_those_that_announced_it():
 
 
 @pytest.mark.parametrize("asker", [0, 2, 3])
-def test_a_question_reaches_all_ranks_once_and_answers_the_root(asker):
+def test_a_question_reaches_all_ranks_once_and_its_answers_the_root(asker):
     ranks = Ranks(chain(4))
     ranks.negotiators[3].join()
     ranks.settle()
@@ -165,7 +165,7 @@ def test_a_question_reaches_all_ranks_once_and_answers_the_root(asker):
     assert ranks.negotiators[0].answers() == ranks.negotiators[2].answers() == []
 
 
-def test_a_rank_takes_part_until_it_is_given_what_was_decided():
+def test_a_rank_takes_part_until_it_has_taken_the_decision():
     ranks = Ranks(star(2))
     root, other = ranks.negotiators
     for negotiator in (root, other):
@@ -176,6 +176,6 @@ def test_a_rank_takes_part_until_it_is_given_what_was_decided():
     ranks.post(0)
     assert not root.takes_part
     ranks.deliver((0, 1))
-    assert other.takes_part  # what it would prepare now, the decided one would overwrite
+    assert other.takes_part  # the decision would overwrite operations prepared now
     assert other.decided()
     assert not other.takes_part

@@ -1,4 +1,4 @@
-"""Two-phase commit by words: all ranks commit the same, in the same order, or rank 0 aborts."""
+"""Two-phase commit in shared memory: all ranks commit the same operations, or rank 0 aborts."""
 
 import random
 
@@ -10,7 +10,7 @@ from hpctrain.negotiation.fast_path import NodeCommit, PathState
 
 
 class Ranks:
-    """Ranks that take turns in one process, and what each waits for."""
+    """Ranks that run alternately in one process, and the operation that each has prepared."""
 
     def __init__(self, size):
         words = np.zeros(WORDS * size, np.int64).data
@@ -46,7 +46,7 @@ class Ranks:
 
 
 @pytest.mark.parametrize("size", [2, 3, 7])
-def test_any_order_of_steps_commits_the_same_on_all_ranks(size):
+def test_any_interleaving_commits_the_same_operations_on_all_ranks(size):
     for seed in range(60):
         ranks, chance = Ranks(size), random.Random(seed)
         unlike = chance.choice((0.0, 0.1))
@@ -74,7 +74,7 @@ def test_any_order_of_steps_commits_the_same_on_all_ranks(size):
             assert longest > 3
 
 
-def test_rank_0_gives_up_once_a_rank_is_busy_or_has_prepared_another():
+def test_rank_0_aborts_if_a_rank_is_busy_or_has_prepared_another_operation():
     for number, busy in ((5, False), (3, True)):
         ranks = Ranks(3)
         ranks.prepare(0, 3)
@@ -90,7 +90,7 @@ def test_rank_0_gives_up_once_a_rank_is_busy_or_has_prepared_another():
         assert ranks.rung[1]
 
 
-def test_those_who_sleep_are_woken_along_the_tree():
+def test_sleeping_ranks_are_woken_along_the_tree():
     ranks = Ranks(7)
     for rank in range(7):
         ranks.prepare(rank, 0)
@@ -101,7 +101,7 @@ def test_those_who_sleep_are_woken_along_the_tree():
     assert all(ranks.rung)
 
 
-def test_what_was_prepared_before_a_commit_counts_for_no_later_one():
+def test_a_prepared_operation_counts_for_one_commit_only():
     ranks = Ranks(2)
     for rank in (1, 0):
         ranks.prepare(rank, 0)
@@ -112,7 +112,7 @@ def test_what_was_prepared_before_a_commit_counts_for_no_later_one():
     assert ranks.look(0) is None
 
 
-def test_a_rank_that_was_busy_before_it_prepared_is_seen_when_it_is_busy_again():
+def test_a_rank_that_becomes_busy_again_is_detected():
     ranks = Ranks(2)
     ranks.set_busy(1, busy=True)
     ranks.prepare(1, 0)
@@ -124,7 +124,7 @@ def test_a_rank_that_was_busy_before_it_prepared_is_seen_when_it_is_busy_again()
     assert ranks.look(0) is False
 
 
-def test_states_and_verdicts_are_those_of_the_table():
+def test_states_and_results_follow_the_table():
     ranks = Ranks(2)
     root, other = ranks.commits
     for number, is_committed in ((0, True), (1, False)):

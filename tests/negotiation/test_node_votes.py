@@ -1,4 +1,4 @@
-"""Votes of nodes: all come to one outcome, in one order, and to the sum of what they give."""
+"""Votes between nodes: all nodes get the same outcome and the sum of the values."""
 
 import random
 from collections import defaultdict, deque
@@ -14,7 +14,7 @@ SUM = combination(torch.float32, Op.SUM)
 
 
 class Network:
-    """Messages that arrive in the order of each sender, whenever it is their turn."""
+    """Messages that keep the order of each sender and are delivered on request."""
 
     def __init__(self, rank, networks):
         self.votes, self.has_new_votes = defaultdict(deque), False
@@ -47,7 +47,7 @@ def nodes_of(size):
 
 
 def outcomes(nodes, order, given):
-    """Let nodes vote as ``given`` says: a number and values, or None to refuse."""
+    """Let nodes vote: ``given`` has a number and values per node, or None for a refusal."""
     found = [None] * len(nodes)
     while None in found:
         rank = order.randrange(len(nodes))
@@ -71,7 +71,7 @@ def outcomes(nodes, order, given):
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 6, 7, 8, 13])
-def test_all_nodes_come_to_the_same_outcome_and_sum(size):
+def test_all_nodes_get_the_same_outcome_and_sum(size):
     nodes, order = nodes_of(size), random.Random(size)
     for turn in range(200):
         kind = order.choice(("all", "all", "one refuses", "some refuse", "another"))
@@ -88,7 +88,7 @@ def test_all_nodes_come_to_the_same_outcome_and_sum(size):
             assert all(torch.equal(sums, total) for _, sums in given)
 
 
-def test_who_refuses_waits_for_somebody_to_vote():
+def test_a_refusing_node_waits_until_another_node_votes():
     first, second = nodes_of(2)
     first.continue_refused(refuse=True)
     assert not first.is_open

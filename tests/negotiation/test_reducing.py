@@ -1,4 +1,4 @@
-"""Factors and averages: those of integers are exact, and rounded towards zero."""
+"""Scale factors and averages; integer averages are exact and rounded towards zero."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ def lanes_of(tensor):
 
 
 class Echo(SerialCommunicator):
-    """A communicator of ``size`` ranks that all hold the same."""
+    """A communicator of ``size`` ranks with identical tensors."""
 
     def __init__(self, size):
         self.size = size
@@ -47,7 +47,7 @@ SMALL = (torch.int8, torch.uint8, torch.int16, torch.uint16)
 
 
 @pytest.mark.parametrize("dtype", SMALL, ids=str)
-def test_the_average_of_what_all_ranks_have_is_that_however_large_it_is(dtype):
+def test_the_average_of_equal_integers_is_that_integer(dtype):
     info = torch.iinfo(dtype)
     values = torch.tensor([info.min, 0, 7, info.max], dtype=dtype)
     for size in (1, 2, 3, 49):
@@ -61,7 +61,7 @@ def test_averages_of_wide_integers_are_exact(dtype):
     assert torch.equal(reduced(values, Average, 49), values)
 
 
-def test_averages_of_uint64_use_all_of_their_bits():
+def test_averages_of_uint64_use_all_bits():
     values = torch.tensor([0, 5, 2**63 - 1, (2**64 - 1) // 2], dtype=torch.uint64)
     how = recipe(torch.uint64, Average, 1.0, 1.0, 2)
     doubled = torch.tensor([1, 11, 2**64 - 1, 2**64 - 2], dtype=torch.uint64)
@@ -87,7 +87,7 @@ def test_averages_and_factors_of_integers_are_rounded_towards_zero():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_the_factor_before_the_sum_is_applied_before_it(dtype):
+def test_the_prescale_factor_is_applied_before_the_sum(dtype):
     values = torch.tensor([3.0, -1.0, 1e30], dtype=dtype)
     expected = (values * 0.3) * 2
     assert torch.equal(reduced(values, Sum, 2, prescale=0.3), expected)

@@ -1,4 +1,4 @@
-"""Laws of stall reports: who is missing, what it does, and when all end."""
+"""Stall reports: missing ranks, their last collective and stack, and the end of the run."""
 
 import pickle
 import threading
@@ -23,7 +23,7 @@ SETTINGS = Settings(stall_s=30.0, stall_abort_s=100.0)
 
 
 class Ranks:
-    """Watches of all ranks of a set, with everything they say to each other delivered at once."""
+    """Stall watches of all ranks of a process set, with immediate delivery of messages."""
 
     def __init__(self, size, settings=SETTINGS, first=0):
         members = [SetMember(first + number, f"node{number // 2}") for number in range(size)]
@@ -38,7 +38,7 @@ class Ranks:
             self.pending[rank][name] = now
 
     def ask(self, now, rank):
-        """Let a rank ask if it wants to; return whether it did, once all have answered."""
+        """Send the question of a rank, if it has one, to all ranks; return whether it had one."""
         question = self.watches[rank].due(now, self.pending[rank])
         if question is None:
             return False
@@ -79,28 +79,28 @@ def test_the_report_names_operation_rank_host_last_collective_and_place():
     assert "HPCTRAIN_STALL_ABORT_S=SECONDS ends such a run" in ranks.report(31.0)[0]
 
 
-def test_nobody_asks_before_it_is_late_nor_what_was_asked_already():
+def test_a_question_is_not_asked_early_or_twice():
     ranks = Ranks(3)
     ranks.submit("a", (0, 2))
     assert not ranks.ask(29.9, 0)
     assert ranks.ask(30.0, 0)
-    assert not ranks.ask(30.5, 2)  # it has heard the question of the other
+    assert not ranks.ask(30.5, 2)  # rank 2 has received the question of rank 0
     assert not ranks.ask(59.0, 0)
     assert ranks.ask(60.0, 2)
-    ranks.submit("a", (0,), now=61.0)  # the next one of this name has its own time
+    ranks.submit("a", (0,), now=61.0)  # a new operation of this name, with its own time
     assert not ranks.ask(90.0, 0)
     assert ranks.ask(91.0, 0)
     assert not Ranks(1, Settings(stall_s=float("inf"))).watches[0].due(1e9, {"a": 0.0})
 
 
 @pytest.mark.parametrize(("abort_s", "times"), [(80, [30, 80]), (95, [30, 60, 95])])
-def test_nobody_asks_shortly_before_the_end_which_tells_it_again(abort_s, times):
+def test_no_question_is_asked_shortly_before_the_abort(abort_s, times):
     ranks = Ranks(2, replace(SETTINGS, stall_abort_s=abort_s))
     ranks.submit("a", (0,))
     assert [now for now in range(abort_s + 1) if ranks.ask(now, 0)] == times
 
 
-def test_a_collective_without_a_name_is_asked_about_at_growing_distances():
+def test_an_unnamed_collective_is_asked_about_at_growing_intervals():
     recorder = FlightRecorder()
     stream = recorder.new_stream(range(2))
     stream.begin("sum of 3 float32")
@@ -115,7 +115,7 @@ def test_a_collective_without_a_name_is_asked_about_at_growing_distances():
     assert [second for second in range(60) if is_asked_after(second)] == [0, 40]
 
 
-def test_two_that_ask_at_once_are_reported_once():
+def test_simultaneous_questions_give_one_report():
     ranks = Ranks(3)
     ranks.submit("a", (0, 2))
     questions = [ranks.watches[rank].due(30.0, ranks.pending[rank]) for rank in (0, 2)]
@@ -123,9 +123,10 @@ def test_two_that_ask_at_once_are_reported_once():
         for number, watch in enumerate(ranks.watches):
             ranks.watches[0].take(number, watch.heard(30.0, question, ranks.pending[number]))
     assert "by ranks 0,2, not by rank 1 on node0" in ranks.report(31.0)[0]
-    assert ranks.watches[2].reports(1000.0) == []  # its question came back
+    assert ranks.watches[2].reports(1000.0) == []  # rank 2 has received its own question
     question = ranks.watches[0].due(60.0, ranks.pending[0])
-    for number, watch in enumerate(ranks.watches):  # decided meanwhile
+    # the operation has been decided in the meantime
+    for number, watch in enumerate(ranks.watches):
         ranks.watches[0].take(number, watch.heard(60.1, question, {}))
     assert ranks.watches[0].reports(60.2) == []
 
@@ -142,9 +143,9 @@ def test_a_rank_that_does_not_answer_is_named():
     assert "rank 2 on node1: no answer" in text
 
 
-def test_ranks_at_the_same_place_are_told_of_together():
+def test_ranks_at_the_same_place_are_reported_together():
     ranks = Ranks(8)
-    ranks.joined = {7}  # it lacks nothing
+    ranks.joined = {7}  # a rank that has joined misses no operation
     ranks.last[5].note("broadcast", "weights")
     ranks.submit("a", (0,))
     assert ranks.ask(30.0, 0)
@@ -154,7 +155,7 @@ def test_ranks_at_the_same_place_are_told_of_together():
     assert "rank 5 on node2: last collective: broadcast weights" in text
 
 
-def test_a_report_stays_short():
+def test_a_report_has_a_limited_length():
     ranks = Ranks(20)
     for rank, last in enumerate(ranks.last):
         last.note("broadcast", str(rank))
@@ -168,14 +169,14 @@ def test_a_report_stays_short():
     assert text.count("last collective") == MAX_LINES
 
 
-def test_ranks_end_with_the_report_that_comes_in_time():
+def test_the_abort_ends_with_a_report():
     ranks = Ranks(2)
     ranks.submit("a", (0,))
     for now in (30.0, 60.0, 100.0):
         assert ranks.ask(now, 0)
         text, is_final = ranks.report(now)
         assert is_final is (now == 100.0) is ("all ranks end now" in text)
-    for stall_s in (float("inf"), 200.0):  # an end before the first report comes with it
+    for stall_s in (float("inf"), 200.0):  # an abort before the first report includes it
         ranks = Ranks(2, replace(SETTINGS, stall_s=stall_s))
         ranks.submit("a", (0,))
         assert not ranks.ask(99.0, 0)
@@ -184,7 +185,7 @@ def test_ranks_end_with_the_report_that_comes_in_time():
 
 
 @pytest.mark.parametrize(("now", "is_final"), [(30.0, False), (100.0, True)])
-def test_a_rank_reports_and_ends_all_by_itself_where_the_root_does_not_answer(now, is_final):
+def test_a_rank_reports_and_aborts_itself_if_the_root_does_not_answer(now, is_final):
     watch = Ranks(3).watches[1]
     assert watch.due(now, {"a": 0.0}) is not None
     assert watch.reports(now + 0.9 * watch.answer_s) == []
@@ -223,7 +224,7 @@ def test_a_deep_stack_is_cut_at_its_outer_end():
     assert "in deep" in lines[-1]
 
 
-def test_the_last_collective_is_told_with_its_age():
+def test_the_last_collective_is_described_with_its_age():
     last = LastCall()
     assert last.describe() == ("none so far", None)
     last.note("all-reduce of gradients")

@@ -1,4 +1,4 @@
-"""Real ranks wait for one that does something else: told of, at last ended; and timelines."""
+"""Stall reports of real ranks that wait for a rank, the abort, and their timelines."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tests.runtime.victims import run_ranks
 pytestmark = [pytest.mark.launches, pytest.mark.limit(150)]
 
 
-def test_a_late_rank_is_reported_and_a_run_that_hangs_ends_with_code_86(tmp_path, monkeypatch):
+def test_a_late_rank_is_reported_and_a_hang_ends_with_code_86(tmp_path, monkeypatch):
     monkeypatch.setenv("HPCTRAIN_STALL_S", "1")
     monkeypatch.setenv("HPCTRAIN_STALL_ABORT_S", "6")
     monkeypatch.setenv("HPCTRAIN_TIMELINE", str(tmp_path / "{rank}.json"))
@@ -21,7 +21,7 @@ def test_a_late_rank_is_reported_and_a_run_that_hangs_ends_with_code_86(tmp_path
         def a_long_holiday():
             time.sleep(1000)
 
-        for _ in range(5):  # known by then: who waits has sent no mail
+        for _ in range(5):  # cached: later calls send no control messages
             hvd.allreduce(torch.ones(3), name="loss")
         hvd.allreduce(torch.ones(3), name="first")
         if rank == 1:
@@ -32,7 +32,7 @@ def test_a_late_rank_is_reported_and_a_run_that_hangs_ends_with_code_86(tmp_path
         if rank == 1:
             a_long_holiday()
         if rank == 2:
-            ctypes.PyDLL(None).sleep(1000)  # keeps Python's lock
+            ctypes.PyDLL(None).sleep(1000)  # holds the GIL
         hvd.allreduce(torch.ones(3), name="more")
     """
     outcome = run_ranks(tmp_path, body, num_ranks=3)
@@ -47,4 +47,5 @@ def test_a_late_rank_is_reported_and_a_run_that_hangs_ends_with_code_86(tmp_path
     assert "in a_long_holiday: time.sleep(1000)" in outcome.err
     assert "rank 2 on " in outcome.err
     assert "no answer" in outcome.err
-    assert open_slices(tmp_path / "0.json")["allreduce.more"] == 1  # what it waited for
+    # the operation that rank 0 waited for
+    assert open_slices(tmp_path / "0.json")["allreduce.more"] == 1

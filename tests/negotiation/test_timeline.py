@@ -1,4 +1,4 @@
-"""Laws of timelines: whole JSON at any moment, Horovod's names, nothing unbalanced."""
+"""Timelines are complete JSON at any time, with Horovod's names and matching begin and end."""
 
 import json
 import threading
@@ -14,7 +14,7 @@ MOVED = Traffic(node_bytes=100, rail_bytes=50, waited_s=0.001, rail_s=0.002)
 
 
 def record(timeline, name="allreduce.a", moved=MOVED):
-    """One operation, as the controller and the execution tell it."""
+    """Record the events of one operation, in the order of the controller and the executor."""
     timeline.cycle()
     timeline.begin(name, "NEGOTIATE_ALLREDUCE")
     timeline.rank_ready(name, 1)
@@ -30,7 +30,7 @@ def record(timeline, name="allreduce.a", moved=MOVED):
 
 
 def row_of(events, name):
-    """The events of one tensor, without those that describe it."""
+    """Return the events of one tensor without metadata events."""
     (number,) = {
         event["pid"]
         for event in events
@@ -41,7 +41,7 @@ def row_of(events, name):
 
 
 @pytest.mark.parametrize("mark", [False, True])
-def test_an_operation_has_horovods_phases_in_order_and_rounds_are_marked_if_wanted(tmp_path, mark):
+def test_an_operation_has_horovods_phases_in_order_and_optional_cycle_marks(tmp_path, mark):
     timeline = Timeline(tmp_path / "t.json", 0, 2, mark_cycles=mark)
     record(timeline)
     timeline.close()
@@ -74,7 +74,7 @@ def test_an_operation_has_horovods_phases_in_order_and_rounds_are_marked_if_want
         (None, {}),
     ],
 )
-def test_a_phase_has_the_parts_that_it_used(tmp_path, moved, durations):
+def test_a_phase_has_a_slice_for_each_kind_of_traffic(tmp_path, moved, durations):
     timeline = Timeline(tmp_path / "t.json", 0, 2)
     record(timeline, moved=moved)
     timeline.close()
@@ -90,21 +90,21 @@ def test_a_phase_has_the_parts_that_it_used(tmp_path, moved, durations):
     assert ended.get("args") == (moved._asdict() if moved is not None and any(moved) else None)
 
 
-def test_the_file_is_whole_while_it_grows(tmp_path):
+def test_the_file_is_complete_json_after_each_flush(tmp_path):
     path = tmp_path / "t.json"
     timeline = Timeline(path, 3, 4)
     head = json.loads(path.read_text())[0]
     assert head["args"]["rank"] == 3
     began_us = head["args"]["start_time_since_epoch_in_micros"]
     assert began_us == pytest.approx(time.time() * 1e6, abs=60e6)
-    for name in ("allreduce.first", 'allreduce."\\\n\u00e4'):  # names have any characters
+    for name in ("allreduce.first", 'allreduce."\\\n\u00e4'):  # a name may have any characters
         record(timeline, name)
         timeline.flush()
         assert row_of(json.loads(path.read_text()), name)
     timeline.close()
 
 
-def test_the_end_of_what_began_before_the_timeline_is_left_out(tmp_path):
+def test_an_end_without_a_begin_is_omitted(tmp_path):
     timeline = Timeline(tmp_path / "t.json", 0, 1)
     timeline.end("allreduce.a")
     timeline.end("allreduce.a")
@@ -115,7 +115,7 @@ def test_the_end_of_what_began_before_the_timeline_is_left_out(tmp_path):
     assert sum(each["ph"] == "B" for each in row) == sum(each["ph"] == "E" for each in row)
 
 
-def test_threads_may_record_at_once(tmp_path):
+def test_threads_may_record_concurrently(tmp_path):
     timeline = Timeline(tmp_path / "t.json", 0, 1)
 
     def work(number):
@@ -136,7 +136,7 @@ def test_threads_may_record_at_once(tmp_path):
     assert "late" not in (tmp_path / "t.json").read_text()
 
 
-def test_a_disk_that_fills_up_ends_the_timeline_with_a_warning(tmp_path, caplog):
+def test_a_full_disk_ends_the_timeline_with_a_warning(tmp_path, caplog):
     timeline = Timeline(tmp_path / "t.json", 0, 1)
     with largest_file((tmp_path / "t.json").stat().st_size + 50):
         record(timeline)
@@ -146,7 +146,7 @@ def test_a_disk_that_fills_up_ends_the_timeline_with_a_warning(tmp_path, caplog)
     assert json.loads((tmp_path / "t.json").read_text())
 
 
-def test_rank_0_alone_records_unless_the_path_has_a_rank_and_another_file_ends_the_first(tmp_path):
+def test_only_rank_0_records_unless_the_path_contains_the_rank(tmp_path):
     every = [Timelines(rank, 2) for rank in range(2)]
     for timelines in every:
         timelines.start(str(tmp_path / "one.json"))
@@ -155,7 +155,7 @@ def test_rank_0_alone_records_unless_the_path_has_a_rank_and_another_file_ends_t
     record(first)
     every[0].start(tmp_path / "one.json")
     assert every[0].current is first
-    for timelines in every:  # which ends the other
+    for timelines in every:  # a new file ends the first timeline
         timelines.start(tmp_path / "rank-{rank}.json", mark_cycles=True)
         timelines.stop()
         timelines.stop()
@@ -168,7 +168,7 @@ def test_rank_0_alone_records_unless_the_path_has_a_rank_and_another_file_ends_t
     ]
 
 
-def test_a_file_that_cannot_be_made_is_a_warning(tmp_path, caplog):
+def test_a_file_that_cannot_be_created_is_a_warning(tmp_path, caplog):
     timelines = Timelines(0, 1)
     timelines.start(tmp_path / "missing" / "t.json")
     assert timelines.current is None

@@ -1,4 +1,4 @@
-"""What named operations of real ranks leave in their timelines, however a rank ends."""
+"""Timelines of named operations on real ranks, also after the death of a rank."""
 
 import json
 
@@ -11,7 +11,7 @@ from tests.runtime.victims import run_ranks
 
 
 def rows(path):
-    """Names of events by tensor."""
+    """Return the names of events by tensor."""
     events = json.loads(path.read_text())
     names = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name"}
     found = {}
@@ -22,7 +22,7 @@ def rows(path):
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_every_rank_writes_a_timeline_of_what_it_does(hvd, tmp_path):
+def test_every_rank_writes_a_timeline_of_its_operations(hvd, tmp_path):
     start_timeline(str(tmp_path / "t-{rank}.json"), mark_cycles=True)
     hvd.allreduce(torch.ones(3), name="loss")
     hvd.allgather(torch.ones(2, 2), name="rows")
@@ -41,19 +41,19 @@ def test_every_rank_writes_a_timeline_of_what_it_does(hvd, tmp_path):
 
 @pytest.mark.ranks(1, 2, 4)
 @pytest.mark.parametrize("variable", ["HPCTRAIN_TIMELINE", "HOROVOD_TIMELINE"])
-def test_a_variable_starts_a_timeline_that_the_end_completes(tmp_path, monkeypatch, variable):
+def test_a_variable_starts_a_timeline_and_shutdown_completes_it(tmp_path, monkeypatch, variable):
     monkeypatch.setenv(variable, str(tmp_path / "t-{rank}.json"))
     hpctrain.init(ranks_per_node=2)
     rank, size = hpctrain.rank(), hpctrain.size()
     hpctrain.allreduce(torch.ones(100_000), name="loss")
     hpctrain.shutdown()
     events = rows(tmp_path / f"t-{rank}.json")["allreduce.loss"]
-    if size == 4:  # two levels
+    if size == 4:  # two nodes
         assert {"RAIL", "NODE"} <= set(events[events.index("MPI_ALLREDUCE") :])
 
 
 def open_slices(path):
-    """Names of tensors, and how many slices of each have begun and have not ended."""
+    """Return by tensor how many slices have a begin and no end."""
     events = json.loads(path.read_text())
     names = {
         event["pid"]: event["args"]["name"]
@@ -67,7 +67,7 @@ def open_slices(path):
 
 
 @pytest.mark.launches
-def test_a_killed_rank_leaves_what_it_has_received_in_its_timeline(tmp_path, monkeypatch):
+def test_a_killed_rank_leaves_its_operations_in_the_timeline(tmp_path, monkeypatch):
     monkeypatch.setenv("HPCTRAIN_STATS", "1")
     body = """
     hvd.start_timeline(str(HERE / "{rank}.json"))
@@ -81,7 +81,8 @@ def test_a_killed_rank_leaves_what_it_has_received_in_its_timeline(tmp_path, mon
     """
     outcome = run_ranks(tmp_path, body)
     assert outcome.code != 0
-    assert "communicated" not in outcome.err  # the table of all ranks has none
+    # the table of statistics is not printed after a failure
+    assert "communicated" not in outcome.err
     for rank in range(2):
         found = open_slices(tmp_path / f"{rank}.json")
         last = [name for name in found if "last" in name]

@@ -1,6 +1,6 @@
-"""Large batches of digits: warm-up, linear scaling and layer-wise rates help where papers say so.
+"""Large batches on digits: effects of warm-up, linear scaling and layer-wise rates, as in papers.
 
-Laws are stated on the training loss and on many seeds: 360 test images tell little.
+The tests compare the training loss over several seeds: 360 test images are too few for an error.
 """
 
 from statistics import fmean
@@ -42,12 +42,13 @@ def network(depth, gain):
 
 
 def trained(digits, seed, optimizer_of, *keys, depth, gain=1.0, rescale=1.0):
-    """Train as [train] and [schedule] say; return loss of training, and errors of test in %."""
+    """Train with [train] and [schedule]; return the training loss and the test error in %."""
     (x, y), (test_x, test_y) = digits
     config = load(None, [*keys]).config
     torch.manual_seed(seed)
     model = network(depth, gain)
-    for number, layer in enumerate(model[::2]):  # an even number of layers: the same function
+    # The number of layers is even, so the network computes the same function.
+    for number, layer in enumerate(model[::2]):
         layer.weight.data *= rescale ** (-1) ** number
     optimizer, batch = optimizer_of(model), config.train.global_batch
     at, step = make_schedule(config, -(-len(x) // batch)), 0
@@ -70,8 +71,8 @@ def sgd(lr):
 
 
 @pytest.mark.parametrize("lr", [0.02, 0.04])
-def test_a_warm_up_helps_where_the_first_steps_are_rough(digits, lr):
-    """Of a network whose weights are twice as large as they should be."""
+def test_warm_up_reduces_the_loss_of_a_badly_scaled_network(digits, lr):
+    """The initial weights are twice as large as usual."""
     found = [
         [
             trained(digits, seed, sgd(lr), *BATCH_128, f"schedule.warmup_epochs={n}", **ROUGH)[0]
@@ -83,8 +84,8 @@ def test_a_warm_up_helps_where_the_first_steps_are_rough(digits, lr):
     assert sum(warm <= cold for cold, warm in zip(*found, strict=True)) >= 5
 
 
-def test_a_warm_up_is_no_help_where_the_first_steps_are_smooth(digits):
-    """The same network from usual weights: what warm-up takes from later steps is missing."""
+def test_warm_up_does_not_reduce_the_loss_of_a_well_scaled_network(digits):
+    """With usual initial weights, the small rates of the warm-up only cost progress."""
     cold, warm = (
         fmean(
             trained(digits, seed, sgd(0.02), *BATCH_128, f"schedule.warmup_epochs={n}", depth=4)[0]
@@ -96,8 +97,8 @@ def test_a_warm_up_is_no_help_where_the_first_steps_are_smooth(digits):
 
 
 @pytest.mark.parametrize("lr", [0.00625, 0.0125, 0.05])
-def test_the_rate_is_scaled_linearly_up_to_an_end(digits, lr):
-    """A batch of 256 by the rate of one of 16, and by that times 16."""
+def test_linear_scaling_helps_below_a_limit_of_the_rate(digits, lr):
+    """A batch of 256 with the rate of a batch of 16, and with 16 times that rate."""
     plain, scaled = (
         fmean(
             trained(digits, seed, sgd(lr), *BATCH_256, f"schedule.base_batch={n}", depth=3)[0]
@@ -111,8 +112,8 @@ def test_the_rate_is_scaled_linearly_up_to_an_end(digits, lr):
         assert not scaled <= 1.0
 
 
-def test_layers_of_unlike_scales_learn_by_rates_of_their_own(digits):
-    """Layers 8 times as large and 8 times smaller by turns: the same function, harder for SGD."""
+def test_lars_and_lamb_train_layers_of_different_scales(digits):
+    """Layers are alternately 8 times larger and smaller: the same function, harder for SGD."""
 
     def best(optimizers):
         def error(optimizer_of):

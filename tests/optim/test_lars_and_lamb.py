@@ -1,4 +1,4 @@
-"""LARS and LAMB take the steps of their papers, and those of timm."""
+"""LARS and LAMB take the steps of their papers and of timm."""
 
 import json
 from copy import deepcopy
@@ -23,7 +23,7 @@ def weights_of(*sizes, dtype=torch.float64, factor=1.0):
 
 
 def step(optimizer, weights, seed=1, factor=1.0):
-    """Take a step by random gradients; return how far each weight has moved."""
+    """Take a step with random gradients; return the change of each weight."""
     random = torch.Generator().manual_seed(seed)
     before = [w.detach().clone() for w in weights]
     for w in weights:
@@ -35,7 +35,7 @@ def step(optimizer, weights, seed=1, factor=1.0):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES)
-def test_fifty_steps_are_those_of_timm(case, dtype):
+def test_fifty_steps_equal_those_of_timm(case, dtype):
     kind = LARS if case.startswith("LARS") else LAMB
     make, falls = lambda weights: kind(weights, **CASES[case][0]), "falls" in case
     found = trajectory(make, DTYPES[dtype], falls=falls)
@@ -44,7 +44,7 @@ def test_fifty_steps_are_those_of_timm(case, dtype):
         assert one == pytest.approx(other, rel=within, abs=within)
 
 
-def test_steps_are_as_long_as_rate_trust_and_weights_say():
+def test_the_length_of_a_step_follows_rate_trust_coefficient_and_weights():
     for kind, options, num_steps in ((LARS, {"trust_coefficient": 0.02}, 1), (LAMB, {}, 5)):
         weights = weights_of((4, 3), (5,))
         optimizer = kind(weights, lr=0.7, weight_decay=0.0 if kind is LARS else 0.02, **options)
@@ -57,7 +57,7 @@ def test_steps_are_as_long_as_rate_trust_and_weights_say():
 
 @BOTH
 @pytest.mark.parametrize(("c", "of_grads"), [(1.0, 1024.0), (8.0, 1 / 8)])
-def test_steps_follow_the_scale_of_the_weights_and_not_that_of_the_loss(kind, c, of_grads):
+def test_steps_scale_with_the_weights_and_not_with_the_loss(kind, c, of_grads):
     options, found = {} if kind is LARS else {"eps": 0.0}, []
     for factor, times in ((1.0, 1.0), (c, of_grads)):
         weights = weights_of((4, 3), (5,), factor=factor)
@@ -78,7 +78,7 @@ def test_zero_weights_and_zero_gradients_have_a_ratio_of_one(kind):
     assert torch.equal(weights[1].detach(), before)
 
 
-def test_norms_of_weights_are_clipped_by_phi_alone():
+def test_only_phi_clips_the_norms_of_weights():
     for phi, length in (((0.0, 2.0), 2.0), ((50.0, 90.0), 50.0), (None, 6.0)):
         weight = torch.tensor([6.0, 0.0], dtype=torch.float64).requires_grad_()
         optimizer = LAMB([weight], lr=0.1, phi=phi)
@@ -87,8 +87,8 @@ def test_norms_of_weights_are_clipped_by_phi_alone():
 
 
 @pytest.mark.parametrize("corrects", [False, True])
-def test_a_momentum_with_the_rate_in_it_is_corrected_where_that_is_asked_for(corrects):
-    """Against the two papers by hand: v has the rate in it, and is multiplied by new over old."""
+def test_momentum_correction_rescales_the_velocity(corrects):
+    """The reference follows the two papers: the velocity contains the rate."""
     rates = [0.5, 1.0, 2.0, 2.0, 1.0, 0.25]
     [weights] = weights_of((4, 3))
     by_hand, v = weights.detach().clone(), torch.zeros_like(weights)
@@ -105,7 +105,7 @@ def test_a_momentum_with_the_rate_in_it_is_corrected_where_that_is_asked_for(cor
 
 
 @BOTH
-def test_norms_and_biases_are_left_out_and_take_plain_steps(kind):
+def test_exclusions_take_plain_steps(kind):
     model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2)).double()
     groups = exclusions(model)
     assert [(len(g["params"]), g.get("adapt"), g.get("weight_decay")) for g in groups] == [
@@ -125,7 +125,7 @@ def test_norms_and_biases_are_left_out_and_take_plain_steps(kind):
 
 
 @BOTH
-def test_a_state_that_is_loaded_goes_on_with_the_same_bits(kind):
+def test_a_loaded_state_continues_with_the_same_bits(kind):
     weights = weights_of((4, 3), (5,))
     optimizer = kind(weights, lr=0.1, weight_decay=0.1)
     for number in range(3):
@@ -142,8 +142,8 @@ def test_a_state_that_is_loaded_goes_on_with_the_same_bits(kind):
 
 @BOTH
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_norms_of_sixteen_bits_are_taken_in_thirty_two(kind, dtype):
-    """The norm of these weights is beyond float16, and bfloat16 would round it to 1 %."""
+def test_norms_of_16_bit_weights_are_computed_in_float32(kind, dtype):
+    """The norm of these weights overflows float16, and bfloat16 would round it to 1 %."""
     sixteen = weights_of((200, 300), dtype=dtype, factor=300.0)
     wide = [w.detach().float().requires_grad_() for w in sixteen]
     options = {"lr": 0.5, **({"trust_coefficient": 1.0} if kind is LARS else {})}
@@ -166,7 +166,7 @@ def test_complex_weights_are_stepped_as_pairs_of_real_numbers(kind):
 
 
 @BOTH
-def test_sparse_gradients_are_refused_before_anything_changes(kind):
+def test_sparse_gradients_are_rejected_before_any_change(kind):
     model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2))
     optimizer = kind([*reversed([*model.parameters()])], lr=0.1)
     before = deepcopy(model.state_dict())
@@ -178,7 +178,7 @@ def test_sparse_gradients_are_refused_before_anything_changes(kind):
 
 
 @BOTH
-def test_a_closure_is_called_and_what_has_no_gradient_stays(kind):
+def test_a_closure_is_called_and_weights_without_gradient_do_not_change(kind):
     weights = weights_of(3, 3)
     optimizer = kind(weights, lr=0.1)
 
@@ -207,7 +207,7 @@ def test_a_closure_is_called_and_what_has_no_gradient_stays(kind):
         (LAMB, {"eps": -1.0}, "eps must be at least 0"),
     ],
 )
-def test_arguments_that_mean_nothing_are_refused_in_groups_too(kind, options, message):
+def test_invalid_arguments_are_rejected_also_in_groups(kind, options, message):
     with pytest.raises(ConfigError, match=message):
         kind(weights_of(3), **{"lr": 0.1, **options})
     with pytest.raises(ConfigError, match=message):

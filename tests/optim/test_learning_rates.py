@@ -1,4 +1,4 @@
-"""Rates follow the batch, fall, and lead where theory says."""
+"""Learning rates: scaling with the batch, schedules, and convergence as in theory."""
 
 import math
 
@@ -12,14 +12,14 @@ from hpctrain.optim import LARS, InverseTimeLR, linear_scaling, square_root_scal
 NUM_RUNS = 4000
 
 
-def test_rates_scale_with_the_batch_and_with_its_root():
+def test_rates_scale_linearly_or_with_the_square_root_of_the_batch():
     assert 0.1 * linear_scaling(256, 8192) == pytest.approx(3.2)
     assert 0.1 * square_root_scaling(256, 1024) == pytest.approx(0.2)
     with pytest.raises(ConfigError, match=r"batches must have samples, got \(0, 8\)"):
         linear_scaling(0, 8)
 
 
-def test_inverse_time_goes_on_from_a_state_and_refuses_what_means_nothing():
+def test_inverse_time_resumes_from_its_state_and_rejects_invalid_arguments():
     found = []
     for pause in (False, True):
         optimizer = torch.optim.SGD([torch.zeros(2, requires_grad=True)], lr=3.0)
@@ -42,11 +42,11 @@ def test_inverse_time_goes_on_from_a_state_and_refuses_what_means_nothing():
             InverseTimeLR(optimizer, **options)
 
 
-# -- stochastic approximation: x^2 / 2, whose gradient x comes with noise of variance 1 --
+# -- stochastic approximation: minimize x^2 / 2 with gradients x + noise of variance 1 --
 
 
 def mean_squares(optimizer_of_points, schedule_of, num_steps, *, start, batch=1):
-    """Return the mean over runs of x^2 after each step."""
+    """Return x^2 after each step, averaged over runs."""
     random = torch.Generator().manual_seed(0)
     points = torch.full((NUM_RUNS,), start, dtype=torch.float64, requires_grad=True)
     optimizer = optimizer_of_points([points])
@@ -62,7 +62,7 @@ def mean_squares(optimizer_of_points, schedule_of, num_steps, *, start, batch=1)
 
 
 @pytest.mark.parametrize("a", [0.4, 1.0, 2.0])
-def test_steps_of_a_over_t_converge_as_robbins_and_monro_say(a):
+def test_rates_a_over_t_converge_as_in_robbins_and_monro(a):
     steps = 2000
     found = mean_squares(
         lambda points: torch.optim.SGD(points, lr=a),
@@ -74,7 +74,7 @@ def test_steps_of_a_over_t_converge_as_robbins_and_monro_say(a):
         expected = a**2 / (2 * a - 1)
         four_sigma = 4 * expected * math.sqrt(2 / NUM_RUNS)
         assert float(steps * found[-1]) == pytest.approx(expected, abs=four_sigma)
-    else:  # the start is forgotten more slowly than the noise
+    else:  # the initial value decays more slowly than the noise
         ends = math.log(float(found[-1] / found[99])), math.log(steps / 100)
         assert ends[0] / ends[1] == pytest.approx(-2 * a, abs=0.08)
 
@@ -82,7 +82,9 @@ def test_steps_of_a_over_t_converge_as_robbins_and_monro_say(a):
 @pytest.mark.parametrize(
     ("rate", "batch", "within"), [(0.4, 1, 0.02), (0.2, 1, 0.02), (0.1, 1, 0.02), (0.1, 4, 0.05)]
 )
-def test_fixed_steps_stop_at_their_floor_which_a_batch_divides(rate, batch, within):
+def test_constant_rates_converge_to_a_floor_inversely_proportional_to_the_batch(
+    rate, batch, within
+):
     steps = 400
     found = mean_squares(
         lambda points: LARS(points, lr=rate, momentum=0.0, adapt=False),

@@ -1,4 +1,4 @@
-"""A loss is a spike by how the last ones were spread, and by nothing else."""
+"""Spikes of a loss are detected from the spread of the recent losses only."""
 
 import math
 import random
@@ -24,14 +24,14 @@ def falling(num: int, noise: float = 0.05):
     return [5 * math.exp(-step / 200) + 1 + noise * drawn.gauss(0, 1) for step in range(num)]
 
 
-def test_noise_of_a_loss_that_falls_is_no_spike_and_what_stands_out_is():
+def test_noise_of_a_falling_loss_is_no_spike_and_an_outlier_is():
     losses = falling(2000)
     losses[700] += 1.0
     _, found = told(losses)
     assert [step for step, is_spike in enumerate(found) if is_spike] == [700]
 
 
-def test_the_limit_is_that_of_the_median_and_its_absolute_deviation():
+def test_the_limit_follows_median_and_median_absolute_deviation():
     losses = falling(64)
     spikes, _ = told(losses, deviations=4, window=64)
     median = statistics.median(losses)
@@ -39,12 +39,12 @@ def test_the_limit_is_that_of_the_median_and_its_absolute_deviation():
     assert spikes.limit == pytest.approx(median + 4 * 1.4826 * spread)
 
 
-def test_a_loss_that_does_not_change_may_do_so_by_some_percent():
+def test_a_constant_loss_has_a_limit_some_percent_above():
     spikes, _ = told([2.0] * 64, deviations=6)
     assert spikes.limit == pytest.approx(2 * 1.06)
 
 
-def test_before_half_a_window_nothing_is_one_but_what_is_not_finite():
+def test_before_half_a_window_only_nonfinite_losses_are_spikes():
     spikes, found = told([1.0, 1e9, math.nan], window=6)
     assert found == [False, False, True]
     spikes.see(math.inf)
@@ -53,7 +53,7 @@ def test_before_half_a_window_nothing_is_one_but_what_is_not_finite():
     assert spikes.limit < math.inf
 
 
-def test_a_state_goes_on_alike():
+def test_a_loaded_state_has_the_same_limit():
     spikes, _ = told(falling(100))
     other = LossSpikes()
     other.load_state_dict(spikes.state_dict())
@@ -61,6 +61,6 @@ def test_a_state_goes_on_alike():
 
 
 @pytest.mark.parametrize("how", [{"deviations": 0}, {"window": 0}])
-def test_what_is_no_number_of_losses_is_refused(how):
+def test_invalid_arguments_are_rejected(how):
     with pytest.raises(ConfigError, match=r"must be (above 0|at least 1)"):
         LossSpikes(**how)

@@ -1,4 +1,4 @@
-"""The noise scale is that of the gradients, however batches are divided."""
+"""The noise scale is estimated from gradients of parts of batches of any sizes."""
 
 import math
 from itertools import pairwise
@@ -29,8 +29,8 @@ def measured(gradients):
     ("batches", "num_parts"),
     [([(8, 8)], 2), ([(1, 2, 13)], 3), ([(0, 5, 20)], 3), ([(4, 8), (16, 32), (2, 5)], 1)],
 )
-def test_parts_of_any_sizes_tell_the_true_noise_scale(batches, num_parts):
-    """All parts of a batch, or one of each; of changing sizes."""
+def test_parts_of_any_sizes_give_the_true_noise_scale(batches, num_parts):
+    """All parts of a batch or one part of each, with changing sizes."""
     noise, random = NoiseScale(decay=0.9999), torch.Generator().manual_seed(0)
     for step in range(2500):
         sizes = batches[step % len(batches)]
@@ -40,7 +40,7 @@ def test_parts_of_any_sizes_tell_the_true_noise_scale(batches, num_parts):
     assert noise.value() == pytest.approx(TRUE, rel=0.03)
 
 
-def test_what_is_old_fades():
+def test_old_measurements_decay():
     noise = NoiseScale(decay=0.5)
     for squares in ((9.0, 5.0), (3.0, 2.0)):
         for _ in range(60):
@@ -49,15 +49,15 @@ def test_what_is_old_fades():
     assert noise.value() == pytest.approx(2.0)
 
 
-def test_nothing_is_told_where_nothing_can_be():
+def test_the_value_is_none_without_enough_measurements():
     noise = NoiseScale()
     assert noise.value() is None
     noise.add([], (8, 1.0))
     assert noise.value() is None
-    noise.add([(8, 1.0)], (8, 1.0))  # one size
+    noise.add([(8, 1.0)], (8, 1.0))  # only one batch size
     assert noise.value() is None
     noise = NoiseScale()
-    noise.add([(4, 1.0)], (8, 2.0))  # no gradients do so on average
+    noise.add([(4, 1.0)], (8, 2.0))  # impossible for gradients on average
     assert noise.value() is None
     noise = NoiseScale()
     noise.add([(4, math.inf)], (8, math.nan))
@@ -66,11 +66,11 @@ def test_nothing_is_told_where_nothing_can_be():
         NoiseScale(decay=1.0)
 
 
-# -- fed by ranks --
+# -- measurements of ranks --
 
 
 class Means(torch.nn.Module):
-    """Several tensors, whose gradient by a mean over samples is the mean of the samples."""
+    """Several parameters, whose gradients are the means of the samples."""
 
     def __init__(self):
         super().__init__()
@@ -86,13 +86,13 @@ class Means(torch.nn.Module):
 
 
 def counts_of(step, size):
-    """Return how many samples each rank has: other ones in each step, and none now and then."""
+    """Return the numbers of samples of all ranks; they change with the step and may be 0."""
     return [(step + 3 * rank) % 5 + (rank + 1) * (step % 4 != rank) for rank in range(size)]
 
 
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("overlap", ["thread", "end"])
-def test_ranks_tell_it_from_their_gradients_and_the_average(world, monkeypatch, overlap):
+def test_ranks_estimate_it_from_their_gradients_and_the_average(world, monkeypatch, overlap):
     import hpctrain as hvd  # noqa: PLC0415
 
     monkeypatch.setenv("HPCTRAIN_OVERLAP", overlap)
@@ -125,7 +125,7 @@ def test_ranks_tell_it_from_their_gradients_and_the_average(world, monkeypatch, 
 
 
 @pytest.mark.ranks(2, 3)
-def test_it_changes_no_bit_and_costs_nothing_while_it_is_off(hvd):
+def test_watching_changes_no_bits_and_is_free_when_off(hvd):
     found = []
     for watches in (False, True):
         torch.manual_seed(0)
@@ -149,7 +149,7 @@ def test_it_changes_no_bit_and_costs_nothing_while_it_is_off(hvd):
 
 
 @pytest.mark.ranks(2)
-def test_an_optimizer_that_does_not_average_in_backward_is_refused(hvd):
+def test_an_optimizer_without_averages_in_backward_is_rejected(hvd):
     model = torch.nn.Linear(3, 2)
     for options in ({"op": hvd.Sum}, {"op": hvd.Adasum}, {"shard": "node"}):
         optimizer = hvd.DistributedOptimizer(

@@ -1,4 +1,4 @@
-"""Norms, clipping and optimizers over the whole range of their dtype."""
+"""Norms, clipping and optimizers over the whole range of a dtype."""
 
 import copy
 import math
@@ -25,7 +25,7 @@ def values(size, dtype=torch.float32):
 @BY_SIZE
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("order", [1.0, 2.0, 3.0, math.inf])
-def test_norms_are_those_of_float64(size, dtype, order):
+def test_norms_equal_those_in_float64(size, dtype, order):
     tensors = [values(size, dtype), values(1.0, dtype), torch.zeros(3, dtype=dtype)]
     wide = [tensor.double() for tensor in tensors]
     near = {"rtol": 1e-5 if dtype is torch.float32 else 2e-2, "atol": 0.0}
@@ -38,7 +38,7 @@ def test_norms_are_those_of_float64(size, dtype, order):
     assert total.dtype is (dtype if expected.to(dtype).isfinite() else torch.float64)
 
 
-def test_an_ordinary_norm_has_the_bits_of_torch():
+def test_an_ordinary_norm_has_the_same_bits_as_in_torch():
     tensors = [values(size) for size in (1e-9, 1.0, 1e9)]
     for order in (1.0, 2.0, math.inf):
         assert torch.equal(
@@ -103,14 +103,14 @@ def test_lars_steps_as_in_float64(size, weights):
             optimizer.step()
         found.append(parameter.detach().double())
     assert found[0].isfinite().all()
-    rough = 0.5 if size < 1e-39 else 1e-4  # a subnormal gradient has few bits
+    rough = 0.5 if size < 1e-39 else 1e-4  # a subnormal gradient has few significant bits
     assert float((found[0] - found[1]).abs().max()) <= rough * 0.01 * weights
 
 
 @pytest.mark.parametrize("eps", [1e-6, 0.0])
 @pytest.mark.parametrize("weights", [1e-30, 1.0, 1e19, 1e30])
 @BY_SIZE
-def test_lamb_stays_finite_and_moves_in_proportion_to_the_weights(size, weights, eps):
+def test_lamb_stays_finite_and_steps_in_proportion_to_the_weights(size, weights, eps):
     parameter = torch.nn.Parameter(values(weights))
     optimizer = LAMB([parameter], lr=0.1, eps=eps)
     for step in range(4):
@@ -127,7 +127,7 @@ def test_lamb_stays_finite_and_moves_in_proportion_to_the_weights(size, weights,
 
 
 @pytest.mark.ranks(2, 3)
-def test_noise_of_gradients_of_any_size_is_counted():
+def test_noise_of_gradients_of_any_size_is_measured():
     hpctrain.init()
     for size in (1e-25, 1.0, 1e25, 1e37):
         weights, noise = torch.nn.Parameter(torch.zeros(30, 20)), NoiseScale()

@@ -1,7 +1,7 @@
-"""Steps of LARS and LAMB as timm takes them, kept in ``timm_steps.json``.
+"""Steps of LARS and LAMB as computed by timm, stored in ``timm_steps.json``.
 
-``python -m tests.optim.timm_steps`` writes the file anew, where timm is installed; of 1.0.31 it
-was.
+``python -m tests.optim.timm_steps`` rewrites the file where timm is installed; timm 1.0.31 wrote
+the present one.
 """
 
 import json
@@ -40,11 +40,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {**_LAMB, "bias_correction": False, "max_grad_norm": None},
     ),
 }
-"""For each, the arguments of ours and those of timm's."""
+"""For each case, the arguments of hpctrain's optimizer and of timm's."""
 
 
 def wave(shape: tuple[int, ...], phase: float) -> Tensor:
-    """Return numbers that look random and are the same everywhere."""
+    """Return pseudo-random numbers that are the same on every machine."""
     numel = int(torch.tensor(shape).prod())
     return torch.sin(torch.arange(numel, dtype=torch.float64) * 1.7 + phase).view(shape)
 
@@ -52,7 +52,7 @@ def wave(shape: tuple[int, ...], phase: float) -> Tensor:
 def trajectory(
     make: Callable[[list[Tensor]], Any], dtype: torch.dtype, *, falls: bool = False
 ) -> list[list[float]]:
-    """Return all weights after the steps that are shown; the rate may fall in every step."""
+    """Return all weights after each step in ``SHOWN``; with ``falls`` the rate decreases."""
     weights = [wave(s, n).to(dtype).requires_grad_() for n, s in enumerate(SHAPES)]
     optimizer, found = make(weights), []
     for step in range(1, NUM_STEPS + 1):

@@ -1,4 +1,4 @@
-"""Torch's group of all ranks over our backend: of two on one node, of more on several."""
+"""Process group of all ranks with our backend: on one node for two ranks, else on several."""
 
 from collections.abc import Generator
 
@@ -10,11 +10,11 @@ from tests.process_group.conftest import NODES, started
 __all__ = ["started"]
 
 PLACED = NODES if MPI.COMM_WORLD.size > 2 else (None,)
-"""How the bytes go between two nodes is for ``tests/process_group`` to say."""
+"""Ranks per node; communication between nodes is tested in ``tests/process_group``."""
 
 
 @pytest.fixture(scope="module", params=PLACED, ids=lambda number: f"{number or 'all'} per node")
 def nodes(request: pytest.FixtureRequest) -> Generator[None]:
-    """Start the group of all ranks, so many on each node."""
+    """Process group of all ranks, with a given number of ranks per node."""
     with started(request.param):
         yield

@@ -1,4 +1,4 @@
-"""Ranks that divide a sequence train as one process does, and hold their part of activations."""
+"""Context parallel ranks train as one process does and store only their part of activations."""
 
 from functools import partial
 
@@ -48,7 +48,7 @@ def test_ranks_train_as_one_process_does(how):
 
 
 def saved_bytes(call):
-    """Bytes that autograd keeps for the backward of a call, each storage once."""
+    """Return the bytes that autograd saves for backward, each storage once, and the result."""
     kept = {}
 
     def pack(tensor):
@@ -62,7 +62,7 @@ def saved_bytes(call):
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("heads", [4, 6])
-def test_four_ranks_keep_a_quarter_of_the_activations_of_attention(heads):
+def test_four_ranks_store_a_quarter_of_the_activations_of_attention(heads):
     cp, size = build_mesh(cp=4)["cp"], dist.get_world_size()
     torch.manual_seed(0)
     whole = [torch.randn(2, heads, 64, 8, dtype=torch.float64) for _ in range(3)]
@@ -85,7 +85,7 @@ def test_four_ranks_keep_a_quarter_of_the_activations_of_attention(heads):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_ring_of_16_bits_errs_as_torch_does(dtype):
+def test_a_ring_in_16_bits_has_an_error_like_torchs(dtype):
     cp, rank = build_mesh(cp=2)["cp"], dist.get_rank()
     torch.manual_seed(0)
     whole = [torch.randn(2, 5, 32, 8).mul(3).to(dtype) for _ in range(3)]

@@ -1,6 +1,6 @@
-"""What one rank of a divided model does alone is an error on all ranks, at once.
+"""An action of one rank of a divided model is an error on all ranks, in the same step.
 
-What all ranks do together trains as one process that does the same.
+An action of all ranks trains as one process that does the same.
 """
 
 import copy
@@ -48,7 +48,7 @@ def made(*, tied):
 
 
 class Program:
-    """A training of a few steps, divided or whole, in which ranks may do something at a step."""
+    """A training of a few steps, divided or not, with an optional action in each step."""
 
     def __init__(self, layout):
         self.layout = layout
@@ -90,7 +90,7 @@ class Program:
         return DistributedDataParallel(stage, process_group=self.axis.get_group())
 
     def parameter(self):
-        """Return the parameter that actions concern, which ranks have replicas or parts of."""
+        """Return the parameter that actions change; ranks have replicas or parts of it."""
         named = dict(self.model.named_parameters(remove_duplicate=False))
         return named.get(self.replicated, named.get("3.weight"))
 
@@ -103,7 +103,7 @@ class Program:
             loss_of(self.model(given), target).backward()
 
     def step(self, given, target, action):
-        """Take one step, in which this program does something, or nothing."""
+        """Take one step with an action; "" means none."""
         if action == "freeze":
             self.parameter().requires_grad_(False)
         if action != "keep gradients":
@@ -146,7 +146,7 @@ ACTIONS = ("freeze", "keep gradients", "leave a step out", "step twice", *CHANGE
 
 
 class Whole(Program):
-    """The same in one process."""
+    """The same training in one process."""
 
     def __init__(self, layout):
         self.layout, self.pipeline = "", None
@@ -199,13 +199,13 @@ def require_the_same_as_one_process(layout, action):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("action", ACTIONS)
 @pytest.mark.parametrize("layout", OF_TWO)
-def test_what_one_rank_does_alone_is_an_error_on_all(layout, action):
+def test_an_action_of_one_of_two_ranks_is_an_error_on_all(layout, action):
     require_an_error(layout, action, who=1)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("action", OF_STAGES)
-def test_what_one_stage_does_alone_with_all_its_layers_is_an_error_on_all(action):
+def test_an_action_of_one_stage_on_all_its_layers_is_an_error_on_all(action):
     require_an_error("pp untied", action, who=1)
 
 
@@ -213,20 +213,20 @@ def test_what_one_stage_does_alone_with_all_its_layers_is_an_error_on_all(action
 @pytest.mark.sweep
 @pytest.mark.parametrize("action", ACTIONS)
 @pytest.mark.parametrize("layout", OF_FOUR)
-def test_what_one_of_four_ranks_does_alone_is_an_error_on_all(layout, action):
+def test_an_action_of_one_of_four_ranks_is_an_error_on_all(layout, action):
     require_an_error(layout, action, who=2)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("action", ["", *ACTIONS])
 @pytest.mark.parametrize("layout", OF_TWO)
-def test_what_all_ranks_do_trains_as_one_process_that_does_it(layout, action):
+def test_an_action_of_all_ranks_trains_as_in_one_process(layout, action):
     require_the_same_as_one_process(layout, action)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("layout", ["tp", "zero1", "zero2", "zero3"])
-def test_a_clip_that_changes_the_part_of_one_rank_alone_is_that_of_one_process(layout):
+def test_clipping_values_that_changes_only_one_rank_trains_as_in_one_process(layout):
     programs = Program(layout), Whole(layout)
     is_changed = []
     for batch in batches():
@@ -244,7 +244,7 @@ def test_a_clip_that_changes_the_part_of_one_rank_alone_is_that_of_one_process(l
         torch.testing.assert_close(whole(parameter.detach()), expected, rtol=1e-12, atol=1e-12)
     of_ranks = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, is_changed)
-    assert of_ranks[0] != of_ranks[1]  # else the test shows nothing
+    assert of_ranks[0] != of_ranks[1]  # otherwise the test proves nothing
 
 
 @pytest.mark.ranks(2, 4)
@@ -258,14 +258,15 @@ def test_random_actions_of_one_rank_are_an_error_on_all_or_leave_replicas_equal(
     try:
         for step, batch in enumerate(batches(seed)):
             program.step(*batch, actions.get(step, "") if dist.get_rank() == who else "")
-        program.step(*batch, "")  # so that what a last step has left out is compared
+        program.step(*batch, "")  # one more step, so that an action in the last step is compared
     except HpctrainError as raised:
         error = str(raised)
     errors = [None] * size
     dist.all_gather_object(errors, error)
     assert len({*errors}) == 1, (layout, who, actions, errors)
     if error is None:
-        assert actions in ({}, {0: "keep gradients"}), (layout, who, actions)  # there are none yet
+        # there are no gradients to keep in step 0
+        assert actions in ({}, {0: "keep gradients"}), (layout, who, actions)
         found = [None] * size
         dist.all_gather_object(found, values(program))
         for other in found:
@@ -273,19 +274,19 @@ def test_random_actions_of_one_rank_are_an_error_on_all_or_leave_replicas_equal(
 
 
 def values(program):
-    """Return a number for each parameter of this rank that tells it from another."""
+    """Return a value of each parameter of this rank, to compare replicas."""
     named = program.model.named_parameters(remove_duplicate=False)
     found = {name: whole(p.detach()).square().sum().item() for name, p in named}
     if "0.weight" in found:
-        found["3.weight"] = found["0.weight"]  # which are tied in a pipeline
+        found["3.weight"] = found["0.weight"]  # in a pipeline, 0.weight and 3.weight are tied
     return found if program.pipeline else {n: v for n, v in found.items() if n != "3.weight"}
 
 
 @pytest.mark.ranks(2)
-def test_stages_may_have_settings_optimizers_and_frozen_layers_of_their_own():
+def test_stages_may_have_different_settings_optimizers_and_frozen_layers():
     rank, (batch, *_) = dist.get_rank(), batches()
     program = Program("pp untied")
-    program.optimizer.param_groups[0]["lr"] = 0.1 / (1 + rank)  # from the first step on
+    program.optimizer.param_groups[0]["lr"] = 0.1 / (1 + rank)  # different from the first step on
     named = dict(program.model.named_parameters())
     first = named.pop("1.norm.weight", None)
     if first is not None:
@@ -301,7 +302,7 @@ def test_stages_may_have_settings_optimizers_and_frozen_layers_of_their_own():
 
     program = Program("pp untied")
     for name, parameter in program.model.named_parameters():
-        parameter.requires_grad_(name.startswith("2."))  # nothing of the first stage
+        parameter.requires_grad_(name.startswith("2."))  # the first stage trains nothing
     for _ in range(2):
         program.optimizer.zero_grad()
         program.backward(*batch)
@@ -310,7 +311,7 @@ def test_stages_may_have_settings_optimizers_and_frozen_layers_of_their_own():
 
 
 @pytest.mark.ranks(2)
-def test_a_copy_of_a_model_compares_nothing():
+def test_a_copy_of_a_model_is_not_compared():
     program = Program("tp")
     averaged = copy.deepcopy(program.model)
     (batch, *_) = batches()

@@ -1,4 +1,4 @@
-"""Each block of the guide runs alone, on four ranks, with the classes of the blocks before."""
+"""Each code block of the guide runs separately on four ranks, with classes of earlier blocks."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ TEXT = (Path(hpctrain.__file__).parent / "guide/parallel-script.md").read_text()
 
 
 @pytest.mark.ranks(4)
-def test_each_snippet_of_the_guide_runs_without_the_variables_of_others():
+def test_each_snippet_of_the_guide_runs_separately():
     classes = {}
     for number, code in enumerate(
         re.findall(r"^```py\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)

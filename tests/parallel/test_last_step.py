@@ -1,4 +1,4 @@
-"""What one rank of a divided model changes after its last step is an error on all at the end."""
+"""A change on one rank of a divided model after the last step is an error on all at shutdown."""
 
 import gc
 import re
@@ -13,7 +13,7 @@ from tests.parallel.test_guard import Program, batches, trained
 
 
 def end_of(world, layout, change, *, who, is_deleted=False):
-    """Train two steps, change something on one rank, end; return what that raises on all ranks."""
+    """Take two steps, change something on one rank, shut down; return the message of the error."""
     hpctrain.init()
     dist.init_process_group("hpctrain")
     program = Program(layout)
@@ -85,33 +85,35 @@ def require_an_error(world, layout, change, who, **options):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("layout", "change"), CASES)
-def test_what_one_rank_changes_after_the_last_step_is_an_error_on_all(world, layout, change):
+def test_a_change_after_the_last_step_on_one_of_two_ranks_is_an_error_on_all(
+    world, layout, change
+):
     require_an_error(world, layout, change, who=1)
 
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(("layout", "change"), OF_FOUR)
-def test_what_one_of_four_ranks_changes_is_an_error_on_all(world, layout, change):
+def test_a_change_after_the_last_step_on_one_of_four_ranks_is_an_error_on_all(
+    world, layout, change
+):
     require_an_error(world, layout, change, who=2)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("layout", ["tp", "pp"])
-def test_a_model_that_is_deleted_before_the_end_is_compared(world, layout):
+def test_a_deleted_model_is_compared(world, layout):
     require_an_error(world, layout, writes, who=1, is_deleted=True)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("layout", "change"), CASES[::2])
-def test_what_all_ranks_change_after_the_last_step_is_no_error(world, layout, change):
+def test_a_change_on_all_ranks_after_the_last_step_is_no_error(world, layout, change):
     assert not end_of(world, layout, change, who=None)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("setting", ["warn", "off"])
-def test_replicas_of_processors_that_round_differently_are_a_warning(
-    world, monkeypatch, caplog, setting
-):
+def test_with_check_weights_warn_a_difference_is_a_warning(world, monkeypatch, caplog, setting):
     monkeypatch.setenv("HPCTRAIN_CHECK_WEIGHTS", setting)
     hpctrain.init()
     dist.init_process_group("hpctrain")

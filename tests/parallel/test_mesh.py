@@ -1,4 +1,4 @@
-"""A mesh keeps those who speak most inside a node, and says what crosses between nodes."""
+"""A mesh places groups that communicate most inside nodes, and reports traffic between nodes."""
 
 import pytest
 import torch
@@ -12,13 +12,13 @@ from tests.parallel.conftest import started
 
 
 def groups(order, sizes, axis):
-    """Ranks of each group along an axis, the innermost being 0."""
+    """Return the ranks of each group along an axis; axis 0 is the innermost."""
     mesh = torch.tensor(order).view(*reversed(sizes))
     return mesh.movedim(len(sizes) - 1 - axis, -1).reshape(-1, sizes[axis]).tolist()
 
 
 def crossing(nodes, found):
-    """Count groups with ranks of several nodes."""
+    """Return the number of groups with ranks on several nodes."""
     node_of = {rank: node for node, ranks in enumerate(nodes) for rank in ranks}
     return sum(len({node_of[rank] for rank in group}) > 1 for group in found)
 
@@ -27,14 +27,14 @@ def crossing(nodes, found):
     "nodes",
     [
         [range(4), range(4, 8)],
-        [range(0, 8, 2), range(1, 8, 2)],  # as `mpirun --map-by node` numbers them
+        [range(0, 8, 2), range(1, 8, 2)],  # the numbering of `mpirun --map-by node`
         [range(3), range(3, 8)],
         [range(8)],
         [[rank] for rank in range(8)],
     ],
 )
 @pytest.mark.parametrize("sizes", [(2, 1, 2, 2), (4, 1, 1, 2), (1, 2, 2, 2), (2, 2, 2, 1)])
-def test_every_rank_has_one_place_and_inner_groups_cross_as_little_as_can_be(nodes, sizes):
+def test_every_rank_has_one_place_and_fewest_inner_groups_cross_nodes(nodes, sizes):
     order = packed(nodes, sizes)
     assert sorted(order) == list(range(8))
     assert order[0] == 0
@@ -49,7 +49,7 @@ def test_blocks_of_two_axes_fill_a_node_before_the_next():
 
 
 @pytest.mark.ranks(4)
-def test_the_mesh_lies_on_the_machine_and_says_so_once(capfd, world):
+def test_the_mesh_follows_the_nodes_and_is_reported_once(capfd, world):
     stages, layers = "activations from stage to stage (pp)", "activations of every layer (tp)"
     both = f"{stages} and {layers}"
     cases = (None, both, "nothing"), (2, layers, stages), (1, "nothing", both)
@@ -71,7 +71,7 @@ def test_the_mesh_lies_on_the_machine_and_says_so_once(capfd, world):
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_meshes_that_the_ranks_cannot_form_are_an_error_on_all(world):
+def test_impossible_meshes_are_an_error_on_all(world):
     with started():
         with pytest.raises(TopologyError, match=f"divide the {world.size} ranks, got .*tp=5, 5"):
             build_mesh(tp=5)
@@ -89,7 +89,7 @@ def test_meshes_that_the_ranks_cannot_form_are_an_error_on_all(world):
 
 
 @pytest.mark.ranks(2)
-def test_meshes_of_torch_are_described_too():
+def test_meshes_of_torch_are_described():
     with started(1):
         mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         assert "slow: tp=2" in placement(mesh)
@@ -97,7 +97,7 @@ def test_meshes_of_torch_are_described_too():
 
 
 @pytest.mark.ranks(2)
-def test_a_mesh_starts_what_it_needs():
+def test_build_mesh_starts_world_and_process_group():
     mesh = build_mesh(tp=2)
     assert dist.get_backend() == "hpctrain"
     assert mesh["tp"].get_local_rank() == hpctrain.rank()
@@ -106,24 +106,24 @@ def test_a_mesh_starts_what_it_needs():
 
 
 @pytest.mark.ranks(2)
-def test_a_divided_model_whose_groups_are_gone_does_not_concern_other_optimizers():
+def test_a_divided_model_without_groups_does_not_affect_other_optimizers():
     other = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
     with started():
         model = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 2))
         tensor_parallel(model, build_mesh(tp=2)["tp"], {"0": "column", "1": "row"})
         if dist.get_rank():
-            optimizer.step()  # nor does it wait for other ranks
+            optimizer.step()  # this step does not synchronize with other ranks
     optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
     optimizer.step()
     assert len(list(model.parameters())) == 4
 
 
 @pytest.mark.ranks(4)
-def test_parameters_are_on_the_mesh_of_the_present_world_whoever_has_started_it():
+def test_parameters_are_on_the_mesh_of_the_present_world():
     for number in range(2):
         with started():
-            for _ in range(number):  # groups get other names than in the world before
+            for _ in range(number):  # so that group names differ from those of the previous world
                 dist.new_group([0])
             model = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 2))
             rows = build_mesh(tp=2)["tp"]

@@ -1,4 +1,4 @@
-"""The stages of a pipeline train as one process does, by every schedule."""
+"""The stages of a pipeline train as one process does, with every schedule."""
 
 import copy
 
@@ -14,11 +14,11 @@ from hpctrain.parallel import Pipeline, build_mesh, tensor_parallel
 from hpctrain.parallel.stage import SCHEDULES
 from tests.parallel.training import CLIP, LENGTH, adamw, batches, check, lm, loss_of, transformer
 
-DEPTH = 5  # with embedding, norm and head a layer for each of eight stages
+DEPTH = 5  # with embedding, norm and head, one layer for each of eight stages
 
 
 def trained(pipeline, data, **shape):
-    """Train, and compare with one process."""
+    """Train; compare losses and parameters with one process."""
     optimizer, losses = adamw(pipeline.model.parameters()), []
     for given, following in batches():
         optimizer.zero_grad()
@@ -34,7 +34,7 @@ def trained(pipeline, data, **shape):
 
 @pytest.mark.ranks(2)
 @pytest.mark.usefixtures("nodes")
-def test_a_rank_has_as_many_stages_as_one_says():
+def test_stages_per_rank_sets_the_number_of_stages():
     mesh, options = build_mesh(pp=2), {"loss": loss_of, "num_microbatches": 4}
     for number, schedule in ((3, "1f1b"), (1, "interleaved"), (4, "zbv")):
         more = {"schedule": schedule, "stages_per_rank": number}
@@ -59,7 +59,7 @@ def test_ranks_train_as_one_process_does(schedule):
 
 @pytest.mark.ranks(2)
 @pytest.mark.usefixtures("nodes")
-def test_gradients_of_several_batches_add_up():
+def test_gradients_of_several_batches_accumulate():
     mesh, ((given, following),) = build_mesh(pp=2), batches(1)
     options = {"loss": loss_of, "num_microbatches": 2}
     pipeline = Pipeline(transformer(tied=True), mesh["pp"], lm.LAYERS, **options)
@@ -77,7 +77,7 @@ def test_gradients_of_several_batches_add_up():
 @pytest.mark.ranks(4)
 @pytest.mark.usefixtures("nodes")
 @pytest.mark.parametrize("inner", ["tensor parallel", "shards"])
-def test_stages_may_be_divided_further(inner):
+def test_stages_may_use_tensor_parallelism_or_shards(inner):
     shape = {"depth": 2, "tied": inner == "tensor parallel"}
     model, sizes, wrap = transformer(**shape), {"pp": 2}, None
     if inner == "tensor parallel":
@@ -94,7 +94,7 @@ def test_stages_may_be_divided_further(inner):
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.usefixtures("nodes")
 @pytest.mark.parametrize("place", ["first", "last"])
-def test_stages_without_parameters_compare_and_train_as_the_others(place):
+def test_stages_without_parameters_train_as_one_process_does(place):
     size = dist.get_world_size()
     torch.manual_seed(0)
     layers = [nn.Tanh() for _ in range(size - 1)]

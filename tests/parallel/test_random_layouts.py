@@ -1,7 +1,7 @@
 """Random models in random layouts train as one process does.
 
-Models have tied weights, buffers and several dtypes, parts are frozen and trained again, batches
-change their size. With ``HPCTRAIN_TEST_LAYOUTS=500`` so many; what fails is printed whole.
+Models have tied weights, buffers and several dtypes; parts are frozen and unfrozen, and the batch
+size changes. ``HPCTRAIN_TEST_LAYOUTS=500`` sets the number of seeds; each test prints its layout.
 """
 
 import copy
@@ -42,7 +42,8 @@ class Attention(nn.Module):
     def __init__(self, *, bias):
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
-        for name in ROLES[Attention]:  # a bias of keys has no gradient but what is rounded
+        # key has no bias: its gradient would consist of rounding errors
+        for name in ROLES[Attention]:
             self.add_module(name, nn.Linear(WIDTH, WIDTH, bias=bias and name != "key"))
 
     def forward(self, x):
@@ -54,7 +55,7 @@ class Attention(nn.Module):
 
 
 class Narrow(nn.Module):
-    """Calculates with fewer bits."""
+    """A layer that computes in float32."""
 
     def __init__(self, *, bias):
         super().__init__()
@@ -65,7 +66,7 @@ class Narrow(nn.Module):
 
 
 class Counts(nn.Module):
-    """Has a buffer that changes, and no parameters."""
+    """A layer with a buffer that changes, and no parameters."""
 
     def __init__(self, **_):
         super().__init__()
@@ -120,7 +121,7 @@ def drawn_layout(rng, model, size):
     tp = rng.choice([n for n in (1, 2, 4)[: 3 - has_attention] if size % n == 0])
     pp = rng.choice([n for n in (1, 2, 3, 4) if size // tp % n == 0])
     dp, sequence = size // tp // pp, tp > 1 and rng.random() < 0.5
-    two = len(model) >= 2 * pp  # stages on each rank
+    two = len(model) >= 2 * pp  # enough layers for two stages per rank
     schedule = rng.choice(list(SCHEDULES)[: 5 if two else 2])
     zero = rng.choice([0, 1, 2, 3]) if dp > 1 and not is_mixed else 0
     if pp > 1 and zero:
@@ -132,13 +133,13 @@ def drawn_layout(rng, model, size):
 
 
 def drawn_trained(rng, model, *, may_change):
-    """Say before each step which parameters are trained, by name, tied ones alike."""
+    """Return for each step which parameters are trained, by name; tied ones have one value."""
     named, how = dict(model.named_parameters(remove_duplicate=False)), rng.choice("afpc")
     steps = []
     for _ in range(STEPS):
         if how == "a":
             some = {*named.values()}
-        elif how == "p":  # what comes first is frozen
+        elif how == "p":  # freeze the first layers
             layers = [*model][rng.randint(0, len(model) - 1) :]
             some = {p for layer in layers for p in layer.parameters()}
         else:
@@ -154,7 +155,7 @@ def train_only(model, trained):
 
 
 def divided(model, layout, mesh, micro_batches):
-    """Return what this rank has of a model, and its pipeline or None."""
+    """Return this rank's part of a model, and its pipeline or None."""
     blocks = {name: ROLES[type(b)] for name, b in model.named_children() if type(b) in ROLES}
     if layout.tp > 1:
         roles = {f"{n}.{part}": its for n, own in blocks.items() for part, its in own.items()}
@@ -173,7 +174,7 @@ def divided(model, layout, mesh, micro_batches):
 
 
 def optimizer_of(model, *, is_adam):
-    groups = [{"params": [*model.parameters()]}]  # a stage may have none
+    groups = [{"params": [*model.parameters()]}]  # a stage may have no parameters
     if is_adam:
         return torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1)
     return torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=0.01)

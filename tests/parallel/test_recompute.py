@@ -1,4 +1,4 @@
-"""What is computed again in backward is what it was, and memory is smaller."""
+"""Recomputation in backward gives the same results and needs less memory."""
 
 import pickle
 
@@ -18,7 +18,7 @@ from tests.parallel.training import CLIP, adamw, batches, check, lm, loss_of, tr
 
 
 class Dropping(nn.Module):
-    """Scores that are kept, and random numbers."""
+    """Attention with explicit scores, and dropout."""
 
     def __init__(self):
         super().__init__()
@@ -31,7 +31,7 @@ class Dropping(nn.Module):
 
 
 def kept_bytes(model, given):
-    """What is allocated in forward and not freed, and the gradients."""
+    """Return the bytes that forward allocates and keeps, the output and the gradients."""
     torch.manual_seed(5)
     with profile(profile_memory=True) as memory:
         out = model(given)
@@ -41,7 +41,7 @@ def kept_bytes(model, given):
 
 
 @pytest.mark.parametrize("make", [Dropping, lambda: lm.Block(32, 4).double()])
-def test_results_are_those_without_and_less_is_kept(make):
+def test_results_are_the_same_and_less_memory_is_kept(make):
     dtype = next(make().parameters()).dtype
     given = torch.randn(4, 128, 32, dtype=dtype).requires_grad_()
     found = []
@@ -63,7 +63,7 @@ def test_results_are_those_without_and_less_is_kept(make):
     assert least >= 2 * given.nbytes
 
 
-def test_a_module_that_is_not_there_is_an_error():
+def test_a_missing_module_is_an_error():
     with pytest.raises(ConfigError, match=r"no module block\.\*; did you mean"):
         recompute(transformer(), ["block.*"])
 
@@ -107,7 +107,7 @@ def test_ranks_train_as_one_process_does(how, selective):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("schedule", ["zero_bubble", "zbv"])
-def test_selective_recomputation_where_backward_is_cut_in_two_is_refused(schedule):
+def test_selective_recomputation_with_a_split_backward_is_rejected(schedule):
     with started():
         model = recompute(transformer(), ["blocks.1"], selective=True)
         options = {"loss": loss_of, "num_microbatches": 4, "schedule": schedule}

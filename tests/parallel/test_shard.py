@@ -1,4 +1,4 @@
-"""Every stage of ZeRO trains as one process does, and holds as much as the paper says."""
+"""Every stage of ZeRO trains as one process does."""
 
 import re
 import time
@@ -25,12 +25,12 @@ pytestmark = pytest.mark.usefixtures("nodes")
 
 
 def mine(tensor, rank=None):
-    """This rank's rows: as many on each rank, or uneven ones."""
+    """Return this rank's rows, in equal or unequal parts."""
     return tensor.tensor_split(dist.get_world_size())[dist.get_rank() if rank is None else rank]
 
 
 def local_loss(model, given, following):
-    """The loss of this rank's rows, weighted so that the mean over ranks is that of all rows."""
+    """Return this rank's loss, weighted so that the mean over ranks is the loss of all rows."""
     rows, share = mine(given), mine(following)
     weight = share.numel() * dist.get_world_size() / following.numel()
     return loss_of(model(rows), share) * weight
@@ -48,7 +48,7 @@ def step(model, optimizer, given, following):
 
 
 def trained(model, optimizer, **shape):
-    """Train, and compare with one process."""
+    """Train; compare losses and parameters with one process."""
     losses = [step(model, optimizer, *batch) for batch in batches()]
     check(losses, model.named_parameters(), **shape)
 
@@ -62,7 +62,7 @@ def test_ranks_train_as_one_process_does(stage):
 
 
 @pytest.mark.ranks(4)
-def test_replicas_of_shards_train_as_one_process_does():
+def test_hybrid_sharding_trains_as_one_process_does():
     mesh = hybrid_mesh()
     node = {tuple(group) for group in hpctrain.current().topology.nodes}
     assert tuple(mesh["shard"].mesh.tolist()) in node
@@ -73,7 +73,7 @@ def test_replicas_of_shards_train_as_one_process_does():
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_layer_is_gathered_while_the_one_before_is_at_work(stage):
+def test_a_layer_is_gathered_while_the_previous_one_computes(stage):
     torch.manual_seed(5)
     layers = [nn.Linear(8, 8) for _ in range(4)]
     model, seen = nn.Sequential(*layers), []
@@ -83,13 +83,14 @@ def test_a_layer_is_gathered_while_the_one_before_is_at_work(stage):
         group = layers[to_come]._get_fsdp_state()._fsdp_param_group
         end = time.monotonic() + 20
         while not group._all_gather_result.all_gather_work.is_completed():
-            assert time.monotonic() < end, "nothing moves while a layer is at work"
+            assert time.monotonic() < end, "an all-gather must complete while a layer computes"
             time.sleep(0.001)
         seen.append((number, to_come))
 
     for number in range(3):
         layers[number].register_forward_pre_hook(lambda _, x, n=number: at_work(n, n + 1, x))
-    behind = [2, 1] if stage == 3 else []  # the last one has begun what goes before
+    # the gathers of layers 2 and 1 overlap with the backward of the layer after each
+    behind = [2, 1] if stage == 3 else []
     for number in behind:
         hook = layers[number].register_full_backward_pre_hook
         hook(lambda _, grad, n=number: at_work(n + 1, n, grad))
@@ -100,7 +101,7 @@ def test_a_layer_is_gathered_while_the_one_before_is_at_work(stage):
 
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_layer_that_a_pass_has_left_out_has_new_values_in_the_next(stage):
+def test_a_layer_skipped_in_one_pass_has_new_values_in_the_next(stage):
     torch.manual_seed(5)
     model = Choice(nn.Linear(3, 3), nn.Linear(3, 3))
     second = [p.detach().clone() for p in model[1].parameters()]
@@ -116,14 +117,14 @@ def test_a_layer_that_a_pass_has_left_out_has_new_values_in_the_next(stage):
 
 
 class Choice(nn.Sequential):
-    """Two layers, of which a pass takes one."""
+    """Two layers, of which a forward pass uses one."""
 
     def forward(self, x, number):
         return self[number](x)
 
 
 class Branches(nn.Module):
-    """Layers of uneven sizes, of which a pass takes those that it is told to."""
+    """Layers of unequal sizes; an argument of forward selects the layers in use."""
 
     def __init__(self):
         super().__init__()
@@ -147,7 +148,7 @@ class Branches(nn.Module):
 
 
 def uses_of(step, rank):
-    """Branch 0 is used by all, 1 by one rank, 2 in later steps, 3 never; ``own`` by one rank."""
+    """Branch 0: all ranks, 1: one rank, 2: later steps, 3: never; ``own``: rank 0 only."""
     return [True, rank == step % 2, step > 1, False, rank == 0]
 
 
@@ -157,7 +158,7 @@ def data_of(step, rank, size):
 
 
 def train_branches(model, optimizer, ranks, size, num_passes=1):
-    """Train as so many ranks do, or as one of them."""
+    """Train the parts of ``ranks`` in this process."""
     for step in range(4):
         optimizer.zero_grad()
         for turn in range(num_passes):
@@ -174,15 +175,13 @@ def train_branches(model, optimizer, ranks, size, num_passes=1):
         else:
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
-        if step == 2:  # a layer thaws
+        if step == 2:  # unfreeze a layer
             model.last.bias.requires_grad_(True)
 
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize(("stage", "num_passes"), [(1, 1), (1, 3), (2, 3), (3, 1)])
-def test_layers_unused_by_some_ranks_or_all_frozen_or_used_again_step_as_in_one_process(
-    stage, num_passes
-):
+def test_layers_with_partial_use_or_frozen_or_shared_step_as_in_one_process(stage, num_passes):
     rank, size = dist.get_rank(), dist.get_world_size()
     alone, model = Branches(), Branches()
     train_branches(alone, adamw(alone.parameters()), range(size), size, num_passes)
@@ -195,7 +194,7 @@ def test_layers_unused_by_some_ranks_or_all_frozen_or_used_again_step_as_in_one_
 
 
 @pytest.mark.ranks(3)
-def test_state_in_a_file_has_the_bits_of_state_in_memory(tmp_path, monkeypatch):
+def test_offloaded_state_has_the_same_bits_as_state_in_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(offload, "BUCKET_ELEMENTS", 64)
     found = []
     for folder in (None, str(tmp_path)):
@@ -215,7 +214,7 @@ FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 @pytest.mark.ranks(2)
-def test_a_checkpoint_of_one_layout_goes_on_in_another(tmp_path_factory, world):
+def test_a_checkpoint_of_one_layout_resumes_in_another(tmp_path_factory, world):
     folder = world.bcast(str(tmp_path_factory.mktemp("state")))
     (*first, last), losses = batches(3), []
     for layout in ({"stage": 3}, {"stage": 1, "mesh": hybrid_mesh()}, None):
@@ -241,7 +240,7 @@ def test_a_checkpoint_of_one_layout_goes_on_in_another(tmp_path_factory, world):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [1, 3])
-def test_the_state_that_an_optimizer_has_is_sharded_too_and_rank_0_decides_first_values(stage):
+def test_existing_optimizer_state_is_sharded_and_parameters_come_from_rank_0(stage):
     expected, model = transformer(), transformer()
     alone, optimizer = adamw(expected.parameters()), adamw(model.parameters())
     first, *others = batches(3)
@@ -267,7 +266,7 @@ def test_the_state_that_an_optimizer_has_is_sharded_too_and_rank_0_decides_first
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("stage", [1, 3])
-def test_torch_clips_elements_of_shards_as_those_of_one_process(stage):
+def test_clip_grad_value_clips_shards_as_in_one_process(stage):
     expected, model = transformer(), transformer()
     shard(model, adamw(model.parameters()), stage=stage)
     (batch,) = batches(1)
@@ -283,7 +282,7 @@ def test_torch_clips_elements_of_shards_as_those_of_one_process(stage):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("clears", ["optimizer", "model"])
-def test_gradients_that_were_cleared_hold_no_step_back(clears):
+def test_cleared_gradients_do_not_affect_the_next_step(clears):
     first, second = batches(2)
     found = []
     for has_cleared in (False, True):
@@ -297,7 +296,7 @@ def test_gradients_that_were_cleared_hold_no_step_back(clears):
             with optimizer.no_sync():
                 local_loss(model, *first).backward()
             (model if clears == "model" else optimizer).zero_grad()
-            optimizer.step()  # there is nothing to step by
+            optimizer.step()  # a step without gradients
             assert not optimizer.state
         optimizer.zero_grad()
         local_loss(model, *second).backward()
@@ -308,7 +307,7 @@ def test_gradients_that_were_cleared_hold_no_step_back(clears):
 
 
 @pytest.mark.ranks(2)
-def test_an_evaluation_between_backward_and_step_leaves_no_old_weights():
+def test_an_evaluation_between_backward_and_step_does_not_keep_old_weights():
     (batch,) = batches(1)
     found = []
     for evaluates in (False, True):
@@ -339,18 +338,18 @@ REFUSED = {
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("told", REFUSED)
-def test_what_cannot_be_sharded_is_an_error_on_all_ranks(told):
+def test_invalid_arguments_of_shard_are_an_error_on_all_ranks(told):
     options = {"stage": 3, "make": lambda model: adamw(model.parameters()), **REFUSED[told]}
     if "mesh" in options:
         options["mesh"] = options["mesh"]()
     model, make = transformer(), options.pop("make")
     with pytest.raises(ConfigError, match=re.escape(told)):
         shard(model, make(model), **options)
-    local_loss(model, *batches(1)[0]).backward()  # as it was
+    local_loss(model, *batches(1)[0]).backward()  # the model is unchanged
 
 
 @pytest.mark.ranks(2)
-def test_ranks_that_differ_are_an_error_on_all():
+def test_differences_between_ranks_are_an_error_on_all():
     model = transformer(depth=1 + dist.get_rank())
     with pytest.raises(MismatchError, match="the model and arguments of shard"):
         shard(model, adamw(model.parameters()), stage=3)
@@ -368,7 +367,7 @@ def test_ranks_that_differ_are_an_error_on_all():
 
 
 @pytest.mark.ranks(2)
-def test_layers_that_share_weights_stay_together():
+def test_tied_layers_are_in_the_same_shard_group():
     def made():
         torch.manual_seed(4)
         model = nn.Sequential(nn.Embedding(256, 6), nn.Linear(6, 6), nn.Linear(6, 256, bias=False))
@@ -389,7 +388,7 @@ def test_layers_that_share_weights_stay_together():
 
 
 @pytest.mark.ranks(3)
-def test_nodes_of_unequal_sizes_are_no_hybrid_mesh():
+def test_nodes_of_unequal_sizes_cannot_form_a_hybrid_mesh():
     if hpctrain.current().topology.num_nodes == 1:
         assert hybrid_mesh()["shard"].size() == 3
     else:

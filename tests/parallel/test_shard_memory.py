@@ -1,4 +1,4 @@
-"""What a rank holds in each stage is what the ZeRO paper says; a file keeps it out of memory."""
+"""Memory of a rank in each ZeRO stage follows the formulas of the paper; offload reduces it."""
 
 import gc
 import threading
@@ -30,15 +30,16 @@ def one_node():
 
 FORMULAS = {
     (1, 2): lambda n: 4 + 12 / n,
-    (2, 1): lambda n: max(2 + 12 / n, 16 / n),  # parameters go while gradients come
+    # gathered parameters are freed while gradients are allocated
+    (2, 1): lambda n: max(2 + 12 / n, 16 / n),
     (2, 2): lambda n: 2 + 16 / n,
     (3, 1): lambda n: 16 / n,
 }
-"""Bytes per parameter on each of n ranks, by stage and backwards in a step."""
+"""Bytes per parameter on each of n ranks, by stage and number of backward passes per step."""
 
 
 class LiveStorages(TorchDispatchMode):
-    """Storages that an operation of torch has seen and that still live, but node memory."""
+    """Storages used by torch operations that are still alive, except large ones in node memory."""
 
     def __init__(self, largest):
         super().__init__()
@@ -75,7 +76,7 @@ class Layer(nn.Module):
 
 @pytest.mark.ranks(1, 2, 4)
 @pytest.mark.parametrize(("stage", "num_passes"), FORMULAS)
-def test_live_storages_at_their_most_are_those_of_the_formula(stage, num_passes):
+def test_peak_memory_of_storages_follows_the_formula(stage, num_passes):
     width, size = 128, dist.get_world_size()
     live = LiveStorages(largest=4 * width**2)
     model = nn.Sequential(*(Layer(width, live.look) for _ in range(24)))
@@ -92,14 +93,14 @@ def test_live_storages_at_their_most_are_those_of_the_formula(stage, num_passes)
                     model(torch.ones(1, width)).sum().backward()
                 live.look()
             optimizer.step()
-    # FSDP2 of torch 2.15 keeps 2 bytes more per parameter inside no_sync().
+    # FSDP2 of torch 2.15 keeps 2 more bytes per parameter inside no_sync().
     more = 2 if VERSION >= (2, 15) and num_passes > 1 == stage else 0
     expected = num * (FORMULAS[stage, num_passes](size) + more)
     assert live.most == pytest.approx(expected, rel=0.05)
 
 
 def anonymous_bytes():
-    """Memory of this process that no file has, without what is free."""
+    """Return the anonymous resident memory of this process, without unused heap."""
     gc.collect()
     trim_heap()
     return resident()
@@ -112,7 +113,7 @@ def resident():
 
 @contextmanager
 def most_memory():
-    """Look at the memory of the process every millisecond; yield a list whose last is the most."""
+    """Sample resident memory every millisecond; yield a list whose last element is the maximum."""
     found, ended = [0], threading.Event()
 
     def look():
@@ -128,7 +129,7 @@ def most_memory():
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("is_in_file", [False, True])
-def test_the_memory_of_a_process_is_that_of_its_part(is_in_file, tmp_path, monkeypatch):
+def test_process_memory_is_that_of_the_shard(is_in_file, tmp_path, monkeypatch):
     monkeypatch.setattr(offload, "BUCKET_ELEMENTS", 2**18)
     before = anonymous_bytes()
     width, size = 1024, dist.get_world_size()
@@ -148,15 +149,16 @@ def test_the_memory_of_a_process_is_that_of_its_part(is_in_file, tmp_path, monke
     assert held == pytest.approx(expected, rel=0.2)
     assert (
         not is_in_file or most < 1.5 * gradients
-    )  # in memory, values and state are three times that
+    )  # in memory, values and state need three times as much
 
 
 @pytest.mark.ranks(2)
-def test_a_disk_without_room_is_an_error_on_all_ranks_that_changes_nothing(tmp_path):
+def test_a_full_disk_is_an_error_on_all_ranks_without_changes(tmp_path):
     model = nn.Sequential(nn.Linear(50, 50), nn.Linear(50, 50))
     optimizer = torch.optim.AdamW(model.parameters())
     is_full = dist.get_rank() == 1
-    mesh = build_mesh()["dp"]  # whose groups take node memory, a file too
+    # created before the limit, because its groups also allocate files for node memory
+    mesh = build_mesh()["dp"]
     room = largest_file(1000) if is_full else nullcontext()
     with room, pytest.raises(ConfigError, match=r"rank 1: offload needs .* free space there"):
         shard(model, optimizer, stage=3, mesh=mesh, offload=str(tmp_path))

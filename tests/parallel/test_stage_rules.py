@@ -1,4 +1,4 @@
-"""What a pipeline is given, and may not change: the same on all ranks, or an error on all."""
+"""Inconsistent inputs or changes of a pipeline are an error on all ranks."""
 
 import copy
 
@@ -33,7 +33,8 @@ def batch(*shape):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_stages_may_return_views_and_every_schedule_evaluates(schedule):
-    model, (given, target) = linear(), batch(3, 4)  # nn.Linear of three dimensions returns a view
+    # nn.Linear returns a view for three-dimensional input
+    model, (given, target) = linear(), batch(3, 4)
     loss = mse_loss(model(given), target)
     loss.backward()
     for parts in {4} if schedule != "zbv" else (1, 2, 4):
@@ -44,7 +45,7 @@ def test_stages_may_return_views_and_every_schedule_evaluates(schedule):
             torch.testing.assert_close(parameter.grad, model.get_parameter(name).grad)
 
 
-def test_ranks_give_the_same_batch_and_ask_for_the_same_pipeline():
+def test_different_batches_or_arguments_are_an_error():
     rank, (given, target) = dist.get_rank(), batch(4)
     pipeline = made(linear())
     for call in (pipeline.step, pipeline.evaluate):
@@ -63,7 +64,7 @@ def test_ranks_give_the_same_batch_and_ask_for_the_same_pipeline():
             made(linear(depth), **options)
 
 
-def test_schedules_say_what_they_cannot_do():
+def test_unsupported_schedules_and_layers_are_an_error():
     with pytest.raises(ConfigError, match="1f1b of 2 ranks needs at least 2 micro-batches, got 1"):
         made(linear(), num_microbatches=1)
     for schedule in ("interleaved", "zero_bubble"):
@@ -76,14 +77,14 @@ def test_schedules_say_what_they_cannot_do():
         chain(torch.zeros(2, 4))
 
 
-TRAINED = (  # parameters of four layers, before each step
+TRAINED = (  # the trained parameters of four layers, before each step
     *("0 1 2 3", "2.bias 3", "3", "0.weight 1.bias 2 3", "0", "2.weight", "1", "0 3", "0 1 2 3"),
 )
 
 
 @pytest.mark.parametrize("first", [0, 2, 4])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_layers_are_frozen_and_trained_again_and_batches_change_their_size(schedule, first):
+def test_layers_may_be_frozen_and_unfrozen_and_batch_sizes_may_change(schedule, first):
     model, (given, target) = linear(), batch(3, 4)
     pipeline = made(model, schedule=schedule, num_microbatches=2)
     for number, trained in enumerate(TRAINED[first:]):
@@ -108,7 +109,7 @@ def test_layers_are_frozen_and_trained_again_and_batches_change_their_size(sched
                 torch.testing.assert_close(parameter.grad, expected)
 
 
-def test_a_weight_of_several_stages_is_frozen_in_all_of_them_or_it_is_an_error():
+def test_a_shared_weight_must_be_frozen_in_all_stages():
     model, (given, target) = linear(), batch(4)
     model[3].weight = model[0].weight
     pipeline = made(model)
@@ -128,7 +129,7 @@ def test_a_weight_of_several_stages_is_frozen_in_all_of_them_or_it_is_an_error()
     assert mine.grad.abs().max() > 0
 
 
-def test_a_sample_times_layers_of_which_the_first_is_frozen():
+def test_layers_with_a_frozen_first_layer_can_be_timed():
     model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 9))
     model[0].requires_grad_(requires_grad=False)
     tokens = torch.arange(8)
@@ -138,7 +139,7 @@ def test_a_sample_times_layers_of_which_the_first_is_frozen():
 
 
 @pytest.mark.parametrize("timed", [False, True])
-def test_buffers_and_random_numbers_know_of_training_alone(timed):
+def test_only_training_changes_buffers_and_draws_random_numbers(timed):
     torch.manual_seed(3)
     layers = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 4)
     model, (given, target) = nn.Sequential(*layers, nn.BatchNorm1d(4)).double(), batch(4)

@@ -1,4 +1,4 @@
-"""A pipeline is cut where that is fastest, and knows its bubble and its slowest rank."""
+"""A pipeline is cut at the fastest place, and reports its bubble and its slowest rank."""
 
 import itertools
 import time
@@ -19,7 +19,7 @@ def dearest(costs, stages):
 
 
 def least(costs, num):
-    """Return the cost of the dearest stage of the best cut, by trying all."""
+    """Return the cost of the most expensive stage of the best cut, by exhaustive search."""
     inner = itertools.combinations(range(1, len(costs)), num - 1)
     every = (
         [range(a, b) for a, b in itertools.pairwise((0, *cuts, len(costs)))] for cuts in inner
@@ -27,7 +27,7 @@ def least(costs, num):
     return min(dearest(costs, stages) for stages in every)
 
 
-def test_no_other_cut_has_a_cheaper_dearest_stage():
+def test_no_other_cut_has_a_cheaper_most_expensive_stage():
     random = np.random.default_rng(0)
     for _ in range(50):
         costs, num = random.random(int(random.integers(4, 9))).tolist(), int(random.integers(2, 5))
@@ -63,7 +63,7 @@ class Slow(nn.Module):
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_the_bubble_of_equal_stages_is_that_of_the_formula(schedule, world):
+def test_the_bubble_of_equal_stages_follows_the_formula(schedule, world):
     with started():
         mesh, batch = build_mesh(pp=4), torch.zeros(8, 3)
         model = nn.Sequential(*(Slow(0.03) for _ in range(4)))
@@ -71,7 +71,8 @@ def test_the_bubble_of_equal_stages_is_that_of_the_formula(schedule, world):
         mean = lambda out, target: (out - target).square().mean()  # noqa: E731
         pipeline = Pipeline(model, mesh["pp"], ["*"], loss=mean, **options)
         pipeline.step(batch, batch)
-        for _ in range(5):  # whoever wakes late, on a machine that others use, has waited longer
+        # repeat, because on a shared machine a rank may wake late, which lengthens the bubble
+        for _ in range(5):
             pipeline.step(batch, batch)
             told, most = pipeline.report(), pipeline.most_in_flight
             bubble = float(told.split()[1].rstrip(","))

@@ -1,4 +1,4 @@
-"""Tensor and sequence parallel ranks train as one process does, by four sums a layer."""
+"""Tensor and sequence parallel ranks train as one process does, with four sums per layer."""
 
 import re
 
@@ -56,7 +56,7 @@ def test_ranks_train_as_one_process_does(sequence, tied):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("sequence", [False, True])
-def test_what_was_frozen_may_be_trained_later(sequence):
+def test_frozen_parameters_can_be_trained_later(sequence):
     one, model, ((given, following),) = transformer(), transformer(), batches(1)
     tensor_parallel(model.requires_grad_(False), rows(), lm.ROLES, sequence=sequence)
     step(model.requires_grad_(True), given, following)
@@ -92,13 +92,13 @@ def test_a_layer_communicates_twice_forward_and_twice_backward(sequence):
     names = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
     forward = [more(0, name) for name in names]
     both = [more(1, name) for name in names]
-    norms = 2  # gradients of two norms, where each rank has seen a part of the sequence
+    norms = 2  # the gradients of two norms, summed over the parts of the sequence
     assert forward == ([0, 2, 2] if sequence else [2, 0, 0])
     assert both == ([norms, 4, 4] if sequence else [4, 0, 0])
 
 
 @pytest.mark.ranks(2)
-def test_gradients_lie_as_parameters_do_and_those_of_norms_are_whole_on_every_rank():
+def test_gradients_have_the_placement_of_parameters():
     model, ((given, following),) = divided(sequence=True), batches(1)
     step(model, given, following)
     one = transformer()
@@ -112,7 +112,7 @@ def test_gradients_lie_as_parameters_do_and_those_of_norms_are_whole_on_every_ra
 
 
 @pytest.mark.ranks(2)
-def test_gradients_add_up_over_several_backwards():
+def test_gradients_accumulate_over_several_backwards():
     model, ((given, following),) = divided(sequence=True), batches(1)
     for part in (slice(4), slice(4, 8)):
         step(model, given[part], following[part])
@@ -124,7 +124,7 @@ def test_gradients_add_up_over_several_backwards():
 
 
 @pytest.mark.ranks(2)
-def test_what_the_ranks_cannot_divide_is_an_error_on_all():
+def test_indivisible_models_are_an_error_on_all():
     size = torch.distributed.get_world_size()
     for change, told in (
         ({"blocks.*.feed.dwn": "row"}, "no module blocks.*.feed.dwn"),

@@ -1,4 +1,4 @@
-"""Tensor parallel ranks that would not calculate the same model say so, on all of them."""
+"""Tensor parallel ranks whose models or inputs would differ raise an error on all ranks."""
 
 import re
 
@@ -20,7 +20,7 @@ NO_EMBEDDING = {name: role for name, role in lm.ROLES.items() if name != "embedd
 
 
 class ByHand(lm.Attention):
-    """Attention without torch's."""
+    """Attention without torch's scaled_dot_product_attention."""
 
     @staticmethod
     def attend(query, key, value):
@@ -52,7 +52,7 @@ def with_attention(kind):
     return model
 
 
-def test_a_stream_is_divided_where_an_embedding_divides_it():
+def test_sequence_parallelism_needs_a_divided_embedding():
     for model, roles in ((transformer(), NO_EMBEDDING), (nn.Sequential(nn.Linear(4, 4)), {})):
         with pytest.raises(ConfigError, match="embedding has the role vocabulary, got "):
             tensor_parallel(model, rows(), roles, sequence=True)
@@ -79,21 +79,21 @@ def test_replicas_of_a_layer_draw_the_same_random_numbers():
     assert not torch.equal(scores[0], scores[1])
     torch.rand(rank)
     with pytest.raises(MismatchError, match=r"torch.manual_seed\(n\) with one n on the ranks"):
-        model(GIVEN)  # the fourth
-    model.eval()(GIVEN)  # draws nothing
+        model(GIVEN)  # the fourth forward
+    model.eval()(GIVEN)  # eval() draws no random numbers
     torch.manual_seed(rank)
     for quiet in (lambda: forward(transformer()), lambda: forward(with_dropout(), sequence=True)):
         assert quiet().shape == (1, 8, 256)
         torch.manual_seed(rank)
 
 
-def test_tokens_that_the_embedding_does_not_have_are_an_error():
+def test_tokens_outside_the_vocabulary_are_an_error():
     for token in (-1, 256):
         with pytest.raises(ConfigError, match=f"the tokens 0 to 255, got {token}; take"):
             forward(transformer(), given=torch.tensor([[1, token]]))
 
 
-def test_what_cannot_be_divided_so_is_an_error_on_all_ranks():
+def test_invalid_roles_and_meshes_are_an_error_on_all_ranks():
     rank, mesh = dist.get_rank(), build_mesh(tp=2)
     lacking = {name: role for name, role in lm.ROLES.items() if not name.endswith("attention.out")}
     first = {"*.attention.out": "row"}

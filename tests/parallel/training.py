@@ -1,4 +1,4 @@
-"""The transformer of ``examples/lm``, trained by one process, and what that has found."""
+"""The transformer of ``examples/lm``, and its reference results from one process."""
 
 import functools
 import importlib.util
@@ -14,14 +14,15 @@ from hpctrain.core.torch_compat import VERSION
 
 ROOT = Path(__file__).parents[2]
 STEPS, BATCH, LENGTH = 5, 8, 16
-CLIP = 0.1  # less than the norm of any step
+CLIP = 0.1  # below the gradient norm of every step
 
 
 def example(name):
     """Import a file of the example."""
     path = ROOT / f"examples/lm/{name}.py"
     spec = importlib.util.spec_from_file_location(f"lm_{name}", path)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # to be pickled
+    # registered, so that its classes can be pickled
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
@@ -30,11 +31,12 @@ lm = example("model")
 
 
 def transformer(*, tied=False, **shape):
-    """Make the model that every test trains, alike on every rank."""
+    """Return the model that every test trains, with identical values on every rank."""
     torch.manual_seed(1)
     made = lm.Transformer(**{"width": 16, "depth": 2, "num_heads": 4, **shape}).double()
     for module in made.modules():
-        if isinstance(module, nn.RMSNorm):  # ones would hide which feature is which
+        # with weights of 1 an exchange of features would go unnoticed
+        if isinstance(module, nn.RMSNorm):
             nn.init.normal_(module.weight, mean=1, std=0.1)
     if tied:
         made.head.weight = made.embedding.weight
@@ -46,7 +48,7 @@ def adamw(parameters):
 
 
 def batches(steps=STEPS):
-    """Draw bytes and those that follow, ``(8, 16)`` each."""
+    """Draw inputs and next bytes, ``(8, 16)`` each."""
     random = torch.Generator().manual_seed(2)
     draw = functools.partial(torch.randint, 256, (BATCH, LENGTH + 1), generator=random)
     return [(windows[:, :-1], windows[:, 1:]) for windows in (draw() for _ in range(steps))]
@@ -58,7 +60,7 @@ def loss_of(scores, following):
 
 @functools.cache
 def alone(**shape):
-    """Train one process; return losses and parameters by name."""
+    """Train in one process; return losses and parameters by name."""
     model = transformer(**shape)
     optimizer, losses = adamw(model.parameters()), []
     for given, following in batches():
@@ -73,11 +75,11 @@ def alone(**shape):
 
 
 def check(losses, parameters, **shape):
-    """Compare what ranks have found, parameters by name, with one process."""
+    """Compare losses and parameters by name with one process."""
     expected, values = alone(**shape)
     torch.testing.assert_close(losses, expected, rtol=1e-10, atol=1e-12)
     for name, found in parameters:
         whole = found.full_tensor() if isinstance(found, DTensor) else found
-        # An older torch sums in another order, and AdamW enlarges that where gradients are tiny.
+        # Older versions of torch sum in another order; AdamW amplifies that for tiny gradients.
         atol = 1e-12 if VERSION >= (2, 13) else 1e-8
         torch.testing.assert_close(whole.detach(), values[name], rtol=1e-12, atol=atol)

@@ -1,4 +1,4 @@
-"""Buckets of DDP lie in node memory from their first sum on, to the same bits."""
+"""DDP's buckets move to node memory at their first sum, and gradients keep the same bits."""
 
 import gc
 import resource
@@ -25,7 +25,7 @@ def model():
 
 
 def by_stage(_, bucket):
-    """Do what DDP does by a call of the program: its tensors stay where they are."""
+    """Average a bucket by a call of the program, which leaves its tensors where they are."""
     values = bucket.buffer().mul_(1 / dist.get_world_size())
     work = dist.all_reduce(values, async_op=True)
     return work.get_future().then(lambda future: future.value()[0])
@@ -45,7 +45,7 @@ def in_place():
 
 
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True, "bucket_cap_mb": 2}])
-def test_gradients_have_the_bits_of_sums_through_the_stage(options):
+def test_gradients_in_place_have_the_bits_of_staged_sums(options):
     ours, reference = DDP(model(), **options), DDP(model(), **options)
     reference.register_comm_hook(None, by_stage)
     pairs = zip(gradients(ours), gradients(reference), strict=True)
@@ -56,11 +56,11 @@ def test_gradients_have_the_bits_of_sums_through_the_stage(options):
         assert in_place() == num_buckets * can_move_storage
     del ours, reference, pairs
     gc.collect()
-    dist.all_reduce(torch.ones(1))  # the group keeps its last operation
+    dist.all_reduce(torch.ones(1))  # the group keeps a reference to its last operation
     assert in_place() == 0
 
 
-def test_a_rank_that_has_joined_sends_zeros_from_elsewhere():
+def test_a_rank_that_has_joined_contributes_zeros():
     wrapped = DDP(model())
     me, size = dist.get_rank(), dist.get_world_size()
     with Join([wrapped]):
@@ -69,13 +69,14 @@ def test_a_rank_that_has_joined_sends_zeros_from_elsewhere():
             wrapped(torch.ones(2, WIDTH)).sum().backward()
     alone = model()
     alone(torch.ones(2, WIDTH)).sum().backward()
-    last = [p.grad / size for p in alone.parameters()]  # of the one rank that had the last batch
+    # gradients of the only rank that had the last batch
+    last = [p.grad / size for p in alone.parameters()]
     if me == size - 1:
         for found, expected in zip(wrapped.parameters(), last, strict=True):
             torch.testing.assert_close(found.grad, expected)
 
 
-def test_tensors_of_a_program_stay_where_they_are():
+def test_tensors_of_the_program_are_not_moved():
     seen = np.ones(WIDTH * WIDTH, np.float32)
     tensor = torch.from_numpy(seen)
     weight = torch.ones(2, requires_grad=True)
@@ -89,7 +90,7 @@ def test_tensors_of_a_program_stay_where_they_are():
     assert set(seen.tolist()) == {dist.get_world_size() ** 2}
 
 
-def test_without_room_on_one_rank_sums_go_through_the_stage_on_all():
+def test_without_memory_on_one_rank_all_ranks_use_staged_sums():
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if dist.get_rank() == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))

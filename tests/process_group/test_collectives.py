@@ -1,4 +1,4 @@
-"""Every collective of torch.distributed does what its manual says, on every way of the bytes."""
+"""Every collective of torch.distributed gives the documented result, on every data path."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from tests.process_group.conftest import all_gather_single, reduce_scatter_singl
 pytestmark = [pytest.mark.ranks(2, 3, 4), pytest.mark.usefixtures("nodes")]
 
 SMALL = ((), (0,), (7,), (3, 5))
-MORE = (600_000,)  # than a slot of node memory
+MORE = (600_000,)  # larger than a slot of node memory
 DTYPES = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
@@ -42,7 +42,7 @@ CASES = [(shape, torch.float32) for shape in (*SMALL, MORE)] + [((6,), dtype) fo
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "strided"])
-def test_what_is_moved_arrives_unchanged(layout):
+def test_collectives_without_reduction_deliver_unchanged_values(layout):
     me, size = dist.get_rank(), dist.get_world_size()
 
     def laid_out(tensor):
@@ -77,7 +77,7 @@ def test_what_is_moved_arrives_unchanged(layout):
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "strided"])
-def test_what_autograd_has_of_a_tensor_stays_valid(layout):
+def test_collectives_do_not_invalidate_tensors_saved_by_autograd(layout):
     me, size = dist.get_rank(), dist.get_world_size()
     step = 1 if layout == "contiguous" else 2
     many, one = ([torch.ones(6 * step)[::step] for _ in range(count)] for count in (size, 7))
@@ -108,18 +108,18 @@ def test_what_autograd_has_of_a_tensor_stays_valid(layout):
     assert leaf.grad.eq(1).all()
 
 
-def test_operations_of_functional_collectives_that_cpp_does_not_find():
+def test_functional_operations_registered_in_python():
     me, size, ops = dist.get_rank(), dist.get_world_size(), torch.ops._c10d_functional
     name = dist.group.WORLD.group_name
     schema = ops.all_gather_into_tensor_out.default._schema
-    takes_groups = str(schema.arguments[2].type) != "str"  # since torch 2.13, next to names
+    takes_groups = str(schema.arguments[2].type) != "str"  # also accepted since torch 2.13
     for group in (name, dist.group.WORLD) if takes_groups else (name,):
         out = torch.zeros(2 * size)
         ops.wait_tensor(
             ops.all_gather_into_tensor_out(torch.full((2,), float(me)), size, group, out=out)
         )
         assert out.tolist() == [rank for rank in ranks() for _ in range(2)]
-    if not hasattr(ops, "batch_p2p_ops"):  # since torch 2.13
+    if not hasattr(ops, "batch_p2p_ops"):  # added in torch 2.13
         return
     peers = [(me + 1) % size, (me - 1) % size]
     received = torch.zeros(3)
@@ -130,7 +130,7 @@ def test_operations_of_functional_collectives_that_cpp_does_not_find():
     assert received.eq(peers[1]).all()
 
 
-def test_single_tensors_hold_the_parts_of_all_ranks():
+def test_single_tensor_collectives_concatenate_parts_of_all_ranks():
     me, size = dist.get_rank(), dist.get_world_size()
     for shape, dtype in CASES:
         if not shape:
@@ -149,7 +149,7 @@ def test_single_tensors_hold_the_parts_of_all_ranks():
 
 
 @pytest.mark.parametrize("numel", [1, 400_000])
-def test_all_to_all_takes_parts_of_any_size(numel):
+def test_all_to_all_accepts_unequal_parts(numel):
     me = dist.get_rank()
     sizes = [(me + rank) % 3 * numel for rank in ranks()]
     given = torch.cat([values(me, (size, 2)) for size in sizes])
@@ -204,7 +204,7 @@ def check_reduction(kind, shape):
         torch.testing.assert_close(out, reduced(kind, parts[me]), rtol=1e-12, atol=0)
 
 
-def test_integers_are_reduced_exactly_and_wrap_around():
+def test_integer_reductions_are_exact_and_wrap_around():
     me, size = dist.get_rank(), dist.get_world_size()
     for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64):
         for kind in (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR, ReduceOp.MAX, ReduceOp.MIN):
@@ -221,7 +221,7 @@ def test_integers_are_reduced_exactly_and_wrap_around():
     assert out.tolist() == [total // size, -7]
 
 
-def test_every_rank_may_weight_its_values():
+def test_premul_sum_scales_the_values_of_each_rank():
     me, size = dist.get_rank(), dist.get_world_size()
     for factor in (me + 1.0, torch.tensor([me + 1.0], dtype=torch.float64)):
         out = torch.full((5,), 3.0, dtype=torch.float64)
@@ -241,7 +241,7 @@ def test_sparse_tensors_are_summed():
     assert torch.equal(mine.to_dense(), expected)
 
 
-def test_several_in_one():
+def test_coalesced_operations():
     me, size = dist.get_rank(), dist.get_world_size()
     tensors = [torch.full((n,), me + 1.0) for n in (1, 5, 3)]
     with _coalescing_manager():
@@ -262,7 +262,7 @@ def test_several_in_one():
     assert outs[0].tolist() == [size] * 2
 
 
-def test_objects_travel():
+def test_object_collectives():
     me, size = dist.get_rank(), dist.get_world_size()
     found = [None] * size
     dist.all_gather_object(found, {"rank": me, "long": "x" * me})
@@ -278,7 +278,7 @@ def test_objects_travel():
     assert out == [f"for {me}"]
 
 
-def test_messages_meet_by_rank_and_tag():
+def test_messages_are_matched_by_rank_and_tag():
     me, size = dist.get_rank(), dist.get_world_size()
     after, before = (me + 1) % size, (me - 1) % size
     for numel in (0, 3, 300_000):
@@ -311,7 +311,7 @@ def test_messages_meet_by_rank_and_tag():
     assert out.tolist() == [before] * 3
 
 
-def test_what_functional_collectives_have_begun_is_waited_for():
+def test_operations_wait_for_functional_collectives_in_flight():
     size, rank = dist.get_world_size(), dist.get_rank()
     under_way = functional.all_reduce(torch.tensor([1.0, rank]), "sum", dist.group.WORLD)
     sent = dist.isend(under_way, (rank + 1) % size)
@@ -322,7 +322,7 @@ def test_what_functional_collectives_have_begun_is_waited_for():
     assert all(torch.equal(part, found) for part in parts)
 
 
-def test_inference_mode_may_come_and_go():
+def test_inference_mode_may_be_switched_on_and_off():
     size = dist.get_world_size()
     for numel in (5, 40_000):
         with torch.inference_mode():

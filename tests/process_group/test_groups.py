@@ -1,4 +1,4 @@
-"""Groups: of any ranks, several at once; futures, order, errors and ends."""
+"""Process groups: subsets of ranks, concurrent groups, futures, order, errors and destruction."""
 
 import threading
 from datetime import timedelta
@@ -23,14 +23,14 @@ def total(group=None, value=None):
 
 @pytest.mark.usefixtures("ours")
 @pytest.mark.ranks(1, 2)
-def test_a_world_of_one_and_of_several_start_without_an_address():
+def test_init_process_group_needs_no_address():
     assert dist.get_backend() == "hpctrain"
     assert total(value=1) == dist.get_world_size() == hpctrain.size()
     assert dist.get_rank() == hpctrain.rank()
 
 
 @pytest.mark.usefixtures("ours")
-def test_other_backends_find_each_other_without_an_address_too(monkeypatch):
+def test_other_backends_need_no_address(monkeypatch):
     dist.destroy_process_group()
     for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -41,7 +41,7 @@ def test_other_backends_find_each_other_without_an_address_too(monkeypatch):
 
 
 @pytest.mark.usefixtures("ours")
-def test_a_group_can_be_destroyed_and_made_again():
+def test_a_group_can_be_destroyed_and_created_again():
     for _ in range(3):
         group = dist.new_group(range(dist.get_world_size()))
         assert total(group, 1) == dist.get_world_size()
@@ -51,7 +51,7 @@ def test_a_group_can_be_destroyed_and_made_again():
 
 
 @pytest.mark.usefixtures("ours")
-def test_groups_of_any_shape_at_once():
+def test_overlapping_groups_work_concurrently():
     me, size = dist.get_rank(), dist.get_world_size()
     shapes = [[0], list(range(size)), [size - 1, 0], list(range(1, size))]
     groups = [(ranks, dist.new_group(ranks)) for ranks in shapes]
@@ -66,7 +66,7 @@ def test_groups_of_any_shape_at_once():
 
 
 @pytest.mark.usefixtures("ours")
-def test_groups_are_made_by_their_members_alone():
+def test_only_members_create_a_group():
     me, size = dist.get_rank(), dist.get_world_size()
     if me != size - 1 or size == 2:
         mine = [rank for rank in range(size) if rank != size - 1 or size == 2]
@@ -100,7 +100,7 @@ def test_callbacks_of_futures_may_communicate():
 
 
 def test_an_error_in_backward_of_ddp_is_raised_by_backward():
-    """DDP is C++ code, which takes an error that a future holds as its value for tensors."""
+    """DDP's C++ code takes an error stored in a future for the tensors of its value."""
     with started():
         wrapped = DistributedDataParallel(torch.nn.Linear(3, 1))
         dist.group.WORLD.abort()
@@ -112,14 +112,15 @@ def test_an_error_in_backward_of_ddp_is_raised_by_backward():
 
 
 @pytest.mark.usefixtures("ours")
-def test_a_callback_may_wait_for_what_was_started_after_it():
+def test_a_callback_may_wait_for_a_later_operation():
     size, gate = dist.get_world_size(), threading.Event()
     first, second = torch.ones(2), torch.ones(3)
     works = []
 
     def wait_for_second(_):
         if threading.current_thread() is threading.main_thread():
-            return second  # the first one was over before anybody asked: nothing to wait for here
+            # the first operation completed before then(), so the callback runs on the main thread
+            return second
         gate.wait()
         works[0].wait()
         return second.clone()
@@ -134,7 +135,7 @@ def test_a_callback_may_wait_for_what_was_started_after_it():
 
 
 @pytest.mark.usefixtures("ours")
-def test_operations_are_carried_out_in_the_order_of_their_calls():
+def test_operations_are_executed_in_call_order():
     size, numbers = dist.get_world_size(), [torch.full((1,), float(k)) for k in range(50)]
     works = [dist.all_reduce(t, async_op=k % 3 > 0) for k, t in enumerate(numbers)]
     for work in works:
@@ -142,7 +143,7 @@ def test_operations_are_carried_out_in_the_order_of_their_calls():
     assert [t.item() for t in numbers] == [size * k for k in range(50)]
 
 
-def test_ranks_that_make_different_calls_all_hear_of_it():
+def test_mismatched_calls_are_an_error_on_all_ranks():
     hpctrain.init()
     dist.init_process_group("hpctrain")
     with pytest.raises(CommError, match=r"all_reduce, number 1 of group 0 .*same calls"):
@@ -151,7 +152,7 @@ def test_ranks_that_make_different_calls_all_hear_of_it():
     hpctrain.shutdown()
 
 
-def test_a_rank_that_comes_too_late_is_named(world, patience):
+def test_a_rank_that_misses_the_timeout_is_named(world, patience):
     with started():
         timeout = timedelta(seconds=patience(1.5))
         group = dist.new_group(range(dist.get_world_size()), timeout=timeout)
@@ -164,7 +165,7 @@ def test_a_rank_that_comes_too_late_is_named(world, patience):
         assert total(value=1) == dist.get_world_size()
 
 
-def test_a_group_that_is_aborted_ends_its_waits(world):
+def test_abort_ends_the_waits_of_a_group(world):
     with started():
         group = dist.new_group(range(dist.get_world_size()))
         if dist.get_rank() == 0:
@@ -178,7 +179,7 @@ def test_a_group_that_is_aborted_ends_its_waits(world):
 
 
 @pytest.mark.parametrize("lost", ["first", "last"])
-def test_a_monitored_barrier_names_who_is_missing(world, lost):
+def test_a_monitored_barrier_names_the_missing_rank(world, lost):
     with started():
         dist.monitored_barrier()
         size, me = dist.get_world_size(), dist.get_rank()
@@ -196,7 +197,7 @@ def test_a_monitored_barrier_names_who_is_missing(world, lost):
 
 
 @pytest.mark.usefixtures("ours")
-def test_what_cannot_work_says_what_does():
+def test_unsupported_calls_raise_an_error_with_an_alternative():
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
     hook = dist.BuiltinCommHookType.FP16_COMPRESS
     with pytest.raises(CommError, match="fp16_compress_hook"):

@@ -1,4 +1,4 @@
-"""Between nodes, here virtual ones, every byte comes to a node once."""
+"""Each node receives every byte once, measured between virtual nodes."""
 
 import json
 from pathlib import Path
@@ -14,10 +14,10 @@ pytestmark = [
     pytest.mark.requires("cluster"),
 ]
 
-NUMEL = 1 << 20  # of float32, 4 MiB
-MORE = 1.05  # than the numbers themselves: headers, and what ranks tell each other
+NUMEL = 1 << 20  # float32 values, 4 MiB
+MORE = 1.05  # allowance for headers and control messages
 LEAST = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "broadcast": 1}
-"""How often what a node lacks of the message has to come to it, by the operation."""
+"""How often a node has to receive the part of the message that it lacks, by operation."""
 
 PROGRAM = f"""
 import json
@@ -58,7 +58,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(("nodes", "ranks"), [(2, 2), (4, 2)])
-def test_no_more_bytes_leave_a_node_than_others_lack(tmp_path: Path, nodes: int, ranks: int):
+def test_nodes_send_no_more_bytes_than_other_nodes_lack(tmp_path: Path, nodes: int, ranks: int):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     root = str(Path(__file__).parents[2])
@@ -71,7 +71,7 @@ def test_no_more_bytes_leave_a_node_than_others_lack(tmp_path: Path, nodes: int,
     for name, times in LEAST.items():
         most = max(found[name] for found in every)
         total = sum(found[name] for found in every) / ranks
-        lacking = times * (nodes - 1) * NUMEL * 4  # by all nodes together
+        lacking = times * (nodes - 1) * NUMEL * 4  # sum over all nodes
         assert total <= MORE * lacking, name
-        if name != "broadcast":  # a tree, whose root sends more
+        if name != "broadcast":  # a broadcast is a tree, whose root sends more
             assert most <= MORE * lacking / nodes, name

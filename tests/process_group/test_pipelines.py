@@ -1,4 +1,4 @@
-"""Pipelines that a program builds with torch alone, over groups of our backend."""
+"""Pipelines built with torch alone, over groups with our backend."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""What ranks do wrong is an error on all of them that says what it was; nobody waits for ever."""
+"""Invalid calls raise an error with the reason on all ranks, without deadlocks."""
 
 import os
 import signal
@@ -25,9 +25,9 @@ def lists(*numels):
 
 
 def misfits(size, is_wrong, *, by_root):
-    """Return calls that do not fit where ``is_wrong``, by what their error says.
+    """Yield expected errors and calls with wrong arguments where ``is_wrong``.
 
-    ``by_root`` has those of the root's list too.
+    With ``by_root`` also calls whose list on the root is wrong.
     """
     more = [3] * is_wrong
     every, longer = [3] * size, 3 * size + is_wrong
@@ -47,7 +47,7 @@ def misfits(size, is_wrong, *, by_root):
 
 @pytest.mark.parametrize("wrong", ["first", "all"])
 @pytest.mark.parametrize("per_node", NODES)
-def test_tensors_that_do_not_fit_on_one_rank_are_an_error_on_all(per_node, wrong):
+def test_tensors_of_a_wrong_size_on_one_rank_are_an_error_on_all(per_node, wrong):
     with started(per_node):
         is_wrong = wrong == "all" or dist.get_rank() == 0
         for text, call in misfits(dist.get_world_size(), is_wrong, by_root=wrong == "first"):
@@ -63,7 +63,7 @@ def test_a_reduction_to_different_roots_is_an_error(per_node):
 
 
 @pytest.mark.usefixtures("ours")
-def test_what_cannot_be_sent_is_refused():
+def test_quantized_tensors_and_negative_tags_are_rejected():
     values = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)
     with pytest.raises(CommError, match="quantized tensors"):
         dist.broadcast(values, 0)
@@ -71,7 +71,7 @@ def test_what_cannot_be_sent_is_refused():
         dist.isend(torch.ones(3), (dist.get_rank() + 1) % dist.get_world_size(), tag=-1)
 
 
-def test_what_is_left_to_another_backend_is_a_function_of_any_group():
+def test_functions_left_to_other_backends_exist_on_process_groups():
     kept = vars(HpctrainGroup).values()
     left = {f.__name__ for f in kept if hasattr(f, "__wrapped__") and f.__code__.co_name == "call"}
     assert {"allreduce", "all_gather_single_coalesced"} <= left
@@ -81,7 +81,7 @@ def test_what_is_left_to_another_backend_is_a_function_of_any_group():
 
 @pytest.mark.usefixtures("ours")
 @pytest.mark.requires("no-accelerator")
-def test_beside_nccl_tensors_on_the_cpu_are_ours_and_others_say_what_is_missing():
+def test_next_to_nccl_cpu_tensors_use_our_backend():
     dist.destroy_process_group()
     dist.init_process_group("cpu:hpctrain,cuda:nccl")
     out = torch.ones(3)
@@ -92,7 +92,7 @@ def test_beside_nccl_tensors_on_the_cpu_are_ours_and_others_say_what_is_missing(
 
 
 @pytest.mark.usefixtures("ours")
-def test_a_forked_child_communicates_not_even_behind_what_is_under_way():
+def test_a_forked_child_cannot_communicate_while_an_operation_is_in_flight():
     with torch.no_grad():
         work = dist.all_reduce(torch.ones(10), async_op=True)
     child = os.fork()
@@ -110,12 +110,12 @@ def test_a_forked_child_communicates_not_even_behind_what_is_under_way():
     assert out[0] == dist.get_world_size()
 
 
-def test_a_group_whose_members_do_not_all_come_is_an_error_on_the_others():
+def test_a_group_with_missing_members_is_an_error_on_the_others():
     with started():
         size = dist.get_world_size()
         last = dist.get_rank() == size - 1
         if not last:
-            for _ in range(2):  # the first leaves nothing to the second
+            for _ in range(2):  # a failed attempt must not affect the next one
                 with pytest.raises(RankLostError, match=r"was not made on rank.*timeout=1.5"):
                     dist.new_group(range(size), timeout=SOON)
         dist.barrier()
@@ -132,7 +132,7 @@ def test_a_group_whose_members_do_not_all_come_is_an_error_on_the_others():
     ],
     ids=["bool", "expanded", "expanded part", "size"],
 )
-def test_what_a_rank_refuses_names_the_call_and_leaves_the_group_in_use(per_node, call, reason):
+def test_a_rejected_call_is_named_and_the_group_remains_usable(per_node, call, reason):
     with started(per_node):
         with pytest.raises(RuntimeError, match=rf"(?s)number 1 of group 0 of ranks.*{reason}"):
             call()

@@ -1,4 +1,4 @@
-"""Programs that use torch.distributed alone, below a plain launcher."""
+"""Programs that use only torch.distributed, under a plain launcher."""
 
 import os
 from pathlib import Path
@@ -27,7 +27,7 @@ dist.barrier()
 
 @pytest.fixture
 def installed(tmp_path):
-    """Have the entry points of the package in a folder for PYTHONPATH."""
+    """Create a folder for PYTHONPATH with the entry points of the package."""
     text = (ROOT / "setup.cfg").read_text()
     lines = text.partition("torch.backends =\n")[2].partition("\n\n")[0]
     folder = tmp_path / "hpctrain_here-0.0.dist-info"
@@ -48,15 +48,15 @@ def run(folder, program, *, ranks=0, **variables):
 
 
 @pytest.mark.launches
-def test_ranks_need_no_import_and_no_address_and_end_together(installed):
+def test_ranks_need_no_import_and_no_address_and_a_failure_ends_all(installed):
     done = run(installed, PROGRAM, ranks=2)
     assert done.stdout.count("total 4.0") == 2, done.stderr
     assert done.returncode != 0
     assert "[rank 1] ValueError: one rank fails" in done.stderr
 
 
-def test_torch_starts_where_nothing_of_ours_can(installed):
-    """The entry point loads neither MPI nor the world; a world of one does without MPI."""
+def test_torch_starts_without_mpi(installed):
+    """The entry point imports neither MPI nor the world, and a world of one rank needs no MPI."""
     program = (
         "import sys\n"
         "import torch\n"

@@ -1,4 +1,4 @@
-"""Torch's own tests run on our ranks, and nothing that gloo passes is overlooked."""
+"""Torch's own tests run on our ranks, and a test that passes with gloo must pass."""
 
 import pytest
 
@@ -73,7 +73,7 @@ class OfThreads(MultiThreadedTestCase):
 
 
 @pytest.mark.launches
-def test_some_of_torchs_own_tests_pass(tmp_path):
+def test_a_selection_of_torchs_tests_passes(tmp_path):
     runs = Runs(tmp_path, SMOKE, 60)
     found = runs.run(WHEEL, "wheel", 2, "hpctrain")
     passed = {name.rpartition("::")[2] for name, each in found.items() if each.outcome == "passed"}
@@ -83,7 +83,7 @@ def test_some_of_torchs_own_tests_pass(tmp_path):
 @pytest.mark.conformance
 @pytest.mark.limit(300)
 @pytest.mark.launches
-def test_cases_of_torchs_harness_run_on_the_ranks(tmp_path):
+def test_test_cases_of_torchs_harness_run_on_the_ranks(tmp_path):
     file = tmp_path / "test_fake.py"
     file.write_text(FAKE)
     runs = Runs(tmp_path / "logs", "", 60)
@@ -94,7 +94,7 @@ def test_cases_of_torchs_harness_run_on_the_ranks(tmp_path):
     assert "hpctrain" in wrong
 
 
-def test_what_passes_over_gloo_must_pass():
+def test_tests_that_pass_with_gloo_must_pass():
     (name,) = EXCLUDED
     gloo = {"a": PASSED, "b": FAILED, "c": SKIPPED, "d": PASSED, f"X::{name}": PASSED}
     assert not list(compare(gloo, {"a": PASSED, "d": PASSED, f"X::{name}": FAILED}))
@@ -103,7 +103,7 @@ def test_what_passes_over_gloo_must_pass():
     assert "is excluded" in wrong[-1]
 
 
-def test_a_folder_that_is_no_checkout_is_an_error(capsys, tmp_path):
+def test_a_folder_without_torchs_tests_is_an_error(capsys, tmp_path):
     with pytest.raises(SystemExit):
         main([str(tmp_path)])
     assert "has no file" in capsys.readouterr().err

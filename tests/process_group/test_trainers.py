@@ -1,4 +1,4 @@
-"""Trainers that others have written run over our backend by the recipes of the guide."""
+"""Third-party trainers run with our backend by the recipes of the guide."""
 
 import os
 from pathlib import Path
@@ -79,7 +79,7 @@ torch.distributed.init_process_group("hpctrain")
 deepspeed.init_distributed(dist_backend="hpctrain", auto_mpi_discovery=False)
 """,
 }
-"""What the guide says."""
+"""Recipes as printed in the guide."""
 
 OPTIONS = {
     "Transformers": """output_dir=os.environ["FOLDER"], num_train_epochs=EPOCHS, optim="sgd",
@@ -88,7 +88,7 @@ OPTIONS = {
     "Lightning": """max_epochs=EPOCHS, logger=False, enable_checkpointing=False,
     use_distributed_sampler=False""",
 }
-"""What a recipe leaves out."""
+"""Arguments that a recipe omits."""
 
 PROGRAMS = {
     "Accelerate": """

@@ -1,4 +1,4 @@
-"""What torch builds on a process group trains as one process does."""
+"""torch's data, sharded and tensor parallelism over our backend train as one process does."""
 
 import copy
 import warnings
@@ -53,7 +53,7 @@ def sgd(model):
 
 
 def alone(model=None, steps=STEPS, optimizer=sgd, clip=None):
-    """Train one process on whole batches."""
+    """Train one process on whole batches; return its parameters."""
     model = model or mlp()
     stepper = optimizer(model)
     for x, y in batches(steps):
@@ -92,7 +92,7 @@ def test_ddp(options):
     check(model.parameters(), alone())
 
 
-def test_ddp_with_a_parameter_that_nobody_or_one_rank_uses():
+def test_ddp_with_parameters_unused_by_some_or_all_ranks():
     class Choosing(nn.Module):
         def __init__(self):
             super().__init__()
@@ -128,7 +128,7 @@ def test_ddp_accumulates_without_communication():
     check(model.parameters(), alone())
 
 
-def test_ranks_may_have_more_batches_than_others():
+def test_join_allows_unequal_numbers_of_batches():
     model = DDP(mlp())
     count = 1 + dist.get_rank()
     with Join([model]):
@@ -138,13 +138,13 @@ def test_ranks_may_have_more_batches_than_others():
     assert count == 1 + dist.get_rank()
 
 
-def test_the_average_may_be_over_the_ranks_that_still_have_batches():
+def test_join_may_average_over_the_remaining_ranks():
     model, plain, count = DDP(mlp()), mlp(), 1 + dist.get_rank()
     with Join([model], divide_by_initial_world_size=False):
         for x, y in batches(count):
             model.zero_grad()
             mse_loss(model(x), y).backward()
-    if count == dist.get_world_size():  # the last batch was this rank's alone
+    if count == dist.get_world_size():  # this rank alone had the last batch
         mse_loss(plain(x), y).backward()
         check([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
 

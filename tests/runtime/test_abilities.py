@@ -1,4 +1,4 @@
-"""Horovod's questions about what is there, answered with its types."""
+"""Horovod's queries for built and enabled features return its types."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from hpctrain.core.errors import NotInitializedError
 
 
 @pytest.mark.ranks(1, 2)
-def test_mpi_is_there_and_nothing_else(hvd):
+def test_only_mpi_is_enabled(hvd):
     for yes in (hvd.mpi_enabled, hvd.mpi_built, hvd.mpi_threads_supported):
         assert yes() is True
     for no in (
@@ -23,7 +23,7 @@ def test_mpi_is_there_and_nothing_else(hvd):
     assert not hvd.nccl_built()
 
 
-def test_before_init_nothing_is_enabled():
+def test_nothing_is_enabled_before_init():
     assert hpctrain.mpi_built()
     assert not hpctrain.mpi_enabled()
     with pytest.raises(NotInitializedError):

@@ -1,4 +1,4 @@
-"""The end of a rank is bounded, and only a rank's failure ends ranks."""
+"""Failures of a rank end all ranks within a time limit, and other events do not."""
 
 import json
 import subprocess
@@ -20,7 +20,7 @@ from pathlib import Path
 from hpctrain.runtime.abort import FailureHooks
 
 class World:
-    "Ends nobody, and says what it was asked for."
+    "Prints calls of Abort and ends no process."
     rank = 7
     def Abort(self, errorcode=0):
         print("abort", errorcode, flush=True)
@@ -37,11 +37,11 @@ def run(body: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_an_abort_that_hangs_ends_the_process_all_the_same(tmp_path: Path) -> None:
+def test_an_abort_that_hangs_still_ends_the_process(tmp_path: Path) -> None:
     start = time.monotonic()
     ended = run(
         """
-World.Abort = lambda self, code: ctypes.PyDLL(None).sleep(20)  # and holds the GIL
+World.Abort = lambda self, code: ctypes.PyDLL(None).sleep(20)  # holds the GIL
 FailureHooks(World(), None)
 raise ValueError("bad luck")
 """,
@@ -52,7 +52,7 @@ raise ValueError("bad luck")
     assert "[rank 7] ValueError: bad luck" in ended.stderr
 
 
-def test_every_line_is_tagged_on_stderr_and_on_disk_before_all_ranks_are_ended(
+def test_every_line_is_tagged_and_on_disk_before_all_ranks_are_aborted(
     tmp_path: Path,
 ) -> None:
     ended = run(
@@ -83,7 +83,7 @@ RANK_LOST = "from hpctrain.core.errors import RankLostError; raise RankLostError
     ("statement", "code", "words"),
     [("raise KeyboardInterrupt", 130, "interrupted"), (RANK_LOST, 87, "gone")],
 )
-def test_what_is_no_fault_of_this_rank_is_one_line(
+def test_interrupts_and_lost_ranks_are_reported_in_one_line(
     statement: str, code: int, words: str, tmp_path: Path
 ) -> None:
     ended = run(f"FailureHooks(World(), None)\n{statement}", tmp_path)
@@ -92,7 +92,7 @@ def test_what_is_no_fault_of_this_rank_is_one_line(
     assert len(ended.stderr.splitlines()) == 1
 
 
-def test_a_forked_child_ends_itself_only(tmp_path: Path) -> None:
+def test_an_exception_in_a_forked_child_ends_only_the_child(tmp_path: Path) -> None:
     ended = run(
         """
 FailureHooks(World(), None)
@@ -107,7 +107,7 @@ print("parent goes on")
     assert "ValueError: a child's" in ended.stderr
 
 
-def test_threads_that_exit_or_only_help_end_nobody_and_the_hooks_are_put_back(
+def test_exceptions_in_helper_threads_do_not_abort_and_hooks_are_restored(
     tmp_path: Path,
 ) -> None:
     ended = run(
@@ -116,7 +116,7 @@ def in_thread(target, *args):
     thread = threading.Thread(target=target, args=args)
     thread.start(); thread.join()
 
-threading.excepthook = lambda args: print("heard", args.exc_value)  # the user's own
+threading.excepthook = lambda args: print("heard", args.exc_value)  # set by the user
 before = sys.excepthook, threading.excepthook
 hooks = FailureHooks(World(), LOG)
 assert (sys.excepthook, threading.excepthook) != before
@@ -131,7 +131,7 @@ except ChildProcessError:
 """,
         tmp_path,
     )
-    # Python itself tells a hook of the user's own of an exit, too.
+    # Python calls a user's threading.excepthook for SystemExit too.
     assert (ended.returncode, ended.stdout) == (
         0,
         "heard 1\nheard division by zero\nno child\n",
@@ -140,7 +140,7 @@ except ChildProcessError:
     assert "[rank 7] ZeroDivisionError" in ended.stderr
 
 
-def test_code_that_holds_or_calls_torch_computes_and_other_code_does_not() -> None:
+def test_only_code_that_uses_torch_counts_as_computing() -> None:
     def trace(function):
         with pytest.raises(Exception) as caught:  # noqa: PT011 - any
             function()

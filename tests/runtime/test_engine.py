@@ -1,4 +1,4 @@
-"""The engine that ``init`` is asked for, and the end of ranks that use Horovod's."""
+"""The engine selected in ``init``, and the end of ranks that use Horovod's engine."""
 
 import signal
 from pathlib import Path
@@ -18,7 +18,7 @@ ENDS = {
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.requires("horovod")
-def test_init_takes_the_engine_and_the_plan_says_it(world):
+def test_init_sets_the_engine_of_the_plan(world):
     hpctrain.init(engine="horovod")
     assert worlds.current().plan.engine == "horovod"
     mean = hpctrain.allreduce(torch.full((3,), float(world.rank)), name="x")
@@ -33,7 +33,7 @@ def test_init_takes_the_engine_and_the_plan_says_it(world):
 @pytest.mark.limit(150)
 @pytest.mark.requires("horovod")
 @pytest.mark.parametrize("end", ENDS)
-def test_a_rank_that_ends_by_anything_ends_all_that_use_horovod(
+def test_the_end_of_one_rank_ends_all_ranks_with_horovods_engine(
     end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HPCTRAIN_ENGINE", "horovod")

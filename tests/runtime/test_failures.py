@@ -1,4 +1,4 @@
-"""One rank fails: all ranks end within five seconds, with a non-zero code, and it is said why."""
+"""A failure of one rank ends all ranks within five seconds, with a non-zero code and a reason."""
 
 import os
 import signal
@@ -22,13 +22,13 @@ LIMIT_S = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What rank 1 does while the others go on, and what is to be read then on stderr."""
+    """The program of rank 1 while the others train, and the expected output on stderr."""
 
     body: str
     num_ranks: int = 2
     nodes: int = 1
     said: tuple[str, ...] = ()
-    logged: str = ""  # in the log of some rank
+    logged: str = ""  # in the log file of any rank
     num_tracebacks: int = 0
 
 
@@ -63,7 +63,7 @@ CASES = {
         said=RAISED,
         logged="[rank 1] Traceback (most recent call last):",
     ),
-    # On two nodes one rank waits beside the lost one, and one on the other node.
+    # With two nodes, one rank waits on the node of the lost rank and one on the other node.
     "a word": Case(
         body="now(); sys.exit()", num_ranks=3, nodes=2, said=LEFT, logged="RankLostError"
     ),
@@ -89,7 +89,7 @@ AT_LENGTH = pytest.param("an exception in a thread that computes", marks=pytest.
 
 
 @pytest.mark.parametrize("name", [*sorted(CASES.keys() - {*AT_LENGTH.values}), AT_LENGTH])
-def test_an_end_of_one_rank_ends_all_and_it_is_said_why(name: str, tmp_path: Path) -> None:
+def test_the_end_of_one_rank_ends_all_with_a_reason(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     ignored = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" if "slow" in name else ""
     body = indented("train(steps=2)\n" + case.body)
@@ -113,7 +113,7 @@ def indented(body: str) -> str:
 
 
 def assert_named(outcome: Outcome) -> None:
-    """Find the number of the rank that had no word: MPICH's launcher names a process alone."""
+    """Check that the lost rank is named; MPICH's launcher names only a process."""
     assert "rank 1" in outcome.err or not find_mpirun().is_openmpi
 
 
@@ -123,7 +123,7 @@ def assert_ended(outcome: Outcome, limit_s: float = LIMIT_S) -> None:
     assert not outcome.left_over, outcome.err
 
 
-def test_an_exception_behind_which_the_world_ends_is_told_with_its_rank(tmp_path: Path) -> None:
+def test_an_exception_before_a_shutdown_is_reported_with_its_rank(tmp_path: Path) -> None:
     body = """
     try:
         now()
@@ -137,7 +137,7 @@ def test_an_exception_behind_which_the_world_ends_is_told_with_its_rank(tmp_path
     assert "excepthook" not in outcome.err
 
 
-def test_an_exception_in_a_thread_that_only_helps_is_told_and_ends_nobody(tmp_path: Path) -> None:
+def test_an_exception_in_a_helper_thread_is_reported_and_the_run_continues(tmp_path: Path) -> None:
     outcome = run_ranks(
         tmp_path,
         """
@@ -152,7 +152,7 @@ def test_an_exception_in_a_thread_that_only_helps_is_told_and_ends_nobody(tmp_pa
             bar.join()
         train(steps=3)
         print("trained")
-        sys.exit(5)  # on all ranks alike: that is kept
+        sys.exit(5)  # identical on all ranks, so the launcher returns it
         """,
     )
     assert (outcome.code, outcome.out.splitlines()[:2]) == (5, ["trained"] * 2), outcome.err
@@ -161,16 +161,16 @@ def test_an_exception_in_a_thread_that_only_helps_is_told_and_ends_nobody(tmp_pa
         assert "[rank 1] ValueError: no terminal" in text
 
 
-def test_a_rank_that_vanishes_without_a_trace_ends_all(tmp_path: Path) -> None:
+def test_a_rank_that_exits_without_a_message_ends_all(tmp_path: Path) -> None:
     outcome = run_ranks(tmp_path, "if rank == 1:\n    now(); os._exit(0)\ntrain()")
-    # MPICH's launcher ends all ranks at once as well, but returns the 0 of the first one.
+    # MPICH's launcher ends all ranks too, but returns the exit code 0 of the first one.
     assert outcome.code != 0 or not find_mpirun().is_openmpi
     assert outcome.seconds < LIMIT_S
     assert not outcome.left_over
     assert_named(outcome)
 
 
-def test_a_failure_of_all_ranks_is_told_once(tmp_path: Path) -> None:
+def test_a_failure_of_all_ranks_is_reported_once(tmp_path: Path) -> None:
     body = "hvd.barrier(); now()\nraise ValueError('the same everywhere')"
     outcome = run_ranks(tmp_path, body, num_ranks=4)
     assert_ended(outcome)
@@ -178,7 +178,7 @@ def test_a_failure_of_all_ranks_is_told_once(tmp_path: Path) -> None:
     assert outcome.err.count("Traceback") < 4
 
 
-def test_a_failure_ends_ranks_that_are_done(tmp_path: Path) -> None:
+def test_a_failure_ends_ranks_that_have_finished(tmp_path: Path) -> None:
     body = "if rank == 1:\n    time.sleep(2); now()\n    raise ValueError('bad luck')"
     outcome = run_ranks(tmp_path, body)
     assert_ended(outcome)
@@ -189,7 +189,7 @@ def test_a_failure_ends_ranks_that_are_done(tmp_path: Path) -> None:
     "reached",
     ["mpirun", "a rank that waits", pytest.param("all ranks", marks=pytest.mark.conformance)],
 )
-def test_ctrl_c_is_clean(reached: str, tmp_path: Path) -> None:
+def test_ctrl_c_ends_all_ranks_without_a_traceback(reached: str, tmp_path: Path) -> None:
     def interrupt(mpirun) -> None:
         files = {"all ranks": "pid-*", "a rank that waits": "pid-0"}
         pids = [int(file.read_text()) for file in tmp_path.glob(files.get(reached, "none"))]
@@ -205,7 +205,7 @@ def test_ctrl_c_is_clean(reached: str, tmp_path: Path) -> None:
     assert not is_waiting or (outcome.code == INTERRUPTED and "[rank 0] inter" in outcome.err)
 
 
-def test_a_rank_that_is_silent_for_too_long_ends_all(
+def test_a_rank_that_exceeds_the_timeout_ends_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HPCTRAIN_TIMEOUT", "2")
@@ -226,7 +226,7 @@ def test_a_rank_that_is_silent_for_too_long_ends_all(
 
 
 @pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.conformance)])
-def test_ranks_idle_for_under_one_percent_of_a_core_and_one_may_be_done_long_before_the_others(
+def test_idle_ranks_use_less_than_one_percent_of_a_core_and_may_finish_early(
     nodes: int, tmp_path: Path
 ) -> None:
     outcome = run_ranks(
@@ -236,7 +236,7 @@ def test_ranks_idle_for_under_one_percent_of_a_core_and_one_may_be_done_long_bef
             handle = hvd.allreduce_async(torch.ones(10), name="early")
             hvd.allreduce(torch.ones(10), name="late")
             hvd.synchronize(handle)
-        used = time.process_time()  # of all threads
+        used = time.process_time()  # over all threads
         time.sleep(3)
         share = (time.process_time() - used) / 3
         (HERE / f"share-{rank}").write_text(str(share))
@@ -244,7 +244,7 @@ def test_ranks_idle_for_under_one_percent_of_a_core_and_one_may_be_done_long_bef
             hvd.shutdown()
             hvd.shutdown()
             sys.exit()
-        time.sleep(3)  # without a call of ours, as in a long computation
+        time.sleep(3)  # without calls of hpctrain, as in a long computation
         print("result written")
         """,
         nodes=nodes,
@@ -271,7 +271,7 @@ TENSOR, BUCKET = "torch.ones(1 << 18)", "comm.new_bucket(1 << 18, torch.float32)
     ("end", "given"),
     [("sys.exit()", TENSOR), ("os.kill(os.getpid(), signal.SIGKILL)", BUCKET)],
 )
-def test_a_rank_that_ends_while_chunks_travel_between_nodes_ends_all(
+def test_a_rank_that_ends_during_a_transfer_between_nodes_ends_all(
     end: str, given: str, tmp_path: Path
 ) -> None:
     outcome = run_ranks(
@@ -282,7 +282,7 @@ def test_a_rank_that_ends_while_chunks_travel_between_nodes_ends_all(
         from hpctrain.runtime.world import current
 
         comm = current().comm
-        levels = comm._comm if hasattr(comm._comm, "use") else comm  # perhaps with a thread
+        levels = comm._comm if hasattr(comm._comm, "use") else comm  # may be wrapped by a thread
         levels.use(replace(levels.plan, chunk_bytes=4096))
         started, whole = [], rails.InFlight._start
 
@@ -302,11 +302,11 @@ def test_a_rank_that_ends_while_chunks_travel_between_nodes_ends_all(
         nodes=2,
     )
     assert_ended(outcome)
-    if "exit" in end:  # the launcher may end the third before it has looked
+    if "exit" in end:  # the launcher may end the third rank before it detects the loss
         assert sum("RankLostError" in log for log in outcome.logs.values()) >= 1
 
 
-def test_a_program_that_has_given_up_a_call_of_mpi_ends_without_mpi_finalize(
+def test_a_program_with_an_abandoned_mpi_call_exits_without_mpi_finalize(
     tmp_path: Path,
 ) -> None:
     outcome = run_ranks(

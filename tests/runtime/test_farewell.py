@@ -1,4 +1,4 @@
-"""No rank waits for another without a limit, from ``MPI_Init`` to ``MPI_Finalize``."""
+"""Every wait of a rank for another has a limit, from ``MPI_Init`` to ``MPI_Finalize``."""
 
 import sys
 
@@ -42,7 +42,7 @@ RECOVERS = pytest.param(("--recover",), marks=pytest.mark.requires("recovery"), 
 
 @pytest.mark.parametrize("options", [pytest.param((), id="plain"), RECOVERS])
 @pytest.mark.parametrize(("num_ranks", "what"), [(2, "sleeps"), (4, "stops")])
-def test_a_farewell_ends_after_the_timeout_and_names_who_is_missing(num_ranks, what, options):
+def test_shutdown_ends_after_the_timeout_and_names_the_missing_rank(num_ranks, what, options):
     done = run(PROGRAM, num_ranks, what, options=options)
     assert done.returncode == RANK_LOST, done.stderr
     assert done.stdout == "test accuracy 0.9\n"
@@ -63,7 +63,7 @@ print("done")
 
 
 @pytest.mark.parametrize("call", ["MPI_Init", "MPI_Finalize"])
-def test_mpi_starts_and_ends_within_the_timeout_or_the_launch_ends(call):
+def test_a_hang_in_mpi_init_or_finalize_ends_the_launch_after_the_timeout(call):
     done = run(IN_MPI, 3, call, python=[sys.executable])
     assert done.returncode == RANK_LOST, done.stderr
     assert f"waited longer in {call} for rank 1 than HPCTRAIN_TIMEOUT=" in done.stderr
@@ -84,7 +84,7 @@ SPARES = pytest.param(
 
 
 @pytest.mark.parametrize("options", [pytest.param((), id="plain"), SPARES])
-def test_a_rank_that_does_not_come_to_init_ends_all(options):
+def test_a_rank_that_does_not_reach_init_ends_all(options):
     done = run(START, 2, options=options, python=[sys.executable])
     assert done.returncode == RANK_LOST, done.stderr
     assert "for the other ranks, longer than HPCTRAIN_TIMEOUT=" in done.stderr

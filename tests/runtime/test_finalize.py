@@ -1,4 +1,4 @@
-"""A program may end MPI itself."""
+"""A program may call ``MPI_Finalize`` itself."""
 
 import sys
 from pathlib import Path
@@ -25,7 +25,7 @@ for again in range(2):
     hvd.init()
     mean = hvd.allreduce(torch.full((4,), float(hvd.rank())))
 if hvd.rank() == 1:
-    time.sleep(1.2)  # the others are done, and wait
+    time.sleep(1.2)  # the other ranks wait in Finalize
 MPI.Finalize()
 if hvd.rank() == 0:
     print("mean", mean[0].item(), "of", hvd.size())
@@ -45,7 +45,7 @@ else:
         pytest.param(MPICH, ".venv-mpich", id="MPICH", marks=pytest.mark.requires("mpich")),
     ],
 )
-def test_a_program_that_finalizes_mpi_after_its_work_ends_with_0(python, environment, tmp_path):
+def test_a_program_that_calls_finalize_itself_exits_with_0(python, environment, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     ranks = [*preload.python(environment), program]

@@ -1,4 +1,4 @@
-"""A forked child may compute and end in any way: its parent goes on, and the launch ends."""
+"""Forked children may compute and end in any way without effect on parent and launch."""
 
 import sys
 from pathlib import Path
@@ -24,7 +24,7 @@ hvd.init()
 assert not hvd.should_stop()
 size = hvd.size()
 total = torch.full((4,), float(hvd.rank()))
-model = torch.nn.Linear(2, 1)  # a child drops both when it ends
+model = torch.nn.Linear(2, 1)  # a child frees both at its end
 optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 model(torch.ones(3, 2) + hvd.rank()).mean().backward()
@@ -61,7 +61,7 @@ for name, (end, code) in ENDS.items():
             end()
     for number, child in enumerate(children):
         if name == "signal":
-            time.sleep(1.1 * number)  # as long as a second signal of the parent's would count
+            time.sleep(1.1 * number)  # far enough apart to count as a second signal
             os.kill(child, signal.SIGTERM)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == code, name
     assert hvd.allreduce(total).tolist() == [(size - 1) / 2] * 4, name
@@ -89,7 +89,7 @@ def launched(tmp_path, python, environment, nodes, first):
 THIS = (Path(sys.executable), ".venv")
 
 
-FIRST = "from mpi4py import MPI"  # which hpctrain finds loaded then
+FIRST = "from mpi4py import MPI"  # so that hpctrain finds mpi4py.MPI already imported
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,9 @@ FIRST = "from mpi4py import MPI"  # which hpctrain finds loaded then
         pytest.param(MPICH, ".venv-mpich", 1, FIRST, marks=pytest.mark.requires("mpich")),
     ],
 )
-def test_children_end_without_effect_on_their_parents(tmp_path, python, environment, nodes, first):
+def test_the_end_of_a_child_does_not_affect_its_parent(
+    tmp_path, python, environment, nodes, first
+):
     done = launched(tmp_path, python, environment, nodes, first)
     assert done.returncode == 0, done.stderr
     ends = [
@@ -109,4 +111,5 @@ def test_children_end_without_effect_on_their_parents(tmp_path, python, environm
         "the child comes to the end of the program",
     ]
     assert [done.stdout.count(end) for end in ends] == [1, 1, 1], done.stdout
-    assert done.stderr.count("ValueError: of the child") in (1, 2)  # as ranks are told together
+    # identical messages of several ranks are merged
+    assert done.stderr.count("ValueError: of the child") in (1, 2)

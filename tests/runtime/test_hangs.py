@@ -1,4 +1,4 @@
-"""Real ranks wait in collectives without a name for one that does something else: it is named."""
+"""Stall reports of unnamed collectives name the rank that does not take part."""
 
 import pytest
 
@@ -25,7 +25,7 @@ GRADIENTS = """
 
 
 def hang(tmp_path, monkeypatch, body, *, num_ranks):
-    """Return what a run that hangs has told of it; it ends with code 86."""
+    """Run until the stall abort, which has exit code 86; return the outcome."""
     monkeypatch.setenv("HPCTRAIN_STALL_S", "1")
     monkeypatch.setenv("HPCTRAIN_STALL_ABORT_S", "5")
     monkeypatch.setenv("HPCTRAIN_LOG_DIR", str(tmp_path / "log"))
@@ -36,7 +36,7 @@ def hang(tmp_path, monkeypatch, body, *, num_ranks):
     return outcome
 
 
-def test_gradients_that_wait_for_a_rank_name_it_and_its_place(tmp_path, monkeypatch):
+def test_gradients_that_wait_for_a_rank_report_it_and_its_stack(tmp_path, monkeypatch):
     body = f"""{GRADIENTS}
     from mpi4py import MPI
 
@@ -60,11 +60,11 @@ def test_gradients_that_wait_for_a_rank_name_it_and_its_place(tmp_path, monkeypa
     assert "in a_meeting: MPI.COMM_WORLD.Barrier()" in outcome.err
     calls = [(tmp_path / f"log/collectives-{rank}.txt").read_text() for rank in range(3)]
     lasts = [text.splitlines()[-1].partition("ago  ")[2] for text in calls]
-    assert lasts[0] == lasts[2] != lasts[1]  # where ranks stand, by number
+    assert lasts[0] == lasts[2] != lasts[1]  # the last collective of each rank, by number
     assert lasts[1] in calls[0]
 
 
-def test_groups_of_torch_distributed_and_a_stopped_rank_are_told_of(tmp_path, monkeypatch):
+def test_stalls_in_groups_of_torch_distributed_are_reported(tmp_path, monkeypatch):
     body = """
     import os, signal
     import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Optimizers leave the compiler out, and whoever needs it gets all of it."""
+"""Optimizers do not load torch's compiler; code that uses the compiler loads all of it."""
 
 import sys
 import textwrap
@@ -18,7 +18,7 @@ def stands_in():
 
 def train(kind):
     optimizer = kind(model.parameters(), lr=0.1)
-    def closure():  # without backward, whose threads a fork would lose
+    def closure():  # no backward, because a fork does not copy its threads
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         return torch.tensor(1.0)
@@ -49,7 +49,7 @@ NEEDS = {
 
 
 def run(code: str) -> str:
-    """Run code in a process of its own."""
+    """Run code in a separate process; return its output."""
     done = ended([sys.executable, "-c", PRELUDE + code], timeout=140)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -75,8 +75,8 @@ assert stands_in()
     ],
     ids=", ".join,
 )
-def test_whoever_needs_the_compiler_gets_it_after_any_optimizer(needs):
-    """Each need in a fork of its own; the steps before it were waved through."""
+def test_the_compiler_is_loaded_on_demand_after_an_optimizer_step(needs):
+    """Each use of the compiler runs in a separate fork, after steps without the compiler."""
     forks = "".join(
         f"""
 if os.fork() == 0:

@@ -1,4 +1,4 @@
-"""Process sets: numbers, members, errors; operations of several sets at the same time."""
+"""Process sets: ids, members, errors, and concurrent operations of several sets."""
 
 import copy
 import pickle
@@ -35,7 +35,7 @@ def test_the_global_set_has_all_ranks_from_init_to_shutdown():
 
 
 @SEVERAL
-def test_a_set_of_init_is_numbered_in_order_and_gone_after_shutdown(world):
+def test_sets_passed_to_init_are_numbered_in_order_and_removed_at_shutdown(world):
     first, last = hpctrain.ProcessSet([0]), hpctrain.ProcessSet(reversed(range(1, world.size)))
     assert first.rank() is first.size() is first.process_set_id is None
     hpctrain.init(process_sets=[first, last])
@@ -51,7 +51,7 @@ def test_a_set_of_init_is_numbered_in_order_and_gone_after_shutdown(world):
     with pytest.raises(ConfigError, match=rf"rank {world.rank} is not in ProcessSet\(process_set"):
         other.rank()
     hpctrain.init(process_sets="dynamic")
-    hpctrain.init(process_sets=[first])  # is there
+    hpctrain.init(process_sets=[first])  # already registered
     twin = hpctrain.ProcessSet(range(world.size))
     with pytest.raises(ConfigError, match="entry 0 of process_sets"):
         hpctrain.init(process_sets=[twin])
@@ -62,7 +62,7 @@ def test_a_set_of_init_is_numbered_in_order_and_gone_after_shutdown(world):
 
 
 @SEVERAL
-def test_sets_are_made_of_communicators(world):
+def test_sets_can_be_created_from_communicators(world):
     part = world.Split(world.rank % 2, world.rank)
     mine = hpctrain.ProcessSet(part)
     assert mine.ranks is mine.included() is None
@@ -83,7 +83,7 @@ def test_sets_are_made_of_communicators(world):
 
 
 @SEVERAL
-def test_sets_come_and_go_and_their_numbers_are_used_again(hvd):
+def test_ids_of_removed_sets_are_reused(hvd):
     even, odd = halves(hvd.size())
     sets = [hvd.add_process_set(ranks) for ranks in (even, odd)]
     assert [one.process_set_id for one in sets] == [1, 2]
@@ -98,7 +98,7 @@ def test_sets_come_and_go_and_their_numbers_are_used_again(hvd):
 
 
 @SEVERAL
-def test_operations_of_sets_that_overlap_do_not_meet(hvd):
+def test_operations_of_overlapping_sets_are_independent(hvd):
     even, odd = halves(hvd.size())
     rank, size = hvd.rank(), hvd.size()
     sets = [hvd.add_process_set(ranks) for ranks in (even, odd) if len(ranks) < size]
@@ -106,14 +106,14 @@ def test_operations_of_sets_that_overlap_do_not_meet(hvd):
         sets.append(hvd.add_process_set(range(1, size)))
     sets.append(hvd.global_process_set)
     mine = [one for one in sets if one.included()]
-    order = mine if rank % 2 else list(reversed(mine))  # the order differs from rank to rank
+    order = mine if rank % 2 else list(reversed(mine))  # a different order on every rank
     handles = {
         one.process_set_id: hvd.allreduce_async(
             torch.tensor([float(rank)]), op=hvd.Sum, name="x", process_set=one
         )
         for one in order
     }
-    for one in mine:  # the communicator for buckets is apart from that of operations
+    for one in mine:  # collectives of buckets use another communicator than named operations
         total = current().sets.communicator(one).allreduce(torch.ones(3))
         assert total.tolist() == [len(one.ranks)] * 3
     for one in mine:
@@ -122,7 +122,7 @@ def test_operations_of_sets_that_overlap_do_not_meet(hvd):
 
 
 @SEVERAL
-def test_removal_waits_for_what_all_ranks_of_the_set_have_started(hvd):
+def test_removal_waits_for_operations_that_all_ranks_of_the_set_have_started(hvd):
     one = hvd.add_process_set([0])
     two = hvd.add_process_set(range(1, hvd.size()))
     mine = one if one.included() else two
@@ -135,7 +135,7 @@ def test_removal_waits_for_what_all_ranks_of_the_set_have_started(hvd):
 
 
 @SEVERAL
-def test_ranks_that_want_other_sets_all_hear_of_it_and_go_on(hvd):
+def test_different_sets_are_an_error_on_all_ranks_and_later_calls_work(hvd):
     rank = hvd.rank()
     with pytest.raises(MismatchError, match=r"rank 0: \[0\]; .*: \[1\]"):
         hvd.add_process_set([min(rank, 1)])
@@ -147,7 +147,7 @@ def test_ranks_that_want_other_sets_all_hear_of_it_and_go_on(hvd):
 
 
 @SIZES
-def test_sets_that_cannot_be_are_refused_on_every_rank(hvd):
+def test_invalid_sets_are_rejected_on_every_rank(hvd):
     size = hvd.size()
     for ranks in ([], [size], [0, 0], [-1]):
         with pytest.raises(ConfigError, match=rf"ranks from 0 to {size - 1}, each once"):
@@ -165,11 +165,11 @@ def test_a_set_of_several_ranks_needs_mpi_with_threads(monkeypatch):
     monkeypatch.setattr("hpctrain.runtime.process_set_table.calls_from_threads", lambda: False)
     with pytest.raises(ConfigError, match=r"without MPI_THREAD_MULTIPLE, so \[0, 1\]"):
         hpctrain.add_process_set([0, 1])
-    hpctrain.add_process_set([0])  # it sends nothing
+    hpctrain.add_process_set([0])  # a set of one rank does not communicate
 
 
 @SEVERAL
-def test_renewed_sets_keep_their_numbers_and_work(hvd):
+def test_renewed_sets_keep_their_ids_and_work(hvd):
     one = hvd.add_process_set([0])
     hvd.allreduce(torch.ones(1), name="before")
     current().sets.break_off("the test says so")
@@ -196,7 +196,7 @@ def test_roots_are_ranks_of_the_world(hvd):
 
 
 @pytest.mark.ranks(1)
-def test_copies_are_the_set_itself_and_files_hold_its_ranks():
+def test_copies_are_the_same_object_and_pickles_contain_the_ranks():
     one = hpctrain.ProcessSet([0])
     for copied in (copy.copy(one), copy.deepcopy({"set": one})["set"]):
         assert copied is one

@@ -1,4 +1,4 @@
-"""What depends on the ranks is made again in one order, and a move that failed may be repeated."""
+"""State that depends on the ranks is rebuilt in a fixed order, and failed moves are retried."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from hpctrain.runtime.rebuild import Rebuild, RebuildStage
 
 
 def world_before(calls: list[str], failing: list[str]) -> Rebuild:
-    """Return the holders of a world; the moves of those in ``failing`` fail once each."""
+    """Return a world with registered moves; each move in ``failing`` fails once."""
     before = Rebuild()
 
     def move(name: str) -> None:
@@ -25,7 +25,7 @@ def world_before(calls: list[str], failing: list[str]) -> Rebuild:
     return before
 
 
-def test_what_has_not_moved_moves_at_the_next_try_and_nothing_moves_twice():
+def test_a_failed_move_is_retried_and_no_move_runs_twice():
     calls, failing = [], ["set", "sampler"]
     after = Rebuild()
     after.follow(world_before(calls, failing).leave())
@@ -38,7 +38,7 @@ def test_what_has_not_moved_moves_at_the_next_try_and_nothing_moves_twice():
     assert len(calls) == 6
 
 
-def test_what_has_not_moved_is_left_to_the_world_after_the_next():
+def test_a_failed_move_is_passed_on_to_the_next_world():
     calls = []
     second = Rebuild()
     second.follow(world_before(calls, ["optimizer"]).leave())

@@ -1,4 +1,4 @@
-"""``hpctrain.run`` from a script of its own, so that its functions live in ``__main__``."""
+"""``hpctrain.run`` from a separate script, so that its functions are in ``__main__``."""
 
 import os
 import signal
@@ -32,7 +32,7 @@ def _ranks_that_have_loaded_torch(monkeypatch):
 def script(tmp_path, body, name="notebook.py"):
     file = tmp_path / name
     file.write_text(textwrap.dedent(body))
-    # No `-m` and another folder: only what the ranks are told leads them to our functions.
+    # The script is outside sys.path, so ranks find its functions only by what run() passes on.
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     return [sys.executable, str(file)], environ
 
@@ -44,7 +44,7 @@ def output_of(tmp_path, body):
     return done.stdout
 
 
-def test_results_come_back_by_rank_from_functions_of_a_script(tmp_path):
+def test_results_are_ordered_by_rank_for_functions_of_a_script(tmp_path):
     (tmp_path / "beside.py").write_text("SCALE = 10\n")
     text = output_of(
         tmp_path,
@@ -73,15 +73,15 @@ def place():
     return hpctrain.rank(), hpctrain.size(), hpctrain.local_size(), hpctrain.cross_rank()
 
 
-def test_ranks_form_one_world_on_declared_nodes():
+def test_ranks_form_one_world_with_declared_nodes():
     before = hpctrain.is_initialized()
     assert run(place, np=3, nodes=2) == [(0, 3, 2, 0), (1, 3, 2, 0), (2, 3, 1, 1)]
-    # The caller needs no world for it and gets none.
+    # The calling process does not initialize a world.
     assert hpctrain.is_initialized() == before
 
 
 class OddError(Exception):
-    """Can be pickled but not built again: its constructor wants two arguments."""
+    """An exception that cannot be unpickled: its constructor needs two arguments."""
 
     def __init__(self, text, number):
         super().__init__(text)
@@ -102,7 +102,7 @@ def fail(kind):
     return None
 
 
-def test_an_exception_names_its_rank_and_brings_its_traceback():
+def test_an_exception_has_its_rank_and_remote_traceback():
     with pytest.raises(RankError, match="rank 1: ValueError: seven is not a prime") as error:
         run(fail, ("value",), np=2)
     assert error.value.rank == 1
@@ -118,25 +118,25 @@ def test_an_exception_names_its_rank_and_brings_its_traceback():
         ("killed", 2, "rank 1|code"),
     ],
 )
-def test_what_cannot_travel_is_described_and_so_is_a_killed_rank(kind, np, said):
+def test_unpicklable_results_and_killed_ranks_are_described(kind, np, said):
     with pytest.raises((RankError, LaunchError), match=said) as error:
         run(fail, (kind,), np=np)
     assert kind != "odd" or error.value.__cause__ is None
 
 
-def test_ranks_past_their_limit_are_ended():
+def test_ranks_are_ended_after_the_timeout():
     before = time.monotonic()
     with pytest.raises(LaunchError, match="2 ranks did not finish in 5 s"):
         run(time.sleep, (100,), np=2, timeout_s=5)
     assert time.monotonic() - before < scaled(40)
 
 
-def test_a_function_that_cannot_travel_never_starts_a_rank():
+def test_an_unpicklable_function_starts_no_rank():
     with pytest.raises(TypeError, match="pickle"):
         run(place, (threading.Lock(),), np=2)
 
 
-def test_ctrl_c_ends_the_ranks_and_comes_back_as_keyboard_interrupt(tmp_path):
+def test_ctrl_c_ends_the_ranks_and_raises_keyboard_interrupt(tmp_path):
     body = """
         import time, pathlib
         import hpctrain as hvd

@@ -1,4 +1,4 @@
-"""A rank dies while those that are left make their world: they make a smaller one."""
+"""After a death during the rebuild, the surviving ranks build a still smaller world."""
 
 import pytest
 
@@ -28,7 +28,7 @@ def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 def share_memory(*arguments):
-    "Let rank 2 die here once the next world has its control communicator, and rank 0 see that."
+    "Kill rank 2 after the creation of the control communicator, and let rank 0 detect it."
     global is_remade
     if is_remade or ME == 1:
         return share(*arguments)
@@ -40,7 +40,7 @@ def share_memory(*arguments):
     raise RankLostError("rank 2 died")
 
 def wait_request(request, watch):
-    "Let rank 1 be late to see that it has a duplicate."
+    "Let rank 1 detect late that its duplicate is complete."
     while not request.Test():
         watch.look(0.0)
         time.sleep(0.1)
@@ -63,8 +63,8 @@ print("of", found.result)
 """
 
 
-def test_a_rank_that_is_late_in_a_new_world_outlives_a_second_death(tmp_path):
-    """A rank that finds the death revokes communicators which another one is still making."""
+def test_a_slow_rank_in_a_new_world_survives_a_second_death(tmp_path):
+    """The rank that detects the death revokes communicators that a slow rank still creates."""
     (tmp_path / "program.py").write_text(PROGRAM)
     line = [*preload.python(), "-m", "hpctrain", "launch", "-n", "4", "--recover"]
     done = ended(

@@ -1,4 +1,4 @@
-"""A request to stop is remembered, and nothing is stopped by it."""
+"""Stop requests by signal, file and deadline are recorded; the program stops itself."""
 
 import os
 import signal
@@ -29,19 +29,19 @@ with StopRequests() as requests:
 
 
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
-def test_a_signal_only_leaves_its_name_and_the_handlers_come_back(number):
+def test_a_signal_is_recorded_and_the_handlers_are_restored(number):
     before = [signal.getsignal(each) for each in SIGNALS]
     with StopRequests() as requests:
         assert not requests.reason
         os.kill(os.getpid(), number)
-        os.kill(os.getpid(), number)  # the launcher's copy of the same request
+        os.kill(os.getpid(), number)  # the launcher forwards a second copy of the signal
         assert requests.reason == number.name
     assert [signal.getsignal(each) for each in SIGNALS] == before
     assert signal.set_wakeup_fd(-1) == -1
     assert "second signal" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_the_reason_is_what_the_launcher_was_sent_not_what_it_hands_on(tmp_path, monkeypatch):
+def test_the_reason_is_the_signal_that_the_launcher_received(tmp_path, monkeypatch):
     monkeypatch.setenv(ASKED, str(tmp_path / "asked"))
     for said in ("SIGUSR1", "SIGHUP"):
         with StopRequests() as requests:
@@ -63,12 +63,12 @@ assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
 """
 
 
-def test_a_request_before_the_handlers_are_there_is_kept_for_them():
+def test_a_signal_before_the_handlers_are_installed_is_not_lost():
     line = [sys.executable, "-c", EARLY]
     assert subprocess.check_output(line, text=True) == "SIGUSR1\n"
 
 
-def test_signals_that_were_ignored_stay_ignored():
+def test_ignored_signals_stay_ignored():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with StopRequests() as requests:
@@ -92,7 +92,7 @@ def test_a_second_signal_ends_a_process_that_hangs_in_native_code(number):
         assert process.wait(20) == 128 + number
 
 
-def test_the_file_is_looked_at_once_in_a_while(tmp_path):
+def test_the_stop_file_is_checked_at_intervals(tmp_path):
     now = [0.0]
     requests = StopRequests(stop_file=tmp_path / "STOP", look_s=1.0, clock=lambda: now[0])
     assert not requests.reason
@@ -122,18 +122,16 @@ def test_the_budget_ends_at_the_deadline():
         (None, 1000, 60, 940),
         (5000, 1000, 60, 940),
         (50, 1000, 60, 150),
-        (None, 160, 120, 154),  # a short job has nine tenths of its time
+        (None, 160, 120, 154),  # a short job may use nine tenths of its time
         (None, 50, 120, 50),
     ],
 )
-def test_the_earlier_of_budget_and_end_of_job_counts(after_s, job_end, margin_s, end):
+def test_the_earlier_of_budget_and_job_end_is_the_deadline(after_s, job_end, margin_s, end):
     assert deadline(100, after_s, job_end, margin_s) == end
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_all_ranks_of_a_loop_stop_after_the_step_in_which_one_was_asked(
-    hvd, tmp_path, monkeypatch
-):
+def test_all_ranks_of_a_loop_stop_after_the_same_step(hvd, tmp_path, monkeypatch):
     folder = tmp_path / str(hvd.rank())
     folder.mkdir()
     monkeypatch.setenv("RUN_DIRECTORY", str(folder))
@@ -142,14 +140,14 @@ def test_all_ranks_of_a_loop_stop_after_the_step_in_which_one_was_asked(
     if hvd.rank() == hvd.size() - 1:
         os.kill(os.getpid(), signal.SIGUSR1)
     assert hvd.should_stop()
-    assert hvd.should_stop()  # it stays so
+    assert hvd.should_stop()  # the answer does not change
     assert (folder / "stopping").exists() == (hvd.rank() == 0)
     hvd.shutdown()
     assert signal.getsignal(signal.SIGUSR1) == before
 
 
 @pytest.mark.ranks(2)
-def test_a_file_stop_in_the_folder_of_the_run_stops_all_ranks(hvd, tmp_path, monkeypatch):
+def test_a_stop_file_in_the_run_directory_stops_all_ranks(hvd, tmp_path, monkeypatch):
     monkeypatch.setenv("RUN_DIRECTORY", str(tmp_path))
     if hvd.rank() == 0:
         (tmp_path / "STOP").touch()
@@ -157,7 +155,7 @@ def test_a_file_stop_in_the_folder_of_the_run_stops_all_ranks(hvd, tmp_path, mon
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_a_first_question_in_a_thread_is_an_error_on_all_ranks_and_later_ones_are_not(hvd):
+def test_the_first_should_stop_must_be_called_on_the_main_thread(hvd):
     def ask():
         try:
             answers.append(hvd.should_stop())
@@ -183,7 +181,7 @@ def test_a_first_question_in_a_thread_is_an_error_on_all_ranks_and_later_ones_ar
     assert answers[2:] == [True]
 
 
-def test_handlers_of_the_program_are_called_too():
+def test_handlers_of_the_program_are_also_called():
     called = []
     before = signal.signal(signal.SIGUSR1, lambda number, _: called.append(number))
     try:
@@ -194,7 +192,7 @@ def test_handlers_of_the_program_are_called_too():
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_requests_that_end_in_another_thread_leave_the_process_as_it_was():
+def test_exit_in_another_thread_restores_the_process():
     program = (
         "import threading; from hpctrain.runtime.stopping import StopRequests\n"
         "requests = StopRequests().__enter__()\n"

@@ -1,4 +1,4 @@
-"""Processes that a rank starts are no ranks: they neither join nor communicate."""
+"""Processes that a rank starts are not ranks: they can neither join nor communicate."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ SPAWNING = """
 @pytest.mark.parametrize(
     "method", ["forkserver", pytest.param("spawn", marks=pytest.mark.conformance)]
 )
-def test_a_worker_that_imports_a_program_with_a_bare_init_is_refused(method, tmp_path):
+def test_a_worker_that_executes_init_on_import_is_rejected(method, tmp_path):
     outcome = run_ranks(tmp_path, SPAWNING.format(method=method))
     assert outcome.code != 0
     assert "was started by one of them through multiprocessing" in outcome.err
@@ -37,7 +37,7 @@ COLLECTIVES = {
 
 
 class Asking(torch.utils.data.Dataset):
-    """Communicates where a sample is wanted; in a forked worker that is refused."""
+    """A dataset whose samples are results of collectives; forked workers may not call them."""
 
     def __init__(self, optimizer):
         self.optimizer, self.weight = optimizer, optimizer.param_groups[0]["params"][0]
@@ -59,7 +59,9 @@ class Asking(torch.utils.data.Dataset):
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("overlap", ["thread", "end"])
-def test_a_forked_worker_is_refused_and_its_parent_goes_on(world, overlap, monkeypatch):
+def test_collectives_in_a_forked_worker_are_rejected_and_the_parent_continues(
+    world, overlap, monkeypatch
+):
     monkeypatch.setenv("HPCTRAIN_OVERLAP", overlap)
     hpctrain.init()
     weight = torch.nn.Parameter(torch.ones(3))

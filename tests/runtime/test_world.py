@@ -1,4 +1,4 @@
-"""The world: who we are, once, and again after a shutdown."""
+"""The world: ranks, initialization, shutdown and initialization again."""
 
 import os
 import re
@@ -39,7 +39,7 @@ def test_declared_nodes_have_local_and_cross_ranks(world):
 
 
 @SIZES
-def test_init_twice_is_harmless_and_again_after_shutdown(world):
+def test_init_is_idempotent_and_works_again_after_shutdown(world):
     for _ in range(2):
         hpctrain.init()
         here = current()
@@ -54,7 +54,7 @@ def test_init_twice_is_harmless_and_again_after_shutdown(world):
 
 
 @pytest.mark.ranks(1)
-def test_what_needs_the_world_says_so():
+def test_calls_before_init_raise_an_error():
     for needs in (
         hpctrain.rank,
         hpctrain.barrier,
@@ -78,7 +78,7 @@ def test_settings_are_checked(monkeypatch):
 
 
 def unlaunched():
-    """The environment without the words of a launcher, whatever started this process."""
+    """Return the environment without variables of a launcher."""
     launchers = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "MPI_LOCAL", "HYDRA_", "SLURM_")
     return {k: v for k, v in os.environ.items() if not k.startswith(launchers)}
 
@@ -88,12 +88,12 @@ def init_alone(
     code="import hpctrain; hpctrain.init(); print('size', hpctrain.size())",
     python=preload.python,
 ):
-    """Initialise in a process that no launcher started."""
+    """Run ``code`` in a process without a launcher."""
     return ended([*python(), "-c", code], env=unlaunched() | environ)
 
 
 @pytest.mark.launches
-def test_a_launcher_of_another_mpi_stops_at_init():
+def test_a_launcher_of_another_mpi_is_an_error_at_init():
     done = init_alone({"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4"})
     assert done.returncode != 0
     assert re.search(r"srun.* started 4 ranks", done.stderr.replace("\n", " "))
@@ -105,7 +105,7 @@ SCRIPT = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}
 
 
 @pytest.mark.launches
-def test_a_rank_of_many_that_nothing_connects_stops_at_init_unless_it_may_be_alone():
+def test_an_unconnected_rank_of_a_job_is_an_error_at_init_unless_it_may_be_alone():
     done = init_alone(SCRIPT)
     assert done.returncode != 0, done.stdout
     last = done.stderr.splitlines()[-1]
@@ -113,17 +113,18 @@ def test_a_rank_of_many_that_nothing_connects_stops_at_init_unless_it_may_be_alo
     for text in ("SLURM_NTASKS=4", "would train alone", *remedies):
         assert text in last
     assert "Traceback" not in done.stderr
-    shell = {name: text for name, text in SCRIPT.items() if name != "SLURM_PROCID"}  # of salloc
+    # the environment of a shell started by salloc
+    shell = {name: text for name, text in SCRIPT.items() if name != "SLURM_PROCID"}
     assert init_alone(shell).stderr == done.stderr
     assert init_alone(SCRIPT | {"HPCTRAIN_ALONE": "1"}).stdout == "size 1\n"
     code = "import sys; sys.ps1 = '>>> '; import hpctrain; hpctrain.init(); print(hpctrain.size())"
-    typed = init_alone(SCRIPT, code)  # a notebook
+    typed = init_alone(SCRIPT, code)  # interactive, as in a notebook
     assert typed.stdout == "1\n"
     assert typed.stderr.count("this process trains alone, but this Slurm job is for 4 ranks") == 1
 
 
 @pytest.mark.launches
-def test_torchrun_stops_with_the_remedy_in_one_line(tmp_path):
+def test_torchrun_is_an_error_with_a_remedy_in_one_line(tmp_path):
     program = tmp_path / "train.py"
     program.write_text("import hpctrain; hpctrain.init(); print('trained')")
     run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(program)]
@@ -131,22 +132,24 @@ def test_torchrun_stops_with_the_remedy_in_one_line(tmp_path):
     assert done.returncode != 0
     assert "trained" not in done.stdout
     told = "hpctrain: all ranks of a launch form one world by MPI, but torchrun started 2 ranks"
-    assert done.stderr.count(told) in (1, 2)  # torchrun may be slow to end the other one
+    assert done.stderr.count(told) in (1, 2)  # torchrun may be slow to end the other process
     assert "LaunchError" not in done.stderr
-    assert str(program) not in done.stderr.partition("ChildFailedError")[0]  # in a traceback
+    # no traceback of the program
+    assert str(program) not in done.stderr.partition("ChildFailedError")[0]
 
 
 @pytest.mark.launches
-def test_a_world_of_one_needs_no_mpi(tmp_path):
+def test_a_world_of_one_rank_needs_no_mpi(tmp_path):
     (tmp_path / "mpi4py").mkdir()
     (tmp_path / "mpi4py" / "__init__.py").write_text("raise ImportError('no MPI here')")
     alone = {"PYTHONPATH": f"{tmp_path}:{Path.cwd()}"}
-    done = init_alone(alone, python=lambda: [sys.executable])  # one that has no mpi4py yet
+    # not preloaded, because preloaded processes have imported mpi4py
+    done = init_alone(alone, python=lambda: [sys.executable])
     assert done.stdout.strip() == "size 1", done.stderr
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_a_list_of_ranks_is_a_world_of_its_own_in_its_order(world):
+def test_a_list_of_ranks_is_a_world_in_the_order_of_the_list(world):
     chosen = [1, 0]
     if world.rank in chosen:
         hpctrain.init(chosen)
@@ -168,7 +171,7 @@ def test_a_world_of_one_rank_among_many(world):
 
 
 @SIZES
-def test_worlds_of_communicators_work_side_by_side(world):
+def test_worlds_of_different_communicators_work_concurrently(world):
     part = world.Split(world.rank % 2, -world.rank)
     members = part.allgather(world.rank)
     hpctrain.init(part)
@@ -176,12 +179,12 @@ def test_worlds_of_communicators_work_side_by_side(world):
     assert hpctrain.allgather_object(world.rank) == members
     assert hpctrain.global_process_set.mpi_comm is part
     hpctrain.shutdown()
-    assert part.allgather(world.rank) == members  # still the user's
+    assert part.allgather(world.rank) == members  # shutdown does not free the user's communicator
     part.Free()
 
 
 @SIZES
-def test_what_is_no_world_is_refused(world):
+def test_an_invalid_world_is_rejected(world):
     size = world.size
     for ranks in ([size], [0, 0], [-1, 0]):
         with pytest.raises(ConfigError, match=f"names ranks from 0 to {size - 1}, each once"):
@@ -190,13 +193,13 @@ def test_what_is_no_world_is_refused(world):
         with pytest.raises(ConfigError, match="comm=None, a list of ranks or an mpi4py"):
             hpctrain.init(other)
     assert not hpctrain.is_initialized()
-    hpctrain.init([])  # Horovod's way to say all
+    hpctrain.init([])  # Horovod: an empty list means all ranks
     assert hpctrain.size() == size
     hpctrain.shutdown()
 
 
 @SIZES
-def test_what_nobody_waits_for_does_not_keep_the_world(world):
+def test_operations_that_are_not_awaited_do_not_delay_shutdown(world):
     hpctrain.init()
     if world.rank == 0:
         handle = hpctrain.allreduce_async(torch.ones(1), name="of rank 0 alone")
@@ -208,10 +211,10 @@ def test_what_nobody_waits_for_does_not_keep_the_world(world):
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("alone", ["join", "barrier"])
-def test_the_end_comes_at_once_after_an_error_that_one_rank_has_caught(hvd, alone):
+def test_shutdown_is_immediate_after_an_error_caught_on_one_rank(hvd, alone):
     start = time.monotonic()
     if hvd.rank() == hvd.size() - 1:
         with pytest.raises(RankLostError, match="left the program"):
             getattr(hvd, alone)()
     hvd.shutdown()
-    assert time.monotonic() - start < scaled(8)  # no wait for operations that have broken down
+    assert time.monotonic() - start < scaled(8)  # no wait for operations of a broken controller

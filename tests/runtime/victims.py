@@ -1,4 +1,4 @@
-"""Small programs that fail, run on real ranks, and what became of them."""
+"""Run small failing programs on real ranks, and collect their outcome."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ from tests.harness.pace import scaled, slowness
 from tests.processes import is_alive, wait_until
 
 START_LIMIT_S = 90.0
-"""Time to import and meet on a loaded machine; what is measured begins at the failure."""
+"""Time for imports and init on a loaded machine; measurements start at the failure."""
 
 PREAMBLE = """
 import os, signal, sys, threading, time
@@ -32,11 +32,11 @@ rank, size = hvd.rank(), hvd.size()
 hvd.barrier()
 
 def now():
-    "Note the instant of the failure."
+    "Record the time of the failure."
     (HERE / "failed_at").write_text(str(time.time()))
 
 def train(steps=10**9, pause_s=0.01):
-    "Go on as ranks do that have not failed."
+    "Train, as the ranks that have not failed."
     for step in range(steps):
         hvd.allreduce_(torch.ones(1000))
         time.sleep(pause_s)
@@ -46,16 +46,16 @@ def train(steps=10**9, pause_s=0.01):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """How a world of ranks ended."""
+    """How a launch ended."""
 
     code: int
     out: str
     err: str
     seconds: float
-    """From the failure, as the victim noted it, until mpirun and every rank were gone; divided by
-    how slow the machine is."""
-    left_over: list[int]  # ranks whose process outlived mpirun
-    logs: dict[int, str]  # each rank's log file
+    """Time from the failure, as recorded by the failing rank, until mpirun and all ranks have
+    exited, divided by ``slowness()``."""
+    left_over: list[int]  # ranks whose process survived mpirun
+    logs: dict[int, str]  # log file of each rank
 
 
 def run_ranks(
@@ -68,7 +68,10 @@ def run_ranks(
 ) -> Outcome:
     """Run ``PREAMBLE`` and ``body`` on ``num_ranks`` ranks.
 
-    ``disturb`` is called with mpirun's process as soon as every rank is past ``init``.
+    Args:
+        folder: for the program, its output and its logs.
+        body: code after ``hpctrain.init()``.
+        disturb: called with mpirun's process half a second after all ranks have passed ``init``.
     """
     script = folder / "victim.py"
     script.write_text(PREAMBLE + textwrap.dedent(body))

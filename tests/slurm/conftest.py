@@ -1,4 +1,4 @@
-"""A cluster for each worker of pytest, started by the first test that asks for it."""
+"""A Slurm cluster for each worker of pytest, started by the first test that uses it."""
 
 import os
 from collections.abc import Iterator
@@ -18,20 +18,20 @@ def _cluster() -> Iterator[SlurmCluster]:
 
 @pytest.fixture
 def slurm(_cluster: SlurmCluster) -> Iterator[SlurmCluster]:
-    """Four nodes of four cores and two GPUs in which Slurm believes, all in service at first."""
+    """Simulated cluster of four nodes with four cores and two GPUs each, all in service."""
     yield _cluster
     _cluster.restore()
 
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> Path:
-    """A configuration of some two seconds of training, in a folder of its own."""
+    """Configuration of a training of about two seconds, in its own folder."""
     return training.write(tmp_path)
 
 
 @pytest.fixture
 def login(slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SlurmCluster:
-    """The cluster, and this process on its login node, in an empty folder."""
+    """The cluster, with this process in an empty folder on its login node."""
     for name, text in slurm.environ.items():
         if os.environ.get(name) != text:
             monkeypatch.setenv(name, text)

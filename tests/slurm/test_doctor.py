@@ -1,4 +1,4 @@
-"""``hpctrain doctor`` below srun: a healthy job is well, and planted faults are named."""
+"""``hpctrain doctor`` under srun: no finding in a correct job, and planted faults are found."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -18,8 +18,8 @@ def wrong(findings):
     return {f["check"]: f["what"] for f in findings if f["level"] in ("warning", "error")}
 
 
-def test_a_healthy_job_is_well_and_planted_faults_are_named(slurm):
-    """The steps run side by side."""
+def test_a_correct_job_has_no_finding_and_planted_faults_are_found(slurm):
+    """All job steps run concurrently."""
 
     def run(options):
         line = ["srun", "--quiet", *options.split(), "hpctrain", "doctor", "--json"]

@@ -1,4 +1,4 @@
-"""Nodes that are lost while a run is on them."""
+"""A run continues after the loss of a node."""
 
 import time
 
@@ -14,11 +14,11 @@ pytestmark = [
     pytest.mark.conformance,
 ]
 
-AGAIN_S = 60.0  # most seconds from a power cut to the next start; Slurm takes 28 to notice
+AGAIN_S = 60.0  # limit from the power cut to the next start; Slurm needs 28 s to detect the loss
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["node-of-the-script", "other-node"])
-def test_after_a_power_cut_the_run_goes_on_on_other_nodes(slurm, tmp_path, which):
+def test_after_a_power_cut_the_run_continues_on_other_nodes(slurm, tmp_path, which):
     whole = Run(slurm, tmp_path / "whole", step_s=0.01)
     reference = whole.submit("multi_node")
     assert reference.wait() == "COMPLETED", reference.output()

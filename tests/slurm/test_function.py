@@ -1,4 +1,4 @@
-"""``hpctrain.submit`` on a running Slurm: a function as a job, its results and its failures."""
+"""``hpctrain.submit`` on a running Slurm: a function as a job, its results and errors."""
 
 import subprocess
 import sys
@@ -12,7 +12,8 @@ from hpctrain import ConfigError, RankError, Resources
 pytestmark = [pytest.mark.launches, pytest.mark.requires("slurm"), pytest.mark.limit(300)]
 
 
-def total(first, *, nodes):  # an argument of the function with the name of a resource
+# "nodes" is an argument of the function and also the name of a resource
+def total(first, *, nodes):
     hvd = hpctrain
     sys.stdout.write(f"rank {hvd.rank()} of {hvd.size()}\n")
     ranks = hvd.allgather_object(hvd.rank())
@@ -24,7 +25,7 @@ def fails():
 
 
 @pytest.mark.usefixtures("login")
-def test_a_function_returns_by_rank_raises_with_its_traceback_and_is_cancelled():
+def test_a_submitted_function_returns_results_raises_errors_and_can_be_cancelled():
     small = Resources(tasks=1, time="10min")
     good = hpctrain.submit(total, replace(small, nodes=2), 1, nodes=10)
     bad = hpctrain.submit(fails, small)
@@ -47,7 +48,7 @@ def test_a_function_returns_by_rank_raises_with_its_traceback_and_is_cancelled()
         held.result()
 
 
-def test_resources_are_checked_and_are_the_second_argument():
+def test_resources_are_checked_and_must_be_the_second_argument():
     with pytest.raises(ConfigError, match="nodes must be at least 1, got 0"):
         Resources(nodes=0)
     with pytest.raises(ConfigError, match=r"the resources of the job, got 1; use hpctrain.submit"):

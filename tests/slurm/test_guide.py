@@ -1,4 +1,4 @@
-"""What ``hpctrain guide slurm`` says, done on a cluster as a new user would."""
+"""The commands of ``hpctrain guide slurm`` work on a cluster, for a new user."""
 
 import os
 import pwd
@@ -22,16 +22,17 @@ ROOT = Path(__file__).parents[2]
 GUIDE = resources.files("hpctrain.guide").joinpath("slurm.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```bash\n(.*?)^```", GUIDE, re.MULTILINE | re.DOTALL)
 FIVE = BLOCKS[0].splitlines()
-PYTHON = "/usr/bin/python3"  # one that every user of the machine may run
+PYTHON = "/usr/bin/python3"  # an interpreter that every user may execute
 
 
-def test_commands_of_hpctrain_exist_with_their_options():
+def test_commands_in_the_guide_exist_with_their_options():
     commands = {name: Command(name).loaded() for name in COMMANDS}
     found = re.findall(r"(?<![\w/])hpctrain ([a-z]+)([^|)&>#\n`]*)", GUIDE)
     assert {name for name, _ in found} > {"train", "submit", "status", "doctor", "launch"}
     for name, words in found:
         if name not in commands:
-            assert not re.search(r" -", words), (name, words)  # a sentence about hpctrain
+            # a sentence about hpctrain, not a command
+            assert not re.search(r" -", words), (name, words)
             continue
         if name not in ("data", "launch"):
             known = {option for each in commands[name].params for option in each.opts}
@@ -39,7 +40,7 @@ def test_commands_of_hpctrain_exist_with_their_options():
 
 
 @pytest.mark.parametrize("block", [block for block in BLOCKS if "sbatch --export" in block])
-def test_slurm_takes_the_scripts(slurm, tmp_path, block):
+def test_slurm_accepts_the_scripts(slurm, tmp_path, block):
     (tmp_path / "my.toml").write_text('name = "run"\n')
     lines = block.replace("sbatch --export", "sbatch --test-only --export")
     environ = {"VIRTUAL_ENV": str(tmp_path / "small")}
@@ -48,12 +49,12 @@ def test_slurm_takes_the_scripts(slurm, tmp_path, block):
     assert "to start at" in done.stderr
 
 
-# -- as a new user, with an installation ----------------------------------------------------------
+# -- a new user with an installation --------------------------------------------------------------
 
 
 @pytest.fixture
 def home() -> Iterator[Path]:
-    """An empty home directory that all nodes see, of a user who is not root."""
+    """Empty home directory of an unprivileged user, visible on all nodes."""
     folder = Path(tempfile.mkdtemp(prefix="home-", dir="/tmp"))
     user = pwd.getpwnam("nobody")
     os.chown(folder, user.pw_uid, user.pw_gid)
@@ -63,7 +64,7 @@ def home() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Iterator[Path]:
-    """What ``pip install hpctrain`` gets, of this checkout, where everybody may read it."""
+    """Wheel of this checkout, in a folder that every user can read."""
     source = tmp_path_factory.mktemp("source")
     shutil.copytree(
         ROOT / "hpctrain", source / "hpctrain", ignore=shutil.ignore_patterns("__pycache__")
@@ -82,7 +83,7 @@ def wheel(tmp_path_factory) -> Iterator[Path]:
 
 
 def as_user(slurm, home, wheel, *lines, timeout_s=60):
-    """Run lines in a shell of the user, as after a login."""
+    """Run lines in a login shell of the user; return the output."""
     pip = {name: text for name, text in os.environ.items() if name.startswith("PIP_")}
     pip |= {"PIP_CONSTRAINT": str(wheel.parent / "constraints.txt")}
     if (wheel.parent / "pip.conf").exists():
@@ -131,7 +132,7 @@ START = "".join(
 @pytest.mark.conformance
 @pytest.mark.requires("root")
 @pytest.mark.limit(900)
-def test_a_script_of_ones_own_from_an_empty_folder_to_a_job_that_went_on(slurm, home, wheel):
+def test_the_script_of_the_guide_runs_as_a_job_and_resumes(slurm, home, wheel):
     (script,) = re.findall(r"^```py\n(.*?)^```", START, re.MULTILINE | re.DOTALL)
     (home / "train.py").write_text(script)
     lines = [

@@ -1,4 +1,4 @@
-"""``hpctrain doctor --lint`` beside a Slurm: twenty planted mistakes, each of them named."""
+"""``hpctrain doctor --lint`` with Slurm: each of twenty planted mistakes is found."""
 
 from pathlib import Path
 
@@ -68,7 +68,7 @@ def told(text):
     return [each for each in _lint(path) if each.is_wrong]
 
 
-def test_twenty_of_twenty_planted_mistakes_are_named_and_a_healthy_script_is_well():
+def test_twenty_planted_mistakes_are_found_and_a_correct_script_has_no_finding():
     assert told(HEALTHY) == []
     assert len(PLANTED) == 20
     missed = {}
@@ -80,7 +80,7 @@ def test_twenty_of_twenty_planted_mistakes_are_named_and_a_healthy_script_is_wel
     assert missed == {}
 
 
-def test_what_slurm_refuses_of_real_scripts_is_all_that_is_said():
-    """The cluster is smaller than those that they are for."""
+def test_scripts_of_users_have_no_finding_but_rejections_by_sbatch():
+    """The simulated cluster is smaller than the clusters that the scripts are for."""
     for name, text in USERS.items():
         assert {each.check for each in told(text)} <= {"sbatch --test-only"}, name

@@ -1,7 +1,7 @@
-"""Each MPI library under each way to start ranks: one world, or an end with the remedy.
+"""Each MPI library with each launch method: one world, or an error with a remedy.
 
-An MPI library finds its ranks by one process management interface; with another some make a world
-of one of every rank, and a training of that kind looks as if all were well.
+An MPI library finds its ranks through one process management interface. With another interface
+some libraries create a world of one for every rank, and each rank trains alone without an error.
 """
 
 import json
@@ -19,14 +19,14 @@ pytestmark = [pytest.mark.launches, pytest.mark.requires("slurm"), pytest.mark.l
 
 MPICH = Path(__file__).parents[2] / ".venv-mpich/bin/python"
 DEBIAN = Path("/usr/lib/x86_64-linux-gnu/libmpi.so.40")
-STOP_S = 30.0  # time in which a launch that cannot work is over, from the start of its last rank
+STOP_S = 30.0  # limit for the error of a wrong launch, counted from the start of its last rank
 
-LATE_S = 0.3  # by how much rank 0, which tells the remedy, starts after the others
+LATE_S = 0.3  # delay of rank 0, which prints the remedy
 
 LONG = pytest.mark.conformance
 SHAPE = ("--nodes=2", "--ntasks-per-node=2")
 
-# What `hpctrain train` and `hpctrain.init` join, without the seconds in which torch loads.
+# The world as in `hpctrain train` and `hpctrain.init`, without the time to import torch.
 WORLD = """\
 import json, socket
 from hpctrain.comm.mpi_world import find_world
@@ -39,11 +39,11 @@ if world.rank == 0:
 
 @dataclass(frozen=True, kw_only=True)
 class Mpi:
-    """An MPI library, as a user has it."""
+    """An MPI library in the environment of a user."""
 
     python: Path
-    needs: str  # what `srun --mpi=` must be
-    library: Path | None = None  # where it is not that of the environment of ``python``
+    needs: str  # the required argument of `srun --mpi=`
+    library: Path | None = None  # if it differs from the library in the environment of ``python``
 
     @property
     def environ(self):
@@ -68,7 +68,7 @@ ALL = [
 
 
 def script(mpi, launch, *words):
-    """The line of a batch script that runs a Python command on all ranks."""
+    """Return the line of a batch script that runs a Python command on all ranks."""
     command = [str(mpi.python), *map(str, words)]
     if launch == "mpirun":
         command = [str(mpi.python), "-m", "hpctrain", "launch", "-n", "4", "--", *command]
@@ -83,7 +83,7 @@ def submit(slurm, mpi, launch, *words):
 
 
 @pytest.mark.parametrize("name", WHEELS)
-def test_the_needed_interface_and_mpirun_make_one_world(slurm, tmp_path, name):
+def test_the_required_interface_and_mpirun_create_one_world(slurm, tmp_path, name):
     mpi = MPIS[name]
     program = tmp_path / "world.py"
     program.write_text(WORLD)
@@ -93,7 +93,7 @@ def test_the_needed_interface_and_mpirun_make_one_world(slurm, tmp_path, name):
 
 
 @pytest.mark.parametrize("name", FIRST)
-def test_a_batch_script_without_srun_stops_with_the_remedy(slurm, tmp_path, name):
+def test_a_batch_script_without_srun_is_an_error_with_a_remedy(slurm, tmp_path, name):
     mpi = MPIS[name]
     program = tmp_path / "world.py"
     program.write_text("from hpctrain.comm.mpi_world import find_world; print(find_world())")
@@ -119,7 +119,7 @@ WRONG = [
 
 
 def check_stop(slurm, mpi, launch, tiny):
-    """A run under the wrong interface ends soon, and with the remedy, also if rank 0 is last."""
+    """Check that a launch with a wrong interface ends soon with a remedy, with rank 0 last."""
     late = f"test $SLURM_PROCID -gt 0 || sleep {LATE_S}"
     train = f"{late}; date +started=%s.%N; exec {mpi.python} -m hpctrain train {tiny}"
     line = ["srun", *SHAPE, f"--mpi={launch}", "--kill-on-bad-exit=1", "bash", "-c", train]
@@ -135,19 +135,19 @@ def check_stop(slurm, mpi, launch, tiny):
 
 
 @pytest.mark.parametrize(("name", "launch"), WRONG)
-def test_another_interface_stops_the_run_and_says_which_one_it_needs(slurm, tiny, name, launch):
+def test_a_wrong_interface_is_an_error_that_names_the_required_one(slurm, tiny, name, launch):
     check_stop(slurm, MPIS[name], launch, tiny)
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_the_interface_is_told_by_the_library_that_ranks_load(name):
+def test_the_required_interface_follows_from_the_library_that_ranks_load(name):
     mpi = MPIS[name]
     if mpi.library is not None:
         assert load({"MPI4PY_LIBMPI": str(mpi.library)}).library == mpi.library.resolve()
         assert needed_pmi(mpi.library) == mpi.needs
 
 
-# -- all of it, with training ---------------------------------------------------------------------
+# -- all launch methods, with training ------------------------------------------------------------
 
 
 @pytest.mark.conformance
@@ -170,5 +170,5 @@ def test_every_working_launch_trains(slurm, tmp_path, name):
 @pytest.mark.conformance
 @pytest.mark.requires("debian-openmpi")
 @pytest.mark.parametrize("launch", ["none", "pmi2"])
-def test_where_the_library_aborts_the_remedy_stands_before_its_words(slurm, tiny, launch):
+def test_the_remedy_precedes_the_message_of_a_library_that_aborts(slurm, tiny, launch):
     check_stop(slurm, MPIS["debian"], launch, tiny)

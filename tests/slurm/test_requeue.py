@@ -1,4 +1,4 @@
-"""Runs that are longer than their jobs: many parts make one run, bit for bit."""
+"""Runs that span several jobs have the same bits as a run in one job."""
 
 import pytest
 
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.launches, pytest.mark.requires("slurm"), pytest.mark.l
 
 @pytest.fixture
 def whole(slurm, tmp_path, request):
-    """A run that nobody stops, beside which the others are carried out."""
+    """Reference run without a stop, which runs concurrently; call it to wait for the end."""
     shape = SHAPE if request.node.get_closest_marker("conformance") else SMALL
     run = Run(slurm, tmp_path / "whole", step_s=0.01, shape=shape)
     job = run.submit("multi_node")
@@ -26,7 +26,7 @@ def whole(slurm, tmp_path, request):
 
 
 def stop_three_times(run, job):
-    """Ask for a stop as Slurm does before the time is over, in each of three parts."""
+    """Send the signal that Slurm sends before the time limit, once in each of three parts."""
     for part in (1, 2, 3):
         run.wait_for_step(9 * part, part=part)
         job.signal("USR1")
@@ -38,7 +38,7 @@ def assert_one_run(run, whole):
     assert run.records()[-1]["state_hash"] == whole.records()[-1]["state_hash"]
 
 
-def test_a_job_that_is_stopped_is_queued_again_and_goes_on(slurm, tmp_path, whole):
+def test_a_stopped_job_is_requeued_and_resumes(slurm, tmp_path, whole):
     run = Run(slurm, tmp_path / "run", step_s=0.1, shape=SMALL)
     job = run.submit("requeue")
     run.wait_for_step(9)
@@ -49,13 +49,13 @@ def test_a_job_that_is_stopped_is_queued_again_and_goes_on(slurm, tmp_path, whol
     assert (first["part"], first["restarts"], first["ended_by"]) == (1, 0, None)
     assert (second["part"], second["restarts"], second["ended_by"]) == (2, 1, "SIGUSR1")
     assert first["job"] == second["job"] == str(job.id)
-    # Nothing was lost: it goes on at the step after which it was stopped.
+    # The run resumes at the step after which it was stopped.
     assert f"stopped by SIGUSR1 after step {second['step']} of {STEPS}" in job.output()
     assert f"part 2 of the run in job {job.id}, restart 1" in job.output()
 
 
 @pytest.mark.conformance
-def test_three_stops_in_one_run_change_no_bit(slurm, tmp_path, whole):
+def test_three_stops_in_one_run_keep_the_same_bits(slurm, tmp_path, whole):
     run = Run(slurm, tmp_path / "run", step_s=0.1)
     job = run.submit("requeue")
     stop_three_times(run, job)
@@ -67,7 +67,7 @@ def test_three_stops_in_one_run_change_no_bit(slurm, tmp_path, whole):
 
 
 @pytest.mark.conformance
-def test_a_job_that_makes_room_for_another_goes_on_and_loses_nothing(slurm, tmp_path, whole):
+def test_a_preempted_job_resumes_without_loss(slurm, tmp_path, whole):
     run, reference = Run(slurm, tmp_path / "run", step_s=0.1), whole()
     job = run.submit("requeue", "--partition=low")
     run.wait_for_step(9)
@@ -81,14 +81,14 @@ def test_a_job_that_makes_room_for_another_goes_on_and_loses_nothing(slurm, tmp_
 
 
 @pytest.mark.conformance
-def test_a_run_goes_on_when_the_time_of_its_job_is_over(slurm, tmp_path):
-    # Two ranks on one node, one on the other.
+def test_a_run_resumes_after_the_time_limit_of_its_job(slurm, tmp_path):
+    # two ranks on one node and one on the other
     unequal = ("--nodes=2", "--ntasks=3")
     whole = Run(slurm, tmp_path / "whole", step_s=0.01)
     reference = whole.submit("multi_node", *unequal)
     by_clock = Run(slurm, tmp_path / "clock", step_s=3.0)
     by_signal = Run(slurm, tmp_path / "signal", step_s=3.0)
-    # The run's own clock stops it when a tenth of the time is left: SIGCONT asks for nothing.
+    # SIGCONT is no stop request, so the run stops itself at nine tenths of the time.
     jobs = [
         by_clock.submit("requeue", *unequal, "--time=2", "--signal=CONT@1"),
         by_signal.submit("requeue", *unequal, "--time=2", "--signal=USR1@60"),
@@ -107,7 +107,7 @@ def test_a_chain_of_three_jobs_is_one_run(slurm, tmp_path, whole):
     job = run.submit("chain", f"--job-name={tmp_path.name}")
 
     def links() -> list[int]:
-        """The jobs of the chain, by their name."""
+        """Return the ids of the jobs of the chain, which share a name."""
         done = slurm.run(["squeue", "-h", "-t", "all", "-n", tmp_path.name, "-o", "%A"])
         return sorted(map(int, done.stdout.split()))
 

@@ -1,4 +1,4 @@
-"""``hpctrain submit -- python script.py`` on a running Slurm: a script of one's own, stopped."""
+"""``hpctrain submit -- python script.py`` on a running Slurm, with a stop of the script."""
 
 import re
 import time
@@ -32,7 +32,7 @@ def wait_until(true, what, timeout_s=200):
 
 @pytest.fixture
 def status(slurm, tmp_path):
-    """Ask how it stands with a run: exit code and words."""
+    """Function that returns exit code and output of ``hpctrain status`` of a run."""
 
     def ask(name):
         line = ["hpctrain", "status", f"runs/{name}"]
@@ -42,7 +42,7 @@ def status(slurm, tmp_path):
     return ask
 
 
-def test_a_script_of_ddp_runs_unchanged_in_a_job_and_its_state_is_told(
+def test_a_ddp_script_runs_unchanged_in_a_job_and_its_state_is_reported(
     slurm, submit, status, tmp_path
 ):
     (tmp_path / "ddp.py").write_text(DDP)
@@ -60,9 +60,7 @@ def test_a_script_of_ddp_runs_unchanged_in_a_job_and_its_state_is_told(
 
 
 @pytest.mark.conformance
-def test_a_loop_that_makes_room_for_another_job_goes_on_with_the_same_bits(
-    slurm, submit, status, tmp_path
-):
+def test_a_preempted_loop_resumes_with_the_same_bits(slurm, submit, status, tmp_path):
     words = ("--", "python", LOOP, "--epochs", 120)
     job = submit("--name", "loop", "--requeue", "-p", "low", *words)
     saved = tmp_path / "runs/loop/checkpoints"

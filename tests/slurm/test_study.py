@@ -1,4 +1,4 @@
-"""A scaling study on a running Slurm: a job for each repeat; another submission goes on."""
+"""A scaling study on a running Slurm: a job for each repeat, and a resubmission."""
 
 import re
 
@@ -19,9 +19,7 @@ environment = {{ OMP_NUM_THREADS = 1, HPCTRAIN_PROBE = "off" }}
 
 
 @pytest.mark.limit(600)
-def test_an_array_measures_a_study_what_is_lost_is_measured_again_and_a_report_follows(
-    slurm, tmp_path
-):
+def test_an_array_measures_a_study_and_a_resubmission_measures_lost_points(slurm, tmp_path):
     (tmp_path / "study.toml").write_text(STUDY)
 
     def submit():
@@ -46,7 +44,7 @@ def test_an_array_measures_a_study_what_is_lost_is_measured_again_and_a_report_f
     assert environment["topology"]["ranks=4 ranks_per_node=2"]["ranks"].startswith("4 on 2 nodes")
     report.wait(60)
 
-    # As if the job of the second repeat had never come to its last point.
+    # as if the job of the second repeat had ended before its last point
     share = study.points_file(1)
     share.write_text(share.read_text().splitlines()[0] + "\n")
     array, report = submit()
@@ -56,4 +54,5 @@ def test_an_array_measures_a_study_what_is_lost_is_measured_again_and_a_report_f
     assert len(share.read_text().splitlines()) == 2
     report.wait(60)
     assert "4 repeats measured, 0 failed" in report.output()
-    assert "4 of 4 measured" not in report.output()  # that is said by who measures
+    # the measuring jobs print this, not the report
+    assert "4 of 4 measured" not in report.output()

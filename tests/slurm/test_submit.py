@@ -21,7 +21,7 @@ def number_of(done):
     return int(re.match(r"job (\d+): ", done.stdout)[1])
 
 
-def test_what_slurm_refuses_is_said_in_its_own_words_and_never_queued(slurm, submit, tiny):
+def test_a_rejection_by_slurm_is_reported_in_its_words_and_nothing_is_queued(slurm, submit, tiny):
     done = submit(tiny, "--nodes", 9, check=False)
     assert done.returncode == 1
     assert "it says: allocation failure: Requested node configuration is not av" in done.stderr
@@ -31,7 +31,7 @@ def test_what_slurm_refuses_is_said_in_its_own_words_and_never_queued(slurm, sub
     assert not (tiny.parent / "run").exists()
 
 
-def test_a_dry_run_is_asked_and_not_queued(slurm, submit, tiny):
+def test_a_dry_run_is_checked_by_slurm_and_not_queued(slurm, submit, tiny):
     before = slurm.run(["sbatch", "--parsable", "--hold", "--wrap", "true"]).stdout.strip()
     words = ["--nodes", 2, "--array", "0-1", "--after", before, "--requeue"]
     done = submit(tiny, "--dry-run", *words)
@@ -44,8 +44,8 @@ def test_a_dry_run_is_asked_and_not_queued(slurm, submit, tiny):
 
 
 @pytest.mark.limit(300)
-def test_jobs_train_to_the_end_one_after_the_other_and_side_by_side(slurm, submit, tmp_path):
-    """A run in two jobs, the second of which waits for the first, beside an array of two runs."""
+def test_dependent_jobs_and_arrays_train_to_the_end(slurm, submit, tmp_path):
+    """One run in two jobs, the second of which waits for the first, and an array of two runs."""
     config = training.write(tmp_path, epochs=2)
     small = ["--tasks", 1, "--set", "model.args.step_s=0.01", "--time", "10min"]
     alone = ["--nodes", 1, "--array", "0-1", "--no-check"]
@@ -60,7 +60,7 @@ def test_jobs_train_to_the_end_one_after_the_other_and_side_by_side(slurm, submi
     job = slurm.job(number_of(second))
     assert job.wait(240) == "COMPLETED", job.output()
     assert "is finished" in slurm.run(["hpctrain", "status", tmp_path / "run"]).stdout
-    assert slurm.job(number_of(first)).exit_code() == 85  # by its budget
+    assert slurm.job(number_of(first)).exit_code() == 85  # stopped by its time budget
     for done in (first, second):
         assert "2 on 2 nodes" in (tmp_path / f"run/slurm-{number_of(done)}.out").read_text()
     tasks = slurm.job(number_of(array)).tasks()  # in any order

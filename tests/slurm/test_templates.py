@@ -1,4 +1,4 @@
-"""Every template, submitted as it is, on a real Slurm: one world, and a run that has finished."""
+"""Every template, submitted unchanged to a real Slurm, gives one world and a finished run."""
 
 import json
 import re
@@ -27,7 +27,7 @@ WORLDS = {
     "chain": (2, 4),
     "restart": (3, 6),
 }
-"""Nodes and ranks of each template that runs on any cluster."""
+"""Number of nodes and ranks of each template that runs on any cluster."""
 
 QUICK = ("multi_node", "staged_data", "mpirun")
 
@@ -36,18 +36,18 @@ export SBATCH_PARTITION=low
 export LOCAL_DIR=/dev/shm
 export HPCTRAIN_PROBE=off
 """
-"""A site of its own; /dev/shm is what each virtual node has for itself."""
+"""Settings of a site; /dev/shm is local to each virtual node."""
 
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Callable[..., Run]:
-    """Make runs by name, each in a folder of its own, with a site file."""
+    """Function that creates a run by name in its own folder, with a site file."""
     (tmp_path / "site.sh").write_text(SITE)
     return lambda cluster, name: Run(cluster, tmp_path / name, shape=(), site=tmp_path / "site.sh")
 
 
 def check_finished(job: Job, run: Run, nodes: int, ranks: int) -> None:
-    """The job and its run have finished, on one world with two levels."""
+    """Check that the job and its run have finished, on one world with two levels."""
     assert job.wait(240) == "COMPLETED", job.output()
     last = run.records()[-1]
     assert last["event"] == "finished", job.output()
@@ -64,7 +64,7 @@ def check_finished(job: Job, run: Run, nodes: int, ranks: int) -> None:
     [QUICK, pytest.param({*WORLDS} - {*QUICK}, marks=pytest.mark.conformance)],
     ids=["quick", "others"],
 )
-def test_templates_submitted_as_they_are_finish_on_one_world(slurm, runs, names):
+def test_unchanged_templates_finish_on_one_world(slurm, runs, names):
     made = {name: runs(slurm, name) for name in names}
     jobs = {name: run.submit(name) for name, run in made.items()}
     for name, job in jobs.items():
@@ -81,7 +81,7 @@ def test_gpu_gives_each_rank_a_gpu_of_its_node(slurm, runs):
     check_finished(job, run, 2, 4)
 
 
-def test_apptainer_says_that_it_is_untested():
+def test_apptainer_files_state_that_they_are_untested():
     for name in ("apptainer.sbatch", "hpctrain.def"):
         assert "UNTESTED" in (ROOT / "slurm" / name).read_text()
 
@@ -102,7 +102,7 @@ def test_staged_data_runs_from_a_copy_of_its_environment(slurm, runs, tmp_path):
 
 
 def thin_environment(folder: Path) -> Path:
-    """Pack an environment with hpctrain and MPI, which finds other packages where they are."""
+    """Pack an environment with hpctrain and MPI; other packages are referenced."""
     made, source = folder / "env", Path(sys.prefix)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", made], check=True)
     packages = next(made.glob("lib/python3*/site-packages"))
@@ -118,7 +118,7 @@ def thin_environment(folder: Path) -> Path:
 
 
 def next_link(cluster: SlurmCluster, link: Job) -> Job:
-    """The job that a link of a chain has queued."""
+    """Return the job that a link of a chain has queued."""
     found = re.search(r"job (\d+) goes on", link.output())
     assert found, link.output()
     return cluster.job(int(found[1]))
@@ -130,14 +130,14 @@ def test_a_failed_link_stops_its_chain(slurm, tmp_path):
     link = run.submit("chain", more=("--set", "train.no_such_key=1"))
     assert link.wait() == "FAILED"
     behind = next_link(slurm, link)
-    assert behind.wait(30) == "CANCELLED"  # and not pending for ever
+    assert behind.wait(30) == "CANCELLED"  # instead of pending forever
     assert (behind.facts()["NumNodes"], behind.facts()["NumTasks"]) == ("1", "1")
     assert run.records() == []
 
 
 @pytest.mark.conformance
 @pytest.mark.limit(300)
-def test_a_chain_that_has_finished_early_takes_its_next_link_back(slurm, runs):
+def test_a_chain_that_finishes_early_cancels_its_next_link(slurm, runs):
     run = runs(slurm, "chain")
     link = run.submit("chain")
     check_finished(link, run, 2, 4)
@@ -146,11 +146,12 @@ def test_a_chain_that_has_finished_early_takes_its_next_link_back(slurm, runs):
 
 @pytest.mark.conformance
 @pytest.mark.limit(300)
-def test_under_mpirun_the_signal_before_the_end_of_the_time_reaches_the_ranks(slurm, runs):
+def test_with_mpirun_the_signal_before_the_time_limit_reaches_the_ranks(slurm, runs):
     run = runs(slurm, "mpirun")
     first = run.submit("mpirun")
     run.wait_for_step(10)
-    slurm.run(["scancel", "--batch", "--signal=USR1", str(first.id)])  # as Slurm does for B:USR1
+    # as Slurm does for --signal=B:USR1
+    slurm.run(["scancel", "--batch", "--signal=USR1", str(first.id)])
     assert (first.wait(), first.exit_code()) == ("FAILED", 85), first.output()
     assert f"RUN_DIRECTORY={run.directory}" in first.output()
     check_finished(run.submit("mpirun"), run, 2, 4)
@@ -158,7 +159,7 @@ def test_under_mpirun_the_signal_before_the_end_of_the_time_reaches_the_ranks(sl
 
 @pytest.mark.conformance
 @pytest.mark.limit(300)
-def test_restart_goes_on_without_the_node_that_lost_its_power(slurm, runs):
+def test_restart_continues_without_a_lost_node(slurm, runs):
     run = runs(slurm, "restart")
     job = run.submit("restart", more=("--set", "train.epochs=40"))
     run.wait_for_step(10)
@@ -174,7 +175,7 @@ def test_restart_goes_on_without_the_node_that_lost_its_power(slurm, runs):
 
 @pytest.mark.conformance
 @pytest.mark.limit(300)
-def test_restart_is_queued_again_when_the_node_of_its_script_lost_its_power(slurm, runs):
+def test_restart_is_requeued_after_the_loss_of_the_node_of_its_script(slurm, runs):
     run = runs(slurm, "restart")
     job = run.submit("restart", WATCH_S="5")
     run.wait_for_step(10)

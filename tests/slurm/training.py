@@ -1,7 +1,7 @@
-"""A run of some two seconds, on however fast a machine: steps of a tiny model, each with a pause.
+"""A training of about two seconds on any machine: steps of a tiny model, each with a pause.
 
-As every run it reads shards, saves checkpoints and writes metrics; its weights depend on random
-numbers of every kind, so that two runs are equal only if nothing was lost between them.
+The run reads shards, saves checkpoints and writes metrics. The weights depend on random numbers
+of every kind, so two runs are equal only if a resume loses no state.
 """
 
 import time
@@ -45,7 +45,7 @@ plots = false
 
 
 class Pause(nn.Module):
-    """Takes its time while training."""
+    """A layer that sleeps in training mode."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -58,12 +58,12 @@ class Pause(nn.Module):
 
 
 def model(step_s: float = 0.05) -> nn.Sequential:
-    """A network whose step takes ``step_s`` seconds and draws random numbers."""
+    """Return a network whose step takes ``step_s`` seconds and draws random numbers."""
     return nn.Sequential(Pause(step_s), problem.Noise(), *problem.model(dropout=0.3))
 
 
 def write(folder: Path, *, epochs: int = EPOCHS) -> Path:
-    """Write ``tiny.toml`` into a folder, which the run's directory ``run`` and its data lie in."""
+    """Write ``tiny.toml``; the run directory and the data are in the same folder."""
     path = folder / "tiny.toml"
     path.write_text(CONFIG.format(folder=folder, epochs=epochs))
     return path

@@ -1,4 +1,4 @@
-"""Runs that jobs carry out: how far they are, and whether two of them are the same."""
+"""Runs in Slurm jobs: submission, progress, and the comparison of two runs."""
 
 import time
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Run:
-    """A tiny run in a folder of its own, carried out by jobs."""
+    """A tiny run in its own folder, executed by jobs."""
 
     def __init__(
         self,
@@ -35,11 +35,19 @@ class Run:
     def submit(
         self, template: str, *options: str, more: Sequence[str] = (), **variables: str
     ) -> Job:
-        """Submit a template as it is; ``options`` are of sbatch, ``more`` of hpctrain train."""
+        """Submit an unchanged template.
+
+        Args:
+            template: name of the template.
+            options: options of sbatch.
+            more: arguments of hpctrain train.
+            variables: environment variables of the job.
+        """
         environ = {
             "CONFIG": str(self.config),
             "RUN_DIRECTORY": str(self.directory),
-            "HPCTRAIN_PROBE": "off",  # a measured plan could be another one, with other sums
+            # probing could give another plan, with another order of summation
+            "HPCTRAIN_PROBE": "off",
             **self._site,
             **variables,
         }
@@ -49,7 +57,7 @@ class Run:
         return self._slurm.sbatch(*before, script, *step, *more, environ=environ, cwd=self._folder)
 
     def records(self, *events: str) -> list[dict[str, Any]]:
-        """Return its records, or those of some kinds."""
+        """Return the records of the run, optionally only of some events."""
         path = self.directory / "metrics.jsonl"
         found = read(path) if path.exists() else []
         return [r for r in found if not events or r["event"] in events]
@@ -58,7 +66,7 @@ class Run:
         return self.records("started", "resumed")
 
     def wait_for_step(self, step: int, *, part: int = 1, timeout_s: float = 240) -> None:
-        """Wait until a part of the run has taken a step."""
+        """Wait until a part of the run has reached a step."""
         give_up = time.monotonic() + timeout_s
         while True:
             records = self.records()
@@ -70,7 +78,7 @@ class Run:
             time.sleep(0.05)
 
     def curve(self) -> list[tuple[Any, ...]]:
-        """Return what was learnt, step by step, to the last bit."""
+        """Return loss, metric and state hash of each step and test, for an exact comparison."""
         names = ("event", "epoch", "step", "loss", "metric", "state_hash")
         return [
             tuple(record.get(name) for name in names)

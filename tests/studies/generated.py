@@ -1,4 +1,4 @@
-"""Studies as ``hpctrain study run`` would leave them, with times from a formula and noise."""
+"""Studies as written by ``hpctrain study run``, with times from a formula and noise."""
 
 from dataclasses import asdict, replace
 
@@ -15,7 +15,7 @@ BATCH = 64
 
 
 def bound(point):
-    """Seconds of a step by a model."""
+    """Return the modelled seconds per step."""
     return 0.07 / point["ranks"]
 
 
@@ -23,7 +23,7 @@ FACTORS = {"ranks": [1, 2, 4, 8], "codec": ["none", "bf16"]}
 
 
 def config(factors=None, **changes):
-    """What is asked; the keys of [study] may be others."""
+    """Return the configuration of a study; ``changes`` are keys of [study]."""
     table = {
         "name": "digits",
         "mode": "strong",
@@ -57,7 +57,7 @@ def environment(**changes):
 
 
 def record(point, repeat, order, **changes):
-    """One repeat; steps slow down with every doubling of the ranks."""
+    """Return the record of one repeat; communication grows with the logarithm of the ranks."""
     noise = np.random.default_rng([order, repeat])
     ranks = point["ranks"]
     compute = 0.08 / ranks * noise.lognormal(0, 0.02, NUM_STEPS)
@@ -99,7 +99,7 @@ def record(point, repeat, order, **changes):
 
 
 def records(asked=None, **changes):
-    """Every repeat of every point, in random order."""
+    """Return the records of every repeat of every point, in random order."""
     asked = asked or config()
     points = [
         {"ranks": ranks, "codec": codec}
@@ -113,12 +113,12 @@ def records(asked=None, **changes):
 
 
 def complete(**changes):
-    """A study in which nothing is missing."""
+    """Return a study that lacks nothing."""
     return replace(StudyResults(config(), environment(), records(), bound=bound), **changes)
 
 
 def write(results, path):
-    """Write a study into a folder."""
+    """Write a study to a folder."""
     path.mkdir(parents=True, exist_ok=True)
     folder = StudyFolder(path)
     folder.write(folder.file, render(results.config))

@@ -1,7 +1,9 @@
-"""Launcher of a study on virtual hosts: ``python -m tests.studies.on_cluster NODES RANKS -- ...``.
+"""Launcher of a study on virtual hosts.
 
-It makes a cluster of so many nodes, runs the command on so many ranks of it, and ends both. Behind
-RANKS may stand the rate of the links, such as ``200mbit``.
+    python -m tests.studies.on_cluster NODES RANKS [RATE] -- COMMAND
+
+Creates a cluster of NODES nodes, runs the command on RANKS ranks, and removes the cluster. RATE
+is the bandwidth of the links, such as ``200mbit``.
 """
 
 import os
@@ -13,7 +15,7 @@ LIMIT_S = 600.0
 
 
 def main(sizes: list[str], command: list[str]) -> int:
-    """Return the exit code of the command."""
+    """Run the command; return its exit code."""
     nodes, ranks = map(int, sizes[:2])
     each, more = divmod(ranks, nodes)
     ranks_per_node = [each + (node < more) for node in range(nodes)]

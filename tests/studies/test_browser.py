@@ -1,4 +1,4 @@
-"""A browser shows every figure of a report, in any light and width, and does not complain."""
+"""A browser shows every figure of a report, in any theme and width, without console messages."""
 
 import re
 import subprocess
@@ -18,7 +18,7 @@ LIGHT, DARK = "--blink-settings=preferredColorScheme=1", "--blink-settings=prefe
 
 
 def opened(page, folder, *options):
-    """The document after its scripts ran, and what the console says."""
+    """Return the document after its scripts have run, and the messages on the console."""
     line = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
     line += ["--v=0", f"--user-data-dir={folder}", "--virtual-time-budget=10000", *options]
     done = subprocess.run(
@@ -52,16 +52,14 @@ def pages(tmp_path_factory):
     [
         ("complete", 8, 1280, LIGHT),
         ("complete", 8, 1280, DARK),
-        ("complete", 8, 500, LIGHT),  # a window of Chromium is no narrower
+        ("complete", 8, 500, LIGHT),  # the minimum width of a window of Chromium
         ("hostile", 7, 1280, LIGHT),
         ("failed", 0, 1280, LIGHT),
         ("runs", 7, 1280, DARK),
         ("runs", 7, 500, LIGHT),
     ],
 )
-def test_a_page_opens_without_a_word_on_the_console(
-    pages, tmp_path, name, num_figures, width, light
-):
+def test_a_page_opens_without_console_messages(pages, tmp_path, name, num_figures, width, light):
     document, complaints = opened(pages[name], tmp_path, light, f"--window-size={width},3000")
     assert complaints == []
     widths = widths_of(document)
@@ -75,7 +73,7 @@ def test_a_page_opens_without_a_word_on_the_console(
     assert "alert(1)" not in re.findall(r"<script>([^<]*)</script>", document)
 
 
-def test_a_script_that_is_not_of_the_page_is_refused_and_seen(pages, tmp_path):
+def test_a_foreign_script_is_blocked_and_reported(pages, tmp_path):
     page = tmp_path / "changed.html"
     text = pages["failed"].read_text(encoding="utf-8")
     page.write_text(text.replace("<h1>", "<script>document.title = 'foreign'</script><h1>", 1))
@@ -84,7 +82,7 @@ def test_a_script_that_is_not_of_the_page_is_refused_and_seen(pages, tmp_path):
     assert len(complaints) == 1
 
 
-def test_a_click_on_a_head_sorts_by_numbers_and_another_turns_the_order(pages, tmp_path):
+def test_a_click_on_a_column_head_sorts_numerically_and_another_reverses(pages, tmp_path):
     text = pages["complete"].read_text(encoding="utf-8")
     text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", text)
     for clicks in (1, 2):

@@ -1,4 +1,4 @@
-"""A complete study keeps every rule; whatever is taken away, the rule that needs it says so."""
+"""A complete study satisfies every rule; each removal violates the rule that needs the data."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from tests.studies import generated
 
 
 def broken(results):
-    """The names of the rules that are not kept."""
+    """Return the names of violated rules."""
     return {verdict.name for verdict in verdicts(results) if verdict.fault}
 
 
@@ -18,7 +18,7 @@ def with_records(**changes):
 
 
 def with_one(place=0, **changes):
-    """A study of which one record is another."""
+    """Return a study with one changed record."""
     records = generated.records()
     records[place] = replace(records[place], **changes)
     return generated.complete(records=records)
@@ -33,7 +33,7 @@ def with_environment(**changes):
 
 
 def of_points(keep):
-    """A study of the points that ``keep`` takes, planned as such."""
+    """Return a study planned with only the points for which ``keep`` is true."""
     records = [each for each in generated.records() if keep(each.point)]
     ranks = sorted({each.point["ranks"] for each in records})
     factors = {"ranks": ranks, "codec": ["none", "bf16"]}
@@ -54,7 +54,7 @@ def with_growing_batch():
     return generated.complete(records=records)
 
 
-def test_a_complete_study_keeps_every_rule():
+def test_a_complete_study_satisfies_every_rule():
     results = generated.complete()
     assert broken(results) == set()
     assert len(verdicts(results)) == 16
@@ -93,13 +93,13 @@ REMOVED = {
 
 
 @pytest.mark.parametrize("name", [verdict.name for verdict in verdicts(generated.complete())])
-def test_what_is_removed_breaks_its_rule_with_reason_and_remedy(name):
+def test_removed_data_violate_their_rule_with_reason_and_remedy(name):
     remove, reason = REMOVED[name]
     results = remove()
     [verdict] = [each for each in verdicts(results) if each.name == name]
     assert reason in verdict.fault
     assert verdict.advice.endswith(f"; {verdict.remedy}")
-    # What one record lacks may break another rule of the same records, and nothing else.
+    # Missing data of one record may also violate a related rule, and no other rule.
     also = {"batch": {"rates"}, "rates": {"batch"}, "steps": {"batch"}}.get(name, set())
     assert broken(results) - also == {name}
 
@@ -115,12 +115,12 @@ def test_what_is_removed_breaks_its_rule_with_reason_and_remedy(name):
         (of_points(lambda point: point["ranks"] in (1, 8)), "cores", "1 sizes have a core"),
     ],
 )
-def test_each_other_way_to_break_a_rule_is_told(results, name, reason):
+def test_other_violations_of_a_rule_are_reported(results, name, reason):
     [verdict] = [each for each in verdicts(results) if each.name == name]
     assert reason in verdict.fault
 
 
-def test_weak_scaling_keeps_the_batch_of_a_rank():
+def test_weak_scaling_needs_a_constant_batch_per_rank():
     records = [
         replace(each, samples=each.samples * each.point["ranks"]) for each in generated.records()
     ]
@@ -129,7 +129,7 @@ def test_weak_scaling_keeps_the_batch_of_a_rank():
     assert broken(generated.complete(config=generated.config(mode="weak"))) == {"batch"}
 
 
-def test_of_a_study_that_only_failed_nothing_is_kept_that_needs_a_measurement():
+def test_a_study_with_failures_only_violates_every_rule_about_measurements():
     results = with_records(**FAILED, error="exit code 1")
     assert broken(results) == REMOVED.keys() - {"complete", "setup", "bound"}
     assert broken(generated.complete(records=[])) == REMOVED.keys() - {"setup", "bound"}

@@ -1,4 +1,4 @@
-"""Two studies compared differ where their intervals say so, and nowhere else."""
+"""A difference of two studies is reported only if its confidence interval excludes 1."""
 
 from dataclasses import replace
 from io import StringIO
@@ -16,7 +16,8 @@ from hpctrain.studies.study_results import shown
 from tests.studies import generated
 from tests.studies.test_statistics import noise
 
-SIX = generated.config(repeats=6)  # five repeats cannot tell eight points apart
+# six, because five repeats cannot distinguish eight points at this level
+SIX = generated.config(repeats=6)
 
 
 def study(records=None):
@@ -24,7 +25,7 @@ def study(records=None):
 
 
 def changed(factor, only=None):
-    """The study with steps that take ``factor`` times as long, of ``only`` so many ranks."""
+    """Return the study with steps ``factor`` times as long, optionally at ``only`` n ranks."""
     records = [
         replace(each, step_s=[factor * seconds for seconds in each.step_s])
         if only in (None, each.point["ranks"])
@@ -35,19 +36,19 @@ def changed(factor, only=None):
 
 
 def told(found, verdict):
-    """Labels and ratios of the points that got a verdict."""
+    """Return labels and ratios of the points with a verdict."""
     points = zip(found.points, found.verdicts, strict=True)
     return [(label, ratio) for (label, ratio), each in points if each == verdict]
 
 
-def test_a_study_is_like_itself():
+def test_a_study_does_not_differ_from_itself():
     found = StudyComparison(study(), study(), 0.05)
     assert [ratio.value for _, ratio in found.points] == [1.0] * 8
     assert set(found.verdicts) == {"no difference beyond noise"}
 
 
 def drawn(kind, generator, factor=1):
-    """A study of noise; steps of 4 ranks take ``factor`` times as long."""
+    """Return a study with random times; steps of 4 ranks take ``factor`` times as long."""
     records = []
     for each in generated.records(SIX):
         slower = factor if each.point["ranks"] == 4 else 1
@@ -57,7 +58,7 @@ def drawn(kind, generator, factor=1):
 
 
 def differing(kind, factor, draws):
-    """The share of pairs of studies in which points of other than 4, and of 4 ranks, differ."""
+    """Return the fraction of pairs that differ at points with other than 4 ranks, and with 4."""
     generator, found = np.random.default_rng(3), np.zeros(2)
     for _ in range(draws):
         both = drawn(kind, generator), drawn(kind, generator, factor)
@@ -70,7 +71,7 @@ def differing(kind, factor, draws):
     return found / draws
 
 
-def test_equal_studies_differ_as_seldom_as_alpha_says_and_ten_percent_is_found():
+def test_equal_studies_rarely_differ_and_ten_percent_is_detected():
     others, four = differing("even", 1.1, 40)
     assert others <= 0.1
     assert four >= 0.95
@@ -79,12 +80,12 @@ def test_equal_studies_differ_as_seldom_as_alpha_says_and_ten_percent_is_found()
 @pytest.mark.conformance
 @pytest.mark.limit(300)
 @pytest.mark.parametrize("kind", ["even", "heavy", "outliers"])
-def test_of_500_equal_studies_no_more_than_alpha_are_called_different(kind):
+def test_of_500_equal_studies_at_most_alpha_are_called_different(kind):
     assert sum(differing(kind, 1, 500)) <= 0.05 + 2.5 * np.sqrt(0.05 / 500)
 
 
 @pytest.mark.parametrize("num", [1, 2, 3, 4, 5])
-def test_intervals_hold_the_truth_as_often_as_they_say_where_repeats_are_few(num):
+def test_intervals_cover_the_truth_at_their_confidence_with_few_repeats(num):
     asked = generated.config({"ranks": [1, 2]}, repeats=num)
     generator, draws = np.random.default_rng(num), 100
 
@@ -97,7 +98,7 @@ def test_intervals_hold_the_truth_as_often_as_they_say_where_repeats_are_few(num
     pairs = [StudyComparison(drawn(1), drawn(1.1), 0.05) for _ in range(draws)]
     ratios = [ratio for pair in pairs for _, ratio in pair.points]
     text = " ".join(printed(pairs[0]).split())
-    # 2.5 % at each of the two points takes five repeats: two of C(10, 5) orders.
+    # 2.5 % at each of the two points needs five repeats: two of C(10, 5) orders.
     assert ("too few repeats, 5 are needed" in text) == (num < 5)
     assert ("With too few repeats" in text) == (num < 5)
     if num == 1:
@@ -113,13 +114,13 @@ def test_intervals_hold_the_truth_as_often_as_they_say_where_repeats_are_few(num
 
 
 def printed(found):
-    """What the terminal shows."""
+    """Return the output on the terminal."""
     console = Console(file=StringIO(), width=300)
     console.print(found.summary())
     return console.file.getvalue()
 
 
-def test_too_few_repeats_say_how_many_are_needed(tmp_path):
+def test_with_too_few_repeats_the_needed_number_is_reported(tmp_path):
     fast, slow = generated.complete(), generated.records()
     slow = generated.complete(records=[replace(e, step_s=[2 * s for s in e.step_s]) for e in slow])
     found = StudyComparison(fast, slow, 0.05)
@@ -130,7 +131,7 @@ def test_too_few_repeats_say_how_many_are_needed(tmp_path):
     assert isinstance(done.exception, ConfigError)
 
 
-def test_what_is_slower_is_found_with_its_ratio():
+def test_slower_points_are_found_with_their_ratio():
     found = StudyComparison(study(), changed(1.1, only=4), 0.05)
     assert [label.split(",")[0] for label, _ in found.points] == [
         f"ranks {ranks}" for ranks in [1, 2, 4, 8] * 2
@@ -141,14 +142,14 @@ def test_what_is_slower_is_found_with_its_ratio():
     assert told(StudyComparison(study(), changed(0.9), 0.05), "slower") == []
 
 
-def test_points_of_which_only_a_name_that_is_cut_differs_are_not_one():
+def test_points_whose_shortened_names_are_equal_are_distinct():
     asked = generated.config({"ranks": [1], "codec": [f"{'x' * 99}{end}" for end in "ab"]})
     one = generated.complete(config=asked, records=generated.records(asked))
     both = StudyComparison(one, one, 0.05)
     assert len(both.points) == 2
 
 
-def test_points_of_one_study_alone_are_named():
+def test_points_in_only_one_study_are_named():
     records = [each for each in generated.records() if each.point["ranks"] != 2]
     found = StudyComparison(generated.complete(), generated.complete(records=records), 0.05)
     assert len(found.verdicts) == 6
@@ -157,7 +158,7 @@ def test_points_of_one_study_alone_are_named():
         StudyComparison(generated.complete(), generated.complete(records=[]), 0.05)
 
 
-def test_what_differs_of_where_two_studies_ran_is_told():
+def test_differences_between_environments_are_reported():
     other = generated.complete(environment=generated.environment(host="login2", commit="0"))
     found = StudyComparison(generated.complete(), other, 0.05)
     assert "environments: host, commit." in found.method
@@ -165,7 +166,7 @@ def test_what_differs_of_where_two_studies_ran_is_told():
 
 
 @pytest.mark.parametrize(("factor", "code"), [(1.2, 1), (1.0, 0), (0.8, 0)])
-def test_the_command_fails_on_a_slower_study_where_asked_to(tmp_path, factor, code):
+def test_fail_slower_sets_the_exit_code_for_a_slower_study(tmp_path, factor, code):
     first = generated.write(study(), tmp_path / "a")
     second = generated.write(changed(factor), tmp_path / "b")
     words = ["study", "compare", str(first), str(second), "--alpha", "0.02"]
@@ -175,6 +176,7 @@ def test_the_command_fails_on_a_slower_study_where_asked_to(tmp_path, factor, co
     assert f"{factor:.3f}" in done.output
     verdict = {1.2: "slower", 1.0: "no difference beyond noise", 0.8: "faster"}[factor]
     assert done.output.count(verdict) == 8
-    told = f"{shown(second)} by {shown(first)}: time of a step"  # their names are alike
+    # distinguishes the folders, whose studies have the same name
+    told = f"{shown(second)} by {shown(first)}: time of a step"
     assert told.replace(" ", "") in "".join(done.output.split())
     assert CliRunner().invoke(app, words).exit_code == 0

@@ -1,4 +1,4 @@
-"""Figures show what was measured and nothing else."""
+"""Figures show all measurements and nothing else."""
 
 import json
 from dataclasses import replace
@@ -28,7 +28,7 @@ def test_a_complete_study_has_every_figure():
     ]
 
 
-def test_points_with_more_ranks_than_cores_are_hollow_and_have_no_efficiency():
+def test_oversubscribed_points_are_hollow_and_have_no_efficiency():
     found = figures(generated.complete())
     assert [each.x for each in series(found["time"], "points")] == [[1, 2, 4]] * 2
     assert [each.x for each in series(found["time"], "hollow")] == [[8]] * 2
@@ -37,7 +37,7 @@ def test_points_with_more_ranks_than_cores_are_hollow_and_have_no_efficiency():
     assert "Hollow" not in found["efficiency"].note
 
 
-def test_no_line_goes_where_nothing_was_measured():
+def test_lines_cover_only_measured_points():
     records = [each for each in generated.records() if each.point["ranks"] != 4]
     failed = [
         replace(each, status="failed", step_s=[]) for each in records if each.point["ranks"] == 8
@@ -58,14 +58,15 @@ def test_the_ideal_goes_through_the_base(mode, growth):
     assert series(figures(results)["efficiency"], "dashed")[0].y == pytest.approx([1] * 4)
 
 
-def test_the_bound_is_what_links_allow_and_never_below_the_ideal():
+def test_the_bound_follows_the_links_and_is_never_below_the_ideal():
     results = generated.complete(bound=None)
     ideal = [each.ideal_s for each in results.summaries]
     fast = results.beside(Machine(nodes=8))
     assert [fast.bound(each.point) for each in results.summaries] == ideal
     slow = results.beside(Machine(nodes=8, network=Link(0, 8e6), node=Link(0, 70e6)))
     bound = [slow.bound(each.point) for each in results.summaries][:4]
-    # 4e6 bytes a rank but the first, through its memory; 4e6 bytes by the card of one node.
+    # 4e6 bytes per rank but the first through its memory, and 4e6 bytes through one network
+    # adapter.
     assert bound == pytest.approx([ideal[0], ideal[1], 12e6 / 4 / 70e6, 4e6 / 8e6])
     [dotted, _] = series(figures(slow)["time"], "dotted")
     assert dotted.y == bound
@@ -73,7 +74,7 @@ def test_the_bound_is_what_links_allow_and_never_below_the_ideal():
     assert share.y[-1] == pytest.approx(ideal[3] / 0.5)
 
 
-def test_points_of_one_size_stand_side_by_side():
+def test_points_of_one_size_have_a_categorical_axis():
     asked = generated.config({"ranks": [4], "codec": ["none", "bf16"]})
     results = generated.complete(config=asked, records=generated.records(asked))
     figure = figures(results)["time"]
@@ -82,7 +83,7 @@ def test_points_of_one_size_stand_side_by_side():
     assert series(figure, "dashed", "dotted") == []
 
 
-def test_a_time_to_target_that_not_every_repeat_reached_is_not_shown():
+def test_a_time_to_target_missed_by_a_repeat_is_not_shown():
     records = generated.records()
     records[0] = replace(records[0], time_to_target_s=None)
     reached = {
@@ -95,7 +96,7 @@ def test_a_time_to_target_that_not_every_repeat_reached_is_not_shown():
     assert len(reached) == 7
 
 
-def test_learning_is_shown_as_ranks_told_it(tmp_path):
+def test_learning_curves_follow_the_records_of_ranks(tmp_path):
     results = generated.complete(directory=tmp_path)
     ends = series(figures(results)["learning"], "points")
     assert sum(len(each.x) for each in ends) == len(results.done)
@@ -110,10 +111,10 @@ def test_learning_is_shown_as_ranks_told_it(tmp_path):
     lines.append({"step": 5, "at": 12.5, "accuracy": float("nan")})
     (folder / "b.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     [curve] = series(figures(results)["learning"], "solid")
-    assert curve.x == [0.5, 1.5, 2.5, 3.5, 4.5]  # from the begin of the first step
+    assert curve.x == [0.5, 1.5, 2.5, 3.5, 4.5]  # from the start of the first step
     assert curve.y == pytest.approx([0, 0.1, 0.2, 0.3, 0.4])
     (folder / "b.jsonl").write_text(json.dumps({"step": 5, "at": 12.0, "accuracy": 0.5}) + "\n")
-    assert not series(figures(results)["learning"], "solid")  # no line goes through one point
+    assert not series(figures(results)["learning"], "solid")  # no line through one point
 
 
 def test_speed_up_and_core_hours_follow_from_efficiency_and_rate():
@@ -138,7 +139,7 @@ def legend_of(figure):
 
 
 @pytest.mark.parametrize("bound", [None, generated.bound])
-def test_a_legend_names_all_that_is_drawn_and_nothing_else(bound):
+def test_a_legend_has_exactly_the_drawn_series(bound):
     asked = generated.config({"ranks": [1, 2, 4, 8]})
     results = generated.complete(config=asked, records=generated.records(asked), bound=bound)
     found = figures(results)
@@ -153,14 +154,14 @@ def test_a_legend_names_all_that_is_drawn_and_nothing_else(bound):
     assert found["efficiency"].y_label == "parallel efficiency"
 
 
-def test_a_picture_says_machine_mode_and_batch():
+def test_the_caption_has_machine_mode_and_batch():
     caption = generated.complete().caption
     for text in ("digits: strong scaling, 64 samples in a step of all ranks", "login1, AMD EPYC"):
         assert text in caption
     assert "4 cores on each of 1 hosts, torch 2.13.0, Open MPI 5.0.11" in caption
 
 
-def test_samples_of_a_step_are_an_integer_or_a_mean():
+def test_samples_per_step_are_an_integer_or_a_mean():
     records = [replace(each, samples=each.samples - 5) for each in generated.records()]
     caption = generated.complete(records=records).caption
     mean = records[0].samples / records[0].num_steps

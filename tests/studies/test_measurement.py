@@ -1,4 +1,4 @@
-"""What the records of ranks say together, against numbers by hand."""
+"""Measurements from the records of ranks, compared with manually computed values."""
 
 import json
 import subprocess
@@ -18,7 +18,7 @@ def write(folder, *ranks):
 
 
 def steps(begin: float, *seconds: float, **values):
-    """Records of steps of these durations; none for the first, as nobody knows its begin."""
+    """Return records of steps with these durations; the first has no known start."""
     at, found = begin, []
     for step, each in enumerate(seconds):
         at += each
@@ -26,7 +26,7 @@ def steps(begin: float, *seconds: float, **values):
     return found
 
 
-def test_a_step_lasts_as_long_as_on_the_slowest_rank_by_each_ones_own_clock(tmp_path):
+def test_a_step_takes_as_long_as_on_the_slowest_rank_with_separate_clocks(tmp_path):
     write(tmp_path, steps(0, 9, 1, 2, 3), steps(5000, 9, 2, 1, 4))
     found = measure(tmp_path, 2, warm_up=1, target={})
     assert found["step_s"] == [2, 2, 4]
@@ -37,9 +37,7 @@ def test_a_step_lasts_as_long_as_on_the_slowest_rank_by_each_ones_own_clock(tmp_
 
 
 @pytest.mark.parametrize("warm_up", [0, 1])
-def test_a_step_whose_begin_is_unknown_never_counts_one_that_tells_its_duration_does(
-    tmp_path, warm_up
-):
+def test_a_step_without_start_counts_only_with_its_own_duration(tmp_path, warm_up):
     write(tmp_path, steps(0, 9, 1, 2))
     assert measure(tmp_path, 1, warm_up=warm_up, target={})["step_s"] == [1, 2]
     write(tmp_path, steps(0, 9, 1, 2, seconds=0.5))
@@ -47,7 +45,7 @@ def test_a_step_whose_begin_is_unknown_never_counts_one_that_tells_its_duration_
     assert found["step_s"] == [0.5] * (3 - warm_up)
 
 
-def test_parts_are_means_and_what_the_last_to_come_did_not_wait_is_communication(tmp_path):
+def test_parts_are_means_over_ranks_and_common_communication_time_is_no_idle_time(tmp_path):
     write(
         tmp_path,
         steps(0, 1, 1, compute_s=0.9, communication_s=0.1, input_s=0.0, node_bytes=10),
@@ -62,7 +60,7 @@ def test_parts_are_means_and_what_the_last_to_come_did_not_wait_is_communication
     assert "rail_bytes" not in found
 
 
-def test_a_test_is_no_step_and_its_time_belongs_to_none(tmp_path):
+def test_a_test_is_not_a_step_and_its_time_is_excluded(tmp_path):
     lines = steps(0, 1, 1, 1)
     for line in lines[2:]:
         line["at"] += 60
@@ -73,7 +71,7 @@ def test_a_test_is_no_step_and_its_time_belongs_to_none(tmp_path):
     assert (found["metric_name"], found["metric"]) == ("accuracy", 0.9)
 
 
-def test_the_target_is_reached_where_a_test_says_so_or_ten_steps_on_average(tmp_path):
+def test_the_target_is_reached_by_a_test_or_by_the_mean_of_ten_steps(tmp_path):
     lines = steps(0, *[1.0] * 40)
     lines.insert(20, {"step": 19, "at": 20.5, "accuracy": 0.97})
     write(tmp_path, lines)
@@ -85,7 +83,7 @@ def test_the_target_is_reached_where_a_test_says_so_or_ten_steps_on_average(tmp_
     assert "steps_to_target" not in missed
 
 
-def test_ranks_that_say_nothing_and_too_few_steps_are_errors(tmp_path):
+def test_missing_ranks_and_too_few_steps_are_errors(tmp_path):
     with pytest.raises(DataError, match="0 of 1 ranks did"):
         measure(tmp_path, 1, warm_up=0, target={})
     write(tmp_path, steps(0, 1, 1))
@@ -95,7 +93,7 @@ def test_ranks_that_say_nothing_and_too_few_steps_are_errors(tmp_path):
         measure(tmp_path, 1, warm_up=9, target={})
 
 
-def test_the_loss_is_the_mean_over_the_samples_of_those_who_tell_one(tmp_path):
+def test_the_loss_is_the_sample_weighted_mean_over_ranks_that_recorded_one(tmp_path):
     one, other = steps(0, 1, 1, 1), steps(0, 1, 1, 1)
     one[2]["loss"], other[2]["loss"], other[2]["samples"] = 1.0, 5.0, 12.0
     write(tmp_path, one, other)
@@ -107,7 +105,7 @@ def test_the_loss_is_the_mean_over_the_samples_of_those_who_tell_one(tmp_path):
     write(tmp_path, one, other)
     found = measure(tmp_path, 2, warm_up=1, target={"loss": 9.0})
     assert found["loss"] is None
-    assert "steps_to_target" not in found  # three steps are no ten
+    assert "steps_to_target" not in found  # fewer than ten steps
 
 
 NAN = float("nan")
@@ -126,7 +124,7 @@ NAN = float("nan")
         ({"step": 7}, r"1 steps are common.*recorded 3"),
     ],
 )
-def test_what_cannot_be_is_an_error_of_the_repeat_not_of_the_report(tmp_path, change, said):
+def test_invalid_records_are_an_error_of_the_repeat(tmp_path, change, said):
     lines, good = steps(0, 1, 1, 1), steps(0, 1, 1, 1)
     if "step" in change and change["step"] == 7:
         lines[1]["step"] = 6
@@ -136,7 +134,7 @@ def test_what_cannot_be_is_an_error_of_the_repeat_not_of_the_report(tmp_path, ch
         measure(tmp_path, 2, warm_up=0, target={})
 
 
-def test_what_was_not_finite_and_is_null_is_not_told(tmp_path):
+def test_null_values_are_ignored(tmp_path):
     lines = steps(0, 1, 1, 1, seconds=1.0, accuracy=None)
     lines[0]["seconds"], lines[2]["accuracy"] = None, 0.7
     write(tmp_path, lines)
@@ -144,7 +142,7 @@ def test_what_was_not_finite_and_is_null_is_not_told(tmp_path):
     assert (found["step_s"], found["time_to_target_s"], found["metric"]) == ([1, 1], 2, 0.7)
 
 
-def test_parts_that_are_not_finite_are_not_told(tmp_path):
+def test_parts_that_are_not_finite_are_ignored(tmp_path):
     write(tmp_path, steps(0, 1, 1, 1, compute_s=NAN, input_s=0.5, node_bytes=NAN))
     found = measure(tmp_path, 1, warm_up=0, target={})
     assert found["input_s"] == [0.5, 0.5]
@@ -159,9 +157,12 @@ def test_parts_that_are_not_finite_are_not_told(tmp_path):
         ({"rail_bytes": -8}, "at least 0 .*got rail_bytes of -8"),
     ],
 )
-def test_no_part_is_longer_than_its_step_nor_below_0(tmp_path, values, said):
+def test_a_part_outside_its_step_is_ignored_on_one_rank_and_an_error_on_all(
+    tmp_path, values, said
+):
     write(tmp_path, steps(0, 1, 1, 1), steps(0, 1, 1, 1, **values))
-    assert not values.keys() & measure(tmp_path, 2, warm_up=1, target={}).keys()  # of one rank
+    # wrong on one of two ranks
+    assert not values.keys() & measure(tmp_path, 2, warm_up=1, target={}).keys()
     write(tmp_path, *2 * [steps(0, 1, 1, 1, **values)])
     with pytest.raises(DataError, match=said):
         measure(tmp_path, 2, warm_up=1, target={})
@@ -180,7 +181,7 @@ print("torch" in sys.modules, "mpi4py" in sys.modules)
 """
 
 
-def test_record_writes_a_file_for_each_process_in_a_study_and_nothing_elsewhere(tmp_path):
+def test_record_writes_one_file_per_process_and_only_in_a_study(tmp_path):
     def run(**environ):
         return subprocess.run(
             [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True,

@@ -1,4 +1,4 @@
-"""Points and their order: every point once in every repeat, in an order that a seed fixes."""
+"""Each repeat has every point once, in an order that depends on the seed."""
 
 import itertools
 from dataclasses import replace
@@ -23,7 +23,7 @@ def config(factors, command=TEXT, **table) -> StudyConfig:
 
 
 def points_of(asked):
-    """The points of a study, each once."""
+    """Return the points of a study."""
     return [each.point for each in attempts_of(asked) if each.repeat == 0]
 
 
@@ -37,7 +37,7 @@ def points_of(asked):
     st.integers(1, 5),
     st.integers(0, 99),
 )
-def test_each_repeat_is_a_permutation_of_all_points_which_the_seed_fixes(factors, repeats, seed):
+def test_each_repeat_is_a_permutation_of_all_points_given_by_the_seed(factors, repeats, seed):
     asked = config(factors, repeats=repeats, seed=seed)
     attempts = attempts_of(asked)
     num = len(attempts) // repeats
@@ -51,10 +51,10 @@ def test_each_repeat_is_a_permutation_of_all_points_which_the_seed_fixes(factors
         assert sorted(found) == sorted(itertools.product(*factors.values()))
     assert attempts == attempts_of(asked)
     more = replace(asked, study=replace(asked.study, repeats=repeats + 1))
-    assert attempts_of(more)[: len(attempts)] == attempts  # repeats may be added later
+    assert attempts_of(more)[: len(attempts)] == attempts  # so that repeats can be added later
 
 
-def test_repeats_and_seeds_have_orders_of_their_own():
+def test_repeats_and_seeds_have_different_orders():
     factors = {"ranks": list(range(1, 17))}
     one, other = (attempts_of(config(factors, repeats=2, seed=seed)) for seed in (1, 2))
     orders = [[a.point["ranks"] for a in each] for each in (one[:16], one[16:], other[:16])]
@@ -76,18 +76,18 @@ def test_repeats_and_seeds_have_orders_of_their_own():
         ({"ranks": 1, "nodes": 2}, None),
     ],
 )
-def test_a_point_tells_ranks_and_nodes_or_contradicts_itself(point, layout):
+def test_a_point_defines_ranks_and_nodes_or_is_contradictory(point, layout):
     assert layout_of(point) == (layout and Placement(*layout))
 
 
-def test_points_that_contradict_themselves_are_left_out_and_all_of_them_are_an_error():
+def test_contradictory_points_are_omitted_and_an_error_if_none_is_left():
     asked = config({"ranks": [1, 2, 4], "nodes": [1, 2]})
     assert len(points_of(asked)) == 5
     with pytest.raises(ConfigError, match="no combination has"):
         points_of(config({"ranks": [1], "nodes": [2]}))
 
 
-def test_the_batch_is_of_all_ranks_in_a_strong_study_and_of_each_in_a_weak_one():
+def test_the_batch_is_global_in_a_strong_study_and_per_rank_in_a_weak_one():
     attempt = PointRepeat(point={"ranks": 4, "batch": 64}, repeat=0, order=0)
     strong, weak = (attempt.names(mode, Path("f")) for mode in ("strong", "weak"))
     assert (strong["global_batch"], strong["rank_batch"]) == (64, 16)
@@ -98,7 +98,7 @@ def test_the_batch_is_of_all_ranks_in_a_strong_study_and_of_each_in_a_weak_one()
     assert points_of(config(factors, "run {ranks} {rank_batch}", mode="weak"))
 
 
-def test_more_ranks_than_cores_of_real_hosts_are_oversubscribed():
+def test_more_ranks_than_cores_of_the_hosts_are_oversubscribed():
     attempt = PointRepeat(point={"ranks": 8, "nodes": 4}, repeat=0, order=0)
     assert attempt.is_oversubscribed(cores=2, hosts=1)
     assert attempt.is_oversubscribed(cores=2, hosts=3)

@@ -1,4 +1,4 @@
-"""Studies of real ranks: of ``hpctrain train``, and of a user's own script."""
+"""Studies with real ranks, of ``hpctrain train`` and of a script."""
 
 import os
 import sys
@@ -44,15 +44,15 @@ def measured(folder, text, num_points=2):
     assert not any("torch" in line for line in done.stderr.splitlines())
     environment = study.read_environment()
     assert len(environment["plan"]) == num_points
-    assert "MPI" in environment["mpi"]  # the library, by a point of several ranks
+    assert "MPI" in environment["mpi"]  # known from a point with several ranks
     for record in records:
-        assert record.elapsed_s > record.seconds  # warm-up included
+        assert record.elapsed_s > record.seconds  # elapsed_s includes the warm-up
     return study, records
 
 
 @pytest.mark.launches
 @pytest.mark.limit(180)
-def test_a_run_from_a_configuration_tells_the_same_in_records_and_metrics(tmp_path):
+def test_records_of_a_run_equal_its_metrics(tmp_path):
     write_config(tmp_path, "tests.train.problem:model", epochs=3)
     study, (_, two) = measured(tmp_path, HEAD.replace("TARGET", "test_loss") + TRAIN)
     metrics = read(study.path / two.folder / "run/metrics.jsonl")
@@ -75,7 +75,7 @@ def test_a_run_from_a_configuration_tells_the_same_in_records_and_metrics(tmp_pa
 @pytest.mark.launches
 @pytest.mark.conformance
 @pytest.mark.limit(180)
-def test_a_script_of_ones_own_is_measured_by_two_calls(tmp_path):
+def test_a_script_is_measured_with_two_calls(tmp_path):
     _, records = measured(tmp_path, HEAD.replace("TARGET", "accuracy") + SCRIPT)
     for record in records:
         assert (record.num_steps, record.samples) == (10, 160)
@@ -89,7 +89,7 @@ def test_a_script_of_ones_own_is_measured_by_two_calls(tmp_path):
 @pytest.mark.requires("cluster")
 @pytest.mark.limit(900)
 @pytest.mark.parametrize("mode", ["strong", "weak"])
-def test_the_digits_are_measured_on_virtual_hosts(tmp_path, mode):
+def test_the_digits_study_runs_on_virtual_hosts(tmp_path, mode):
     made = example(mode)
     study = replace(made.study, name="s", repeats=1, hosts=4, cores=2)
     settings = {**made.command.set, "train.epochs": 2, "data.args.folder": f"{tmp_path}/data"}

@@ -1,4 +1,4 @@
-"""The files of a study say again what was written, also after a kill."""
+"""The files of a study return the written records, also after a kill."""
 
 import math
 from dataclasses import asdict
@@ -34,7 +34,7 @@ def append(path, *records: PointRecord) -> None:
             file.append(asdict(each))
 
 
-def test_what_was_written_is_read_again(tmp_path):
+def test_written_records_are_read_back(tmp_path):
     folder = StudyFolder(tmp_path)
     assert folder.read_environment() is None
     environment = {"versions": {"torch": "2"}, "cores": 2, "commit": None, "pinning": [0, 1]}
@@ -45,14 +45,14 @@ def test_what_was_written_is_read_again(tmp_path):
     assert record(0).samples_per_s == 16
 
 
-def test_shares_of_jobs_are_one_study_and_a_repeat_counts_once(tmp_path):
+def test_files_of_several_jobs_form_one_study_and_a_repeat_counts_once(tmp_path):
     folder = StudyFolder(tmp_path)
     append(folder.points_file(0), record(1, status="failed", error="out of memory"), record(1))
     append(folder.points_file(1), record(0))
     assert folder.read_points() == [record(0), record(1)]
 
 
-def test_a_line_cut_short_by_a_kill_is_no_record_and_the_next_is_one(tmp_path):
+def test_a_truncated_line_is_ignored_and_the_next_record_is_read(tmp_path):
     folder = StudyFolder(tmp_path)
     append(folder.points_file(0), record(0))
     with folder.points_file(0).open("ab") as file:
@@ -61,7 +61,7 @@ def test_a_line_cut_short_by_a_kill_is_no_record_and_the_next_is_one(tmp_path):
     assert folder.read_points() == [record(0), record(2, loss=None)]
 
 
-def test_files_of_another_version_are_an_error_that_names_the_field(tmp_path):
+def test_files_of_another_version_are_an_error_with_the_field(tmp_path):
     folder = StudyFolder(tmp_path)
     folder.points_file(0).write_text('{"status": "done", "size": 3}\n')
     with pytest.raises(DataError, match=r"another version.*size"):

@@ -1,4 +1,4 @@
-"""The report says what the statistics say, says what is missing, and takes any name."""
+"""The report has the numbers of the statistics, names missing data, and escapes all names."""
 
 import io
 import json
@@ -24,7 +24,7 @@ HOSTILE = "[red]\x1b[2J$\\frac{$</script><script>alert(1)</script><img onerror=a
 
 
 class Page(HTMLParser):
-    """The tables of a page by their ids, as text and sorting value of each cell, and its tags."""
+    """Tables of a page by id, with text and sort value of each cell, and all tags."""
 
     def __init__(self, text):
         super().__init__()
@@ -59,7 +59,7 @@ def page_of(results):
 
 
 def drawn(text):
-    """What the scripts of a page draw."""
+    """Return the figures embedded in a page, by name."""
     [found] = re.findall(r'<script type="application/json" id="figures">(.*?)</script>', text)
     return {figure["name"]: figure for figure in json.loads(found)["figures"]}
 
@@ -75,11 +75,11 @@ def results():
     return generated.complete()
 
 
-def test_numbers_of_the_page_are_those_of_the_statistics(results):
+def test_numbers_of_the_page_equal_the_statistics(results):
     text, page = page_of(results)
     rows = page.rows("points")
     assert len(rows) == len(results.summaries) == 8
-    assert ">efficiency at ranks 4, codec bf16<" in text  # a card says which of the curves
+    assert ">efficiency at ranks 4, codec bf16<" in text  # the heading of a card names the curve
     place = {name: POINT_HEADS.index(name) for name in POINT_HEADS}
     for row, summary in zip(rows, results.summaries, strict=True):
         value = {name: row[place[name]][1] for name in place}
@@ -104,14 +104,14 @@ def test_numbers_of_the_page_are_those_of_the_statistics(results):
     )
 
 
-def test_the_score_of_mlperf_leaves_out_best_and_worst(results):
+def test_the_mlperf_score_omits_best_and_worst(results):
     _, page = page_of(results)
     times = sorted(each.time_to_target_s for each in results.summaries[0].done)
     [score] = [row[-3] for row in page.rows("points")][:1]
     assert float(score[1]) == pytest.approx(sum(times[1:-1]) / 3)
 
 
-def test_a_page_needs_no_network_and_runs_its_own_scripts_alone(results):
+def test_a_page_needs_no_network_and_allows_only_its_own_scripts(results):
     text, page = page_of(results)
     for tag, values in page.tags:
         assert tag not in ("link", "iframe", "img", "object")
@@ -120,10 +120,11 @@ def test_a_page_needs_no_network_and_runs_its_own_scripts_alone(results):
     assert policy.startswith("default-src 'none';")
     assert policy.count("'sha256-") == 2
     assert "script-src 'sha256" in policy
-    assert len(re.findall(r"<script\b", text)) == 3 + text.count('"<script')  # inside plotly
+    # strings inside plotly's script
+    assert len(re.findall(r"<script\b", text)) == 3 + text.count('"<script')
 
 
-def test_the_checklist_of_the_page_names_what_is_missing():
+def test_the_checklist_of_the_page_names_missing_data():
     _, page = page_of(generated.complete(bound=None))
     missing = [row for row in page.rows("checklist") if row[0][1] == "0"]
     [(_, _, (advice, _), _)] = missing
@@ -153,7 +154,7 @@ def hostile_results():
     return StudyResults(asked, environment, records, bound=generated.bound)
 
 
-def test_hostile_names_are_text_everywhere(tmp_path):
+def test_hostile_names_are_escaped_everywhere(tmp_path):
     results = hostile_results()
     page, *figures = write_report(results, tmp_path)
     text = page.read_text(encoding="utf-8")
@@ -168,7 +169,7 @@ def test_hostile_names_are_text_everywhere(tmp_path):
     assert all(path.stat().st_size > 1000 for path in figures)
 
 
-def test_a_study_of_which_all_points_failed_says_so(tmp_path):
+def test_a_report_of_failures_only_reports_that_nothing_was_measured(tmp_path):
     records = generated.records(status="failed", step_s=[], error="exit code 1\n  no memory")
     results = generated.complete(records=records)
     assert [path.name for path in write_report(results, tmp_path)] == ["report.html"]
@@ -180,7 +181,7 @@ def test_a_study_of_which_all_points_failed_says_so(tmp_path):
     assert "0 repeats measured, 40 failed" in shown(results)
 
 
-def test_the_text_summary_has_points_failures_and_what_is_missing(results):
+def test_the_text_summary_has_points_failures_and_missing_data(results):
     text = shown(results)
     assert "16 of 16 rules are kept" in text
     assert f"{results.summaries[1].efficiency.value:.1%}" in text
@@ -193,7 +194,7 @@ def test_the_text_summary_has_points_failures_and_what_is_missing(results):
     assert "missing: A bound by a model" in text
 
 
-def test_the_command_writes_page_and_figures_beside_it(tmp_path, results):
+def test_the_command_writes_the_page_and_its_figures(tmp_path, results):
     folder = generated.write(results, tmp_path / "study")
     machine = tmp_path / "machine.toml"
     machine.write_text("nodes = 8\n")
@@ -213,7 +214,7 @@ def test_the_command_writes_page_and_figures_beside_it(tmp_path, results):
     assert [s.step_s for s in again.summaries] == [s.step_s for s in results.summaries]
 
 
-def test_what_cannot_be_reported_says_what_to_do(tmp_path, results, monkeypatch):
+def test_impossible_reports_raise_errors_with_a_remedy(tmp_path, results, monkeypatch):
     with pytest.raises(DataError, match="hpctrain study run writes it"):
         StudyResults.read(tmp_path)
     (tmp_path / "file").write_text("")
@@ -227,7 +228,7 @@ def test_what_cannot_be_reported_says_what_to_do(tmp_path, results, monkeypatch)
         page_of(results)
 
 
-def test_a_study_without_anything_optional_is_reported():
+def test_a_study_with_required_values_only_is_reported():
     bare = {
         name: None
         for name in asdict(generated.record({"ranks": 1}, 0, 0))

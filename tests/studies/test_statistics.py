@@ -1,4 +1,4 @@
-"""Statistics of a study against closed forms, and against what is known of random samples."""
+"""Statistics of a study, compared with closed forms and with properties of random samples."""
 
 from itertools import combinations
 
@@ -23,10 +23,10 @@ def repeats(ranks: int, step_s: list[float], **values):
 
 
 def noise(kind, generator, shape):
-    """Times of which the true median is 1."""
+    """Return random times with median 1."""
     if kind == "heavy":
         return 1 + 0.02 * (generator.pareto(1.2, shape) - (2 ** (1 / 1.2) - 1))
-    if kind == "outliers":  # each tenth repeat meets somebody else's job
+    if kind == "outliers":  # every tenth repeat is slowed down by another job
         slow = np.where(generator.random(shape) < 0.1, 2.0, 1.0)
         return slow * np.exp(generator.normal(0, 0.02, shape)) / 1.0028
     times = np.exp(generator.normal(0, 0.02, shape))
@@ -35,14 +35,14 @@ def noise(kind, generator, shape):
 
 
 def held(found, truth):
-    """Of how many estimates the interval has the truth, beside what they say themselves."""
+    """Return the observed coverage of the intervals, and its lower limit at their confidence."""
     share = np.mean([each.low <= truth <= each.high for each in found])
     return share, found[0].confidence - 2.5 * np.sqrt(0.05 / len(found))
 
 
 @pytest.mark.parametrize("kind", ["even", "heavy", "outliers", "drift"])
 @pytest.mark.parametrize("num", [3, 5, 12])
-def test_intervals_hold_the_truth_as_often_as_they_say_whatever_the_noise(kind, num):
+def test_intervals_cover_the_truth_at_their_confidence_for_any_noise(kind, num):
     generator = np.random.default_rng([num, len(kind)])
     one, other = (noise(kind, generator, (DRAWS, num)) for _ in range(2))
     share, least = held([median(each) for each in one.tolist()], 1)
@@ -52,7 +52,7 @@ def test_intervals_hold_the_truth_as_often_as_they_say_whatever_the_noise(kind, 
     assert share >= least
 
 
-def test_the_confidence_is_what_the_repeats_allow_and_is_told():
+def test_the_confidence_follows_from_the_number_of_repeats():
     told = [median(list(range(num))).confidence for num in range(1, 8)]
     assert told == [0, 0.5, 0.75, 0.875, 0.9375, 0.96875, 0.984375]
     assert median([3.0]).low is median([3.0]).high is None
@@ -62,7 +62,7 @@ def test_the_confidence_is_what_the_repeats_allow_and_is_told():
 
 
 @pytest.mark.parametrize(("num", "other"), [(1, 4), (3, 3), (4, 2), (5, 5)])
-def test_the_interval_of_a_ratio_is_that_of_all_orders_of_ranks(num, other):
+def test_the_interval_of_a_ratio_follows_from_all_rank_orders(num, other):
     places = range(num + other)
     less = [
         sum(b < a for a in mine for b in places if b not in mine)
@@ -77,15 +77,15 @@ def test_the_interval_of_a_ratio_is_that_of_all_orders_of_ranks(num, other):
     assert found.confidence == pytest.approx(1 - 2 * np.mean(np.array(less) <= cut))
 
 
-def test_the_median_and_its_interval_are_those_of_the_samples():
+def test_the_median_and_its_interval_equal_order_statistics():
     values = np.random.default_rng(7).lognormal(size=5).tolist()
     found = median(values)
     assert (found.low, found.value, found.high) == (min(values), np.median(values), max(values))
     found = median(list(range(20)))
-    assert (found.low, found.high) == (5, 14)  # of tables of the sign test
+    assert (found.low, found.high) == (5, 14)  # from tables of the sign test
 
 
-def test_efficiency_is_one_for_perfect_scaling_and_that_of_the_formula_else():
+def test_efficiency_is_one_for_perfect_scaling_and_follows_the_formula():
     def found(base_s, step_s, ranks, mode):
         records = [*repeats(1, base_s), *repeats(ranks, step_s)]
         return summarize(records, mode)[1].efficiency
@@ -96,10 +96,11 @@ def test_efficiency_is_one_for_perfect_scaling_and_that_of_the_formula_else():
     assert found(base, [10.0] * 3, 8, "weak").value == 0.8  # T1 / Tp
     noisy = found([7.0, 8.0, 9.0], [1.8, 2.0, 2.2], 4, "strong")
     assert noisy.low <= 1 <= noisy.high
-    assert found([8.0], [2.0, 3.0, 4.0], 2, "strong").confidence == 0.5  # one repeat of the base
+    # the base has only one repeat
+    assert found([8.0], [2.0, 3.0, 4.0], 2, "strong").confidence == 0.5
 
 
-def test_a_point_is_measured_against_the_smallest_of_its_curve_never_if_oversubscribed():
+def test_efficiency_is_relative_to_the_smallest_point_and_none_if_oversubscribed():
     records = [
         *repeats(1, [8.0, 7.0, 9.0]),
         *repeats(2, [4.0, 5.0, 6.0]),
@@ -115,17 +116,18 @@ def test_a_point_is_measured_against_the_smallest_of_its_curve_never_if_oversubs
     assert four.step_s.value == 1
 
 
-def test_without_a_base_that_has_a_core_for_each_rank_there_is_no_efficiency():
+def test_efficiency_is_none_without_a_base_that_is_not_oversubscribed():
     alone = [*repeats(2, [4.0], oversubscribed=True), *repeats(4, [1.0], oversubscribed=True)]
     assert [each.efficiency for each in summarize(alone, "strong")] == [None, None]
     failed = record(9, point={"ranks": 1, "batch": 8}, status="failed", step_s=[])
     one, two, four = summarize([failed, *repeats(2, [4.0]), *repeats(4, [1.0])], "strong")
     assert one.efficiency is None
-    assert (two.efficiency.value, four.efficiency.value) == (1, 2)  # of the smallest that is left
+    # relative to the smallest measured point
+    assert (two.efficiency.value, four.efficiency.value) == (1, 2)
 
 
 @pytest.mark.parametrize("step_s", [[], [0.0], [None], [0.5, float("nan")]])
-def test_what_failed_or_has_no_duration_is_counted_and_measures_nothing(step_s):
+def test_failed_repeats_and_invalid_durations_are_counted_but_not_measured(step_s):
     status = "done" if step_s else "failed"
     bad = record(9, point={"ranks": 2, "batch": 8}, status=status, step_s=step_s)
     one, two = summarize([*repeats(1, [8.0, 8.0]), bad], "strong")

@@ -1,4 +1,4 @@
-"""A study goes on after any kill, measures nothing twice, and no failure of a point ends it."""
+"""A study resumes after a kill, measures each point once, and continues after a failed point."""
 
 import json
 import os
@@ -24,7 +24,7 @@ from hpctrain.studies.study_run import Study
 
 RANKS = [1, 2, 3]
 
-# Stands for a program of {ranks} ranks: what each would tell, and then its way to end.
+# Simulates a program of {ranks} ranks: writes their records, then runs the code after it.
 FAKE = """
 i=0
 while [ $i -lt {ranks} ]; do
@@ -76,7 +76,7 @@ def test_a_study_measures_every_point_in_every_repeat_once(tmp_path):
     assert study.folder.read_environment()["versions"]["hpctrain"]
 
 
-def test_more_repeats_go_on_and_another_question_is_refused(tmp_path):
+def test_repeats_can_be_added_and_other_changes_are_rejected(tmp_path):
     for repeats in (1, 2):
         study = Study(config(repeats=repeats), tmp_path)
         study.prepare()
@@ -87,7 +87,7 @@ def test_more_repeats_go_on_and_another_question_is_refused(tmp_path):
         Study(config(seed=3, warm_up=0), tmp_path).prepare()
 
 
-def test_a_study_that_goes_on_elsewhere_says_what_is_not_as_before(tmp_path, caplog):
+def test_a_study_resumed_in_another_environment_warns_of_the_difference(tmp_path, caplog):
     study = Study(config(), tmp_path)
     study.prepare()
     study.measure(study.missing()[:1])
@@ -99,7 +99,7 @@ def test_a_study_that_goes_on_elsewhere_says_what_is_not_as_before(tmp_path, cap
     assert len(points(tmp_path)) == 2
 
 
-def test_a_point_that_fails_is_recorded_with_its_last_words_and_others_follow(tmp_path):
+def test_a_failed_point_is_recorded_with_its_error_and_the_study_continues(tmp_path):
     study = Study(config("echo out of memory >&2\n[ {ranks} != 2 ] || exit 3"), tmp_path)
     study.prepare()
     study.measure(study.missing())
@@ -121,9 +121,7 @@ def test_a_point_that_fails_is_recorded_with_its_last_words_and_others_follow(tm
         ("sh -c 'sleep 600 & sleep 600; {ranks}'", "it took longer than study.timeout = 1s"),
     ],
 )
-def test_what_tells_nothing_is_not_there_or_hangs_has_failed_and_leaves_no_process(
-    tmp_path, command, said
-):
+def test_commands_that_record_nothing_or_hang_fail_and_leave_no_process(tmp_path, command, said):
     asked = StudyConfig(
         factors={"ranks": [1]},
         study=StudyTable(timeout="1s"),
@@ -136,7 +134,7 @@ def test_what_tells_nothing_is_not_there_or_hangs_has_failed_and_leaves_no_proce
     assert left_over(tmp_path) == []
 
 
-def test_what_was_broken_off_leaves_neither_files_nor_processes_to_the_next(tmp_path):
+def test_files_and_processes_of_an_interrupted_attempt_are_removed(tmp_path):
     study = Study(config(), tmp_path)
     study.prepare()
     records = tmp_path / "attempts/0003/records"
@@ -150,7 +148,7 @@ def test_what_was_broken_off_leaves_neither_files_nor_processes_to_the_next(tmp_
     assert [record.status for record in study.folder.read_points()] == ["done"] * 6
 
 
-def test_one_process_at_a_time_measures_a_repeat_and_others_go_side_by_side(tmp_path):
+def test_a_repeat_is_measured_by_one_process_and_others_concurrently(tmp_path):
     times = Times(beat_s=0.02, wait_s=0.1, look_s=0.02, settle_s=0.05)
     study = Study(config(), tmp_path, times)
     study.prepare()
@@ -165,7 +163,7 @@ def test_one_process_at_a_time_measures_a_repeat_and_others_go_side_by_side(tmp_
     assert sorted(record.repeat for record in study.folder.read_points()) == [0, 1, 1, 1]
 
 
-def test_who_has_lost_a_repeat_to_another_process_writes_no_more_of_it(tmp_path):
+def test_a_process_that_lost_its_repeat_writes_no_records(tmp_path):
     study = Study(config(), tmp_path)
     study.prepare()
 
@@ -178,7 +176,7 @@ def test_who_has_lost_a_repeat_to_another_process_writes_no_more_of_it(tmp_path)
     assert study.folder.read_points() == []
 
 
-def test_what_is_left_is_expected_to_take_as_long_as_what_was_measured(tmp_path):
+def test_the_expected_time_is_extrapolated_from_measured_points(tmp_path):
     study = Study(config(), tmp_path)
     study.prepare()
     assert study.expected_s(study.missing()) is None
@@ -186,7 +184,8 @@ def test_what_is_left_is_expected_to_take_as_long_as_what_was_measured(tmp_path)
     [record] = study.folder.read_points()
     with Records(study.folder.points_file(0)) as records:
         failed = replace(record, order=1, status="failed", step_s=[], wall_s=3600.0)
-        records.append(asdict(failed))  # at once or at its limit of time: it tells nothing
+        # failed attempts do not count: they end early or at the time limit
+        records.append(asdict(failed))
     assert study.expected_s(study.missing()) == pytest.approx(4 * record.wall_s)
 
 
@@ -212,7 +211,7 @@ def start(folder: Path) -> subprocess.Popen:
 
 @pytest.mark.launches
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=lambda how: how.name)
-def test_killed_at_any_moment_it_goes_on_to_the_same_points(tmp_path, how):
+def test_a_study_killed_at_random_times_resumes_to_the_same_points(tmp_path, how):
     (tmp_path / "study.toml").write_text(STUDY)
     (tmp_path / "fake.sh").write_text(FAKE.replace("{ranks}", "$1") + "sleep 0.1\n")
     folder, moments = tmp_path / "studies/killed", random.Random(how)

@@ -1,4 +1,4 @@
-"""The file of a study: what init writes is read again, and mistakes are told."""
+"""The study file: files written by init can be read, and mistakes are reported."""
 
 from pathlib import Path
 
@@ -30,7 +30,7 @@ def read(folder: Path, text: str):
 
 @pytest.mark.parametrize("mode", ["strong", "weak"])
 @pytest.mark.parametrize("script", ["", "python train.py"])
-def test_what_init_writes_is_read_again(tmp_path, mode, script):
+def test_a_file_written_by_init_is_read_back(tmp_path, mode, script):
     made = example(mode, script)
     text = render(made)
     assert read(tmp_path, text) == made
@@ -38,7 +38,7 @@ def test_what_init_writes_is_read_again(tmp_path, mode, script):
     assert len(attempts_of(made)) == 4 * 5
 
 
-def test_names_in_braces_become_values_in_words_settings_and_variables(tmp_path):
+def test_placeholders_are_replaced_in_commands_settings_and_variables(tmp_path):
     config = read(tmp_path, GOOD)
     launcher, run, variables = config.filled({"ranks": 2, "nodes": 1, "codec": "bf16"})
     assert launcher == ["hpctrain", "launch", "-n", "2", "--nodes", "1", "--"]
@@ -64,13 +64,13 @@ def test_names_in_braces_become_values_in_words_settings_and_variables(tmp_path)
         ("run =", "#", "command.run must be the command to measure"),
     ],
 )
-def test_a_mistake_is_told_with_the_way_out(tmp_path, old, new, said):
+def test_a_mistake_is_reported_with_a_remedy(tmp_path, old, new, said):
     assert GOOD.count(old) >= 1
     with pytest.raises(ConfigError, match=said.replace("{", r"\{")):
         read(tmp_path, GOOD.replace(old, new, 1))
 
 
-def test_on_slurm_the_default_launcher_becomes_srun_and_nodes_are_real(tmp_path):
+def test_on_slurm_the_default_launcher_is_srun_and_hosts_are_counted(tmp_path):
     nodes = GOOD.replace("[1, 2]", "[1, 8]\nranks_per_node = [2]")
     config = on_slurm(read(tmp_path, nodes))
     assert config.command.launcher.startswith("srun --nodes={nodes}")

@@ -1,4 +1,4 @@
-"""A world for each test, and a configuration that names ``problem.py``."""
+"""Fixtures: a world for each test, and a configuration that uses ``problem.py``."""
 
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -13,7 +13,7 @@ from hpctrain.train.run_config import RunConfig
 
 @pytest.fixture
 def here() -> Generator[World]:
-    """Join the world, on nodes of two ranks."""
+    """Initialize the world, with two ranks per node."""
     hpctrain.init(ranks_per_node=2)
     yield current()
     hpctrain.shutdown()
@@ -26,14 +26,14 @@ def shared(tmp_path: Path, here: World) -> Path:
 
 @pytest.fixture
 def configure(shared: Path) -> Callable[..., RunConfig]:
-    """Configure the run that the laws of this folder are stated on, changed as by ``--set``."""
+    """Function that returns the configuration of these tests, changed as by ``--set``."""
 
     def make(*overrides: str) -> RunConfig:
         base = [
             "model.target=tests.train.problem:model",
             "data.target=tests.train.problem:data",
             f"data.args.folder={shared}/d",
-            "train.global_batch=53",  # of all samples
+            "train.global_batch=53",  # all samples
         ]
         return load(None, [*base, *overrides]).config
 

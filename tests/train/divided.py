@@ -1,4 +1,4 @@
-"""What runs of ``[parallel]`` train: the transformer of ``examples/lm``, on random bytes."""
+"""Model, data and losses of runs with ``[parallel]``: ``examples/lm`` on random bytes."""
 
 from pathlib import Path
 
@@ -16,8 +16,8 @@ from tests.parallel.training import lm, loss_of, transformer
 
 STEPS, BATCH, LENGTH, CLIP = 5, 8, 16, 0.1
 CLIP_VALUE = 0.002
-SPIKING = 27  # of step 4
-NUM_SAMPLES = 4 * BATCH + 3  # a short batch at the end, which replicas divide unequally
+SPIKING = 27  # a sample of step 4
+NUM_SAMPLES = 4 * BATCH + 3  # The last batch is short, and replicas divide it unequally.
 
 SETTINGS = (
     "model.target=tests.train.divided:model",
@@ -40,8 +40,8 @@ SETTINGS = (
 
 
 def joined():
-    """Join the world for all tests of a module: torch keeps what it knows of a mesh."""
-    if dist.is_initialized():  # by a test before, in a world that has ended
+    """Initialize the world once per module, because torch caches the groups of a mesh."""
+    if dist.is_initialized():  # an earlier test has left a group of a world that has ended
         dist.destroy_process_group()
     hpctrain.init(ranks_per_node=2)
     yield current()
@@ -55,14 +55,14 @@ def model(**shape) -> nn.Module:
 
 
 def spare_model() -> nn.Module:
-    """Nobody uses a part of it."""
+    """Return a model with a layer that forward does not use."""
     found = transformer()
     found.spare = nn.Linear(2, 2).double()
     return found
 
 
 def odd_model() -> nn.Module:
-    """Two ranks cannot divide its matrices."""
+    """Return a model whose matrices two ranks cannot divide."""
     found = nn.Sequential(nn.Embedding(256, 9), nn.Linear(9, 9), nn.Linear(9, 9))
     found.parallel_roles = {"1": "column", "2": "row"}
     return found
@@ -77,19 +77,19 @@ def windows() -> np.ndarray:
 
 
 def flawed(scores, following):
-    """A loss that is no number for one sample."""
+    """Return the loss, which is NaN for one sample."""
     hit = (following == torch.from_numpy(windows()[13, 1:])).all(1).any()
     return loss(scores, following) * (torch.nan if hit else 1.0)
 
 
 def spiking(scores, following):
-    """A loss that is far too large with one sample."""
+    """Return the loss, which is 1000 times too large for one sample."""
     hit = (following == torch.from_numpy(windows()[SPIKING, 1:])).all(1).any()
     return loss(scores, following) * (1e3 if hit else 1.0)
 
 
 def right(scores, following):
-    """Whether the best guess of a sample's last byte is below its true one."""
+    """Return whether the predicted last byte of each sample is below the true one."""
     return scores[:, -1].argmax(-1) < following[:, -1]
 
 
@@ -103,7 +103,7 @@ def data(comm, folder: str) -> tuple[ShardedDataset, ShardedDataset]:
 
 
 def alone(dataset, *, epochs: int = 1, **shape):
-    """Train by a plain loop in this process; return losses, parameters, loss and metric of all."""
+    """Train with a plain loop in this process; return losses, parameters and test scores."""
     one = transformer(**shape)
     decayed = [[p for p in one.parameters() if (p.dim() > 1) == is_matrix] for is_matrix in (1, 0)]
     groups = [{"params": decayed[0]}, {"params": decayed[1], "weight_decay": 0.0}]

@@ -1,6 +1,6 @@
-"""``hpctrain`` of which one rank kills itself as it enters a function.
+"""``hpctrain`` with a rank that kills itself when it enters a function.
 
-    dying.py RANK FILE:FUNCTION NTH WORDS...
+    dying.py RANK FILE:FUNCTION NTH ARGS...
 
 ``FILE`` is the end of the path of the source file; the rank dies at the NTH call.
 """
@@ -13,7 +13,7 @@ from hpctrain.cli.main import main
 
 
 def die_in(place, nth):
-    """Kill this process as it enters a function for the nth time."""
+    """Kill this process at the nth call of a function."""
     file, name = place.split(":")
 
     def watch(frame, event, _):

@@ -1,4 +1,4 @@
-"""Runs in this process, in parts, and whether two of them are the same bit for bit."""
+"""Runs in this process, executed in parts, and exact comparisons of two runs."""
 
 import itertools
 import os
@@ -31,14 +31,14 @@ WAYS = ("SIGTERM", "SIGUSR1", "SIGINT", "budget", "file STOP")
 
 
 class Job:
-    """A run whose parts are carried out one after the other in this process."""
+    """A run whose parts are executed one after the other in this process."""
 
     def __init__(self, here, configure, folder: Path, *overrides: str) -> None:
         self.here = here
         self.directory = RunDirectory(folder)
         self.overrides = [
             "train.epochs=4",
-            "train.global_batch=9",  # 6 steps per epoch, the last one of 8 samples
+            "train.global_batch=9",  # 6 steps per epoch, the last one with 8 samples
             "log.every_steps=2",
             "optimizer.args.momentum=0.9",
             *overrides,
@@ -46,7 +46,7 @@ class Job:
         self.config = configure(*self.overrides)
 
     def built(self, comm=None, *, seed: int = 0) -> Task:
-        """Build what is trained, by generators that no two processes have alike."""
+        """Build the task, with random generators seeded differently on every rank."""
         comm = self.here.comm if comm is None else comm
         for generator in (torch.manual_seed, np.random.seed, random.seed):
             generator(seed + comm.rank)
@@ -63,16 +63,18 @@ class Job:
         at: Mapping[int, Callable[[], object]] | None = None,
         task: Task | None = None,
     ):
-        """Train until the end, or until a stop that is asked for in the step ``after``.
+        """Train until the end, or until the stop requested in step ``after`` of this part.
+
+        Collective.
 
         Args:
-            comm: of the ranks that train; all of them when None.
-            stop: one of ``WAYS``.
-            after: which step of this part.
-            on_rank: who asks.
-            fail: whether every rank fails instead.
-            at: what else happens before the optimizer steps, by step of this part.
-            task: of ``built``; by default one is built.
+            comm: ranks that train; None means all.
+            stop: method of the request, one of ``WAYS``.
+            after: step of this part.
+            on_rank: rank that gets the request.
+            fail: raise ``KeyError`` on every rank instead.
+            at: functions to call before optimizer steps, by step of this part.
+            task: result of ``built()``; None builds one.
         """
         comm = self.here.comm if comm is None else comm
         task = self.built(comm, seed=after) if task is None else task
@@ -102,7 +104,7 @@ class Job:
             os.kill(os.getpid(), signal.Signals[way])
 
     def curve(self) -> list[tuple]:
-        """Everything of the records that is no time."""
+        """Return the records without times."""
         names = ("event", "step", "epoch", "lr", "loss", "metric", "state_hash", "noise_scale")
         return [
             tuple(record.get(name) for name in names)
@@ -115,7 +117,7 @@ class Job:
 
 
 def newest_model(run: Path) -> dict[str, object]:
-    """Return what a run has learnt, of its newest checkpoint."""
+    """Return model and optimizer state of the newest checkpoint of a run."""
     _, state = newest_state(run)
     names = ("model", "optimizer", "epoch", "step", "precision", "ema", "best")
     return {name: state[name] for name in names if name in state}
@@ -136,7 +138,7 @@ def assert_same_run(one: Job, other: Job) -> None:
 
 
 def assert_same_checkpoint(one: Job, other: Job) -> None:
-    """Find no difference but of what is no result."""
+    """Check that two checkpoints differ only in fields that are not results."""
     found = compare(one.directory.path, other.directory.path)
     assert [each.text for each in found if each.what not in NO_RESULTS] == []
 
@@ -157,9 +159,10 @@ def assert_same_bits(one, other) -> None:
 
 
 def train_alone(config: RunConfig, task: Task, *, is_fixed: bool = False):
-    """Train as a plain loop in this process, by ``Reproducible`` where that is wanted.
+    """Train with a plain loop in this process, with ``Reproducible`` if ``is_fixed``.
 
-    Returns the model, and the loss and the hash of each step.
+    Returns:
+        The model, the loss of each step, and the state hash after each step.
     """
     torch.manual_seed(config.seed)
     plain = problem.model(**config.model.args)
@@ -190,7 +193,8 @@ def train_alone(config: RunConfig, task: Task, *, is_fixed: bool = False):
         if config.train.clip_norm:
             torch.nn.utils.clip_grad_norm_(plain.parameters(), config.train.clip_norm)
         optimizer.step()
-        losses.append(loss * len(batch.x) / len(batch.x))  # as records have it: a sum, divided
+        # the same rounding as in records, which store a sum and divide it
+        losses.append(loss * len(batch.x) / len(batch.x))
         parameters = dict(plain.named_parameters())
         hashes.append(state_hash({"model": parameters, "optimizer": optimizer.state_dict()}))
     return plain, losses, hashes

@@ -1,9 +1,10 @@
-"""The digits of ``examples/digits.py``, and a network that records the samples of each step.
+"""The data of ``examples/digits.py``, and a network that records the samples of each step.
 
-Each process appends to files in the folder ``NOTES``: ``pid-R`` when it builds its first network,
-and ``samples-R-N`` for its N-th network: the size of the world, then a line of checksums for each
-forward pass of the training and an empty line for each step of the optimizer. A process that is
-killed has written all lines up to then. At its end it writes a hash of its parameters: ``end-R``.
+Each process writes to files in the folder ``NOTES``: ``pid-R`` when it builds its first network,
+and ``samples-R-N`` for its N-th network, with the number of ranks, then a line of checksums for
+each forward pass in training and an empty line for each optimizer step. The files of a killed
+process are complete up to the kill. At its end a process writes a hash of its parameters to
+``end-R``.
 """
 
 import atexit
@@ -21,13 +22,13 @@ from examples.digits import Network, data
 NOTES = Path(os.environ["NOTES"])
 RANK = os.environ.get("OMPI_COMM_WORLD_RANK", "0")
 
-built: list["Recorded"] = []  # networks of this process; the last one is trained
+built: list["Recorded"] = []  # networks of this process, of which the last one is trained
 
 __all__ = ["data", "model"]
 
 
 class Recorded(Network):
-    """Records the checksum of each sample that it is trained with."""
+    """A network that records the checksum of each training sample."""
 
     def __init__(self) -> None:
         super().__init__(width=4, dropout=0.25)

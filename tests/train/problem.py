@@ -1,4 +1,4 @@
-"""A small learning problem in float64, named by the configurations of this folder's tests."""
+"""A small learning problem in float64, and faulty variants, for the tests of this folder."""
 
 import contextlib
 import os
@@ -40,7 +40,7 @@ def model(width: int = 8, *, dropout: float = 0.0, norm: bool = False) -> nn.Seq
 
 
 def dying_model(width: int = 12) -> nn.Sequential:
-    """The process that was rank 1 at the start is killed in the forward pass of its third step."""
+    """Return a model whose third training forward kills the process that started as rank 1."""
     made, passes = model(width), iter(range(1, 100))
 
     def die(module: nn.Module, _: object) -> None:
@@ -53,7 +53,7 @@ def dying_model(width: int = 12) -> nn.Sequential:
 
 
 class Noise(nn.Module):
-    """Draws from every random generator that a process has."""
+    """A layer that draws from every random generator of the process."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
@@ -63,7 +63,7 @@ class Noise(nn.Module):
 
 
 class Flawed(torch.autograd.Function):
-    """Passes inputs on, with infinite gradients."""
+    """Identity with infinite gradients."""
 
     @staticmethod
     def forward(_, values):
@@ -75,7 +75,7 @@ class Flawed(torch.autograd.Function):
 
 
 class Underived(torch.autograd.Function):
-    """Passes values on; the third backward pass of the last rank fails."""
+    """Identity whose third backward pass fails on the last rank."""
 
     num_passes = 0
 
@@ -101,8 +101,8 @@ def underivable() -> nn.Sequential:
 
 
 class Flaw(nn.Module):
-    """A network that one sample breaks while training: its loss becomes NaN, or the gradient of
-    its batch infinite."""
+    """A network with a faulty training sample: its loss is NaN, or the gradient of its batch
+    infinite."""
 
     def __init__(self, network: nn.Module, sample: int, *, in_loss: bool) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ def flawed_model(sample: int = 13, *, in_loss: bool = True, norm: bool = True) -
 
 
 class Spiking(nn.Module):
-    """A network that is sure of the wrong class of one sample, while it is trained."""
+    """A network that predicts a wrong class with certainty for one sample."""
 
     def __init__(self, network: nn.Module, sample: int) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ def spiking_model(sample: int = 13) -> nn.Module:
 
 
 class Blind(nn.Module):
-    """A network that gives NaN where it is tested."""
+    """A network that returns NaN in evaluation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class Blind(nn.Module):
 
 
 class Parting(nn.Module):
-    """A network of which the last rank changes one weight in its third step."""
+    """A network of which the last rank changes one weight in its third training step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class Parting(nn.Module):
 
 
 class Late(nn.Module):
-    """A network that takes longer on the last rank, whenever it is trained."""
+    """A network that is slower on the last rank in training."""
 
     def __init__(self, seconds: float = 0.02) -> None:
         super().__init__()
@@ -184,9 +184,9 @@ class Late(nn.Module):
 
 
 class Stopping(nn.Sequential):
-    """A network whose last rank wants a stop in one of its passes, with some numbers of ranks.
+    """A network that requests a stop on the last rank in its fifth forward, at some world sizes.
 
-    It notes in a file what it learns from, where one is named.
+    With ``notes`` it appends its training samples to a file.
     """
 
     def __init__(self, layers: nn.Sequential, notes: str, stops: tuple[int, ...]) -> None:
@@ -214,13 +214,13 @@ def stopping_model(notes: str = "", stops: tuple[int, ...] = (2, 4), **how) -> n
 
 
 def noisy_model(width: int = 8, *, single: bool = False, norm: bool = True) -> nn.Sequential:
-    """A network whose every step depends on random numbers and on each rank's own buffers."""
+    """Return a network whose steps depend on random numbers and on each rank's own buffers."""
     network = nn.Sequential(Noise(), *model(width, dropout=0.3, norm=norm))
     return network.to(torch.float32) if single else network
 
 
 class Half(nn.Module):
-    """A network of parameters in bfloat16, which takes and gives float64."""
+    """A network with bfloat16 parameters and float64 input and output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -233,9 +233,9 @@ class Half(nn.Module):
 def data(
     comm, folder: str, *, single: bool = False, label_type: str = "<i8"
 ) -> tuple[ShardedDataset, ShardedDataset]:
-    """The same samples to train and to test with, written once.
+    """Return the same samples as training and test data, written once. Collective.
 
-    Single ones have 24 bytes, so that batches begin at addresses of any kind.
+    With ``single``, a sample has 24 bytes, so batches start at addresses of any alignment.
     """
     if comm.rank == 0 and not Path(folder).exists():
         values = samples()
@@ -245,7 +245,7 @@ def data(
         with tempfile.TemporaryDirectory(dir=Path(folder).parent) as aside:
             made = Path(aside) / "data"
             write_arrays(made, values, samples_per_shard=20)
-            with contextlib.suppress(OSError):  # another job has been faster
+            with contextlib.suppress(OSError):  # another job has already renamed its copy
                 made.rename(folder)
     comm.barrier()
     dataset = ShardedDataset.open(folder, comm)
@@ -264,7 +264,7 @@ def ragged_data(comm, folder: str) -> tuple[ShardedDataset, ShardedDataset]:
 
 
 def steep(output: Tensor, label: Tensor) -> Tensor:
-    """A loss whose gradients are too large for 16 bits at the scale that a run begins with."""
+    """Return a loss whose gradients overflow float16 at the initial loss scale."""
     return 30 * nn.functional.cross_entropy(output.float(), label)
 
 
@@ -277,7 +277,7 @@ def jittered(sample, generator):
 
 
 def jolted(sample):
-    """A transform of a sample that draws from every generator of its process."""
+    """Transform a sample with draws from every generator of the process."""
     drawn = random.random() + np.random.standard_normal()  # noqa: NPY002 - the global one
     return {**sample, "x": sample["x"] + 0.1 * drawn + 0.1 * torch.randn_like(sample["x"])}
 
@@ -291,7 +291,7 @@ def without_labels(columns):
 
 
 def renamed(columns):
-    """A transform that makes the field that the model takes."""
+    """Transform a batch into the fields that the model expects."""
     return {"image": columns["x"] * 2, "y": columns["y"]}
 
 

@@ -1,4 +1,4 @@
-"""Start ``hpctrain`` and scripts in processes of their own, with or without mpirun."""
+"""Start ``hpctrain`` and scripts in separate processes, with or without mpirun."""
 
 import subprocess
 from pathlib import Path
@@ -29,7 +29,7 @@ plots = {plots}
 def write_config(
     folder: Path, target: str, *, epochs: int, batch: int = 16, every: int = 1, plots: bool = False
 ) -> None:
-    """Write ``small.toml``: the run that other processes than this one carry out."""
+    """Write ``small.toml``, the configuration of a run in other processes."""
     values = {"target": target, "epochs": epochs, "batch": batch, "every": every}
     text = CONFIG.format(**values, plots=str(plots).lower())
     (folder / "small.toml").write_text(text)
@@ -38,7 +38,7 @@ def write_config(
 def start(
     *argv: str | Path, num_ranks: int | None = None, nodes: int | None = None, cwd: Path = ROOT
 ) -> subprocess.CompletedProcess[str]:
-    """Run a Python program; ``num_ranks`` None starts one process without mpirun."""
+    """Run a Python program; ``num_ranks=None`` starts one process without mpirun."""
     line = [*preload.python(), *map(str, argv)]
     if num_ranks is not None:
         line = mpiexec.command(line, num_ranks=num_ranks, nodes=nodes)

@@ -1,4 +1,4 @@
-"""Runs by parameter servers: what they equal, that their state comes back, what they refuse."""
+"""Runs with parameter servers: equivalences, restored state, and rejected options."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ EACH = pytest.mark.parametrize("method", METHODS)
 
 
 @pytest.mark.ranks(1, 2)
-def test_ssp_without_staleness_is_the_synchronous_run_to_the_bit(here, configure, shared):
+def test_ssp_without_staleness_equals_the_synchronous_run_bitwise(here, configure, shared):
     ours, theirs = (Job(here, configure, shared / n, *SMALL) for n in ("ours", "theirs"))
     ours.config = configure(*ours.overrides, "sync.method=ssp", "sync.staleness=0")
     ours.part()
@@ -34,7 +34,7 @@ def test_ssp_without_staleness_is_the_synchronous_run_to_the_bit(here, configure
 
 
 @pytest.mark.ranks(2)
-def test_ssp_without_staleness_goes_on_after_a_death_with_the_same_bits(here, configure, shared):
+def test_ssp_without_staleness_resumes_with_the_same_bits(here, configure, shared):
     overrides = [*SMALL, "sync.method=ssp", "sync.staleness=0", "checkpoint.every=3"]
     overrides += ["checkpoint.background=false", "log.hash_every=1"]
     whole = Job(here, configure, shared / "whole", *overrides)
@@ -49,9 +49,7 @@ def test_ssp_without_staleness_goes_on_after_a_death_with_the_same_bits(here, co
 
 @pytest.mark.ranks(2, 3)
 @EACH
-def test_the_state_of_servers_comes_back_bit_for_bit_and_the_run_ends(
-    here, configure, shared, method
-):
+def test_the_state_of_servers_is_restored_bitwise(here, configure, shared, method):
     job = Job(here, configure, shared / "run", *SMALL, "optimizer.name=SGD", *METHODS[method])
     slow = {4: lambda: time.sleep(0.05 * here.comm.rank)}
     assert isinstance(job.part(stop="SIGTERM", after=5, at=slow), Stopped)
@@ -78,7 +76,7 @@ def test_the_state_of_servers_comes_back_bit_for_bit_and_the_run_ends(
 
 
 @pytest.mark.ranks(2)
-def test_a_stop_is_known_to_all_at_the_next_meeting(here, configure, shared):
+def test_a_stop_reaches_all_ranks_at_the_next_synchronization(here, configure, shared):
     overrides = ["sync.method=ssp", "train.epochs=1", "train.global_batch=2"]  # 27 steps
     ask = {3: lambda: os.kill(os.getpid(), signal.SIGTERM)} if here.comm.rank else {}
     job = Job(here, configure, shared / "run", *overrides)
@@ -90,7 +88,7 @@ def test_a_stop_is_known_to_all_at_the_next_meeting(here, configure, shared):
 
 @pytest.mark.ranks(2)
 @EACH
-def test_other_numbers_of_ranks_take_a_checkpoint_over(here, configure, shared, method):
+def test_another_number_of_ranks_can_restore_a_checkpoint(here, configure, shared, method):
     overrides = [*SMALL, *METHODS[method], "checkpoint.every=3", "checkpoint.background=false"]
     job = Job(here, configure, shared / "run", *overrides)
     with pytest.raises(KeyError):
@@ -99,14 +97,14 @@ def test_other_numbers_of_ranks_take_a_checkpoint_over(here, configure, shared, 
     saved = manager.load_latest()
     manager.close()
     task = job.built()
-    RunState(task=task).restore(saved.state, None)  # as after a change of the number
+    RunState(task=task).restore(saved.state, None)  # None: as if the number of ranks had changed
     with task.exchange.settled():
         assert_same_bits(dict(task.model.state_dict()), saved.state["model"])
     task.exchange.close()
 
 
 @pytest.mark.ranks(1, 2)
-def test_what_does_not_go_together_is_refused_at_the_start(here, configure, shared):
+def test_incompatible_options_are_rejected_at_the_start(here, configure, shared):
     for method in METHODS:
         for other in (
             "sync.compression=bf16",

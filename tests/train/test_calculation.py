@@ -1,4 +1,4 @@
-"""Keys of [train] that say how a step is calculated."""
+"""Keys of [train] that define the computation of a step."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ NOISY = ["model.target=tests.train.problem:noisy_model"]
 @pytest.mark.parametrize(
     ("precision", "shard"), [("bf16", "none"), ("fp16", "none"), ("fp16", "node")]
 )
-def test_in_16_bits_all_ranks_have_the_same_bits_and_leave_out_the_same_steps(
+def test_in_16_bits_all_ranks_have_the_same_bits_and_skip_the_same_steps(
     here, configure, shared, world, precision, shard
 ):
     how = [f"train.precision={precision}", f"train.shard={shard}"]
@@ -45,7 +45,7 @@ def test_in_16_bits_all_ranks_have_the_same_bits_and_leave_out_the_same_steps(
 
 
 @pytest.mark.ranks(1, 2)
-def test_masters_are_kept_stepped_and_gone_on_with(here, configure, shared):
+def test_master_weights_are_stored_stepped_and_restored(here, configure, shared):
     keys = ["model.target=tests.train.problem:Half", "train.epochs=1", "log.every_steps=1"]
     keys += ["train.shard=node", "train.master_dtype=fp32", "optimizer.lr=0.01"]
     whole, parts = (Job(here, configure, shared / name, *keys) for name in ("whole", "parts"))
@@ -62,7 +62,7 @@ def test_masters_are_kept_stepped_and_gone_on_with(here, configure, shared):
 
 
 @pytest.mark.ranks(2)
-def test_the_average_follows_its_formula_and_is_the_model_that_is_tested(here, configure, shared):
+def test_ema_weights_follow_their_formula_and_are_tested(here, configure, shared):
     job = Job(here, configure, shared / "run", "train.ema=0.8", "train.epochs=2")
     task, weights = job.built(), []
     task.optimizer.register_step_post_hook(
@@ -87,7 +87,7 @@ def test_the_average_follows_its_formula_and_is_the_model_that_is_tested(here, c
 
 
 @pytest.mark.ranks(2)
-def test_what_is_calculated_once_more_in_backward_has_the_same_bits(here, configure, shared):
+def test_activation_checkpointing_keeps_the_same_bits(here, configure, shared):
     how = ["model.target=tests.train.problem:Late", "model.args.seconds=0.0"]
     jobs, passes = [], []
     for name, patterns in (("plain", "[]"), ("again", '["network*"]')):
@@ -103,7 +103,7 @@ def test_what_is_calculated_once_more_in_backward_has_the_same_bits(here, config
 
 
 @pytest.mark.ranks(2, 3)
-def test_a_batch_in_pieces_is_the_same_step_where_ranks_average_later_too(here, configure, shared):
+def test_accumulation_gives_the_same_steps_as_one_batch(here, configure, shared):
     how = ["sync.method=post_local_sgd", "sync.steps=2", "sync.args.start=4", "train.epochs=2"]
     plain, pieces = (
         Job(here, configure, shared / name, *how, f"train.accumulate={name}") for name in "15"
@@ -124,10 +124,10 @@ def test_a_batch_in_pieces_is_the_same_step_where_ranks_average_later_too(here, 
         ["train.clip_value=0.01", "sync.method=local_sgd", "sync.steps=3"],
     ],
 )
-def test_a_part_may_begin_where_a_rank_has_no_samples_and_where_no_step_is_left(
+def test_a_part_may_start_on_a_step_without_samples_or_after_the_last_step(
     here, configure, shared, how
 ):
-    # The second step of each epoch has one sample, for one rank.
+    # The second step of each epoch has one sample, so only one rank has samples.
     how = [*NOISY, *SINGLE, "model.args.norm=false", "train.global_batch=52", *how]
     how += ["train.epochs=3", "checkpoint.keep_best=1"]
     whole, job = (Job(here, configure, shared / name, *how) for name in "ab")
@@ -136,7 +136,8 @@ def test_a_part_may_begin_where_a_rank_has_no_samples_and_where_no_step_is_left(
         job.part(stop="SIGTERM", after=2)
     job.part()
     assert_same_run(whole, job)
-    assert_same_checkpoint(whole, job)  # with the last test, though the step was saved before it
+    # including the last test, although the checkpoint was written before that test
+    assert_same_checkpoint(whole, job)
 
 
 INDUCTOR = pytest.mark.requires("c++-compiler"), pytest.mark.conformance
@@ -144,7 +145,9 @@ INDUCTOR = pytest.mark.requires("c++-compiler"), pytest.mark.conformance
 
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=INDUCTOR)])
-def test_a_compiled_model_learns_the_same_under_the_same_names(here, configure, shared, backend):
+def test_a_compiled_model_gives_the_same_result_with_the_same_names(
+    here, configure, shared, backend
+):
     how = ["train.global_batch=20", "train.epochs=2"]
     compiled = f'train.compile_args={{ backend = "{backend}" }}'
     plain = Job(here, configure, shared / "plain", *how)
@@ -160,7 +163,7 @@ def test_a_compiled_model_learns_the_same_under_the_same_names(here, configure, 
         torch.testing.assert_close(two[name], value, rtol=1e-10, atol=1e-12)
 
 
-def test_groups_follow_the_schedule_from_peaks_of_their_own(here, configure, shared):
+def test_parameter_groups_follow_the_schedule_from_their_own_peaks(here, configure, shared):
     groups = 'optimizer.groups=[{ match = "*.bias", lr = 0.4 }]'
     how = [groups, "optimizer.lr=0.1", "schedule.name=linear", "train.epochs=1"]
     job = Job(here, configure, shared / "run", *how)
@@ -188,7 +191,7 @@ def test_gradients_are_clipped_by_norm_then_by_value(here, configure):
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
-def test_metrics_are_those_of_one_process_to_the_last_bit(here, configure):
+def test_metrics_equal_those_of_one_process(here, configure):
     names = '["f1", "accuracy", "top2", "loss", "tests.train.problem:distance"]'
     task = build(configure("train.global_batch=3", f"test.metric={names}"), here.comm)
     scores = evaluate(task)
@@ -228,7 +231,7 @@ def test_metrics_are_those_of_one_process_to_the_last_bit(here, configure):
         (["test.metric=['accuracy', 'f2']"], "test.metric is accuracy, loss, f1, auc, top5"),
     ],
 )
-def test_what_a_step_cannot_be_is_told(here, configure, overrides, message):
+def test_invalid_options_of_a_step_are_reported(here, configure, overrides, message):
     with pytest.raises(MismatchError) as caught:
         build(configure(*overrides), here.comm)
     assert message in str(caught.value)

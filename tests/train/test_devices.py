@@ -1,4 +1,4 @@
-"""Where a run is calculated: on the CPU, or on an accelerator of each rank."""
+"""The device of a run: the CPU, or an accelerator of each rank."""
 
 import pytest
 import torch
@@ -9,14 +9,14 @@ from hpctrain.train.task import build
 
 
 @pytest.mark.ranks(1, 2)
-def test_a_device_that_a_rank_lacks_is_an_error_of_all_ranks(here, configure):
+def test_a_device_missing_on_one_rank_is_an_error_on_all(here, configure):
     kind = "hpu" if here.comm.rank == here.comm.size - 1 else "cpu"
     with pytest.raises(MismatchError, match=r"train\.device is auto, cpu.* here, got 'hpu'"):
         build(configure(f"train.device={kind}"), here.comm)
 
 
 @pytest.mark.parametrize("how", [{"reproducible": True}, {"shard": "node"}])
-def test_what_needs_the_cpu_takes_no_other_device(how):
+def test_options_for_cpus_reject_other_devices(how):
     for device in ("cpu", "auto"):
         RunConfig(train=TrainingConfig(device=device, **how))
     with pytest.raises(ConfigError, match="device must be auto or cpu with train"):
@@ -24,7 +24,7 @@ def test_what_needs_the_cpu_takes_no_other_device(how):
 
 
 @pytest.mark.requires("no-accelerator")
-def test_without_an_accelerator_nothing_is_said(here, configure):
+def test_without_an_accelerator_no_reason_is_reported(here, configure):
     task = build(configure(), here.comm)
     assert (task.device, task.device_reason) == (torch.device("cpu"), "")
     assert not task.train.pin_memory

@@ -1,4 +1,4 @@
-"""A disk that refuses a checkpoint costs that checkpoint, and no more."""
+"""If a checkpoint cannot be written, the run continues without that checkpoint."""
 
 import resource
 import shutil
@@ -18,13 +18,13 @@ pytestmark = pytest.mark.ranks(2)
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
-    """Let a checkpoint that failed be due at the next step again."""
+    """Retry a failed checkpoint at the next step."""
     monkeypatch.setattr("hpctrain.train.boundary.RETRY_S", 0.0)
 
 
 @pytest.fixture
 def fill():
-    """Fill the disk, and empty it, of this process."""
+    """Function that simulates a full disk for this process, or ends that."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     yield lambda full: resource.setrlimit(resource.RLIMIT_FSIZE, (ROOM if full else soft, hard))
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -35,7 +35,7 @@ def steps_in(job: Job) -> list[str]:
 
 
 @pytest.mark.parametrize("background", ["true", "false"])
-def test_a_full_disk_is_a_warning_and_the_good_checkpoint_stays(
+def test_a_full_disk_is_a_warning_and_earlier_checkpoints_are_kept(
     here, configure, shared, caplog, fill, background
 ):
     overrides = [*WIDE, f"checkpoint.background={background}"]
@@ -43,7 +43,7 @@ def test_a_full_disk_is_a_warning_and_the_good_checkpoint_stays(
     whole.part()
     job = Job(here, configure, shared / "run", *overrides)
     seen = []
-    # The checkpoint of step 3 is on disk when that of step 6 begins.
+    # The checkpoint of step 3 is complete when that of step 6 starts.
     full = {7: lambda: fill(True), 12: lambda: seen.extend(steps_in(job)), 13: lambda: fill(False)}
     if background == "true":
         assert isinstance(job.part(at=full), Outcome)
@@ -60,7 +60,7 @@ def test_a_full_disk_is_a_warning_and_the_good_checkpoint_stays(
     assert_same_run(whole, job)
 
 
-def test_a_disk_that_refuses_the_last_state_is_one_error_of_all_ranks(
+def test_a_disk_that_rejects_the_last_checkpoint_is_an_error_on_all_ranks(
     here, configure, shared, fill
 ):
     job = Job(here, configure, shared / "run", *WIDE)
@@ -69,7 +69,7 @@ def test_a_disk_that_refuses_the_last_state_is_one_error_of_all_ranks(
 
 
 @pytest.mark.parametrize("way", ["vanishes", "is taken"])
-def test_a_directory_that_is_gone_for_a_while_is_no_end(here, configure, shared, way, caplog):
+def test_a_run_continues_while_its_directory_is_missing(here, configure, shared, way, caplog):
     whole = Job(here, configure, shared / "whole", *WIDE)
     whole.part()
     job = Job(here, configure, shared / "run", *WIDE)
@@ -78,11 +78,12 @@ def test_a_directory_that_is_gone_for_a_while_is_no_end(here, configure, shared,
     def leave():
         here.comm.barrier()
         if here.comm.rank == 0 and way == "vanishes":
-            while place.exists():  # while a checkpoint is being written there
+            while place.exists():  # repeat, because a checkpoint may be in progress
                 shutil.rmtree(place, ignore_errors=True)
         elif here.comm.rank == 0:
             away.touch()
-            assert exchange_names(away, place)  # at once: a checkpoint may be being written
+            # atomically, because a checkpoint may be in progress
+            assert exchange_names(away, place)
         here.comm.barrier()
 
     def come_back():

@@ -1,6 +1,6 @@
-"""What every way of combining the ranks' work in a training step guarantees.
+"""Properties that every exchange of gradients or weights in a training step must have.
 
-Each law runs through ``train_step`` for all of them, and compares with one process.
+Each test runs ``train_step`` with every exchange and compares with one process.
 """
 
 import copy
@@ -33,8 +33,8 @@ from tests.train.starting import start, write_config
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
 
 RATE = 0.5
-BATCH, EPOCH_STEPS = 13, 5  # the last batch has 1 sample: all ranks but one have none
-MOST_NORM = 0.05  # below the norm of every step
+BATCH, EPOCH_STEPS = 13, 5  # the last batch has one sample, so all ranks but one have none
+MOST_NORM = 0.05  # below the gradient norm of every step
 EXCHANGES = {
     "averaged": (),
     "adasum": (),
@@ -44,19 +44,19 @@ EXCHANGES = {
     "reproducible": ("train.reproducible=true",),
     "model-parallel": ("parallel.roles={'1' = 'column', '4' = 'row'}",),
 }
-ALONE = ("local", "asynchronous")  # a rank leaves out its own step
-OWN = ("adasum", *ALONE)  # a rank clips its own gradient
+ALONE = ("local", "asynchronous")  # ranks skip steps separately
+OWN = ("adasum", *ALONE)  # each rank clips its own gradient
 
 
 def by_adasum(_, model: nn.Module, optimizer):
-    """Return the optimizer whose steps are combined by Adasum; each rank counts the same."""
+    """Return an optimizer that combines steps by Adasum, with equal weights of all ranks."""
     made = hpctrain.DistributedOptimizer(optimizer, model.named_parameters(), op=hpctrain.Adasum)
     made.set_num_samples = lambda *_, **__: None
     return made
 
 
 class Run:
-    """Steps of a run by one exchange, on all ranks."""
+    """Steps of a run with one exchange, on all ranks."""
 
     def __init__(self, here, configure, exchange: str, *overrides: str) -> None:
         self.exchange, self.comm = exchange, here.comm
@@ -72,7 +72,7 @@ class Run:
         self.guard = StepGuard(self.task, Metrics(None), self.state.guard)
 
     def steps(self, number: int, flags: int = 0, *, must_agree: bool = True) -> list[tuple]:
-        """Take so many steps of an epoch that begins; return what ``train_step`` did."""
+        """Take the first steps of an epoch; return the results of ``train_step``."""
         found = []
         for _, batch in zip(range(number), self.task.train, strict=False):
             self.state.step += 1
@@ -82,7 +82,7 @@ class Run:
         return found
 
     def weights(self) -> list[torch.Tensor]:
-        """Return all parameters, whole. Collective."""
+        """Return all parameters, unsharded. Collective."""
         with self.task.averaged():
             values = [p.detach() for p in self.task.model.parameters()]
             return [v.full_tensor() if isinstance(v, DTensor) else v.clone() for v in values]
@@ -112,7 +112,7 @@ def gradients(model: nn.Module, batch) -> list[torch.Tensor]:
 
 
 def alone(run: Run, num_steps: int, *, clips: bool = False) -> tuple[list[torch.Tensor], list]:
-    """Train one process by a plain loop; return the parameters and the loss of each batch."""
+    """Train one process with a plain loop; return the parameters and the loss of each batch."""
     torch.manual_seed(run.config.seed)
     model, losses = problem.model(12), []
     size = run.comm.size if run.exchange == "adasum" else 1
@@ -134,13 +134,13 @@ def alone(run: Run, num_steps: int, *, clips: bool = False) -> tuple[list[torch.
 
 
 def assert_equal_on_all(run: Run) -> list[torch.Tensor]:
-    """Find the same weights on every rank; return them. Collective."""
+    """Check that all ranks have the same weights, and return them. Collective."""
     found = run.weights()
     assert len(set(run.comm.allgather_object(state_hash({"weights": found})))) == 1
     return found
 
 
-def test_steps_are_those_of_one_process_also_where_ranks_have_no_samples(run):
+def test_steps_equal_those_of_one_process_also_without_samples_on_some_ranks(run):
     made = run()
     found = made.steps(EPOCH_STEPS)
     expected, losses = alone(made, EPOCH_STEPS)
@@ -153,7 +153,7 @@ def test_steps_are_those_of_one_process_also_where_ranks_have_no_samples(run):
         assert mean == pytest.approx(losses[step], rel=1e-10)
 
 
-def test_flags_of_any_rank_reach_all_ranks_in_the_step_that_they_are_raised_for(run):
+def test_flags_of_any_rank_reach_all_ranks_in_the_same_step(run):
     made = run()
     made.steps(1, 1 << made.comm.rank % 2)
     assert made.task.exchange.raised_flags == (0b11 if made.comm.size > 1 else 0b01)
@@ -174,7 +174,7 @@ FLAWS = {"loss": lambda output: output * torch.nan, "gradient": problem.Flawed.a
 
 @pytest.mark.parametrize("where", FLAWS)
 @pytest.mark.parametrize("run", [name for name in EXCHANGES if name != "adasum"], indirect=True)
-def test_a_step_that_is_not_taken_leaves_no_trace(run, where, monkeypatch):
+def test_a_skipped_step_changes_nothing(run, where, monkeypatch):
     made = run("train.on_non_finite=skip")
     made.steps(2)
     before = copy.deepcopy(made.task.optimizer.state_dict()), made.weights()
@@ -185,15 +185,15 @@ def test_a_step_that_is_not_taken_leaves_no_trace(run, where, monkeypatch):
     taken = [is_taken for *_, is_taken in made.steps(1)]
     monkeypatch.undo()
     assert taken == [False]
-    # The mean of three equal replicas is rounded.
+    # not exactly equal, because the mean of three equal replicas is rounded
     torch.testing.assert_close(made.weights(), before[1], rtol=1e-15, atol=0)
     assert state_hash(made.task.optimizer.state_dict()) == state_hash(before[0])
 
 
-def test_a_state_goes_on_to_the_same_bits(run):
+def test_a_restored_state_continues_with_the_same_bits(run):
     made = run("optimizer.args.momentum=0.5")
     made.steps(2)
-    with made.task.exchange.settled():  # the state of the servers
+    with made.task.exchange.settled():  # includes the state of the servers
         kept = copy.deepcopy((made.state.shared(), made.state.own()))
     made.steps(2)
     first = made.weights()
@@ -203,7 +203,7 @@ def test_a_state_goes_on_to_the_same_bits(run):
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_a_run_that_averages_continues_from_the_mean_of_replicas(here, configure):
+def test_an_averaging_run_continues_from_the_mean_of_replicas(here, configure):
     local = Run(here, configure, "local", "sync.steps=4")
     local.steps(1, must_agree=False)
     kept = copy.deepcopy((local.state.shared(), local.state.own()))
@@ -254,7 +254,7 @@ def with_a_lost_rank(exchange: str, folder: Path) -> subprocess.CompletedProcess
         ),
     ],
 )
-def test_steps_after_a_lost_rank_are_those_of_one_process(here, configure, exchange, tmp_path):
+def test_steps_after_a_lost_rank_equal_those_of_one_process(here, configure, exchange, tmp_path):
     done = with_a_lost_rank(exchange, tmp_path)
     assert done.returncode == 0, done.stderr
     assert "rank 1 of 3 died; the 2 that are left go on" in done.stderr
@@ -268,9 +268,9 @@ def test_steps_after_a_lost_rank_are_those_of_one_process(here, configure, excha
 @pytest.mark.launches
 @pytest.mark.ranks(1)
 @pytest.mark.requires("recovery")
-def test_a_divided_run_ends_with_a_lost_rank_and_names_the_remedy(tmp_path):
+def test_a_model_parallel_run_ends_with_a_lost_rank_and_a_remedy(tmp_path):
     done = with_a_lost_rank("model-parallel", tmp_path)
     assert done.returncode == RANK_LOST
     assert "a run with [parallel] must end when it loses a rank" in done.stderr
     assert "continue it with --resume" in done.stderr
-    assert "hpctrain.elastic.run" not in done.stderr  # of runs that could recover
+    assert "hpctrain.elastic.run" not in done.stderr  # a remedy for runs that can recover

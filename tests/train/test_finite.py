@@ -1,4 +1,4 @@
-"""A loss or gradient that is not finite stops all ranks, or all leave out the step."""
+"""A loss or gradient that is not finite stops all ranks, or all ranks skip the step."""
 
 from itertools import pairwise
 
@@ -20,7 +20,7 @@ FLAWED = [
     "checkpoint.every=1",
     "checkpoint.background=false",
     "train.epochs=2",
-    "schedule.name=constant",  # the hash has the learning rate too
+    "schedule.name=constant",  # the hash includes the learning rate
 ]
 GRADIENT = "model.args.in_loss=false"
 SKIP = "train.on_non_finite=skip"
@@ -53,7 +53,7 @@ def hashes(job: Job) -> list[str]:
     [[], [*FIXED, GRADIENT, "train.clip_norm=1"]],
     ids=["loss", "reproducible gradient"],
 )
-def test_all_ranks_stop_before_the_step_and_name_step_rate_norm_and_samples(
+def test_all_ranks_stop_before_the_step_and_report_step_rate_norm_and_samples(
     here, configure, shared, overrides
 ):
     job = Job(here, configure, shared / "run", *FLAWED, *overrides)
@@ -89,7 +89,7 @@ def test_all_ranks_stop_before_the_step_and_name_step_rate_norm_and_samples(
     [FIXED, [GRADIENT], [GRADIENT, "train.shard=node"]],
     ids=["reproducible", "gradient", "shared parameters"],
 )
-def test_all_ranks_leave_out_the_step_together_and_count_it(here, configure, shared, overrides):
+def test_all_ranks_skip_and_count_the_step(here, configure, shared, overrides):
     job = Job(here, configure, shared / "run", *FLAWED, SKIP, "log.every_steps=1", *overrides)
     assert isinstance(job.part(), Outcome)
     here.comm.barrier()
@@ -106,7 +106,7 @@ def test_all_ranks_leave_out_the_step_together_and_count_it(here, configure, sha
 
 
 @TWO
-def test_looking_costs_no_byte(here, configure, shared):
+def test_checks_send_no_bytes(here, configure, shared):
     def sent(mode: str, spike: str = "none") -> list[int]:
         totals: list[int] = []
         look = lambda: totals.append(sum(here.comm.traffic()[:2]))  # noqa: E731
@@ -135,7 +135,7 @@ UNSEEN = [
 
 @TWO
 @pytest.mark.parametrize(("overrides", "said"), UNSEEN)
-def test_a_gradient_that_nobody_looks_at_is_told_with_the_samples_of_its_step(
+def test_an_unchecked_gradient_is_reported_later_with_the_samples_of_its_step(
     here, configure, shared, overrides, said
 ):
     losses = Job(here, configure, shared / "losses", *FLAWED, *overrides)
@@ -158,8 +158,8 @@ def test_a_gradient_that_nobody_looks_at_is_told_with_the_samples_of_its_step(
 
 
 @TWO
-def test_weights_that_are_not_finite_are_never_kept(here, configure, shared):
-    """Nobody looks at the gradient, and the weights are infinite after the step."""
+def test_weights_that_are_not_finite_are_never_saved(here, configure, shared):
+    """The gradient is not checked, so the weights are infinite after the step."""
     job = Job(here, configure, shared / "run", *FLAWED, GRADIENT)
     with pytest.raises(NotFiniteError, match=r"parameters that are kept must be finite, ranks? 0"):
         job.part()
@@ -183,9 +183,7 @@ LOCAL = [
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("overrides", LOCAL)
-def test_ranks_that_take_steps_of_their_own_stop_when_they_meet(
-    here, configure, shared, overrides
-):
+def test_local_methods_stop_at_the_next_synchronization(here, configure, shared, overrides):
     job = Job(here, configure, shared / "run", *FLAWED, *overrides)
     with pytest.raises(NotFiniteError, match=r"learning rate 0.0.*samples [\d, ]*13"):
         job.part()
@@ -197,17 +195,17 @@ def test_ranks_that_take_steps_of_their_own_stop_when_they_meet(
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("overrides", LOCAL)
-def test_a_rank_that_takes_steps_of_its_own_leaves_out_its_own(here, configure, shared, overrides):
+def test_local_methods_skip_steps_on_one_rank(here, configure, shared, overrides):
     job = Job(here, configure, shared / "run", *FLAWED, SKIP, *overrides)
     assert isinstance(job.part(), Outcome)
     here.comm.barrier()
-    # One in each epoch, also where ranks take it together.
+    # one step per epoch, also in methods with synchronous steps
     assert read(job.directory.metrics)[-1]["skipped"] == 2
     assert_finite(job.final()["model"])
 
 
 @TWO
-def test_a_run_that_failed_goes_on_by_leaving_the_step_out(here, configure, shared):
+def test_a_failed_run_can_resume_with_skip(here, configure, shared):
     whole = Job(here, configure, shared / "whole", *FLAWED, SKIP)
     whole.part()
     parts = Job(here, configure, shared / "parts", *FLAWED)
@@ -221,7 +219,7 @@ def test_a_run_that_failed_goes_on_by_leaving_the_step_out(here, configure, shar
 
 
 @TWO
-def test_who_does_not_look_trains_on(here, configure, shared):
+def test_ignore_continues_with_weights_that_are_not_finite(here, configure, shared):
     ignoring = [*FLAWED, "train.on_non_finite=ignore", "train.epochs=1"]
     job = Job(here, configure, shared / "run", *ignoring)
     job.config = configure(*job.overrides, "train.epochs=1")
@@ -229,7 +227,7 @@ def test_who_does_not_look_trains_on(here, configure, shared):
     assert not job.final()["model"]["network.1.weight"].isfinite().any()
 
 
-def test_a_message_names_a_few_samples_of_a_few_ranks():
+def test_a_message_lists_a_few_samples_of_a_few_ranks():
     place = {"step": 7, "epoch": 1, "lr": 0.1, "loss": float("nan"), "norm": 1.0}
     found = {rank: NotFiniteFinding(samples=[*range(64)], **place) for rank in range(100)}
     lines = message_of(found).splitlines()
@@ -248,7 +246,7 @@ EVAL = ["model.target=tests.train.problem:Blind", "train.epochs=2", "checkpoint.
 @pytest.mark.parametrize(
     "overrides", [["test.metric=accuracy"], [*FIXED, "test.metric=loss"]], ids=["", "reproducible"]
 )
-def test_a_test_whose_loss_is_not_finite_ends_all_ranks(here, configure, shared, overrides):
+def test_a_test_loss_that_is_not_finite_ends_all_ranks(here, configure, shared, overrides):
     job = Job(here, configure, shared / "run", *EVAL, *overrides)
     with pytest.raises(NotFiniteError, match=r"of the test after step 6 \(epoch 1\) is nan\n"):
         job.part()
@@ -261,7 +259,7 @@ def test_a_test_whose_loss_is_not_finite_ends_all_ranks(here, configure, shared,
 
 @TWO
 @pytest.mark.parametrize("mode", ["skip", pytest.param("ignore", marks=LONG)])
-def test_where_such_a_test_is_no_end_it_is_told_once_and_is_never_the_best(
+def test_with_skip_such_a_test_is_a_warning_and_never_the_best(
     here, configure, shared, mode, caplog
 ):
     job = Job(here, configure, shared / "run", *EVAL)

@@ -1,4 +1,4 @@
-"""Every key has what a file needs of it, and what is written as TOML is read back."""
+"""Configuration keys: descriptions, types and defaults, and TOML output that can be read back."""
 
 import datetime
 from dataclasses import replace
@@ -16,7 +16,7 @@ from hpctrain.train.run_config import ModelConfig, RunConfig
 KEYS = keys_of(RunConfig).values()
 
 
-def test_every_key_has_a_sentence_a_type_of_toml_and_a_default_that_it_takes():
+def test_every_key_has_a_sentence_a_toml_type_and_a_valid_default():
     texts = [key.sentence for key in KEYS] + list(tables_of(RunConfig).values())
     assert all(text.endswith((".", ")")) for text in texts), texts
     assert all(kind in TYPE_NAMES for key in KEYS for kind, _ in alternatives(key.hint))
@@ -40,7 +40,7 @@ def test_every_key_has_a_sentence_a_type_of_toml_and_a_default_that_it_takes():
         ),
     ],
 )
-def test_a_configuration_survives_being_written(tmp_path, config):
+def test_a_written_configuration_is_read_back(tmp_path, config):
     path = tmp_path / "all.toml"
     path.write_text(render(config), encoding="utf-8")
     loaded = load(path)
@@ -48,7 +48,7 @@ def test_a_configuration_survives_being_written(tmp_path, config):
     assert set(loaded.origins) == set(keys_of(RunConfig))
 
 
-def test_every_key_stands_below_its_sentence():
+def test_every_key_is_written_below_its_sentence():
     text = render(RunConfig())
     for key in KEYS:
         before, _, _ = text.partition(f"\n{key.short} = ")
@@ -72,10 +72,10 @@ VALUES = st.recursive(
 
 
 @given(VALUES)
-def test_what_is_written_is_read_back(value):
+def test_written_values_are_read_back(value):
     assert tomllib.loads(f"value = {dumps(value)}") == {"value": value}
 
 
-def test_what_toml_cannot_hold_is_refused():
+def test_values_without_toml_representation_are_rejected():
     with pytest.raises(TypeError, match="TOML has no value for None"):
         dumps(None)

@@ -1,4 +1,4 @@
-"""What [optimizer], [schedule] and [log] say of large batches, in whole runs."""
+"""Options of [optimizer], [schedule] and [log] for large batches, in complete runs."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ NOISE = ["log.noise_scale=true", "train.accumulate=2", "log.every_steps=3"]
 
 @pytest.mark.ranks(1, 3)
 @pytest.mark.parametrize("how", [LARS_RUN, LAMB_RUN], ids=["LARS", "LAMB"])
-def test_a_run_that_stops_goes_on_with_the_same_bits_and_noise(here, configure, shared, how):
+def test_a_resumed_run_has_the_same_bits_and_noise_scale(here, configure, shared, how):
     how = [*how, *NOISE, "model.target=tests.train.problem:noisy_model", "model.args.norm=false"]
     straight, parted = (Job(here, configure, shared / name, *how) for name in "ab")
     assert isinstance(straight.part(), Outcome)
@@ -37,7 +37,7 @@ def test_a_run_that_stops_goes_on_with_the_same_bits_and_noise(here, configure, 
 
 
 @pytest.mark.ranks(1, 2)
-def test_norms_and_biases_that_are_exempt_are_not_adapted(here, configure):
+def test_exempt_norms_and_biases_are_not_adapted(here, configure):
     task = build(configure(*LARS_RUN, "model.args.norm=true"), here.comm)
     assert isinstance(task.optimizer, LARS)
     for group in task.optimizer.param_groups:
@@ -48,9 +48,7 @@ def test_norms_and_biases_that_are_exempt_are_not_adapted(here, configure):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("how", [LARS_RUN, LAMB_RUN], ids=["LARS", "LAMB"])
-def test_a_node_that_has_weights_once_steps_whole_tensors_with_the_same_bits(
-    here, configure, shared, how
-):
+def test_node_sharding_gives_the_same_bits_with_lars_and_lamb(here, configure, shared, how):
     plain, sharded = (
         Job(here, configure, shared / shard, *how, f"train.shard={shard}")
         for shard in ("none", "node")
@@ -61,15 +59,17 @@ def test_a_node_that_has_weights_once_steps_whole_tensors_with_the_same_bits(
 
 
 @pytest.mark.ranks(2)
-def test_noise_is_not_told_where_gradients_of_ranks_and_average_are_not_both(here, configure):
+def test_the_noise_scale_is_rejected_without_averages_in_backward(here, configure):
     for other in ("train.shard=node", "train.reproducible=true", "sync.method=local_sgd"):
         with pytest.raises(ConfigError, match="compares gradients of ranks"):
             build(configure("log.noise_scale=true", other), here.comm)
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_the_noise_of_a_run_is_that_of_its_samples_on_any_number_of_ranks(here, configure, shared):
-    """By rates of next to nothing the model stays, and its noise scale can be calculated."""
+def test_the_noise_scale_equals_that_of_the_samples_on_any_number_of_ranks(
+    here, configure, shared
+):
+    """The rate is nearly 0, so the model is constant and its noise scale can be computed."""
     how = [*NOISE, "optimizer.lr=1e-30", "train.epochs=20", "schedule.name=constant"]
     job = Job(here, configure, shared / "run", *how)
     task = job.built()
@@ -82,7 +82,7 @@ def test_the_noise_of_a_run_is_that_of_its_samples_on_any_number_of_ranks(here, 
         loss = functional.cross_entropy(task.model(x[None]), y[None])
         parts = torch.autograd.grad(loss, [*task.model.parameters()])
         gradients.append(torch.cat([each.flatten() for each in parts]))
-    drawn = torch.stack(gradients)  # batches of an epoch have no sample twice
+    drawn = torch.stack(gradients)  # batches of an epoch are drawn without replacement
     variance = float(drawn.var(dim=0).sum())
     squared = float(drawn.mean(dim=0).square().sum()) - variance / len(drawn)
     told = [each["noise_scale"] for each in read(job.directory.metrics) if "noise_scale" in each]

@@ -1,4 +1,4 @@
-"""A configuration from its four sources; what is wrong is named with source, key and way out."""
+"""Configurations from four sources; errors name the source, the key and a remedy."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def file(tmp_path):
     return write
 
 
-def test_arguments_beat_the_environment_and_it_beats_the_file(file):
+def test_arguments_override_the_environment_which_overrides_the_file(file):
     path = file('[comm]\noverlap = "end"\nbucket_size = "1 MiB"\n[train]\nepochs = 3\n')
     environment = {"overlap": "inline", "bucket_bytes": 2048, "trace": True}
     loaded = load(path, ["comm.overlap=thread", "seed=5"], environment)
@@ -41,13 +41,13 @@ def test_arguments_beat_the_environment_and_it_beats_the_file(file):
         ("output_dir=/a=b", "/a=b"),
     ],
 )
-def test_an_argument_is_toml_or_else_text(override, value):
+def test_an_argument_is_parsed_as_toml_or_else_as_text(override, value):
     table, _, key = override.partition("=")[0].strip().rpartition(".")
     config = load(None, [override]).config
     assert getattr(getattr(config, table) if table else config, key) == value
 
 
-def test_a_free_table_takes_any_key_and_keeps_its_others(file):
+def test_a_free_table_accepts_any_key_and_keeps_other_keys(file):
     path = file("[model]\nargs = { width = 8, depth = 2 }\n")
     config = load(path, ["model.args.width=16", "model.args.inner.x=[1]"]).config
     assert config.model.args == {"width": 16, "depth": 2, "inner": {"x": [1]}}
@@ -132,7 +132,7 @@ def test_a_free_table_takes_any_key_and_keeps_its_others(file):
         ("=3", "--set takes key=value"),
     ],
 )
-def test_a_wrong_argument_is_named_with_the_way_out(override, message):
+def test_an_invalid_argument_is_reported_with_a_remedy(override, message):
     overrides = override.split()
     with pytest.raises(ConfigError) as caught:
         load(None, overrides)
@@ -152,7 +152,7 @@ def test_a_wrong_argument_is_named_with_the_way_out(override, message):
         ("[comm]\nbucket_size = 'huge'\n", "comm.bucket_size: a size must be a number and a unit"),
     ],
 )
-def test_an_error_in_a_file_names_the_file_and_the_key(file, text, message):
+def test_an_error_in_a_file_has_the_file_and_the_key(file, text, message):
     path = file(text)
     with pytest.raises(ConfigError) as caught:
         load(path)
@@ -160,19 +160,19 @@ def test_an_error_in_a_file_names_the_file_and_the_key(file, text, message):
     assert str(path) in str(caught.value)
 
 
-def test_the_run_directory_is_named_after_the_run_unless_it_is_given():
+def test_the_run_directory_has_the_name_of_the_run_by_default():
     assert str(load(None, ["name=a"]).config.directory) == "runs/a"
     assert str(load(None, ["name=a", "output_dir=/b/c"]).config.directory) == "/b/c"
 
 
-def test_a_key_is_explained_by_its_type_and_default_or_a_likely_one_named():
+def test_explain_gives_type_and_default_or_suggests_a_key():
     rows = dict(load(None, ["optimizer.lr=0.1"]).explain("optimizer.lr"))
     assert (rows["type"], rows["default"], rows["value"]) == ("a number", "0.05", "0.1")
     with pytest.raises(ConfigError, match=r"did you mean optimizer\.lr\?"):
         load(None).explain("optimiser.lr")
 
 
-def test_a_missing_file_a_folder_or_bytes_are_no_configuration(tmp_path):
+def test_missing_files_folders_and_binary_files_are_rejected(tmp_path):
     with pytest.raises(
         ConfigError, match=r"there is no file .*none.toml; hpctrain train .* --init"
     ):

@@ -1,4 +1,4 @@
-"""Loggers get what metrics.jsonl gets, on rank 0 alone, and never decide how a run goes."""
+"""Loggers get the records of metrics.jsonl on rank 0 only, and cannot affect the run."""
 
 import csv
 import json
@@ -20,7 +20,7 @@ def rows(path):
 
 
 class Heard:
-    """A logger of the user's own, and one that breaks in each place."""
+    """A user-defined logger that stores all records."""
 
     of: list["Heard"] = []  # noqa: RUF012 - emptied by each test
 
@@ -55,7 +55,7 @@ def log(*names):
 
 
 @pytest.mark.ranks(1, 2)
-def test_a_logger_hears_all_records_on_rank_0_and_one_that_fails_stops_nobody(
+def test_a_logger_gets_all_records_on_rank_0_and_a_failing_one_is_disabled(
     here, shared, configure, caplog
 ):
     Heard.of.clear()
@@ -80,7 +80,7 @@ def test_a_logger_hears_all_records_on_rank_0_and_one_that_fails_stops_nobody(
 
 
 @pytest.mark.ranks(1)
-def test_the_tables_of_a_run_that_was_resumed_have_each_step_once(here, shared, configure):
+def test_csv_tables_of_a_resumed_run_have_each_step_once(here, shared, configure):
     job = Job(here, configure, shared / "run", log("=csv"), "checkpoint.every=4")
     job.part(stop="SIGTERM", after=9)
     job.part()
@@ -91,7 +91,7 @@ def test_the_tables_of_a_run_that_was_resumed_have_each_step_once(here, shared, 
     assert len(rows(job.directory.path / "csv/test.csv")) == 4
 
 
-def test_a_table_takes_columns_that_come_late_and_values_that_are_not_finite(tmp_path):
+def test_csv_tables_accept_new_columns_and_values_that_are_not_finite(tmp_path):
     loggers = Loggers(["csv"], tmp_path, {})
     with Metrics(tmp_path / "metrics.jsonl", loggers=loggers) as metrics:
         metrics.write("started")
@@ -105,7 +105,7 @@ def test_a_table_takes_columns_that_come_late_and_values_that_are_not_finite(tmp
     ]
 
 
-def test_names_of_values_say_where_they_are_from():
+def test_names_of_values_have_their_event_as_prefix():
     record = {"event": "test", "step": 3, "epoch": 1, "loss": 0.5, "metrics": {"f1": 1, "n": None}}
     assert scalars(record) == {"test/loss": 0.5, "test/metrics.f1": 1.0}
     assert scalars({"event": "step", "step": 1, "lr": 0.1, "label": "x"}) == {"train/lr": 0.1}
@@ -120,13 +120,13 @@ def test_names_of_values_say_where_they_are_from():
         ("tests.train.test_loggers:Hear", "did you mean Heard?"),
     ],
 )
-def test_a_logger_that_is_not_there_is_an_error_before_the_run(name, told):
+def test_an_unknown_logger_is_an_error_before_the_run(name, told):
     with pytest.raises(ConfigError, match=told.replace("?", r"\?")):
         check(["csv", name])
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
-def test_a_package_that_is_missing_is_told_with_the_way_to_it(name, monkeypatch):
+def test_a_missing_package_is_an_error_with_the_command_to_install_it(name, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=rf"pip install 'hpctrain\[{name}\]'"):
         check([name])
@@ -158,7 +158,7 @@ def test_tensorboard_reads_the_values_of_all_parts(here, shared, configure):
 
 
 @pytest.mark.requires("wandb")
-def test_parts_are_one_run_of_weights_and_biases(here, shared, configure, monkeypatch):
+def test_all_parts_are_one_run_of_weights_and_biases(here, shared, configure, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     job = Job(here, configure, shared / "run", log("=wandb"), "train.epochs=2")
@@ -170,7 +170,7 @@ def test_parts_are_one_run_of_weights_and_biases(here, shared, configure, monkey
 
 
 def samples(text):
-    """Read what a textfile collector reads; each name has its type before it, once."""
+    """Parse a file as a textfile collector does; each metric has one type line before it."""
     found, known = {}, set()
     for line in text.splitlines():
         if line.startswith("# TYPE "):
@@ -187,7 +187,7 @@ def samples(text):
 
 
 @pytest.mark.ranks(1, 2)
-def test_a_file_for_prometheus_has_the_last_values_and_each_rank(here, shared, configure):
+def test_the_prometheus_file_has_the_last_values_of_each_rank(here, shared, configure):
     job = Job(here, configure, shared / "run", log("=prometheus"), 'name="a \\"b\\""')
     job.part(stop="SIGTERM", after=4)
     job.part()
@@ -209,7 +209,7 @@ def test_a_file_for_prometheus_has_the_last_values_and_each_rank(here, shared, c
     assert [each.name for each in path.parent.glob("metrics.prom*")] == ["metrics.prom"]
 
 
-def test_a_value_that_is_not_finite_is_one_that_prometheus_knows(tmp_path):
+def test_a_value_that_is_not_finite_is_written_as_prometheus_expects(tmp_path):
     logger = factory("prometheus")(tmp_path, {"name": 'r\\u"n\n'})
     step = {"event": "step", "step": 1, "epoch": 1, "loss": None, "lr": 0.1, "samples_per_s": 1.0}
     times = {"compute_s": 1.0, "communication_s": 0.0, "input_s": 0.0, "skipped": 2}

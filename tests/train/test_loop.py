@@ -27,18 +27,18 @@ def train_together(task: Task, folder):
 @pytest.mark.parametrize(
     "overrides",
     [
-        # The last batch of an epoch has 1 sample, for one rank.
+        # The last batch of an epoch has one sample, so only one rank has a sample.
         ["train.global_batch=52"],
         ["train.global_batch=13", "train.clip_norm=0.05"],
         ["train.global_batch=9", "optimizer.name=AdamW", "optimizer.lr=0.01"],
-        # Of 14 samples a rank has fewer than pieces, of the last one some ranks none.
+        # On 3 and 4 ranks, some ranks have fewer samples than pieces, and none in the last batch.
         ["train.global_batch=13", "train.accumulate=5"],
         ["train.global_batch=13", "train.clip_norm=0.05", "train.shard=node"],
         ["train.global_batch=13", "train.accumulate=5", "train.shard=node"],
     ],
     ids=lambda overrides: " ".join(word.partition(".")[2] for word in overrides),
 )
-def test_any_number_of_ranks_trains_as_the_plain_loop_does(here, configure, shared, overrides):
+def test_any_number_of_ranks_trains_as_the_plain_loop(here, configure, shared, overrides):
     if "optimizer.name=AdamW" not in overrides:
         overrides = [*overrides, "optimizer.args.momentum=0.9", "optimizer.lr=0.05"]
     config = configure("train.epochs=2", *overrides, "log.every_steps=1")
@@ -76,7 +76,7 @@ def test_ranks_with_dropout_and_buffers_keep_the_same_weights(here, configure, s
 
 @pytest.mark.parametrize("every_steps", [1, 3, 7, 10, 50])
 @pytest.mark.parametrize("epoch_steps", [1, 4, 23, 100])
-def test_records_cut_each_epoch_evenly_and_end_with_it(epoch_steps, every_steps):
+def test_records_divide_each_epoch_evenly_and_end_with_it(epoch_steps, every_steps):
     ends = [s for s in range(1, 2 * epoch_steps + 1) if ends_interval(s, epoch_steps, every_steps)]
     assert epoch_steps in ends
     assert 2 * epoch_steps in ends
@@ -85,7 +85,7 @@ def test_records_cut_each_epoch_evenly_and_end_with_it(epoch_steps, every_steps)
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
-def test_the_scores_are_those_of_one_process_with_the_buffers_of_rank_0(here, configure):
+def test_scores_equal_those_of_one_process_with_the_buffers_of_rank_0(here, configure):
     config = configure("train.global_batch=5", "model.args={dropout = 0.5, norm = true}")
     task = build(config, here.comm)
     task.model[0].running_mean += here.comm.rank

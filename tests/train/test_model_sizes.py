@@ -1,4 +1,4 @@
-"""Sizes of a model read off its modules: no weight is made, and what does not show is left out."""
+"""Sizes of a model are derived from its modules on the meta device; unknown sizes are omitted."""
 
 import sys
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from hpctrain.train.model_sizes import sizes_of
 
 
 class Plain(nn.Module):
-    """A language model of torch's own layers."""
+    """A language model made of torch's layers."""
 
     def __init__(self, layers=7, hidden=96, heads=6, words=500, context=32, tied=False):
         super().__init__()
@@ -33,12 +33,12 @@ def tied():
 
 
 def enormous():
-    """Of 200 GB in float32: nobody allocates it."""
+    """Return a model of 200 GB, which only the meta device can hold."""
     return Plain(layers=60, hidden=8192, heads=64, words=50000, context=2048)
 
 
 def configured():
-    """As models of Hugging Face keep what they were made by."""
+    """Return a model with its sizes in ``config``, as in Hugging Face transformers."""
     model = nn.ModuleDict({"words": nn.Embedding(300, 64)})
     model["h"] = nn.ModuleList(nn.ModuleList([nn.Linear(64, 64)]) for _ in range(5))
     model.config = SimpleNamespace(n_head=4, n_positions=40)
@@ -65,7 +65,7 @@ HERE = __name__
 
 
 @pytest.mark.parametrize("name", ["plain", "tied"])
-def test_sizes_are_those_that_the_model_was_made_with(name):
+def test_sizes_equal_the_arguments_of_the_model(name):
     model = getattr(sys.modules[HERE], name)()
     assert sizes_of(f"{HERE}:{name}") == {
         "parameters": sum(each.numel() for each in model.parameters()),
@@ -78,13 +78,13 @@ def test_sizes_are_those_that_the_model_was_made_with(name):
     }
 
 
-def test_a_model_that_fits_nowhere_is_measured():
+def test_a_model_larger_than_memory_is_measured():
     found = sizes_of(f"{HERE}:enormous")
     assert found["parameters"] == pytest.approx(49.1e9, rel=0.01)
     assert (found["layers"], found["hidden"], found["heads"]) == (60, 8192, 64)
 
 
-def test_a_model_of_another_library_tells_by_its_configuration():
+def test_sizes_of_another_library_are_read_from_its_configuration():
     found = sizes_of(f"{HERE}:configured")
     assert found.pop("parameters") == 300 * 64 + 5 * 65 * 64
     assert found == {
@@ -92,7 +92,7 @@ def test_a_model_of_another_library_tells_by_its_configuration():
     }  # fmt: skip
 
 
-def test_what_does_not_show_is_left_out_and_what_is_frozen_is_not_counted():
+def test_unknown_sizes_are_omitted_and_frozen_parameters_are_not_counted():
     assert sizes_of(f"{HERE}:perceptron") == {"parameters": 72, "layers": 2}
 
 
@@ -100,7 +100,7 @@ def test_a_single_layer_is_one():
     assert sizes_of(f"{HERE}:shallow")["layers"] == 1
 
 
-def test_a_model_that_looks_at_its_weights_is_refused():
+def test_a_model_that_reads_its_weights_is_rejected():
     with pytest.raises(ConfigError, match=r"meta device, without values, and .*curious asks"):
         sizes_of(f"{HERE}:curious")
     assert torch.empty(0).device.type == "cpu"

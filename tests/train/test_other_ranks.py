@@ -1,4 +1,7 @@
-"""Runs whose parts have other numbers of ranks, each part a launch: 4, 2, 4, 3, or 3 and 2."""
+"""Runs whose parts have different numbers of ranks: 4, 2, 4, 3, or 3 and 2.
+
+Each part is a separate launch.
+"""
 
 from collections import Counter
 from pathlib import Path
@@ -32,7 +35,7 @@ for name, overrides in {kinds!r}.items():
 
 @pytest.fixture
 def carry_out(tmp_path, monkeypatch):
-    """Carry out parts of some runs, each a number of ranks; all but the last want to go on."""
+    """Function that executes parts of runs on given numbers of ranks; all but the last stop."""
     monkeypatch.setenv("HPCTRAIN_PROBE", "off")
     target = "tests.train.problem:stopping_model"
     write_config(tmp_path, target, epochs=EPOCHS, batch=9)
@@ -55,7 +58,7 @@ def records(name):
 
 
 def curve(name):
-    """Losses of a run, step by step and test by test."""
+    """Return the losses of all steps and tests of a run."""
     return [record["loss"] for record in records(name) if record["event"] in ("step", "test")]
 
 
@@ -66,7 +69,7 @@ KINDS = {
 }
 
 
-def test_a_run_goes_on_from_4_to_2_to_4_to_3_ranks(carry_out):
+def test_a_run_continues_on_4_2_4_and_3_ranks(carry_out):
     carry_out(KINDS, 4, 2, 4, 3)
     assert "micro_shards = 4\n" in Path("runs/fixed/config.toml").read_text()
     try:
@@ -98,7 +101,7 @@ METHODS = {
 }
 
 
-def test_what_a_codec_has_not_sent_goes_on_with_other_ranks(carry_out):
+def test_unsent_errors_of_a_codec_are_kept_for_another_number_of_ranks(carry_out):
     model = "model.args={stops = [3], norm = true}"
     more = ["train.epochs=2", "comm.ranks_per_node=1", "sync.compression_args={density = 0.05}"]
     carry_out({"few": [model, "sync.compression=top_k", *more]}, 3, 2)
@@ -107,7 +110,7 @@ def test_what_a_codec_has_not_sent_goes_on_with_other_ranks(carry_out):
     assert tests[-1] < tests[0]
 
 
-def test_every_method_goes_on_in_mid_round_on_another_number_of_ranks(carry_out):
+def test_every_method_resumes_within_a_round_on_another_number_of_ranks(carry_out):
     model = "model.args={stops = [3], norm = true}"
     kinds = {name: [model, f"sync.method={name}", *SHORT, *more] for name, more in METHODS.items()}
     said = carry_out(kinds, 3, 2)

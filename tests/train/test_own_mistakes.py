@@ -1,4 +1,4 @@
-"""Mistakes in the user's own model, loss and data: found by a dry run, and told in a few lines."""
+"""Mistakes in the user's model, loss and data are found by a dry run and reported in few lines."""
 
 import sys
 
@@ -217,7 +217,7 @@ MISTAKES = {
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    sys.modules.pop("mine", None)  # of another test
+    sys.modules.pop("mine", None)  # imported by an earlier test
     (tmp_path / "mine.py").write_text(MINE)
     (tmp_path / "broken.py").write_text("import no_such_package\n")
     (tmp_path / "mine.toml").write_text(CONFIG)
@@ -225,8 +225,8 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_dry_run_tells_each_mistake_with_target_and_shapes(folder, monkeypatch):
-    """In this process: no rank needs another."""
+def test_a_dry_run_reports_each_mistake_with_target_and_shapes(folder, monkeypatch):
+    """Runs in this process, because one rank is enough."""
     monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
     wrong = {}
     try:
@@ -256,7 +256,7 @@ def test_a_dry_run_tells_each_mistake_with_target_and_shapes(folder, monkeypatch
             sys.modules.pop(module, None)
 
 
-def test_two_ranks_tell_it_once_without_the_launchers_boxes_and_the_log_has_all(folder):
+def test_two_ranks_report_an_error_once_and_the_log_has_the_traceback(folder):
     words = ["--set=model.args.fault=memory", f"--set=data.args.folder={folder}/d"]
     line = [sys.executable, "-m", "hpctrain", "launch", "-n", "2", "--"]
     done = ended(
@@ -277,8 +277,8 @@ def test_two_ranks_tell_it_once_without_the_launchers_boxes_and_the_log_has_all(
 
 
 @pytest.mark.conformance
-def test_what_does_not_fit_is_one_error_of_all_ranks_wherever_it_shows(folder):
-    """In micro-shards, in the backward of the loss alone, in the test."""
+def test_a_mismatch_is_one_error_of_all_ranks_wherever_it_occurs(folder):
+    """In micro-shards, in the backward of the loss, and in the test."""
     line = [sys.executable, "-m", "hpctrain", "launch", "-n", "2", "--"]
     reproducible, backward = "train.reproducible=true", "data.target=mine:numbers"
     loss = [backward, "loss.target=huber_loss"]

@@ -1,4 +1,4 @@
-"""Runs of ``[parallel]``: any layout trains as one process does, and goes on in any other."""
+"""Runs with ``[parallel]``: any layout trains as one process does and can resume in any other."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ here = pytest.fixture(scope="module")(divided.joined)
 
 @pytest.fixture
 def job(here, shared):
-    """Configure a run in a folder, whose parts are carried out in this process."""
+    """Function that configures a run whose parts are executed in this process."""
 
     def make(layout: str, *overrides: str) -> Job:
         axes = [f"parallel.{each}" for each in layout.split()]
@@ -56,7 +56,7 @@ def job(here, shared):
 
 
 def check(job: Job, task, **how) -> None:
-    """Compare what a run has found with a plain loop in one process."""
+    """Compare the records and the model of a run with a plain loop in one process."""
     job.here.comm.barrier()
     losses, weights, tested = divided.alone(task.train.dataset, **how)
     found = read(job.directory.metrics)
@@ -85,7 +85,7 @@ def test_a_layout_trains_as_one_process_does(job, layout):
 @pytest.mark.conformance
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("layout", ["zero=3", "pp=3"])
-def test_parts_may_be_unequal(job, layout):
+def test_unequal_parts_train_as_one_process_does(job, layout):
     one = job(layout)
     task = one.built()
     one.part(task=task)
@@ -102,13 +102,13 @@ def goes_on(job, layouts):
 
 
 @pytest.mark.ranks(4)
-def test_a_run_goes_on_in_any_other_layout(job):
+def test_a_run_resumes_in_any_other_layout(job):
     goes_on(job, ["", "tp=2", "pp=2", "zero=3", ""])
 
 
 @pytest.mark.conformance
 @pytest.mark.ranks(4)
-def test_a_run_goes_on_in_many_layouts(job):
+def test_a_run_resumes_in_many_layouts(job):
     goes_on(
         job, ["zero=1", "cp=2", "tp=2 zero=3", "pp=2 zero=1", "tp=4", "pp=4", "zero=2", "tp=2"]
     )
@@ -119,11 +119,11 @@ def test_a_run_goes_on_in_many_layouts(job):
     ("layout", "compared", "told"),
     [
         ("pp=2", "error", "ranks must hold the same values of replicated parameters"),
-        ("tp=2", "off", "must be equal, but"),  # as is seen before a test
+        ("tp=2", "off", "must be equal, but"),  # compared before each test instead
         ("pp=2", "off", "must be equal, but"),
     ],
 )
-def test_replicas_that_part_are_an_error_on_all_ranks(job, layout, compared, told, monkeypatch):
+def test_diverged_replicas_are_an_error_on_all_ranks(job, layout, compared, told, monkeypatch):
     monkeypatch.setenv("HPCTRAIN_CHECK_WEIGHTS", compared)
     one = job(layout)
     task = one.built()
@@ -148,7 +148,7 @@ def test_a_loss_of_one_replica_that_is_not_finite_ends_all_ranks(job, layout):
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("layout", ["tp=2 zero=3", "pp=2"])
-def test_all_ranks_of_a_layout_go_back_by_a_spike_of_one_sample(job, layout):
+def test_all_ranks_of_a_layout_roll_back_after_a_spike_of_one_sample(job, layout):
     words = [
         "loss.target=tests.train.divided:spiking",
         "train.on_spike=rollback",
@@ -163,7 +163,7 @@ def test_all_ranks_of_a_layout_go_back_by_a_spike_of_one_sample(job, layout):
     records = read(one.directory.metrics)
     (spike,) = [r for r in records if r["event"] == "spike"]
     hashes = [r["state_hash"] for r in records if r["event"] == "hash"]
-    before = (spike["step"] - 1) // 2 * 2  # steps behind the snapshot
+    before = (spike["step"] - 1) // 2 * 2  # the step of the last snapshot
     assert before > 0
     assert spike["skipped"] == spike["step"] - before
     assert any(divided.SPIKING in r["samples"] for r in spike["ranks"])
@@ -173,7 +173,7 @@ def test_all_ranks_of_a_layout_go_back_by_a_spike_of_one_sample(job, layout):
 
 
 @pytest.mark.ranks(4)
-def test_ranks_that_calculate_the_same_draw_the_same_numbers(job):
+def test_ranks_of_one_replica_draw_the_same_random_numbers(job):
     job("tp=2").built()
     drawn = current().comm.allgather_object(torch.rand(()).item())
     assert drawn[0] == drawn[1] != drawn[2] == drawn[3]
@@ -181,7 +181,7 @@ def test_ranks_that_calculate_the_same_draw_the_same_numbers(job):
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("layout", ["tp=2", "zero=1"])
-def test_what_no_replica_uses_stays_as_it_is(job, layout):
+def test_unused_parameters_do_not_change(job, layout):
     one = job(layout, "model.target=tests.train.divided:spare_model")
     task = one.built()
     before = local(task.model.spare.weight).detach().clone()
@@ -190,7 +190,7 @@ def test_what_no_replica_uses_stays_as_it_is(job, layout):
 
 
 class Products(TorchDispatchMode):
-    """Counts products of matrices, and all other operations."""
+    """Count matrix products, and all other operations."""
 
     def __init__(self):
         super().__init__()
@@ -203,7 +203,7 @@ class Products(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_layers_calculate_again_what_they_do_not_keep():
+def test_recompute_repeats_the_forward_of_layers():
     found = {}
     for how in ("none", "selective", "full"):
         model = divided.model()
@@ -212,7 +212,8 @@ def test_layers_calculate_again_what_they_do_not_keep():
             model(torch.zeros(2, divided.LENGTH, dtype=torch.long)).sum().backward()
         found[how] = counted
     none, selective, full = found.values()
-    layers = 2 * 6  # products of two blocks, once more but for the last, which nobody needs
+    # repeated products of two blocks, without the last one, whose output is not needed
+    layers = 2 * 6
     assert (selective.products, full.products) == (none.products, none.products + layers)
     assert none.others < min(selective.others, full.others)
 
@@ -238,7 +239,7 @@ def test_layers_calculate_again_what_they_do_not_keep():
         ("", "parallel.offload=cpu"),
     ],
 )
-def test_what_a_divided_model_cannot_do_is_refused_with_the_configuration(layout, other):
+def test_incompatible_options_are_rejected_with_the_configuration(layout, other):
     words = [f"parallel.{each}" for each in layout.split()]
     with pytest.raises(ConfigError) as refusal:
         load(None, [*words, other])
@@ -266,6 +267,6 @@ def test_what_a_divided_model_cannot_do_is_refused_with_the_configuration(layout
         ("dp=1", "seed=1", "must be the number of ranks, 2"),
     ],
 )
-def test_what_cannot_be_divided_is_an_error_on_all_ranks(job, layout, other, rule):
+def test_indivisible_models_are_an_error_on_all_ranks(job, layout, other, rule):
     with pytest.raises((MismatchError, ConfigError, TopologyError), match=rule):
         job(layout, "optimizer.args={}", other).built()

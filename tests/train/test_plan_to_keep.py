@@ -1,4 +1,4 @@
-"""A run goes on with its plan where its nodes are the same, as far as a launcher tells."""
+"""A resumed run keeps its plan if the launcher reports the same nodes."""
 
 from types import SimpleNamespace
 
@@ -14,19 +14,19 @@ OURS = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE", 
 
 
 def mpirun(size: int, ranks: int) -> dict[str, str]:
-    """What rank 0 sees that shares its host with some ranks."""
+    """Return the environment of rank 0 under mpirun, with ``ranks`` ranks on its host."""
     values = {"RANK": 0, "SIZE": size, "LOCAL_RANK": 0, "LOCAL_SIZE": ranks}
     return {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in values.items()}
 
 
 def srun(size: int, nodes: str) -> dict[str, str]:
-    """What rank 0 of a Slurm step sees."""
+    """Return the environment of rank 0 in a Slurm step."""
     values = {"STEP_ID": 0, "PROCID": 0, "NTASKS": size, "STEP_TASKS_PER_NODE": nodes}
     return {f"SLURM_{name}": str(value) for name, value in values.items()}
 
 
 def stored(nodes: tuple[int, ...]) -> SimpleNamespace:
-    """What a plan file says of the nodes and the engine."""
+    """Return the content of a plan file."""
     return SimpleNamespace(nodes=nodes, plan=SimpleNamespace(engine="hpctrain"))
 
 
@@ -41,7 +41,7 @@ def stored(nodes: tuple[int, ...]) -> SimpleNamespace:
         ((2, 2, 1), 0, srun(5, "2(y2),1"), False),
     ],
 )  # fmt: skip
-def test_the_plan_of_a_run_is_kept_on_the_same_nodes_with_the_same_settings_and_engine(
+def test_the_plan_is_kept_with_the_same_nodes_settings_and_engine(
     tmp_path, monkeypatch, nodes, per_node, environ, kept
 ):
     for name in OURS:

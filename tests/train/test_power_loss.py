@@ -1,4 +1,4 @@
-"""A checkpoint counts on records and files of its run: they are on disk before it is."""
+"""Records and files that a checkpoint depends on are on disk before the checkpoint."""
 
 import pytest
 
@@ -14,7 +14,7 @@ OTHERS = ("checkpoints", "log", "metrics.jsonl", "plots")
 
 @pytest.mark.ranks(1, 2)
 @pytest.mark.usefixtures("world")
-def test_a_run_is_on_disk_as_far_as_its_checkpoints_count_on_it(disk, here, configure, shared):
+def test_files_that_a_checkpoint_depends_on_are_on_disk_before_it(disk, here, configure, shared):
     job = Job(here, configure, shared / "run", "checkpoint.every=4", "train.epochs=2")
     num_seen = []
 
@@ -24,13 +24,13 @@ def test_a_run_is_on_disk_as_far_as_its_checkpoints_count_on_it(disk, here, conf
         [room] = target.parent.glob(f"{target.name}.*{PART}")
         records = checkpoint.load(room, SerialCommunicator()).state["num_records"]
         metrics = job.directory.metrics
-        # On the thread that writes checkpoints: nobody sees what is raised there.
+        # Collected in faults, because exceptions on the checkpoint thread do not fail the test.
         if not disk.has_name(metrics) or disk.kept(metrics).count(b"\n") < records:
             disk.faults.append(f"records when {target} got its name")
         disk.faults.extend(disk.lost(*OTHERS, below=job.directory.path))
         num_seen.append(records)
 
-    disk.root = job.directory.path  # beside it the test writes its data
+    disk.root = job.directory.path  # the test data are in the same folder as the run directory
     disk.watchers.append(watch)
     job.part(stop="SIGTERM", after=5)
     assert not disk.lost("log", "plots")

@@ -1,4 +1,4 @@
-"""What a run has learnt, used again: tested, its outputs written, begun with, and extended."""
+"""Uses of a finished run: evaluate, predict, initial weights, and extension."""
 
 import json
 import sys
@@ -43,7 +43,7 @@ def weights_of(task):
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_a_run_is_tested_again_and_its_outputs_lie_in_the_order_of_the_data(here, job, shared):
+def test_a_run_is_evaluated_again_and_predictions_have_the_order_of_the_data(here, job, shared):
     path, file = job.directory.path, shared / "out" / "predictions.h5"
     how = {"overrides": ["train.global_batch=10"], "split": "train"}
     task, source = load_task(path, here.comm, overrides=[], which="last", split="test")
@@ -79,7 +79,7 @@ def test_a_run_is_tested_again_and_its_outputs_lie_in_the_order_of_the_data(here
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_a_model_begins_with_the_bits_of_a_run_a_checkpoint_or_a_file(
+def test_initial_weights_from_a_run_a_checkpoint_or_a_file_have_the_same_bits(
     here, configure, job, shared, caplog
 ):
     final, norm = job.final(), "model.args.norm=true"
@@ -113,7 +113,7 @@ def test_a_model_begins_with_the_bits_of_a_run_a_checkpoint_or_a_file(
 
 
 @pytest.mark.ranks(2)
-def test_a_trace_is_of_the_chosen_steps_and_ranks(job):
+def test_a_trace_contains_the_chosen_steps_and_ranks(job):
     (trace,) = job.directory.profile.iterdir()
     assert trace.name == "rank-0-steps-2-3.json"
     events = json.loads(trace.read_text())["traceEvents"]
@@ -121,7 +121,7 @@ def test_a_trace_is_of_the_chosen_steps_and_ranks(job):
 
 
 @pytest.mark.ranks(1, 2)
-def test_a_finished_run_is_extended_to_the_bits_of_a_longer_one(here, configure, shared):
+def test_an_extended_run_has_the_bits_of_a_longer_one(here, configure, shared):
     how = ["schedule.name=constant", "train.ema=0.9"]
     whole = Job(here, configure, shared / "whole", *how)
     whole.part()
@@ -143,10 +143,10 @@ def test_a_finished_run_is_extended_to_the_bits_of_a_longer_one(here, configure,
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("sync", [[], ["sync.method=diloco", "train.global_batch=10"]])
 def test_a_run_without_progress_ends_and_keeps_its_best_checkpoint(here, configure, shared, sync):
-    # By a larger loss, the first test stays the best one.
+    # With mode = max the first test stays the best, because the loss falls.
     how = ["test.metric=loss", "test.mode=max", "test.patience=2", "train.epochs=9", *sync]
     job = Job(here, configure, shared / "run", *how)
-    job.part(stop="SIGTERM", after=9)  # the count of tests goes on
+    job.part(stop="SIGTERM", after=9)  # the count of tests without progress is restored
     outcome = job.part()
     assert isinstance(outcome, Outcome)
     here.comm.barrier()
@@ -169,8 +169,8 @@ def test_a_run_without_progress_ends_and_keeps_its_best_checkpoint(here, configu
     assert epochs == [1, 2, 3, 4]
 
 
-@pytest.mark.launches  # it prints, and one rank is enough
-def test_a_run_names_its_best_checkpoint_and_commands_take_it(tmp_path, monkeypatch, capsys):
+@pytest.mark.launches  # checks output of one rank
+def test_a_run_reports_its_best_checkpoint_and_commands_accept_it(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path.copy())
     write_config(tmp_path, "tests.train.problem:model", epochs=5)

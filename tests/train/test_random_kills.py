@@ -1,7 +1,7 @@
-"""Ranks of ``hpctrain train`` are killed from outside at random moments of the run.
+"""Ranks of ``hpctrain train`` are killed from outside at random times of the run.
 
-``HPCTRAIN_TEST_KILLS=100`` carries out 100 kills, and prints the seed and the moments of each run;
-``HPCTRAIN_TEST_SEED=17`` begins with the run of that seed.
+``HPCTRAIN_TEST_KILLS=100`` sets the number of kills; the seed and the times of each run are
+printed. ``HPCTRAIN_TEST_SEED=17`` starts with the run of that seed.
 """
 
 import os
@@ -62,12 +62,18 @@ REPRODUCIBLE = "\n[train]\nreproducible = true\nmicro_shards = 4\n"
 
 
 class Run:
-    """One run of four or three ranks in a folder, some of which are killed."""
+    """One run on three or four ranks in a folder, with kills.
+
+    Args:
+        folder: created for the run.
+        num_ranks: number of ranks at the start.
+        reproducible: set ``train.reproducible``.
+        dies: rank, function and call at which the rank kills itself, as arguments of ``dying``.
+    """
 
     def __init__(
         self, folder: Path, *, num_ranks: int, reproducible: bool, dies: tuple[str, ...] = ()
     ) -> None:
-        """Take ``dies``: a rank, and the call in which it dies, see ``dying``."""
         self.folder, self.num_ranks, self.killed = folder, num_ranks, [*map(int, dies[:1])]
         self.dies = dies
         folder.mkdir()
@@ -77,7 +83,7 @@ class Run:
         (folder / "mortal.toml").write_text(config)
 
     def carry_out(self, kills: list[tuple[int, float]]) -> "Run":
-        """Run to the end; kill each rank so many seconds after the kill, or start, before it."""
+        """Run to the end; kill each rank, given its delay in seconds after the previous kill."""
         line = [*preload.python(), "-m", "hpctrain"]
         launch = [*line, "launch", "-n", str(self.num_ranks), "--recover"]
         program = [*preload.python(), dying.__file__, *self.dies] if self.dies else line
@@ -115,7 +121,7 @@ class Run:
         return all(file.exists() and file.read_text() for file in files)
 
     def _kill(self, rank: int) -> None:
-        """Kill a rank that trains, unless the run has finished."""
+        """Kill a rank unless it or the run has finished."""
         pid = int((self.folder / f"pid-{rank}").read_text())
         if is_alive(pid) and not self.is_finished():
             os.kill(pid, signal.SIGKILL)
@@ -129,13 +135,13 @@ class Run:
         return any(record["event"] == "finished" for record in self.records())
 
     def ends(self) -> dict[int, str]:
-        """The hash of the parameters on each rank that came to its end."""
+        """Return the hash of the parameters of each rank that reached its end."""
         return {int(f.name[4:]): f.read_text() for f in self.folder.glob("end-*")}
 
     def parts(self) -> list[list[Counter]]:
-        """The samples of each step, of each world that trained, the largest one first.
+        """Return the samples of each step, for each world that trained, the largest world first.
 
-        A step that some rank has not finished is the last one, and may lack samples.
+        The last step of a world is the one that some rank has not finished; it may lack samples.
         """
         worlds: dict[int, list[list[Counter]]] = {}
         for file in self.folder.glob("samples-*"):
@@ -147,34 +153,34 @@ class Run:
                 else:
                     steps.append(Counter())
             worlds.setdefault(int(size), []).append(steps)
-        worlds.pop(0, None)  # networks that never trained
+        worlds.pop(0, None)  # networks that were never trained
         return [merged(worlds[size]) for size in sorted(worlds, reverse=True)]
 
 
 def merged(ranks: list[list[Counter]]) -> list[Counter]:
-    """Return the steps of all ranks that every one has finished, and what follows, if anything."""
+    """Return the steps that every rank has finished, and the samples after them."""
     finished = min(len(steps) for steps in ranks) - 1
     whole = [sum((steps[n] for steps in ranks), Counter()) for n in range(finished)]
     return [*whole, sum((step for steps in ranks for step in steps[finished:]), Counter())]
 
 
 def drawn(seed: int, seconds: float) -> tuple[int, bool, list[tuple[int, float]]]:
-    """Draw the ranks of a run, whether it is reproducible, and its kills."""
+    """Draw number of ranks, reproducibility and kills of a run."""
     rng = random.Random(seed)
     num_ranks = rng.choice((3, 4, 4))
     victims = rng.sample(range(num_ranks), rng.choice((1, 2, 2, num_ranks - 1)))
     delays = [rng.uniform(0, seconds)]
-    # The next ones at once, in the recovery from the first, or in the training after that.
+    # Later kills come at once, in the recovery from the first kill, or in the training after it.
     delays += [rng.choice((0.0, rng.uniform(0, 1), rng.uniform(0, seconds))) for _ in victims[1:]]
     return num_ranks, rng.random() < 0.5, list(zip(victims, delays, strict=True))
 
 
 def check(run: Run, reference: list[Counter], hash_of_whole: str | None) -> tuple[int, int]:
-    """State what the guide promises; return the steps and samples that were taken again."""
+    """Check the guarantees of the guide; return the numbers of repeated steps and samples."""
     assert run.code == 0, run.said
     ends = run.ends()
     assert sorted({*range(run.num_ranks)} - {*run.killed}) == sorted(ends), run.said
-    assert len({*ends.values()}) == 1, "the replicas differ"
+    assert len({*ends.values()}) == 1, "replicas must be identical"
     records = run.records()
     assert records[-1]["event"] == "finished"
     assert hash_of_whole in (None, records[-1]["state_hash"])
@@ -188,8 +194,12 @@ def check(run: Run, reference: list[Counter], hash_of_whole: str | None) -> tupl
             continue
         start = reference.index(whole[0])
         assert start % EVERY == 0
-        assert start <= reached <= start + 2 * EVERY, "more is repeated than since a checkpoint"
-        assert whole == reference[start : start + len(whole)], "samples are lost or repeated"
+        assert start <= reached <= start + 2 * EVERY, (
+            "a world must repeat at most two checkpoint intervals"
+        )
+        assert whole == reference[start : start + len(whole)], (
+            "each step must have the samples of the reference"
+        )
         following = reference[start + len(whole) : start + len(whole) + 2]
         assert rest <= sum(following, Counter())
         again += max(0, reached - start)
@@ -199,11 +209,11 @@ def check(run: Run, reference: list[Counter], hash_of_whole: str | None) -> tupl
     return again, num_samples - sum(step.total() for step in reference)
 
 
-def test_no_sample_is_lost_wherever_ranks_are_killed(tmp_path):
-    """The run continues from its last checkpoint: all ranks have the same state at the end.
+def test_no_sample_is_lost_after_random_kills(tmp_path):
+    """The run continues from its last checkpoint, and all ranks end with the same parameters.
 
-    Each step after it is taken with the samples of an undisturbed run, in a reproducible run with
-    the same bits.
+    Each step after the checkpoint has the samples of an undisturbed run. In a reproducible run
+    also the bits are the same.
     """
     whole = Run(tmp_path / "plain", num_ranks=4, reproducible=False).carry_out([])
     same = Run(tmp_path / "same", num_ranks=4, reproducible=True).carry_out([])
@@ -238,7 +248,7 @@ ENDS_ALL = {"init": "comm/factory.py:_together", "farewell": "comm/liveness.py:f
 
 @pytest.mark.limit(240)
 @pytest.mark.parametrize("moment", SURVIVED)
-def test_a_death_at_the_end_of_training_is_survived(tmp_path, moment):
+def test_a_run_survives_a_death_at_the_end_of_training(tmp_path, moment):
     place, nth = SURVIVED[moment]
     whole = Run(tmp_path / "plain", num_ranks=3, reproducible=False).carry_out([])
     *reference, _ = whole.parts()[0]
@@ -246,13 +256,13 @@ def test_a_death_at_the_end_of_training_is_survived(tmp_path, moment):
         dies = (rank, place, str(nth))
         run = Run(tmp_path / rank, num_ranks=3, reproducible=False, dies=dies).carry_out([])
         check(run, reference, None)
-        assert "INTERNAL ASSERT" not in run.said  # torch's, as Python ends
+        assert "INTERNAL ASSERT" not in run.said  # an assertion of torch at the exit of Python
 
 
 @pytest.mark.limit(240)
 @pytest.mark.parametrize("moment", ENDS_ALL)
 @pytest.mark.parametrize("rank", ["0", "1"])
-def test_a_death_outside_of_training_ends_all_ranks_but_takes_no_result(tmp_path, moment, rank):
+def test_a_death_outside_of_training_ends_all_ranks_and_keeps_results(tmp_path, moment, rank):
     dies = (rank, ENDS_ALL[moment], "1")
     run = Run(tmp_path / "run", num_ranks=3, reproducible=False, dies=dies).carry_out([])
     assert run.code == RANK_LOST, run.said

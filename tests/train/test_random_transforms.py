@@ -1,4 +1,4 @@
-"""Runs whose samples are changed at random have the same bits each time."""
+"""Runs with random transforms of samples have the same bits each time."""
 
 import pytest
 
@@ -21,7 +21,7 @@ IN_PROCESSES = ["data.transform=tests.train.problem:jolted", "data.workers=1"]
 
 
 @pytest.mark.ranks(1, 2)
-def test_three_equal_runs_and_one_that_was_stopped_have_the_same_bits(here, configure, shared):
+def test_equal_runs_and_a_resumed_run_have_the_same_bits(here, configure, shared):
     overrides = [*RANDOM, *IN_THREADS]
     runs = [Job(here, configure, shared / f"run-{i}", *overrides) for i in range(4)]
     assert all(isinstance(run.part(), Outcome) for run in runs[:3])
@@ -34,7 +34,7 @@ def test_three_equal_runs_and_one_that_was_stopped_have_the_same_bits(here, conf
 @pytest.mark.ranks(2)
 @pytest.mark.limit(120)
 @pytest.mark.parametrize("overrides", [IN_THREADS, IN_PROCESSES], ids=["threads", "processes"])
-def test_reproducible_runs_change_a_sample_alike_on_any_number_of_ranks(
+def test_reproducible_runs_transform_samples_identically_on_any_number_of_ranks(
     here, configure, shared, overrides
 ):
     rank = here.comm.rank
@@ -49,14 +49,14 @@ def test_reproducible_runs_change_a_sample_alike_on_any_number_of_ranks(
     assert_same_run(together, alone)
 
 
-def test_reproducible_runs_refuse_a_transform_of_batches_that_draws(here, configure):
+def test_reproducible_runs_reject_random_transforms_of_batches(here, configure):
     whole = ["data.transform=tests.train.problem:jolted", "data.workers=1"]
     task = build(configure(*whole, "train.reproducible=true"), here.comm)
     with task.train, pytest.raises(DataError, match="another number of ranks"):
         next(iter(task.train))
 
 
-def test_a_generator_is_given_to_functions_of_a_sample_that_take_it(here, configure):
+def test_random_transforms_must_accept_a_generator(here, configure):
     takes_none = "data.transform=tests.train.problem:unchanged"
     with pytest.raises(MismatchError, match=r"data\.transform: unchanged"):
         build(configure(takes_none, *IN_THREADS[1:], "data.per_sample=true", NO_TEST), here.comm)

@@ -1,4 +1,4 @@
-"""Ranks of ``hpctrain train`` die; those that are left go on in the same processes."""
+"""Ranks of ``hpctrain train`` die, and the surviving ranks continue in the same processes."""
 
 import os
 import signal
@@ -40,7 +40,7 @@ REPRODUCIBLE = ("train.reproducible=true", "train.micro_shards=4")
 
 
 def trained(folder, name, *keys, kills="", spares=0):
-    """Run to the end, on four ranks if some are to die; return the records and what was said."""
+    """Run to the end, on four ranks if there are kills; return the records and the output."""
     (folder / "dying.py").write_text(DYING)
     write_config(folder, "dying:model", epochs=8)
     keys = ("checkpoint.every=3", f"output_dir={name}", *keys)
@@ -56,16 +56,17 @@ def trained(folder, name, *keys, kills="", spares=0):
     return read(folder / name / "metrics.jsonl"), done.stdout + done.stderr
 
 
-def test_a_reproducible_run_that_loses_ranks_has_the_bits_of_one_that_does_not(tmp_path):
+def test_a_reproducible_run_that_loses_ranks_has_the_same_bits(tmp_path):
     """Rank 1 dies before the first checkpoint, when no file has the number of micro-shards.
 
-    The only rank of rank 0's node that is left dies later: rank 2 then leads the run.
+    Then rank 0 dies, which is the last rank of its node, and rank 2 leads the run.
     """
     whole, _ = trained(tmp_path, "whole", *REPRODUCIBLE)
     lost, said = trained(tmp_path, "lost", *REPRODUCIBLE[:1], kills="1:1 0:20")
     assert lost[-1]["event"] == whole[-1]["event"] == "finished"
     assert lost[-1]["state_hash"] == whole[-1]["state_hash"]
-    assert sizes(lost) == [3, 2]  # without a finished step it began again
+    # no step had finished, so the run started again on 3 ranks
+    assert sizes(lost) == [3, 2]
     assert "rank 1 of 4 died; the 3 that are left go on" in said
     assert "rank 0 of 3 died; the 2 that are left go on" in said
 
@@ -74,8 +75,8 @@ def sizes(records):
     return [r["world_size"] for r in records if r["event"] in ("started", "resumed")]
 
 
-def test_a_run_keeps_its_size_and_bits_while_there_are_spares(tmp_path):
-    """Rank 1 and then rank 0 die, and one spare was there."""
+def test_spares_keep_the_size_and_the_bits_of_a_run(tmp_path):
+    """Rank 1 and then rank 0 die; there is one spare."""
     whole, _ = trained(tmp_path, "whole", *REPRODUCIBLE)
     lost, said = trained(tmp_path, "lost", *REPRODUCIBLE, kills="1:10 0:20", spares=1)
     assert lost[-1]["event"] == whole[-1]["event"] == "finished"
@@ -88,7 +89,7 @@ WITH_SPARE = [sys.executable, "-m", "hpctrain", "launch", "-n", "2", "--recover"
 
 
 def spare_of(launch):
-    """Return the process of the last rank of a launch, which is the spare."""
+    """Return the process id of the spare, which is the last rank of a launch."""
     for pid in descendants(launch.pid):
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         if b"OMPI_COMM_WORLD_RANK=2" in variables:
@@ -105,7 +106,7 @@ SLOW = "import time, hpctrain; hpctrain.init(); time.sleep({}); print(hpctrain.s
 
 
 @pytest.mark.parametrize("dies", [False, True])
-def test_a_spare_costs_nothing_and_its_death_neither(tmp_path, dies):
+def test_an_idle_spare_uses_no_cpu_and_its_death_does_not_affect_the_run(tmp_path, dies):
     with subprocess.Popen(
         [*WITH_SPARE, "--", sys.executable, "-c", SLOW.format(2 if dies else 6)],
         stdin=subprocess.DEVNULL,
@@ -128,7 +129,7 @@ def test_a_spare_costs_nothing_and_its_death_neither(tmp_path, dies):
     assert ("a spare rank died before it was needed" in said) == dies
 
 
-def test_spares_do_not_outlive_those_whose_place_they_would_take(tmp_path):
+def test_spares_end_with_the_last_rank(tmp_path):
     write_config(tmp_path, "dying:model", epochs=2)
     (tmp_path / "dying.py").write_text(DYING)
     environ = mpiexec.environment() | {"PYTHONPATH": str(ROOT), "KILLS": "0:4 1:4"}

@@ -1,4 +1,4 @@
-"""Ranks that have parted end the run at the next look."""
+"""Diverged replicas end the run at the next comparison."""
 
 import pytest
 import torch
@@ -13,13 +13,13 @@ SHORT = ["train.epochs=1", "checkpoint.every=none"]
 
 @pytest.fixture
 def no_samples(monkeypatch):
-    """Leave out the sample of the weights that each step compares, which would find it before."""
+    """Disable the comparison of sampled weights in steps, which would find the change first."""
     monkeypatch.setenv("HPCTRAIN_CHECK_WEIGHTS", "off")
 
 
 @pytest.fixture
 def warned(monkeypatch):
-    """Let a step that finds it go on, as ``hpctrain train`` does with heal."""
+    """Make a difference found in a step a warning, as ``hpctrain train`` does with heal."""
     monkeypatch.setenv("HPCTRAIN_CHECK_WEIGHTS", "warn")
 
 
@@ -29,7 +29,7 @@ def warned(monkeypatch):
 def test_a_change_of_one_weight_on_one_rank_ends_all_ranks(here, configure, shared, every, step):
     parting = ["model.target=tests.train.problem:Parting", f"train.check_replicas={every}"]
     job = Job(here, configure, shared / "run", *SHORT, *parting)
-    if step is None:  # its checkpoint is compared all the same
+    if step is None:  # "never": the checkpoint still compares replicas
         with pytest.raises(MismatchError, match=r"network\.4\.weight \(ranks 0-1 differs"):
             job.part()
         return
@@ -42,7 +42,7 @@ def test_a_change_of_one_weight_on_one_rank_ends_all_ranks(here, configure, shar
 
 
 @pytest.mark.ranks(2)
-def test_a_step_finds_it_too(here, configure, shared):
+def test_the_comparison_in_each_step_finds_a_change(here, configure, shared):
     parting = ["model.target=tests.train.problem:Parting", "train.check_replicas=never"]
     job = Job(here, configure, shared / "run", *SHORT, *parting)
     with pytest.raises(MismatchError, match=r"parted before step .*network\.4\.weight"):
@@ -59,7 +59,7 @@ def test_a_step_finds_it_too(here, configure, shared):
     ],
     ids=["plain", "reproducible", "post"],
 )
-def test_runs_whose_ranks_agree_go_on(here, configure, shared, overrides):
+def test_runs_with_identical_replicas_continue(here, configure, shared, overrides):
     job = Job(here, configure, shared / "run", *SHORT, *overrides, "train.check_replicas=1")
     assert isinstance(job.part(), Outcome)
 
@@ -67,8 +67,8 @@ def test_runs_whose_ranks_agree_go_on(here, configure, shared, overrides):
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("every", ["1", "test"])
 @pytest.mark.usefixtures("warned")
-def test_a_rank_that_has_parted_is_healed_and_the_run_goes_on(here, configure, shared, every):
-    """With a look after each step, or as soon as a step finds it."""
+def test_a_diverged_rank_is_healed_and_the_run_continues(here, configure, shared, every):
+    """With a comparison of all weights after each step, or of sampled weights in each step."""
     heal = ["train.on_divergence=heal", f"train.check_replicas={every}"]
     parting = ["model.target=tests.train.problem:Parting", *heal]
     jobs = [

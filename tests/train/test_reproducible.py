@@ -1,4 +1,4 @@
-"""Reproducible runs have the same bits on any number of ranks, from the start and resumed."""
+"""Reproducible runs have the same bits on any number of ranks, also after a resume."""
 
 import shutil
 
@@ -24,7 +24,7 @@ FIXED = [
 
 @pytest.fixture(autouse=True)
 def threads():
-    """Leave torch as many threads as it had."""
+    """Restore the number of threads of torch."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -34,7 +34,7 @@ def threads():
 @pytest.mark.parametrize(
     "overrides",
     [
-        # The last batch of an epoch has 1 of 53 samples: seven micro-shards are empty.
+        # The last batch of an epoch has 1 of 53 samples, so seven micro-shards are empty.
         [
             "train.global_batch=13",
             "train.micro_shards=8",
@@ -66,8 +66,8 @@ def test_any_number_of_ranks_has_the_bits_of_the_plain_loop(here, configure, sha
 
 @pytest.mark.ranks(4)
 @pytest.mark.limit(120)
-def test_a_run_goes_on_with_other_ranks_bit_for_bit(here, configure, shared):
-    """Groups of the ranks train at the same time, each a copy of the run."""
+def test_a_run_resumes_on_other_numbers_of_ranks_bitwise(here, configure, shared):
+    """Groups of ranks train concurrently, each a copy of the run."""
     overrides = [*FIXED, "checkpoint.keep_best=1", "model.args.norm=true", "train.global_batch=20"]
     whole = Job(here, configure, shared / "whole", *overrides)
     whole.part()
@@ -88,7 +88,7 @@ def test_a_run_goes_on_with_other_ranks_bit_for_bit(here, configure, shared):
     every = [[0, 1, 2, 3]]
     assert part(every, stop="SIGTERM", after=1).step == 2
     assert part([[0, 1], [2, 3]], stop="SIGTERM", after=2).step == 5
-    # Step 6 ends an epoch: its test of the model notices the stop.
+    # Step 6 ends an epoch, and the test after it detects the stop.
     assert part(every, stop="SIGTERM", after=1).step == 6
     assert isinstance(part([[0, 1, 2], [3]]), Outcome)
     assert_same_run(whole, one)
@@ -98,7 +98,7 @@ def test_a_run_goes_on_with_other_ranks_bit_for_bit(here, configure, shared):
 
 
 @pytest.mark.ranks(1, 3)
-def test_the_number_of_micro_shards_is_that_of_the_start(here, configure, shared):
+def test_the_number_of_micro_shards_is_kept_from_the_start(here, configure, shared):
     job = Job(here, configure, shared / "run", "train.reproducible=true")
     job.config = settled(job.config, None, here.comm)
     assert job.config.train.micro_shards == {1: 1, 3: 4}[here.comm.size]
@@ -114,7 +114,7 @@ def test_the_number_of_micro_shards_is_that_of_the_start(here, configure, shared
 
 
 @pytest.mark.ranks(3)
-def test_too_many_ranks_or_too_small_a_batch_are_refused(here, configure):
+def test_too_many_ranks_or_too_small_a_batch_is_rejected(here, configure):
     with pytest.raises(MismatchError, match="every rank needs a micro-shard"):
         build(configure("train.reproducible=true", "train.micro_shards=2"), here.comm)
     small = configure("train.reproducible=true", "train.global_batch=3")
@@ -123,7 +123,7 @@ def test_too_many_ranks_or_too_small_a_batch_are_refused(here, configure):
             refuse()
 
 
-def test_samples_of_different_lengths_are_refused(here, configure):
+def test_samples_of_different_lengths_are_rejected(here, configure):
     target = ["data.target=tests.train.problem:ragged_data", "data.input=words"]
     target.append("train.global_batch=8")
     with pytest.raises(MismatchError, match="needs samples of one length"):
@@ -134,6 +134,6 @@ def test_samples_of_different_lengths_are_refused(here, configure):
         task.split(next(iter(task.train)))
 
 
-def test_parts_of_a_batch_are_its_micro_shards_that_have_samples():
+def test_aligned_parts_are_the_micro_shards_with_samples():
     found = [part.tolist() for part in aligned_parts(torch.arange(2, 5), 5, 8, range(4, 8))]
     assert found == [[2], [3], [4]]

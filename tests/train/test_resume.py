@@ -1,4 +1,4 @@
-"""A run that was stopped and goes on is the run that was never stopped, bit for bit."""
+"""A stopped and resumed run has the same bits as an uninterrupted run."""
 
 import json
 import os
@@ -58,7 +58,7 @@ HALF = [
 WINDOW = ["data.order=window", "checkpoint.keep_best=1", "checkpoint.background=false"]
 
 
-AFTER = (2, 2, 1, 4, 6)  # steps of a part before it is asked to stop
+AFTER = (2, 2, 1, 4, 6)  # steps of each part before the stop request
 
 
 @pytest.mark.limit(120)
@@ -71,12 +71,12 @@ AFTER = (2, 2, 1, 4, 6)  # steps of a part before it is asked to stop
         pytest.param([*FIXED, *ADAMW], id="reproducible", marks=pytest.mark.ranks(3)),
     ],
 )
-def test_a_run_stopped_in_every_way_ends_with_the_same_bits(here, configure, shared, overrides):
+def test_a_run_stopped_by_any_method_ends_with_the_same_bits(here, configure, shared, overrides):
     whole = Job(here, configure, shared / "whole", *overrides)
     assert isinstance(whole.part(), Outcome)
     parts = Job(here, configure, shared / "parts", *overrides)
     done, asked = [], 0
-    # Stops after 3 steps, at the end of an epoch, after one step, and in the middle of tests.
+    # The parts stop after 3 steps, at the end of an epoch, after one step, and during tests.
     for number, (way, after) in enumerate(zip(WAYS, AFTER, strict=True)):
         is_signal = way.startswith("SIG")
         stopped = parts.part(stop=way, after=after, on_rank=number % here.comm.size * is_signal)
@@ -87,7 +87,7 @@ def test_a_run_stopped_in_every_way_ends_with_the_same_bits(here, configure, sha
     num_skipped = read(whole.directory.metrics)[-1].get("skipped", 0)  # by fp16, at the start
     for after, step in zip(AFTER, done, strict=True):
         asked += after + num_skipped
-        # After the last step of an epoch the test ends early, else one more step is taken.
+        # After the last step of an epoch the stop ends the test; otherwise one more step is taken.
         assert step == asked + bool(asked % 6)
         asked, num_skipped = step, 0
     assert isinstance(parts.part(), Outcome)
@@ -124,17 +124,16 @@ def test_a_stop_between_training_and_test_ends_the_test_before_its_first_batch(
 
 
 def draw(module, *_):
-    """Draw a random number in a test, as a model with random layers of its own may."""
+    """Draw a random number in evaluation, as a model with random layers may."""
     if not module.training:
         torch.rand(1)
 
 
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("overrides", [SINGLE, [*FIXED, "test.every_epochs=2", "train.ema=0.9"]])
-def test_a_stop_in_the_middle_of_a_test_is_made_up_for(
-    here, configure, shared, overrides, monkeypatch
-):
-    monkeypatch.setattr("hpctrain.train.evaluation.LOOK_S", 0.0)  # asks before each batch
+def test_a_test_interrupted_by_a_stop_is_repeated(here, configure, shared, overrides, monkeypatch):
+    # check for stops before each batch
+    monkeypatch.setattr("hpctrain.train.evaluation.LOOK_S", 0.0)
     whole = Job(here, configure, shared / "whole", *overrides)
     task = whole.built()
     task.model.register_forward_pre_hook(draw)
@@ -162,12 +161,12 @@ def test_a_stop_in_the_middle_of_a_test_is_made_up_for(
 
 
 @pytest.mark.ranks(1, 2)
-def test_a_run_that_died_goes_on_from_its_last_checkpoint(here, configure, shared):
+def test_a_failed_run_resumes_from_its_last_checkpoint(here, configure, shared):
     overrides = [*PLAIN, "checkpoint.every=5", "checkpoint.background=false"]
     whole = Job(here, configure, shared / "whole", *overrides)
     whole.part()
     parts = Job(here, configure, shared / "parts", *overrides)
-    for after in (3, 9, 9):  # before there is any checkpoint, then at steps 9 and 14
+    for after in (3, 9, 9):  # before the first checkpoint, then at steps 9 and 14
         with suppress(KeyError):
             parts.part(after=after, fail=True)
     parts.part()
@@ -180,8 +179,10 @@ def test_a_run_that_died_goes_on_from_its_last_checkpoint(here, configure, share
 
 @pytest.mark.parametrize("where", ["half is lost", "zeros within"])
 @pytest.mark.ranks(2)
-def test_records_lost_with_the_machine_do_not_hinder(here, configure, shared, where, caplog):
-    """A loss of power leaves zeros too: a page of the file that was never written."""
+def test_records_lost_in_a_power_failure_do_not_prevent_a_resume(
+    here, configure, shared, where, caplog
+):
+    """A power failure may also leave zeros, in pages of the file that were never written."""
     job = Job(here, configure, shared / "run", *PLAIN)
     job.part(stop="SIGTERM", after=9)
     here.comm.barrier()
@@ -207,7 +208,7 @@ def test_records_lost_with_the_machine_do_not_hinder(here, configure, shared, wh
     assert finished(job.directory) is not None
 
 
-def test_a_run_goes_on_only_where_one_is_and_as_what_it_was(here, configure, shared):
+def test_a_resume_needs_an_existing_run_with_the_same_configuration(here, configure, shared):
     job = Job(here, configure, shared / "run", *PLAIN)
     auto = configure(*PLAIN, "checkpoint.resume=auto")
     with pytest.raises(ConfigError, match="leave --resume out"):
@@ -227,9 +228,7 @@ def test_a_run_goes_on_only_where_one_is_and_as_what_it_was(here, configure, sha
         check_same(job.directory, configure(*job.overrides, "seed=1"), changed=False)
 
 
-def test_changed_arguments_of_the_optimizer_hold_and_what_is_kept_is_refused(
-    here, configure, shared
-):
+def test_changed_optimizer_arguments_apply_and_fixed_keys_are_rejected(here, configure, shared):
     job = Job(here, configure, shared / "run", *PLAIN, "optimizer.args={momentum=0.9}")
     job.part(stop="SIGTERM", after=1)
     for kept in ("seed=1", "data.order=window", "optimizer.name=AdamW"):
@@ -242,8 +241,8 @@ def test_changed_arguments_of_the_optimizer_hold_and_what_is_kept_is_refused(
         assert {group["momentum"] for group in groups} == {expected}
 
 
-@pytest.mark.launches  # it prints, and one rank is enough
-def test_force_is_for_jobs_and_changed_for_configurations(tmp_path, monkeypatch, capsys):
+@pytest.mark.launches  # checks output of one rank
+def test_force_concerns_jobs_and_changed_concerns_configurations(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write_config(tmp_path, "tests.train.problem:model", epochs=3)
     before, after = (load_config(Path("small.toml"), [f"train.epochs={n}"]) for n in (3, 1))
@@ -255,9 +254,9 @@ def test_force_is_for_jobs_and_changed_for_configurations(tmp_path, monkeypatch,
     try:
         with pytest.raises(MismatchError, match=r"train\.epochs was 3, is 1; .* add --changed"):
             run(after, {}, RunOptions(resume=True, force=True))
-        assert lease.is_held(looks=True)  # nobody is forced out by a command that is refused
+        assert lease.is_held(looks=True)  # a rejected command does not take over the lease
         lease.release()
-        for config in (after, before):  # the second one goes on with a run that has ended
+        for config in (after, before):  # the second configuration extends a finished run
             assert run(config, {}, RunOptions(resume=True, changed=True)) == 0
         with pytest.raises(MismatchError, match=r"has taken \d+ steps, and train.epochs = 1"):
             run(after, {}, RunOptions(resume=True, changed=True))
@@ -277,11 +276,9 @@ def drawn() -> list[float]:
 
 
 @pytest.mark.ranks(2, 3)
-def test_ranks_draw_numbers_of_their_own_after_a_resume_on_another_number_of_ranks(
-    here, configure
-):
+def test_ranks_draw_different_numbers_after_a_resume_on_other_ranks(here, configure):
     state = RunState(task=build(configure(), here.comm))
-    seen = [drawn()]  # of the first step
+    seen = [drawn()]  # numbers of the first step
     for step in (7, 8):
         state.step = step
         state.restore(state.shared(), None)
@@ -292,7 +289,9 @@ def test_ranks_draw_numbers_of_their_own_after_a_resume_on_another_number_of_ran
 
 
 @pytest.mark.launches
-def test_a_stopped_job_ends_with_85_and_goes_on_with_other_ranks(tmp_path, monkeypatch, capsys):
+def test_a_stopped_job_exits_with_85_and_resumes_on_another_number_of_ranks(
+    tmp_path, monkeypatch, capsys
+):
     write_config(tmp_path, "tests.train.problem:stopping_model", epochs=3)
     launch = ("-m", "hpctrain", "launch", "-n", "2", "--nodes", "2")
     train = [*preload.python(), "-m", "hpctrain", "train", "small.toml"]
@@ -329,7 +328,7 @@ def test_a_stopped_job_ends_with_85_and_goes_on_with_other_ranks(tmp_path, monke
     assert curves[0] == pytest.approx(curves[1], rel=1e-9)
 
 
-def test_every_tensor_that_does_not_fit_is_listed():
+def test_every_mismatched_tensor_is_listed():
     have = {"a": torch.zeros(2), "b": torch.zeros(2, 3), "c": torch.zeros(1), "ok": torch.ones(1)}
     want = {"a": torch.zeros(3), "b": torch.zeros(2, 3).half(), "ok": torch.ones(1)}
     want["d"] = torch.zeros(())

@@ -1,4 +1,4 @@
-"""Whole runs of ``hpctrain train``, each in processes of its own."""
+"""Complete runs of ``hpctrain train``, each in separate processes."""
 
 import json
 import sys
@@ -49,7 +49,7 @@ def unlucky():
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Where a run starts, with a configuration and a module beside it."""
+    """Folder with a configuration and a module, in which a run starts."""
     (tmp_path / "task.py").write_text(TASK)
     write_config(tmp_path, "task:model", epochs=2, every=3, plots=True)
     return tmp_path
@@ -59,7 +59,7 @@ def train(folder, *more, **ranks):
     return start("-m", "hpctrain", "train", "small.toml", *more, cwd=folder, **ranks)
 
 
-def test_a_run_leaves_its_directory_and_ends_with_its_result(folder):
+def test_a_run_writes_its_directory_and_prints_its_result(folder):
     done = train(folder, num_ranks=2, nodes=2)
     assert done.returncode == 0, done.stderr
     output = folder / "runs/small"
@@ -68,7 +68,7 @@ def test_a_run_leaves_its_directory_and_ends_with_its_result(folder):
     for text in ("samples/s over all ranks", "node memory", "2 on 2 nodes"):
         assert text in done.stdout
     assert "\x1b" not in done.stdout
-    assert "network adapters" not in done.stdout  # which --verbose tells
+    assert "network adapters" not in done.stdout  # printed with --verbose only
     assert [records[0]["event"], records[-1]["event"]] == ["started", "finished"]
     assert (records[-1]["world_size"], records[-1]["nodes"]) == (2, 2)
     steps = [record for record in records if record["event"] == "step"]
@@ -81,8 +81,10 @@ def test_a_run_leaves_its_directory_and_ends_with_its_result(folder):
     assert (output / "plots/training.png").stat().st_size > 10_000
 
 
-def test_a_dry_run_and_a_place_that_is_used_or_cannot_be_written(folder, monkeypatch, capsys):
-    """In this process: no rank needs another."""
+def test_a_dry_run_succeeds_and_used_or_unwritable_directories_are_rejected(
+    folder, monkeypatch, capsys
+):
+    """Runs in this process, because one rank is enough."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
     try:
@@ -107,8 +109,8 @@ def test_a_dry_run_and_a_place_that_is_used_or_cannot_be_written(folder, monkeyp
         sys.modules.pop("task", None)
 
 
-def test_a_model_that_changes_the_directory_moves_no_file_of_the_run(folder, monkeypatch):
-    """In this process: no rank needs another."""
+def test_a_model_that_changes_the_working_directory_moves_no_file_of_the_run(folder, monkeypatch):
+    """Runs in this process, because one rank is enough."""
     elsewhere = folder / "elsewhere"
     elsewhere.mkdir()
     with (folder / "task.py").open("a") as file:
@@ -121,15 +123,16 @@ def test_a_model_that_changes_the_directory_moves_no_file_of_the_run(folder, mon
     finally:
         hpctrain.shutdown()
         sys.modules.pop("task", None)
-    assert [path.name for path in elsewhere.iterdir()] == ["d"]  # the data, by the module itself
+    # the data, which the module itself has written
+    assert [path.name for path in elsewhere.iterdir()] == ["d"]
     output = folder / "runs/small"
     assert read(output / "metrics.jsonl")[-1]["event"] == "finished"
     assert newest_model(output)["step"] == 8
     assert (output / "plots/training.png").exists()
 
 
-def test_a_run_that_stops_leaves_its_plot_too(folder, monkeypatch):
-    """In this process: no rank needs another."""
+def test_a_stopped_run_writes_its_plot(folder, monkeypatch):
+    """Runs in this process, because one rank is enough."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
     directory = RunDirectory(Path("runs/small"))
@@ -143,7 +146,7 @@ def test_a_run_that_stops_leaves_its_plot_too(folder, monkeypatch):
     assert directory.plot.stat().st_size > 10_000
 
 
-def test_an_error_of_all_ranks_is_told_once_and_has_its_code(folder):
+def test_an_error_of_all_ranks_is_reported_once_with_its_exit_code(folder):
     done = train(folder, "--set=model.target=tests.train.problem:flawed_model", num_ranks=2)
     assert done.returncode == 1, done.stderr
     assert done.stderr.count("hpctrain: loss and gradients must be finite, but those of rank") == 1
@@ -151,7 +154,7 @@ def test_an_error_of_all_ranks_is_told_once_and_has_its_code(folder):
     assert (folder / "runs/small/plots/training.png").stat().st_size > 10_000
 
 
-def test_an_error_of_one_rank_ends_all_is_recorded_and_the_corrected_command_trains(folder):
+def test_an_error_of_one_rank_ends_all_and_is_recorded(folder):
     done = train(folder, "--set", "model.args.broken=3", num_ranks=2)
     assert done.returncode not in (0, 2)
     assert "ValueError: no luck on this rank" in done.stderr
@@ -170,7 +173,7 @@ def test_an_error_of_one_rank_ends_all_is_recorded_and_the_corrected_command_tra
     assert [record["event"] for record in records].count("failed") == 0
 
 
-def test_an_error_before_anything_is_built_is_recorded_too(folder):
+def test_an_error_before_the_model_is_built_is_recorded(folder):
     done = train(folder, "--set", "model.target=task:unlucky", num_ranks=3)
     assert done.returncode == 1, done.stderr
     assert read(folder / "runs/small/metrics.jsonl") == [
@@ -182,7 +185,7 @@ def test_an_error_before_anything_is_built_is_recorded_too(folder):
     ]
 
 
-def test_a_run_whose_rank_is_killed_counts_as_killed(folder):
+def test_a_run_with_a_killed_rank_has_the_state_killed(folder):
     done = train(folder, "--set", "model.args.killed=true", num_ranks=2)
     assert done.returncode not in (0, 1, 2)
     assert status(folder / "runs/small").state == "killed"

@@ -1,4 +1,4 @@
-"""What a run directory holds, and what its records say."""
+"""Content of a run directory and of its records."""
 
 import json
 import subprocess
@@ -33,7 +33,7 @@ def test_a_new_directory_has_all_its_parts(tmp_path):
     assert facts["command"]
 
 
-def test_the_environment_tells_code_machine_and_job(tmp_path, monkeypatch):
+def test_the_environment_file_has_code_machine_and_job(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     variables = {
@@ -53,7 +53,7 @@ def test_the_environment_tells_code_machine_and_job(tmp_path, monkeypatch):
     assert json.loads(json.dumps(facts)) == facts
 
 
-def test_the_environment_tells_the_commit_and_whether_files_differ_from_it(tmp_path):
+def test_the_environment_file_has_the_commit_and_changed_files(tmp_path):
     def git(*words):
         who = ("-c", "user.name=a", "-c", "user.email=a@b")
         subprocess.run(["git", "-C", tmp_path, *who, *words], check=True, capture_output=True)
@@ -76,12 +76,13 @@ def test_the_environment_tells_the_commit_and_whether_files_differ_from_it(tmp_p
 
 
 @pytest.mark.parametrize("trace", ["test", "finished", "checkpoint"])
-def test_a_directory_with_results_is_refused_and_left_as_it_is(tmp_path, trace):
+def test_a_directory_with_results_is_rejected_and_not_changed(tmp_path, trace):
     directory = RunDirectory(tmp_path / "a")
     directory.make_log_folder()
     (directory.logs / "rank-0.log").touch()
     directory.create("seed = 0\n", {}, {})
-    for step in (0, 3):  # logs, or a run without results, may be replaced
+    # a directory with logs only, or with a run without results, may be replaced
+    for step in (0, 3):
         with Metrics(directory.metrics) as metrics:
             metrics.write("started")
             metrics.write("step", step=step)
@@ -96,10 +97,10 @@ def test_a_directory_with_results_is_refused_and_left_as_it_is(tmp_path, trace):
         directory.create("seed = 2\n", {}, {})
     assert directory.config.read_text() == "seed = 1\n"
     with pytest.raises(ConfigError, match=r"cannot be written: .*--set output_dir="):
-        RunDirectory(directory.config).create("", {}, {})  # a file
+        RunDirectory(directory.config).create("", {}, {})  # a file, not a directory
 
 
-def test_records_are_there_as_soon_as_they_are_written_where_a_rank_has_a_file(tmp_path):
+def test_records_can_be_read_as_soon_as_they_are_written(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with Metrics(None) as metrics:
         metrics.write("step", step=1)
@@ -110,7 +111,7 @@ def test_records_are_there_as_soon_as_they_are_written_where_a_rank_has_a_file(t
         metrics.write("step", step=2, loss=float("inf"))
         assert read(path)[-1] == {"event": "step", "step": 2, "loss": None}
     with path.open("a") as file:
-        file.write('{"event": "st')  # cut short
+        file.write('{"event": "st')  # truncated line
     assert len(read(path)) == 2
 
 
@@ -119,7 +120,7 @@ def line(step: int) -> bytes:
 
 
 @pytest.mark.parametrize("damage", [bytes(9), b"\xff\xfe", b"{", b"3", b"{}", b""], ids=repr)
-def test_a_line_that_is_no_record_is_named_and_left_out_alone(tmp_path, caplog, damage):
+def test_an_invalid_line_is_reported_and_only_that_line_is_omitted(tmp_path, caplog, damage):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(line(1) + damage + b"\n" + line(2) + line(3))
     assert [record["step"] for record in read(path)] == [1, 2, 3]
@@ -129,14 +130,14 @@ def test_a_line_that_is_no_record_is_named_and_left_out_alone(tmp_path, caplog, 
     assert ": 2; they are left out" in caplog.text
 
 
-def test_zeros_in_place_of_line_breaks_keep_no_record_that_comes_again(tmp_path):
+def test_records_joined_by_zeros_are_not_kept_if_they_will_be_repeated(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(line(1) + line(2)[:9] + b"\0" * 60 + line(3)[9:] + line(4) + line(5) + b"\0")
-    cut(path, 4, 4)  # as a checkpoint after step 4 has counted them
+    cut(path, 4, 4)  # as after a checkpoint of step 4 that counted four records
     assert [record["step"] for record in read(path)] == [1, 4]
 
 
-def test_a_whole_file_is_cut_without_a_word(tmp_path, caplog):
+def test_an_undamaged_file_is_cut_without_a_warning(tmp_path, caplog):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(line(1) + line(2) + line(3)[:5])
     cut(path, 1, 1)
@@ -167,7 +168,7 @@ FAILURE = {"event": "failed", "step": 3, "reason": "loss and gradients must be f
         ([], "killed", 5, "before its first step"),
     ],
 )
-def test_the_last_record_says_how_a_run_stands(tmp_path, records, state, code, told):
+def test_the_last_record_determines_the_status_of_a_run(tmp_path, records, state, code, told):
     with Metrics(tmp_path / "metrics.jsonl") as metrics:
         for record in records:
             metrics.write(**record)
@@ -178,19 +179,19 @@ def test_the_last_record_says_how_a_run_stands(tmp_path, records, state, code, t
     assert (result.exit_code, result.stdout) == (code, f"{found.what}\n")
 
 
-def test_the_run_of_a_program_stands_as_its_last_job_has_ended(tmp_path):
+def test_the_exit_code_of_the_last_job_determines_the_status_of_a_program(tmp_path):
     found = []
     for code in (None, "begun", "0", "3", "85", "137"):
         if code:
             (tmp_path / "exit_code").write_text(f"{code}\n")
         found.append(status(tmp_path).state)
     assert found == ["missing", "killed", "finished", "failed", "stopped", "failed"]
-    (tmp_path / STOPPING).touch()  # srun kills ranks that end a moment after the first one
+    (tmp_path / STOPPING).touch()  # srun kills ranks that end later than the first one
     assert status(tmp_path).state == "stopped"
 
 
 @pytest.mark.parametrize("damage", [b'{"event": "finis', bytes(60) + b"\n"])
-def test_what_is_no_record_does_not_count(tmp_path, damage):
+def test_damaged_records_are_ignored(tmp_path, damage):
     with Metrics(tmp_path / "metrics.jsonl") as metrics:
         metrics.write(**STOP)
     with (tmp_path / "metrics.jsonl").open("ab") as file:
@@ -198,7 +199,7 @@ def test_what_is_no_record_does_not_count(tmp_path, damage):
     assert status(tmp_path).code == STOPPED
 
 
-def test_a_folder_without_a_run_or_without_records_has_a_code_of_its_own(tmp_path):
+def test_folders_without_a_run_or_without_records_have_separate_exit_codes(tmp_path):
     for folder in (tmp_path, tmp_path / "nowhere"):
         assert (status(folder).code, status(folder).state) == (6, "missing")
     for content in (b"\0\0\0\n", b"nonsense\n", b"3\n", b"\xff\n"):
@@ -227,14 +228,15 @@ def job(monkeypatch):
         ([FIRST], 2, KILLED),
         ([FIRST, {"event": "failed"}], 2, "an error"),
         ([FIRST, BUDGET, {"event": "resumed", "part": 2}, STEP], 3, KILLED),
-        ([{"event": "started"}, BUDGET], 2, "SIGUSR1, budget"),  # from before parts were counted
+        # records of versions that did not count parts
+        ([{"event": "started"}, BUDGET], 2, "SIGUSR1, budget"),
     ],
 )
-def test_a_part_knows_its_number_and_why_the_one_before_has_ended(records, part, ended_by):
+def test_a_part_has_its_number_and_the_reason_of_the_previous_end(records, part, ended_by):
     found = RunPart.after(records)
     assert found == RunPart(part=part, ended_by=ended_by, job="17", restarts=2)
     if ended_by is None:
-        return  # which nobody describes
+        return  # the first part has no description
     text = found.describe()
     assert text.startswith(f"part {part} of the run in job 17, restart 2: the part before was ")
     assert text.endswith("without a word" if ended_by == KILLED else f"stopped by {ended_by}")
@@ -245,14 +247,14 @@ def stop_of(tmp_path, rank):
 
 
 @pytest.mark.usefixtures("job")
-def test_the_end_of_the_job_is_asked_for_by_rank_0_alone(tmp_path, monkeypatch):
+def test_only_rank_0_asks_for_the_end_of_the_job(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_END_TIME", "2000")
-    assert stop_of(tmp_path, 0).reason == "budget"  # that was long ago
+    assert stop_of(tmp_path, 0).reason == "budget"  # this time has passed
     assert not stop_of(tmp_path, 1).reason
 
 
 @pytest.mark.usefixtures("job")
-def test_a_run_whose_slurm_does_not_answer_trains_and_warns(tmp_path, monkeypatch, caplog):
+def test_a_run_without_an_answer_of_slurm_trains_and_warns(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert not stop_of(tmp_path, 0).reason
     assert "cannot stop by itself before its job ends" in caplog.text

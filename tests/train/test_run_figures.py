@@ -1,4 +1,4 @@
-"""Figures show what runs have recorded, say what is not finite, and mark what went on."""
+"""Figures of runs show all records, report values that are not finite, and mark resumes."""
 
 import json
 import sys
@@ -22,7 +22,7 @@ BEGUN = {"world_size": 2, "nodes": 1, "num_steps": 40}
 
 
 def write_run(path, losses=(2.0, 1.0, 0.5, 0.4), *, settings="", resumed=0, end="", **more):
-    """A run as its files would be, of a record for each step."""
+    """Write the files of a run, with a record for each step."""
     path.mkdir(parents=True)
     (path / "config.toml").write_text(f'name = "small"\n{settings}\n[test]\nmetric = "accuracy"\n')
     (path / "env.json").write_text(json.dumps({"torch": "2", "started": path.name}))
@@ -51,17 +51,20 @@ def hpctrain(*words, code=0):
     return result.output
 
 
-def test_a_run_has_its_curves_its_times_its_ranks_and_its_drift(tmp_path):
+def test_a_run_has_figures_of_curves_times_ranks_and_drift(tmp_path):
     found = figures(write_run(tmp_path / "a", drift=0.1))
     names = ("loss", "metric-0", "lr", "time", "samples_per_s", "drift", "ranks-0")
     assert tuple(found) == names
     assert [each.y for each in found["loss"].series] == [[2.0, 1.0, 0.5, 0.4], [0.5]]
     assert [each.y for each in found["time"].series] == [[10.0] * 5, [2.0] * 5, [1.0] * 5]
-    assert found["ranks-0"].series[0].x == ["rank 1", "rank 0"]  # the slowest first
+    assert found["ranks-0"].series[0].x == [
+        "rank 1",
+        "rank 0",
+    ]  # sorted by time, the slowest rank first
     assert found["metric-0"].title == "Test accuracy"
 
 
-def test_figures_name_the_samples_of_the_tests_during_training(tmp_path):
+def test_figures_are_named_after_validation_or_test_samples(tmp_path):
     held = write_run(tmp_path / "a", settings="[data]\nvalidation = 0.2\n")
     other = write_run(tmp_path / "b")
     found = figures(held)
@@ -84,7 +87,7 @@ def test_every_metric_of_a_test_has_a_figure(tmp_path):
     assert [each.y for each in found["metric-2"].series] == [[None, None]]
 
 
-def test_averages_keep_what_is_constant_and_gaps_and_hold_all_values_between_ends(tmp_path):
+def test_averages_keep_constants_and_gaps_and_stay_between_the_extremes(tmp_path):
     nan = float("nan")
     losses = [3.0] * 30 + [nan, nan] + [1.0] * 30
     faint, full, _ = figures(write_run(tmp_path / "a", losses), smooth=9)["loss"].series[:3]
@@ -99,7 +102,7 @@ def test_averages_keep_what_is_constant_and_gaps_and_hold_all_values_between_end
     assert (plain.kind, plain.y) == ("solid", faint.y)
 
 
-def test_what_is_not_finite_is_told_and_marked_and_so_is_a_failure(tmp_path):
+def test_failures_and_values_that_are_not_finite_are_reported_and_marked(tmp_path):
     losses = [1.0, float("nan"), float("inf"), 1.0]
     found = figures(write_run(tmp_path / "a", losses, end="failed"))["loss"]
     assert found.warning == (
@@ -111,7 +114,7 @@ def test_what_is_not_finite_is_told_and_marked_and_so_is_a_failure(tmp_path):
     assert figures(write_run(tmp_path / "b"))["loss"].warning == ""
 
 
-def test_the_curves_of_equal_runs_can_both_be_seen(tmp_path):
+def test_curves_of_equal_runs_have_different_widths(tmp_path):
     runs = [write_run(tmp_path / name) for name in ("a", "b", "c")]
     for figure in figures(*runs).values():
         for kind in ("solid", "linked"):
@@ -121,12 +124,12 @@ def test_the_curves_of_equal_runs_can_both_be_seen(tmp_path):
             assert widths == sorted(widths, reverse=True) or figure.name == "loss"
 
 
-def test_runs_lie_over_each_other_in_colours_of_their_own(tmp_path):
+def test_overlaid_runs_have_different_colours(tmp_path):
     found = figures(
         write_run(tmp_path / "x/run"), write_run(tmp_path / "y/run", resumed=3), smooth=1
     )
     curves = {each.name: each for each in found["loss"].series}
-    labels = ["x/run", "y/run"]  # names alone would not tell them apart
+    labels = ["x/run", "y/run"]  # the folder names alone are equal
     assert list(curves) == [
         *(f"{name} training" for name in labels),
         *(f"{name} test" for name in labels),
@@ -138,7 +141,7 @@ def test_runs_lie_over_each_other_in_colours_of_their_own(tmp_path):
     assert found["time"].series[0].y == pytest.approx([10.0, 10.0])
 
 
-def test_high_peaks_do_not_make_all_others_flat(tmp_path):
+def test_high_peaks_are_cut_off(tmp_path):
     path = write_run(tmp_path / "a", [1.0] * 40)
     with Metrics(path / "metrics.jsonl") as metrics:
         about = {"epoch": 1, "loss": 1.0, "lr": 0.1, "samples_per_s": 9e9}
@@ -150,18 +153,18 @@ def test_high_peaks_do_not_make_all_others_flat(tmp_path):
     assert found["lr"].top is None
 
 
-def test_a_long_run_has_as_many_points_as_a_screen(tmp_path):
+def test_a_long_run_is_reduced_to_the_points_of_a_screen(tmp_path):
     found = figures(write_run(tmp_path / "a", [1.0] * (2 * MAX_POINTS + 1)))
     assert all(
         len(each.x) <= MAX_POINTS for name in ("loss", "time") for each in found[name].series
     )
 
 
-def test_the_plot_names_run_ranks_metric_rate_and_what_went_on(tmp_path):
+def test_the_plot_has_run_ranks_metric_rate_and_resumes(tmp_path):
     path = write_run(tmp_path / "a", settings="[optimizer]\nlr = 0.25", resumed=3)
     told = hpctrain("plot", path, "--out", tmp_path / "a.svg")
     assert told.strip() == str(tmp_path / "a.svg")
-    shown = (tmp_path / "a.svg").read_text()  # whose comments are the texts
+    shown = (tmp_path / "a.svg").read_text()  # the SVG has each text as a comment
     for text in (
         "<!-- a (small) -->",
         "2 ranks on 1 node, learning rate 0.25, 4 of 40 steps, test loss 0.5000, ",
@@ -174,7 +177,7 @@ def test_the_plot_names_run_ranks_metric_rate_and_what_went_on(tmp_path):
     assert (path / "plots/training.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_cannot_be_drawn_says_what_to_do(tmp_path, monkeypatch):
+def test_impossible_plots_raise_errors_with_a_remedy(tmp_path, monkeypatch):
     path = write_run(tmp_path / "a")
     runs = histories([path])
     with pytest.raises(ConfigError, match=r"ends in \.png, \.svg, \.pdf, got a\.gif"):
@@ -193,7 +196,7 @@ def test_what_cannot_be_drawn_says_what_to_do(tmp_path, monkeypatch):
         draw_runs(runs, tmp_path / "a.png")
 
 
-def test_a_report_has_what_differs_and_takes_any_name(tmp_path):
+def test_a_report_has_all_differences_and_escapes_names(tmp_path):
     odd = HOSTILE.removesuffix("\ud800")
     one = write_run(tmp_path / "one", settings=f"[optimizer]\nargs = {{ x = {dumps(odd)} }}")
     two = write_run(tmp_path / "two", settings="[optimizer]\nargs = { x = 1 }", resumed=2)
@@ -215,7 +218,7 @@ def test_a_report_has_what_differs_and_takes_any_name(tmp_path):
     assert [row[0][0] for row in alone.rows("configuration")] == ["name", "optimizer.args.x"]
 
 
-def test_a_comparison_tells_what_differs_and_ends_with_0(tmp_path):
+def test_a_comparison_has_all_differences_and_exits_with_0(tmp_path):
     paths = [write_run(tmp_path / name, settings=f"seed = {n}") for n, name in enumerate("ab")]
     told = [line.split() for line in hpctrain("compare", *paths).splitlines()]
     assert ["seed", "0", "1"] in told
@@ -226,7 +229,7 @@ def test_a_comparison_tells_what_differs_and_ends_with_0(tmp_path):
     assert "two runs or more" in str(result.exception)
 
 
-def test_runs_are_listed_by_their_start_and_how_it_stands_with_them(tmp_path, caplog):
+def test_runs_are_listed_by_start_with_their_status(tmp_path, caplog):
     for number, end in enumerate(("finished", "stopped", "failed")):
         write_run(tmp_path / str(9 - number), end=end)
     damaged = write_run(tmp_path / "damaged")

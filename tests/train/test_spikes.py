@@ -1,4 +1,4 @@
-"""A spike of the loss, or a step that is not finite, is answered by all ranks alike."""
+"""All ranks respond identically to a spike of the loss or a step that is not finite."""
 
 from itertools import pairwise
 
@@ -13,14 +13,14 @@ from tests.train.test_finite import FLAWED, GRADIENT, hashes
 
 SPIKED = [
     "model.target=tests.train.problem:spiking_model",
-    "model.args.sample=48",  # of steps 5 and 8
+    "model.args.sample=48",  # a sample of steps 5 and 8
     "train.epochs=2",
     "train.spike_window=4",
     "train.spike_deviations=30",
     "train.snapshot_every=3",
     "log.hash_every=1",
     "log.every_steps=1",
-    "schedule.name=constant",  # the hash has the learning rate too
+    "schedule.name=constant",  # the hash includes the learning rate
     "checkpoint.every=none",
 ]
 ANY, TWO = pytest.mark.ranks(1, 3), pytest.mark.ranks(2)
@@ -32,19 +32,17 @@ def told(job: Job, event: str) -> list[dict]:
 
 
 def same_as_before(job: Job) -> set[int]:
-    """Return the steps that have changed nothing."""
+    """Return the steps that changed nothing."""
     return {number for number, (a, b) in enumerate(pairwise(hashes(job)), 2) if a == b}
 
 
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("overrides", [[], ["train.shard=node"]], ids=["", "shared parameters"])
-def test_a_spike_is_left_out_by_all_ranks_and_told_with_its_samples(
-    here, configure, shared, overrides, caplog
-):
+def test_all_ranks_skip_a_spike_and_report_its_samples(here, configure, shared, overrides, caplog):
     job = Job(here, configure, shared / "run", *SPIKED, "train.on_spike=skip", *overrides)
     assert isinstance(job.part(), Outcome)
     spikes = told(job, "spike")
-    assert [r["step"] for r in spikes] == [5, 8]  # the same batches on any number of ranks
+    assert [r["step"] for r in spikes] == [5, 8]  # batches are the same on any number of ranks
     assert same_as_before(job) == {5, 8}
     for record in spikes:
         assert record["loss"] > 30 > record["limit"] > 0
@@ -59,7 +57,7 @@ def test_a_spike_is_left_out_by_all_ranks_and_told_with_its_samples(
 
 
 @ANY
-def test_a_loss_that_only_falls_is_no_spike(here, configure, shared):
+def test_a_falling_loss_has_no_spikes(here, configure, shared):
     job = Job(here, configure, shared / "run", *SPIKED, "train.on_spike=skip")
     plain = ["model.target=tests.train.problem:model", "model.args={}"]
     job.config = configure(*job.overrides, *plain)
@@ -83,9 +81,7 @@ BACK = {
 
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("how", BACK)
-def test_all_ranks_go_back_to_a_snapshot_and_leave_out_what_came_since(
-    here, configure, shared, how
-):
+def test_all_ranks_roll_back_to_a_snapshot(here, configure, shared, how):
     job = Job(here, configure, shared / "run", *BACK[how])
     task, drawn = job.built(), []
     task.optimizer.register_step_pre_hook(lambda *_: drawn.append(torch.get_rng_state()))
@@ -93,7 +89,7 @@ def test_all_ranks_go_back_to_a_snapshot_and_leave_out_what_came_since(
     event = "not_finite" if how == "gradient" else "spike"
     found = told(job, event)
     assert [(r["step"], r["action"], r["skipped"]) for r in found] == [
-        (5, "rollback", 2),  # 4 too: the snapshot was taken before it
+        (5, "rollback", 2),  # steps 4 and 5, because the snapshot was taken before step 4
         (8, "rollback", 2),
     ]
     left = [None, *hashes(job)]
@@ -105,13 +101,13 @@ def test_all_ranks_go_back_to_a_snapshot_and_leave_out_what_came_since(
     assert finished["skipped"] == 4
     assert int(job.final()["model"]["network.0.num_batches_tracked"]) == 8
     assert how == "gradient" or task.model.passes.item() == 8
-    # Random numbers go back, too: step 9 draws those that step 7 has drawn.
+    # Random generators are restored too, so step 9 draws the numbers of step 7.
     if how == "spike":
         assert torch.equal(drawn[5], drawn[6])
 
 
 @ANY
-def test_the_rate_is_lowered_at_once_and_comes_back(here, configure, shared):
+def test_the_rate_is_lowered_at_once_and_rises_again(here, configure, shared):
     lower = ["train.on_spike=lower_rate", "train.lowered_steps=4", "train.lowered_rate=0.2"]
     job = Job(here, configure, shared / "run", *SPIKED, *lower)
     job.config = configure(*job.overrides, "train.epochs=4")
@@ -133,7 +129,7 @@ def test_the_rate_is_lowered_at_once_and_comes_back(here, configure, shared):
 
 @TWO
 @pytest.mark.parametrize("how", ["skip", "lower_rate"])
-def test_a_run_that_was_stopped_judges_as_if_it_had_not_been(here, configure, shared, how):
+def test_a_resumed_run_finds_the_same_spikes(here, configure, shared, how):
     jobs = [
         Job(here, configure, shared / name, *SPIKED, f"train.on_spike={how}")
         for name in ("whole", "parts")
@@ -148,7 +144,7 @@ def test_a_run_that_was_stopped_judges_as_if_it_had_not_been(here, configure, sh
 
 @ANY
 @pytest.mark.parametrize("how", ["spike", "gradient"])
-def test_too_many_steps_that_are_left_out_end_all_ranks(here, configure, shared, how):
+def test_too_many_skipped_steps_end_all_ranks(here, configure, shared, how):
     job = Job(here, configure, shared / "run", *BACK[how], "train.max_skips=3")
     with pytest.raises(NotFiniteError, match=r"at most train.max_skips = 3 steps .* 4 were"):
         job.part()
@@ -157,7 +153,7 @@ def test_too_many_steps_that_are_left_out_end_all_ranks(here, configure, shared,
 
 
 @TWO
-def test_a_rank_that_leaves_out_its_own_steps_counts_too(here, configure, shared):
+def test_steps_skipped_on_one_rank_count_too(here, configure, shared):
     more = ["sync.method=local_sgd", "train.on_non_finite=skip", "train.max_skips=1"]
     job = Job(here, configure, shared / "run", *FLAWED, *more)
     with pytest.raises(NotFiniteError, match=r"at most train.max_skips = 1"):
@@ -172,6 +168,6 @@ def test_a_rank_that_leaves_out_its_own_steps_counts_too(here, configure, shared
         ["train.on_spike=rollback", "parallel.zero=1", "parallel.offload=cpu"],
     ],
 )
-def test_what_cannot_go_together_is_told_before_a_run_begins(configure, overrides):
+def test_incompatible_options_are_rejected_before_a_run(configure, overrides):
     with pytest.raises(ConfigError, match=r"train\.on_"):
         configure(*overrides)

@@ -33,7 +33,7 @@ def test_the_loss_is_the_mean_over_all_samples_of_all_ranks(world):
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_the_times_of_a_rank_are_its_own_and_their_mean_is_that_of_all(world):
+def test_times_are_recorded_per_rank_and_as_mean(world):
     tally = StepMeter()
     for step in (1, 2):
         tally.add(loss=1.0, num_samples=1, work_s=step * (world.rank + 2.0), communication_s=step)
@@ -48,7 +48,7 @@ def test_the_times_of_a_rank_are_its_own_and_their_mean_is_that_of_all(world):
     assert interval.compute_s == pytest.approx(1.5 * (world.size + 1) / 2)
 
 
-def test_each_interval_begins_empty(world):
+def test_each_interval_starts_without_samples(world):
     tally = StepMeter()
     for loss in (1.0, 2.0):
         tally.add(loss=loss, num_samples=1, work_s=1.0, communication_s=0.0)
@@ -56,7 +56,7 @@ def test_each_interval_begins_empty(world):
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_what_other_ranks_had_added_is_in_the_next_record(world):
+def test_restored_sums_of_all_ranks_are_in_the_next_record(world):
     comm, tally, later = MpiCommunicator(world), StepMeter(), StepMeter()
     tally.add(loss=world.rank, num_samples=2, work_s=3.0, communication_s=1.0)
     later.load_shared(tally.shared(comm), world.rank)
@@ -67,7 +67,7 @@ def test_what_other_ranks_had_added_is_in_the_next_record(world):
     assert (interval.compute_s, interval.communication_s) == pytest.approx((2.0, 1.0))
 
 
-def test_inputs_are_passed_on_and_their_wait_is_counted(world):
+def test_the_wait_for_inputs_is_counted(world):
     tally = StepMeter()
     for batch in tally.inputs([1, 2, 3]):
         tally.add(loss=float(batch), num_samples=1, work_s=1.0, communication_s=0.0)
@@ -94,7 +94,7 @@ def shown(*intervals, scores=SCORES, terminal=False, quiet=False, sync=None):
     return " ".join(file.getvalue().split())
 
 
-def test_elsewhere_than_on_a_terminal_there_is_one_line_per_epoch():
+def test_without_a_terminal_there_is_one_line_per_epoch():
     assert shown(INTERVAL) == f"{LINE} test accuracy 0.9000"
     rounds = "round 7 drift 0.0123 saved 3.0 MiB"
     assert shown(INTERVAL, sync=ROUNDS) == f"{LINE} {rounds} test accuracy 0.9000"
@@ -103,7 +103,7 @@ def test_elsewhere_than_on_a_terminal_there_is_one_line_per_epoch():
     assert shown(INTERVAL, later, scores=None) == mean
 
 
-def test_on_a_terminal_there_is_a_bar_too_and_the_other_ranks_show_nothing(monkeypatch):
+def test_a_terminal_has_a_progress_bar_on_rank_0_only(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     text = shown(INTERVAL, terminal=True)
     assert "step 2/4" in text
@@ -126,8 +126,8 @@ class FakeStdout(io.StringIO):
 @pytest.mark.parametrize(
     ("tty", "columns", "terminal"), [(True, "90", True), (False, "90", False), (True, "", False)]
 )
-def test_a_terminal_is_what_has_a_width(monkeypatch, tty, columns, terminal):
-    """The pseudo-terminal of mpirun has none."""
+def test_only_a_terminal_with_a_width_counts_as_terminal(monkeypatch, tty, columns, terminal):
+    """The pseudo-terminal that mpirun creates has no width."""
     monkeypatch.setattr("sys.stdout", FakeStdout(tty=tty))
     monkeypatch.setenv("COLUMNS", columns)
     monkeypatch.setattr(os, "get_terminal_size", lambda _: os.terminal_size((0, 0)))

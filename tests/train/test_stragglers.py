@@ -1,4 +1,4 @@
-"""Ranks that others wait for are told by how often they were slow, with their hosts."""
+"""Slow ranks are reported with the number of slow records and their hosts."""
 
 import pytest
 
@@ -20,7 +20,7 @@ def told(*records, hosts=()):
 EVEN, LATE = times(0.1, 0.1, 0.1), times(0.1, 0.1, 0.2)
 
 
-def test_a_rank_that_is_slow_for_good_is_told_once_with_its_host_and_once_when_it_is_not():
+def test_a_persistently_slow_rank_is_reported_once_with_its_host_and_once_when_it_recovers():
     lines, found = told(*[LATE] * 7, *[EVEN] * RECENT, *[LATE] * 5, hosts=("a", "a", "b"))
     assert [bool(some) for some in lines] == [False] * 4 + [True] + [False] * 11 + [True] + [
         False
@@ -32,7 +32,7 @@ def test_a_rank_that_is_slow_for_good_is_told_once_with_its_host_and_once_when_i
     assert found.counts(3) == [0, 0, 5]
 
 
-def test_what_is_slow_now_and_then_is_passing_and_is_not_told():
+def test_an_occasionally_slow_rank_is_passing_and_not_reported():
     lines, found = told(LATE, EVEN, EVEN, LATE, EVEN)
     assert lines == [[]] * 5
     assert found.counts(3) == [0, 0, 2]
@@ -53,7 +53,7 @@ def test_a_little_more_work_is_not_slow(record):
     assert found.counts(3) == [0, 0, 0]
 
 
-def test_waiting_for_input_counts_and_waiting_for_others_does_not():
+def test_waiting_for_input_counts_as_slow_and_waiting_for_ranks_does_not():
     waiting = {**times(0.1, 0.1, 0.1, input_s=0.05), "communication_s": [0.3, 0.0, 0.3]}
     _, found = told(waiting)
     assert found.counts(3) == [0, 1, 0]

@@ -1,4 +1,4 @@
-"""Runs whose ranks take steps of their own: stopped anywhere they are the runs that were not."""
+"""Runs with local methods have the same bits when they are stopped and resumed anywhere."""
 
 import os
 import signal
@@ -62,14 +62,16 @@ CASES = [
 
 @pytest.mark.limit(120)
 @pytest.mark.parametrize("overrides", CASES)
-def test_a_run_that_died_in_a_round_ends_with_the_same_bits(here, configure, shared, overrides):
+def test_a_run_that_failed_within_a_round_ends_with_the_same_bits(
+    here, configure, shared, overrides
+):
     if "optimizer.name=AdamW" in overrides:
         overrides = [*overrides, "optimizer.args={}"]
     overrides = [*overrides, "checkpoint.every=3", "log.hash_every=1"]
     whole = Job(here, configure, shared / "whole", *overrides)
     whole.part()
     parts = Job(here, configure, shared / "parts", *overrides)
-    for after in (5, 8):  # goes on after step 3, and then after step 9
+    for after in (5, 8):  # resumes from step 3, and then from step 9
         with suppress(KeyError):
             parts.part(after=after, fail=True)
     assert isinstance(parts.part(), Outcome)
@@ -80,13 +82,14 @@ def test_a_run_that_died_in_a_round_ends_with_the_same_bits(here, configure, sha
 
 
 @pytest.mark.ranks(2, 3)
-def test_ranks_that_are_drawn_learn_from_their_parts_also_over_a_stop(here, configure, shared):
-    """Noise shows whether a rank that is not drawn calculates, which it does in no step."""
+def test_drawn_ranks_train_on_their_own_parts_also_after_a_resume(here, configure, shared):
+    """A forward hook shows that ranks that are not drawn do not compute."""
     build(configure(), here.comm)  # writes the data
     shares = LabelShares(num_parts=4, alpha=1.0)
     split = split_by_label(shared / "d", shared / "c.npz", shares, here.comm).split
     overrides = local("local_sgd", "sync.fraction=0.5", "sync.proximal=0.1")
-    overrides += ["model.args.norm=false", f"data.split={shared}/c.npz"]  # no batch is large
+    # with a batch norm, batches would need at least two samples
+    overrides += ["model.args.norm=false", f"data.split={shared}/c.npz"]
     overrides += ["checkpoint.every=3", "log.hash_every=1"]
     whole = Job(here, configure, shared / "whole", *overrides)
     seen: list[tuple[bool, int]] = []
@@ -117,7 +120,7 @@ def test_ranks_that_are_drawn_learn_from_their_parts_also_over_a_stop(here, conf
 
 
 @pytest.mark.ranks(2)
-def test_what_cannot_be_drawn_or_pulled_is_refused(here, configure):
+def test_invalid_federated_options_are_rejected(here, configure):
     for overrides, message in (
         (["sync.fraction=0.5"], "not for sync.method = synchronous"),
         (["sync.method=ssp", "sync.fraction=0.5"], "got {'sync.fraction': 0.5, 'sync.proximal'"),
@@ -138,7 +141,7 @@ def test_what_cannot_be_drawn_or_pulled_is_refused(here, configure):
 
 
 @pytest.mark.ranks(2)
-def test_records_wait_for_the_end_of_a_round_and_no_other_step_sends_anything(
+def test_ranks_communicate_only_at_the_ends_of_rounds_and_epochs(
     here, configure, shared, monkeypatch
 ):
     monkeypatch.setattr(local_exchange, "WITHIN_S", 1e9)
@@ -154,7 +157,7 @@ def test_records_wait_for_the_end_of_a_round_and_no_other_step_sends_anything(
     assert all(sent_by(plain))
     job = Job(here, configure, shared / "run", *local("local_sgd"), "checkpoint.every=none")
     sent = sent_by(job)
-    # The first step, the ends of rounds and those of epochs.
+    # the first step, and the ends of rounds and epochs
     assert [step for step, num in enumerate(sent, 1) if num] == [1, 4, 6, 8, 12, 16]
     steps = [r for r in read(job.directory.metrics) if r["event"] == "step"]
     assert [record["step"] for record in steps] == [4, 6, 8, 12, 16, 18]
@@ -167,7 +170,9 @@ def test_records_wait_for_the_end_of_a_round_and_no_other_step_sends_anything(
 
 
 @pytest.mark.ranks(2)
-def test_a_stop_in_a_long_round_is_known_after_about_a_second(here, configure, shared):
+def test_a_stop_within_a_long_round_reaches_all_ranks_after_about_a_second(
+    here, configure, shared
+):
     overrides = ["sync.method=local_sgd", "sync.steps=1000", "train.epochs=1"]
     overrides += ["train.global_batch=2"]  # 27 steps
     slow = dict.fromkeys(range(1, 28), lambda: time.sleep(0.1))
@@ -182,11 +187,12 @@ def test_a_stop_in_a_long_round_is_known_after_about_a_second(here, configure, s
 
 
 @pytest.mark.ranks(2)
-def test_a_checkpoint_holds_the_mean_and_each_replica_where_they_differ(here, configure, shared):
+def test_a_checkpoint_has_the_mean_and_each_replica_if_they_differ(here, configure, shared):
     overrides = local("post_local_sgd", "sync.args.start_epochs=0.7", "checkpoint.every=2")
     job = Job(here, configure, shared / "run", *overrides)
     found = []
-    for after in (3, 5):  # after step 2, where ranks agree, and 6, in the middle of a round
+    # the checkpoint of step 2 has identical replicas, that of step 6 is within a round
+    for after in (3, 5):
         with suppress(KeyError):
             job.part(after=after, fail=True)
         manager = Manager(job.directory.checkpoints, here.comm)
@@ -196,7 +202,7 @@ def test_a_checkpoint_holds_the_mean_and_each_replica_where_they_differ(here, co
     (early, _, own_early), (late, state, own) = found
     assert (early, late) == (2, 6)
     assert own_early["replica"] is None
-    num_samples, nominal, *_ = own["sync"]["samples"][0]  # since the ranks have agreed
+    num_samples, nominal, *_ = own["sync"]["samples"][0]  # samples since the last average
     assert num_samples > 0
     weight = num_samples / nominal
     total = sum(here.comm.allgather_object(weight))
@@ -212,8 +218,8 @@ def test_a_checkpoint_holds_the_mean_and_each_replica_where_they_differ(here, co
 
 
 @pytest.mark.ranks(2)
-def test_where_a_rank_has_no_optimizer_state_there_is_no_mean_of_it(here, configure, shared):
-    """The last batch of an epoch has one sample, and the optimizer has just begun anew."""
+def test_optimizer_state_missing_on_a_rank_is_not_averaged(here, configure, shared):
+    """The last batch of an epoch has one sample, and the optimizer state has just been reset."""
     overrides = ["sync.method=local_sgd", "sync.steps=4", 'sync.args={state = "reset"}']
     overrides += ["train.epochs=1", "train.global_batch=13", "checkpoint.background=false"]
     job = Job(here, configure, shared / "run", *overrides, "checkpoint.every=5")
@@ -225,7 +231,7 @@ def test_where_a_rank_has_no_optimizer_state_there_is_no_mean_of_it(here, config
 
 
 @pytest.mark.ranks(4)
-def test_staged_sgd_is_told_the_loss_of_each_epoch_also_over_a_stop(
+def test_staged_sgd_gets_the_loss_of_each_epoch_also_after_a_resume(
     here, configure, shared, monkeypatch
 ):
     told: list[float] = []
@@ -243,12 +249,12 @@ def test_staged_sgd_is_told_the_loss_of_each_epoch_also_over_a_stop(
     told.clear()
     parts = Job(here, configure, shared / "parts", *overrides)
     with suppress(KeyError):
-        parts.part(after=5, fail=True)  # goes on after step 4, in the first epoch
+        parts.part(after=5, fail=True)  # resumes from step 4, in the first epoch
     parts.part()
     assert told == of_whole
 
 
-def test_a_run_goes_on_by_the_method_that_it_has_begun_with(here, configure):
+def test_a_run_cannot_resume_with_another_method(here, configure):
     plain = RunState(task=build(configure(), here.comm))
     other = RunState(task=build(configure("sync.method=diloco"), here.comm))
     state, own = plain.shared(), plain.own()
@@ -256,7 +262,7 @@ def test_a_run_goes_on_by_the_method_that_it_has_begun_with(here, configure):
         other.restore(state, own)
 
 
-def test_a_checkpoint_of_before_there_was_a_choice_can_be_read(here, configure):
+def test_checkpoints_of_versions_without_sync_methods_can_be_read(here, configure):
     states = [RunState(task=build(configure(f"seed={seed}"), here.comm)) for seed in (1, 2)]
     shared, own = states[0].shared(), states[0].own()
     for name in ("sync", "epoch_tally"):
@@ -268,7 +274,7 @@ def test_a_checkpoint_of_before_there_was_a_choice_can_be_read(here, configure):
 
 
 @FOUR
-def test_records_and_the_report_say_what_compression_spares(here, configure, shared):
+def test_records_and_the_report_have_the_savings_of_compression(here, configure, shared):
     job = Job(here, configure, shared / "run", "sync.compression=int8", "train.epochs=1")
     job.part()
     plain = Job(here, configure, shared / "plain", "train.epochs=1")

@@ -22,9 +22,7 @@ UNCHANGED = "tests.train.problem:unchanged"
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
-def test_all_ranks_begin_with_the_same_weights_and_go_on_with_other_numbers(
-    here, configure, world
-):
+def test_ranks_start_with_the_same_weights_and_different_random_numbers(here, configure, world):
     task = build(configure(), here.comm)
     weights = torch.cat([p.detach().view(-1) for p in task.model.parameters()])
     assert len(set(world.allgather(weights.numpy().tobytes()))) == 1
@@ -32,7 +30,7 @@ def test_all_ranks_begin_with_the_same_weights_and_go_on_with_other_numbers(
 
 
 @pytest.mark.ranks(1, 3)
-def test_steps_and_samples_are_those_of_the_global_batch(here, configure):
+def test_steps_and_samples_follow_from_the_global_batch(here, configure):
     task = build(configure("train.global_batch=10", "train.epochs=4"), here.comm)
     assert (len(task.train), task.num_steps, task.num_train_samples) == (6, 24, NUM_SAMPLES)
     assert task.exchange.num_parameters == sum(p.numel() for p in task.model.parameters())
@@ -52,7 +50,7 @@ UNFIT = [
 
 
 @pytest.mark.ranks(1, 3)
-def test_what_does_not_fit_is_one_error_of_all_ranks_in_the_first_step(here, configure, shared):
+def test_a_mismatch_is_one_error_of_all_ranks_in_the_first_step(here, configure, shared):
     for number, texts in enumerate(UNFIT):
         override, message = (text.format("tests.train.problem") for text in texts)
         job = Job(here, configure, shared / str(number), override)
@@ -94,7 +92,9 @@ def test_what_does_not_fit_is_one_error_of_all_ranks_in_the_first_step(here, con
         ("test.metric=precision", "test.metric is accuracy, loss"),
     ],
 )
-def test_a_mistake_in_the_configuration_says_the_way_out(here, configure, override, message):
+def test_a_mistake_in_the_configuration_is_reported_with_a_remedy(
+    here, configure, override, message
+):
     with pytest.raises(MismatchError) as caught:
         build(configure(override), here.comm)
     assert message in str(caught.value)
@@ -105,7 +105,7 @@ LAST = '{ match = ["4.weight", "4.*"], weight_decay = 0.25 }'
 
 
 @pytest.mark.ranks(1, 2)
-def test_parameters_that_match_a_pattern_have_arguments_of_their_own(here, configure):
+def test_parameters_that_match_a_pattern_have_their_own_arguments(here, configure):
     args = "optimizer.args={ momentum = 0.9, weight_decay = 0.1 }"
     config = configure(
         args,
@@ -143,19 +143,19 @@ def step(task):
 
 
 @pytest.mark.parametrize("dtype", ["<i4", "|b1", "<u2"])
-def test_labels_that_torch_refuses_are_told(here, configure, dtype):
+def test_label_types_that_torch_rejects_are_reported(here, configure, dtype):
     task = build(configure(f"data.args.label_type={dtype}"), here.comm)
     with pytest.raises(MismatchError, match=r"refuses .* Long or Byte, but got"):
         step(task)
 
 
-def test_labels_in_bytes_are_taken(here, configure):
+def test_labels_in_bytes_are_accepted(here, configure):
     task = build(configure("data.args.label_type=|u1"), here.comm)
     assert step(task) > 0
 
 
 @pytest.mark.ranks(1, 2)
-def test_the_test_is_transformed_as_training_is_unless_it_has_its_own(here, configure):
+def test_the_test_transform_defaults_to_the_training_transform(here, configure):
     problem = "tests.train.problem"
     made = ("data.input=image", f"data.transform={problem}:renamed")
     task = build(configure(*made), here.comm)
@@ -181,7 +181,7 @@ def test_data_must_be_two_data_sets(here, configure, target):
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_what_one_rank_meets_is_raised_on_all_with_its_number(here, configure):
+def test_an_error_of_one_rank_is_raised_on_all_with_its_rank(here, configure):
     wrong = configure("data.target=tests.train.problem:broken_data", "data.args={}")
     with pytest.raises(MismatchError, match=f"rank {here.comm.size - 1}: the disk of this rank"):
         build(wrong, here.comm)
@@ -212,7 +212,9 @@ def test_what_one_rank_meets_is_raised_on_all_with_its_number(here, configure):
     ],
 )
 @pytest.mark.ranks(1, 2)
-def test_what_a_method_does_not_take_is_refused_on_all_ranks(here, configure, overrides, message):
+def test_invalid_options_of_a_method_are_rejected_on_all_ranks(
+    here, configure, overrides, message
+):
     config = configure(
         "train.global_batch=9", "train.epochs=4", "sync.method=local_sgd", *overrides
     )
@@ -221,7 +223,7 @@ def test_what_a_method_does_not_take_is_refused_on_all_ranks(here, configure, ov
 
 
 @pytest.mark.ranks(3)
-def test_each_rank_must_have_a_sample_for_steps_of_its_own(here, configure):
+def test_local_methods_need_a_sample_on_each_rank(here, configure):
     with pytest.raises(MismatchError, match=r"each of 3 ranks a sample .* got 2;"):
         build(configure("train.global_batch=2", "sync.method=diloco"), here.comm)
 
@@ -233,7 +235,7 @@ def schedule_of(configure, epoch_steps, epochs, **keys):
 
 
 @pytest.mark.parametrize("name", ["constant", "linear", "cosine", "poly", "inverse_time"])
-def test_the_rate_rises_to_its_peak_during_warm_up_and_never_after(configure, name):
+def test_the_rate_rises_to_its_peak_in_the_warm_up_and_falls_afterwards(configure, name):
     at = schedule_of(configure, 10, 10, name=name, warmup_epochs=2)
     rates = [at(step) for step in range(100)]
     assert rates[:20] == pytest.approx([(step + 1) / 21 for step in range(20)])
@@ -254,17 +256,17 @@ def test_the_rate_rises_to_its_peak_during_warm_up_and_never_after(configure, na
         ("inverse_time", "{ decay = 4 }", 1 / 3, 0.2),
     ],
 )
-def test_each_schedule_is_where_its_formula_says(configure, name, args, middle, last):
+def test_each_schedule_follows_its_formula(configure, name, args, middle, last):
     at = schedule_of(configure, 10, 10, name=name, args=args)
     assert [at(0), at(50), at(100)] == pytest.approx([1.0, middle, last])
 
 
 @pytest.mark.parametrize("name", ["linear", "cosine"])
 @pytest.mark.parametrize(("scaling", "factor"), [("linear", 4.0), ("square_root", 2.0)])
-def test_a_rate_is_scaled_to_the_batch_and_warmed_up_from_what_it_was(
+def test_a_rate_is_scaled_to_the_batch_and_warmed_up_from_the_unscaled_rate(
     configure, name, scaling, factor
 ):
-    """Batches are of 64, the rate is for 16."""
+    """Batches have 64 samples, and the rate is for 16."""
     how = {"name": name, "args": "{ final = 0.5 }", "base_batch": 16, "scaling": scaling}
     at = schedule_of(configure, 10, 10, warmup_epochs=2, **how)
     rises = [1 + (factor - 1) * step / 20 for step in range(21)]
@@ -286,7 +288,7 @@ def folder(tmp_path, monkeypatch):
     sys.modules.pop("mine_for_targets", None)
 
 
-def test_a_module_beside_the_configuration_is_found_first(folder):
+def test_a_module_next_to_the_configuration_is_found_first(folder):
     assert resolve("mine_for_targets:model", "model.target")(3) == 3
     assert sys.path[0] == str(folder)
 
@@ -302,7 +304,7 @@ def test_a_module_beside_the_configuration_is_found_first(folder):
     ],
 )
 @pytest.mark.usefixtures("folder")
-def test_a_name_that_means_nothing_says_what_is_missing(target, message):
+def test_an_invalid_target_is_reported_with_the_missing_part(target, message):
     with pytest.raises(ConfigError) as caught:
         resolve(target, "model.target")
     assert message in str(caught.value)
@@ -314,7 +316,7 @@ def test_an_error_inside_the_users_module_is_not_hidden(folder):
         resolve("raising_for_targets:f", "model.target")
 
 
-def test_arguments_in_first_place_are_not_offered():
+def test_positional_arguments_are_not_suggested():
     def loss(output, label, *, smoothing=0.0):
         return output, label, smoothing
 
@@ -337,7 +339,7 @@ def test_arguments_in_first_place_are_not_offered():
     ],
     ids=str,
 )
-def test_auto_shards_where_nothing_refuses_it_and_says_why(
+def test_auto_shards_if_all_options_allow_it_and_gives_the_reason(
     here, configure, overrides, chosen, reason
 ):
     task = build(configure("train.shard=auto", *overrides), here.comm)
@@ -348,9 +350,7 @@ def test_auto_shards_where_nothing_refuses_it_and_says_why(
 
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("sync", [[], ["sync.method=local_sgd", "sync.steps=2"]])
-def test_a_batch_of_more_samples_than_there_are_is_refused_with_a_size_that_works(
-    here, configure, sync
-):
+def test_a_batch_larger_than_the_data_is_rejected_with_a_size_that_works(here, configure, sync):
     asked = ["train.global_batch=54", *sync]
     with pytest.raises(MismatchError, match="it is 54 of 53 samples") as caught:
         build(configure(*asked), here.comm)

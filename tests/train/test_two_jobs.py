@@ -1,7 +1,7 @@
-"""Two jobs in one run directory: one of them writes, and its files stay whole.
+"""Two jobs in one run directory: only one of them writes, and its files stay consistent.
 
-Here are two overlaps at random times, two more in ``make conformance``;
-``HPCTRAIN_TEST_OVERLAPS=50`` makes them 50.
+The default is one overlap at a random time, and three more in ``make conformance``;
+``HPCTRAIN_TEST_OVERLAPS=50`` sets the number to 50.
 """
 
 import itertools
@@ -35,7 +35,7 @@ from tests.train.starting import ROOT
 OVERLAPS = int(os.environ.get("HPCTRAIN_TEST_OVERLAPS", "4"))
 LONG = () if "HPCTRAIN_TEST_OVERLAPS" in os.environ else pytest.mark.conformance
 EVENTS = ("is forced out", "is killed", "stops", "ends")
-"""What happens to the first job while the second one is there."""
+"""Events of the first job while the second one waits."""
 
 SLOW = """
 import os
@@ -44,13 +44,13 @@ from tests.slurm import training
 def model():
     return training.model(float(os.environ["STEP_S"]))
 """
-"""A model whose pace is no part of the configuration, which two jobs of a run share."""
+"""A model whose pace is not in the configuration, so that two jobs of a run may differ in it."""
 
 pytestmark = pytest.mark.launches
 
 
 class Folder:
-    """A run directory, and the jobs that are started in it."""
+    """A run directory, and jobs that are started in it."""
 
     def __init__(self, path):
         self.config, self.run = training.write(path), path / "run"
@@ -62,8 +62,9 @@ class Folder:
 
     @contextmanager
     def job(self, *options, ranks=None, step_s=0.05, before=()):
-        """Start a job, and end it with the block."""
-        python = [sys.executable] if before else preload.python()  # a fork lives beside its server
+        """Start a job, and end it after the block."""
+        # with a preloaded Python the job would be a child of its server, outside the namespace
+        python = [sys.executable] if before else preload.python()
         line = [*python, "-m", "hpctrain", "train", str(self.config), *options]
         line += ["--set", "model.target=slow_model:model"]
         if ranks:
@@ -89,13 +90,13 @@ class Folder:
         return [r for r in read(path) if r["event"] in events] if path.exists() else []
 
     def wait_for_step(self, step, job):
-        """Return when the run has taken a step."""
+        """Wait until the run has reached a step."""
         while not any(r["step"] >= step for r in self.records("step")):
             assert job.poll() is None, job.communicate()
             time.sleep(0.02)
 
     def check_whole(self):
-        """Every step stands there once, in order, and every checkpoint can be read to its end."""
+        """Check that records have every step once, in order, and that checkpoints are valid."""
         lines = (self.run / "metrics.jsonl").read_bytes().splitlines()
         assert len(read(self.run / "metrics.jsonl")) == len(lines)
         steps = [record["step"] for record in self.records("step")]
@@ -104,7 +105,7 @@ class Folder:
             assert check(path) == []
 
     def check_finished(self):
-        """The run has come to its end, and has left nothing of its jobs."""
+        """Check that the run has finished and contains no temporary files of its jobs."""
         assert status(self.run).state == "finished"
         self.check_whole()
         assert self.records("step")[-1]["step"] == training.STEPS
@@ -113,7 +114,7 @@ class Folder:
 
 
 def output(job):
-    """What a job prints until its end, without line breaks of a terminal."""
+    """Return the output of a job until its end, as one line."""
     text = job.stdout.read()
     job.wait()
     return " ".join(text.split())
@@ -123,7 +124,7 @@ def output(job):
 @pytest.mark.parametrize(
     "seed", [pytest.param(seed, marks=LONG if seed else ()) for seed in range(OVERLAPS)]
 )
-def test_two_jobs_that_overlap_leave_one_whole_run(tmp_path, seed):
+def test_two_overlapping_jobs_leave_one_consistent_run(tmp_path, seed):
     random_, event = random.Random(seed), EVENTS[seed % len(EVENTS)]
     folder, is_forced = Folder(tmp_path), event == "is forced out"
     pace = {"ends": 0.5}.get(event, 1.0)
@@ -131,7 +132,7 @@ def test_two_jobs_that_overlap_leave_one_whole_run(tmp_path, seed):
         folder.wait_for_step(1, first)
         holder = Holder.read(folder.run)
         with folder.job(*(("--resume", "--force") if is_forced else ())) as second:
-            said = second.stdout.readline()  # it is there
+            said = second.stdout.readline()  # the first line shows that the second job has started
             assert first.poll() is None
             time.sleep(random_.uniform(0, 2))
             if event == "is killed":
@@ -151,13 +152,13 @@ def test_two_jobs_that_overlap_leave_one_whole_run(tmp_path, seed):
         assert re.search(rf"--force takes .*process {holder.pid} on .* is lost: its last", said)
     elif event == "is killed":
         assert first.returncode == -signal.SIGKILL, told
-    else:  # nothing of the first is lost
+    else:  # no work of the first job is lost
         assert first.returncode == (STOPPED if event == "stops" else 0), told
         ends = [record["ended_by"] for record in folder.records("resumed")]
         assert ends == (["SIGUSR1"] if event == "stops" else [])
 
 
-def test_a_job_that_loses_its_run_at_its_last_record_is_no_success(tmp_path, monkeypatch):
+def test_a_job_that_loses_its_lease_at_its_last_record_fails(tmp_path, monkeypatch):
     folder = Folder(tmp_path)
 
     original = StepExchange.hash
@@ -166,7 +167,7 @@ def test_a_job_that_loses_its_run_at_its_last_record_is_no_success(tmp_path, mon
         (folder.run / NAME).unlink()
         return original(exchange)
 
-    monkeypatch.setattr(StepExchange, "hash", taken)  # it is part of the last record
+    monkeypatch.setattr(StepExchange, "hash", taken)  # called for the last record
     try:
         with pytest.raises(MismatchError, match=r"lease\.json of this one is gone"):
             run(load(folder.config, ["train.epochs=1"]), {}, RunOptions())
@@ -176,7 +177,7 @@ def test_a_job_that_loses_its_run_at_its_last_record_is_no_success(tmp_path, mon
 
 @pytest.mark.limit(300)
 @pytest.mark.conformance
-def test_a_second_job_waits_and_then_refuses_and_names_the_first(tmp_path):
+def test_a_second_job_waits_and_then_fails_with_the_name_of_the_first(tmp_path):
     folder = Folder(tmp_path)
     with folder.job(ranks=2, step_s=4.0) as first:
         folder.wait_for_step(1, first)
@@ -194,8 +195,8 @@ def test_a_second_job_waits_and_then_refuses_and_names_the_first(tmp_path):
 
 @pytest.mark.limit(300)
 @pytest.mark.conformance
-def test_after_the_kill_of_a_job_whose_processes_it_cannot_see_the_second_goes_on(tmp_path):
-    """Both in containers of their own, as on two machines: only the heartbeat tells."""
+def test_a_second_job_takes_over_after_the_kill_of_a_job_in_another_namespace(tmp_path):
+    """Each job is in its own PID namespace, as on two hosts: only the heartbeat shows the kill."""
     apart = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
     folder = Folder(tmp_path)
     with folder.job(before=apart, step_s=0.4) as first:

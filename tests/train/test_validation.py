@@ -1,4 +1,4 @@
-"""Held-out samples of the training data judge a run while it trains; the test set does once."""
+"""Held-out training samples are used for tests during training; the test set is used once."""
 
 from dataclasses import replace
 
@@ -25,19 +25,20 @@ def values_of(loader):
 
 
 @SIZES
-def test_no_sample_is_trained_on_and_judged_by(here, configure):
+def test_training_and_validation_samples_are_disjoint(here, configure):
     task = build(configure(*HELD, "train.global_batch=9"), here.comm)
     train, held = values_of(task.train), values_of(task.test)
     assert (len(train), len(held)) == (NUM_SAMPLES - NUM_HELD, NUM_HELD)
     assert not train & held
-    assert train | held == values_of(task.held_out)  # here the test set has the same samples
+    # in this problem the test set has the same samples
+    assert train | held == values_of(task.held_out)
     assert here.comm.allgather_object(held) == [held] * here.comm.size
     other = build(configure(*HELD, "train.global_batch=9", "seed=1"), here.comm)
     assert values_of(other.test) != held
 
 
 @SIZES
-def test_tests_use_the_samples_held_out_and_the_last_one_the_test_set(here, configure, shared):
+def test_tests_use_the_validation_samples_and_the_last_one_the_test_set(here, configure, shared):
     job = Job(here, configure, shared / "run", *HELD, "train.epochs=2")
     task = job.built()
     job.part(task=task)
@@ -51,7 +52,7 @@ def test_tests_use_the_samples_held_out_and_the_last_one_the_test_set(here, conf
 
 
 @SIZES
-def test_a_finished_run_is_tested_again_on_the_samples_held_out(here, configure, shared):
+def test_a_finished_run_is_evaluated_again_on_the_validation_samples(here, configure, shared):
     job = Job(here, configure, shared / "run", *HELD, "train.epochs=2")
     job.part()
     here.comm.barrier()
@@ -71,7 +72,7 @@ def test_a_finished_run_is_tested_again_on_the_samples_held_out(here, configure,
 
 
 @pytest.mark.ranks(2)
-def test_a_run_that_goes_on_holds_out_the_same_samples(here, configure, shared):
+def test_a_resumed_run_holds_out_the_same_samples(here, configure, shared):
     whole, parts = (Job(here, configure, shared / name, *HELD) for name in ("a", "b"))
     whole.part()
     parts.part(stop="SIGUSR1", after=4)
@@ -79,7 +80,7 @@ def test_a_run_that_goes_on_holds_out_the_same_samples(here, configure, shared):
     assert_same_run(whole, parts)
 
 
-def test_what_holds_out_no_or_all_samples_is_refused(here, configure):
+def test_a_validation_fraction_without_or_with_all_samples_is_rejected(here, configure):
     for part in ("0.001", "0.999"):
         with pytest.raises(MismatchError, match=r"data.validation must leave samples on both"):
             build(configure(f"data.validation={part}"), here.comm)

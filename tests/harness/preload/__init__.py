@@ -1,13 +1,13 @@
-"""Ranks that start at a sixth of the cost: forked from a Python that has imported torch already.
+"""Start ranks at a sixth of the cost, by a fork of a Python process that has imported torch.
 
-``python()`` is what a test puts in the place of ``sys.executable`` where it starts ranks. mpirun
-then starts stubs of a few milliseconds. A stub hands all it was given over to a server, which
-forks the rank: environment, folder, limits, every descriptor under its own number. Signals and
-exit codes come back.
+A test uses ``python()`` instead of ``sys.executable`` to start ranks. mpirun then starts stubs,
+which take a few milliseconds. A stub sends its environment, working directory, limits and open
+descriptors to a server, and the server forks the rank. The stub forwards signals to the rank and
+exits with its exit code.
 
-Not for tests that look at who is whose child, stop processes by SIGSTOP, or say what an import
-costs; and a stub starts a Python of its own where the server would make a difference: options of
-Python, variables that libraries read while they are loaded, another network.
+Not for tests that check parent processes, send SIGSTOP, or measure imports. A stub starts a new
+Python process if the server cannot reproduce the request: options of Python, variables that
+libraries read at import, or another network namespace.
 """
 
 import atexit
@@ -23,7 +23,7 @@ STUB = Path(__file__).with_name("stub.py")
 
 
 def python(environment: str = ".venv") -> list[str]:
-    """Return the words that start a Python of ``.venv`` or ``.venv-mpich`` at once."""
+    """Return the command that starts a preloaded Python of ``.venv`` or ``.venv-mpich``."""
     own = Path(sys.executable)
     mine = own.parent.parent.name == environment
     interpreter = own if mine else ROOT / environment / "bin/python"
@@ -32,9 +32,9 @@ def python(environment: str = ".venv") -> list[str]:
 
 @functools.cache
 def _server(interpreter: Path) -> str:
-    """Start the server of an interpreter, once in this process; return its socket.
+    """Start the server of an interpreter, once per process; return the path of its socket.
 
-    It ends with this process, by the end of its standard input.
+    The server ends with this process, when its standard input closes.
     """
     folder = tempfile.TemporaryDirectory(prefix="preload-", ignore_cleanup_errors=True)
     socket = f"{folder.name}/socket"
@@ -55,5 +55,5 @@ def _server(interpreter: Path) -> str:
         folder.cleanup()
 
     atexit.register(end)
-    assert process.stdout.readline() == "ready\n", "the server of preloaded ranks does not start"
+    assert process.stdout.readline() == "ready\n", "the server of preloaded ranks must print ready"
     return socket

@@ -1,4 +1,4 @@
-"""What a forked process does to become the rank that a stub stands for."""
+"""Give a forked process the state of the stub that requested it."""
 
 import os
 import resource
@@ -7,10 +7,10 @@ import sys
 
 
 def become(request):
-    """Take over all that the stub was given."""
+    """Take over process group, signals, limits, descriptors and environment of the stub."""
     try:
         os.setpgid(0, os.getpgid(request["pid"]))
-    except OSError:  # it is in another session: what is sent to its group reaches the stub alone
+    except OSError:  # The stub is in another session, so signals to its group reach only the stub.
         os.setpgid(0, 0)
     for number in (signal.SIGPIPE, signal.SIGXFSZ, *request["ignored"]):
         signal.signal(number, signal.SIG_IGN)
@@ -35,7 +35,7 @@ def become(request):
 
 
 def _place(received, numbers):
-    """Give each descriptor the number that it has in the stub."""
+    """Give each received descriptor the number that it has in the stub."""
     top = max([*numbers, *received]) + 1
     for i, (fd, number) in enumerate(zip(received, numbers, strict=True)):
         os.dup2(fd, top + i)

@@ -1,6 +1,7 @@
-"""The server: imports what is slow, then forks one process for each stub that asks.
+"""The server imports slow modules, then forks one process for each request of a stub.
 
-It initialises no MPI, starts no thread and computes nothing: a fork would lose that.
+The server does not initialize MPI, starts no thread and computes nothing, because a fork does
+not keep that state.
 """
 
 import array
@@ -23,18 +24,18 @@ from tests.harness.preload.become import become
 MODULES = ("torch", "numpy", "h5py", "mpi4py", "pytest", "hypothesis", "hpctrain.cli.main")
 READ_WHILE_LOADED = ("OMP_", "MKL_", "KMP_", "GOMP_", "LD_", "PYTHON", "TORCH_", "PYTORCH_")
 READ_WHILE_LOADED += ("MPI4PY_", "NUMEXPR_", "HDF5_")
-"""Beginnings of variables that are looked at before a program begins."""
+"""Prefixes of variables that Python or a library reads before a program starts."""
 READ_LATER = ("OMP_NUM_THREADS", "PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED", "PYTHONPATH")
-"""Those of them that ``become`` puts into effect."""
+"""Variables with such a prefix that ``become`` can apply later."""
 REFUSED = (0xFFFFFFFF).to_bytes(4, "big")
 
 
 def fixed(environ):
-    """Return what cannot be changed any more."""
+    """Return the variables that cannot be changed after the imports."""
     found = {k: v for k, v in environ.items() if k.startswith(READ_WHILE_LOADED)}
     for name in READ_LATER:
         found.pop(name, None)
-    # Open MPI's launcher puts the folder of its own libraries in front; mpi4py knows it anyway.
+    # Open MPI's launcher prepends its own library directory, which mpi4py finds without it.
     folders = found.pop("LD_LIBRARY_PATH", "").split(":")
     return found | {"folders": [f for f in folders if f not in ("", f"{sys.prefix}/lib")]}
 
@@ -43,12 +44,12 @@ OWN, NETWORK = fixed(os.environ), str(Path("/proc/self/ns/net").readlink())
 
 
 class Children:
-    """Forked processes; each has a link to its stub, and a descriptor that tells its end."""
+    """Forked processes, each with a connection to its stub and a pidfd."""
 
     def __init__(self, poll):
         self._poll = poll
         self._links = {}
-        """By the link's descriptor: the link, the process's number and its descriptor."""
+        """By descriptor of the connection: the connection, the process id and the pidfd."""
         self._ends = {}
 
     def add(self, link, pid):
@@ -60,13 +61,13 @@ class Children:
         self._poll.register(pidfd, select.POLLIN)
 
     def forget(self):
-        """Close what is the server's own, in a child."""
+        """Close the server's descriptors in a child."""
         for link, _, pidfd in self._links.values():
             link.close()
             os.close(pidfd)
 
     def serve(self, fd):
-        """Tell a stub how its process has ended, or a process what its stub was told."""
+        """Send the exit status of a process to its stub, or signals of a stub to its process."""
         if fd in self._ends:
             link, pid, pidfd = self._links.pop(self._ends.pop(fd))
             status = os.waitpid(pid, 0)[1]
@@ -80,7 +81,8 @@ class Children:
         elif fd in self._links:
             link, _, pidfd = self._links[fd]
             try:
-                signals = link.recv(64) or bytes([signal.SIGKILL])  # the stub was killed
+                # end of file: the stub was killed
+                signals = link.recv(64) or bytes([signal.SIGKILL])
             except BlockingIOError:
                 return
             except OSError:
@@ -92,7 +94,7 @@ class Children:
 
 
 def serve(listener):
-    """Return the request in each child; the server itself returns None at its end."""
+    """Fork a process per request. Return the request in a child, None in the server at its end."""
     poll = select.poll()
     poll.register(listener, select.POLLIN)
     poll.register(0, select.POLLHUP)
@@ -119,7 +121,7 @@ def serve(listener):
 
 
 def receive(link):
-    """Return what a stub asks for; None if it must do that by itself."""
+    """Return the request of a stub; None if the stub must start Python itself."""
     head, ancillary, _, _ = link.recvmsg(4, socket.CMSG_SPACE(4 * 250))
     received = array.array("i")
     for _, _, data in ancillary:
@@ -140,7 +142,7 @@ def receive(link):
 
 
 def run(words, path):
-    """Do what Python does with these words."""
+    """Run the program that these arguments of Python name."""
     program = sys.modules["__main__"].__dict__
     sys.path[:] = [p for p in os.environ.get("PYTHONPATH", "").split(":") if p] + path
     if words[0] == "-c":
@@ -156,7 +158,7 @@ def run(words, path):
 
 
 def main():
-    """Be the server, and in each child the program that a stub stands for."""
+    """Run the server, and in each child the requested program."""
     path = [p for p in sys.path[1:] if p != os.environ["PYTHONPATH"]]
     for name in MODULES:
         importlib.import_module(name)

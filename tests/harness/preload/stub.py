@@ -1,7 +1,9 @@
-"""A rank as mpirun sees it: hands all it was given to the server, relays signals, ends alike.
+"""The process that mpirun starts in place of a rank: asks the server to fork the rank.
 
-python -I -S stub.py SOCKET ARGS…   ARGS as Python takes them: FILE …, -m MODULE …, -c CODE …
-Only modules that Python has built in: it lives for as long as the rank, and starts at once.
+    python -I -S stub.py SOCKET ARGS...   ARGS as for Python: FILE ..., -m MODULE ..., -c CODE ...
+
+The stub forwards signals and ends as the rank does. It imports only built-in modules, because it
+must start fast and lives as long as the rank.
 """
 
 import _signal
@@ -71,7 +73,7 @@ def answer_of(link):
             more = link.recv(4 - len(answer))
         except ConnectionResetError:
             more = b""
-        if not more:  # the server is gone, and what it ran with it
+        if not more:  # The server has exited, and its children with it.
             die(_signal.SIGKILL)
         answer += more
     return answer

@@ -1,10 +1,14 @@
-"""A training under ``hpctrain launch --recover`` whose ranks die; each that is left tells its end.
+"""A training under ``hpctrain launch --recover`` whose ranks die; survivors write a result file.
 
     hpctrain launch -n 4 --recover python recovering.py FOLDER KILLS
 
-``KILLS`` is JSON: rank of the launch, step, and milliseconds from there to the kill; or rank,
-``"remaking"``, and the number of the call in the making of the next world in which it dies; or
-that of a spare, ``"waiting"``, and the number of the call in which it is stopped.
+``KILLS`` is a JSON list of one of these triples:
+
+- rank of the launch, step, and milliseconds from that step to the kill;
+- rank, ``"remaking"``, and the number of the call, counted from the start of ``remake``, in which
+  the rank is killed;
+- rank of a spare, ``"waiting"``, and the number of the call, counted from the start of
+  ``Spares.wait``, in which the spare is stopped.
 """
 
 import json
@@ -28,11 +32,11 @@ NUM_SAMPLES, EPOCHS, BATCH = 96, 2, 4
 
 
 CALLS = {"remaking": (remake, signal.SIGKILL), "waiting": (Spares.wait, signal.SIGSTOP)}
-"""Where a rank dies, or stops, in one of the calls from there on."""
+"""By name: the function from which calls are counted, and the signal that is sent."""
 
 
 class Victim:
-    """Kills this process at its time."""
+    """Kill or stop this process at the time given in ``KILLS``."""
 
     def __init__(self, kills, rank):
         self.kills = {r: (step, ms) for r, step, ms in kills}
@@ -52,7 +56,7 @@ class Victim:
                 os.kill(os.getpid(), self.signal)
 
     def at(self, step):
-        """Let a rank whose step has come die a little later, whatever it does then."""
+        """Kill this process ``ms`` milliseconds after its step starts."""
         if self.mine is None or step < self.mine[0]:
             return
         _, ms = self.mine
@@ -68,9 +72,9 @@ class Victim:
 
 
 def main():
-    """Train, and write what is left at the end."""
+    """Train, and write the result of this rank to a file."""
     folder, kills = Path(sys.argv[1]), json.loads(sys.argv[2])
-    first_rank = int(os.environ["OMPI_COMM_WORLD_RANK"])  # also of a spare
+    first_rank = int(os.environ["OMPI_COMM_WORLD_RANK"])  # spares have a rank here too
     victim = Victim(kills, first_rank)
     hvd.init()
     torch.manual_seed(first_rank)

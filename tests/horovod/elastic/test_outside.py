@@ -1,4 +1,4 @@
-"""A rank that dies under ``--recover`` where ``elastic.run`` does not see it ends all ranks."""
+"""A death under ``--recover`` outside the function of ``elastic.run`` ends all ranks."""
 
 import time
 
@@ -36,7 +36,7 @@ sys.argv[1] == "after" and lose_one()
 @pytest.mark.limit(100)
 @pytest.mark.requires("recovery")
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_all_end_at_once_and_say_where_a_lost_rank_is_survived(monkeypatch, when):
+def test_a_death_outside_elastic_run_ends_all_ranks_with_a_remedy(monkeypatch, when):
     monkeypatch.setenv("HPCTRAIN_RANKS_PER_NODE", "3" if when == "before" else "1")
     line = [*preload.python(), "-m", "hpctrain", "launch", "-n", 3, "--recover", "--"]
     done = ended([*line, *preload.python(), "-c", PROGRAM, when])

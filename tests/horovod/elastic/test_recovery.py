@@ -1,7 +1,7 @@
-"""Ranks die at any instant; those that are left go on in place, and lose nothing.
+"""Ranks die at random times; the surviving ranks continue in place without loss of samples.
 
-``HPCTRAIN_TEST_KILLS=500`` makes it so many kills, half an hour to an hour; what has passed is
-kept in ``build/soak`` until the package changes, and not done again.
+``HPCTRAIN_TEST_KILLS=500`` sets the number of kills, which then take half an hour to an hour.
+Seeds that passed are stored in ``build/soak`` and skipped until the package changes.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ FEW = 6
 NUM_KILLS = int(os.environ.get("HPCTRAIN_TEST_KILLS", FEW))
 
 
-def test_a_launcher_that_says_0_is_not_believed_where_no_rank_has_come_to_its_end():
+def test_launch_fails_if_no_rank_completes_though_the_launcher_returns_0():
     line = [sys.executable, "-m", "hpctrain", "launch", "-n", 2, "--recover", "--"]
     gone = "import os, hpctrain; hpctrain.init(); hpctrain.barrier(); os._exit(0)"
     done = ended([*line, sys.executable, "-c", gone], timeout=100)
@@ -43,7 +43,7 @@ def test_a_launcher_that_says_0_is_not_believed_where_no_rank_has_come_to_its_en
     assert ended([*line, sys.executable, "-c", "pass"], timeout=100).returncode == 0
 
 
-def test_where_a_rank_dies_before_mpi_has_begun_all_end():
+def test_a_death_before_mpi_init_ends_all_ranks():
     line = [sys.executable, "-m", "hpctrain", "launch", "-n", 3, "--recover", "--"]
     dies = "import os, signal; os.environ['RANK'] == '2' and os.kill(os.getpid(), signal.SIGKILL)"
     program = [sys.executable, "-c", f"{dies}; import hpctrain; hpctrain.init()"]
@@ -55,7 +55,7 @@ def test_where_a_rank_dies_before_mpi_has_begun_all_end():
 
 
 def launched(tmp_path, kills, *options, num_ranks=4, spares=0):
-    """Run to the end; return what each rank that is left has found there, by its first number."""
+    """Launch until the end; return the result of each surviving rank, by rank of the launch."""
     line = [*preload.python(), "-m", "hpctrain", "launch", "-n", num_ranks, "--recover", *options]
     line += ["--spares", spares]
     program = [*preload.python(), recovering.__file__, tmp_path, json.dumps(kills)]
@@ -69,7 +69,7 @@ def launched(tmp_path, kills, *options, num_ranks=4, spares=0):
 
 
 def check(ends):
-    """The replicas are equal, and each sample was taken once per epoch, but to fill a round."""
+    """Check that replicas are equal and that an epoch visits each sample, plus at most a round."""
     first, *others = ends.values()
     weights = torch.tensor(first["weights"])
     assert weights.isfinite().all()
@@ -81,10 +81,10 @@ def check(ends):
 
 
 def several(seed):
-    """Draw kills of one run: one, two at once, or one after the other, down to the last rank."""
+    """Draw the kills of one run: one to three ranks, at the same step or successively."""
     rng = random.Random(seed)
     ranks = rng.sample(range(4), rng.choice((1, 1, 2, 3)))
-    if seed % 4 == 3:  # the others die while those that are left make their world
+    if seed % 4 == 3:  # The other ranks die while the survivors create the next world.
         others = [(rank, "remaking", int(10 ** rng.uniform(0, 4))) for rank in ranks[1:]]
         return [(ranks[0], 4, 0), *others]
     steps = rng.choices((1, 3, 5, 7), k=1) * len(ranks) if seed % 2 else (1, 4, 7)
@@ -98,19 +98,19 @@ NOTES = Path("build/soak/recovery.json")
 
 
 def passed_before():
-    """Return the seeds that the same package has passed, of a run of many kills."""
+    """Return the seeds that passed with this version of the package, for runs of many kills."""
     found = json.loads(NOTES.read_text()) if NUM_KILLS > FEW and NOTES.exists() else {}
     return set(found.get("passed", ())) if found.get("package") == package() else set()
 
 
 def package():
-    """Return what tells one state of the package from another."""
+    """Return a hash of the sources of the package."""
     sources = sorted(Path(hpctrain.__file__).parent.rglob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in sources)).hexdigest()
 
 
 def note(seed, num_kills):
-    """Keep that a seed has passed, and say how far it is."""
+    """Record that a seed has passed, and print the progress."""
     if NUM_KILLS > FEW:
         NOTES.parent.mkdir(parents=True, exist_ok=True)
         passed = sorted({*passed_before(), seed})
@@ -119,7 +119,7 @@ def note(seed, num_kills):
 
 
 @pytest.mark.limit(150 + 15 * NUM_KILLS)
-def test_ranks_that_are_left_go_on_in_place_wherever_the_others_die(tmp_path):
+def test_surviving_ranks_continue_in_place_after_random_deaths(tmp_path):
     num_kills, passed = 0, passed_before()
     for seed in count():
         kills, folder = several(seed), tmp_path / str(seed)
@@ -137,8 +137,8 @@ def test_ranks_that_are_left_go_on_in_place_wherever_the_others_die(tmp_path):
             break
 
 
-def test_more_ranks_may_die_while_those_that_are_left_make_their_world(tmp_path):
-    """Rank 0 dies in the first try, a spare in the second; the other spare takes a place."""
+def test_ranks_may_die_while_survivors_create_the_next_world(tmp_path):
+    """Rank 0 dies in the first attempt, a spare in the second; the other spare replaces a rank."""
     kills = [(1, 4, 0), (0, "remaking", 3000), (3, "remaking", 6000)]
     ends, said = launched(tmp_path, kills, num_ranks=3, spares=2)
     check(ends)
@@ -146,7 +146,7 @@ def test_more_ranks_may_die_while_those_that_are_left_make_their_world(tmp_path)
     assert ends[2]["sizes"] == [3, 2]
 
 
-def test_a_whole_node_and_rank_0_may_be_lost(tmp_path):
+def test_survivors_continue_after_the_loss_of_a_node_and_rank_0(tmp_path):
     ends, said = launched(tmp_path, [(0, 4, 0), (1, 4, 0)], "--nodes", 2)
     check(ends)
     assert "ranks 0-1 of 4 died; the 2 that are left go on" in said
@@ -154,7 +154,7 @@ def test_a_whole_node_and_rank_0_may_be_lost(tmp_path):
 
 
 @pytest.mark.requires("cluster")
-def test_the_ranks_of_another_machine_may_be_lost(tmp_path):
+def test_survivors_continue_after_the_loss_of_another_host(tmp_path):
     with VirtualCluster(nodes=2) as cluster:
         kills = json.dumps([(0, 4, 0), (1, 4, 0)])
         program = ["python", recovering.__file__, str(tmp_path), kills]
@@ -178,7 +178,7 @@ RAISES = (
     "if True:\n            raise ValueError('mine')\n        if not ms:",
     "mine",
 )
-EXITS = (  # MPI does not take it for dead
+EXITS = (  # MPI does not report an exit as a death
     RANK_LOST,
     "if not ms:",
     "if True:\n            os._exit(3)\n        if not ms:",
@@ -191,7 +191,7 @@ EXITS = (  # MPI does not take it for dead
     [SHARDED, RAISES, EXITS],
     ids=["sharded", "an error", "an exit code"],
 )
-def test_what_cannot_go_on_ends_all_ranks(tmp_path, monkeypatch, code, old, new, said):
+def test_failures_without_recovery_end_all_ranks(tmp_path, monkeypatch, code, old, new, said):
     monkeypatch.setenv("HPCTRAIN_TIMEOUT", "5")
     program = Path(recovering.__file__).read_text()
     assert old in program

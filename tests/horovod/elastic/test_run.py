@@ -1,4 +1,4 @@
-"""``elastic.run``: a training with failures ends with the bits of one without."""
+"""``elastic.run``: a training with failures ends with the same bits as one without."""
 
 import pytest
 import torch
@@ -16,13 +16,13 @@ from hpctrain.elastic import ElasticSampler, HostUpdate, ObjectState, TorchState
 
 SIZES = pytest.mark.ranks(1, 2, 3)
 MANY = pytest.mark.ranks(2, 3)
-EPOCHS, BATCH, FAIL_AT = 2, 4, 5  # ``FAIL_AT``: an optimizer step that lies between two commits
+EPOCHS, BATCH, FAIL_AT = 2, 4, 5  # ``FAIL_AT``: an optimizer step between two commits
 
 DATA = torch.arange(48 * 3, dtype=torch.float32).reshape(48, 3).sin()
 
 
 def mismatch(hvd):
-    """Fail on all ranks, by an operation that does not fit."""
+    """Fail on all ranks, by an operation with different shapes."""
     shape = 3 if hvd.rank() == hvd.size() - 1 else 2
     with pytest.raises(OperationMismatchError, match="odd"):
         hvd.allreduce(torch.ones(shape), name="odd")
@@ -30,13 +30,13 @@ def mismatch(hvd):
 
 
 def last_rank_alone(hvd):
-    """Fail on one rank, while the others go on to average gradients."""
+    """Fail on one rank, while the other ranks continue to average gradients."""
     if hvd.rank() == hvd.size() - 1:
         raise HorovodInternalError("the last rank has stumbled")
 
 
 class Training:
-    """A small training in which things happen at chosen optimizer steps, once each."""
+    """A small training that calls each of ``events`` once, at its optimizer step."""
 
     def __init__(self, hvd, **events):
         torch.manual_seed(hvd.rank())
@@ -84,7 +84,7 @@ def undisturbed(hvd):
 
 @SIZES
 @pytest.mark.parametrize("failure", [mismatch, last_rank_alone])
-def test_a_failure_costs_time_but_no_bit(hvd, undisturbed, failure):
+def test_a_training_with_failures_ends_with_the_same_bits(hvd, undisturbed, failure):
     if hvd.size() == 1:
         failure = last_rank_alone
     training = Training(hvd, one=(failure, FAIL_AT), two=(failure, FAIL_AT + 2))
@@ -92,14 +92,14 @@ def test_a_failure_costs_time_but_no_bit(hvd, undisturbed, failure):
     training.state.register_reset_callbacks([lambda: callbacks.append(training.state.num_steps)])
     assert training.run(training.state, word="finished") == "finished"
     assert training.attempts == 3
-    assert callbacks == [3, 6] or failure is last_rank_alone  # rank 0 had committed once more
+    assert callbacks == [3, 6] or failure is last_rank_alone  # rank 0 had made one more commit
     assert torch.equal(training.weights(), undisturbed)
     assert hvd.allreduce(torch.ones(2), op=hvd.Sum, name="even")[0] == hvd.size()
 
 
 @MANY
 @pytest.mark.parametrize("wait", ["operation", "barrier", "object", "nothing"])
-def test_ranks_that_wait_for_one_that_failed_or_are_done_are_fetched(hvd, wait):
+def test_ranks_that_wait_or_have_finished_join_the_next_attempt(hvd, wait):
     attempts = []
 
     @elastic.run
@@ -108,7 +108,8 @@ def test_ranks_that_wait_for_one_that_failed_or_are_done_are_fetched(hvd, wait):
         attempts.append(state.value)
         if len(attempts) == 1:
             last_rank_alone(hvd)
-        if wait == "operation":  # one after the other, so the second was never heard of
+        # "late" is submitted first but waited for second, so it is never announced
+        if wait == "operation":
             late = hvd.allreduce_async(torch.ones(3), name="late")
             hvd.allreduce(torch.ones(2), name="early")
             return hvd.synchronize(late)[0]
@@ -122,7 +123,7 @@ def test_ranks_that_wait_for_one_that_failed_or_are_done_are_fetched(hvd, wait):
 
 
 @SIZES
-def test_when_hosts_change_nothing_is_undone(hvd, undisturbed):
+def test_a_change_of_hosts_loses_no_steps(hvd, undisturbed):
     def news(hvd):
         if hvd.rank() == hvd.size() - 1:
             training.state.on_hosts_updated(1.0, HostUpdate.ADDED)
@@ -137,7 +138,7 @@ def test_when_hosts_change_nothing_is_undone(hvd, undisturbed):
 
 
 @MANY
-def test_other_exceptions_pass_through_and_so_does_a_parting_without_a_failure(hvd):
+def test_other_exceptions_and_mismatched_calls_are_raised(hvd):
     def broken(_):
         raise ValueError("no operation")
 
@@ -155,7 +156,7 @@ def test_other_exceptions_pass_through_and_so_does_a_parting_without_a_failure(h
 
 
 @SIZES
-def test_a_failure_that_comes_back_ends_the_training(hvd):
+def test_a_repeated_failure_ends_the_training(hvd):
     attempts = []
 
     @elastic.run
@@ -193,7 +194,7 @@ def test_the_number_of_resets_can_be_limited(monkeypatch):
 
 
 @SIZES
-def test_a_failure_during_sync_is_a_failure_too(hvd):
+def test_a_failure_during_sync_starts_another_attempt(hvd):
     class Fragile(ObjectState):
         fails = 1
 
@@ -209,7 +210,7 @@ def test_a_failure_during_sync_is_a_failure_too(hvd):
 
 @MANY
 @pytest.mark.parametrize("where", ["before a commit", "in a commit"])
-def test_all_ranks_return_to_the_same_commit_wherever_one_has_failed(hvd, where):
+def test_all_ranks_return_to_the_same_commit(hvd, where):
     fails = {hvd.size() - 1: {2}}.get(hvd.rank(), set())
 
     def fail(state, place):
@@ -219,14 +220,15 @@ def test_all_ranks_return_to_the_same_commit_wherever_one_has_failed(hvd, where)
 
     class Stumbling(ObjectState):
         def save(self):
-            fail(self, "in a commit")  # the others have that commit
+            fail(self, "in a commit")  # the other ranks have made that commit
             super().save()
 
     @elastic.run
     def train(state):
         while state.step < 4:
             state.step += 1
-            fail(state, "before a commit")  # the others do not wait for this rank in between
+            # the other ranks do not wait for this rank before their commit
+            fail(state, "before a commit")
             state.commit()
 
     state, found = Stumbling(step=0), []

@@ -1,4 +1,4 @@
-"""``ElasticSampler``: each index of an epoch is delivered, whatever happens to the ranks."""
+"""``ElasticSampler`` delivers each index of an epoch, on any number of ranks."""
 
 import copy
 import random
@@ -16,7 +16,7 @@ SIZES = st.integers(1, 8)
 
 
 def at(monkeypatch, rank, size):
-    """Let this process be one rank of so many."""
+    """Make this process rank ``rank`` of ``size``."""
     monkeypatch.setattr(world, "rank", lambda: rank)
     monkeypatch.setattr(world, "size", lambda: size)
 
@@ -27,14 +27,14 @@ def at(monkeypatch, rank, size):
     stretches=st.lists(st.tuples(SIZES, st.integers(0, 4)), max_size=4),
     last=SIZES,
 )
-def test_an_epoch_in_stretches_of_other_sizes_delivers_every_index_once(
+def test_an_epoch_over_changing_numbers_of_ranks_delivers_every_index_once(
     num_samples, seed, stretches, last
 ):
-    """In each stretch every rank does so many indices; then all is restored at another size."""
+    """In each stretch every rank takes some indices; then the next size restores the state."""
     order, num_done, delivered = epoch_order(num_samples, seed), 0, []
     for size, wanted in stretches:
         left = left_of(order, num_done)
-        each = min(wanted, len(left) // size)  # whole rounds, no epoch's end
+        each = min(wanted, len(left) // size)  # whole rounds, so that the epoch does not end
         for rank in range(size):
             delivered += part_of(left, rank, size, order)[:each]
         num_done += each * size
@@ -50,7 +50,7 @@ def test_an_epoch_in_stretches_of_other_sizes_delivers_every_index_once(
 
 @given(num_samples=st.integers(1, 60), seed=st.integers(0, 5), sizes=st.tuples(SIZES, SIZES))
 @settings(deadline=None)
-def test_what_was_recorded_by_index_is_not_delivered_again(num_samples, seed, sizes):
+def test_indices_recorded_by_index_are_not_delivered_again(num_samples, seed, sizes):
     before, after = sizes
     order = epoch_order(num_samples, seed)
     chance = random.Random(seed)
@@ -62,12 +62,12 @@ def test_what_was_recorded_by_index_is_not_delivered_again(num_samples, seed, si
     }
     left = left_of(order, 0, done)
     delivered = {index for rank in range(after) for index in part_of(left, rank, after, order)}
-    assert delivered - set(order[:after]) <= set(left)  # the last round is filled up
+    assert delivered - set(order[:after]) <= set(left)  # the last round repeats indices
     assert delivered >= set(left) == set(range(num_samples)) - done
 
 
 @given(num_samples=st.integers(1, 60), size=SIZES, seed=st.integers(0, 5), each=st.integers(0, 9))
-def test_on_as_many_ranks_an_interrupted_epoch_is_the_uninterrupted_one(
+def test_an_interrupted_epoch_on_the_same_number_of_ranks_has_the_same_order(
     num_samples, size, seed, each
 ):
     order = epoch_order(num_samples, seed)
@@ -78,7 +78,7 @@ def test_on_as_many_ranks_an_interrupted_epoch_is_the_uninterrupted_one(
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 8), (3, 2), (4, 4), (8, 1)])
-def test_a_restored_sampler_goes_on_where_the_state_says(monkeypatch, before, after):
+def test_a_restored_sampler_continues_from_its_state(monkeypatch, before, after):
     data, batch, num_batches = range(50), 2, 2
     delivered, states = [], []
     for rank in range(before):
@@ -89,7 +89,7 @@ def test_a_restored_sampler_goes_on_where_the_state_says(monkeypatch, before, af
         for number in range(num_batches):
             delivered += mine[number * batch :][:batch]
             sampler.record_batch(number, batch)
-        assert len(sampler) == len(mine)  # recording changes nothing before the next reset
+        assert len(sampler) == len(mine)  # recording has no effect before the next reset
         states.append(sampler.state_dict())
     assert all(state == states[0] for state in states)
     for rank in range(after):
@@ -102,7 +102,7 @@ def test_a_restored_sampler_goes_on_where_the_state_says(monkeypatch, before, af
     assert len(delivered) - len(data) == -(len(data) - before * batch * num_batches) % after
 
 
-def test_epochs_have_orders_of_their_own_and_begin_with_nothing_done(monkeypatch):
+def test_each_epoch_has_its_own_order_and_starts_unprocessed(monkeypatch):
     at(monkeypatch, 0, 1)
     sampler = ElasticSampler(range(20))
     first = list(sampler)
@@ -121,7 +121,7 @@ def test_epochs_have_orders_of_their_own_and_begin_with_nothing_done(monkeypatch
     assert parts == [0, 1, 2, 0, 1, 2, 0]
 
 
-def test_batches_and_indices_are_not_recorded_in_one_epoch(monkeypatch):
+def test_an_epoch_cannot_mix_recorded_batches_and_indices(monkeypatch):
     at(monkeypatch, 0, 1)
     sampler = ElasticSampler(range(10))
     sampler.record_indices([4, 5])
@@ -134,13 +134,13 @@ def test_batches_and_indices_are_not_recorded_in_one_epoch(monkeypatch):
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_what_any_rank_has_recorded_is_done_after_a_sync(hvd):
+def test_sync_merges_the_recorded_indices_of_all_ranks(hvd):
     sampler = ElasticSampler(range(24), seed=1)
     state = TorchState(sampler=sampler)
     mine = list(sampler)
     sampler.record_indices(mine[: 1 + hvd.rank()])
     state.commit()
-    sampler.record_indices(mine[6:7])  # never committed
+    sampler.record_indices(mine[6:7])  # not committed
     state.restore()
     state.sync()
     order = epoch_order(24, 1)

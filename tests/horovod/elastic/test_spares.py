@@ -1,4 +1,4 @@
-"""Spares take the place of lost ranks in ``elastic.run``; what they cannot do ends all ranks."""
+"""Spares replace lost ranks in ``elastic.run``; operations that spares cannot do end all ranks."""
 
 import sys
 
@@ -15,12 +15,12 @@ pytestmark = [pytest.mark.launches, pytest.mark.limit(150), pytest.mark.requires
 
 
 def saved(folder, step, size):
-    """Return the weights of a commit."""
+    """Return the model state of a commit."""
     return load(folder / "saved" / f"{step}-{size}", SerialCommunicator()).state["model"]
 
 
-def test_a_world_keeps_its_size_and_bits_while_there_are_spares_and_shrinks_then(tmp_path):
-    """The spare of the first run is never needed; the second loses its ranks 0 and 1."""
+def test_spares_keep_size_and_bits_until_none_is_left(tmp_path):
+    """The first run never needs its spare; the second run loses ranks 0 and 1."""
     whole, lost = tmp_path / "whole", tmp_path / "lost"
     whole.mkdir()
     lost.mkdir()
@@ -36,8 +36,8 @@ def test_a_world_keeps_its_size_and_bits_while_there_are_spares_and_shrinks_then
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_a_spare_that_is_stopped_keeps_nobody(tmp_path):
-    """One of them at a loss, where the other one takes the place; one alone at the end."""
+def test_a_stopped_spare_blocks_no_rank(tmp_path):
+    """Once at the loss of a rank, where another spare takes the place, and once at the end."""
     loss, end = tmp_path / "loss", tmp_path / "end"
     loss.mkdir()
     end.mkdir()
@@ -129,14 +129,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_a_spare_cannot_do_ends_all_ranks(tmp_path, what):
+def test_unsupported_use_of_spares_ends_all_ranks(tmp_path, what):
     program = PROGRAM
     for place in ("before", "inside", "after"):
         program = program.replace(place.upper(), REFUSED[what].get(place, ""))
     file = tmp_path / "program.py"
     file.write_text(program)
     line = [*preload.python(), "-m", "hpctrain", "launch", "-n", 2, "--recover", "--spares", 1]
-    # Where a spare alone has an error it ends the launcher, which is no parent of what is forked.
+    # A spare that fails alone ends the launcher, which is not the parent of forked processes.
     python = [sys.executable] if what == "a named operation" else preload.python()
     done = ended([*line, "--", *python, file], timeout=60, cwd=tmp_path)
     assert done.returncode not in (0, 124), done.stderr

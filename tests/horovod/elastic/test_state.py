@@ -1,4 +1,4 @@
-"""States: what is saved comes back bit by bit, and rank 0 decides."""
+"""States are restored bitwise, and ``sync`` copies the state of rank 0."""
 
 import threading
 
@@ -22,7 +22,7 @@ SEVERAL = pytest.mark.ranks(2, 3)
 
 
 class Scaled(nn.Linear):
-    """A module whose state holds more than tensors."""
+    """A module whose state contains an object that is not a tensor."""
 
     scale = 1
 
@@ -62,7 +62,7 @@ def equal(these, those):
 
 
 @pytest.mark.usefixtures("hvd")
-def test_what_was_committed_comes_back_again_and_again():
+def test_restore_returns_the_committed_state_repeatedly():
     model, optimizer, scheduler = training(0)
     losses = [1.0]
     state = TorchState(model, optimizer, scheduler=scheduler, epoch=0, losses=losses)
@@ -78,14 +78,14 @@ def test_what_was_committed_comes_back_again_and_again():
         state.losses.append(0.25)
         state.restore()
         assert equal(contents(model, optimizer), committed)
-        assert all(p.grad is None for p in model.parameters())  # those of the broken step
+        assert all(p.grad is None for p in model.parameters())  # gradients of the interrupted step
         assert (state.epoch, state.losses) == (1, [1.0, 0.5])
         assert scheduler.last_epoch == 3
     assert (state.model, state.optimizer, state.scheduler) == (model, optimizer, scheduler)
 
 
 @SIZES
-def test_after_sync_every_rank_holds_and_keeps_what_rank_0_had(hvd):
+def test_sync_copies_the_state_of_rank_0_and_commits_it(hvd):
     rank = hvd.rank()
     model, optimizer, scheduler = training(rank)
     steps(model, optimizer, scheduler, 3 if rank == 0 else rank)
@@ -104,7 +104,7 @@ def test_after_sync_every_rank_holds_and_keeps_what_rank_0_had(hvd):
 
 
 @SIZES
-def test_news_of_hosts_that_one_rank_has_interrupt_all_at_the_next_commit(hvd):
+def test_a_host_update_on_one_rank_interrupts_all_ranks_at_the_next_commit(hvd):
     state = ObjectState(step=1)
     last = hvd.size() - 1
     state.check_host_updates()
@@ -116,7 +116,7 @@ def test_news_of_hosts_that_one_rank_has_interrupt_all_at_the_next_commit(hvd):
             state.commit()
         assert caught.value.skip_sync is skips
     if hvd.rank() == last:
-        state.on_hosts_updated(1.5, HostUpdate.ADDED)  # old news
+        state.on_hosts_updated(1.5, HostUpdate.ADDED)  # older than the last update
     state.commit()
     if hvd.rank() == last:
         state.on_hosts_updated(3.0, HostUpdate.REMOVED)
@@ -130,7 +130,7 @@ def test_news_of_hosts_that_one_rank_has_interrupt_all_at_the_next_commit(hvd):
 
 
 @pytest.mark.usefixtures("hvd")
-def test_callbacks_run_in_order_after_the_samplers_have_looked_at_the_world():
+def test_reset_callbacks_run_in_order_after_the_samplers_are_reset():
     sampler = ElasticSampler(range(8))
     state = TorchState(sampler=sampler)
     sampler.record_batch(0, 2)
@@ -142,7 +142,7 @@ def test_callbacks_run_in_order_after_the_samplers_have_looked_at_the_world():
 
 
 @pytest.mark.usefixtures("hvd")
-def test_another_object_under_a_known_name_is_kept_from_then_on():
+def test_a_replaced_model_is_saved_under_its_name():
     state = TorchState(nn.Linear(2, 2))
     other = nn.Linear(3, 1)
     before = other.weight.clone()
@@ -156,10 +156,10 @@ def test_another_object_under_a_known_name_is_kept_from_then_on():
 
 
 @SIZES
-def test_what_is_set_later_is_kept_like_what_was_given(hvd):
+def test_attributes_set_later_are_saved_like_arguments(hvd):
     state = TorchState(epoch=0)
     first, values = nn.Linear(2, 2), [hvd.rank()]
-    if hvd.rank() == 0:  # a spare has not been where the others set it
+    if hvd.rank() == 0:  # spares have not executed this assignment
         state.values = values
     state.model, state.nothing, state._own = first, None, threading.Lock()
     state.restore()
@@ -181,7 +181,7 @@ def test_what_is_set_later_is_kept_like_what_was_given(hvd):
 
 
 @SEVERAL
-def test_ranks_that_keep_other_models_hear_of_it_together(hvd):
+def test_different_model_names_are_an_error_on_all_ranks(hvd):
     state = TorchState(nn.Linear(2, 2))
     if hvd.rank():
         state.other = nn.Linear(2, 2)
@@ -190,7 +190,7 @@ def test_ranks_that_keep_other_models_hear_of_it_together(hvd):
 
 
 @SEVERAL
-def test_models_are_paired_by_name_in_whatever_order_they_are_set(hvd):
+def test_models_are_paired_by_name_in_any_order(hvd):
     state, models = TorchState(), {"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)}
     for number, model in enumerate(models.values()):
         nn.init.constant_(model.weight, 10 * hvd.rank() + number)
@@ -201,20 +201,20 @@ def test_models_are_paired_by_name_in_whatever_order_they_are_set(hvd):
 
 
 @pytest.mark.parametrize("name", ["commit", "sync", "_handlers"])
-def test_a_name_that_the_state_uses_is_refused(name):
+def test_a_reserved_name_is_rejected(name):
     with pytest.raises(ConfigError, match=f"cannot be called {name}"):
         TorchState(**{name: 1})
 
 
-def test_a_name_that_the_state_uses_is_refused_later_too():
+def test_a_reserved_name_is_rejected_in_an_assignment():
     with pytest.raises(ConfigError, match="cannot be called commit"):
         TorchState().commit = 1
 
 
 @SIZES
-def test_a_state_of_ones_own_needs_save_restore_and_sync(hvd):
+def test_a_custom_state_needs_save_restore_and_sync(hvd):
     class Counter(State):
-        """Counts."""
+        """A state with one integer."""
 
         def __init__(self):
             super().__init__(hvd.broadcast_object, hvd.rank)

@@ -1,4 +1,4 @@
-"""What ``horovod.run`` asks ``hpctrain.run`` for, and what it refuses."""
+"""The call of ``hpctrain.run`` that ``horovod.run`` makes, and rejected arguments."""
 
 import os
 
@@ -10,13 +10,13 @@ from hpctrain.horovod.shim import functions
 
 @pytest.fixture
 def asked(monkeypatch):
-    """The numbers of ranks that were asked for; nothing is started."""
+    """The numbers of ranks passed to ``hpctrain.run``, which starts nothing."""
     found = []
     monkeypatch.setattr(functions, "hpctrain_run", lambda *_, np: found.append(np) or [None] * np)
     return found
 
 
-def test_ranks_are_counted_by_either_name_and_what_matters_on_other_hosts_is_taken(asked):
+def test_both_names_of_the_number_of_ranks_and_remote_options_are_accepted(asked):
     functions.run(print, num_proc=2)
     functions.run(print, np=3)
     functions.run(print, start_timeout=9, ssh_port=22, min_num_proc=None)
@@ -24,7 +24,7 @@ def test_ranks_are_counted_by_either_name_and_what_matters_on_other_hosts_is_tak
     assert asked == [2, 3, 1, 2]
 
 
-def test_an_argument_that_asks_for_more_is_refused_by_name(asked):
+def test_unsupported_arguments_are_rejected_by_name(asked):
     with pytest.raises(ConfigError, match="no max_num_proc, min_np; leave them out"):
         functions.run(print, min_np=1, max_num_proc=4)
     with pytest.raises(ConfigError, match=r"this host only, got a:2; .*--hosts a:2"):
@@ -34,7 +34,7 @@ def test_an_argument_that_asks_for_more_is_refused_by_name(asked):
     assert asked == []
 
 
-def test_variables_of_the_environment_are_as_before_behind_a_block(monkeypatch):
+def test_env_restores_the_environment_after_the_block(monkeypatch):
     monkeypatch.setenv("OLD", "old")
     with functions.env(OLD="new", NEW="1", NOT=None):
         assert (os.environ["OLD"], os.environ["NEW"], "NOT" in os.environ) == ("new", "1", False)

@@ -21,7 +21,7 @@ NAMES = [(module, name) for module, names in MODULES.items() for name in sorted(
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_every_module_has_its_names_and_parts(module):
+def test_every_module_has_its_names_and_submodules(module):
     assert importlib.util.find_spec(module) is not None
     found = importlib.import_module(module)
     assert importlib.util.find_spec(module) is not None
@@ -31,7 +31,7 @@ def test_every_module_has_its_names_and_parts(module):
         getattr(found, name)
 
 
-def test_the_vocabulary_is_hpctrains():
+def test_functions_and_classes_are_identical_to_those_of_hpctrain():
     from horovod.torch import allreduce, elastic  # noqa: PLC0415
     from horovod.torch.mpi_ops import Average, is_homogeneous  # noqa: PLC0415
 
@@ -43,7 +43,7 @@ def test_the_vocabulary_is_hpctrains():
     assert elastic.run is hpctrain.elastic.run
 
 
-def test_the_same_name_is_the_same_thing_in_every_module():
+def test_a_name_is_the_same_object_in_every_module():
     found = {}
     for module, name in NAMES:
         if name not in {"run", "init"} and not name.endswith("_built"):
@@ -51,20 +51,20 @@ def test_the_same_name_is_the_same_thing_in_every_module():
             assert found.setdefault(name, value) is value, (module, name)
 
 
-def test_the_version_compares_as_horovods():
+def test_the_version_compares_equal_to_that_of_horovod():
     version = importlib.import_module("horovod").__version__
     assert Version("0.28.1") <= Version(version) < Version("0.28.2")
     assert "hpctrain" in version
 
 
-def test_all_names_of_a_module_can_be_imported_at_once():
+def test_import_star_works():
     names = {}
     exec("from horovod.torch import *", names)
     assert names["rank"] is hpctrain.rank
     assert names["elastic"].__name__ == "horovod.torch.elastic"
 
 
-def test_a_missing_attribute_is_an_attribute_error_that_names_it_and_the_guide():
+def test_a_missing_attribute_raises_an_error_with_its_name_and_the_guide():
     module = importlib.import_module("horovod.torch")
     with pytest.raises(AttributeError, match=r"'nonsense'.* horovod\.torch.*guide migrate"):
         module.nonsense  # noqa: B018
@@ -81,14 +81,14 @@ def test_a_missing_attribute_is_an_attribute_error_that_names_it_and_the_guide()
         "import horovod.nonsense.more",
     ],
 )
-def test_a_missing_import_is_an_import_error_that_names_it_and_the_guide(line):
+def test_a_missing_import_raises_an_error_with_its_name_and_the_guide(line):
     with pytest.raises(ImportError, match=r"'nonsense'.*guide migrate") as caught:
         exec(line)
     assert type(caught.value) is ImportError
 
 
 @pytest.mark.parametrize(("module", "framework"), FRAMEWORKS.items())
-def test_other_frameworks_are_refused_by_name(module, framework):
+def test_other_frameworks_are_rejected_by_name(module, framework):
     with pytest.raises(ImportError, match=f"nothing for {framework}"):
         importlib.import_module(module)
     with pytest.raises(ImportError, match=f"nothing for {framework}"):
@@ -101,7 +101,7 @@ def test_a_function_that_refers_to_a_module_can_be_pickled():
     assert cloudpickle.loads(cloudpickle.dumps(lambda: module))() is module
 
 
-def test_it_is_installed_once_and_gone_when_that_is_taken_back(monkeypatch):
+def test_install_is_idempotent_and_uninstall_removes_all_modules(monkeypatch):
     before = list(sys.meta_path)
     hpctrain.horovod.shim.install()
     assert sys.meta_path == before
@@ -118,7 +118,7 @@ def test_it_is_installed_once_and_gone_when_that_is_taken_back(monkeypatch):
 
 
 def names_in(file):
-    """Public names that a file defines, or imports from Horovod; it is read, not run."""
+    """Return the public names that a file defines or imports from Horovod, without running it."""
     found = set()
     tree = ast.parse(file.read_text(encoding="utf-8"))
     for node in ast.walk(tree):
@@ -145,7 +145,7 @@ def horovod():
 
 
 @pytest.mark.requires("horovod")
-def test_everything_of_the_installed_horovod_is_there_or_refused(horovod):
+def test_every_name_of_the_installed_horovod_exists_or_is_rejected(horovod):
     assert len(horovod) > 100
     assert horovod.keys() >= MODULES.keys()
     for module in horovod.keys() - MODULES.keys():
@@ -159,7 +159,7 @@ def test_everything_of_the_installed_horovod_is_there_or_refused(horovod):
 
 
 @pytest.mark.requires("horovod")
-def test_the_whole_of_horovod_torch_is_there_and_nothing_of_our_own(horovod):
+def test_horovod_torch_has_exactly_the_names_of_horovod(horovod):
     ours = {name for name in dir(importlib.import_module("horovod.torch")) if name[0] != "_"}
     parts = {"compression", "functions", "mpi_ops", "optimizer", "sync_batch_norm"}
     theirs = names_in(horovod["horovod.torch"])

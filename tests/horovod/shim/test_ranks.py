@@ -1,4 +1,4 @@
-"""Scripts as they are written for Horovod, on ranks."""
+"""Horovod scripts on several ranks under the shim."""
 
 import os
 import subprocess
@@ -66,7 +66,7 @@ def launched(num_ranks, script, *arguments, **variables):
 
 @pytest.mark.launches
 @pytest.mark.limit(120)
-def test_a_script_of_horovods_trains_unchanged_and_a_rank_that_fails_ends_all(tmp_path):
+def test_a_horovod_script_trains_unchanged_and_a_failing_rank_ends_all(tmp_path):
     end = "if hvd.rank() == 1:\n    hvd.nonsense\nhvd.barrier()\n"
     (tmp_path / "train.py").write_text(SCRIPT + end)
     done = launched(2, tmp_path / "train.py", "--epochs", "3")
@@ -80,7 +80,7 @@ def test_a_script_of_horovods_trains_unchanged_and_a_rank_that_fails_ends_all(tm
 @pytest.mark.launches
 @pytest.mark.limit(120)
 @pytest.mark.requires("horovod")
-def test_it_runs_on_an_installed_horovod_too(tmp_path):
+def test_a_horovod_script_runs_on_an_installed_horovod(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT + "print(horovod.__version__)\n")
     done = launched(2, tmp_path / "train.py", HPCTRAIN_ENGINE="horovod")
     assert done.returncode == 0, done.stderr
@@ -101,7 +101,7 @@ if __name__ == "__main__":
 
 @pytest.mark.launches
 @pytest.mark.limit(120)
-def test_a_function_runs_on_new_ranks_as_by_horovod_run(tmp_path):
+def test_horovod_run_starts_a_function_on_new_ranks(tmp_path):
     (tmp_path / "notebook.py").write_text(RUN)
     done = ended([sys.executable, "-m", "hpctrain", "shim", str(tmp_path / "notebook.py")])
     assert done.stdout == "[(5, 1, '0.28.1+hpctrain')]\n", done.stderr

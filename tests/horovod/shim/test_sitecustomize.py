@@ -1,4 +1,4 @@
-"""A script below the shim runs as under ``python``, but for ``import horovod``."""
+"""A script under the shim runs as under ``python``, except for ``import horovod``."""
 
 import os
 import sys
@@ -35,7 +35,7 @@ def run(*words, cwd, shim=True, **variables):
     ],
     ids=["script", "module"],
 )
-def test_a_program_sees_what_it_sees_under_python(words, tmp_path):
+def test_a_program_has_the_same_environment_as_under_python(words, tmp_path):
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep/facts.py").write_text(FACTS)
     (tmp_path / "site").mkdir()
@@ -60,7 +60,7 @@ def test_a_program_ends_as_it_does_under_python(code, ending, said, tmp_path):
     assert said in done.stderr
 
 
-def test_a_sitecustomize_of_the_site_follows_and_another_python_is_left_alone(tmp_path):
+def test_the_sites_sitecustomize_runs_too_and_other_interpreters_are_unchanged(tmp_path):
     (tmp_path / "site").mkdir()
     (tmp_path / "site/sitecustomize.py").write_text("print('the site is here', flush=True)")
     (tmp_path / "other").symlink_to(sys.executable)
@@ -87,7 +87,7 @@ if __name__ == "__main__":
 """
 
 
-def test_processes_that_a_script_starts_find_the_shim_too(tmp_path):
+def test_child_processes_use_the_shim(tmp_path):
     (tmp_path / "script.py").write_text(CHILDREN)
     done = run("script.py", "--epochs", cwd=tmp_path)
     found = f"('{VERSION}', ['--epochs'])"

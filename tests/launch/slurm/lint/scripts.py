@@ -1,4 +1,4 @@
-"""Batch scripts without a fault: one with everything, and what users write."""
+"""Batch scripts without faults: one that passes every check, and typical scripts of users."""
 
 HEALTHY = """\
 #!/bin/bash

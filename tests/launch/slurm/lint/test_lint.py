@@ -1,4 +1,4 @@
-"""No finding on scripts that work; each fault is found in a script that is healthy otherwise."""
+"""Correct scripts have no finding; each fault is found in an otherwise correct script."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +19,7 @@ RUN = "srun --mpi=pmix --kill-on-bad-exit=1 hpctrain train my.toml"
 
 
 FILES = ("my.toml", "a.toml", "train.py", "prepare.py", "bench.py", "a.py", "venv/bin/activate")
-"""What the scripts name."""
+"""Files that the scripts refer to."""
 
 
 @pytest.fixture(autouse=True)
@@ -32,12 +32,12 @@ def here(tmp_path, monkeypatch):
 
 
 def wrong(script, facts=FACTS):
-    """The checks that find something wrong, each with its level."""
+    """Return the checks with findings, each with its level."""
     return {(found.check, found.level) for found in lint(script, facts=facts) if found.is_wrong}
 
 
 @pytest.mark.parametrize("facts", [FACTS, None], ids=["machine", "nothing known"])
-def test_a_healthy_script_gives_one_ok(facts):
+def test_a_correct_script_has_one_finding_of_level_ok(facts):
     (found,) = lint(HEALTHY, facts=facts)
     assert found.level == "ok"
 
@@ -79,7 +79,7 @@ FAULTS = [
         "if ! srun --mpi=pmix",
     ),
     ("srun --mpi", "error", "--mpi=pmix", "--mpi=pmi2"),
-    ("srun --mpi", "error", "--mpi=pmix ", ""),  # and the site's default is none
+    ("srun --mpi", "error", "--mpi=pmix ", ""),  # the default of the site is "none"
     ("srun --mpi", "error", "srun --mpi=pmix", "SLURM_MPI_TYPE=none srun"),
     ("nested launchers", "error", "hpctrain train", "mpirun -n 16 hpctrain train"),
     ("nested launchers", "error", "hpctrain train", "hpctrain launch -n 16 hpctrain train"),
@@ -125,7 +125,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("check", "level", "old", "new"), FAULTS)
-def test_a_fault_is_found_and_nothing_else(check, level, old, new):
+def test_each_fault_gives_exactly_one_finding(check, level, old, new):
     assert HEALTHY.count(old) == 1
     assert wrong(HEALTHY.replace(old, new)) == {(check, level)}
 
@@ -136,7 +136,7 @@ def test_a_fault_is_found_and_nothing_else(check, level, old, new):
         *((text, 4) for text in ("--gpus=16", "-G 16", "--gpus=a100:8,h100:8")),
         ("--gres=gpu:a100:2,gpu:h100:2", 4),
         ("--gpus-per-node=a:3,b", 4),
-        ("--gpus=18", None),  # no equal number on each node
+        ("--gpus=18", None),  # cannot be divided equally over the nodes
         ("--gpus=8", 2),
         ("-G 32", 8),
         ("--gpus=a100:4,h100:4", 2),
@@ -144,8 +144,8 @@ def test_a_fault_is_found_and_nothing_else(check, level, old, new):
         ("--gpus-per-node=a100:1,h100:1", 2),
     ],
 )
-def test_gpus_are_counted_however_they_are_asked_for(gpus, per_node):
-    """4 nodes of 4 tasks."""
+def test_gpus_are_counted_in_every_notation(gpus, per_node):
+    """The script has 4 nodes with 4 tasks each."""
     found = lint(HEALTHY.replace("--gpus-per-node=4", gpus), facts=FACTS)
     if per_node in (4, None):
         assert [each.level for each in found] == ["ok"]
@@ -157,9 +157,9 @@ def test_gpus_are_counted_however_they_are_asked_for(gpus, per_node):
     assert counted in fault.what
 
 
-def test_gpus_that_nobody_can_count_are_no_finding():
+def test_unknown_numbers_of_gpus_give_no_finding():
     script = HEALTHY.replace("--gpus-per-node=4", "--gpus-per-node=$GPUS")
-    assert wrong(script) == {("script", "warning")}  # of the variable
+    assert wrong(script) == {("script", "warning")}  # a warning about the variable only
     script = HEALTHY.replace("--gpus-per-node=4", "--gpus=8")
     assert wrong(script.replace("#SBATCH --nodes=4\n", "")) == set()
 
@@ -172,7 +172,7 @@ def test_ranks_that_see_all_gpus_of_their_node_have_no_finding():
     assert "srun --gpu-bind=none" in found.do
 
 
-def test_each_finding_names_its_line_and_says_what_to_do():
+def test_each_finding_names_its_line_and_a_remedy():
     script = HEALTHY.replace(" --kill-on-bad-exit=1", "") + "srun --mpi=pmix ./other\n"
     found = lint(script, facts=FACTS)
     assert [each.what[:9] for each in found] == ["line 15: ", "line 19: "]
@@ -181,17 +181,17 @@ def test_each_finding_names_its_line_and_says_what_to_do():
 
 @pytest.mark.parametrize("name", USERS)
 @pytest.mark.parametrize("facts", [FACTS, None], ids=["machine", "nothing known"])
-def test_scripts_that_users_write_have_no_finding(name, facts):
+def test_typical_scripts_of_users_have_no_finding(name, facts):
     assert [found for found in lint(USERS[name], facts=facts) if found.level != "ok"] == []
 
 
-def test_a_line_that_is_a_comment_by_a_space_is_a_note():
+def test_an_option_commented_out_by_a_space_is_a_note():
     (found,) = lint(HEALTHY.replace("#SBATCH --job", "# SBATCH --job"), facts=FACTS)
     assert (found.check, found.level) == ("script", "note")
     assert lint(HEALTHY.replace("#SBATCH --job", "##SBATCH --job"), facts=FACTS)[0].level == "ok"
 
 
-def test_a_site_without_a_known_default_is_a_note():
+def test_a_site_with_an_unknown_default_is_a_note():
     script = HEALTHY.replace("--mpi=pmix ", "")
     (found,) = lint(script, facts=LintFacts(needed_pmi="pmix"))
     assert (found.check, found.level) == ("srun --mpi", "note")
@@ -203,7 +203,7 @@ OF_CRAY = HEALTHY.replace("--mpi=pmix ", "").replace(
 )
 
 
-def test_an_mpi_that_came_as_a_package_says_nothing_of_a_job_that_loads_the_one_of_the_site():
+def test_a_packaged_mpi_is_ignored_if_the_job_loads_the_mpi_of_the_site():
     facts = LintFacts(needed_pmi="pmix", has_mpi_package=True, default_pmi="cray_shasta")
     for script in (OF_CRAY, OF_CRAY.replace("srun ", "srun --mpi=cray_shasta ")):
         assert [found for found in lint(script, facts=facts) if found.check == "srun --mpi"] == []
@@ -217,24 +217,24 @@ def test_an_mpi_that_came_as_a_package_says_nothing_of_a_job_that_loads_the_one_
     assert found.do == "srun --mpi=pmix ..."
 
 
-def test_an_environment_that_the_job_changes_makes_the_mpi_less_certain():
+def test_a_module_load_turns_the_mpi_error_into_a_warning():
     script = HEALTHY.replace("--mpi=pmix", "--mpi=pmi2")
     script = script.replace("set -euo pipefail", "module load mpich")
     assert wrong(script) == {("srun --mpi", "warning")}
 
 
-def test_a_variable_that_a_script_sets_to_two_values_is_not_known():
+def test_a_variable_with_two_possible_values_is_unknown():
     script = HEALTHY.replace("--mpi=pmix", "--mpi=$mpi").replace("code=0\n", "code=0\nmpi=pmi2\n")
     assert wrong(script) == {("srun --mpi", "error")}
     assert wrong(script.replace("mpi=pmi2\n", "mpi=pmix\n[ -e x ] && mpi=pmi2\n")) == set()
 
 
 @pytest.mark.parametrize("script", ["", "\x00", "#!/bin/bash\n$(", "#!/bin/bash\n'\"`${a", "(("])
-def test_a_text_that_is_no_script_ends_the_reading(script):
+def test_text_that_is_no_script_is_linted_without_error(script):
     assert lint(script)
 
 
-def test_a_script_cut_anywhere_ends_the_reading():
+def test_a_truncated_script_is_linted_without_error():
     for number, name in enumerate(("restart", "chain")):
         text = batch_script.text(name)
         for end in range(number, len(text), 31):
@@ -249,14 +249,14 @@ def test_a_script_cut_anywhere_ends_the_reading():
         ("20", "every = '20min'", ["ok"]),
         ("20", "every = 500", ["ok"]),
         ("20", "every = 'none'", ["ok"]),
-        ("5", "", ["note"]),  # nobody has chosen the ten minutes
+        ("5", "", ["note"]),  # the default of ten minutes is only a note
         ("10", "", ["ok"]),
         ("UNLIMITED", "every = '3h'", ["ok"]),
-        ("20", "every = 'never'", ["ok"]),  # the run itself will refuse it
+        ("20", "every = 'never'", ["ok"]),  # the run itself rejects this value
         ("20", "nothing that TOML knows", ["ok"]),
     ],
 )
-def test_the_time_limit_covers_the_time_between_two_checkpoints(tmp_path, limit, every, levels):
+def test_the_checkpoint_interval_must_fit_into_the_time_limit(tmp_path, limit, every, levels):
     (tmp_path / "my.toml").write_text(f"[checkpoint]\n{every}\n" if every else "name = 'x'\n")
     script = HEALTHY.replace("--time=02:00:00", f"--time={limit}")
     facts = LintFacts(needed_pmi="pmix", directory=tmp_path)
@@ -276,11 +276,11 @@ def test_the_configuration_of_a_submitted_template_is_read(tmp_path):
     assert (found.check, found.level) == ("time limit", "warning")
 
 
-def test_the_default_between_checkpoints_is_the_runs_own():
+def test_the_default_checkpoint_interval_is_that_of_the_configuration():
     assert CheckpointConfig().every == DEFAULT_EVERY
 
 
-def test_shellcheck_names_errors_of_syntax_and_nothing_in_scripts_that_work():
+def test_shellcheck_reports_syntax_errors_and_nothing_in_correct_scripts():
     for script in (HEALTHY, *USERS.values(), *map(batch_script.text, batch_script.names())):
         assert shellcheck(script, "job.sbatch") == []
     for old, new in (("; then\n", "\n"), ('"$code"', '"$code'), ("\n", "\r\n")):
