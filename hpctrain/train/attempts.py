@@ -40,12 +40,12 @@ from hpctrain.train.run_state import RunState
 from hpctrain.train.task import Task
 
 KILLED = "killed"
-"""End of a part that wrote no last record: a crash, a lost node or a time limit."""
+"""Reason for the end of a part that wrote no last record: crash, lost node, time limit."""
 
 FAILED = "an error"
-"""End of a part by an exception, or by a loss that is not finite."""
+"""Reason for the end of a part: an exception, or a loss that is not finite."""
 
-FINISHED = "finished"  # end of a part that reached the last step
+FINISHED = "finished"  # reason for the end of a part that reached the last step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

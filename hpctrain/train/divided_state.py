@@ -27,7 +27,7 @@ class DividedState:
     """Weights and optimizer state of this rank, by names and indices of the whole model.
 
     Checkpoints do not depend on the layout: a run with any other layout, or without
-    ``[parallel]``, can continue from them. Each rank has only its part in memory.
+    ``[parallel]``, can continue from them. A rank never has more than its part in memory.
 
     Args:
         model: whole model, before it is divided.

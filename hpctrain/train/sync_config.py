@@ -64,7 +64,7 @@ class SyncConfig(CheckedFields):
     the model that the round has begun with; 0 for none."""
 
     def check(self) -> None:
-        """Raise ``ConfigError`` if the method does not have what is set."""
+        """Raise ``ConfigError`` if the method does not support a key."""
         method, args = self.method, dict(self.args)
         require(
             (self.fraction == 1 and not self.proximal)
@@ -111,10 +111,10 @@ class SyncConfig(CheckedFields):
 
     @property
     def is_async(self) -> bool:
-        """Whether parameter servers step by gradients as they come."""
+        """Whether parameter servers apply gradients asynchronously."""
         return self.method in ("ssp", "downpour", "async")
 
     @property
     def is_local(self) -> bool:
-        """Whether ranks take steps of their own."""
+        """Whether ranks take local steps."""
         return self.method != SYNCHRONOUS
