@@ -178,9 +178,8 @@ class RunInDirectory:
             metrics.write("started", **facts)
 
     def _environment(self) -> dict[str, Any]:
-        return environment(
-            version() if self._comm.size > 1 else None
-        )  # a single rank does not load MPI
+        # A single rank does not load MPI.
+        return environment(version() if self._comm.size > 1 else None)
 
     def _manager(self) -> Manager:
         table = self._task.config.checkpoint

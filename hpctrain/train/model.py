@@ -112,9 +112,7 @@ def _read(path: Path) -> dict[str, Tensor]:
                 state = torch.load(path, map_location="cpu", weights_only=True)
         # pickle, zip and torch raise any of these for other files.
         except (OSError, RuntimeError, ValueError, LookupError, EOFError, *_UNREADABLE) as error:
-            is_other = isinstance(
-                error, pickle.UnpicklingError
-            )  # the text of torch has many lines
+            is_other = isinstance(error, pickle.UnpicklingError)  # torch's text is too long
             said = "it holds other things than tensors" if is_other else str(error).splitlines()[0]
             raise ConfigError(
                 f'model.init_from = "{path}" cannot be read: {said}; name a run directory, a '

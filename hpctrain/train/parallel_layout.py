@@ -148,14 +148,9 @@ class MicroBatches:
     ) -> None:
         self._padding, self._loss, self._precision = padding, loss, precision
         self._number = number
-        self._batch = (
-            torch.empty(0),
-            0,
-            0.0,
-        )  # labels, number of samples without padding, weight per sample
-        self._outputs: dict[int, Tensor] | None = (
-            None  # by index of the first sample; None while training
-        )
+        # Labels, number of samples without padding, weight per sample.
+        self._batch = torch.empty(0), 0, 0.0
+        self._outputs: dict[int, Tensor] | None = None  # by first sample; None in training
 
     def train(
         self, step: Callable[..., Tensor], inputs: Tensor, labels: Tensor, weight: float

@@ -245,9 +245,8 @@ def _times(runs: Sequence[RunHistory]) -> Figure:
     top = None
     if is_one and steps:
         [found] = steps.values()
-        rows = _thin(
-            [{**found[0], "step": 0}, *found]
-        )  # the first record describes all steps before it
+        # The first record describes all steps before it.
+        rows = _thin([{**found[0], "step": 0}, *found])
         series = [*_parts("area", [row["step"] for row in rows], rows), *_marks(runs)]
         top = _top([1e3 * sum(row[name] for name in TIMES) for row in rows])
     elif steps:
