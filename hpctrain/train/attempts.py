@@ -76,9 +76,9 @@ class RunPart:
         """Return a one-line description."""
         job = f" in job {self.job}" if self.job else ""
         again = f", restart {self.restarts}" if self.restarts else ""
-        known = {KILLED: "ended without a word", FINISHED: FINISHED}
-        how = known.get(str(self.ended_by), f"stopped by {self.ended_by}")
-        return f"part {self.part} of the run{job}{again}: the part before was {how}"
+        known = {KILLED: "ended without a last record", FINISHED: FINISHED}
+        how = known.get(str(self.ended_by), f"was stopped by {self.ended_by}")
+        return f"part {self.part} of the run{job}{again}: the previous part {how}"
 
 
 class RunInDirectory:
@@ -210,7 +210,7 @@ class RunInDirectory:
     def _load(self, manager: Manager) -> None:
         loaded = manager.load_latest(into=self._task.exchange.wanted(manager.latest))
         if loaded is None:
-            self._console.print("there is no checkpoint yet: the run begins again")
+            self._console.print("there is no checkpoint yet: the run starts again from step 0")
             return
         ranks, comm = len(loaded.private), self._comm
         layouts = [loaded.state.get("layout"), self._task.exchange.layout]
@@ -218,9 +218,10 @@ class RunInDirectory:
         own = loaded.private.get(comm.rank) if is_same else None
         if loaded.step > self._task.num_steps:
             raise ConfigError(
-                f"the run has taken {loaded.step} steps, and train.epochs = "
-                f"{self._task.config.train.epochs} ends it after {self._task.num_steps}; give "
-                f"more epochs, or choose another output_dir"
+                f"train.epochs must not end a run before its checkpoint, but train.epochs = "
+                f"{self._task.config.train.epochs} gives {self._task.num_steps} steps and the "
+                f"checkpoint is of step {loaded.step}; use more epochs, or choose another "
+                f"output_dir"
             )
         configured = [dict(group) for group in self._task.optimizer.param_groups]
         self._state.restore(loaded.state, own)
@@ -228,17 +229,19 @@ class RunInDirectory:
         given = given_arguments(self._directory, self._task.config)
         for group, fresh in zip(self._task.optimizer.param_groups, configured, strict=True):
             group.update({name: fresh[name] for name in given if name in fresh})
-        self._console.print(f"goes on after step {loaded.step} of {self._task.num_steps}")
+        self._console.print(f"continuing after step {loaded.step} of {self._task.num_steps}")
         if layouts[0] != layouts[1]:
             before, now = (layout or "whole models" for layout in layouts)
             self._console.print(f"the checkpoint is of {before}, this run has {now}")
         if ranks != comm.size:
-            differ = "other random numbers, and sums that are rounded in another order"
+            differ = "different random numbers, and sums in another order"
             if self._task.exchange.takes_own_steps:
-                differ = "each goes on from the mean of the replicas, with other random numbers"
+                differ = (
+                    "each continues from the mean of the replicas, with different random numbers"
+                )
             self._console.print(
                 f"the checkpoint is of {ranks} ranks, this run has {comm.size}: "
-                f"{'the same bits' if self._task.exchange.is_reproducible else differ}"
+                f"{'bitwise identical results' if self._task.exchange.is_reproducible else differ}"
             )
 
     def _train(self, metrics: Metrics, boundary: Boundary) -> Outcome | Stopped:
@@ -295,7 +298,7 @@ class RunInDirectory:
             manager.close()
         except CheckpointError as error:  # training itself succeeded
             if self._comm.rank == 0:
-                logger.warning(f"the last checkpoint is not whole: {error}")
+                logger.warning(f"the last checkpoint is incomplete: {error}")
 
     def _facts(self) -> dict[str, Any]:
         here = world.current()
@@ -315,5 +318,5 @@ def _where_it_goes_on(manager: Manager) -> str:
     newest = None
     with suppress(CheckpointError):
         newest = manager.latest()
-    where = "begin again" if newest is None else f"go on from {newest.name}"
-    return f"then {where} by --resume"
+    where = "start again" if newest is None else f"continue from {newest.name}"
+    return f"then {where} with --resume"

@@ -298,7 +298,7 @@ def _noise(config: RunConfig, comm: Communicator, optimizer: Any) -> NoiseScale 
         watch_noise(optimizer, noise)
     elif config.train.accumulate == 1:
         logger.warning(
-            "log.noise_scale compares gradients of two batch sizes, but a single rank with "
+            "log.noise_scale must have gradients of two batch sizes, but a single rank with "
             "train.accumulate = 1 has one; set train.accumulate = 2"
         )
     return noise

@@ -82,7 +82,7 @@ class Boundary:
         except CheckpointError as error:
             self._not_before = time.monotonic() + RETRY_S
             if self._comm.rank == 0:
-                logger.warning(f"training goes on without this checkpoint: {error}")
+                logger.warning(f"training continues without this checkpoint: {error}")
             return
         figures = self._manager.figures()  # figures of the last finished checkpoint
         last = {} if figures is None else {"last": asdict(figures)}

@@ -106,8 +106,9 @@ class DividedState:
         }
         if lines := misfits(have, want):
             raise CheckpointError(
-                "the checkpoint of this run does not fit the model; build the model that was "
-                "saved:\n  " + "\n  ".join(lines)
+                f"the checkpoint must match the model, but {len(lines)} "
+                f"tensor{'s' * (len(lines) != 1)} do not; build the model that was saved:\n  "
+                + "\n  ".join(lines)
             )
         here = {
             f"model/{component(name)}": _shard(value)

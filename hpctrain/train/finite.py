@@ -149,8 +149,8 @@ class StepGuard:
         self._findings.note_last()
         self._report(
             "lower_rate",
-            f"its learning rate is {factor:g} times that of the schedule, which is reached again "
-            f"in {steps} steps",
+            f"the learning rate is multiplied by {factor:g}, and returns to the schedule within "
+            f"{steps} steps",
             num_left_out=0,
         )
         self._findings.own = None
@@ -190,11 +190,13 @@ class StepGuard:
 
         Raises ``NotFiniteError`` on all ranks if too many steps were skipped.
         """
-        done, now = "it is left out", self._now
+        done, now = "the step is skipped", self._now
         if action == "rollback":
             assert self._rollback is not None
             since, now.num_left_out = self._rollback.go_back(now.number)
-            done = f"the run is back at its state after step {since}, later steps are left out"
+            done = (
+                f"the run is rolled back to its state after step {since}, later steps are skipped"
+            )
         self._memory.num_left_out += now.num_left_out
         self._report(action, done, num_left_out=now.num_left_out)
         self.check_left_out(self._memory.num_left_out)
@@ -209,9 +211,10 @@ class StepGuard:
         if maximum and number > maximum:
             self._findings.is_reported = True
             raise NotFiniteError(
-                f"at most train.max_skips = {maximum} steps may be left out, but {number} were, "
-                f"the last of them is step {self._now.number}\nmetrics.jsonl has all of them with "
-                f"their samples: look at these, or use a smaller optimizer.lr (with --changed)"
+                f"the number of skipped steps must not exceed train.max_skips = {maximum}, but "
+                f"{number} steps were skipped, at last step {self._now.number}\nmetrics.jsonl "
+                f"lists these steps with their samples: check the samples, or use a smaller "
+                f"optimizer.lr (with --changed)"
             )
 
     def _report(self, action: str, done: str, *, num_left_out: int) -> None:
@@ -259,14 +262,14 @@ class StepGuard:
             self._findings.is_reported = True
             raise NotFiniteError(
                 f"the loss of a test must be finite, but {found}\n"
-                f"the weights are finite: look at the test data, and at what the model does "
-                f"differently after eval(), such as the running means of BatchNorm\n"
-                f'train.on_non_finite = "skip" or "ignore" makes such a test a warning'
+                f"the weights are finite: check the test data, and the behaviour of the model "
+                f"after eval(), such as the running means of BatchNorm\n"
+                f'train.on_non_finite = "skip" or "ignore" turns this error into a warning'
             )
         if task.comm.rank == 0 and not self._has_warned:
             logger.warning(
-                f"{found}: its {task.metric_name} is computed from values that are not finite, "
-                f"and has no meaning"
+                f"{found}: its {task.metric_name} is meaningless, because it is computed from "
+                f"values that are not finite"
             )
         self._has_warned = True
 

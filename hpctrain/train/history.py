@@ -50,7 +50,7 @@ class RunHistory:
         """
         directory, view = RunDirectory(path), RunWatch(path).look()
         if not directory.metrics.exists():
-            raise ConfigError(f"{path} has no records yet: its job has not begun to train")
+            raise ConfigError(f"{path} has no records yet: its job has not started to train")
         return cls(
             label=label or shown(path.resolve().name),
             path=path,
@@ -146,11 +146,11 @@ class RunHistory:
         if not self.savings:
             return ""
         node, rail, ratio, won_s = (self.savings[name] or 0.0 for name in SAVINGS)
-        told = f"a step moves {format_bytes(node)} in nodes, {format_bytes(rail)} between them"
+        told = f"a step moves {format_bytes(node)} in nodes, {format_bytes(rail)} between nodes"
         told += f", {ratio:.3g} times less than without compression"
         if self.savings["won_s"] is None:
-            return f"{told}; the time that it wins is not known, as the link was not probed"
-        end = "wins" if won_s >= 0 else "loses"
+            return f"{told}; the time saved is unknown, because the link was not measured"
+        end = "saves" if won_s >= 0 else "loses"
         return f"{told}, and {end} about {format_seconds(abs(won_s))}"
 
     @property
@@ -221,8 +221,8 @@ def found_in(folder: Path) -> list[RunHistory]:
     paths = sorted(file.parent for file in folder.glob("*/metrics.jsonl"))
     if not paths:
         raise ConfigError(
-            f"{folder} holds no folders of runs; give the folder in which output_dir lies, by "
-            f"default runs"
+            f"{folder} must contain run directories, but has none; pass the folder that contains "
+            f"output_dir, by default runs"
         )
     found = []
     for path in paths:
@@ -240,6 +240,6 @@ def _parsed(path: Path, parse: Any) -> dict[str, Any]:
         return {}
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{path} cannot be read: {error}; a job of this run that goes on by --resume may "
-            f"write it again"
+            f"{path} cannot be read: {error}; continuing the run with --resume may write the "
+            f"file again"
         ) from None

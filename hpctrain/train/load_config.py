@@ -96,7 +96,7 @@ def load(
 def _parse(override: str) -> tuple[str, Any]:
     name, equals, text = (part.strip() for part in override.partition("="))
     if not equals or not name:
-        raise ConfigError(f"--set takes key=value such as train.epochs=5, got {override!r}")
+        raise ConfigError(f"--set must be key=value, such as train.epochs=5, got {override!r}")
     try:
         return name, tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:

@@ -84,14 +84,14 @@ class OwnStepsExchange(AccumulatedExchange):
         state, method = shared.get("sync") or {}, self.config.sync.method
         if (before := state.get("method", SYNCHRONOUS)) != method:
             raise CheckpointError(
-                f"sync.method must be that of the checkpoint, {before!r}, but it is {method!r}; "
+                f"sync.method must be {before!r}, as in the checkpoint, but it is {method!r}; "
                 f"set it back, or start a new run"
             )
         try:
             self._restore_method(state, own and own.get("sync"))
         except (KeyError, ValueError) as error:
             raise CheckpointError(
-                f"[sync] must be that of the checkpoint, but {error!r}; continue with the "
+                f"[sync] must match the checkpoint, but {error!r}; continue with the "
                 f"configuration that the checkpoint was written with"
             ) from error
 

@@ -66,7 +66,7 @@ class Loggers:
         except (Exception, SystemExit) as error:
             self._open.pop(name, None)
             logger.warning(
-                f'log.to = "{name}" is off from here on, and the run goes on: '
+                f'log.to = "{name}" is disabled, and the run continues: '
                 f"{type(error).__name__}: {error}"
             )
 
@@ -86,7 +86,7 @@ def factory(name: str) -> Factory:
             raise ConfigError(f'log.to = "{name}" cannot be imported: {error!r}') from error
         return made
     if name not in _FACTORIES:
-        raise ConfigError(f'log.to = "{name}": there is no such logger{hint(name, _FACTORIES)}')
+        raise ConfigError(f'log.to must name a logger, got "{name}"{hint(name, _FACTORIES)}')
     if name in _PACKAGES and importlib.util.find_spec(name) is None:
         raise ConfigError(
             f'log.to = "{name}" needs the package {name}, which is not installed; '

@@ -304,7 +304,7 @@ def ends_interval(step: int, epoch_steps: int, every_steps: int, *, since: int =
 def left_out(num_steps: int) -> str:
     """Return a message with the number of skipped steps."""
     steps = "1 step was" if num_steps == 1 else f"{num_steps} steps were"
-    return f"{steps} left out: not finite, or a spike of the loss"
+    return f"{steps} skipped: not finite, or a spike of the loss"
 
 
 def train_step(task: Task, batch: Batch, guard: StepGuard) -> tuple[float, int, bool]:

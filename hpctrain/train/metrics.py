@@ -126,9 +126,9 @@ def cut(path: Path, num_records: int, step: int) -> None:
     records = [record_of(line) for line in lines]
     if damaged := [str(number) for number, record in enumerate(records, 1) if record is None]:
         logger.warning(
-            f"{len(damaged)} of {len(lines)} lines of {path} are no records, as after a loss of "
-            f"power: {', '.join(damaged[:SHOWN])}{', ...' if len(damaged) > SHOWN else ''}; they "
-            f"are left out, and the run goes on"
+            f"{len(damaged)} of {len(lines)} lines of {path} are not records, as after a loss of "
+            f"power: {', '.join(damaged[:SHOWN])}{', ...' if len(damaged) > SHOWN else ''}; these "
+            f"lines are removed, and the run continues"
         )
     # If line breaks were lost too, the first lines may include records of later steps.
     kept = [
@@ -165,7 +165,9 @@ def learned(run: Path, target_loss: float | None = None) -> dict[str, Any]:
     """
     file = run / "metrics.jsonl"
     if not file.exists():
-        raise ConfigError(f"{run} is no run directory: it has no {file.name}; give one that does")
+        raise ConfigError(
+            f"{run} must be a run directory, but has no {file.name}; pass a run directory"
+        )
     by_event: dict[str, list[dict[str, Any]]] = {}
     for record in read(file):
         if record.get("loss", record["event"]) is not None:
@@ -173,7 +175,7 @@ def learned(run: Path, target_loss: float | None = None) -> dict[str, Any]:
     begun = by_event.get("started", []) + by_event.get("resumed", [])
     steps, tests = by_event.get("step", []), by_event.get("test", [])
     if not begun or not steps:
-        raise ConfigError(f"{file} has no record of a step; let the run go on for a while first")
+        raise ConfigError(f"{file} has no step record yet; wait until the run has recorded a step")
     # Records have means over steps; the largest excludes a short last step of an epoch.
     times = ("compute_s", "communication_s", "input_s")
     batch = max(round(r["samples_per_s"] * sum(r[t] for t in times)) for r in steps)
@@ -184,8 +186,8 @@ def learned(run: Path, target_loss: float | None = None) -> dict[str, Any]:
     if not reached:
         least = min(record["loss"] for record in tests or steps)
         raise ConfigError(
-            f"{run} has not reached a loss of {target_loss:g}, its least is {least:.4g}; give a "
-            f"loss that it has reached, or --samples"
+            f"{run} must have reached a loss of {target_loss:g}, but its lowest loss is "
+            f"{least:.4g}; pass a loss that the run has reached, or --samples"
         )
     return {
         "parameters": float(begun[-1]["parameters"]),

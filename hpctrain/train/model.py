@@ -66,8 +66,8 @@ def make_model(config: ModelConfig) -> nn.Module:
         model = call(target, (), config.args, "model.args")
     if not isinstance(model, nn.Module):
         raise ConfigError(
-            f"model.target returns a torch.nn.Module, {config.target} returned what is of type "
-            f"{type(model).__name__}"
+            f"model.target must return a torch.nn.Module, but {config.target} returned "
+            f"{type(model).__name__}; return the module"
         )
     return model
 
@@ -94,10 +94,10 @@ def load_first_weights(model: nn.Module, config: ModelConfig) -> None:
         text = "\n  ".join(lines)
         if config.init_strict or not fits:
             raise ConfigError(
-                f"{told}; build the model that was saved, or take what fits by "
-                f"model.init_strict = false:\n  {text}"
+                f"{told}; build the model that was saved, or load the fitting tensors "
+                f"with model.init_strict = false:\n  {text}"
             )
-        logger.warning(f"{told}, the others stay as they were made:\n  {text}")
+        logger.warning(f"{told}, the others keep their initial values:\n  {text}")
     model.load_state_dict(fits, strict=False)
 
 
@@ -113,7 +113,11 @@ def _read(path: Path) -> dict[str, Tensor]:
         # pickle, zip and torch raise any of these for other files.
         except (OSError, RuntimeError, ValueError, LookupError, EOFError, *_UNREADABLE) as error:
             is_other = isinstance(error, pickle.UnpicklingError)  # torch's text is too long
-            said = "it holds other things than tensors" if is_other else str(error).splitlines()[0]
+            said = (
+                "it contains objects other than tensors"
+                if is_other
+                else str(error).splitlines()[0]
+            )
             raise ConfigError(
                 f'model.init_from = "{path}" cannot be read: {said}; name a run directory, a '
                 f"checkpoint, or a file of torch.save or safetensors with a state dict"
@@ -123,8 +127,8 @@ def _read(path: Path) -> dict[str, Tensor]:
     part = next(inner, state)
     if not isinstance(part, Mapping) or not all(isinstance(v, Tensor) for v in part.values()):
         raise ConfigError(
-            f'model.init_from = "{path}" holds no state dict, neither as it is nor as '
-            f"{', '.join(_PARTS)}; save model.state_dict()"
+            f'model.init_from = "{path}" must contain a state dict, directly or as '
+            f"{', '.join(_PARTS)}, but has none; save model.state_dict()"
         )
     return dict(part)
 
@@ -136,14 +140,12 @@ def misfits(have: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> list[str]
         for of in (have, want)
     )
     lines = [
-        f"{name}: {found.get(name, 'missing')}, {what} is wanted"
+        f"{name}: {found.get(name, 'missing')}, expected {what}"
         for name, what in wanted.items()
         if found.get(name) != what
     ]
     return lines + [
-        f"{name}: {what}, nothing of this name is wanted"
-        for name, what in found.items()
-        if name not in wanted
+        f"{name}: {what}, not in the model" for name, what in found.items() if name not in wanted
     ]
 
 
@@ -164,14 +166,14 @@ def choose_device(config: TrainingConfig, num_devices: int) -> tuple[torch.devic
     kind, cpu = here.type if here is not None else "", torch.device("cpu")
     if config.device not in {"auto", "cpu", kind}:
         raise ConfigError(
-            f"train.device is auto, cpu{kind and f' or {kind}'} here, got {config.device!r}; "
-            f"torch {torch.__version__} sees no other on this rank"
+            f"train.device must be auto, cpu{kind and f' or {kind}'} on this rank, got "
+            f"{config.device!r}; torch {torch.__version__} finds no other device"
         )
     if not num_devices or not kind:
         if config.device == kind:
             raise ConfigError(
-                f"train.device = {kind!r} needs a device of every rank, and some have none; give "
-                f"each one, as by #SBATCH --gpus-per-node, or set train.device = cpu"
+                f"train.device = {kind!r} must find a device on every rank, but some have none; "
+                f"request them, as by #SBATCH --gpus-per-node, or set train.device = cpu"
             )
         return cpu, ""
     refused = {
@@ -221,8 +223,8 @@ def asked(model: nn.Module, what: str, given: Any) -> Any:
     found = given or getattr(model, f"parallel_{what}", None)
     if not found:
         raise ConfigError(
-            f"a model says how it is divided, by an attribute parallel_{what} of "
-            f"{type(model).__name__}, or parallel.{what} does, got neither; set one of them "
+            f"the division of a model must be defined by parallel.{what} or by an attribute "
+            f"parallel_{what} of {type(model).__name__}, but neither is set; set one of them "
             f"(hpctrain guide parallel)"
         )
     return found
@@ -244,8 +246,8 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     kind = _optimizer_class(config.name)
     if signature(kind.step).parameters["closure"].default is Parameter.empty:
         raise ConfigError(
-            f"optimizer.name is one that takes each step by one gradient, and {config.name} "
-            f"calculates several: choose another, or write a loop of your own"
+            f"optimizer.name must be an optimizer that uses one gradient per step, but "
+            f"{config.name} computes several; choose another, or write your own loop"
         )
     args = {**config.args, "lr": config.lr}
     exempt = dict(EXEMPTIONS) if config.exempt_norms_and_biases else {}
@@ -271,7 +273,7 @@ def _optimizer_class(name: str) -> Any:
     kind = own[name] if name in own else member(torch.optim, name, "optimizer.name")
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
         raise ConfigError(
-            f"optimizer.name is a class of torch.optim, {' or '.join(own)}, got {name!r}"
+            f"optimizer.name must be a class of torch.optim, {' or '.join(own)}, got {name!r}"
         )
     return kind
 
@@ -315,7 +317,9 @@ def make_schedule(run: RunConfig, epoch_steps: int) -> Callable[[int], float]:
     """
     config = run.schedule
     if config.name not in _DECAYS:
-        raise ConfigError(f"schedule.name is one of {', '.join(_DECAYS)}, got {config.name!r}")
+        raise ConfigError(
+            f"schedule.name must be one of {', '.join(_DECAYS)}, got {config.name!r}"
+        )
     peak = 1.0
     if config.base_batch:
         peak = _SCALINGS[config.scaling](config.base_batch, run.train.global_batch)
@@ -364,13 +368,13 @@ def with_shard(
     refused = {
         f"they are on {'/'.join(devices)}": bool(devices),
         "no node has two ranks that share memory": most < 2,
-        "train.reproducible sums gradients by a rule of its own": train.reproducible,
+        "train.reproducible sums gradients differently": train.reproducible,
         "ranks divide the model as [parallel] says": config.parallel.divides,
         f"sync.method is {config.sync.method}": config.sync.is_local,
         "sync.compression is not none": config.sync.compression != "none",
-        "log.noise_scale looks at gradients of ranks": config.log.noise_scale,
+        "log.noise_scale needs the gradients of single ranks": config.log.noise_scale,
         "a layer has sparse gradients": any(getattr(m, "sparse", False) for m in model.modules()),
-        f"a step of {config.optimizer.name} may look beyond one tensor": not can_shard(optimizer),
+        f"a step of {config.optimizer.name} may use other tensors": not can_shard(optimizer),
     }
     if reason := next((text for text, holds in refused.items() if holds), ""):
         text = f"every rank has all parameters: {reason}"

@@ -216,6 +216,7 @@ def _check(model: nn.Module, optimizer: Optimizer) -> None:
         )
     if not is_known_as("elementwise", optimizer):
         raise ConfigError(
-            f"the optimizer of a divided model must step each element by itself, which is not "
-            f"known of {type(optimizer).__name__}; use AdamW or SGD, or leave [parallel] out"
+            f"the optimizer of a divided model must update each element separately, but "
+            f"{type(optimizer).__name__} is not known to do so; use AdamW or SGD, or leave "
+            f"[parallel] out"
         )

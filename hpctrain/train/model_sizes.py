@@ -37,8 +37,8 @@ def sizes_of(target: str) -> dict[str, Any]:
             model = make_model(ModelConfig(target=target))
     except (NotImplementedError, RuntimeError) as error:
         raise ConfigError(
-            f"a model is planned on torch's meta device, without values, and {target} asks for "
-            f"them: {error}; give --params, --layers, --hidden and --heads instead"
+            f"a model must be built on torch's meta device, without values, but {target} needs "
+            f"values: {error}; pass --params, --layers, --hidden and --heads instead"
         ) from error
     parameters = [each for each in model.parameters() if each.requires_grad]
     found: dict[str, Any] = {

@@ -135,7 +135,7 @@ class ParallelExchange(StepExchange):
         if differ := [where for where, values in found.items() if len(values) > 1]:
             raise ReplicaError(
                 f"replicas must be equal, but those at [pp, tp] = {', '.join(differ)} differ; "
-                f"look for a change on some ranks alone, such as one outside optimizer.step()"
+                f"find the change on some ranks only, such as one outside optimizer.step()"
             )
         return True
 

@@ -59,7 +59,7 @@ def load_task(
 
     def find() -> Path:
         if not directory.config.exists():
-            raise ConfigError(f"{path} holds no run; name the folder of one, such as runs/digits")
+            raise ConfigError(f"{path} contains no run; pass a run directory, such as runs/digits")
         return checkpoint_of(path, which)
 
     checkpoint = on_root(comm, find)
@@ -157,8 +157,8 @@ def _output(task: Task, batch: Batch) -> NDArray[Any] | None:
     if not isinstance(output, Tensor) or output.shape[:1] != (batch.num_samples,):
         what = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
         raise DataError(
-            f"predictions are a tensor with a row for each of {batch.num_samples} samples, the "
-            f"model returned {what}; let it do so after eval()"
+            f"predictions must be a tensor with one row per sample, but the model returned "
+            f"{what} for {batch.num_samples} samples; change its output after eval()"
         )
     found: NDArray[Any] = output.contiguous().numpy(force=True)
     return found
@@ -208,8 +208,8 @@ class _Rows:
         """Write rows from index ``first``; return an error message, empty on success."""
         if _kind(values) != self._kind:
             return (
-                f"predictions have one shape and type, got {_kind(values)} after {self._kind}; "
-                f"pad them in the model"
+                f"all predictions must have the same shape and type, got {_kind(values)} after "
+                f"{self._kind}; pad them in the model"
             )
         left = values.data.cast("B")
         place = self._offset + first * (values.nbytes // len(values))
@@ -230,7 +230,7 @@ class _Rows:
 
 def _check_new(path: Path) -> None:
     if path.exists():
-        raise ConfigError(f"{path} is there already, and is left as it is; choose another name")
+        raise ConfigError(f"{path} already exists; choose another name, or delete the file")
 
 
 @contextmanager

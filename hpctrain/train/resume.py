@@ -56,8 +56,8 @@ def goes_on(config: RunConfig, directory: RunDirectory, *, asked: bool) -> bool:
     """
     if asked and not directory.has_begun():
         raise ConfigError(
-            f"--resume continues a run, but {directory.path} contains none; leave --resume out "
-            f"to begin one, or name its folder with --set output_dir=…"
+            f"--resume must find a run, but {directory.path} contains none; leave --resume out "
+            f"to start one, or name its folder with --set output_dir=…"
         )
     return (asked or config.checkpoint.resume == "auto") and directory.is_used()
 
@@ -90,14 +90,15 @@ def check_same(directory: RunDirectory, config: RunConfig, *, changed: bool) -> 
         other.remove(lines["train.epochs"])  # a finished run may be extended
     if other and not changed:
         raise ConfigError(
-            f"a run goes on as the training it was, and {directory.config} says: "
-            f"{'; '.join(other)}; set them back, choose another output_dir, or add --changed"
+            f"a resumed run must keep the keys that affect its results, but compared with "
+            f"{directory.config} {'; '.join(other)}; set them back, choose another output_dir, or "
+            f"add --changed"
         )
     if kept := [lines[name] for name in _KEPT if name in lines]:
         raise ConfigError(
-            f"a run keeps its seed, its order of samples and its kind of optimizer, and "
-            f"{directory.config} says: {'; '.join(kept)}; set them back, or begin a run in "
-            f"another output_dir"
+            f"a resumed run must keep its seed, data.order and optimizer.name, but compared "
+            f"with {directory.config} {'; '.join(kept)}; set them back, or start a run in another "
+            f"output_dir"
         )
     return list(lines.values())
 

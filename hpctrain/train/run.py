@@ -163,7 +163,8 @@ class _Run:
         text = render(config)
         comm.agree(
             comm.broadcast_object(text) == text,
-            "this rank has read another configuration than rank 0; all must see the same file",
+            "all ranks must read the same configuration, but this rank read another than rank 0; "
+            "use a file that all ranks see",
         )
 
         def changes() -> list[str]:
@@ -182,9 +183,7 @@ class _Run:
         config, continues, changes = self._plan_part()
         last = on_root(self._comm, lambda: finished(directory) if continues else None)
         if last is not None and not changes:
-            console.print(
-                f"the run in {config.directory} is finished, there is nothing to go on with"
-            )
+            console.print(f"the run in {config.directory} is finished, there is nothing to resume")
             console.print(result(last))
             return 0
         make_importable(self._loaded.folder)
@@ -219,7 +218,7 @@ class _Run:
         if self._how.dry_run:
             _describe_measurements(console, here.plan)
             rehearse(task)
-            console.print("dry run: a step and a test of one batch went well, nothing was kept")
+            console.print("dry run: a step and a test of one batch succeeded, nothing was written")
             return 0
         with requests_of(config, directory, self._started, self._comm) as requests:
             here_are = self._loaded.folder
@@ -273,7 +272,7 @@ class _Run:
         """Yield lines about the bytes that compression saves and the codec that ``auto`` chose."""
         name = task.config.sync.compression
         if choice := getattr(task.exchange.codec, "choice", ""):
-            yield f"compression {name} took {choice}"
+            yield f"compression {name} chose {choice}"
         savings = imported("hpctrain.train.history:RunHistory").read(self._directory.path).spared
         if savings:
             yield f"compression {name}: {savings}"
@@ -434,7 +433,7 @@ def _losses(directory: RunDirectory, holder: Holder) -> str:
         last = last_record(directory.metrics).get("step", 0)
     start = f"the checkpoint of step {newest}" if newest is not None else "the start"
     return (
-        f"--force takes {directory.path} from {holder.describe()}, which stops if it still lives; "
-        f"the run goes on from {start}, and what was learnt since is lost: its last record is of "
-        f"step {last}"
+        f"--force takes {directory.path} from {holder.describe()}, which stops if it still runs; "
+        f"the run continues from {start}, and later steps are lost: its last record is of step "
+        f"{last}"
     )

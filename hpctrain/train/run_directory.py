@@ -68,11 +68,11 @@ class RunDirectory:
         if holder is not None and (is_used or not holder.is_gone(Holder.here())):
             raise ConfigError(
                 f"{self.path} is in use: {holder.describe()} trains there, or was killed; "
-                f"continue its run by --resume, which waits for it first, or {elsewhere}"
+                f"continue its run with --resume, which waits for that job, or {elsewhere}"
             )
         if is_used:
             raise ConfigError(
-                f"{self.path} already contains the results of a run; continue it by --resume, "
+                f"{self.path} already contains the results of a run; continue it with --resume, "
                 f"{elsewhere}, or remove it"
             )
 

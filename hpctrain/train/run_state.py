@@ -150,8 +150,8 @@ def require_finite_weights(task: Task) -> None:
     found: Sequence[str | None] = task.comm.allgather_object(names or None)
     if any(found):
         raise NotFiniteError(
-            f"parameters that are kept must be finite, {by_rank(found)} are not: nothing was "
-            f"written\ntake a smaller optimizer.lr, or train.clip_norm (both with --changed)"
+            f"saved parameters must be finite, but {by_rank(found)} are not: nothing was "
+            f"written\nuse a smaller optimizer.lr, or train.clip_norm (both with --changed)"
         )
 
 

@@ -45,9 +45,9 @@ class Status:
             return self
         told = f"{holder.describe()} holds it"
         if holder.is_gone(Holder.here()):
-            return replace(self, what=f"{self.what}; {told}, and that is dead")
+            return replace(self, what=f"{self.what}; {told}, but that job is dead")
         if self.state in ("killed", "missing"):
-            return Status("running", f"{path} is at work{self.where}; {told}")
+            return Status("running", f"{path} is running{self.where}; {told}")
         return replace(self, what=f"{self.what}; {told}")
 
 
@@ -79,14 +79,14 @@ def _by_exit_code(path: Path) -> Status:
     try:
         code = int((path / EXIT_CODE_FILE).read_text(encoding="ascii"))
     except OSError:
-        return Status("missing", f"{path} holds no run that has begun to train")
+        return Status("missing", f"{path} contains no run that has started to train")
     except ValueError:  # empty file: the job started, but its script was killed
-        return Status("killed", f"{path} was ended without a word")
+        return Status("killed", f"{path} ended without a last record")
     if code == 0:
-        return Status("finished", f"{path} is finished: its program has ended with code 0")
+        return Status("finished", f"{path} is finished: its program ended with code 0")
     # srun kills ranks that exit shortly after the first rank.
     if code == STOPPED or (code > KILLED and (path / STOPPING).exists()):
-        return Status("stopped", f"{path} was stopped, and goes on with its next job")
+        return Status("stopped", f"{path} was stopped, and continues with its next job")
     return Status("failed", f"{path} failed: its program ended with code {code}")
 
 
@@ -104,7 +104,7 @@ def by_record(path: Path, record: Mapping[str, Any]) -> Status:
     if event == "failed":
         return Status("failed", f"{path} failed {_place(record)}: {record['reason']}")
     where = _place(record)
-    told = f"{path} was ended without a word {where}"
+    told = f"{path} ended without a last record {where}"
     return Status("killed", told, where=f" {where}")
 
 
@@ -125,5 +125,5 @@ def last_record(path: Path) -> dict[str, Any]:
     lines = path.read_bytes().split(b"\n")[:-1]
     record = next(filter(None, map(record_of, reversed(lines))), None)
     if lines and record is None:
-        raise ValueError(f"a record is an object with an event, got {lines[-1][:40]!r}")
+        raise ValueError(f"a record must be an object with an event, got {lines[-1][:40]!r}")
     return record or {}

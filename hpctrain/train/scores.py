@@ -38,8 +38,8 @@ class Metric:
         values: Any = self.values(output, label)
         if not isinstance(values, Tensor) or values.shape[:1] != label.shape[:1]:
             raise DataError(
-                f"test.metric: {self.name} returns one value for each of {len(label)} samples, "
-                f"got {described(values)}; leave its mean out"
+                f"test.metric: {self.name} must return one value for each of {len(label)} "
+                f"samples, got {described(values)}; do not average them"
             )
         values = values.double()
         return float((values.flatten(1).mean(1) if values.dim() > 1 else values).sum())
@@ -83,7 +83,7 @@ def make_metric(name: str) -> Metric:
         check_arguments(function, 2, {}, "test.metric")
         return Metric(name=name.rpartition(":")[2], values=function)
     raise ConfigError(
-        f'test.metric is accuracy, loss, f1, auc, top5 (any number) or "module:function", '
+        f'test.metric must be accuracy, loss, f1, auc, top5 (any number) or "module:function", '
         f'got "{name}"'
     )
 
@@ -115,7 +115,7 @@ def _by_score(output: Tensor, label: Tensor) -> Tensor:
     """Return histograms of the scores of samples with label 0 and 1, ``(2, bins)``."""
     if output.numel() != label.numel() or not bool(((label == 0) | (label == 1)).all()):
         raise DataError(
-            f"test.metric: auc wants one logit for each label, which is 0 or 1, got "
+            f"test.metric = auc must have one logit for each label, which is 0 or 1, got "
             f"{described(output)} and {described(label)}"
         )
     scores = output.flatten().double().sigmoid().cpu()

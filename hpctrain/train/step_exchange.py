@@ -390,7 +390,7 @@ class StepExchange:
             self.restore_model(shared, replica)
         except (RuntimeError, ValueError) as error:
             raise CheckpointError(
-                f"the model and the optimizer must be those of the checkpoint, but {error}; "
+                f"model and optimizer must match the checkpoint, but {error}; "
                 f"continue with the configuration that the checkpoint was written with"
             ) from error
 
@@ -461,9 +461,9 @@ def check_fit(have: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> None:
     """
     if lines := misfits(have, want):
         raise CheckpointError(
-            f"the checkpoint of this run does not fit the model in {len(lines)} "
-            f"tensor{'s' * (len(lines) != 1)}; build the model that was saved, or change its "
-            f"state between hpctrain.checkpoint.load and save:\n  " + "\n  ".join(lines)
+            f"the checkpoint must match the model, but {len(lines)} "
+            f"tensor{'s' * (len(lines) != 1)} do not; build the model that was saved, or change "
+            f"its state between hpctrain.checkpoint.load and save:\n  " + "\n  ".join(lines)
         )
 
 

@@ -121,13 +121,13 @@ def message_of(shown: Mapping[int, NotFiniteFinding]) -> str:
         f"{rule} but the weights after step {step} are not: the step was too large, or one of its "
         f"gradients was not finite"
         if was_taken
-        else f"{rule} but those of {format_ranks(shown)} are not in step {step}, which was not "
+        else f"{rule} but they are not on {format_ranks(shown)} in step {step}, which was not "
         f"taken"
     )
     remedies = (
-        "look at these samples; metrics.jsonl has all of them",
+        "check these samples; metrics.jsonl has all of them",
         "use a smaller optimizer.lr, or train.clip_norm (both with --changed), or",
-        'train.on_non_finite = "skip", which leaves such steps out',
+        'train.on_non_finite = "skip", which skips such steps',
     )
     return "\n".join((cause, *_lines_of(shown), *remedies))
 

@@ -41,9 +41,9 @@ class Stragglers:
                 self._told.add(rank)
                 lines.append(
                     f"{who} is slow in {count} of the last {len(self._records)} records, and all "
-                    f"others wait for it: of a step it computes {times['compute_s'][rank]:.3g} s "
-                    f"and waits {times['input_s'][rank]:.3g} s for its input, together the median "
-                    f"rank takes {median:.3g} s; look at its host: clock, cores, other jobs"
+                    f"others wait for it: per step it computes {times['compute_s'][rank]:.3g} s "
+                    f"and waits {times['input_s'][rank]:.3g} s for its input, the median rank "
+                    f"takes {median:.3g} s for both; check its host: clock, cores, other jobs"
                 )
             elif not count and rank in self._told:
                 self._told.discard(rank)

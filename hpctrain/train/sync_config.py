@@ -82,11 +82,10 @@ class SyncConfig(CheckedFields):
         )
         keys = [name for name in _OTHER_KEYS if name in args]
         names = ", ".join(_OTHER_KEYS)
-        require(not keys, f"sync.args has other arguments: write {names} beside it", keys)
+        require(not keys, f"sync.args must not have {names}: write them in [sync]", keys)
         require(
             self.is_async or "seed" not in args,
-            "sync.args must not have a seed, the run's seed draws: leave it out, and write seed "
-            "above",
+            "sync.args must not have a seed, which is that of the run: leave it out, and set seed",
             args.get("seed"),
         )
         require(
@@ -99,7 +98,7 @@ class SyncConfig(CheckedFields):
             require(
                 self.compression == "none",
                 f"sync.compression must be none with sync.method = {method}, which sends "
-                f"gradients as they are: leave it out",
+                f"uncompressed gradients: leave it out",
                 self.compression,
             )
             require(

@@ -61,16 +61,16 @@ class Tables:
         train = config.train
         refused = {
             f"train.precision = {train.precision} scales the loss": train.precision == "fp16",
-            "train.reproducible sums gradients by a rule of its own": train.reproducible,
+            "train.reproducible sums gradients differently": train.reproducible,
             "train.ema averages parameters": train.ema > 0,
-            f"sync.method = {config.sync.method} lets ranks part": config.sync.is_local,
+            f"sync.method = {config.sync.method} lets replicas differ": config.sync.is_local,
             "[parallel] divides the model": config.parallel.divides,
             "rollback has no copy of rows": "rollback" in (train.on_non_finite, train.on_spike),
         }
         if self and (reason := next((text for text, holds in refused.items() if holds), "")):
             raise ConfigError(
-                f"a model with ShardedEmbedding steps its rows once for all ranks, and {reason}; "
-                f"leave that out, or take torch.nn.Embedding"
+                f"ShardedEmbedding must step its rows once for all ranks, but {reason}; leave "
+                f"that out, or use torch.nn.Embedding"
             )
 
     def __bool__(self) -> bool:
@@ -127,7 +127,8 @@ class Tables:
         for name, table in self._tables.items():
             if name not in state:
                 raise CheckpointError(
-                    f"the checkpoint has no table {name}; go on with the model that it is of"
+                    f"the checkpoint must have the table {name}, but does not; continue with the "
+                    f"model that was saved"
                 )
             table.load_sharded_state(state[name])
 
@@ -143,8 +144,8 @@ class Tables:
         def find() -> Path:
             if not source.is_dir():
                 raise ConfigError(
-                    f"model.init_from of a model with ShardedEmbedding is a run or a checkpoint "
-                    f"of one, got {source}, a file without rows; name its folder"
+                    f"model.init_from must be a run or a checkpoint for a model with "
+                    f"ShardedEmbedding, got {source}, a file without rows; name its folder"
                 )
             return checkpoint_of(source, "last")
 

@@ -49,8 +49,8 @@ from hpctrain.train.tables import Tables
 CPU = torch.device("cpu")
 
 _ONE_LENGTH = (
-    "train.reproducible needs samples of one length, as others would be padded to the longest of "
-    "a rank's part of the batch; pad them to a fixed length in data.transform"
+    "samples must have one length with train.reproducible, because padding depends on the number "
+    "of ranks; pad them to a fixed length in data.transform"
 )
 
 
@@ -133,9 +133,9 @@ class Task:
             whose = " or ".join(filter(None, dict.fromkeys(_transforms(self.config.data))))
             has = ", ".join(f"{name} {described(each)}" for name, each in batch.fields.items())
             raise DataError(
-                f"a transform keeps {' and '.join(names)} of every sample as tensors, "
+                f"a transform must keep {' and '.join(names)} of every sample as tensors, but "
                 f"{whose or 'a data set'} returned {has} for {batch.num_samples} samples; return "
-                f"all of them, and let data.target choose samples"
+                f"all of them, and choose samples in data.target"
             )
         if not (isinstance(inputs, Tensor) and isinstance(labels, Tensor)):
             raise DataError(_ONE_LENGTH)
@@ -172,13 +172,13 @@ class Task:
                 loss: object = self.loss(output, labels)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise DataError(
-                f"{whose} returns one number for a batch, such as the mean over its samples, got "
-                f"{described(loss)} of {described(output)} and {described(labels)}"
+                f"{whose} must return one number for a batch, such as the mean over its samples, "
+                f"got {described(loss)} of {described(output)} and {described(labels)}"
             )
         if tries_backward and not loss.requires_grad:
             raise DataError(
-                f"a loss depends on weights that require gradients, that of {model} and {whose} "
-                f"does not; look for detach(), no_grad() or what leaves torch"
+                f"the loss must depend on weights that require gradients, but that of {model} and "
+                f"{whose} does not; check for detach(), no_grad() or operations outside torch"
             )
         if tries_backward and getattr(output, "requires_grad", False):
             with told_of(whose, output, labels):
@@ -299,10 +299,10 @@ def _loaders(
     """Yield the loaders of training, of tests during training, and of a different last test."""
     if not (isinstance(data, tuple) and len(data) == 2 and all(map(_has_samples, data))):
         raise ConfigError(
-            f"data.target returns two data sets (train, test), such as ShardedDataset.open makes "
-            f"them, {config.data.target} returned {described(data)}; pack yours by write_arrays "
-            f"or hpctrain data pack (see hpctrain guide train), or train a script of your own on "
-            f"hpctrain.shard_data(dataset)"
+            f"data.target must return two data sets (train, test), such as those of "
+            f"ShardedDataset.open, but {config.data.target} returned {described(data)}; pack "
+            f"yours with write_arrays or hpctrain data pack (see hpctrain guide train), or write "
+            f"your own script with hpctrain.shard_data(dataset)"
         )
     train, *tests = data
     if config.data.validation:
@@ -343,7 +343,7 @@ def _divided(dataset: Any, part: float, seed: int) -> tuple[Subset, Subset]:
     if not 0 < num_held < len(dataset):
         raise ConfigError(
             f"data.validation must leave samples on both sides, but {part:g} of {len(dataset)} "
-            f"training samples is {num_held}; use another part"
+            f"training samples is {num_held}; use another fraction"
         )
     order = np.random.default_rng(seed).permutation(len(dataset))
     return Subset(dataset, np.sort(order[num_held:])), Subset(dataset, np.sort(order[:num_held]))
@@ -378,7 +378,7 @@ def _check_fields(config: RunConfig, fields: Mapping[str, Field]) -> None:
         name = getattr(config.data, key)
         if name not in fields:
             raise ConfigError(
-                f'data.{key} = "{name}" is no field of the data; there are {", ".join(fields)}'
+                f'data.{key} must be a field of the data, {", ".join(fields)}, got "{name}"'
             )
         if fields[name].ragged and config.train.reproducible:
             raise DataError(f'data.{key} = "{name}": {_ONE_LENGTH}')
@@ -421,7 +421,7 @@ def stage_for(loader: Loader, to: str, comm: Communicator, topology: Topology) -
     dataset = loader.dataset
     if not isinstance(dataset, ShardedDataset):
         raise ConfigError(
-            f"data.stage copies a ShardedDataset, got {type(dataset).__name__}; "
+            f"data.stage must have a ShardedDataset to copy, got {type(dataset).__name__}; "
             f"stage its parts in data.target, or leave data.stage out"
         )
     groups = [comm.group(ranks) for ranks in topology.nodes]

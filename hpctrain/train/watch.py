@@ -129,7 +129,7 @@ class RunWatch:
         life, holder, age_s = self._life()
         if "" not in self._last and life in ("none", "dead"):
             raise ConfigError(
-                f"{path} holds no run that has begun to train, and no job is at work there; give "
+                f"{path} contains no run that has started to train, and no job runs there; pass "
                 f"the output_dir of a run, by default runs/NAME"
                 + f"; {self._directory.logs} has the output of a job that failed early"
                 * self._directory.logs.is_dir()
@@ -169,8 +169,8 @@ class RunWatch:
             self._take(record)
         if lines and not self._last:
             raise ConfigError(
-                f"records of a run are JSON objects with an event, and {path} begins with "
-                f"{lines[0][:40]!r}; --resume cuts off what is none, and goes on"
+                f"records of a run must be JSON objects with an event, but {path} begins with "
+                f"{lines[0][:40]!r}; --resume removes other lines, and continues"
             )
 
     def _take(self, record: Record) -> None:
@@ -225,8 +225,8 @@ class RunWatch:
             return []
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise ConfigError(
-                f"the times of the ranks are lists of one length, and {path} has none: {error!r}; "
-                f"remove the file, a job that is at work writes it again"
+                f"the times of ranks must be lists of one length, but {path} has none: {error!r}; "
+                f"remove the file, a running job writes it again"
             ) from None
         if len(rows) != self._begun.get("world_size"):
             return []

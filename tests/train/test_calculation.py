@@ -223,9 +223,9 @@ def test_metrics_are_those_of_one_process_to_the_last_bit(here, configure):
         (["train.compile=true", "train.compile_args={ backend = 'no' }"], "compile refuses: "),
         (
             ["optimizer.name=LBFGS"],
-            "takes each step by one gradient, and LBFGS calculates several",
+            "uses one gradient per step, but LBFGS computes several",
         ),
-        (["test.metric=['accuracy', 'f2']"], "test.metric is accuracy, loss, f1, auc, top5"),
+        (["test.metric=['accuracy', 'f2']"], "test.metric must be accuracy, loss, f1, auc, top5"),
     ],
 )
 def test_what_a_step_cannot_be_is_told(here, configure, overrides, message):

@@ -54,7 +54,7 @@ def test_a_full_disk_is_a_warning_and_the_good_checkpoint_stays(
     here.comm.barrier()
     assert "step-00000003" in seen
     assert "step-00000009" not in seen
-    told = "training goes on without this checkpoint" in caplog.text
+    told = "training continues without this checkpoint" in caplog.text
     assert told == ("File too large" in caplog.text) == (here.comm.rank == 0)
     assert steps_in(job)[-1] == steps_in(whole)[-1]
     assert_same_run(whole, job)
@@ -64,7 +64,9 @@ def test_a_disk_that_refuses_the_last_state_is_one_error_of_all_ranks(
     here, configure, shared, fill
 ):
     job = Job(here, configure, shared / "run", *WIDE)
-    with pytest.raises(MismatchError, match=r"too large.*\nthen go on from step-0000000[36] by"):
+    with pytest.raises(
+        MismatchError, match=r"too large.*\nthen continue from step-0000000[36] with"
+    ):
         job.part(at={7: lambda: fill(True)})
 
 
@@ -94,6 +96,6 @@ def test_a_directory_that_is_gone_for_a_while_is_no_end(here, configure, shared,
     assert isinstance(job.part(at={5: leave, 11: come_back}), Outcome)
     here.comm.barrier()
     if way == "is taken" and here.comm.rank == 0:
-        assert "training goes on without this checkpoint" in caplog.text
+        assert "training continues without this checkpoint" in caplog.text
     assert steps_in(job)[-1] == steps_in(whole)[-1]
     assert_same_run(whole, job)

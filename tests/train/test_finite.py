@@ -63,9 +63,11 @@ def test_all_ranks_stop_before_the_step_and_name_step_rate_norm_and_samples(
     here.comm.barrier()
     told, lines = read(job.directory.metrics), str(caught.value).splitlines()
     assert max(map(len, lines)) < 140
-    assert lines[0].startswith("loss and gradients must be finite, but those of rank")
+    assert lines[0].startswith("loss and gradients must be finite, but they are not on rank")
     newest = f"step-{told[-1]['step']:08}" if told[-1]["step"] else ""
-    assert lines[-1] == f"then {f'go on from {newest}' if newest else 'begin again'} by --resume"
+    assert (
+        lines[-1] == f"then {f'continue from {newest}' if newest else 'start again'} with --resume"
+    )
     assert "checkpoint" not in "".join(lines)
     (record,) = [r for r in told if r["event"] == "not_finite"]
     assert told[-1] == {"event": "failed", "step": record["step"] - 1, "reason": lines[0]}
@@ -126,7 +128,7 @@ UNSEEN = [
     pytest.param([], "the weights after step", id="next loss"),
     pytest.param(FIXED, "the weights after step", id="reproducible", marks=LONG),
     pytest.param(
-        ["checkpoint.every=1"], "that are kept must be finite", id="checkpoint", marks=LONG
+        ["checkpoint.every=1"], "saved parameters must be finite", id="checkpoint", marks=LONG
     ),
     pytest.param(["sync.method=local_sgd", "sync.steps=50"], "the weights after step", id="local"),
     pytest.param(["sync.method=local_sgd", "sync.steps=1"], "a mean over replicas", id="mean"),
@@ -161,12 +163,12 @@ def test_a_gradient_that_nobody_looks_at_is_told_with_the_samples_of_its_step(
 def test_weights_that_are_not_finite_are_never_kept(here, configure, shared):
     """Nobody looks at the gradient, and the weights are infinite after the step."""
     job = Job(here, configure, shared / "run", *FLAWED, GRADIENT)
-    with pytest.raises(NotFiniteError, match=r"parameters that are kept must be finite, ranks? 0"):
+    with pytest.raises(NotFiniteError, match=r"saved parameters must be finite, but ranks? 0"):
         job.part()
     assert_finite(last_checkpoint(here, job).state["model"])
     late = Job(here, configure, shared / "late", *FLAWED, GRADIENT, "train.epochs=1")
     late.config = configure(*late.overrides, "checkpoint.every=none", "train.global_batch=53")
-    with pytest.raises(NotFiniteError, match="parameters that are kept must be finite"):
+    with pytest.raises(NotFiniteError, match="saved parameters must be finite"):
         late.part()
     here.comm.barrier()
     assert not (late.directory.checkpoints / "final.pt").exists()

@@ -128,8 +128,8 @@ def test_a_free_table_takes_any_key_and_keeps_its_others(file):
         ),
         ("train.reproducible=true data.on_corrupt=skip", "must be raise with train.reproducible"),
         ("data.random=true data.per_sample=true", "set data.test_transform to a function without"),
-        ("train.epochs", "--set takes key=value such as train.epochs=5, got 'train.epochs'"),
-        ("=3", "--set takes key=value"),
+        ("train.epochs", "--set must be key=value, such as train.epochs=5, got 'train.epochs'"),
+        ("=3", "--set must be key=value"),
     ],
 )
 def test_a_wrong_argument_is_named_with_the_way_out(override, message):

@@ -100,7 +100,7 @@ def test_a_dry_run_and_a_place_that_is_used_or_cannot_be_written(folder, monkeyp
             run(load(Path("small.toml"), ["output_dir=used"]), {}, RunOptions())
         other = asdict(replace(Holder.here(), pid=1))
         Path("used", "lease.json").write_text(json.dumps(other))
-        with pytest.raises(MismatchError, match=r"used is in use: process 1 on .* by --resume"):
+        with pytest.raises(MismatchError, match=r"used is in use: process 1 on .* with --resume"):
             run(load(Path("small.toml"), ["output_dir=used"]), {}, RunOptions())
     finally:
         hpctrain.shutdown()

@@ -125,8 +125,8 @@ def test_a_line_that_is_no_record_is_named_and_left_out_alone(tmp_path, caplog, 
     assert [record["step"] for record in read(path)] == [1, 2, 3]
     cut(path, 4, 3)
     assert path.read_bytes() == line(1) + line(2) + line(3)
-    assert f"1 of 4 lines of {path} are no records" in caplog.text
-    assert ": 2; they are left out" in caplog.text
+    assert f"1 of 4 lines of {path} are not records" in caplog.text
+    assert ": 2; these lines are removed" in caplog.text
 
 
 def test_zeros_in_place_of_line_breaks_keep_no_record_that_comes_again(tmp_path):
@@ -236,8 +236,10 @@ def test_a_part_knows_its_number_and_why_the_one_before_has_ended(records, part,
     if ended_by is None:
         return  # which nobody describes
     text = found.describe()
-    assert text.startswith(f"part {part} of the run in job 17, restart 2: the part before was ")
-    assert text.endswith("without a word" if ended_by == KILLED else f"stopped by {ended_by}")
+    assert text.startswith(f"part {part} of the run in job 17, restart 2: the previous part ")
+    assert text.endswith(
+        "without a last record" if ended_by == KILLED else f"stopped by {ended_by}"
+    )
 
 
 def stop_of(tmp_path, rank):

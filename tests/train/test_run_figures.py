@@ -184,9 +184,9 @@ def test_what_cannot_be_drawn_says_what_to_do(tmp_path, monkeypatch):
     (path / "config.toml").write_text("name = ")
     with pytest.raises(ConfigError, match=r"config\.toml cannot be read"):
         RunHistory.read(path)
-    with pytest.raises(ConfigError, match="holds no folders of runs"):
+    with pytest.raises(ConfigError, match="must contain run directories"):
         found_in(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match="holds no run"):
+    with pytest.raises(ConfigError, match="contains no run"):
         RunHistory.read(tmp_path)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match=r"pip install 'hpctrain\[plots\]'"):
