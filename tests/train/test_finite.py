@@ -269,6 +269,6 @@ def test_where_such_a_test_is_no_end_it_is_told_once_and_is_never_the_best(
     job = Job(here, configure, shared / "run", *EVAL)
     job.config = configure(*job.overrides, *EVAL, f"train.on_non_finite={mode}")
     assert isinstance(job.part(), Outcome)
-    said = "of the test after step 6 (epoch 1) is nan: its accuracy is computed from"
+    said = "of the test after step 6 (epoch 1) is nan: its accuracy is meaningless"
     assert "score" not in last_checkpoint(here, job).facts
     assert caplog.text.count(said) == caplog.text.count("its accuracy is") == (not here.comm.rank)

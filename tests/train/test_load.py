@@ -119,7 +119,7 @@ def test_a_free_table_takes_any_key_and_keeps_its_others(file):
             "as ranks send gradients as they are: leave one of them out, got 'int8'",
         ),
         ("sync.method=staged_sgd sync.steps=auto", "which changes it by the loss"),
-        ("sync.method=diloco sync.args.steps=3", "write steps, compression"),
+        ("sync.method=diloco sync.args.steps=3", "must not have steps, compression"),
         ("sync.method=diloco train.reproducible=true", "leave one of them out, got 'diloco'"),
         ("sync.method=diloco data.on_corrupt=skip", "or set sync.method = synchronous"),
         (

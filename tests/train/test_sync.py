@@ -124,7 +124,10 @@ def test_what_cannot_be_drawn_or_pulled_is_refused(here, configure):
         (["sync.method=local_sgd", "sync.args={seed = 5}"], "which is that of the run: .* got 5"),
         (["sync.method=staged_sgd", "sync.proximal=1"], "not for sync.method = staged_sgd"),
         (["sync.method=local_sgd", "sync.fraction=1.5"], "at most 1, got 1.5"),
-        (["sync.method=local_sgd", "sync.args={fraction = 0.5}"], "fraction, proximal beside it"),
+        (
+            ["sync.method=local_sgd", "sync.args={fraction = 0.5}"],
+            "fraction, proximal: write them in",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             configure(*overrides)
