@@ -18,7 +18,7 @@ ALLOWED = {
     "gradients/loss_scale.py": "a gradient, by the inverse of a GradScaler's scale",
     "gradients/node_bucket.py": "a chunk of the average, where its norm is clipped",
     # A step of fixed micro-shards has a factor of its own, decided in gradients/reproducible.py:
-    "gradients/reproducible.py": "the sum over all micro-shards, by one over their number",
+    "gradients/step_values.py": "the sum over all micro-shards, by one over their number",
     "gradients/sparse_gradients.py": "gathered rows, by the weight and the scale of the buckets",
     # Codecs, which make of the sum what they are for; the factor comes before:
     "compress/largest.py": "momenta, and what is clipped before they are summed up",

@@ -43,6 +43,6 @@ class PyHpctrain(PythonPackage):
     depends_on("shellcheck@0.10:", type=("build", "run"))
     depends_on("py-torch@2.6:", type=("build", "run"))
     depends_on("py-typer@0.20:", type=("build", "run"))
+    depends_on("py-typing-extensions@4.10:", type=("build", "run"))
     with when("^python@:3.10"):
         depends_on("py-tomli@2.0:", type=("build", "run"))
-        depends_on("py-typing-extensions@4.10:", type=("build", "run"))

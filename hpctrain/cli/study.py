@@ -98,7 +98,7 @@ def init(
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions:
+class StudyOptions:
     """Arguments and options of ``hpctrain study run``."""
 
     path: File
@@ -141,8 +141,8 @@ class RunOptions:
 
 
 @app.command()
-@takes(RunOptions)
-def run(asked: RunOptions) -> None:
+@takes(StudyOptions)
+def run(asked: StudyOptions) -> None:
     """Measure all points of a scaling study, each several times, in random order.
 
     After a kill, the same command continues: recorded points are not measured again. A point that
@@ -265,7 +265,7 @@ def _describe(
     typer.echo(f"{len(attempts)} of {len(found.attempts)} are still to measure: {price}")
 
 
-def _submit(found: "Study", attempts: "list[PointRepeat]", asked: RunOptions) -> None:
+def _submit(found: "Study", attempts: "list[PointRepeat]", asked: StudyOptions) -> None:
     """Submit a job for each repeat to measure, and a job that reports after them."""
     if not attempts:
         typer.echo("everything is measured")

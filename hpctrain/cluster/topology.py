@@ -66,7 +66,7 @@ class Topology:
         """
         if not 0 <= rank < len(facts):
             raise TopologyError(
-                f"rank must be below the number of facts, {len(facts)}, got {rank}"
+                f"rank must be one of the {len(facts)} ranks that gave facts, got {rank}"
             )
         if ranks_per_node is not None and ranks_per_node < 1:
             raise TopologyError(

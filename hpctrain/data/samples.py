@@ -1,6 +1,6 @@
 """Samples: the protocol of data sets, the values of a batch, and a batch itself."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -13,8 +13,6 @@ from torch.utils.data import default_collate
 from hpctrain.core.errors import DataError
 from hpctrain.core.python_compat import Self
 from hpctrain.data.format.dataset_manifest import Field
-
-Range = tuple[int, int]  # samples ``[start, stop)`` of a data set
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,14 +206,3 @@ def collate(samples: Sequence[Any]) -> Any:
         samples: from ``ShardedDataset.__getitems__``; any others go to ``default_collate``.
     """
     return samples.fields if isinstance(samples, Picked) else default_collate(list(samples))
-
-
-def merged(ranges: Iterable[Range]) -> tuple[Range, ...]:
-    """Return the union of ranges, in ascending order, as ranges that do not touch."""
-    found: list[Range] = []
-    for start, stop in sorted(ranges):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(stop, found[-1][1])
-        else:
-            found.append((start, stop))
-    return tuple(found)

@@ -16,7 +16,8 @@ from hpctrain.core.units import GIB
 from hpctrain.data.mixture import Mixture
 from hpctrain.data.order.order import Order, Sequential, global_order
 from hpctrain.data.order.window import WindowOrder, WindowShape
-from hpctrain.data.samples import Indices, Samples, merged
+from hpctrain.data.sample_ranges import merged
+from hpctrain.data.samples import Indices, Samples
 
 OrderName = Literal["auto", "global", "window", "sequential"]
 

@@ -32,8 +32,8 @@ def make_exchange(config: RunConfig, comm: Communicator, built: BuiltModel) -> S
     Raises:
         MismatchError: arguments of the method are invalid; on all ranks.
     """
+    _check(config, comm)  # raises on all ranks, which have one configuration
     with agreed(comm):
-        _check(config, comm)
         kind: type[StepExchange] = imported(f"hpctrain.train.{_EXCHANGES[_name(config)]}")
     return kind.build(config, comm, built)
 

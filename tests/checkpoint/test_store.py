@@ -162,7 +162,7 @@ def refused(comm, folder, match, state, **more):
 def test_ranks_that_disagree_are_told_where(comm, folder):
     if comm.size > 1:
         step = {"numbers": [7, comm.rank == 1]}
-        refused(comm, folder, r"rank.* 1: numbers/1 = True.*goes into private", step)
+        refused(comm, folder, r"rank.* 1: numbers/1 = True.*ranks as private", step)
         shape = {"model": {"w": torch.zeros(2 + (comm.rank == 1))}}
         refused(comm, folder, r"rank.* 1: model/w is float32 \[3\]", shape)
 

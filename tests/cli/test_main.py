@@ -144,9 +144,10 @@ def test_windows_is_sent_to_wsl(monkeypatch, capsys):
 
 @pytest.mark.limit(120)
 def test_a_run_without_an_mpi_library_says_what_brings_one(tmp_path):
-    (tmp_path / "a.toml").write_text('[model]\ntarget = "a:b"\n[data]\ntarget = "a:b"\n')
+    line = [sys.executable, "-m", "hpctrain", "train", "a.toml"]
+    assert ended([*line, "--init"], cwd=tmp_path).returncode == 0
     done = ended(
-        [sys.executable, "-m", "hpctrain", "train", "a.toml"],
+        line,
         env=os.environ | {"MPI4PY_LIBMPI": "/nowhere/libmpi.so"},
         cwd=tmp_path,
     )

@@ -128,8 +128,8 @@ def test_the_node_with_fewest_cards_decides():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"rank": -1}, "one of 2 .* got -1"),
-        ({"rank": 2}, "one of 2 .* got 2"),
+        ({"rank": -1}, "one of the 2 .* got -1"),
+        ({"rank": 2}, "one of the 2 .* got 2"),
         ({"rank": 0, "ranks_per_node": 0}, "at least 1, got 0"),
     ],
 )

@@ -12,7 +12,7 @@ import pytest
 
 from hpctrain.core.errors import DataError
 from hpctrain.data.format.dataset_manifest import MANIFEST
-from hpctrain.data.samples import merged
+from hpctrain.data.sample_ranges import merged
 from hpctrain.data.tools import verify as verify_module
 from hpctrain.data.tools.verify import verify
 from tests.data.mixed_set import IN_MEMORY, files_of, flip, shard, write_mixed

@@ -73,10 +73,10 @@ def test_where_nccl_cannot_all_ranks_hear_why_and_what_to_do(hvd):
         (
             "setattr",
             (StandIn, "card", lambda _: "card 7"),
-            "wants a card for each rank, and ranks",
+            "must have its own GPU for NCCL, but ranks",
         ),
         ("setattr", (StandIn, "without_nccl", "it is of wood"), "ranks 0-"),
-        ("setenv", ("HPCTRAIN_RECOVER", "1"), "need sums that end by an error"),
+        ("setenv", ("HPCTRAIN_RECOVER", "1"), "its sums do not return errors"),
     ]
     of_last = [
         ("setattr", (StandIn, "without_nccl", "it is of wood"), f"{whom}it is of wood"),
@@ -109,7 +109,7 @@ def test_ranks_that_ask_for_other_ways_are_told(hvd):
         ((22809, 22809), (True, True), "ranks 0-1 share one"),
         ((23007, 23007), (True, False), "ranks 0-1 share one"),
         ((23007, 23007), (True, True), ""),
-        ((23007, 22809), (True, True), "one version on all ranks, got rank 0: 23007; rank 1"),
+        ((23007, 22809), (True, True), "the same version on all ranks, got rank 0: 23007; rank 1"),
     ],
 )
 def test_a_card_is_shared_where_nccl_can_and_may(version, may_share, said):

@@ -206,7 +206,7 @@ def test_the_command_writes_page_and_figures_beside_it(tmp_path, results):
     assert len(kinds) == 10
     assert names == {f"{kind}.{ending}" for kind in kinds for ending in ("png", "svg")}
     assert (folder / "plots/time.png").read_bytes().startswith(b"\x89PNG")
-    assert "plots beside it" in done.output
+    assert "figures into plots in the same directory" in done.output
     shown = drawn((folder / "report.html").read_text(encoding="utf-8"))
     again = StudyResults.read(folder)
     assert {s["kind"] for s in shown["time"]["series"]} >= {"dashed", "dotted", "hollow"}

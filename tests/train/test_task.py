@@ -194,16 +194,19 @@ def test_what_one_rank_meets_is_raised_on_all_with_its_number(here, configure):
     ("overrides", "message"),
     [
         (["sync.args.stat=reset"], "sync.args: LocalSGD got an unexpected .* did you mean state?"),
-        (["sync.args.state=lost"], "local_sgd refuses: state is one of local, average, reset"),
+        (
+            ["sync.args.state=lost"],
+            "local_sgd refuses: state must be one of local, average, reset",
+        ),
         (["sync.args.most=many"], r"\[sync\] local_sgd refuses: .*'str'"),
         (["sync.method=diloco", "sync.args.outer_lr=-1"], "outer_lr must be above 0, got -1"),
         (
             ["sync.method=post_local_sgd", "sync.args={start = 3, start_epochs = 1}"],
-            "got start_epochs=1 and start=3; leave one out",
+            "has start_epochs=1 and start=3; leave one out",
         ),
         (
             ["sync.method=staged_sgd", "sync.args.warmup_epochs=-1"],
-            "sync.args.warmup_epochs is a number of epochs, at least 0, got -1",
+            "sync.args.warmup_epochs must be a number of epochs, at least 0, got -1",
         ),
         (
             ["sync.method=staged_sgd", "sync.args={warmup_epochs = 3, cooldown_epochs = 2}"],

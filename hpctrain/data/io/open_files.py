@@ -69,7 +69,8 @@ class Handles:
         for home, rows, _ in parts:
             # Errors of a shard are raised where samples are taken from it.
             with suppress(DataError, *UNREADABLE):
-                read_ahead(self._threads, self.shard(home).file, rows, check=check)
+                file = self.shard(home).file
+                read_ahead(self._threads, file, rows, check=check, stays=self._fits)
 
 
 THREADS = 4  # while one checks its blocks, others keep the disk busy
@@ -78,11 +79,18 @@ _REQUEST_BYTES = 128 * KIB
 """Linux reads no more than its read-ahead window for one request, 128 KiB unless it was set."""
 
 
-def read_ahead(threads: Executor, file: ShardFile, rows: Array, *, check: bool) -> None:
-    """Let threads bring rows of a file into memory, in its order, and return at once.
+def read_ahead(
+    threads: Executor, file: ShardFile, rows: Array, *, check: bool, stays: bool = False
+) -> None:
+    """Start threads that read rows of a file into memory, in file order, and return immediately.
 
-    ``check`` brings the whole of their blocks, and checks the new ones; who takes samples of a
-    damaged block raises the error.
+    Args:
+        threads: they read and check.
+        file: file of the rows.
+        rows: rows of the file, in any order.
+        check: whether whole blocks are read, and new ones checked. A damaged block raises when its
+            samples are taken.
+        stays: whether blocks that were checked stay in memory and need not be read again.
     """
     if not len(rows):
         return
@@ -90,6 +98,8 @@ def read_ahead(threads: Executor, file: ShardFile, rows: Array, *, check: bool) 
         threads.submit(_advise, file, np.unique(rows), 1)
         return
     blocks = np.unique(rows // file.block_size)
+    if stays:
+        blocks = blocks[~file.checked[blocks]]
     shard = file.shard
     piece = max(1, _PIECE_BYTES * shard.num_samples // (shard.num_bytes * file.block_size))
     for start in range(0, len(blocks), piece):

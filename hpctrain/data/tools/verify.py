@@ -21,7 +21,7 @@ from hpctrain.data.format.dataset_manifest import MANIFEST, Manifest, leftovers
 from hpctrain.data.format.hdf5_values import UNREADABLE, load_filters
 from hpctrain.data.io.shardfile import RawShard
 from hpctrain.data.io.values import Array, ChunkCache, read_into
-from hpctrain.data.samples import Range, merged
+from hpctrain.data.sample_ranges import Range, merged
 from hpctrain.data.tools.rank_work import Advance, Start, followed, in_turns, or_alone
 
 if TYPE_CHECKING:
