@@ -236,7 +236,7 @@ def test_a_message_names_a_few_samples_of_a_few_ranks():
     found = {rank: NotFiniteFinding(samples=[*range(64)], **place) for rank in range(100)}
     lines = message_of(found).splitlines()
     assert lines[0].startswith(
-        "loss and gradients must be finite, but they are not on ranks 0-99 are not"
+        "loss and gradients must be finite, but they are not on ranks 0-99 in step 7"
     )
     assert sum("samples 0, 1, 2, 3, 4, 5, 6, 7 and 56 more" in line for line in lines) == 4
     assert lines[5] == "  and 96 more ranks"

@@ -146,7 +146,7 @@ def test_a_run_that_stops_leaves_its_plot_too(folder, monkeypatch):
 def test_an_error_of_all_ranks_is_told_once_and_has_its_code(folder):
     done = train(folder, "--set=model.target=tests.train.problem:flawed_model", num_ranks=2)
     assert done.returncode == 1, done.stderr
-    assert done.stderr.count("hpctrain: loss and gradients must be finite, but they are not on rank") == 1
+    assert done.stderr.count("gradients must be finite, but they are not on rank") == 1
     assert "Traceback" not in done.stderr
     assert (folder / "runs/small/plots/training.png").stat().st_size > 10_000
 
