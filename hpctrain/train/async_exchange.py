@@ -1,4 +1,4 @@
-"""Exchange of asynchronous methods: each rank exchanges with servers at its own pace."""
+"""Exchange of asynchronous methods: ranks send updates to servers independently."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,7 +24,7 @@ from hpctrain.train.step_exchange import Figures
 from hpctrain.train.sync_config import SyncConfig
 
 MEETING_STEPS = 16
-"""All ranks know of a stop, or of a checkpoint by the clock, after at most these steps."""
+"""Steps between synchronizations, so that stop requests reach all ranks soon."""
 
 
 _KINDS: Mapping[str, tuple[type[AsyncMethod], str]] = {
@@ -32,14 +32,14 @@ _KINDS: Mapping[str, tuple[type[AsyncMethod], str]] = {
     "downpour": (Downpour, "most_ahead"),
     "async": (AsyncSGD, "most_ahead"),
 }
-"""Methods, and the argument that ``sync.staleness`` sets."""
+"""Class of each method, and the argument that receives ``sync.staleness``."""
 
 
 class AsyncExchange(OwnStepsExchange):
-    """Sends the updates of each rank to servers, by a method of ``[sync]`` such as ``ssp``.
+    """Sends the updates of each rank to servers with a method of ``[sync]``, e.g. ``ssp``.
 
-    Every ``MEETING_STEPS`` steps, and where the training loop requires it, the ranks wait for each
-    other and compare their flags.
+    Every ``MEETING_STEPS`` steps, and when the training loop requires it, all ranks synchronize
+    and combine their flags.
 
     Args:
         config: of the run.
@@ -50,8 +50,8 @@ class AsyncExchange(OwnStepsExchange):
     """
 
     method: AsyncMethod
-    raised_flags = 0  # bits that any rank had at the last meeting
-    gradient_flags = 0  # bits of this rank, whose gradient is its own
+    raised_flags = 0  # flags of all ranks at the last synchronization
+    gradient_flags = 0  # flags of this rank, as gradients are not averaged
     is_synchronous = False
     leads_step = True  # each rank counts its own steps
     replicas_agree = False
@@ -65,7 +65,7 @@ class AsyncExchange(OwnStepsExchange):
         precision: Precision,
     ) -> None:
         super().__init__(config, comm, model, method.optimizer, method, precision)
-        method.is_compared = False  # a run settles and compares at its end
+        method.is_compared = False  # the run settles before its end, so no check at exit is needed
         self._must_meet = False
         self._step = self._step_since_meeting = 0
         self._figures: Figures = {"staleness": 0.0, "staleness_most": 0}
@@ -74,33 +74,33 @@ class AsyncExchange(OwnStepsExchange):
 
     @classmethod
     def build(cls, config: RunConfig, comm: Communicator, built: BuiltModel) -> Self:
-        """Return the exchange of this rank's replica. Collective."""
+        """Return an exchange for this rank's replica. Collective."""
         with agreed(comm):
             method = _make_method(config.sync, built)
             return cls(config, comm, built.model, method, built.precision)
 
     def begin(self, rate: float, *, must_agree: bool) -> None:
-        """Set the learning rates of a step, and whether the ranks synchronize after it. Local."""
+        """Set the learning rates; if ``must_agree``, synchronize after the step. Local."""
         super().begin(rate, must_agree=must_agree)
         self._must_meet = must_agree
 
     @property
     def communication_seconds(self) -> float:
-        """Time in which the last step waited for servers, in seconds."""
+        """Seconds that the last step waited for servers."""
         return self.method.waited_s
 
     def raise_flags(self, flags: int) -> None:
-        """Send these bits to all ranks at the next meeting. Local."""
+        """Send these bits to all ranks at the next synchronization. Local."""
         self.gradient_flags = flags
 
     def _synchronize(self) -> None:
-        """Do nothing: ranks have no common gradient."""
+        """No-op: gradients are not combined."""
 
     def _set_num_passes(self, num_passes: int) -> None:
-        """Do nothing: all passes add up in this rank's gradient."""
+        """No-op: torch accumulates the passes in ``.grad``."""
 
     def skip(self, flags: int) -> None:
-        """Leave out this rank's own step. Collective where the ranks synchronize after it."""
+        """Skip this rank's local step. Collective if ranks synchronize after this step."""
         super().skip(flags)
         self._end_step()
 
@@ -111,13 +111,13 @@ class AsyncExchange(OwnStepsExchange):
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Let all ranks have the model of the servers, also after the block. Collective."""
+        """Load the model of the servers on all ranks, for the block and afterwards. Collective."""
         self.finish()
         yield
 
     @contextmanager
     def settled(self) -> Iterator[None]:
-        """Give model and optimizer the state of the servers inside the block. Collective."""
+        """Return a context in which all ranks have the state of the servers. Collective."""
         if self.replicas_agree:
             yield
             return
@@ -140,7 +140,7 @@ class AsyncExchange(OwnStepsExchange):
 
     @property
     def _has_own_optimizer(self) -> bool:
-        """Whether each rank's optimizer has a state apart from that of the servers."""
+        """Whether ranks have an optimizer in addition to the optimizer of the servers."""
         return self.method.server_optimizer is not self.method.optimizer
 
     def _shared_optimizer(self) -> dict[str, Any]:
@@ -165,17 +165,17 @@ class AsyncExchange(OwnStepsExchange):
 
     @property
     def facts(self) -> Figures:
-        """Entries of the first record of a run."""
+        """Entries for the first record of each part of a run."""
         sync = self.config.sync
         return {"sync": {"method": sync.method, "staleness": sync.staleness}}
 
     @property
     def figures(self) -> Figures:
-        """Staleness of updates as of the last meeting; the same on every rank."""
+        """Staleness of updates at the last synchronization; identical on all ranks."""
         return self._figures
 
     def describe(self) -> list[tuple[str, str]]:
-        """Return a row about the method."""
+        """Return a row ``(title, text)`` about the method."""
         sync = self.config.sync
         return [("sync", f"{sync.method}, staleness {sync.staleness}")]
 
@@ -187,7 +187,7 @@ class AsyncExchange(OwnStepsExchange):
             self._meet()
 
     def _meet(self) -> None:
-        """Wait for all ranks at this step, and combine flags and figures. Collective."""
+        """Synchronize all ranks, and combine flags and staleness. Collective."""
         histogram = self.method.staleness_histogram
         counted = sum(histogram.values()), sum(s * n for s, n in histogram.items())
         since = [now - before for now, before in zip(counted, self._counted, strict=True)]
@@ -200,7 +200,8 @@ class AsyncExchange(OwnStepsExchange):
         if most != least:
             raise MismatchError(
                 f"all ranks must take the same number of steps, but this rank has taken "
-                f"{self._step} and others {least} to {most}; give each rank as many batches"
+                f"{self._step} and others {least} to {most}; give every rank the same "
+                f"number of batches"
             )
         self._counted = counted
         self.raised_flags = sum(1 << bit for bit in range(4) if sums[2 + bit])

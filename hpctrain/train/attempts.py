@@ -1,4 +1,4 @@
-"""A run in its directory: its first part, and those that go on from a checkpoint."""
+"""Parts of a run: training in the run directory, from the start or from a checkpoint."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -40,29 +40,28 @@ from hpctrain.train.run_state import RunState
 from hpctrain.train.task import Task
 
 KILLED = "killed"
-"""How a part has ended that left no word: a crash, a lost node, a limit that came too early."""
+"""Reason for the end of a part that wrote no last record: crash, lost node, time limit."""
 
 FAILED = "an error"
-"""How a part has ended that an exception ended, or a loss that is NaN."""
+"""Reason for the end of a part: an exception, or a loss that is not finite."""
 
-
-FINISHED = "finished"  # how a part has ended after which nothing was left to do
+FINISHED = "finished"  # reason for the end of a part that reached the last step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunPart:
-    """What the first record of a part says about it."""
+    """Entries of the first record of a part: a run has one part per start or resume."""
 
     part: int = 1
-    """Counted from 1, over all jobs of the run; also those that came to no checkpoint."""
+    """Counted from 1 over all jobs of the run, including parts without a checkpoint."""
     ended_by: str | None = None
-    """Why the part before has ended: who stopped it, or ``killed``; None for the first."""
-    job: str = ""  # what the scheduler calls the job; empty outside of one
-    restarts: int = 0  # how often Slurm has started this job again
+    """Reason for the end of the previous part, such as ``killed``; None for the first part."""
+    job: str = ""  # job id of the scheduler; empty outside a job
+    restarts: int = 0  # number of restarts of this job by Slurm
 
     @classmethod
     def after(cls, records: Sequence[dict[str, Any]]) -> "RunPart":
-        """Return the part that follows on all records of a run, in this process's job."""
+        """Return the part that follows the given records of a run, in the current job."""
         job, restarts = job_id(), restart_count()
         parts = [r.get("part", 1) for r in records if r["event"] in ("started", "resumed")]
         if not parts:
@@ -74,16 +73,25 @@ class RunPart:
         return cls(part=parts[-1] + 1, ended_by=ended_by, job=job, restarts=restarts)
 
     def describe(self) -> str:
-        """Say it in one line, for people."""
+        """Return a one-line description."""
         job = f" in job {self.job}" if self.job else ""
         again = f", restart {self.restarts}" if self.restarts else ""
-        known = {KILLED: "ended without a word", FINISHED: FINISHED}
-        how = known.get(str(self.ended_by), f"stopped by {self.ended_by}")
-        return f"part {self.part} of the run{job}{again}: the part before was {how}"
+        known = {KILLED: "ended without a last record", FINISHED: FINISHED}
+        how = known.get(str(self.ended_by), f"was stopped by {self.ended_by}")
+        return f"part {self.part} of the run{job}{again}: the previous part {how}"
 
 
 class RunInDirectory:
-    """Trains, and keeps what a later part needs to go on."""
+    """Trains in a run directory; writes records and checkpoints.
+
+    Args:
+        task: what to train.
+        directory: of the run.
+        console: displays the progress on rank 0.
+        lease: lease of the directory on rank 0; None on other ranks.
+        modules: folder of the modules that the configuration names; stored in the records.
+            Default is the current directory.
+    """
 
     def __init__(
         self,
@@ -93,10 +101,6 @@ class RunInDirectory:
         lease: Lease | None = None,
         modules: Path | None = None,
     ) -> None:
-        """Take what is needed; ``lease`` is the one on the directory, on rank 0.
-
-        ``modules`` is where the configuration's modules are looked for, which records keep.
-        """
         self._modules = str(modules or Path.cwd())
         self._task, self._comm = task, task.comm
         self._directory, self._console, self._lease = directory, console, lease
@@ -104,18 +108,24 @@ class RunInDirectory:
 
     @property
     def step(self) -> int:
-        """Number of the last step that is finished."""
+        """Number of the last finished step."""
         return self._state.step
 
     def carry_out(
         self, config_text: str, requests: StopRequests, *, continues: bool
     ) -> Outcome | Stopped:
-        """Train to the end or to a stop, from the last checkpoint if the run goes on. Collective.
+        """Train until the end or a stop request. Collective.
 
-        ``config_text`` is the configuration as it is kept. Raises ``MismatchError``: the run
-        directory cannot be written, or no checkpoint read; on all. ``NotFiniteError``: loss,
-        gradients or parameters are not finite; on all ranks. ``ReplicaError``: the ranks have
-        parted; on all ranks.
+        Args:
+            config_text: configuration in TOML, to be stored.
+            requests: requests to stop.
+            continues: start from the last checkpoint.
+
+        Raises:
+            MismatchError: the run directory cannot be written, or no checkpoint can be read; on
+                all ranks.
+            NotFiniteError: loss, gradients or parameters are not finite; on all ranks.
+            ReplicaError: the replicas differ; on all ranks.
         """
         here, comm, directory = world.current(), self._comm, self._directory
         plan = {
@@ -131,7 +141,7 @@ class RunInDirectory:
         def begin() -> RunPart:
             self._check_lease()
             path, state = directory.metrics, self._state
-            # Read before its last records are cut off.
+            # directory.go_on() removes the last records.
             part = RunPart.after(read(path) if path.exists() else ())
             if part.ended_by:
                 self._console.print(part.describe())
@@ -153,10 +163,10 @@ class RunInDirectory:
             with self._told_failure(metrics, manager):
                 outcome = self._train(metrics, boundary)
             self._close(manager)
-            boundary.check_lease()  # else the last record may have been left out
+            boundary.check_lease()  # without the lease the last record was not written
             self._task.exchange.close()
             metrics.sync()
-        comm.barrier()  # a launcher may kill rank 0 when another ends: it shall have said all
+        comm.barrier()  # a launcher may kill rank 0 once another rank exits
         return outcome
 
     def _tell_beginning(self, metrics: Metrics, facts: Mapping[str, Any]) -> None:
@@ -168,7 +178,8 @@ class RunInDirectory:
             metrics.write("started", **facts)
 
     def _environment(self) -> dict[str, Any]:
-        return environment(version() if self._comm.size > 1 else None)  # one rank needs no MPI
+        # A single rank does not load MPI.
+        return environment(version() if self._comm.size > 1 else None)
 
     def _manager(self) -> Manager:
         table = self._task.config.checkpoint
@@ -192,14 +203,14 @@ class RunInDirectory:
         return Metrics(self._directory.metrics, may_write, loggers)
 
     def _check_lease(self) -> None:
-        """Return if the directory is still of this job. Raises CheckpointError; on rank 0."""
+        """Raise CheckpointError on rank 0 if another job has taken the run directory."""
         if self._lease is not None:
             self._lease.check()
 
     def _load(self, manager: Manager) -> None:
         loaded = manager.load_latest(into=self._task.exchange.wanted(manager.latest))
         if loaded is None:
-            self._console.print("there is no checkpoint yet: the run begins again")
+            self._console.print("there is no checkpoint yet: the run starts again from step 0")
             return
         ranks, comm = len(loaded.private), self._comm
         layouts = [loaded.state.get("layout"), self._task.exchange.layout]
@@ -207,27 +218,30 @@ class RunInDirectory:
         own = loaded.private.get(comm.rank) if is_same else None
         if loaded.step > self._task.num_steps:
             raise ConfigError(
-                f"the run has taken {loaded.step} steps, and train.epochs = "
-                f"{self._task.config.train.epochs} ends it after {self._task.num_steps}; give "
-                f"more epochs, or choose another output_dir"
+                f"train.epochs must not end a run before its checkpoint, but train.epochs = "
+                f"{self._task.config.train.epochs} gives {self._task.num_steps} steps and the "
+                f"checkpoint is of step {loaded.step}; use more epochs, or choose another "
+                f"output_dir"
             )
         configured = [dict(group) for group in self._task.optimizer.param_groups]
         self._state.restore(loaded.state, own)
-        # They come with the optimizer's state, as they were.
+        # Restoring the optimizer has replaced its arguments with the saved arguments.
         given = given_arguments(self._directory, self._task.config)
         for group, fresh in zip(self._task.optimizer.param_groups, configured, strict=True):
             group.update({name: fresh[name] for name in given if name in fresh})
-        self._console.print(f"goes on after step {loaded.step} of {self._task.num_steps}")
+        self._console.print(f"continuing after step {loaded.step} of {self._task.num_steps}")
         if layouts[0] != layouts[1]:
             before, now = (layout or "whole models" for layout in layouts)
             self._console.print(f"the checkpoint is of {before}, this run has {now}")
         if ranks != comm.size:
-            differ = "other random numbers, and sums that are rounded in another order"
+            differ = "different random numbers, and sums in another order"
             if self._task.exchange.takes_own_steps:
-                differ = "each goes on from the mean of the replicas, with other random numbers"
+                differ = (
+                    "each continues from the mean of the replicas, with different random numbers"
+                )
             self._console.print(
                 f"the checkpoint is of {ranks} ranks, this run has {comm.size}: "
-                f"{'the same bits' if self._task.exchange.is_reproducible else differ}"
+                f"{'bitwise identical results' if self._task.exchange.is_reproducible else differ}"
             )
 
     def _train(self, metrics: Metrics, boundary: Boundary) -> Outcome | Stopped:
@@ -263,7 +277,7 @@ class RunInDirectory:
 
     @contextmanager
     def _told_failure(self, metrics: Metrics, manager: Manager) -> Iterator[None]:
-        """Record what all ranks raise together, and let the last checkpoint get to the disk."""
+        """Record errors that all ranks raise, after the last checkpoint is on disk. Collective."""
         try:
             yield
         except (NotFiniteError, ReplicaError) as error:
@@ -275,16 +289,16 @@ class RunInDirectory:
             if isinstance(error, NotFiniteError):
                 raise NotFiniteError(f"{error}\n{_where_it_goes_on(manager)}") from error
             raise
-        except CheckpointError as error:  # the last state of a run, which is not on disk
+        except CheckpointError as error:  # the final state could not be saved
             self._close(manager)
             raise MismatchError(f"{error}\n{_where_it_goes_on(manager)}") from error
 
     def _close(self, manager: Manager) -> None:
         try:
             manager.close()
-        except CheckpointError as error:  # the run itself is saved
+        except CheckpointError as error:  # training itself succeeded
             if self._comm.rank == 0:
-                logger.warning(f"the last checkpoint is not whole: {error}")
+                logger.warning(f"the last checkpoint is incomplete: {error}")
 
     def _facts(self) -> dict[str, Any]:
         here = world.current()
@@ -300,9 +314,9 @@ class RunInDirectory:
 
 
 def _where_it_goes_on(manager: Manager) -> str:
-    """Say for people what --resume does. Collective."""
+    """Return a message about the effect of --resume. Collective."""
     newest = None
     with suppress(CheckpointError):
         newest = manager.latest()
-    where = "begin again" if newest is None else f"go on from {newest.name}"
-    return f"then {where} by --resume"
+    where = "start again" if newest is None else f"continue from {newest.name}"
+    return f"then {where} with --resume"

@@ -1,4 +1,4 @@
-"""Exchanges of gradients that are accumulated over pieces of a batch and averaged over ranks."""
+"""Exchanges that accumulate gradients over micro-batches and average them over ranks."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -30,14 +30,14 @@ from hpctrain.train.tables import Tables
 
 
 class AccumulatedExchange(StepExchange):
-    """Runs forward and backward over ``train.accumulate`` pieces of this rank's samples.
+    """Runs forward and backward over ``train.accumulate`` micro-batches of this rank's samples.
 
     Args:
         config: of the run.
         comm: all ranks.
         model: of this rank.
         optimizer: of this rank.
-        method: weights this rank by its samples and combines gradients.
+        method: weights this rank by its number of samples and combines the gradients.
         precision: scales the loss.
     """
 
@@ -55,13 +55,13 @@ class AccumulatedExchange(StepExchange):
 
     @property
     def takes_part(self) -> bool:
-        """Whether this rank's samples count in the present step."""
+        """Whether this rank's samples count in the current step."""
         return True
 
     def backward(
         self, batch: StepBatch, forward: Forward, observer: LossObserver
     ) -> tuple[float, int]:
-        """Compute the gradients of this rank's samples, a piece at a time. Collective."""
+        """Compute the gradients of this rank's samples, one micro-batch at a time. Collective."""
         self.optimizer.zero_grad()
         num_samples = batch.num_samples if self.takes_part else 0
         self._set_num_samples(num_samples, self.config.train.global_batch / self.comm.size)
@@ -70,7 +70,7 @@ class AccumulatedExchange(StepExchange):
         cut = (values.tensor_split(max(num_pieces, 1)) for values in batch.tensors)
         pieces = [*zip(*cut, strict=True)] if num_pieces else []
         self.forward_nothing(batch.inputs, accumulate - num_pieces)
-        # Most errors of shapes and types occur in the first step: one error for all ranks.
+        # Most errors of shapes and types occur in the first step and must reach all ranks.
         with agreed(self.comm) if observer.is_first else nullcontext():
             if pieces:
                 loss = forward(*map(_aligned, pieces[0]), tries_backward=observer.is_first)[1]
@@ -97,21 +97,21 @@ class AccumulatedExchange(StepExchange):
         self.method.set_num_samples(num_samples, nominal=nominal)
 
     def _synchronize(self) -> None:
-        """Combine gradients where this rank has no backward pass. Collective."""
+        """Join the reduction of gradients on a rank without samples. Collective."""
         self.method.synchronize()
 
     def _set_num_passes(self, num_passes: int) -> None:
         self.method.set_backward_passes_per_step(num_passes)
 
     def _end_piece(self, number: int, num_pieces: int, size: int, num_samples: int) -> None:
-        """Look at the gradient after the backward pass of a piece. Local."""
+        """Observe the gradient after the backward pass of a micro-batch. Local."""
 
     def _end_backward(self) -> None:
-        """Communicate what must be known before the step. Collective."""
+        """Finish the communication that must precede the step. Collective."""
 
 
 class AveragedExchange(AccumulatedExchange):
-    """Averages gradients by a ``DistributedOptimizer``, or combines steps by Adasum.
+    """Averages gradients with a ``DistributedOptimizer``, or combines steps with Adasum.
 
     Args:
         config: of the run.
@@ -119,7 +119,7 @@ class AveragedExchange(AccumulatedExchange):
         model: of this rank.
         optimizer: the distributed optimizer.
         precision: scales the loss.
-        tables: sharded embeddings, which step next to the optimizer.
+        tables: sharded embeddings, updated in addition to the optimizer.
     """
 
     def __init__(
@@ -133,11 +133,11 @@ class AveragedExchange(AccumulatedExchange):
     ) -> None:
         super().__init__(config, comm, model, optimizer, optimizer, precision)
         self._tables, self.noise = tables, _noise(config, comm, optimizer)
-        self._measured = list[Measured]()  # of the first piece, on a single rank
+        self._measured = list[Measured]()  # of the first micro-batch, on a single rank
 
     @classmethod
     def build(cls, config: RunConfig, comm: Communicator, built: BuiltModel) -> Self:
-        """Return the exchange of a model that all ranks have. Collective."""
+        """Return an exchange for a model that is identical on all ranks. Collective."""
         optimizer = distributed(config, built.model, built.optimizer)
         return cls(config, comm, built.model, optimizer, built.precision, built.tables)
 
@@ -147,7 +147,7 @@ class AveragedExchange(AccumulatedExchange):
         self._tables.factor = rate
 
     def report_loss(self, loss: float) -> None:
-        """Send this rank's loss with the message of the step. Local."""
+        """Add this rank's loss to the step header. Local."""
         self.method.tell_loss(loss)
 
     def mean_loss(self, loss: float) -> float:
@@ -161,7 +161,7 @@ class AveragedExchange(AccumulatedExchange):
         return self.method.sums_are_finite is True
 
     def look_at_sums(self) -> None:
-        """Look for values that are not finite while averages are computed."""
+        """Check from the next step on whether the averages are finite. Local."""
         self.method.look_at_sums()
 
     def step(self) -> None:
@@ -174,11 +174,12 @@ class AveragedExchange(AccumulatedExchange):
         super()._set_num_samples(num_samples, nominal)
 
     def forward_nothing(self, inputs: Tensor, times: int = 1) -> None:
-        """Take part in the other ranks' lookups in tables. Collective."""
+        """Join the other ranks' lookups in tables. Collective."""
         self._tables.look_up_nothing(self.model, inputs, times)
 
     def _end_piece(self, number: int, num_pieces: int, size: int, num_samples: int) -> None:
-        # Several ranks measure the norms of ranks and average; one rank those of pieces and batch.
+        # With several ranks ``watch_noise`` adds the norms. A single rank compares the first
+        # micro-batch with the whole batch.
         if self.noise is None or self.comm.size > 1 or num_pieces == 1:
             return
         if number == 1:
@@ -195,13 +196,13 @@ class AveragedExchange(AccumulatedExchange):
 
     @property
     def savings(self) -> Savings | None:
-        """Bytes that compression saves; None where gradients are not compressed."""
+        """Bytes that compression saves; None if gradients are not compressed."""
         found: Savings | None = self.method.savings
         return found if self.config.sync.compression != "none" else None
 
     @property
     def noise_scale(self) -> float | None:
-        """The gradient noise scale of all ranks, in samples. Collective."""
+        """Gradient noise scale over all ranks, in samples. Collective."""
         return None if self.noise is None else self.noise.value(self._mean_noise())
 
     def _mean_noise(self) -> Tensor | None:
@@ -212,7 +213,7 @@ class AveragedExchange(AccumulatedExchange):
         return sums
 
     def shared_state(self) -> dict[str, Any]:
-        """Return the state that any number of ranks can continue from. Collective."""
+        """Return the state from which any number of ranks can continue. Collective."""
         codec = self.codec
         return {
             **super().shared_state(),
@@ -230,7 +231,7 @@ class AveragedExchange(AccumulatedExchange):
         }
 
     def restore(self, shared: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
-        """Continue from a state. Collective."""
+        """Continue from a saved state. Collective."""
         super().restore(shared, own)
         if self._tables:
             self._tables.restore(shared.get("tables", {}))
@@ -244,19 +245,19 @@ class AveragedExchange(AccumulatedExchange):
             self.noise.sums = noise.clone()
 
     def wanted(self, latest: Callable[[], Any]) -> Mapping[str, Shard] | None:
-        """Return the rows of tables that this rank reads; None for all tensors. Collective."""
+        """Return the table rows that this rank reads; None for all tensors. Collective."""
         return self._tables.wanted() if self._tables and latest() is not None else None
 
 
 class ShardedExchange(AveragedExchange):
-    """Averages gradients of parameters that each node stores once (``train.shard = "node"``)."""
+    """Averages gradients of parameters stored once per node (``train.shard = "node"``)."""
 
     def clip(self, max_norm: float) -> float:
-        """Clip the averages in the next step; return their norm before. Collective."""
+        """Clip the averages in the next step; return their norm before clipping. Collective."""
         return float(self.method.clip_grad_norm_(max_norm))
 
     def gradient_norm(self) -> float:
-        """Return the norm of the averages. Collective."""
+        """Return the L2 norm of the averages. Collective."""
         return self.clip(math.inf)
 
     def clip_values(self, max_value: float) -> None:
@@ -264,11 +265,11 @@ class ShardedExchange(AveragedExchange):
         self.method.clip_grad_value_(max_value)
 
     def _end_backward(self) -> None:
-        self.method.synchronize()  # flags are known before the step
+        self.method.synchronize()  # the flags of all ranks must arrive before the step
 
 
 def distributed(config: RunConfig, model: nn.Module, optimizer: Optimizer) -> Any:
-    """Return an optimizer that averages gradients as ``[train]`` and ``[sync]`` describe."""
+    """Return an optimizer that averages gradients according to ``[train]`` and ``[sync]``."""
     train, sync = config.train, config.sync
     return DistributedOptimizer(
         optimizer,
@@ -280,16 +281,16 @@ def distributed(config: RunConfig, model: nn.Module, optimizer: Optimizer) -> An
 
 
 def _aligned(values: Tensor) -> Tensor:
-    """Return ``values`` at an address that is a multiple of 64, copied where it is not.
+    """Return ``values`` at an address that is a multiple of 64; copy if necessary.
 
-    Matrix products round differently for other addresses, and after a resume a batch is read with
-    other batches.
+    The rounding of matrix products depends on the alignment, and a resumed run reads a batch at
+    another address.
     """
     return values.clone() if values.data_ptr() % 64 else values
 
 
 def _noise(config: RunConfig, comm: Communicator, optimizer: Any) -> NoiseScale | None:
-    """Return the estimator that observes the steps of ``optimizer``; None if not configured."""
+    """Return the noise-scale estimator of ``optimizer``; None if not configured."""
     if not config.log.noise_scale:
         return None
     noise = NoiseScale()
@@ -297,7 +298,7 @@ def _noise(config: RunConfig, comm: Communicator, optimizer: Any) -> NoiseScale 
         watch_noise(optimizer, noise)
     elif config.train.accumulate == 1:
         logger.warning(
-            "log.noise_scale compares gradients of two batch sizes, but a single rank with "
+            "log.noise_scale must have gradients of two batch sizes, but a single rank with "
             "train.accumulate = 1 has one; set train.accumulate = 2"
         )
     return noise

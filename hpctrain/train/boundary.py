@@ -1,4 +1,4 @@
-"""Work between two steps: checkpoints are written, and a run that should stop stops."""
+"""Work between two steps: checkpoints and stop requests."""
 
 import time
 from collections.abc import Mapping
@@ -14,16 +14,24 @@ from hpctrain.runtime.stopping import StopRequests
 from hpctrain.train.metrics import Metrics
 from hpctrain.train.run_state import RunState, require_finite_weights
 
-STOP, SAVE, NOT_FINITE = 1, 2, 4  # bits that ride in the opening message of a step
+STOP, SAVE, NOT_FINITE = 1, 2, 4  # flags in the step header
 
-RETRY_S = 60.0  # after a checkpoint that could not be written, as when a disk is full
+RETRY_S = 60.0  # delay after a checkpoint that could not be written
 
 
 class Boundary:
-    """Saves and stops between two steps, as the ranks agree in each step.
+    """Saves and stops between two steps.
 
-    A rank may receive a request to stop at any time; the clock of rank 0 decides when a checkpoint
-    is due. The message of the step has both, so that no step costs an additional message.
+    Any rank may receive a stop request, and the clock of rank 0 decides when a checkpoint is due.
+    The step header carries both as flags, so no step needs an additional message.
+
+    Args:
+        comm: all ranks.
+        requests: stop requests of this rank.
+        manager: writes checkpoints.
+        metrics: receives records of checkpoints.
+        facts: description of the run, stored in checkpoints.
+        lease: lease of the run directory on rank 0; None on other ranks.
     """
 
     def __init__(
@@ -35,68 +43,76 @@ class Boundary:
         facts: Mapping[str, Any],
         lease: Lease | None,
     ) -> None:
-        """Keep the arguments; ``facts`` are stored in checkpoints to describe the run.
-
-        ``lease`` is that of the run directory, on the rank that holds it.
-        """
         self._comm, self._requests, self._manager = comm, requests, manager
         self._metrics, self._facts, self._lease = metrics, facts, lease
         self._not_before = float("-inf")
 
     @property
     def is_asked_to_stop(self) -> bool:
-        """Whether this rank was asked to stop, or has lost the run directory."""
+        """Whether this rank has a stop request, or another job has taken the run directory."""
         is_lost = self._lease is not None and self._lease.is_lost
         return bool(self._requests.reason) or is_lost
 
     def wishes(self, step: int) -> int:
-        """Return the bits of this rank for the end of ``step``; not collective."""
+        """Return the flags of this rank for the end of ``step``. Local."""
         wishes = STOP if self.is_asked_to_stop else 0
         may_save = self._comm.rank == 0 and time.monotonic() >= self._not_before
         return wishes | (SAVE if may_save and self._manager.due(step) else 0)
 
     def saves_after(self, step: int) -> bool:
-        """Return whether a checkpoint is due after ``step``; local.
+        """Return whether a checkpoint is due after ``step``. Local.
 
-        The same on every rank where checkpoints are due after a number of steps.
+        The result is identical on all ranks if ``checkpoint.every`` is a number of steps.
         """
         return self._manager.due(step)
 
     def save(self, state: RunState, *, score: float | None = None) -> None:
-        """Save while training continues; a failed write is a warning. Collective.
+        """Write a checkpoint and continue; log a warning if the write fails. Collective.
 
-        Raises as ``finish``, but for a state that cannot be written.
+        Args:
+            state: of the run.
+            score: larger is better; None without a test.
+
+        Raises:
+            NotFiniteError: parameters are not finite; on all ranks.
+            MismatchError: another job has taken the run directory; on all ranks.
         """
         try:
             self._write(state, wait=False, score=score)
         except CheckpointError as error:
             self._not_before = time.monotonic() + RETRY_S
             if self._comm.rank == 0:
-                logger.warning(f"training goes on without this checkpoint: {error}")
+                logger.warning(f"training continues without this checkpoint: {error}")
             return
-        figures = self._manager.figures()  # of the last one that is on disk
+        figures = self._manager.figures()  # figures of the last finished checkpoint
         last = {} if figures is None else {"last": asdict(figures)}
         self._metrics.write("checkpoint", step=state.step, **last)
 
     def finish(self, state: RunState, *, score: float | None) -> None:
-        """Save the result of the run, unless it is saved. Collective.
+        """Write the final checkpoint and wait for it. Collective.
 
-        Raises ``CheckpointError``: the state cannot be written; on every rank. ``NotFiniteError``:
-        the parameters are not finite, and nothing was written; on every rank. ``MismatchError``:
-        another job has taken the run directory; on every rank.
+        Args:
+            state: of the run.
+            score: larger is better; None without a finite test.
+
+        Raises:
+            CheckpointError: the state cannot be written; on all ranks.
+            NotFiniteError: parameters are not finite, and nothing was written; on all ranks.
+            MismatchError: another job has taken the run directory; on all ranks.
         """
         self._write(state, wait=True, score=score)
 
     def stop(self, state: RunState) -> str:
-        """Save, and return the reasons of the stop. Collective; raises as ``finish``."""
+        """Write a checkpoint; return the reasons of the stop. Collective; raises as ``finish``."""
         reasons = self._comm.allgather_object(self._requests.reason)
         self._write(state, wait=True, score=None)
         return ", ".join(sorted({reason for reason in reasons if reason}))
 
     def check_lease(self) -> None:
-        """Return if the run directory is still of this job. Collective.
+        """Check that this job still holds the run directory. Collective.
 
-        Raises ``MismatchError``: another job has taken it; on every rank.
+        Raises:
+            MismatchError: another job has taken the directory; on all ranks.
         """
         lost = self._lease is not None and not self._lease.is_held(looks=True)
         self._comm.agree(not lost, self._lease.loss() if self._lease is not None else "")

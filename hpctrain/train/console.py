@@ -1,4 +1,4 @@
-"""The console of a rank, and the bars on it: they are there for the time of a block."""
+"""Console of a rank, with progress bars."""
 
 import shutil
 import sys
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 def make_console(*, shown: bool) -> Console:
-    """A console on stdout; one that is not ``shown`` swallows everything.
+    """Return a console on stdout, which prints nothing unless ``shown``.
 
-    mpirun gives its ranks pseudo-terminals without a width even when its own output goes to a
-    file, so only what has a width counts as a terminal.
+    mpirun gives its ranks pseudo-terminals without a width even if its own output goes to a file,
+    so only a terminal with a width counts as a terminal.
     """
     width = shutil.get_terminal_size((0, 0)).columns
     terminal = sys.stdout.isatty() and width > 0
@@ -36,7 +36,7 @@ def make_console(*, shown: bool) -> Console:
 
 
 def figures(title: str, heads: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
-    """A table of numbers with a title."""
+    """Return a table of numbers with a title."""
     table = Table(title=title, title_justify="left")
     for head in heads:
         table.add_column(head, justify="right")
@@ -46,7 +46,7 @@ def figures(title: str, heads: Iterable[str], rows: Iterable[Iterable[str]]) -> 
 
 
 class Bar:
-    """Base of the bars: silent where there is no terminal, and gone at the end of its block."""
+    """Progress bar inside a ``with`` block; displays nothing without a terminal."""
 
     def __init__(self, console: Console, *columns: ProgressColumn) -> None:
         self._bar = RichProgress(
@@ -65,7 +65,7 @@ class Bar:
 
 
 class Progress(Bar):
-    """Shows the steps of a run on rank 0's console."""
+    """Displays the steps of a run on the console of rank 0."""
 
     def __init__(self, console: Console, num_steps: int, num_epochs: int, metric: str) -> None:
         super().__init__(
@@ -85,7 +85,13 @@ class Progress(Bar):
     def advance(
         self, step: int, interval: "Interval", sync: Mapping[str, Any] | None = None
     ) -> None:
-        """Show what the last steps were like, and how far replicas were apart if they may be."""
+        """Update the bar.
+
+        Args:
+            step: number of finished steps.
+            interval: measurements since the last call.
+            sync: figures of the exchange about rounds; empty without local steps.
+        """
         before = self._of_epoch
         self._of_epoch = interval if before is None else before.joined(interval)
         self._rounds = _describe_rounds(sync) if sync else ""
@@ -93,13 +99,13 @@ class Progress(Bar):
         self._bar.update(self._bar_task, completed=step, description=text)
 
     def tell(self, line: str) -> None:
-        """Print a line that stays."""
+        """Print a line above the bar."""
         self._console.print(line)
 
     def epoch_ended(self, epoch: int, scores: "Scores | None") -> None:
-        """Print a line that stays: the means over the epoch, and the test if there was one."""
+        """Print a line with the means over the epoch and, if given, the test results."""
         line = f"epoch {epoch:3d}/{self._num_epochs}"
-        if self._of_epoch:  # none where a run goes on after the last step of an epoch
+        if self._of_epoch:  # None if the run resumed after the last step of an epoch
             line += f"  {_describe(self._of_epoch)}{self._rounds}"
         if scores is not None:
             line += f"  {self._metric} {scores.metric:.4f}"

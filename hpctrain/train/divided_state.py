@@ -1,4 +1,4 @@
-"""State of a divided model as pieces of whole tensors, in the tree that an undivided run keeps."""
+"""State of a divided model as pieces of whole tensors, in the layout of an undivided run."""
 
 from collections.abc import Iterator, Mapping
 from itertools import chain
@@ -24,14 +24,18 @@ _Place = tuple[str | int, ...]
 
 
 class DividedState:
-    """Weights and optimizer state of this rank, by the names and numbers of the whole model.
+    """Weights and optimizer state of this rank, by names and indices of the whole model.
 
-    A checkpoint of any layout is that of a run without ``[parallel]``: any other layout, and none,
-    goes on with it. No rank ever holds more than its part.
+    Checkpoints do not depend on the layout: a run with any other layout, or without
+    ``[parallel]``, can continue from them. A rank never has more than its part in memory.
+
+    Args:
+        model: whole model, before it is divided.
+        optimizer: optimizer of the whole model.
+        stages: mesh axis of the pipeline stages.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, stages: DeviceMesh) -> None:
-        """Note what the whole model and its optimizer are like; ``stages`` are of a pipeline."""
         self._stages = stages
         first = {id(p): name for name, p in model.named_parameters()}
         named = model.named_parameters(remove_duplicate=False)
@@ -42,7 +46,7 @@ class DividedState:
         self._parameters: dict[int, nn.Parameter] = {}
 
     def part_of(self, optimizer: Optimizer, model: nn.Module) -> Optimizer:
-        """Return an optimizer of the part that is here, whose groups are those of the whole."""
+        """Return an optimizer for this rank's part ``model``, with the original groups. Local."""
         here = {self._owner[name]: p for name, p in model.named_parameters()}
         groups = [
             {**group, "params": [here[name] for name in names if name in here]}
@@ -53,13 +57,13 @@ class DividedState:
         return made
 
     def keep(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Take the part that is here, of which everything is divided that will be."""
+        """Register this rank's part, after all its tensors have been divided. Local."""
         here = {self._owner[name]: p for name, p in model.named_parameters()}
         self._parameters = {self._numbers[n]: p for n, p in here.items() if n in self._numbers}
         self._model, self._optimizer = model, optimizer
 
     def state(self) -> dict[str, Any]:
-        """Return ``model`` and ``optimizer``, of which ranks have pieces. Collective."""
+        """Return the states ``model`` and ``optimizer``, with this rank's pieces. Collective."""
         here = dict(self._leaves())
         told = {place: _told(leaf) for place, leaf in here.items()}
         found = gathered(told, self._stages)
@@ -78,7 +82,7 @@ class DividedState:
         return state
 
     def _leaves(self) -> Iterator[tuple[_Place, Any]]:
-        """Yield what this rank has, and where it stands in a state."""
+        """Yield the leaves of this rank's state with their keys."""
         for name, value in self._model.state_dict().items():
             yield ("model", name), _leaf(value)
         for number, parameter in self._parameters.items():
@@ -86,9 +90,13 @@ class DividedState:
                 yield ("optimizer", "state", number, key), _leaf(value)
 
     def wanted(self, tensors: Mapping[str, Record]) -> dict[str, Shard]:
-        """Return the part of each tensor of a checkpoint that this rank goes on with.
+        """Return the shard of each tensor of a checkpoint that this rank loads. Local.
 
-        Raises ``CheckpointError``: it is of another model.
+        Args:
+            tensors: records of the tensors in the checkpoint, by path.
+
+        Raises:
+            CheckpointError: the checkpoint is of another model.
         """
         want = {f"model/{component(name)}": value for name, value in self._whole.items()}
         have = {
@@ -98,8 +106,9 @@ class DividedState:
         }
         if lines := misfits(have, want):
             raise CheckpointError(
-                "the checkpoint of this run does not fit the model; build the model that was "
-                "saved:\n  " + "\n  ".join(lines)
+                f"the checkpoint must match the model, but {len(lines)} "
+                f"tensor{'s' * (len(lines) != 1)} do not; build the model that was saved:\n  "
+                + "\n  ".join(lines)
             )
         here = {
             f"model/{component(name)}": _shard(value)
@@ -118,7 +127,7 @@ class DividedState:
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from what ``state`` has returned, on any ranks; see ``wanted``. Not collective."""
+        """Load the shards that ``wanted`` returned, from the state of any layout. Local."""
         for name, value in self._model.state_dict().items():
             local(value).copy_(_tensor(state["model"][name]))
         saved = state["optimizer"]
@@ -133,24 +142,24 @@ class DividedState:
 def _shard(tensor: Tensor) -> Shard:
     if not isinstance(tensor, DTensor):
         return Shard.whole(tensor.shape)
-    (chunk,) = tensor.__create_chunk_list__()  # as torch's own checkpoints ask for it
+    (chunk,) = tensor.__create_chunk_list__()  # as torch.distributed.checkpoint calls it
     return Shard(tuple(tensor.shape), tuple(chunk.offsets), tuple(chunk.sizes))
 
 
 def _leaf(value: Any) -> Any:
-    """Return how a value stands in a state; what has no dimension has no pieces."""
+    """Return a value as a leaf of a state; scalars are not divided."""
     if not isinstance(value, Tensor):
         return value
     return TensorPiece(local(value), _shard(value)) if value.dim() else local(value)
 
 
 def _told(leaf: Any) -> Any:
-    """Return what other stages need to know of a leaf."""
+    """Return shape and dtype of a tensor, or the value of another leaf."""
     return (leaf.shard.global_shape, leaf.tensor.dtype) if isinstance(leaf, TensorPiece) else leaf
 
 
 def _absent(told: Any) -> Any:
-    """Return a leaf of another stage as it stands in the state of this one."""
+    """Return an empty piece for a tensor of another pipeline stage, or the value itself."""
     if not isinstance(told, tuple):
         return told
     shape, dtype = told
@@ -168,7 +177,7 @@ def _tensor(leaf: Any) -> Tensor:
 
 
 def _like(value: Any, parameter: Tensor) -> Any:
-    """Return a value of an optimizer's state as it lies beside its parameter."""
+    """Return a value of the optimizer state, placed like its parameter."""
     if not isinstance(value, TensorPiece):
         return value.clone() if isinstance(value, Tensor) else value
     here = value.tensor.to(parameter.device, copy=True)

@@ -1,4 +1,4 @@
-"""Evaluation of the model, exactly, on any number of ranks."""
+"""Evaluation of the model, with exact counts on any number of ranks."""
 
 from collections.abc import Callable, Iterator
 from math import nan
@@ -16,25 +16,29 @@ from hpctrain.train.scores import Metric, Scores
 from hpctrain.train.stateful import widened
 from hpctrain.train.task import Task
 
-LOOK_S = 1.0  # between two questions whether a pass should end
+LOOK_S = 1.0  # interval between two polls
 
 
 class StopPoll:
-    """Asks all ranks whether a pass over the test set should end, about every ``LOOK_S`` seconds.
+    """Polls all ranks for stop requests during a test, about every ``LOOK_S`` seconds.
 
-    The ranks agree on how many batches that is, so they ask before the same ones.
+    The ranks agree on the number of batches between polls, so all ranks poll before the same
+    batches.
+
+    Args:
+        comm: all ranks.
+        is_asked: returns whether this rank has a stop request.
     """
 
     def __init__(self, comm: Communicator, is_asked: Callable[[], bool]) -> None:
-        """``is_asked`` returns whether this rank was asked to stop."""
         self._comm, self._is_asked = comm, is_asked
         self._num_batches, self._every, self._since = 0, 0, monotonic()
-        self.is_over = False  # whether a rank was asked; the same on every rank
+        self.is_over = False  # whether any rank has a stop request; identical on all ranks
 
     def ask(self) -> bool:
-        """Return ``is_over``; called before each batch. Collective every few batches."""
+        """Poll if due, and return ``is_over``. Collective; called before each batch."""
         if self._num_batches >= self._every:
-            is_first = not self._num_batches  # no batch is measured: ask before the next one
+            is_first = not self._num_batches  # no batch time yet: poll again after one batch
             batch_s = LOOK_S if is_first else (monotonic() - self._since) / self._num_batches
             told = torch.tensor([float(self._is_asked()), batch_s], dtype=torch.float64)
             self._comm.allreduce_(told, op=Op.MAX).wait()
@@ -47,12 +51,22 @@ class StopPoll:
 
 @torch.no_grad()
 def evaluate(task: Task, poll: StopPoll | None = None) -> Scores:
-    """Test the model: every rank its slice, then one sum over all ranks.
+    """Test the model on ``task.test``. Collective.
 
-    Collective. If ``poll`` is over the pass has ended early, and its scores are NaN. Each sample
-    counts once whatever the number of ranks; sums are float64, so counts of right answers are
-    exact. Buffers such as running means become those of rank 0 first: every rank must test the
-    model that rank 0 saves. With reproducible steps all bits are the same on any number of ranks.
+    Each rank tests its part of the samples, and each sample counts once. Sums are float64, so
+    counts of correct predictions are exact. The buffers of rank 0, such as running means, are
+    broadcast first, because rank 0 saves its buffers. With reproducible steps the scores are
+    bitwise identical on any number of ranks.
+
+    Args:
+        task: model, test samples and metrics.
+        poll: ends the test early after a stop request.
+
+    Returns:
+        The scores, identical on all ranks; NaN if ``poll`` ended the test.
+
+    Raises:
+        DataError: model, loss or a metric does not fit the data; on all ranks.
     """
     task.exchange.share_buffers()
     task.model.eval()
@@ -61,7 +75,7 @@ def evaluate(task: Task, poll: StopPoll | None = None) -> Scores:
     refusal: DataError | None = None
     for inputs, labels, found in _parts(task, poll):
         if refusal is not None:
-            continue  # the ranks read on together
+            continue  # all ranks must read the same number of batches
         try:
             output, loss = task.forward(inputs, labels, output=found)
             row = [float(len(inputs)), loss.item() * len(inputs)]
@@ -93,7 +107,7 @@ def evaluate(task: Task, poll: StopPoll | None = None) -> Scores:
 def _judge(
     task: Task, output: Tensor, labels: Tensor, counts: dict[str, Tensor]
 ) -> Iterator[float]:
-    """Yield the sums of metrics that are means, and add to the counts of others."""
+    """Yield the sums of mean metrics, and add to ``counts`` for other metrics."""
     for metric, name in zip(task.metrics, task.config.test.metrics, strict=True):
         with noted(f'test.metric = "{name}"', output, labels):
             if metric.values is not None:
@@ -104,7 +118,7 @@ def _judge(
 
 
 def _score(metric: Metric, counts: Tensor | None, comm: Communicator) -> float:
-    """Return a score of the counts of all ranks, of which some may have no samples. Collective."""
+    """Return a score from the counts of all ranks; None without samples. Collective."""
     shapes = comm.allgather_object(None if counts is None else tuple(counts.shape))
     shape = next(shape for shape in shapes if shape is not None)
     counts = torch.zeros(shape, dtype=torch.float64) if counts is None else counts
@@ -114,9 +128,9 @@ def _score(metric: Metric, counts: Tensor | None, comm: Communicator) -> float:
 
 
 def _parts(task: Task, poll: StopPoll | None) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
-    """Yield what this rank judges at once: its part of a batch, or a micro-shard.
+    """Yield ``(inputs, labels, output)`` for this rank's part of each batch.
 
-    With the output where ranks compute it together: one rank gets the output of a replica.
+    ``output`` is None unless several ranks compute it together, see ``StepExchange.test_parts``.
     """
     loader = task.test
     for batch in loader:

@@ -1,4 +1,4 @@
-"""The record of a run that fails: its last one, with the reason."""
+"""Last record of a run that fails, with the reason."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -12,15 +12,21 @@ from hpctrain.train.run_directory import RunDirectory
 from hpctrain.train.run_status import last_record
 
 COMMON = (MismatchError, NotFiniteError)
-"""Errors that all ranks raise together; the record of any other names its rank."""
+"""Errors that all ranks raise together; records of other errors name the rank."""
 
 
 class FailureRecord:
-    """Appends ``failed`` to the records of a run that an exception ends.
+    """Appends a record ``failed`` if an exception ends the run. Collective.
 
-    Rank 0 writes if all ranks fail together, else the rank that fails: rank 0 does not learn why
-    another rank ends it. The loss of a rank is left to ``hpctrain status``, which judges by the
-    lease: the rank was killed.
+    If all ranks fail together, rank 0 writes the record; otherwise the failing rank writes it,
+    because rank 0 does not receive the reason. A lost rank is not recorded: ``hpctrain status``
+    detects it from the lease.
+
+    Args:
+        directory: of the run.
+        comm: all ranks.
+        lease: lease of the directory on rank 0; None on other ranks.
+        step: returns the number of finished steps.
     """
 
     def __init__(
@@ -30,21 +36,13 @@ class FailureRecord:
         lease: Lease | None,
         step: Callable[[], int],
     ) -> None:
-        """Take what is needed. Collective.
-
-        Args:
-            directory: of the run.
-            comm: ranks of the run.
-            lease: on the directory, on rank 0.
-            step: returns the number of finished steps.
-        """
         self._directory, self._comm, self._step = directory, comm, step
         token = lease.token if lease is not None else ""
         self._token, self._before = comm.broadcast_object((token, self._state()))
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Record what is raised inside; not collective."""
+        """Return a context that records exceptions inside the block. Local."""
         try:
             yield
         except RankLostError:
@@ -61,12 +59,12 @@ class FailureRecord:
             hooks = world.current().attachments.hooks
             if hooks is None:
                 self._write(text)
-            else:  # they are called in rank order, so that what ends all ranks is recorded once
+            else:  # hooks run in rank order, so a common error is recorded once
                 hooks.last_words.append(lambda: self._write(f"rank {self._comm.rank}: {text}"))
             raise
 
     def _state(self) -> tuple[int, int] | None:
-        """Return what changes with each record."""
+        """Return inode and size of the records, which change with each record."""
         with suppress(OSError):
             found = self._directory.metrics.stat()
             return found.st_ino, found.st_size

@@ -1,4 +1,4 @@
-"""Decision whether a step is taken: losses and gradients that are not finite, and loss spikes."""
+"""Decision whether to take a step: losses and gradients must be finite; spikes are skipped."""
 
 import math
 from dataclasses import dataclass
@@ -23,37 +23,39 @@ from hpctrain.train.task import Task
 
 @dataclass(slots=True)
 class _Step:
-    """The present step, until it is taken or left out."""
+    """The current step, until it is taken or skipped."""
 
     number: int = 0
     lr: float = 0.0
     flags: int = 0  # for all ranks
-    buffers: StepValues | None = None  # to restore, where steps may be left out
+    buffers: StepValues | None = None  # copies to restore if the step is skipped
     mean_loss: float = math.nan  # of all samples
-    limit: float = math.nan  # of the mean loss; above it is a spike
+    limit: float = math.nan  # mean losses above this value are spikes
     is_spike: bool = False
     num_left_out: int = 1
-    """Steps that are left out with this one; more than 1 where a rollback undoes some."""
+    """Steps that are skipped, including steps that a rollback undoes."""
 
 
 class StepGuard:
-    """Decides between backward and the optimizer whether a step is taken.
+    """Decides between backward and the optimizer step whether a step is taken.
 
-    A rank knows its loss before gradients are sent, and raises a flag in the message that opens
-    their reduction: all ranks that average gradients decide identically, before any parameter has
-    changed, and no step costs an additional message. Where a rank takes steps of its own it leaves
-    out its own step, and the other ranks receive the flag when the ranks synchronize next.
+    A rank computes its loss before it sends gradients, and raises a flag in the step header, so
+    all ranks that average gradients make the same decision before any parameter changes, without
+    an additional message. With local steps a rank skips only its own step, and the other ranks
+    receive the flag at the next synchronization.
 
-    Gradients that are not finite although the loss is are found where their norm is known: with
-    ``train.clip_norm``, and always where steps are left out. Elsewhere the weights of the next
-    step show them, and the error names the last step that was taken.
+    Gradients may be infinite or NaN although the loss is finite. The guard detects this when it
+    knows their norm: with ``train.clip_norm``, and with the actions "skip" and "rollback". In
+    other configurations the loss of the next step shows it, and the error names the last step
+    that was taken.
 
-    The mean loss of all samples is in the same message, so a spike is one on every rank.
+    The step header also contains the mean loss of all samples, so all ranks detect the same
+    spikes.
 
     Args:
         task: of the run.
         metrics: receives findings.
-        memory: of the steps so far; None for a single step.
+        memory: state that is kept between steps; None for a single step.
     """
 
     def __init__(self, task: Task, metrics: Metrics, memory: GuardMemory | None = None) -> None:
@@ -68,16 +70,16 @@ class StepGuard:
         self._checks_gradients = self._mode in ("skip", "rollback")
         if self._checks_gradients:
             task.exchange.look_at_sums()
-        self._has_warned = False  # of a test whose loss is not finite
-        self.is_first = True  # whether no step has computed a loss so far
+        self._has_warned = False  # whether a warning about a test loss was logged
+        self.is_first = True  # whether no step has computed a loss yet
 
     @property
     def num_left_out(self) -> int:
-        """Number of steps that are left out with the present one."""
+        """Number of steps that are skipped with the current step."""
         return self._now.num_left_out
 
     def begin(self, step: int, lr: float, flags: int) -> None:
-        """Begin a step; all ranks receive ``flags`` of any rank."""
+        """Start a step; all ranks receive the ``flags`` of every rank. Local."""
         if self._findings.own:
             flags |= NOT_FINITE
         self._now = _Step(step, lr, flags)
@@ -88,21 +90,22 @@ class StepGuard:
             self._rollback.begin(step)
 
     def rate(self, step: int) -> float:
-        """Return the factor of the learning rate in a step."""
+        """Return the factor of the learning rate in ``step``, 1 unless lowered after a spike."""
         return self._memory.rate(step)
 
     def see_loss(self, loss: float) -> None:
-        """Send a flag for a loss that is not finite, before gradients are sent."""
+        """Raise a flag for a loss that is not finite, before gradients are sent. Local."""
         if self._mode != "ignore" and not math.isfinite(loss):
             self._task.exchange.raise_flags(self._now.flags | NOT_FINITE)
         if self._on_spike != "none":
             self._task.exchange.report_loss(loss)
 
     def may_step(self, loss: float, norm: float | None) -> bool:
-        """Return whether the step is taken; if not, keep what this rank has seen.
+        """Return whether the step is taken; identical on all ranks that average gradients.
 
-        The same on all ranks whose gradients are averaged. ``loss`` is of this rank, or of all;
-        ``norm`` is the norm of the gradients, None where it was not computed.
+        Args:
+            loss: mean loss of this rank, or of all ranks with reproducible steps.
+            norm: L2 norm of the gradients; None if not computed.
         """
         exchange, now = self._task.exchange, self._now
         self.is_first = False
@@ -125,10 +128,7 @@ class StepGuard:
         return False
 
     def _may_step_by_loss(self, loss: float) -> bool:
-        """Return whether a finite step is taken although it may be a spike. Collective if it is.
-
-        ``loss`` is of all samples with reproducible steps, else of this rank.
-        """
+        """Return whether a finite step is taken. Collective if its loss is a spike."""
         spikes, now = self._memory.spikes, self._now
         now.mean_loss, now.limit = self._task.exchange.mean_loss(loss), spikes.limit
         now.is_spike = math.isfinite(now.mean_loss) and spikes.is_spike(now.mean_loss)
@@ -141,7 +141,7 @@ class StepGuard:
         return True
 
     def _lower_rate(self) -> None:
-        """Take this step and the next ones at a lower rate. Collective."""
+        """Lower the learning rate of this and the following steps. Collective."""
         factor, steps = self._train.lowered_rate, self._train.lowered_steps
         for group in self._task.optimizer.param_groups:
             group["lr"] *= factor / self._memory.rate(self._now.number)
@@ -149,8 +149,8 @@ class StepGuard:
         self._findings.note_last()
         self._report(
             "lower_rate",
-            f"its learning rate is {factor:g} times that of the schedule, which is reached again "
-            f"in {steps} steps",
+            f"the learning rate is multiplied by {factor:g}, and returns to the schedule within "
+            f"{steps} steps",
             num_left_out=0,
         )
         self._findings.own = None
@@ -163,19 +163,19 @@ class StepGuard:
 
     @torch.no_grad()
     def leave_out(self) -> None:
-        """Skip the optimizer's step. Collective where the step is.
+        """Skip the optimizer step. Collective if the step is collective.
 
-        Parameters and optimizer state do not change; neither do buffers if training continues.
-        Random numbers that were drawn, and other effects of forward, remain.
+        Parameters and optimizer state do not change, and if training continues, buffers do not
+        change. Other side effects of forward remain, such as draws of random numbers.
 
         Raises:
-            NotFiniteError: the run stops; on every rank.
+            NotFiniteError: the configuration ends the run; on all ranks.
         """
         exchange, now = self._task.exchange, self._now
         action = self._on_spike if now.is_spike else self._mode
         all_know = exchange.is_synchronous
         if now.buffers is not None:
-            now.buffers.put_back()  # before a round ends, which averages them
+            now.buffers.put_back()  # before exchange.skip() may average the buffers
         exchange.skip(now.flags | NOT_FINITE)
         if action == "stop":
             if all_know:
@@ -186,32 +186,39 @@ class StepGuard:
         self._findings.own = None
 
     def _continue(self, action: str) -> None:
-        """Roll back where that is configured, and report the step. Collective.
+        """Roll back if configured, and report the step. Collective.
 
-        Raises ``NotFiniteError``: too many steps were left out; on every rank.
+        Raises ``NotFiniteError`` on all ranks if too many steps were skipped.
         """
-        done, now = "it is left out", self._now
+        done, now = "the step is skipped", self._now
         if action == "rollback":
             assert self._rollback is not None
             since, now.num_left_out = self._rollback.go_back(now.number)
-            done = f"the run is back at its state after step {since}, later steps are left out"
+            done = (
+                f"the run is rolled back to its state after step {since}, later steps are skipped"
+            )
         self._memory.num_left_out += now.num_left_out
         self._report(action, done, num_left_out=now.num_left_out)
         self.check_left_out(self._memory.num_left_out)
 
     def check_left_out(self, number: int) -> None:
-        """Raise ``NotFiniteError`` if a run has left out too many steps. Local."""
+        """Check the number of skipped steps against ``train.max_skips``. Local.
+
+        Raises:
+            NotFiniteError: the run has skipped too many steps.
+        """
         maximum = self._train.max_skips
         if maximum and number > maximum:
             self._findings.is_reported = True
             raise NotFiniteError(
-                f"at most train.max_skips = {maximum} steps may be left out, but {number} were, "
-                f"the last of them is step {self._now.number}\nmetrics.jsonl has all of them with "
-                f"their samples: look at these, or use a smaller optimizer.lr (with --changed)"
+                f"the number of skipped steps must not exceed train.max_skips = {maximum}, but "
+                f"{number} steps were skipped, at last step {self._now.number}\nmetrics.jsonl "
+                f"lists these steps with their samples: check the samples, or use a smaller "
+                f"optimizer.lr (with --changed)"
             )
 
     def _report(self, action: str, done: str, *, num_left_out: int) -> None:
-        """Record what was done about this step, and warn. Collective."""
+        """Record the action for this step, and log a warning. Collective."""
         now = self._now
         about: dict[str, Any] = {"action": action, "skipped": num_left_out}
         if now.is_spike:
@@ -226,50 +233,48 @@ class StepGuard:
             logger.warning(f"{place}: {what}: {done}; metrics.jsonl has the samples")
 
     def end(self) -> None:
-        """Stop if a step that another rank took by itself was not finite. Collective then.
+        """Stop if a local step of any rank was not finite. Collective in that case.
 
         Raises:
-            NotFiniteError: there was one; on every rank.
+            NotFiniteError: a local step was not finite; on all ranks.
         """
         if self._mode == "stop" and self._task.exchange.raised_flags & NOT_FINITE:
             self._stop()
 
     def check_test(self, scores: Scores, step: int, epoch: int) -> None:
-        """Stop after a test whose loss is not finite, or warn once. Collective.
+        """Raise or warn once if the loss of a test is not finite. Collective.
 
         Args:
-            scores: the same on every rank.
+            scores: results of the test, identical on all ranks.
             step: number of finished steps.
-            epoch: number of the epoch that has ended.
+            epoch: number of the finished epoch.
 
         Raises:
-            NotFiniteError: the run stops; on every rank.
+            NotFiniteError: the loss is not finite and ``train.on_non_finite`` is "stop"; on all
+                ranks.
         """
         if math.isfinite(scores.loss):
             return
         task = self._task
         found = f"the loss of the test after step {step} (epoch {epoch}) is {scores.loss:g}"
         if self._mode == "stop":
-            require_finite_weights(task)  # they are the cause then
+            require_finite_weights(task)  # weights that are not finite would be the cause
             self._findings.is_reported = True
             raise NotFiniteError(
                 f"the loss of a test must be finite, but {found}\n"
-                f"the weights are finite: look at the test data, and at what the model does "
-                f"differently after eval(), such as the running means of BatchNorm\n"
-                f'train.on_non_finite = "skip" or "ignore" makes such a test a warning'
+                f"the weights are finite: check the test data, and the behaviour of the model "
+                f"after eval(), such as the running means of BatchNorm\n"
+                f'train.on_non_finite = "skip" or "ignore" turns this error into a warning'
             )
         if task.comm.rank == 0 and not self._has_warned:
             logger.warning(
-                f"{found}: its {task.metric_name} is computed from values that are not finite, "
-                f"and has no meaning"
+                f"{found}: its {task.metric_name} is meaningless, because it is computed from "
+                f"values that are not finite"
             )
         self._has_warned = True
 
     def traced(self, error: NotFiniteError) -> NotFiniteError:
-        """Return the error with the samples that may be its cause. Collective.
-
-        All ranks have raised it.
-        """
+        """Return ``error`` with the samples that may be its cause. Collective."""
         return NotFiniteError("\n".join((str(error), *self._findings.lines(self._now.number))))
 
     def _stop(self) -> None:

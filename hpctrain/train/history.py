@@ -1,4 +1,4 @@
-"""The history of a run over all its parts, from its files; needs neither MPI nor torch."""
+"""History of a run over all its parts, read from its files without MPI or torch."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -22,15 +22,15 @@ Record = dict[str, Any]
 
 LOSS = "loss"
 SAVINGS = ("node_bytes", "rail_bytes", "ratio", "won_s")
-"""What records say of compression: of a step, over all ranks."""
+"""Entries of step records about compression: per step, summed over all ranks."""
 TIMES = tuple(name for name in PARTS if name != "idle_s")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunHistory:
-    """What a run has been told to do, what it has recorded, and how it stands with it."""
+    """Configuration, records and state of a run."""
 
-    label: str  # tells it from others that are shown with it
+    label: str  # distinguishes runs that are displayed together
     path: Path
     view: RunView
     records: list[Record]
@@ -39,10 +39,18 @@ class RunHistory:
 
     @classmethod
     def read(cls, path: Path, label: str = "") -> "RunHistory":
-        """Read the files of a run. Raises ``ConfigError``: there is none, or one is damaged."""
+        """Read the files of the run in ``path``.
+
+        Args:
+            path: run directory.
+            label: display name; default is the name of the directory.
+
+        Raises:
+            ConfigError: the directory has no records, or a file is damaged.
+        """
         directory, view = RunDirectory(path), RunWatch(path).look()
         if not directory.metrics.exists():
-            raise ConfigError(f"{path} has no records yet: its job has not begun to train")
+            raise ConfigError(f"{path} has no records yet: its job has not started to train")
         return cls(
             label=label or shown(path.resolve().name),
             path=path,
@@ -54,22 +62,22 @@ class RunHistory:
 
     @property
     def title(self) -> str:
-        """The label, and the name of the configuration where that is another."""
+        """The label, with the name of the configuration if different."""
         name = shown(self.configuration.get("name", self.label))
         return self.label if name in self.label else f"{self.label} ({name})"
 
     @property
     def state(self) -> str:
-        """How it stands with the run, as ``hpctrain status`` calls it."""
+        """State of the run, as ``hpctrain status`` reports it."""
         state = self.view.status.state
         return "running" if state == "killed" and not self.view.has_ended else state
 
     def of(self, event: str) -> list[Record]:
-        """Return the records of an event, in order."""
+        """Return the records of an event, oldest first."""
         return [record for record in self.records if record["event"] == event]
 
     def last(self, event: str) -> Record:
-        """Return the last record of an event; an empty one where there is none."""
+        """Return the last record of an event; an empty record if there is none."""
         return next((each for each in reversed(self.records) if each["event"] == event), {})
 
     @cached_property
@@ -80,33 +88,33 @@ class RunHistory:
         return str(self.last("finished").get("metric_name", first.rpartition(":")[2]))
 
     def metrics_of(self, test: Mapping[str, Any]) -> dict[str, float | None]:
-        """Return what a test has measured besides the loss, by name."""
+        """Return the metrics of a test record by name, without the loss."""
         found = test.get("metrics") or {self.metric_name: test.get("metric")}
         return {name: value for name, value in found.items() if name != LOSS}
 
     @property
     def tested(self) -> str:
-        """Name of the samples of the tests during training: ``validation`` or ``test``."""
+        """Name of the samples of tests during training: ``validation`` or ``test``."""
         return "validation" if self.configuration.get("data.validation") else "test"
 
     @property
     def test(self) -> Record:
-        """The last result on the test set; an empty record if there is none."""
+        """Last result on the test set; an empty record if there is none."""
         return self.last("finished" if self.tested == "validation" else "test")
 
     @property
     def resumes(self) -> list[int]:
-        """The steps after which a part of the run went on."""
+        """Steps after which the run was resumed."""
         return [record["step"] for record in self.of("resumed")]
 
     @property
     def gaps(self) -> list[int]:
-        """The steps whose record has a loss that is not finite."""
+        """Steps whose recorded loss is not finite."""
         return [record["step"] for record in self.of("step") if record.get(LOSS) is None]
 
     @property
     def samples_per_s(self) -> float | None:
-        """Of the finished run, or of its last steps."""
+        """Throughput of the finished run, or of its last steps."""
         last = self.last("finished") or self.last("step")
         return last.get("samples_per_s")
 
@@ -117,7 +125,7 @@ class RunHistory:
 
     @cached_property
     def mean_times(self) -> dict[str, float]:
-        """The parts of the time of a step, as means over all recorded steps."""
+        """Seconds of each phase of a step, as means over all recorded steps."""
         before, sums = 0, dict.fromkeys(TIMES, 0.0)
         for record in self.of("step"):
             for name in TIMES:
@@ -127,27 +135,27 @@ class RunHistory:
 
     @cached_property
     def savings(self) -> dict[str, float | None]:
-        """What compression spares in a step, as means over records; empty without records."""
+        """Entries of ``SAVINGS`` as means over records; empty without compression."""
         found = [each for each in self.of("step") if "won_s" in each]
         columns = {name: [each[name] for each in found] for name in SAVINGS} if found else {}
         return {n: None if None in c else fmean(c) for n, c in columns.items()}
 
     @property
     def spared(self) -> str:
-        """What compression has spared, in one line for people; empty where nothing says so."""
+        """Message about the effect of compression; empty without compression."""
         if not self.savings:
             return ""
         node, rail, ratio, won_s = (self.savings[name] or 0.0 for name in SAVINGS)
-        told = f"a step moves {format_bytes(node)} in nodes, {format_bytes(rail)} between them"
+        told = f"a step moves {format_bytes(node)} in nodes, {format_bytes(rail)} between nodes"
         told += f", {ratio:.3g} times less than without compression"
         if self.savings["won_s"] is None:
-            return f"{told}; the time that it wins is not known, as the link was not probed"
-        end = "wins" if won_s >= 0 else "loses"
+            return f"{told}; the time saved is unknown, because the link was not measured"
+        end = "saves" if won_s >= 0 else "loses"
         return f"{told}, and {end} about {format_seconds(abs(won_s))}"
 
     @property
     def headline(self) -> str:
-        """How it stands with the run, where it ran and how it learnt, in one line."""
+        """State, ranks, steps and test results of the run in one line."""
         begun, rate, test = (
             self.view.begun,
             self.configuration.get("optimizer.lr"),
@@ -167,7 +175,7 @@ class RunHistory:
 
     @property
     def warning(self) -> str:
-        """What a reader must not miss: values that are not finite, and why a run has failed."""
+        """Message about losses that are not finite and the reason of a failure; else empty."""
         gaps, told = self.gaps, []
         if gaps:
             many = f"{len(gaps)} of {len(self.of('step'))} records"
@@ -179,14 +187,15 @@ class RunHistory:
 
 
 def number(value: float | None) -> str:
-    """Return a loss or a metric for people; null in a record is not finite."""
+    """Format a loss or a metric; records store a value that is not finite as null."""
     return "not finite" if value is None else f"{value:.4f}"
 
 
 def histories(paths: Sequence[Path]) -> list[RunHistory]:
-    """Read several runs, labelled by as much of their paths as tells them apart.
+    """Read several runs, labelled by the shortest ends of their paths that are distinct.
 
-    Raises ``ConfigError``: as ``RunHistory.read``.
+    Raises:
+        ConfigError: as ``RunHistory.read``.
     """
     whole = [path.resolve().parts for path in paths]
     labels: list[str] = []
@@ -198,18 +207,22 @@ def histories(paths: Sequence[Path]) -> list[RunHistory]:
 
 
 def told(runs: Sequence[RunHistory], name: str) -> list[str]:
-    """Return the headlines or the warnings of runs, those of several with their labels."""
+    """Return the attribute ``name`` of each run, with labels if there are several runs."""
     texts = [(run.label, getattr(run, name)) for run in runs]
     return [text if len(runs) == 1 else f"{label}: {text}" for label, text in texts if text]
 
 
 def found_in(folder: Path) -> list[RunHistory]:
-    """Return the runs in a folder, newest last; a warning names those that cannot be read."""
+    """Return the runs in a folder, newest last; warn about unreadable runs.
+
+    Raises:
+        ConfigError: the folder contains no runs.
+    """
     paths = sorted(file.parent for file in folder.glob("*/metrics.jsonl"))
     if not paths:
         raise ConfigError(
-            f"{folder} holds no folders of runs; give the folder in which output_dir lies, by "
-            f"default runs"
+            f"{folder} must contain run directories, but has none; pass the folder that contains "
+            f"output_dir, by default runs"
         )
     found = []
     for path in paths:
@@ -227,6 +240,6 @@ def _parsed(path: Path, parse: Any) -> dict[str, Any]:
         return {}
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{path} cannot be read: {error}; a job of this run that goes on by --resume may "
-            f"write it again"
+            f"{path} cannot be read: {error}; continuing the run with --resume may write the "
+            f"file again"
         ) from None

@@ -1,4 +1,4 @@
-"""A configuration from its four sources: arguments, environment, file, defaults."""
+"""Configuration from arguments, environment, file and defaults, in this order of precedence."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,28 +21,32 @@ _ENVIRONMENT = {
     "ranks_per_node": "comm.ranks_per_node",
     "budget": "stop.after",
 }
-"""Settings of the environment that are keys of the file too."""
+"""Names of ``Settings`` and the keys of the file with the same meaning."""
 
-_UNITS = {"bucket_bytes": "B", "budget": "s"}  # of settings that the file has as texts
+_UNITS = {"bucket_bytes": "B", "budget": "s"}  # units of settings that the file stores as text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedData:
-    """A configuration and where each of its values came from."""
+    """A configuration with the origin of each value."""
 
     config: RunConfig
-    path: Path | None  # the file; None when there is none
+    path: Path | None  # None without a file
     folder: Path
-    """Where modules named by the configuration are looked for first."""
+    """Folder that is searched first for modules that the configuration names."""
     origins: Mapping[str, str] = field(default_factory=dict)
-    """Where the keys that are not defaults were set: ``file digits.toml``, ``argument --set``."""
+    """Origin of each key that is not a default: ``file digits.toml``, ``argument --set``."""
 
     def origin(self, name: str) -> str:
-        """Say where the key ``name`` was set."""
+        """Return the origin of the key ``name``."""
         return self.origins.get(name, DEFAULT)
 
     def explain(self, name: str) -> list[tuple[str, str]]:
-        """Return rows about one key, or one row per key of a table."""
+        """Return rows about one key, or one row per key of a table.
+
+        Raises:
+            ConfigError: there is no such key or table.
+        """
         keys = keys_of(RunConfig)
         if name in tables_of(RunConfig):
             return [(key.name, key.sentence) for key in keys.values() if key.table == name]
@@ -62,14 +66,17 @@ class LoadedData:
 def load(
     path: Path | None, overrides: Sequence[str] = (), environment: Mapping[str, Any] | None = None
 ) -> LoadedData:
-    """Read ``path``, then let the environment and after it ``overrides`` replace its values.
+    """Return the configuration of a file, with overrides.
 
-    Without ``path`` there are the defaults. ``overrides`` are ``key=value`` each, the value as in
-    TOML; what TOML cannot read is text. ``environment`` has settings that ``HPCTRAIN_*`` variables
-    give, by the names of ``Settings``.
+    Args:
+        path: TOML file; None for the defaults.
+        overrides: ``key=value`` each, with a TOML value; other values are text. They take
+            precedence over ``environment``.
+        environment: values of ``HPCTRAIN_*`` variables, by names of ``Settings``. They take
+            precedence over the file.
 
     Raises:
-        ConfigError: names the source, the key, what it takes and what it got.
+        ConfigError: a key is unknown, or a value is invalid.
     """
     values = TomlValues(RunConfig)
     if path is not None:
@@ -82,14 +89,14 @@ def load(
             values.merge([(_ENVIRONMENT[name], text)], source)
     for override in overrides:
         values.merge([_parse(override)], f"argument --set {override}")
-    folder = absolute(path.parent if path else "").resolve()  # now: an import may change it
+    folder = absolute(path.parent if path else "").resolve()  # an import may chdir
     return LoadedData(config=values.build(), path=path, folder=folder, origins=values.origins)
 
 
 def _parse(override: str) -> tuple[str, Any]:
     name, equals, text = (part.strip() for part in override.partition("="))
     if not equals or not name:
-        raise ConfigError(f"--set takes key=value such as train.epochs=5, got {override!r}")
+        raise ConfigError(f"--set must be key=value, such as train.epochs=5, got {override!r}")
     try:
         return name, tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:

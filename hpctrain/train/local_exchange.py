@@ -28,31 +28,31 @@ from hpctrain.train.step_exchange import Figures
 from hpctrain.train.sync_config import SYNCHRONOUS, SyncConfig
 
 WITHIN_S = 1.0
-"""All ranks know of a stop, or of a checkpoint by the clock, after about this time."""
+"""Longest time between synchronizations, so that stop requests reach all ranks soon."""
 
 
 class OwnStepsExchange(AccumulatedExchange):
-    """Ranks take separate steps: the common base of local and asynchronous methods."""
+    """Base class of local and asynchronous methods, whose ranks take local steps."""
 
     takes_own_steps = True
 
     @property
     def gradient_flags(self) -> int:
-        """Bits raised by the ranks whose gradients are averaged with those of this rank."""
+        """Flags of all ranks whose gradients this rank averages."""
         return int(self.method.gradient_flags)
 
     def skip(self, flags: int) -> None:
-        """Leave out this rank's own step, and send ``flags`` when the ranks synchronize."""
+        """Skip this rank's local step; send ``flags`` at the next synchronization."""
         self.raise_flags(flags)
         self.method.skip_step()
         super().skip(flags)
 
     def finish(self) -> None:
-        """End the round, so that all ranks have one model. Collective."""
+        """Synchronize the models of all ranks. Collective."""
         self.method.finish()
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Give the model the mean of all replicas inside the block. Collective."""
+        """Return a context in which the model has the mean of all replicas. Collective."""
         found: AbstractContextManager[None] = self.method.averaged()
         return found
 
@@ -66,12 +66,12 @@ class OwnStepsExchange(AccumulatedExchange):
         return state_hash({"ranks": self.comm.allgather_object(mine)})
 
     def shared_state(self) -> dict[str, Any]:
-        """Return the state that any number of ranks can continue from. Collective."""
+        """Return the state from which any number of ranks can continue. Collective."""
         method = {"method": self.config.sync.method, **self._method_shared_state()}
         return {**super().shared_state(), "sync": method}
 
     def own_state(self) -> dict[str, Any]:
-        """Return this rank's replica, unless all ranks agree, and its part of the method."""
+        """Return this rank's replica, if replicas differ, and its state of the method."""
         replica = None
         if not self.states_agree:
             parameters = {name: p.detach() for name, p in self.model.named_parameters()}
@@ -79,19 +79,19 @@ class OwnStepsExchange(AccumulatedExchange):
         return {**super().own_state(), "replica": replica, "sync": self._method_own_state()}
 
     def restore(self, shared: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
-        """Continue from a state, in a new round without ``own``. Collective."""
+        """Continue from a saved state; start a new round if ``own`` is None. Collective."""
         super().restore(shared, own)
         state, method = shared.get("sync") or {}, self.config.sync.method
         if (before := state.get("method", SYNCHRONOUS)) != method:
             raise CheckpointError(
-                f"sync.method must be that of the checkpoint, {before!r}, but it is {method!r}; "
+                f"sync.method must be {before!r}, as in the checkpoint, but it is {method!r}; "
                 f"set it back, or start a new run"
             )
         try:
             self._restore_method(state, own and own.get("sync"))
         except (KeyError, ValueError) as error:
             raise CheckpointError(
-                f"[sync] must be that of the checkpoint, but {error!r}; continue with the "
+                f"[sync] must match the checkpoint, but {error!r}; continue with the "
                 f"configuration that the checkpoint was written with"
             ) from error
 
@@ -115,14 +115,14 @@ _KINDS: Mapping[str, type[LocalMethod]] = {
 
 
 class LocalExchange(OwnStepsExchange):
-    """Averages replicas at the end of a round by a method of ``[sync]``, such as local SGD.
+    """Averages replicas at the end of each round with a method of ``[sync]``, e.g. local SGD.
 
     Args:
         config: of the run.
         comm: all ranks.
         model: of this rank.
-        optimizer: a plain optimizer, which ``method`` hooks.
-        method: decides when the ranks average what.
+        optimizer: plain optimizer, on which ``method`` registers hooks.
+        method: decides when the ranks average parameters or updates.
         precision: scales the loss.
     """
 
@@ -142,53 +142,53 @@ class LocalExchange(OwnStepsExchange):
 
     @classmethod
     def build(cls, config: RunConfig, comm: Communicator, built: BuiltModel) -> Self:
-        """Return the exchange of this rank's replica. Collective."""
+        """Return an exchange for this rank's replica. Collective."""
         with agreed(comm):
             method = _make_method(config, built)
             return cls(config, comm, built.model, built.optimizer, method, built.precision)
 
     def begin(self, rate: float, *, must_agree: bool) -> None:
-        """Set the learning rates of a step, and whether the ranks synchronize after it. Local."""
+        """Set the learning rates; if ``must_agree``, synchronize after the step. Local."""
         super().begin(rate, must_agree=must_agree)
         self.method.clock.must_synchronize = must_agree
 
     @property
     def takes_part(self) -> bool:
-        """Whether this rank is drawn for the present round."""
+        """Whether this rank is drawn for the current round."""
         return self.method.takes_part
 
     @property
     def is_synchronous(self) -> bool:
-        """Whether all ranks take the present step together."""
+        """Whether all ranks take the current step together."""
         return self.method.is_synchronous
 
     @property
     def leads_step(self) -> bool:
-        """Whether this rank is the first of those that take the present step together."""
+        """Whether this rank is the lowest of the ranks that take the current step together."""
         return self.method.leads_step
 
     @property
     def is_between_rounds(self) -> bool:
-        """Whether the last step has ended a round."""
+        """Whether the last step ended a round."""
         return self.method.rounds.step_in_round == 0
 
     def resume_clock(self) -> None:
-        """Leave the time since the last step out of the measured time of steps. Local."""
+        """Exclude the time since the last step from measured step times. Local."""
         self.method.clock.resume()
 
     def end_epoch(self, loss: float) -> None:
-        """Give the mean training loss of an epoch to a method that has stages."""
+        """Pass the mean training loss of an epoch to ``StagedSGD``; no-op for other methods."""
         if isinstance(self.method, StagedSGD):
             self.method.observe(loss)
 
     @property
     def replicas_agree(self) -> bool:
-        """Whether all ranks should have the same parameters now."""
+        """Whether all ranks must have identical parameters now."""
         return self.method.rounds.agrees
 
     @property
     def states_agree(self) -> bool:
-        """Whether all ranks should have the same parameters and optimizer state now."""
+        """Whether all ranks must have identical parameters and optimizer state now."""
         is_synchronous = self.method.facts.get("phase") == SYNCHRONOUS
         return self.comm.size == 1 or (self.replicas_agree and is_synchronous)
 
@@ -200,10 +200,10 @@ class LocalExchange(OwnStepsExchange):
         return found
 
     def _shared_optimizer(self) -> dict[str, Any]:
-        """Return the mean of all ranks' states.
+        """Return the mean of the optimizer states of all ranks.
 
-        Empty where ranks have states of other parameters, as after a reset or before their first
-        samples.
+        The state is empty if the ranks have states of different parameters, as after a reset or
+        before the first samples of a rank.
         """
         state, replica = super()._shared_optimizer(), self.method.replica
         if self.states_agree:
@@ -226,14 +226,14 @@ class LocalExchange(OwnStepsExchange):
 
     @property
     def facts(self) -> Figures:
-        """Entries of the first record of a run."""
+        """Entries for the first record of each part of a run."""
         sync = self.config.sync
         entries = {"steps": sync.steps, "compression": sync.compression}
         return {"sync": {"method": sync.method, **entries}}
 
     @property
     def figures(self) -> Figures:
-        """Entries about rounds in each record of steps."""
+        """Entries about rounds for each step record."""
         facts = self.method.facts
         return {
             "rounds": facts["rounds"],
@@ -245,7 +245,7 @@ class LocalExchange(OwnStepsExchange):
         }
 
     def describe(self) -> list[tuple[str, str]]:
-        """Return a row about the method."""
+        """Return a row ``(title, text)`` about the method."""
         sync = self.config.sync
         auto = sync.steps == "auto"
         text = f"{sync.method}, {'rounds of a measured length' if auto else f'steps {sync.steps}'}"
@@ -260,7 +260,7 @@ class LocalExchange(OwnStepsExchange):
 
 @contextmanager
 def naming(method: str) -> Iterator[None]:
-    """Raise ``ConfigError`` with the name of a method that refuses its arguments."""
+    """Convert errors of a method's constructor into ``ConfigError`` with its name."""
     try:
         yield
     except (TypeError, ValueError) as error:  # a ConfigError is a ValueError
@@ -288,7 +288,7 @@ def _make_method(config: RunConfig, built: BuiltModel) -> LocalMethod:
 
 
 def _check(kind: type[LocalMethod], args: Mapping[str, Any]) -> None:
-    """Raise if a method does not take an argument; subclasses pass others to ``LocalSGD``."""
+    """Raise if a method does not take an argument; subclasses pass the rest to ``LocalSGD``."""
     if kind is not LocalSGD and issubclass(kind, LocalSGD):
         own = signature(kind).parameters
         args = {name: value for name, value in args.items() if name not in own}
@@ -297,7 +297,7 @@ def _check(kind: type[LocalMethod], args: Mapping[str, Any]) -> None:
 
 
 def _in_steps(config: SyncConfig, epoch_steps: int, num_steps: int) -> dict[str, Any]:
-    """Return the arguments of a method, with numbers of epochs as numbers of steps."""
+    """Return the arguments of a method, with epochs converted to steps."""
     args = dict(config.args)
     if config.method == "post_local_sgd":
         start = _taken(args, "start_epochs", "start", epoch_steps)
@@ -312,7 +312,7 @@ def _in_steps(config: SyncConfig, epoch_steps: int, num_steps: int) -> dict[str,
 
 
 def _taken(args: dict[str, Any], name: str, other: str, epoch_steps: int) -> int | None:
-    """Remove a number of epochs from the arguments; return it in steps, None without it."""
+    """Remove the argument ``name``, in epochs, and return it in steps; None if absent."""
     epochs = args.pop(name, None)
     if epochs is None:
         return None

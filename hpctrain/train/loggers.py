@@ -1,4 +1,4 @@
-"""Loggers: where the records of a run go besides its own file, on rank 0 alone."""
+"""Loggers, which receive the records of a run on rank 0, in addition to ``metrics.jsonl``."""
 
 import csv
 import importlib.util
@@ -21,18 +21,24 @@ from hpctrain.train.run_directory import RunDirectory
 
 Record = Mapping[str, Any]
 
-_VALUES = {"step": "train", "test": "test"}  # events that hold values, and how loggers call them
+_VALUES = {"step": "train", "test": "test"}  # events with values, and their names in loggers
 _NO_VALUES = ("event", "step", "epoch")
 
 
 Factory = Callable[[Path, Mapping[str, Any]], Any]
-"""Makes of the run's folder and its configuration what has ``write(record)`` and ``close()``."""
+"""Returns an object with ``write(record)`` and ``close()`` from run folder and configuration."""
 
 
 class Loggers:
-    """Writes records to all loggers; one that raises is told of once, and is off.
+    """Writes records to several loggers.
 
-    What loggers do decides nothing in the run, so no rank waits to agree on it.
+    A logger that raises is disabled with one warning, and the run continues. Loggers do not
+    affect the run, so their errors are local to rank 0.
+
+    Args:
+        names: values of ``log.to``.
+        folder: run directory.
+        config: configuration of the run.
     """
 
     def __init__(self, names: Iterable[str], folder: Path, config: Mapping[str, Any]) -> None:
@@ -44,12 +50,12 @@ class Loggers:
         self._open[name] = factory(name)(folder, config)
 
     def write(self, record: Record) -> None:
-        """Hand a record on."""
+        """Write a record to all enabled loggers."""
         for name, each in list(self._open.items()):
             self._attempt(name, lambda each=each: each.write(record))  # type: ignore[misc]
 
     def close(self) -> None:
-        """Close all that are on."""
+        """Close all enabled loggers."""
         for name, each in list(self._open.items()):
             self._attempt(name, each.close)
         self._open.clear()
@@ -60,23 +66,27 @@ class Loggers:
         except (Exception, SystemExit) as error:
             self._open.pop(name, None)
             logger.warning(
-                f'log.to = "{name}" is off from here on, and the run goes on: '
+                f'log.to = "{name}" is disabled, and the run continues: '
                 f"{type(error).__name__}: {error}"
             )
 
 
 def factory(name: str) -> Factory:
-    """Return what opens the logger that ``log.to`` names."""
+    """Return the factory of the logger ``name``, as in ``log.to``.
+
+    Raises:
+        ConfigError: there is no such logger, or its package is not installed.
+    """
     if ":" in name:
         try:
             made: Factory = resolve(name, "log.to")
         except ConfigError:
             raise
-        except Exception as error:  # of the user's module
+        except Exception as error:  # the module is code of the user
             raise ConfigError(f'log.to = "{name}" cannot be imported: {error!r}') from error
         return made
     if name not in _FACTORIES:
-        raise ConfigError(f'log.to = "{name}": there is no such logger{hint(name, _FACTORIES)}')
+        raise ConfigError(f'log.to must name a logger, got "{name}"{hint(name, _FACTORIES)}')
     if name in _PACKAGES and importlib.util.find_spec(name) is None:
         raise ConfigError(
             f'log.to = "{name}" needs the package {name}, which is not installed; '
@@ -86,20 +96,24 @@ def factory(name: str) -> Factory:
 
 
 def check(names: Iterable[str]) -> None:
-    """Return if all loggers can be opened. Raises ``ConfigError``: as ``factory``."""
+    """Check that all loggers exist.
+
+    Raises:
+        ConfigError: as ``factory``.
+    """
     for name in names:
         factory(name)
 
 
 class CsvLogger:
-    """Writes csv/step.csv and csv/test.csv, whose columns are all that records have."""
+    """Writes csv/step.csv and csv/test.csv, with a column for each entry of the records."""
 
     def __init__(self, folder: Path, _config: Mapping[str, Any]) -> None:
         self._records, self._folder = RunDirectory(folder).metrics, folder / "csv"
         self._columns: dict[str, list[str]] = {}
 
     def write(self, record: Record) -> None:
-        """Append a row; files begin anew with each part, as its records do, and by new columns."""
+        """Append a row; rewrite the file at the start of a part and for new columns."""
         event = record["event"]
         if event in ("started", "resumed"):
             self._folder.mkdir(exist_ok=True)
@@ -114,7 +128,7 @@ class CsvLogger:
                 csv.DictWriter(file, self._columns[event]).writerow(row)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no file stays open."""
 
     def _path(self, event: str) -> Path:
         return self._folder / f"{event}.csv"
@@ -132,17 +146,19 @@ class CsvLogger:
 
 
 class TensorBoardLogger:
-    """Writes event files into the folder tensorboard of a run."""
+    """Writes event files into the folder ``tensorboard`` of a run.
+
+    The first record creates the folder.
+    """
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
-        """Take the folder; nothing is written before the first record."""
         self._folder, self._config = folder / "tensorboard", config
         self._writer: Any = None
 
     def write(self, record: Record) -> None:
         """Write each value of a record as a scalar."""
         if self._writer is None:
-            # Records after the checkpoint are written again.
+            # A resumed run writes the records after its checkpoint again.
             first = record.get("step", 0) + 1
             make = imported("torch.utils.tensorboard:SummaryWriter")
             self._writer = make(str(self._folder), purge_step=first)
@@ -159,9 +175,9 @@ class TensorBoardLogger:
 
 
 class WandbLogger:
-    """Writes to Weights & Biases, one run there for all parts of a run here.
+    """Writes to Weights & Biases; all parts of a run share one W&B run.
 
-    Its own variables set all else: WANDB_PROJECT, WANDB_ENTITY, WANDB_MODE=offline.
+    Environment variables of wandb select the rest: WANDB_PROJECT, WANDB_ENTITY, WANDB_MODE.
     """
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
@@ -193,7 +209,7 @@ _PACKAGES = ("tensorboard", "wandb")
 
 
 def scalars(record: Record) -> dict[str, float]:
-    """Return the values of a record by names such as ``train/loss`` and ``test/accuracy``."""
+    """Return the numbers of a record, with names such as ``train/loss`` and ``test/accuracy``."""
     if record["event"] not in _VALUES:
         return {}
     found = {f"{_VALUES[record['event']]}/{n}": v for n, v in _row(record).items()}

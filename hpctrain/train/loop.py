@@ -30,25 +30,33 @@ from hpctrain.train.task import Task
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What a training has led to."""
+    """Result of a finished run."""
 
     scores: Scores  # of the last test
-    training_s: float  # duration of all steps, without tests
-    num_samples: int  # learnt from, counted as often as that
-    step: int  # steps that are done
+    training_s: float  # total duration of all steps, without tests
+    num_samples: int  # processed in all epochs; a sample counts once per epoch
+    step: int  # number of finished steps
     best: dict[str, Any]  # step, epoch and metric of the best test
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stopped:
-    """A training that was asked to stop, has saved its state, and wants to go on."""
+    """Result of a run that saved its state and stopped before its end."""
 
-    reason: str  # who asked, for people
-    step: int  # steps that are done
+    reason: str  # human-readable, such as the signal or the deadline
+    step: int  # number of finished steps
 
 
 class TrainingLoop:
-    """Trains from where a state is, to the last epoch or until a stop."""
+    """Trains from the position of ``state`` to the last epoch or until a stop request.
+
+    Args:
+        state: position of the run; updated after each step.
+        metrics: receives the records.
+        progress: displays the steps.
+        boundary: writes checkpoints and handles stop requests.
+        profiler: traces the configured steps.
+    """
 
     def __init__(
         self,
@@ -68,10 +76,11 @@ class TrainingLoop:
         self._stragglers = Stragglers({rank: host for host, ranks in pairs for rank in ranks})
 
     def train(self) -> Outcome | Stopped:
-        """Take all steps that are left. Collective.
+        """Run the remaining steps. Collective.
 
-        Raises ``NotFiniteError``: loss, gradients, parameters or the loss of a test are not
-        finite; on every rank. ``ReplicaError``: the ranks have parted; on every rank.
+        Raises:
+            NotFiniteError: loss, gradients, parameters or test loss are not finite; on all ranks.
+            ReplicaError: the replicas differ; on all ranks.
         """
         try:
             return self._train()
@@ -90,7 +99,7 @@ class TrainingLoop:
                     return Stopped(reason=boundary.stop(state), step=state.step)
                 if wishes & SAVE and loader.consumed < self._task.num_train_samples:
                     self._save()
-            # The loader is at the start of the next epoch now.
+            # The loader is now at the start of the next epoch.
             if self._task.exchange.wants_epoch_loss:
                 self._task.exchange.end_epoch(state.epoch_tally.take(self._task.comm).loss)
             if stopped := self._finish_epoch(epoch, wants_save=bool(wishes & SAVE)):
@@ -107,9 +116,9 @@ class TrainingLoop:
         )
 
     def _finish_epoch(self, epoch: int, *, wants_save: bool = False) -> Stopped | None:
-        """Test where that is due, and let a run end with one model. Collective.
+        """Test if a test is due; synchronize the replicas if the run may end here. Collective.
 
-        A stop in the middle of the test is saved as a test that the resumed run begins with.
+        If a stop request interrupts the test, the resumed run starts with this test.
         """
         state, task = self._state, self._task
         is_last = epoch == task.config.train.epochs
@@ -128,7 +137,7 @@ class TrainingLoop:
         return None
 
     def _test(self, epoch: int) -> bool:
-        """Test the model; return False if a stop has ended the test. Collective."""
+        """Test the model; return False if a stop request interrupted the test. Collective."""
         state, task = self._state, self._task
         if task.config.train.check_replicas != "never":
             task.exchange.check_replicas()
@@ -150,14 +159,14 @@ class TrainingLoop:
         return True
 
     def _save(self, score: float | None = None) -> None:
-        """Write a checkpoint while training goes on. Collective."""
+        """Write a checkpoint between two steps. Collective."""
         start = perf_counter()
         self._boundary.save(self._state, score=score)
         self._state.tally.add_checkpoint(perf_counter() - start)
         self._task.exchange.resume_clock()
 
     def _step(self, batch: Batch, epoch: int) -> int:
-        """Take one step, record it where that is due, and return the ranks' wishes."""
+        """Take one step, write a record if one is due, and return the flags of all ranks."""
         state, task, guard = self._state, self._task, self._guard
         self._profiler.before(state.step + 1)
         rate, exchange = guard.rate(state.step + 1), task.exchange
@@ -208,22 +217,23 @@ class TrainingLoop:
         return exchange.raised_flags
 
     def _must_agree(self, step: int) -> bool:
-        """Return whether all ranks must synchronize after ``step``; the same on every rank.
+        """Return whether all ranks must synchronize after ``step``; identical on all ranks.
 
-        They do at the end of an epoch, and where a checkpoint is due after a number of steps.
+        The ranks synchronize at the end of an epoch, and before a checkpoint if
+        ``checkpoint.every`` is a number of steps.
         """
         by_steps = isinstance(self._task.config.checkpoint.every, int)
         is_last = step % len(self._task.train) == 0
         return is_last or (by_steps and self._boundary.saves_after(step))
 
     def _record(self, epoch: int, lr: float) -> None:
-        """Write and show what the steps since the last record were like. Collective."""
+        """Write and display a record of the steps since the last record. Collective."""
         state, task = self._state, self._task
         interval = state.tally.take(task.comm)
         state.training_s += interval.num_steps * interval.step_s
         state.num_skipped += interval.num_skipped
         rounds = task.exchange.figures
-        all_work = task.config.sync.fraction == 1  # else some are fast, as they were not drawn
+        all_work = task.config.sync.fraction == 1  # otherwise ranks that are not drawn look fast
         for line in self._stragglers.see(interval.of_ranks) if all_work else ():
             if task.comm.rank == 0:
                 logger.warning(line)
@@ -252,7 +262,7 @@ class TrainingLoop:
             self._guard.check_left_out(state.num_skipped)
 
     def _score(self) -> float | None:
-        """Return what is larger for a better model; None where no test says so."""
+        """Return a value that increases with the quality of the model; None if not finite."""
         scores = self._state.scores
         if scores is None or not (math.isfinite(scores.loss) and math.isfinite(scores.metric)):
             return None
@@ -260,11 +270,16 @@ class TrainingLoop:
 
 
 def is_recorded(task: Task, step: int, since: int) -> bool:
-    """Say whether a record is written after ``step``: the same on every rank.
+    """Return whether a record is written after ``step``; identical on all ranks.
 
-    ``since`` steps were taken since the last record. Where ranks take steps of their own a record
-    that is due waits for the end of the round, or of the epoch: no step costs a message more.
-    Nothing here depends on a clock, so that a run that was stopped writes the same records.
+    With local steps, a record that is due waits for the end of the round or of the epoch, so no
+    step needs an additional message. The result does not depend on a clock, so a resumed run
+    writes the same records as an uninterrupted run.
+
+    Args:
+        task: configuration and loader.
+        step: number of finished steps.
+        since: number of steps since the last record.
     """
     epoch_steps = len(task.train)
     if not ends_interval(step, epoch_steps, task.config.log.every_steps, since=since):
@@ -273,9 +288,13 @@ def is_recorded(task: Task, step: int, since: int) -> bool:
 
 
 def ends_interval(step: int, epoch_steps: int, every_steps: int, *, since: int = 1) -> bool:
-    """Say whether a record is due after ``step``: epochs are cut into nearly equal intervals.
+    """Return whether ``step`` ends one of the nearly equal intervals of an epoch.
 
-    ``every_steps`` is the length of an interval, about; ``since`` steps were taken since the last.
+    Args:
+        step: number of finished steps.
+        epoch_steps: steps per epoch.
+        every_steps: approximate length of an interval in steps.
+        since: number of steps since the last record.
     """
     num_intervals = max(1, round(epoch_steps / every_steps))
     last = (step - 1) % epoch_steps + 1
@@ -283,25 +302,26 @@ def ends_interval(step: int, epoch_steps: int, every_steps: int, *, since: int =
 
 
 def left_out(num_steps: int) -> str:
-    """Say for people that steps were left out."""
+    """Return a message with the number of skipped steps."""
     steps = "1 step was" if num_steps == 1 else f"{num_steps} steps were"
-    return f"{steps} left out: not finite, or a spike of the loss"
+    return f"{steps} skipped: not finite, or a spike of the loss"
 
 
 def train_step(task: Task, batch: Batch, guard: StepGuard) -> tuple[float, int, bool]:
-    """Learn from one global batch, of which this rank holds its part. Collective.
+    """Train on this rank's part of one global batch. Collective.
 
-    Samples count equally, also where parts differ in size. A rank whose part of a short last
-    batch is empty computes nothing and takes the step.
+    Every sample has the same weight, even if the ranks have different numbers of samples. A rank
+    without samples in a short last batch computes no gradients but takes the step.
 
     Args:
         task: model, data and exchange.
-        batch: this rank's part.
-        guard: decides whether the step is taken; its ``begin`` was called.
+        batch: this rank's part of the global batch.
+        guard: decides whether the step is taken; the caller has called ``guard.begin``.
 
     Returns:
-        A mean loss, and the number of samples that it is the mean of: over all ranks each sample
-        is in one of them. Then whether the step was taken; if not, no sample counts.
+        ``(loss, num_samples, is_taken)``: a mean loss, the number of samples in this mean (each
+        sample of the batch counts on exactly one rank), and whether the step was taken. A step
+        that is not taken returns ``(0.0, 0, False)``.
     """
     exchange = task.exchange
     with agreed(task.comm) if guard.is_first else nullcontext():
@@ -314,14 +334,14 @@ def train_step(task: Task, batch: Batch, guard: StepGuard) -> tuple[float, int, 
     )
     loss, num_samples = exchange.backward(own, task.forward, guard)
     overflows = task.precision.unscale(task.optimizer)
-    # After an overflow the gradients are not finite: the loss alone decides.
+    # After an overflow of the loss scaling the gradients are not finite, so only the loss counts.
     if not guard.may_step(loss, 0.0 if overflows else _clip(task)):
         guard.leave_out()
         return 0.0, 0, False
     if overflows:
         task.optimizer.zero_grad()
         return 0.0, 0, False
-    with noted(f'optimizer.name = "{task.config.optimizer.name}"'):  # an argument of a wrong type
+    with noted(f'optimizer.name = "{task.config.optimizer.name}"'):
         exchange.step()
     if task.ema is not None:
         task.ema.update()
@@ -329,12 +349,12 @@ def train_step(task: Task, batch: Batch, guard: StepGuard) -> tuple[float, int, 
 
 
 def _clip(task: Task) -> float | None:
-    """Clip the combined gradient; return its norm before, None where it is not needed."""
+    """Clip the combined gradient; return its norm before clipping, None if not computed."""
     train, exchange, norm = task.config.train, task.exchange, None
     if train.clip_norm:
         norm = exchange.clip(train.clip_norm)
     elif train.clip_value:
-        norm = exchange.gradient_norm()  # before infinite elements are clipped
+        norm = exchange.gradient_norm()  # clipping would hide infinite elements
     if train.clip_value:
         exchange.clip_values(train.clip_value)
     return norm

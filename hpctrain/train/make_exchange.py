@@ -1,4 +1,4 @@
-"""Choice of the exchange that a configuration names."""
+"""Selection of the exchange for a configuration."""
 
 from hpctrain.comm.agreement import agreed
 from hpctrain.comm.communicator import Communicator
@@ -16,19 +16,21 @@ _EXCHANGES = {
     "averaged": "averaged_exchange:AveragedExchange",
     "sharded": "averaged_exchange:ShardedExchange",
 }
-"""Module and class of each exchange. A run imports the module of its own exchange only."""
+"""Module and class of each exchange; a run imports only the module that it uses."""
 
 
 def make_exchange(config: RunConfig, comm: Communicator, built: BuiltModel) -> StepExchange:
-    """Return the exchange that ``config`` names; it may replace model and optimizer. Collective.
+    """Return the exchange for ``config``. Collective.
+
+    The exchange may replace model and optimizer.
 
     Args:
         config: of the run, with ``train.shard`` resolved.
         comm: all ranks.
-        built: the same model on all ranks, and a plain optimizer without state.
+        built: identical model on all ranks, and a plain optimizer without state.
 
     Raises:
-        MismatchError: a method refuses its arguments; on all ranks.
+        MismatchError: arguments of the method are invalid; on all ranks.
     """
     _check(config, comm)  # raises on all ranks, which have one configuration
     with agreed(comm):
@@ -47,7 +49,7 @@ def _name(config: RunConfig) -> str:
 
 
 def _check(config: RunConfig, comm: Communicator) -> None:
-    """Raise ``ConfigError`` if the exchange cannot do what other keys request."""
+    """Raise ``ConfigError`` if the exchange does not support the values of other keys."""
     train, sync, parallel = config.train, config.sync, config.parallel
     if config.log.noise_scale and (train.reproducible or sync.is_local or parallel.divides):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Records of a run, one JSON object per line; beside them the last times of each rank."""
+"""Records of a run, one JSON object per line, and the latest times of each rank."""
 
 import json
 import math
@@ -18,16 +18,20 @@ from hpctrain.core.records import Records, finite, read, record_of
 if TYPE_CHECKING:
     from hpctrain.train.loggers import Loggers
 
-SHOWN = 5  # damaged lines that a warning names
-RANKS = "ranks.json"  # the last times of each rank, beside the records
+SHOWN = 5  # damaged lines listed in a warning
+RANKS = "ranks.json"  # name of the file with the latest times of each rank
 RANKS_EVERY_S = 1.0
-"""At most so often they are written: a thousand ranks fill 60 kB."""
+"""Shortest interval between two writes: the file has 60 kB with a thousand ranks."""
 
 
 class Metrics:
-    """Appends records to a file, each at once, so that a killed run has all but the last.
+    """Appends records to a file without buffering, so a killed run loses at most the last one.
 
-    On ranks that write nothing, ``path`` is None and every call returns at once.
+    Args:
+        path: file, created if missing; None on ranks that write nothing, where all calls are
+            no-ops.
+        may_write: called before each record; if False, the record is dropped.
+        loggers: receive all records too.
     """
 
     def __init__(
@@ -36,21 +40,16 @@ class Metrics:
         may_write: Callable[[], bool] = lambda: True,
         loggers: "Loggers | None" = None,
     ) -> None:
-        """Open the file, which is made if missing; all records go to ``loggers`` too.
-
-        ``may_write`` is asked before each record; one that may not be written is left out, and
-        whoever has asked for it learns elsewhere why.
-        """
         self._may_write, self._loggers = may_write, loggers
         self._records = None if path is None else Records(path)
         self.num_records = 0 if path is None else len(read(path))
-        """Records of the file, those of earlier parts of the run included; 0 without a file."""
+        """Records in the file, including earlier parts of the run; 0 without a file."""
         self._ranks = None if path is None else path.with_name(RANKS)
         self._of_ranks: dict[str, Any] = {}
         self._ranks_at = -math.inf
 
     def write(self, event: str, **values: Any) -> None:
-        """Append one record; a number that is not finite becomes null, as JSON has none."""
+        """Append one record; numbers that are not finite become null, as JSON requires."""
         if self._records is None or not self._may_write():
             return
         try:
@@ -65,10 +64,14 @@ class Metrics:
             self._loggers.write(finite({"event": event, **values}))
 
     def write_ranks(self, step: int, times: Mapping[str, Sequence[float]]) -> None:
-        """Replace the times of each rank, for who watches the run; all of them are lists by rank.
+        """Replace the file with the latest times of each rank.
 
-        At most every ``RANKS_EVERY_S``, and when the file is closed. Whether a disk takes them
-        decides nothing: it is the records that a run needs.
+        The file is written at most every ``RANKS_EVERY_S`` seconds, and on ``close``. Errors of
+        the file system are ignored because the file only serves displays.
+
+        Args:
+            step: number of finished steps.
+            times: lists of seconds by rank.
         """
         self._of_ranks = {"step": step, **times}
         if time.monotonic() - self._ranks_at >= RANKS_EVERY_S:
@@ -78,13 +81,13 @@ class Metrics:
         if self._ranks is None or not self._of_ranks or not self._may_write():
             return
         part = self._ranks.with_name(self._ranks.name + PART)
-        with suppress(OSError):  # at once, but not on disk: nobody goes on from it
+        with suppress(OSError):  # atomic but without fsync: no job resumes from this file
             part.write_text(json.dumps(self._of_ranks) + "\n")
             part.replace(self._ranks)
         self._of_ranks, self._ranks_at = {}, time.monotonic()
 
     def sync(self) -> None:
-        """Return when all records are on disk."""
+        """Wait until all records are on disk."""
         if self._records is not None:
             self._records.sync()
 
@@ -104,12 +107,18 @@ class Metrics:
 
 
 def cut(path: Path, num_records: int, step: int) -> None:
-    """Leave the first whole records of a file, at once or not at all; a missing file stays away.
+    """Truncate a file of records atomically to its first records; no-op without a file.
 
-    Of the first ``num_records`` lines those stay that are not of later steps than ``step``. A
-    machine that died may have lost some of them, or left zeros in their place: then those that are
-    there stay, and a warning names the lines that are none. Raises ``OSError``: the file system
-    refuses.
+    After a loss of power, lines may be missing or contain zeros. Damaged lines are removed with a
+    warning.
+
+    Args:
+        path: file of records.
+        num_records: number of lines to keep.
+        step: remove records of later steps among these lines.
+
+    Raises:
+        OSError: the file cannot be written.
     """
     if not path.exists():
         return
@@ -117,11 +126,11 @@ def cut(path: Path, num_records: int, step: int) -> None:
     records = [record_of(line) for line in lines]
     if damaged := [str(number) for number, record in enumerate(records, 1) if record is None]:
         logger.warning(
-            f"{len(damaged)} of {len(lines)} lines of {path} are no records, as after a loss of "
-            f"power: {', '.join(damaged[:SHOWN])}{', ...' if len(damaged) > SHOWN else ''}; they "
-            f"are left out, and the run goes on"
+            f"{len(damaged)} of {len(lines)} lines of {path} are not records, as after a loss of "
+            f"power: {', '.join(damaged[:SHOWN])}{', ...' if len(damaged) > SHOWN else ''}; these "
+            f"lines are removed, and the run continues"
         )
-    # Where line breaks were lost too, a line of a later step stands among the first.
+    # If line breaks were lost too, the first lines may include records of later steps.
     kept = [
         line
         for line, record in zip(lines[:num_records], records[:num_records], strict=True)
@@ -132,23 +141,33 @@ def cut(path: Path, num_records: int, step: int) -> None:
 
 
 def result(record: Mapping[str, Any]) -> str:
-    """Say for people what the last test of a finished run has given; null is not finite."""
+    """Return a one-line test result of a finished run; null means not finite."""
     metric = record["metric"]
     return f"test {record['metric_name']} {math.nan if metric is None else metric:.4f}"
 
 
 def learned(run: Path, target_loss: float | None = None) -> dict[str, Any]:
-    """Say what a run has shown of its model, and how many samples it took to a loss.
+    """Return measurements of a run: model size, throughput, batch and samples to a target loss.
 
-    A loss counts in tests if there are any; without one, all samples do.
+    Args:
+        run: run directory.
+        target_loss: test loss to reach, or training loss if the run has no tests; None counts all
+            samples of the run.
 
     Returns:
-        ``parameters``; ``samples_per_s`` of a rank that computes alone; ``rank_batch``, ``batch``
-        and ``samples``; ``noise_scale``, the last one, where the run has told it.
+        ``parameters``: number of parameter elements; ``samples_per_s``: throughput of one rank
+        without communication and input; ``rank_batch`` and ``batch``: samples per step of a rank
+        and of all ranks; ``samples``: samples until the target loss; ``noise_scale``: the last
+        one, if measured.
+
+    Raises:
+        ConfigError: the run has no step records, or has not reached ``target_loss``.
     """
     file = run / "metrics.jsonl"
     if not file.exists():
-        raise ConfigError(f"{run} is no run directory: it has no {file.name}; give one that does")
+        raise ConfigError(
+            f"{run} must be a run directory, but has no {file.name}; pass a run directory"
+        )
     by_event: dict[str, list[dict[str, Any]]] = {}
     for record in read(file):
         if record.get("loss", record["event"]) is not None:
@@ -156,8 +175,8 @@ def learned(run: Path, target_loss: float | None = None) -> dict[str, Any]:
     begun = by_event.get("started", []) + by_event.get("resumed", [])
     steps, tests = by_event.get("step", []), by_event.get("test", [])
     if not begun or not steps:
-        raise ConfigError(f"{file} has no record of a step; let the run go on for a while first")
-    # The mean over the steps of a record; the last step of an epoch may be short.
+        raise ConfigError(f"{file} has no step record yet; wait until the run has recorded a step")
+    # Records have means over steps; the largest excludes a short last step of an epoch.
     times = ("compute_s", "communication_s", "input_s")
     batch = max(round(r["samples_per_s"] * sum(r[t] for t in times)) for r in steps)
     share = batch / begun[-1]["world_size"]
@@ -167,8 +186,8 @@ def learned(run: Path, target_loss: float | None = None) -> dict[str, Any]:
     if not reached:
         least = min(record["loss"] for record in tests or steps)
         raise ConfigError(
-            f"{run} has not reached a loss of {target_loss:g}, its least is {least:.4g}; give a "
-            f"loss that it has reached, or --samples"
+            f"{run} must have reached a loss of {target_loss:g}, but its lowest loss is "
+            f"{least:.4g}; pass a loss that the run has reached, or --samples"
         )
     return {
         "parameters": float(begun[-1]["parameters"]),

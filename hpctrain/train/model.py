@@ -1,4 +1,4 @@
-"""Model, optimizer and schedule that a configuration names."""
+"""Model, optimizer and schedule of a configuration."""
 
 import pickle
 from array import array
@@ -34,51 +34,57 @@ from hpctrain.train.stateful import Precision
 from hpctrain.train.tables import Tables
 
 EMA = "ema"
-"""Part of a checkpoint's state: the model with averaged weights, a state dict as that of model."""
+"""Key of a checkpoint: state dict of the model with averaged weights."""
 
 _PARTS = (EMA, "model", "state_dict", "model_state_dict")
-"""Names under which a file or a checkpoint may hold the weights."""
-_PREFIXES = ("module.", "_orig_mod.")  # of wrappers, which the names of a state dict may keep
+"""Keys under which a file or a checkpoint may contain the weights."""
+_PREFIXES = ("module.", "_orig_mod.")  # DistributedDataParallel and torch.compile add these
 _UNREADABLE = (pickle.UnpicklingError, safetensors.SafetensorError)
 _MOST_LINES = 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuiltModel:
-    """A model as a configuration describes it, before ranks divide it or share its steps."""
+    """Model and optimizer of a configuration, before an exchange wraps them."""
 
     model: nn.Module
     optimizer: Optimizer  # plain, without state
     loss: Callable[[Tensor, Tensor], Tensor]  # mean over the samples of a batch
     precision: Precision  # of forward and loss
     tables: Tables  # embeddings whose rows are divided among the ranks
-    epoch_steps: int  # steps of an epoch of its training data
+    epoch_steps: int  # steps per epoch
 
 
 def make_model(config: ModelConfig) -> nn.Module:
-    """Call the target. Raises ``ConfigError``: it is wrong, or makes no model."""
+    """Build the model that ``model.target`` returns.
+
+    Raises:
+        ConfigError: the target cannot be called, or does not return a ``torch.nn.Module``.
+    """
     target = resolve(config.target, "model.target")
     with noted(f'model.target = "{config.target}"'):
         model = call(target, (), config.args, "model.args")
     if not isinstance(model, nn.Module):
         raise ConfigError(
-            f"model.target returns a torch.nn.Module, {config.target} returned what is of type "
-            f"{type(model).__name__}"
+            f"model.target must return a torch.nn.Module, but {config.target} returned "
+            f"{type(model).__name__}; return the module"
         )
     return model
 
 
 def load_first_weights(model: nn.Module, config: ModelConfig) -> None:
-    """Give the model the weights of ``model.init_from``; not collective.
+    """Load the weights of ``model.init_from`` into the model. Local.
 
-    Raises ``ConfigError`` or ``CheckpointError``: they cannot be read, or do not fit.
+    Raises:
+        ConfigError: the weights cannot be read, or do not match the model.
+        CheckpointError: a checkpoint is damaged.
     """
     want = model.state_dict()
     have = _read(Path(config.init_from))
     for prefix in _PREFIXES:
         if have and all(name.startswith(prefix) for name in have):
             have = {name.removeprefix(prefix): value for name, value in have.items()}
-    # Copied into what the model has: its types stay.
+    # The model keeps its dtypes.
     have = {name: v.to(want[name].dtype) if name in want else v for name, v in have.items()}
     fits = {n: v for n, v in have.items() if n in want and v.shape == want[n].shape}
     if lines := misfits(have, want):
@@ -88,10 +94,10 @@ def load_first_weights(model: nn.Module, config: ModelConfig) -> None:
         text = "\n  ".join(lines)
         if config.init_strict or not fits:
             raise ConfigError(
-                f"{told}; build the model that was saved, or take what fits by "
-                f"model.init_strict = false:\n  {text}"
+                f"{told}; build the model that was saved, or load the fitting tensors "
+                f"with model.init_strict = false:\n  {text}"
             )
-        logger.warning(f"{told}, the others stay as they were made:\n  {text}")
+        logger.warning(f"{told}, the others keep their initial values:\n  {text}")
     model.load_state_dict(fits, strict=False)
 
 
@@ -104,10 +110,14 @@ def _read(path: Path) -> dict[str, Tensor]:
                 state = load_file(path)
             else:
                 state = torch.load(path, map_location="cpu", weights_only=True)
-        # pickle, zip and torch raise any of these for a file without weights.
+        # pickle, zip and torch raise any of these for other files.
         except (OSError, RuntimeError, ValueError, LookupError, EOFError, *_UNREADABLE) as error:
-            is_other = isinstance(error, pickle.UnpicklingError)  # torch writes a long text for it
-            said = "it holds other things than tensors" if is_other else str(error).splitlines()[0]
+            is_other = isinstance(error, pickle.UnpicklingError)  # torch's text is too long
+            said = (
+                "it contains objects other than tensors"
+                if is_other
+                else str(error).splitlines()[0]
+            )
             raise ConfigError(
                 f'model.init_from = "{path}" cannot be read: {said}; name a run directory, a '
                 f"checkpoint, or a file of torch.save or safetensors with a state dict"
@@ -117,48 +127,53 @@ def _read(path: Path) -> dict[str, Tensor]:
     part = next(inner, state)
     if not isinstance(part, Mapping) or not all(isinstance(v, Tensor) for v in part.values()):
         raise ConfigError(
-            f'model.init_from = "{path}" holds no state dict, neither as it is nor as '
-            f"{', '.join(_PARTS)}; save model.state_dict()"
+            f'model.init_from = "{path}" must contain a state dict, directly or as '
+            f"{', '.join(_PARTS)}, but has none; save model.state_dict()"
         )
     return dict(part)
 
 
 def misfits(have: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> list[str]:
-    """Return a line for each tensor that is missing, too many, or of another shape or type."""
+    """Return one line per tensor that is missing, unexpected, or differs in shape or dtype."""
     found, wanted = (
         {name: f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for name, t in of.items()}
         for of in (have, want)
     )
     lines = [
-        f"{name}: {found.get(name, 'missing')}, {what} is wanted"
+        f"{name}: {found.get(name, 'missing')}, expected {what}"
         for name, what in wanted.items()
         if found.get(name) != what
     ]
     return lines + [
-        f"{name}: {what}, nothing of this name is wanted"
-        for name, what in found.items()
-        if name not in wanted
+        f"{name}: {what}, not in the model" for name, what in found.items() if name not in wanted
     ]
 
 
 def choose_device(config: TrainingConfig, num_devices: int) -> tuple[torch.device, str]:
-    """Return the device of the model, and the reason; every rank sees ``num_devices``.
+    """Return the device of the model and the reason of the choice. Local.
 
-    Not collective. Nothing is said where there is no choice. Raises ``ConfigError``: this rank has
-    no such device.
+    Args:
+        config: has ``train.device``.
+        num_devices: number of accelerators that every rank has.
+
+    Returns:
+        The device, and a text for the description of the run; empty if only the CPU exists.
+
+    Raises:
+        ConfigError: this rank does not have the configured device.
     """
     here = accelerator()
     kind, cpu = here.type if here is not None else "", torch.device("cpu")
     if config.device not in {"auto", "cpu", kind}:
         raise ConfigError(
-            f"train.device is auto, cpu{kind and f' or {kind}'} here, got {config.device!r}; "
-            f"torch {torch.__version__} sees no other on this rank"
+            f"train.device must be auto, cpu{kind and f' or {kind}'} on this rank, got "
+            f"{config.device!r}; torch {torch.__version__} finds no other device"
         )
     if not num_devices or not kind:
         if config.device == kind:
             raise ConfigError(
-                f"train.device = {kind!r} needs a device of every rank, and some have none; give "
-                f"each one, as by #SBATCH --gpus-per-node, or set train.device = cpu"
+                f"train.device = {kind!r} must find a device on every rank, but some have none; "
+                f"request them, as by #SBATCH --gpus-per-node, or set train.device = cpu"
             )
         return cpu, ""
     refused = {
@@ -172,18 +187,21 @@ def choose_device(config: TrainingConfig, num_devices: int) -> tuple[torch.devic
 
 
 def prepare(model: nn.Module, run: RunConfig) -> None:
-    """Apply recomputation and compilation of ``[train]``; the names of the state stay."""
+    """Apply activation checkpointing and ``torch.compile``; names in the state dict stay."""
     config = run.train
     _recompute_layers(model, run.parallel)
     modules = {name: module for name, module in model.named_modules() if name}
     chosen = matched(config.activation_checkpointing, [*modules], "train.activation_checkpointing")
     for name in chosen:
         outer = (name[:end] for end, char in enumerate(name) if char == ".")
-        if not any(each in chosen for each in outer):  # the outermost has all inside it
+        if not any(each in chosen for each in outer):  # the outer module includes its children
             recompute(model, [name])
     if not config.compile:
         return
-    args = {"dynamic": False, **config.compile_args}  # a shape's kernel depends on no other shape
+    args = {
+        "dynamic": False,
+        **config.compile_args,
+    }  # the kernel of a shape must not depend on other shapes
     check_arguments(torch.compile, 1, args, "train.compile_args")
     try:
         model.compile(**args)
@@ -192,34 +210,44 @@ def prepare(model: nn.Module, run: RunConfig) -> None:
 
 
 def asked(model: nn.Module, what: str, given: Any) -> Any:
-    """Return the ``roles`` or ``layers`` of a model, from a key or from the model itself.
+    """Return how a model is divided, from ``[parallel]`` or from an attribute of the model.
 
-    Raises ``ConfigError``: neither does.
+    Args:
+        model: may have an attribute ``parallel_roles`` or ``parallel_layers``.
+        what: ``roles`` or ``layers``.
+        given: value of the key in ``[parallel]``; takes precedence.
+
+    Raises:
+        ConfigError: neither the key nor the attribute is set.
     """
     found = given or getattr(model, f"parallel_{what}", None)
     if not found:
         raise ConfigError(
-            f"a model says how it is divided, by an attribute parallel_{what} of "
-            f"{type(model).__name__}, or parallel.{what} does, got neither; set one of them "
+            f"the division of a model must be defined by parallel.{what} or by an attribute "
+            f"parallel_{what} of {type(model).__name__}, but neither is set; set one of them "
             f"(hpctrain guide parallel)"
         )
     return found
 
 
 def _recompute_layers(model: nn.Module, config: ParallelConfig) -> None:
-    """Let backward recompute all layers but the first and the last, or a part of each."""
+    """Recompute activations in backward, for all layers except the first and the last."""
     if config.recompute != "none":
         layers = layers_of(model, asked(model, "layers", config.layers))[1:-1]
         recompute(model, [name for name, _ in layers], selective=config.recompute == "selective")
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
-    """Make the optimizer, with a group for each set of equal arguments."""
+    """Build the optimizer, with one parameter group per set of equal arguments.
+
+    Raises:
+        ConfigError: the optimizer or its arguments are invalid.
+    """
     kind = _optimizer_class(config.name)
     if signature(kind.step).parameters["closure"].default is Parameter.empty:
         raise ConfigError(
-            f"optimizer.name is one that takes each step by one gradient, and {config.name} "
-            f"calculates several: choose another, or write a loop of your own"
+            f"optimizer.name must be an optimizer that uses one gradient per step, but "
+            f"{config.name} computes several; choose another, or write your own loop"
         )
     args = {**config.args, "lr": config.lr}
     exempt = dict(EXEMPTIONS) if config.exempt_norms_and_biases else {}
@@ -240,12 +268,12 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
 
 
 def _optimizer_class(name: str) -> Any:
-    """Return the class that ``optimizer.name`` means. Raises ``ConfigError``: there is none."""
+    """Return the class for ``optimizer.name``, or raise ``ConfigError``."""
     own = {"LARS": LARS, "LAMB": LAMB}
     kind = own[name] if name in own else member(torch.optim, name, "optimizer.name")
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
         raise ConfigError(
-            f"optimizer.name is a class of torch.optim, {' or '.join(own)}, got {name!r}"
+            f"optimizer.name must be a class of torch.optim, {' or '.join(own)}, got {name!r}"
         )
     return kind
 
@@ -278,14 +306,24 @@ _SCALINGS = {"linear": linear_scaling, "square_root": square_root_scaling}
 
 
 def make_schedule(run: RunConfig, epoch_steps: int) -> Callable[[int], float]:
-    """The factor of ``optimizer.lr`` at each step, counted from zero, by torch's schedulers."""
+    """Return a function from a step, counted from 0, to the factor of ``optimizer.lr``.
+
+    Args:
+        run: configuration.
+        epoch_steps: steps per epoch.
+
+    Raises:
+        ConfigError: the schedule or its arguments are invalid.
+    """
     config = run.schedule
     if config.name not in _DECAYS:
-        raise ConfigError(f"schedule.name is one of {', '.join(_DECAYS)}, got {config.name!r}")
+        raise ConfigError(
+            f"schedule.name must be one of {', '.join(_DECAYS)}, got {config.name!r}"
+        )
     peak = 1.0
     if config.base_batch:
         peak = _SCALINGS[config.scaling](config.base_batch, run.train.global_batch)
-    one = SGD([torch.zeros(1)], lr=peak)  # whose rate is the factor
+    one = SGD([torch.zeros(1)], lr=peak)  # the learning rate of this optimizer is the factor
     warmup = round(config.warmup_epochs * epoch_steps)
     first = one, max(run.train.epochs * epoch_steps - warmup, 1)
     try:
@@ -296,7 +334,7 @@ def make_schedule(run: RunConfig, epoch_steps: int) -> Callable[[int], float]:
         start = 1 / peak if peak > 1 else 1 / (warmup + 1)
         rise = lr_scheduler.LinearLR(one, start, 1.0, warmup)
         schedule = lr_scheduler.SequentialLR(one, [rise, schedule], [warmup])
-    one.step()  # once before the schedule, as torch wants it
+    one.step()  # torch warns if a schedule steps before its optimizer
     factors = array("d")
 
     def at(step: int) -> float:
@@ -311,10 +349,17 @@ def make_schedule(run: RunConfig, epoch_steps: int) -> Callable[[int], float]:
 def with_shard(
     config: RunConfig, model: nn.Module, optimizer: Optimizer, local_sizes: Sequence[int]
 ) -> tuple[RunConfig, str]:
-    """Return the configuration with what ``train.shard = "auto"`` means here, and why.
+    """Resolve ``train.shard = "auto"``. Local, with identical results on all ranks.
 
-    Local: from facts that are identical on all ranks. ``local_sizes`` are of nodes whose
-    ranks share memory.
+    Args:
+        config: of the run.
+        model: of this rank.
+        optimizer: of this rank.
+        local_sizes: numbers of ranks of the nodes whose ranks share memory.
+
+    Returns:
+        The configuration with ``train.shard`` set to ``node`` or ``none``, and the reason; empty
+        if ``train.shard`` is not ``auto``.
     """
     train, most = config.train, max(local_sizes, default=1)
     if train.shard != "auto":
@@ -323,13 +368,13 @@ def with_shard(
     refused = {
         f"they are on {'/'.join(devices)}": bool(devices),
         "no node has two ranks that share memory": most < 2,
-        "train.reproducible sums gradients by a rule of its own": train.reproducible,
+        "train.reproducible sums gradients differently": train.reproducible,
         "ranks divide the model as [parallel] says": config.parallel.divides,
         f"sync.method is {config.sync.method}": config.sync.is_local,
         "sync.compression is not none": config.sync.compression != "none",
-        "log.noise_scale looks at gradients of ranks": config.log.noise_scale,
+        "log.noise_scale needs the gradients of single ranks": config.log.noise_scale,
         "a layer has sparse gradients": any(getattr(m, "sparse", False) for m in model.modules()),
-        f"a step of {config.optimizer.name} may look beyond one tensor": not can_shard(optimizer),
+        f"a step of {config.optimizer.name} may use other tensors": not can_shard(optimizer),
     }
     if reason := next((text for text, holds in refused.items() if holds), ""):
         text = f"every rank has all parameters: {reason}"

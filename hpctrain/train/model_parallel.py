@@ -1,4 +1,4 @@
-"""A model that is divided among ranks as ``[parallel]`` describes, with its gradients."""
+"""Model that is divided among ranks according to ``[parallel]``, with its gradients."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -35,16 +35,16 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 class ModelParallel:
     """This rank's part of a model and of its optimizer. Collective to construct.
 
-    The gradients are those of one process with the whole batch: each replica's mean loss is
-    weighted by its samples, and gradients are averaged.
+    The averaged gradients equal the gradients of the whole batch on one process, because each
+    replica's mean loss is weighted by its number of samples.
 
     Args:
         config: of the run.
-        built: the same on all ranks; the model is changed in place.
-        layout: of all ranks.
+        built: identical on all ranks; the model is changed in place.
+        layout: mesh of all ranks.
 
     Raises:
-        ConfigError: the model cannot be divided so; on every rank.
+        ConfigError: the model does not support this division; on all ranks.
     """
 
     def __init__(self, config: RunConfig, built: BuiltModel, layout: ParallelLayout) -> None:
@@ -65,7 +65,7 @@ class ModelParallel:
         self.state.keep(self.model, self.optimizer)
 
     def _divided(self, model: nn.Module) -> nn.Module:
-        """Divide matrices first, then sequences, layers, and replicated state. Collective."""
+        """Apply tensor, context and pipeline parallelism, then sharding. Collective."""
         config, mesh = self._config, self._layout.mesh
         if config.tp > 1:
             roles = asked(model, "roles", config.roles)
@@ -91,12 +91,12 @@ class ModelParallel:
             schedule=config.schedule,
             wrap=self._stage,
         )
-        if not config.zero:  # else each stage is sharded already
+        if not config.zero:  # with ZeRO, _stage() has sharded each stage
             return self._sharded(self._pipeline.model)
         return self._pipeline.model
 
     def _sharded(self, model: nn.Module) -> nn.Module:
-        """Make the optimizer of this rank's part, and shard both as ``zero`` says. Collective."""
+        """Create the optimizer of this rank's part; shard both with ``zero``. Collective."""
         self.optimizer = self.state.part_of(self.optimizer, model)
         if self._config.zero:
             shard(
@@ -109,7 +109,7 @@ class ModelParallel:
         return model
 
     def _stage(self, stage: nn.Module) -> nn.Module:
-        """Let the forward pass of a stage run in ``train.precision``."""
+        """Shard a stage with ``zero``, and run its forward in ``train.precision``."""
         if self._config.zero:
             self._sharded(stage)
         forward = stage.forward
@@ -123,7 +123,7 @@ class ModelParallel:
         return stage
 
     def _guarded(self) -> Guard:
-        """Return the guard that compares the steps of ranks with the same parameters."""
+        """Return a guard that compares the steps of ranks with identical parameters."""
         has_one = max(self._config.tp, self._config.pp) > 1 or self._config.zero > 0
         guard = guard_of(self.model) if has_one else guarded(self.model)
         if not self._config.zero:
@@ -136,12 +136,12 @@ class ModelParallel:
         """Compute the gradients of a replica's part of a global batch. Collective.
 
         Args:
-            both: inputs and labels of this replica, which may have no samples.
-            loss_of: mean loss of some samples; not called with a pipeline.
-            num_samples: of all replicas.
+            both: inputs and labels of this replica; may be empty.
+            loss_of: returns the mean loss of inputs and labels; not called with a pipeline.
+            num_samples: samples of all replicas.
 
         Returns:
-            The mean loss of the replica's samples, on each of its ranks; 0 where it has none.
+            Mean loss of the replica's samples, on each of its ranks; 0 without samples.
         """
         self.optimizer.zero_grad()
         num_own = len(both[0])
@@ -158,7 +158,7 @@ class ModelParallel:
         return value.item() / weight if num_own else 0.0
 
     def _in_pieces(self, inputs: Tensor, labels: Tensor, loss_of: Loss, weight: float) -> Tensor:
-        """Run as many pieces on every rank, also where this rank has fewer samples."""
+        """Run the same number of micro-batches on every rank, with padding if necessary."""
         value, num_own = torch.zeros((), dtype=torch.float64), len(inputs)
         pieces = min(self._accumulate, self._padding.size)
         cut = (values.tensor_split(pieces) for values in (inputs, labels))
@@ -182,7 +182,8 @@ class ModelParallel:
     def output(self, inputs: Tensor, labels: Tensor) -> Tensor | None:
         """Return the output for a replica's samples, without gradients. Collective.
 
-        None on all of its ranks but the one that leads, and where the replica has no samples.
+        Only the leading rank of each replica (``ParallelLayout.leads``) returns the output; other
+        ranks, and replicas without samples, return None.
         """
         inputs, labels = self._padding.own(inputs, labels)
         found: Tensor | None
@@ -200,14 +201,14 @@ class ModelParallel:
         return found if self._layout.leads and len(inputs) else None
 
     def clip(self, max_norm: float) -> float:
-        """Clip the gradient of the whole model; return its norm before. Collective."""
+        """Clip the gradient of the whole model; return its norm before clipping. Collective."""
         if self._pipeline is not None:
             return float(self._pipeline.clip_grad_norm_(max_norm))
         return float(clip_grad_norm_(self.model.parameters(), max_norm))
 
 
 def _check(model: nn.Module, optimizer: Optimizer) -> None:
-    """Raise ``ConfigError`` if a part of the model cannot be trained on its own."""
+    """Raise ``ConfigError`` if model or optimizer need data of other parts of the model."""
     if any(isinstance(module, SyncBatchNorm) for module in model.modules()):
         raise ConfigError(
             "[parallel] must not be used with hpctrain.SyncBatchNorm, which takes statistics over "
@@ -215,6 +216,7 @@ def _check(model: nn.Module, optimizer: Optimizer) -> None:
         )
     if not is_known_as("elementwise", optimizer):
         raise ConfigError(
-            f"the optimizer of a divided model must step each element by itself, which is not "
-            f"known of {type(optimizer).__name__}; use AdamW or SGD, or leave [parallel] out"
+            f"the optimizer of a divided model must update each element separately, but "
+            f"{type(optimizer).__name__} is not known to do so; use AdamW or SGD, or leave "
+            f"[parallel] out"
         )

@@ -1,4 +1,4 @@
-"""Sizes of a model that a user names, without its values."""
+"""Sizes of a model, determined on the meta device."""
 
 from collections import Counter
 from typing import Any
@@ -13,15 +13,23 @@ from hpctrain.train.run_config import ModelConfig
 
 _HEADS = ("num_heads", "n_head", "n_heads", "num_attention_heads", "nhead", "heads")
 _SEQUENCE = ("max_position_embeddings", "n_positions", "block_size", "max_seq_len", "sequence")
-"""Names under which modules, or their ``config``, hold sizes that parameters do not show."""
+"""Attributes of modules or of their ``config`` with sizes that parameters do not show."""
 
 
 def sizes_of(target: str) -> dict[str, Any]:
-    """Build the model that ``module:function`` makes; return the sizes that it shows.
+    """Build a model on the meta device and return its sizes.
 
-    Layers are counted in the list of equal modules that holds most parameters; vocabulary
-    and hidden size are of the longest embedding. Raises ``ConfigError``: there is no such
-    function, it makes no model, or not on the meta device.
+    Args:
+        target: ``module:function`` that returns the model.
+
+    Returns:
+        The sizes that were found: ``parameters``; ``layers``: length of the list of equal modules
+        with the most parameters; ``heads``; ``vocabulary`` and ``hidden``: shape of the largest
+        embedding; ``tied``: whether input and output embedding share weights; ``sequence``:
+        maximum length of a sequence.
+
+    Raises:
+        ConfigError: there is no such function, or it does not return a model on the meta device.
     """
     resolve(target, "--model", way_out="start hpctrain in its folder, or install it")
     try:
@@ -29,8 +37,8 @@ def sizes_of(target: str) -> dict[str, Any]:
             model = make_model(ModelConfig(target=target))
     except (NotImplementedError, RuntimeError) as error:
         raise ConfigError(
-            f"a model is planned on torch's meta device, without values, and {target} asks for "
-            f"them: {error}; give --params, --layers, --hidden and --heads instead"
+            f"a model must be built on torch's meta device, without values, but {target} needs "
+            f"values: {error}; pass --params, --layers, --hidden and --heads instead"
         ) from error
     parameters = [each for each in model.parameters() if each.requires_grad]
     found: dict[str, Any] = {
@@ -50,7 +58,7 @@ def sizes_of(target: str) -> dict[str, Any]:
 
 
 def _layers(model: nn.Module) -> int | None:
-    """Return the length of the list of equal modules that holds most parameters."""
+    """Return the length of the list of equal modules with the most parameters."""
     most, layers = (False, 0), None
     for module in model.modules():
         alike = Counter(

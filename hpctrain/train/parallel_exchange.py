@@ -1,4 +1,4 @@
-"""Exchange of ranks that divide the model as ``[parallel]`` says."""
+"""Exchange of ranks that divide the model according to ``[parallel]``."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -28,12 +28,12 @@ from hpctrain.train.step_exchange import Forward, LossObserver, StepBatch, StepE
 
 
 class ParallelExchange(StepExchange):
-    """Computes a step with tensor, sequence, pipeline and data parallelism, and ZeRO.
+    """Trains with tensor, sequence, pipeline and data parallelism, and ZeRO.
 
     Args:
         config: of the run.
         comm: all ranks.
-        layout: of the ranks.
+        layout: mesh of all ranks.
         method: this rank's part of the model, and its optimizer.
     """
 
@@ -57,11 +57,11 @@ class ParallelExchange(StepExchange):
             return cls(config, comm, layout, ModelParallel(config, built, layout))
 
     def raise_flags(self, flags: int) -> None:
-        """Send these bits to all ranks with the message of the step. Local."""
+        """Add these bits to the flags of the step, which all ranks receive. Local."""
         self._flags |= flags
 
     def report_loss(self, loss: float) -> None:
-        """Send this rank's loss with the message of the step. Local."""
+        """Add this rank's loss to the step header. Local."""
         self._loss = loss
 
     def mean_loss(self, loss: float) -> float:
@@ -87,18 +87,18 @@ class ParallelExchange(StepExchange):
 
     def _exchange_flags(self, weight: float) -> None:
         """Combine the flags of all ranks, and average their losses. Collective."""
-        loss = self._loss * weight if weight else 0.0  # a loss that does not count may be NaN
+        loss = self._loss * weight if weight else 0.0  # a loss with weight 0 may be NaN
         words = torch.tensor([loss, *bits_of(self._flags)], dtype=torch.float64)
         self.comm.allreduce_(words).wait()
         self._mean_loss, *bits = words.tolist()
         self.raised_flags, self._flags = flags_of(bits), 0
 
     def clip(self, max_norm: float) -> float:
-        """Clip the gradient of the whole model; return its norm before. Collective."""
+        """Clip the gradient of the whole model; return its norm before clipping. Collective."""
         return self.method.clip(max_norm)
 
     def gradient_norm(self) -> float:
-        """Return the norm of the gradient of the whole model. Collective."""
+        """Return the L2 norm of the gradient of the whole model. Collective."""
         return self.method.clip(math.inf)
 
     def clip_values(self, max_value: float) -> None:
@@ -108,22 +108,26 @@ class ParallelExchange(StepExchange):
                 local(parameter.grad).clamp_(-max_value, max_value)
 
     def share_buffers(self) -> None:
-        """Give all replicas the buffers of the first one. Collective."""
+        """Broadcast the buffers of the first replica to all replicas. Collective."""
         self._layout.share_buffers(self.model)
 
     def test_parts(
         self, values: tuple[Tensor, Tensor], loader: Loader
     ) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
-        """Yield samples and output of a replica, on one of its ranks. Collective."""
+        """Yield samples and output of a replica on one of its ranks. Collective."""
         del loader
         output = self.method.output(*values)
         if output is not None:
             yield *values, output
 
     def check_replicas(self) -> bool:
-        """Compare the replicas of each part of the model. Collective."""
+        """Compare the replicas of each part of the model. Collective.
+
+        Raises:
+            ReplicaError: replicas differ; on all ranks.
+        """
         if self.config.parallel.zero:
-            return True  # each rank has its own shard
+            return True  # each rank has a different shard
         mine = str([self._layout.place(axis)[0] for axis in ("pp", "tp")]), self._own_hash()
         found = dict[str, set[str]]()
         for where, value in self.comm.allgather_object(mine):
@@ -131,7 +135,7 @@ class ParallelExchange(StepExchange):
         if differ := [where for where, values in found.items() if len(values) > 1]:
             raise ReplicaError(
                 f"replicas must be equal, but those at [pp, tp] = {', '.join(differ)} differ; "
-                f"look for a change on some ranks alone, such as one outside optimizer.step()"
+                f"find the change on some ranks only, such as one outside optimizer.step()"
             )
         return True
 
@@ -140,44 +144,44 @@ class ParallelExchange(StepExchange):
         return state_hash({name: local(value.detach()) for name, value in named})
 
     def hash(self) -> str:
-        """Return a hash of the parts of all ranks; other layouts have another one. Collective."""
+        """Return a hash of the parts of all ranks, which depends on the layout. Collective."""
         mine = {name: local(value) for name, value in self.model.state_dict().items()}
         return state_hash({"ranks": self.comm.allgather_object(state_hash(mine))})
 
     @property
     def num_parameters(self) -> int:
-        """Elements of all parameters of the whole model."""
+        """Number of parameter elements of the whole model."""
         return self.method.num_parameters
 
     @property
     def layout(self) -> str | None:
-        """How ranks divide the model, such as ``dp=2 x tp=2``."""
+        """Axes of the layout, such as ``dp=2 x tp=2``."""
         return self._layout.describe()
 
     @property
     def seed_offset(self) -> int:
-        """Number of the replica: ranks of a tp group draw the same numbers."""
+        """Offset of the random seed; identical within a tp group."""
         return self._layout.seed_offset
 
     def share_out(self, *loaders: Loader) -> None:
-        """Let the loaders read the samples of this rank's replica. Local."""
+        """Configure the loaders to read the samples of this rank's replica. Local."""
         self._layout.share_out(*loaders)
 
     def local_state(self) -> dict[str, Any]:
-        """Return model and optimizer as shards of whole tensors. Collective."""
+        """Return model and optimizer state as shards of whole tensors. Collective."""
         return self.method.state.state()
 
     def shared_state(self) -> dict[str, Any]:
-        """Return the state that any layout can continue from. Collective."""
+        """Return the state from which any layout can continue. Collective."""
         return {**self._empty_state(), **self.local_state()}
 
     def restore_model(self, shared: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
-        """Load this rank's shards of model and optimizer."""
+        """Load this rank's shards of model and optimizer. Local."""
         del own
         self.method.state.load(shared)
 
     def wanted(self, latest: Callable[[], Any]) -> Mapping[str, Shard] | None:
-        """Return the shards of this rank in the newest checkpoint. Collective."""
+        """Return this rank's shards in the newest checkpoint; None without one. Collective."""
         newest = latest()
         if newest is None:
             return None

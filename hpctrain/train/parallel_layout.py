@@ -1,4 +1,4 @@
-"""Layout of the ranks that divide a model, and what the layout does to batches and gradients."""
+"""Layout of the ranks that divide a model, with its batches and gradients."""
 
 from collections.abc import Callable
 from itertools import compress
@@ -18,13 +18,17 @@ from hpctrain.train.stateful import Precision
 
 
 class ParallelLayout:
-    """The mesh of all ranks as ``[parallel]`` describes it, and the place of this rank in it.
+    """Device mesh of all ranks according to ``[parallel]``. Collective to construct.
 
-    Ranks of one ``tp``, ``pp`` or ``cp`` group learn from the same samples, ranks along ``dp``
-    from different ones. Collective to construct.
+    Ranks of one ``tp``, ``pp`` or ``cp`` group process the same samples; ranks along ``dp``
+    process different samples.
+
+    Args:
+        config: sizes of the mesh axes.
+        device_type: of the mesh, such as ``cuda``.
 
     Raises:
-        TopologyError: the axes do not multiply to the number of ranks; on every rank.
+        TopologyError: the product of the axes is not the number of ranks; on all ranks.
     """
 
     def __init__(self, config: ParallelConfig, device_type: str) -> None:
@@ -32,41 +36,41 @@ class ParallelLayout:
         inner = {axis: getattr(config, axis) for axis in ("tp", "pp", "cp")}
         self.mesh = build_mesh(**inner, dp=config.dp or None, device=device_type)
         self.averaging = gradient_mesh(self.mesh)
-        """The ranks whose gradients are averaged."""
+        """Mesh of the ranks whose gradients are averaged."""
 
     def place(self, axis: str) -> tuple[int, int]:
-        """Return this rank's number along an axis, and the size of the axis."""
+        """Return this rank's index along an axis, and the size of the axis."""
         return self.mesh[axis].get_local_rank(), self.mesh[axis].size()
 
     @property
     def num_replicas(self) -> int:
-        """Number of groups of ranks that learn from different samples."""
+        """Number of replicas, which process different samples."""
         return self.place("dp")[1]
 
     @property
     def leads(self) -> bool:
-        """Whether this rank counts the samples of its replica; the last stage has outputs."""
+        """Whether this rank reports samples and outputs of its replica; one rank per replica."""
         stage, stages = self.place("pp")
         return stage == stages - 1 and not self.place("tp")[0] and not self.place("cp")[0]
 
     @property
     def seed_offset(self) -> int:
-        """The same number on ranks that compute the same values, as those of a tp group do."""
+        """Offset of the random seed; identical on ranks that compute the same values."""
         return int(self.averaging.get_local_rank())
 
     @property
     def micro_batches(self) -> int:
-        """Parts in which a replica's samples pass through the pipeline; 1 without a pipeline."""
+        """Number of micro-batches of a replica in the pipeline; 1 without a pipeline."""
         config = self.config
         return 1 if config.pp == 1 else config.micro_batches or 2 * config.pp
 
     def share_out(self, *loaders: Loader) -> None:
-        """Let the loaders read the samples of this rank's replica. Local."""
+        """Configure the loaders to read the samples of this rank's replica. Local."""
         for loader in loaders:
             loader.rank, loader.size = self.place("dp")
 
     def share_buffers(self, model: nn.Module) -> None:
-        """Give all replicas the buffers of the first one. Collective."""
+        """Broadcast the buffers of the first replica to all replicas. Collective."""
         group = self.averaging.get_group()
         source = dist.get_process_group_ranks(group)[0]
         for buffer in model.buffers():
@@ -78,10 +82,10 @@ class ParallelLayout:
 
 
 class BatchPadding:
-    """Brings a replica's part of a batch to the sizes that its ranks compute with.
+    """Divides and pads a replica's part of a batch.
 
-    The ranks of a pipeline, and those of sharded parameters, must all compute. Copies of a sample
-    fill up batches; their loss has no weight.
+    With a pipeline or sharded parameters, every rank must compute in every step. Batches are
+    padded with copies of a sample, whose loss has weight 0.
 
     Args:
         layout: of all ranks.
@@ -95,10 +99,10 @@ class BatchPadding:
         self._spare: list[Tensor] = []
 
     def own(self, *tensors: Tensor) -> list[Tensor]:
-        """Return this rank's part of each sequence, and keep a sample of it. Local.
+        """Return this rank's part of each sequence; store one sample for padding. Local.
 
         Raises:
-            DataError: the ranks of cp do not divide the sequence.
+            DataError: the length of the sequence is not divisible by ``parallel.cp``.
         """
         part, parts = self._layout.place("cp")
         for values in tensors:
@@ -111,12 +115,12 @@ class BatchPadding:
         mine = [values.chunk(parts, dim=1)[part] if parts > 1 else values for values in tensors]
         if len(mine[0]):
             self._spare = [values[-1:].clone() for values in mine]
-        elif not self._spare:  # this replica has had no sample so far
+        elif not self._spare:  # this replica has not had a sample yet
             self._spare = [values.new_zeros((1, *values.shape[1:])) for values in mine]
         return mine
 
     def filled(self, *tensors: Tensor, size: int = 1) -> list[Tensor]:
-        """Return the tensors of ``own``, or parts of them, with at least ``size`` samples."""
+        """Return tensors from ``own``, padded to at least ``size`` samples. Local."""
         return [
             torch.cat([values, spare.expand(size - len(values), *spare.shape[1:])])
             if len(values) < size
@@ -126,13 +130,13 @@ class BatchPadding:
 
 
 class MicroBatches:
-    """Passes of a replica's batch through a pipeline, and the loss of each micro-batch.
+    """Runs a replica's batch through a pipeline, and computes the loss of each micro-batch.
 
     Args:
         padding: of the batches.
         loss: mean over samples.
-        precision: of the loss.
-        number: of micro-batches in a pass.
+        precision: precision of the loss.
+        number: number of micro-batches per pass.
     """
 
     def __init__(
@@ -144,20 +148,21 @@ class MicroBatches:
     ) -> None:
         self._padding, self._loss, self._precision = padding, loss, precision
         self._number = number
-        self._batch = torch.empty(0), 0, 0.0  # labels, number of own samples, weight of each
-        self._outputs: dict[int, Tensor] | None = None  # by first sample, if they are collected
+        # Labels, number of samples without padding, weight per sample.
+        self._batch = torch.empty(0), 0, 0.0
+        self._outputs: dict[int, Tensor] | None = None  # by first sample; None in training
 
     def train(
         self, step: Callable[..., Tensor], inputs: Tensor, labels: Tensor, weight: float
     ) -> Tensor:
-        """Return the loss times ``weight`` of a pass with gradients. Collective over stages."""
+        """Run forward and backward; return the loss times ``weight``. Collective over stages."""
         # The pipeline divides the sum of the losses by the number of micro-batches.
         return self._run(step, inputs, labels, weight * self._number / max(len(inputs), 1))
 
     def outputs(
         self, evaluate: Callable[..., Tensor], inputs: Tensor, labels: Tensor
     ) -> Tensor | None:
-        """Return the output of a pass without gradients, on the last stage. Collective."""
+        """Run forward; return the output on the last stage, None elsewhere. Collective."""
         self._outputs = {}
         self._run(evaluate, inputs, labels, 0.0)
         parts = [self._outputs[place] for place in sorted(self._outputs)]
@@ -173,7 +178,7 @@ class MicroBatches:
         return call(given, torch.arange(size, device=labels.device))
 
     def loss(self, output: Tensor, places: Tensor) -> Tensor:
-        """Return the weighted loss of the own samples at some places of the batch."""
+        """Return the weighted loss of the samples at indices ``places``, without padding."""
         labels, num_own, weight = self._batch
         size = int((places < num_own).sum())
         if self._outputs is not None:
@@ -185,12 +190,12 @@ class MicroBatches:
 
 
 class GradientAverage:
-    """Averages the gradients of replicas in buckets.
+    """Averages the gradients of all replicas in buckets.
 
     Args:
         layout: of all ranks.
-        model: the part of this rank.
-        bucket_bytes: size from which a bucket is sent.
+        model: part of this rank.
+        bucket_bytes: size at which a bucket is sent.
     """
 
     def __init__(self, layout: ParallelLayout, model: nn.Module, bucket_bytes: int) -> None:
@@ -199,7 +204,7 @@ class GradientAverage:
 
     @torch.no_grad()
     def run(self) -> None:
-        """Replace the gradients of this rank by their average. Collective over replicas."""
+        """Replace the gradients by their average over the replicas. Collective over replicas."""
         buckets: dict[torch.dtype, list[Tensor]] = {}
         trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         used = torch.tensor([parameter.grad is not None for parameter in trained]).int()

@@ -1,4 +1,4 @@
-"""What a run has learnt, used: built from a checkpoint, and its outputs written."""
+"""Predictions of a trained model, from a checkpoint to an HDF5 file."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,25 +31,35 @@ from hpctrain.train.stateful import widened
 from hpctrain.train.sync_config import SyncConfig
 from hpctrain.train.task import Task, build
 
-OUTPUT = "output"  # name of the data set in the file
+OUTPUT = "output"  # name of the HDF5 dataset
 
 
 def load_task(
     path: Path, comm: Communicator, *, overrides: Sequence[str], which: str, split: str
 ) -> tuple[Task, Path]:
-    """Build what the run in a directory trains, with the weights of one of its checkpoints.
+    """Build the task of a run with the weights of one of its checkpoints. Collective.
 
-    Collective. ``which`` is last, best or a number of steps; averaged weights come first, as in
-    the run's own tests. The samples of ``split`` (test, validation, or train, with those of
-    validation) come in their order, as in a test. Returns the checkpoint too. Raises
-    ``MismatchError``: there is no such run or checkpoint, or the configuration does not fit it; on
-    all ranks.
+    Args:
+        path: run directory.
+        comm: all ranks.
+        overrides: changes of the stored configuration, each ``key=value``.
+        which: checkpoint: ``last``, ``best`` or a number of steps.
+        split: samples of ``task.test``: ``test``, ``validation``, or ``train``, which includes
+            the validation samples.
+
+    Returns:
+        The task, and the path of the checkpoint. The model has the averaged weights if the
+        checkpoint has them; ``task.test`` yields the samples in their stored order.
+
+    Raises:
+        MismatchError: there is no such run or checkpoint, or the configuration does not match
+            the checkpoint; on all ranks.
     """
     directory = RunDirectory(path)
 
     def find() -> Path:
         if not directory.config.exists():
-            raise ConfigError(f"{path} holds no run; name the folder of one, such as runs/digits")
+            raise ConfigError(f"{path} contains no run; pass a run directory, such as runs/digits")
         return checkpoint_of(path, which)
 
     checkpoint = on_root(comm, find)
@@ -62,7 +72,7 @@ def load_task(
             )
         begun = (r["modules"] for r in read(directory.metrics) if "modules" in r)
         make_importable(Path(next(begun, "")).resolve())
-        # Nothing is learnt: all ranks have one model, and its tests may be rounded apart.
+        # Inference needs neither a synchronization method nor bitwise reproducible sums.
         config = replace(
             config,
             sync=SyncConfig(),
@@ -92,11 +102,22 @@ def load_task(
 
 @torch.no_grad()
 def predict(task: Task, path: Path, facts: Mapping[str, Any]) -> tuple[int, ...]:
-    """Write the model's output for every sample of the test, in their order; return its shape.
+    """Write the output of the model for every sample of ``task.test`` to HDF5. Collective.
 
-    Collective. Each rank writes its rows into one HDF5 file, data set ``output``, which appears
-    whole or not at all; ``facts`` are its attributes. Raises ``MismatchError``: there is a file
-    already, or the outputs are no tensors of one shape; on all ranks.
+    Each rank writes its rows into the dataset ``output`` of one file. The file appears under its
+    final name only if it is complete.
+
+    Args:
+        task: model and samples.
+        path: HDF5 file; must not exist.
+        facts: attributes of the file.
+
+    Returns:
+        Shape of the dataset: number of samples, then the shape of one output.
+
+    Raises:
+        MismatchError: the file exists, or the outputs are not tensors of equal shapes; on all
+            ranks.
     """
     comm, loader = task.comm, task.test
     part = path.with_name(path.name + PART)
@@ -110,7 +131,7 @@ def predict(task: Task, path: Path, facts: Mapping[str, Any]) -> tuple[int, ...]
                 values = _output(task, batch) if not fault else None
             except DataError as error:
                 fault, values = str(error), None
-            if rows is None:  # some rank has samples of the first step
+            if rows is None:  # at least one rank has samples in the first step
                 comm.agree(not fault, fault)
                 kinds = comm.allgather_object(None if values is None else _kind(values))
                 kind = next(each for each in kinds if each is not None)
@@ -124,7 +145,7 @@ def predict(task: Task, path: Path, facts: Mapping[str, Any]) -> tuple[int, ...]
 
 
 def _output(task: Task, batch: Batch) -> NDArray[Any] | None:
-    """Return the outputs of this rank's samples; None where it has none."""
+    """Return the outputs for this rank's samples; None without samples."""
     if not batch.num_samples:
         task.exchange.forward_nothing(task.split(batch)[0])
         return None
@@ -136,22 +157,22 @@ def _output(task: Task, batch: Batch) -> NDArray[Any] | None:
     if not isinstance(output, Tensor) or output.shape[:1] != (batch.num_samples,):
         what = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
         raise DataError(
-            f"predictions are a tensor with a row for each of {batch.num_samples} samples, the "
-            f"model returned {what}; let it do so after eval()"
+            f"predictions must be a tensor with one row per sample, but the model returned "
+            f"{what} for {batch.num_samples} samples; change its output after eval()"
         )
     found: NDArray[Any] = output.contiguous().numpy(force=True)
     return found
 
 
 def _kind(values: NDArray[Any]) -> tuple[tuple[int, ...], str]:
-    """Return shape and type of a row."""
+    """Return the shape and the dtype of a row."""
     return values.shape[1:], values.dtype.str
 
 
 class _Rows:
-    """Rows of a data set, which lies in its file in one piece: ranks write theirs where they are.
+    """Rows of a contiguous HDF5 dataset, which each rank writes at byte offsets in the file.
 
-    No rank has more than its own in memory, and HDF5 need not know of several writers.
+    Each rank has only its own rows in memory, and HDF5 does not need to be built with MPI.
     """
 
     def __init__(
@@ -162,7 +183,7 @@ class _Rows:
         facts: Mapping[str, Any],
         comm: Communicator,
     ) -> None:
-        """Make the file, on rank 0, and open it. Collective."""
+        """Create the file on rank 0, and open it on all ranks. Collective."""
         self._kind, self._comm = kind, comm
         self.shape = (num_rows, *kind[0])
 
@@ -184,11 +205,11 @@ class _Rows:
                 raise ConfigError(f"{part} is not seen by this rank: {error.strerror}") from None
 
     def write(self, first: int, values: NDArray[Any]) -> str:
-        """Write rows from ``first`` on; return why that cannot be done, empty if it is."""
+        """Write rows from index ``first``; return an error message, empty on success."""
         if _kind(values) != self._kind:
             return (
-                f"predictions have one shape and type, got {_kind(values)} after {self._kind}; "
-                f"pad them in the model"
+                f"all predictions must have the same shape and type, got {_kind(values)} after "
+                f"{self._kind}; pad them in the model"
             )
         left = values.data.cast("B")
         place = self._offset + first * (values.nbytes // len(values))
@@ -201,7 +222,7 @@ class _Rows:
         return ""
 
     def close(self) -> None:
-        """Return when the rows of all ranks are on disk. Collective."""
+        """Wait until the rows of all ranks are on disk. Collective."""
         os.fsync(self._file)
         os.close(self._file)
         self._comm.barrier()
@@ -209,12 +230,12 @@ class _Rows:
 
 def _check_new(path: Path) -> None:
     if path.exists():
-        raise ConfigError(f"{path} is there already, and is left as it is; choose another name")
+        raise ConfigError(f"{path} already exists; choose another name, or delete the file")
 
 
 @contextmanager
 def _published(part: Path, path: Path, comm: Communicator) -> Iterator[None]:
-    """Give a file its name behind the block, or remove it. Collective at the end."""
+    """Rename the file ``part`` after the block, or remove it on an error. Collective on exit."""
 
     def publish() -> None:
         _check_new(path)

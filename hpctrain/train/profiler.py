@@ -1,4 +1,4 @@
-"""Chrome traces of chosen steps, for chrome://tracing and Perfetto."""
+"""Traces of selected steps, for chrome://tracing and Perfetto."""
 
 from pathlib import Path
 
@@ -12,10 +12,17 @@ from hpctrain.train.run_config import LogConfig
 
 
 class Profiler:
-    """Traces the steps of ``log.profile``, on the ranks that are chosen."""
+    """Traces the steps ``log.profile`` on the ranks ``log.profile_ranks``.
+
+    A part of a run that starts within these steps traces the remaining steps.
+
+    Args:
+        config: selects steps and ranks.
+        folder: of the traces.
+        rank: of this process.
+    """
 
     def __init__(self, config: LogConfig, folder: Path, rank: int) -> None:
-        """Begin nothing yet; a part of a run that begins within the steps traces the rest."""
         is_chosen = bool(config.profile) and rank in config.profile_ranks
         self._steps = range(config.profile[0], config.profile[1] + 1) if is_chosen else range(0)
         self._folder, self._rank = folder, rank
@@ -23,9 +30,9 @@ class Profiler:
         self._first = 0
 
     def before(self, step: int) -> None:
-        """Begin a trace in front of its first step, and write it behind its last; not collective.
+        """Start or write the trace if ``step`` is the first or follows the last. Local.
 
-        What comes between two steps, such as a test, belongs to the trace.
+        The trace includes work between two steps, such as a test.
         """
         if step in self._steps and self._trace is None:
             kinds = [ProfilerActivity.CPU]
@@ -37,7 +44,7 @@ class Profiler:
         self._last = step
 
     def _write(self, last: int) -> None:
-        """Write the trace; a disk that refuses is a warning."""
+        """Write the trace; log a warning if the file cannot be written."""
         assert self._trace is not None
         trace, self._trace = self._trace, None
         trace.stop()

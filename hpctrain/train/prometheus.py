@@ -1,4 +1,4 @@
-"""Logger for Prometheus: metrics.prom, as the textfile collector of a node_exporter reads it."""
+"""Logger for Prometheus, for the textfile collector of node_exporter."""
 
 import json
 import math
@@ -10,7 +10,7 @@ from hpctrain.core.atomic import publishing
 from hpctrain.train.run_directory import RunDirectory
 
 _Sample = tuple[str, Mapping[str, object], float | None]
-"""Name, labels and value; None is not finite."""
+"""Name, labels and value; None means not finite."""
 
 _HELP = {
     "step": "Steps that are done",
@@ -31,9 +31,10 @@ _PARTS = ("compute", "communication", "input", "checkpoint")
 
 
 class PrometheusLogger:
-    """Replaces metrics.prom at each record, so that nobody ever reads half of it.
+    """Replaces the file metrics.prom atomically at each record.
 
-    Let node_exporter read it by ``--collector.textfile.directory``, by a link in that directory.
+    To export it, link the file into the directory ``--collector.textfile.directory`` of
+    node_exporter.
     """
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
@@ -44,7 +45,7 @@ class PrometheusLogger:
         self._num_left_out = self._num_spikes = 0
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Take in a record, and write all that is known."""
+        """Add a record, and write all metrics."""
         event = record["event"]
         self._last[event] = record
         if event in ("started", "resumed"):
@@ -56,7 +57,7 @@ class PrometheusLogger:
             part.write_text(text(self._run, self._samples()), encoding="utf-8")
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no file stays open."""
 
     def _samples(self) -> Iterator[_Sample]:
         step, test = self._last.get("step"), self._last.get("test")
@@ -83,7 +84,7 @@ class PrometheusLogger:
     def _of_ranks(self) -> Iterator[_Sample]:
         try:
             found = json.loads(self._ranks.read_bytes())
-        except OSError:  # written a little later
+        except OSError:  # the file does not exist before the first interval
             return
         for part in _PARTS:
             for rank, seconds in enumerate(found[f"{part}_s"]):
@@ -95,7 +96,7 @@ class PrometheusLogger:
 
 
 def text(run: str, samples: Iterable[_Sample]) -> str:
-    """Return samples in the text format, each name with its help and type once."""
+    """Return samples in the Prometheus text format, with one HELP and TYPE line per name."""
     lines, before = list[str](), ""
     for name, labels, value in samples:
         if name != before:

@@ -1,4 +1,4 @@
-"""What torch refuses of the data, a model and a loss, as an error with its remedy."""
+"""Errors of torch about data, model or loss, converted into errors with a remedy."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,9 +17,16 @@ _REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
 
 @contextmanager
 def told_of(whose: str, *values: object) -> Iterator[None]:
-    """Let what is raised inside name the function and what it was given.
+    """Add the function ``whose`` and its arguments to errors inside the block.
 
-    What torch refuses becomes a ``DataError``; an error of the function's own gets a note.
+    Errors that torch raises become ``DataError``; errors of the user's function get a note.
+
+    Args:
+        whose: description of the function, such as ``model.target = "..."``.
+        values: arguments of the function.
+
+    Raises:
+        DataError: torch raised an error.
     """
     try:
         with noted(whose, *values):
@@ -39,9 +46,9 @@ def told_of(whose: str, *values: object) -> Iterator[None]:
 
 
 def _remedy(said: str, dtypes: list[torch.dtype]) -> str:
-    """Return how to give a field another type of numbers, or another shape; empty for others.
+    """Return a remedy for an error about dtypes or shapes; empty for other errors.
 
-    ``dtypes`` are those of the inputs of a model, or of its output and the labels.
+    ``dtypes`` are of the input of the model, or of its output and the labels.
     """
     if "Double" in said and "Float" in said and dtypes:
         is_loss = len(dtypes) > 1
@@ -58,10 +65,10 @@ def _remedy(said: str, dtypes: list[torch.dtype]) -> str:
 
 
 def targets(config: RunConfig) -> tuple[str, str]:
-    """Return the keys of model and loss with their values, which errors of a step name."""
+    """Return the keys of model and loss with their values, for error messages."""
     return f'model.target = "{config.model.target}"', f'loss.target = "{config.loss.target}"'
 
 
 def step_name(config: RunConfig) -> str:
-    """Return how errors name the step of model and loss."""
+    """Return the description of a step in error messages."""
     return f"the step of {' and '.join(targets(config))}"

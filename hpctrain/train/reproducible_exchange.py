@@ -1,4 +1,4 @@
-"""Exchange of reproducible steps, whose bits are independent of the number of ranks."""
+"""Exchange of steps that are bitwise identical on any number of ranks."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -32,7 +32,7 @@ class ReproducibleExchange(StepExchange):
         config: of the run.
         comm: all ranks.
         model: of this rank.
-        optimizer: a plain optimizer.
+        optimizer: plain optimizer.
         method: computes and sums the gradients.
     """
 
@@ -41,7 +41,7 @@ class ReproducibleExchange(StepExchange):
 
     @classmethod
     def build(cls, config: RunConfig, comm: Communicator, built: BuiltModel) -> Self:
-        """Return the exchange of a model that all ranks have. Collective."""
+        """Return an exchange for a model that is identical on all ranks. Collective."""
         with agreed(comm):
             num_micro_shards = config.train.micro_shards_on(comm.size)
             assert num_micro_shards is not None
@@ -67,12 +67,12 @@ class ReproducibleExchange(StepExchange):
         return loss, batch.num_samples
 
     def own_loss(self, loss: float) -> float:
-        """Return the part of this rank's samples in the loss of the batch."""
+        """Return the mean loss of this rank's samples."""
         del loss
         return self.method.own_loss
 
     def counted(self, loss: float, batch: StepBatch, num_samples: int) -> tuple[float, int]:
-        """Return the loss of the batch on rank 0 alone: a sum over ranks would round it."""
+        """Return the loss of the batch on rank 0 only: a sum over ranks would round it."""
         del num_samples
         return (loss, batch.num_global) if self.comm.rank == 0 else (0.0, 0)
 
@@ -91,22 +91,22 @@ class ReproducibleExchange(StepExchange):
         return column_sums(gathered, num_columns)
 
     def shared_state(self) -> dict[str, Any]:
-        """Return the state that any number of ranks can continue from. Collective."""
+        """Return the state from which any number of ranks can continue. Collective."""
         return {**super().shared_state(), "steps": self.method.state_dict()}
 
     def restore(self, shared: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
-        """Continue from a state. Collective."""
+        """Continue from a saved state. Collective."""
         super().restore(shared, own)
         if shared.get("steps"):
             self.method.load_state_dict(shared["steps"])
-        else:  # of a run that was not reproducible
+        else:  # the checkpoint is of a run without reproducible steps
             self.method.next_step = shared["step"]
 
     @property
     def facts(self) -> Figures:
-        """Entries of the first record of a run."""
+        """Entries for the first record of each part of a run."""
         return {"reproducible": self.method.facts}
 
     def describe(self) -> list[tuple[str, str]]:
-        """Return a row about micro-shards."""
+        """Return a row ``(title, text)`` about micro-shards."""
         return [("reproducible", self.method.describe())]

@@ -1,4 +1,4 @@
-"""Resuming a run where an earlier one stopped, once it is known to be the same."""
+"""Checks before a run is resumed: whether its configuration and plan are unchanged."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +18,9 @@ from hpctrain.train.run_config import RunConfig
 from hpctrain.train.run_directory import RunDirectory
 
 _MATHEMATICS = ("model", "data", "loss", "optimizer", "schedule", "train", "sync")
-"""Tables whose keys decide what is learnt."""
+"""Tables whose keys affect the trained weights."""
 _KEPT = ("seed", "data.order", "optimizer.name")
-"""Keys whose values go on with the state of a run, whatever a configuration says."""
+"""Keys that cannot change when a run is resumed, because its saved state depends on them."""
 _NOT_MATHEMATICS = (
     "data.workers",
     "data.worker_timeout_s",
@@ -42,26 +42,43 @@ _NOT_MATHEMATICS = (
 
 
 def goes_on(config: RunConfig, directory: RunDirectory, *, asked: bool) -> bool:
-    """Return True if this job continues the run in the directory; ``asked`` is ``--resume``.
+    """Return True if this job continues the run in the directory.
 
-    A run without a checkpoint or a test begins again, whatever its configuration was.
+    A run that wrote neither a checkpoint nor a test starts again from step 0.
+
+    Args:
+        config: of this job.
+        directory: of the run.
+        asked: whether the command has ``--resume``.
+
+    Raises:
+        ConfigError: ``asked``, but the directory contains no run.
     """
     if asked and not directory.has_begun():
         raise ConfigError(
-            f"--resume continues a run, but {directory.path} contains none; leave --resume out "
-            f"to begin one, or name its folder with --set output_dir=…"
+            f"--resume must find a run, but {directory.path} contains none; leave --resume out "
+            f"to start one, or name its folder with --set output_dir=…"
         )
     return (asked or config.checkpoint.resume == "auto") and directory.is_used()
 
 
 def finished(directory: RunDirectory) -> dict[str, Any] | None:
-    """Return the last record of a run that has reached its end; None of any other."""
+    """Return the last record of a finished run; None if the run is not finished."""
     records = read(directory.metrics) if directory.metrics.exists() else []
     return records[-1] if records and records[-1]["event"] == "finished" else None
 
 
 def check_same(directory: RunDirectory, config: RunConfig, *, changed: bool) -> list[str]:
-    """Return what the configuration changes in the run, a line for each key."""
+    """Return one line for each key whose value differs from the stored configuration.
+
+    Args:
+        directory: of the run.
+        config: of this job.
+        changed: accept keys that affect the trained weights.
+
+    Raises:
+        ConfigError: a key differs that must not.
+    """
     before = load(directory.config).config
     lines = {
         name: f"{name} was {dumps(value_of(before, name))}, is {dumps(value_of(config, name))}"
@@ -70,25 +87,26 @@ def check_same(directory: RunDirectory, config: RunConfig, *, changed: bool) -> 
     }
     other = [line for name, line in lines.items() if _is_mathematics(name)]
     if finished(directory) and config.train.epochs > before.train.epochs:
-        other.remove(lines["train.epochs"])  # it is extended
+        other.remove(lines["train.epochs"])  # a finished run may be extended
     if other and not changed:
         raise ConfigError(
-            f"a run goes on as the training it was, and {directory.config} says: "
-            f"{'; '.join(other)}; set them back, choose another output_dir, or add --changed"
+            f"a resumed run must keep the keys that affect its results, but compared with "
+            f"{directory.config} {'; '.join(other)}; set them back, choose another output_dir, or "
+            f"add --changed"
         )
     if kept := [lines[name] for name in _KEPT if name in lines]:
         raise ConfigError(
-            f"a run keeps its seed, its order of samples and its kind of optimizer, and "
-            f"{directory.config} says: {'; '.join(kept)}; set them back, or begin a run in "
-            f"another output_dir"
+            f"a resumed run must keep its seed, data.order and optimizer.name, but compared "
+            f"with {directory.config} {'; '.join(kept)}; set them back, or start a run in another "
+            f"output_dir"
         )
     return list(lines.values())
 
 
 def given_arguments(directory: RunDirectory, config: RunConfig) -> list[str]:
-    """Return the arguments of the optimizer that the configuration gives, or gave so far.
+    """Return the names of optimizer arguments in the stored or in the new configuration.
 
-    Not the rate, which each step sets: where none is left it stays that of the last one.
+    ``lr`` is excluded because each step sets the learning rate.
     """
     tables = [load(directory.config).config.optimizer, config.optimizer]
     args = [each for table in tables for each in (table.args, *table.groups)]
@@ -97,11 +115,19 @@ def given_arguments(directory: RunDirectory, config: RunConfig) -> list[str]:
 
 
 def settled(config: RunConfig, directory: RunDirectory | None, comm: Communicator) -> RunConfig:
-    """Return the configuration with the number of micro-shards, so that it is kept with the run.
+    """Return the configuration with the number of micro-shards filled in. Collective.
 
-    Collective. What the user leaves open is what the run in ``directory`` has, or follows from the
-    ranks here where it begins. Raises ``MismatchError``: the configuration of the run cannot be
-    read, or the global batch is too small; on all ranks.
+    If ``train.micro_shards`` is unset, a resumed run keeps the number of its stored
+    configuration; a new run derives the number from the ranks.
+
+    Args:
+        config: of this job.
+        directory: of the run to resume; None for a new run.
+        comm: all ranks.
+
+    Raises:
+        MismatchError: the stored configuration cannot be read, or the global batch is too small;
+            on all ranks.
     """
 
     def micro_shards() -> int | None:
@@ -116,7 +142,7 @@ def settled(config: RunConfig, directory: RunDirectory | None, comm: Communicato
 
 
 def plan_to_keep(directory: RunDirectory, config: RunConfig, engine: str) -> Path | None:
-    """Return the plan of the run where this part can use it: the same plan, the same bits."""
+    """Return the path of the stored plan if this job can use it, for bitwise identical sums."""
     try:
         stored = StoredPlan.read(directory.plan)
         before = load(directory.config).config
@@ -131,7 +157,7 @@ def plan_to_keep(directory: RunDirectory, config: RunConfig, engine: str) -> Pat
 
 
 def _same_nodes(stored: tuple[int, ...], ranks_per_node: int) -> bool:
-    """Say whether this job has nodes of so many ranks, as far as its launcher tells."""
+    """Return True if the launcher reports nodes with the ``stored`` numbers of ranks."""
     launched, hosts = env.launched(), env.ranks_of_nodes()
     if hosts is not None:
         most = ranks_per_node or max(hosts)

@@ -1,4 +1,4 @@
-"""A run from its configuration to the last line."""
+"""Execution of a run, from its configuration to its exit code."""
 
 import time
 import traceback
@@ -62,23 +62,28 @@ _DIVIDED_RULE = (
 class RunOptions:
     """Options of a command that runs a configuration."""
 
-    dry_run: bool = False  # only build and describe everything: write nothing and train nothing
-    look: bool = False  # of a dry run: build everything, read one batch, and compute nothing
-    resume: bool = False  # continue the run in the directory
-    changed: bool = False  # continue also with a configuration that trains differently
-    force: bool = False  # take the run also from a job that is running
+    dry_run: bool = False  # build, describe and rehearse; write and keep nothing
+    look: bool = False  # with dry_run: build everything, read one batch, compute nothing
+    resume: bool = False  # continue the run in its directory
+    changed: bool = False  # with resume: accept changes of the configuration that affect results
+    force: bool = False  # take the run directory from another job, even if that job is running
     verbose: bool = False  # print topology and plan in full, as a dry run does
 
 
 def run(loaded: LoadedData, environment_settings: Mapping[str, Any], how: RunOptions) -> int:
-    """Train as ``loaded`` says, from the start or from the last checkpoint; return the exit code.
+    """Train from the start or from the last checkpoint. Collective over all launched ranks.
 
-    Collective over all ranks that were started together. 0 is the end of the run, 85 a stop.
-    ``environment_settings`` are what ``HPCTRAIN_*`` variables set, by names of ``Settings``.
+    Args:
+        loaded: configuration of the run.
+        environment_settings: values of ``HPCTRAIN_*`` variables, by names of ``Settings``.
+        how: options of the command.
+
+    Returns:
+        Exit code: 0 if the run finished, 85 if it stopped and can be resumed.
 
     Raises:
-        MismatchError: something is wrong with the configuration; on all ranks.
-        LaunchError: the ranks do not form a world.
+        MismatchError: the configuration or the run directory is invalid; on all ranks.
+        LaunchError: the ranks cannot be connected.
     """
     return _Run(loaded, how).carry_out(environment_settings)
 
@@ -91,7 +96,7 @@ class _Run:
         self._in_directory: RunInDirectory | None = None
 
     def carry_out(self, given: Mapping[str, Any]) -> int:
-        """Join the world, and train; with lost ranks from the last checkpoint on. Collective."""
+        """Join the world and train; after a loss of ranks, resume with the others. Collective."""
         config, directory, how = self._loaded.config, self._directory, self._how
         continues = not how.dry_run and goes_on(config, directory, asked=how.resume)
         if not how.dry_run:
@@ -110,17 +115,17 @@ class _Run:
             if code is not None:
                 return code
             if error is not None:
-                traceback.clear_frames(error.__traceback__)  # what was built for the old world
+                traceback.clear_frames(error.__traceback__)  # release the objects of the old world
 
     def _take_up(self) -> int:
-        """Train in the world that there is, after a loss from the last checkpoint. Collective."""
+        """Train in the current world; resume if ranks were lost before. Collective."""
         if not world.current().is_first:
             begun = on_root(world.current().comm, self._directory.has_begun)
             self._how = replace(self._how, resume=self._how.resume or begun)
         return self._take_part()
 
     def _take_part(self) -> int:
-        """Train in the world that there is, once the directory is free. Collective."""
+        """Train in the current world, after acquiring the run directory. Collective."""
         self._comm = world.current().comm
         self._console = make_console(shown=self._comm.rank == 0)
         if self._how.dry_run:
@@ -144,21 +149,22 @@ class _Run:
         return Settings(**values)
 
     def _plan_part(self) -> tuple[RunConfig, bool, list[str]]:
-        """Return the configuration, whether a run continues, and its changes. Collective.
+        """Return the configuration, whether a run continues, and the changed keys. Collective.
 
-        Raises ``MismatchError``: the directory is not to be used so; on all ranks.
+        Raises ``MismatchError`` on all ranks if the directory does not allow this run.
         """
         config, directory, how, comm = self._loaded.config, self._directory, self._how, self._comm
         continues = on_root(
             comm, lambda: not how.dry_run and goes_on(config, directory, asked=how.resume)
         )
         config = settled(config, directory if continues else None, comm)
-        # A smaller world, after a loss before the first checkpoint, has the same micro-shards.
+        # If ranks are lost before the first checkpoint, the smaller world keeps the micro-shards.
         self._loaded = replace(self._loaded, config=config)
         text = render(config)
         comm.agree(
             comm.broadcast_object(text) == text,
-            "this rank has read another configuration than rank 0; all must see the same file",
+            "all ranks must read the same configuration, but this rank read another than rank 0; "
+            "use a file that all ranks see",
         )
 
         def changes() -> list[str]:
@@ -171,15 +177,13 @@ class _Run:
         return config, continues, on_root(comm, changes)
 
     def _train(self, lease: Lease | None = None) -> int:
-        """Train, or describe the run with ``dry_run``; ``lease`` is that of rank 0. Collective."""
+        """Train, or describe the run with ``dry_run``; rank 0 has the ``lease``. Collective."""
         directory, console = self._directory, self._console
-        # Again: the job before may have begun the run, or ended it, by now.
+        # Repeated: while this job waited, the previous job may have started or finished the run.
         config, continues, changes = self._plan_part()
         last = on_root(self._comm, lambda: finished(directory) if continues else None)
         if last is not None and not changes:
-            console.print(
-                f"the run in {config.directory} is finished, there is nothing to go on with"
-            )
+            console.print(f"the run in {config.directory} is finished, there is nothing to resume")
             console.print(result(last))
             return 0
         make_importable(self._loaded.folder)
@@ -199,7 +203,7 @@ class _Run:
         on_root(self._comm, lambda: check_loggers(config.log.to))
         shelf = CheckpointDirectory(directory.checkpoints)
         has_weights = on_root(self._comm, lambda: continues and bool(shelf.steps()))
-        # An import may draw random numbers, and happens once: not between the seed and the model.
+        # The import may draw random numbers, but only once; build() seeds after this import.
         with agreed(self._comm):
             resolve(config.model.target, "model.target")
         task = build(config, self._comm, is_new=not has_weights)
@@ -214,7 +218,7 @@ class _Run:
         if self._how.dry_run:
             _describe_measurements(console, here.plan)
             rehearse(task)
-            console.print("dry run: a step and a test of one batch went well, nothing was kept")
+            console.print("dry run: a step and a test of one batch succeeded, nothing was written")
             return 0
         with requests_of(config, directory, self._started, self._comm) as requests:
             here_are = self._loaded.folder
@@ -230,17 +234,17 @@ class _Run:
         return code
 
     def _draw(self, lease: Lease | None) -> None:
-        """Leave the plot of a part that all ranks have ended together."""
+        """Plot the records of the run, if configured."""
         if lease is None or not (self._loaded.config.log.plots and lease.is_held(looks=True)):
             return
         try:
             draw_run = imported("hpctrain.train.run_figures:draw_run")
             draw_run(self._directory.path, self._directory.plot)
-        except ConfigError as error:  # the run itself is saved
+        except ConfigError as error:  # a missing plot must not fail the run
             logger.warning(str(error))
 
     def _end(self, task: Task, outcome: Outcome | Stopped) -> int:
-        """Print how the part has ended, and return its exit code."""
+        """Print the outcome and return the exit code."""
         if isinstance(outcome, Stopped):
             self._console.print(
                 f"stopped by {outcome.reason} after step {outcome.step} of {task.num_steps}; "
@@ -265,28 +269,28 @@ class _Run:
         return 0
 
     def _told_compression(self, task: Task) -> Iterator[str]:
-        """Yield lines about the bytes that compression saves, and the choice of ``auto``."""
+        """Yield lines about the bytes that compression saves and the codec that ``auto`` chose."""
         name = task.config.sync.compression
         if choice := getattr(task.exchange.codec, "choice", ""):
-            yield f"compression {name} took {choice}"
+            yield f"compression {name} chose {choice}"
         savings = imported("hpctrain.train.history:RunHistory").read(self._directory.path).spared
         if savings:
             yield f"compression {name}: {savings}"
 
     def _told_tests(self, task: Task, outcome: Outcome) -> Iterator[str]:
-        """Yield lines about the last test, and about the best one if it is another."""
+        """Yield lines about the last test and, if different, the best test."""
         best = outcome.best
         if task.config.keep_best and best and best["step"] != outcome.step:
-            folder = RunDirectory(task.config.directory).checkpoints  # as the user calls it
+            folder = RunDirectory(task.config.directory).checkpoints  # as the user wrote it
             path = CheckpointDirectory(folder).path(best["step"])
             yield f"best {task.tested} {task.metric_name} {best['metric']:.4f}, in {path}"
         yield from outcome.scores.lines(task.metric_name)
 
 
 def rehearse(task: Task) -> None:
-    """Take one step and test one batch, of which nothing is kept. Collective.
+    """Run one step and test one batch without writing anything. Collective.
 
-    Raises the errors that a run would raise.
+    Raises the same errors as a run.
     """
     guard = StepGuard(task, Metrics(None))
     guard.begin(1, task.config.optimizer.lr, 0)
@@ -296,7 +300,7 @@ def rehearse(task: Task) -> None:
 
 
 class _FirstBatch:
-    """A loader that gives one batch."""
+    """A loader that yields only the first batch."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
@@ -311,7 +315,7 @@ class _FirstBatch:
 def requests_of(
     config: RunConfig, directory: RunDirectory, started: float, comm: Communicator
 ) -> StopRequests:
-    """Watch for requests to stop: signals on every rank, clock and file on rank 0."""
+    """Return the stop requests: signals on every rank; deadline and stop file on rank 0."""
     if comm.rank:
         return StopRequests()
     try:
@@ -327,7 +331,6 @@ def requests_of(
 
 
 def _introduce(console: Console, here: world.World, task: Task) -> None:
-    """Print model, data and machine in a few lines."""
     config, number = task.config, task.config.train.epochs
     epochs = "1 epoch" if number == 1 else f"{number} epochs"
     machine, [(name, plan), *_] = dict(here.topology.describe()), here.plan.describe()
@@ -382,11 +385,22 @@ def _table(title: str, rows: Iterable[Iterable[str]], *head: str) -> Table:
 def held(
     directory: RunDirectory, comm: Communicator, console: Console, *, force: bool
 ) -> Iterator[Lease | None]:
-    """Hold the lease of a run directory in the block; yields it on rank 0, None elsewhere.
+    """Hold the lease of a run directory inside the block. Collective on entry.
 
-    Collective at its begin. Waits for a job that is about to end, takes over from a dead one, and
-    by ``force`` also from one that lives. Raises ``MismatchError``: another job holds it and goes
-    on, or the directory cannot be written; on all ranks.
+    Waits for a job that is about to end, and takes the lease from a job that is dead.
+
+    Args:
+        directory: of the run.
+        comm: all ranks.
+        console: displays the job that this job waits for.
+        force: take the lease from a running job too.
+
+    Yields:
+        The lease on rank 0, None on other ranks.
+
+    Raises:
+        MismatchError: a running job holds the lease, or the directory is not writable; on all
+            ranks.
     """
     lease = Lease(directory.path) if comm.rank == 0 else None
     told = ""
@@ -411,7 +425,7 @@ def held(
 
 
 def _losses(directory: RunDirectory, holder: Holder) -> str:
-    """Return a message about the work that the job loses from which the run is taken."""
+    """Return a message about the steps that are lost when ``holder`` loses the run."""
     newest, last = None, 0
     with suppress(CheckpointError):
         newest, _ = CheckpointDirectory(directory.checkpoints).newest()
@@ -419,7 +433,7 @@ def _losses(directory: RunDirectory, holder: Holder) -> str:
         last = last_record(directory.metrics).get("step", 0)
     start = f"the checkpoint of step {newest}" if newest is not None else "the start"
     return (
-        f"--force takes {directory.path} from {holder.describe()}, which stops if it still lives; "
-        f"the run goes on from {start}, and what was learnt since is lost: its last record is of "
-        f"step {last}"
+        f"--force takes {directory.path} from {holder.describe()}, which stops if it still runs; "
+        f"the run continues from {start}, and later steps are lost: its last record is of step "
+        f"{last}"
     )

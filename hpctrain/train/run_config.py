@@ -205,9 +205,12 @@ class TrainingConfig(CheckedFields):
             self._check_micro_shards(self.micro_shards)
 
     def micro_shards_on(self, num_ranks: int) -> int | None:
-        """Return the number of micro-shards of a run that begins on so many ranks.
+        """Return the number of micro-shards of a run that starts on ``num_ranks`` ranks.
 
-        Raises ``ConfigError``: the global batch has not so many samples.
+        Returns None without ``train.reproducible``.
+
+        Raises:
+            ConfigError: the global batch has fewer samples than micro-shards.
         """
         if not self.reproducible:
             return None
@@ -323,7 +326,7 @@ class RunConfig(CheckedFields):
     stop: StopConfig = field(default_factory=StopConfig)
 
     def check(self) -> None:
-        """Raise ``ConfigError`` if a key demands other values of other keys."""
+        """Raise ``ConfigError`` if the value of a key conflicts with another key."""
         require(
             self.name != "" and self.name == Path(self.name).name and self.name not in {".", ".."},
             "name must be a plain word, the name of a folder",
@@ -348,7 +351,7 @@ class RunConfig(CheckedFields):
 
     @property
     def keep_best(self) -> int:
-        """Number of checkpoints of the best tests that are kept."""
+        """Number of checkpoints of the best tests to keep."""
         return max(self.checkpoint.keep_best, int(self.test.patience > 0))
 
     @property

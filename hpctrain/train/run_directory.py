@@ -1,4 +1,4 @@
-"""The folder that one run writes into."""
+"""Directory of the files of a run."""
 
 import json
 import os
@@ -23,31 +23,32 @@ from hpctrain.train.metrics import RANKS, cut
 
 
 class RunDirectory:
-    """Where each file of a run lies; ``create`` makes the folders, on one rank only."""
+    """Paths of the files of a run; only rank 0 calls ``create`` and ``go_on``."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.config = path / "config.toml"  # the configuration as it was used
+        self.config = path / "config.toml"  # configuration of the last part
         self.environment = path / "env.json"  # versions, machine, command line
-        self.plan = path / "plan.json"  # topology and plan of the communication
+        self.plan = path / "plan.json"  # topology and communication plan
         self.metrics = path / "metrics.jsonl"  # one JSON record per line
-        self.ranks = path / RANKS  # the last times of each rank
-        self.logs = path / "log"  # the folder of ``rank-N.log``
+        self.ranks = path / RANKS  # latest times of each rank
+        self.logs = path / "log"  # contains ``rank-N.log``
         self.checkpoints = path / "checkpoints"
-        self.plots = path / "plots"  # the folder of figures
+        self.plots = path / "plots"  # contains figures
         self.plot = self.plots / "training.png"
-        self.profile = path / "profile"  # the folder of traces of steps
+        self.profile = path / "profile"  # contains traces of steps
         self.stop = path / "STOP"
-        """A file that somebody makes who wants the run to save its state and stop."""
+        """File that requests the run to save its state and stop, created by the user."""
 
     def has_begun(self) -> bool:
-        """Return True if a run was started here, whatever became of it."""
+        """Return True if a run was started in this directory."""
         return self.config.exists() or self.metrics.exists()
 
     def is_used(self) -> bool:
-        """Return True if a run has a checkpoint or a test here: another one must not replace it.
+        """Return True if the directory has a checkpoint or a test record.
 
-        Steps alone do not count: the run begins again without them.
+        Another run must not replace these. Step records alone may be replaced, because a run
+        without a checkpoint starts again from step 0.
         """
         if next(self.checkpoints.glob("step-*"), None):
             return True
@@ -55,7 +56,11 @@ class RunDirectory:
         return any(record["event"] in ("test", "finished") for record in records)
 
     def check_unused(self) -> None:
-        """Raise a ``ConfigError`` if a run is here that must not be replaced, or is at work."""
+        """Check that a new run may use this directory.
+
+        Raises:
+            ConfigError: the directory has results of a run, or another job uses it.
+        """
         elsewhere = f"choose another folder with --set output_dir={self.path}-2"
         holder, is_used = Holder.read(self.path), self.is_used()
         if holder is not None and (holder.pid == os.getpid() or not self.has_begun()):
@@ -63,27 +68,35 @@ class RunDirectory:
         if holder is not None and (is_used or not holder.is_gone(Holder.here())):
             raise ConfigError(
                 f"{self.path} is in use: {holder.describe()} trains there, or was killed; "
-                f"continue its run by --resume, which waits for it first, or {elsewhere}"
+                f"continue its run with --resume, which waits for that job, or {elsewhere}"
             )
         if is_used:
             raise ConfigError(
-                f"{self.path} already contains the results of a run; continue it by --resume, "
+                f"{self.path} already contains the results of a run; continue it with --resume, "
                 f"{elsewhere}, or remove it"
             )
 
     def make_log_folder(self) -> None:
-        """Make the folder of the logs, which every rank needs before it joins the others.
+        """Create the folder of the logs; every rank calls this before it joins the world. Local.
 
-        Raises ``ConfigError``: it cannot be made.
+        Raises:
+            ConfigError: the folder cannot be created.
         """
         with self.explained():
             make_folder(self.logs)
 
     def create(self, config: str, environment: dict[str, Any], plan: dict[str, Any]) -> None:
-        """Make the folders and write what is known before the first step; not collective.
+        """Create the folders and files of a new run. Local.
 
-        A run that was here without a checkpoint or a test is replaced. Raises ``ConfigError``:
-        the folder is used, or cannot be written.
+        Replaces a run without checkpoints and tests.
+
+        Args:
+            config: configuration in TOML.
+            environment: content of ``env.json``.
+            plan: content of ``plan.json``.
+
+        Raises:
+            ConfigError: the directory is in use, or cannot be written.
         """
         self.check_unused()
         self.make_log_folder()
@@ -93,13 +106,19 @@ class RunDirectory:
             self.checkpoints.mkdir(exist_ok=True)
             self.plots.mkdir(exist_ok=True)
             _publish({self.environment: _json(environment), self.plan: _json(plan)})
-            _publish({self.config: config})  # the last: with it the folder counts as used
+            _publish({self.config: config})  # last, because has_begun() checks this file
 
     def go_on(self, config: str, plan: dict[str, Any], *, num_records: int, step: int) -> None:
-        """Let another part of the run begin, behind ``num_records`` records; not collective.
+        """Prepare the directory for the next part of a run. Local.
 
-        Later records come again. The part goes on after ``step``, 0 where it begins again. Raises
-        ``ConfigError``: the folder cannot be written.
+        Args:
+            config: configuration in TOML.
+            plan: content of ``plan.json``.
+            num_records: records to keep; the part writes the later records again.
+            step: step after which the part continues.
+
+        Raises:
+            ConfigError: the directory cannot be written.
         """
         with self.explained():
             self.checkpoints.mkdir(exist_ok=True)
@@ -111,7 +130,7 @@ class RunDirectory:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Let a refusal of the file system be an error that says what to do."""
+        """Convert ``OSError`` inside the block into ``ConfigError`` with a remedy."""
         try:
             yield
         except OSError as error:
@@ -122,7 +141,7 @@ class RunDirectory:
 
 
 def _publish(texts: Mapping[Path, str]) -> None:
-    """Write files, each at once and on disk."""
+    """Write each file atomically, with fsync."""
     for path, text in texts.items():
         with publishing(path) as part:
             part.write_text(text, encoding="utf-8")
@@ -133,9 +152,10 @@ def _json(value: dict[str, Any]) -> str:
 
 
 def environment(mpi: str | None = None) -> dict[str, Any]:
-    """What somebody needs to know to repeat the run: versions, code, machine, job, command.
+    """Return versions, code state, machine, job and command of this process.
 
-    ``mpi`` is the version of the MPI library, where one is used.
+    Args:
+        mpi: version of the MPI library, if used.
     """
     return {
         **versions(),

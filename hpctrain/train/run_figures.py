@@ -1,4 +1,4 @@
-"""Figures of runs: what they learnt, how fast, and where the time of a step went."""
+"""Figures of runs: losses, metrics, throughput and times of steps."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -13,17 +13,17 @@ from hpctrain.report.figure import PARTS, Figure, Kind, Series
 from hpctrain.train.history import LOSS, TIMES, Record, RunHistory, told
 
 FORMATS = (".png", ".svg", ".pdf")
-MAX_POINTS = 2000  # of a curve: more than a screen has
-MAX_RANKS = 32  # as bars
+MAX_POINTS = 2000  # of a curve; above the resolution of a screen
+MAX_RANKS = 32  # bars of a figure
 MAX_MARKS = 20
 
 _AVERAGED = 25
-"""A curve is averaged over such a part of its records, where nobody says over how many."""
+"""By default, curves are averaged over this fraction (1/25) of their records."""
 _CUT = " Higher peaks are cut off."
 _FEW = 20
-_HIGH = 2.0  # times as high as nearly all others is what a figure cuts off
+_HIGH = 2.0  # peaks above this multiple of the 95th percentile are cut off
 
-_Style = tuple[str, int, Kind]  # name and colour where there is one run
+_Style = tuple[str, int, Kind]  # name, colour and kind of a curve of a single run
 _TRAINING: _Style = ("training", 2, "solid")
 _GREY, _RED = 7, 1
 _TIMES = {name: PARTS[name] for name in TIMES}
@@ -32,9 +32,12 @@ Rows = Callable[[RunHistory], list[Record]]
 
 
 def figures_of(runs: Sequence[RunHistory], smooth: int = 0) -> list[Figure]:
-    """Return every figure that the records allow; curves of several runs lie over each other.
+    """Return all figures for which there are records; each figure has the curves of all runs.
 
-    ``smooth`` is over how many records curves are averaged, 1 not at all, 0 by their number.
+    Args:
+        runs: one or more runs.
+        smooth: number of records that curves are averaged over; 1 for no averaging, 0 chooses by
+            the number of records.
     """
     noise = "Samples of a batch whose gradient is as much noise as signal."
     away = "Root of the mean square distance from the mean of all replicas."
@@ -62,7 +65,7 @@ def figures_of(runs: Sequence[RunHistory], smooth: int = 0) -> list[Figure]:
 
 
 def _steps_with(name: str) -> Rows:
-    """Return a function that returns the records of steps which have an entry."""
+    """Return a function that returns the step records with the entry ``name``."""
     return lambda run: [each for each in run.of("step") if name in each]
 
 
@@ -73,9 +76,19 @@ def draw_runs(
     *,
     elsewhere: str = "name another file with --out",
 ) -> None:
-    """Draw runs into one file; ``elsewhere`` is what to do where it cannot be written."""
+    """Draw all figures of runs into one image file.
+
+    Args:
+        runs: one or more runs.
+        path: image file with a suffix in ``FORMATS``.
+        smooth: as in ``figures_of``.
+        elsewhere: remedy in the error message if the file cannot be written.
+
+    Raises:
+        ConfigError: the suffix is unknown, or the file cannot be written.
+    """
     if path.suffix.lower() not in FORMATS:
-        raise ConfigError(f"a plot is a file that ends in {', '.join(FORMATS)}, got {path}")
+        raise ConfigError(f"a plot must be a file that ends in {', '.join(FORMATS)}, got {path}")
     is_one = len(runs) == 1
     figures = figures_of(runs, smooth)
     figures = [each for each in figures if is_one or not each.name.startswith("ranks")]
@@ -89,7 +102,11 @@ def draw_runs(
 
 
 def draw_run(directory: Path, path: Path) -> None:
-    """Draw a run from its files at the end of training. Raises ``ConfigError`` as draw_runs."""
+    """Draw a run from its files at the end of training.
+
+    Raises:
+        ConfigError: as ``draw_runs``.
+    """
     elsewhere = "train without plots by --set log.plots=false"
     draw_runs([RunHistory.read(directory)], path, elsewhere=elsewhere)
 
@@ -112,7 +129,7 @@ def _losses(runs: Sequence[RunHistory], smooth: int) -> Figure:
 
 
 def _splits(runs: Sequence[RunHistory]) -> str:
-    """Return which samples the tests during training were of."""
+    """Return the names of the samples of tests during training."""
     return " or ".join(dict.fromkeys(run.tested for run in runs))
 
 
@@ -121,7 +138,7 @@ def _tests(runs: Sequence[RunHistory]) -> _Style:
 
 
 def _metrics(runs: Sequence[RunHistory]) -> Iterator[Figure]:
-    """Yield a figure for each metric that a run has."""
+    """Yield a figure for each metric of the runs."""
     tests = {run.label: [t | run.metrics_of(t) for t in run.of("test")] for run in runs}
     splits = _splits(runs)
     found = (run.metrics_of(test) for run in runs for test in run.of("test"))
@@ -147,7 +164,7 @@ def _by_step(
     *,
     smooth: int = 1,
 ) -> Figure:
-    """Return the figure of a value of records of steps."""
+    """Return the figure of an entry of step records."""
     series = [*_curves(runs, rows, name, ("", 2, "solid"), smooth), *_marks(runs)]
     top = _top([y for each in series for y in each.y if y is not None])
     return Figure(
@@ -164,7 +181,7 @@ def _by_step(
 def _curves(
     runs: Sequence[RunHistory], rows: Rows, name: str, style: _Style, smooth: int = 1
 ) -> list[Series]:
-    """Return a value of records by step: of one run in a style, of several by their names."""
+    """Return the curves of an entry by step; several runs differ in colour and width."""
     label, colour, kind = style
     found = []
     for number, run in enumerate(runs):
@@ -172,13 +189,13 @@ def _curves(
         x = _thin([record["step"] for record in records])
         y = [record.get(name) for record in records]
         thick = 1.5
-        if len(runs) > 1:  # the first is the widest: runs that are equal show as an edge
+        if len(runs) > 1:  # the first curve is the widest, so equal curves remain visible
             colour, thick = number, 1.5 + 2.0 * (1 - number / (len(runs) - 1))
         own = label if len(runs) == 1 else f"{run.label} {label}".rstrip()
         width = smooth or max(1, len(y) // _AVERAGED)
         if width > 1:
             found.append(Series(name=own, kind="faint", colour=colour, x=x, y=_thin(y)))
-        # A line needs points: a run of few records shows each of them.
+        # With few records the curve marks each point.
         drawn: Kind = "linked" if len(y) < _FEW else kind
         y = _thin(_averaged(y, width))
         found.append(Series(name=own, kind=drawn, colour=colour, x=x, y=y, width=thick))
@@ -186,7 +203,7 @@ def _curves(
 
 
 def _averaged(values: Sequence[float | None], width: int) -> list[float | None]:
-    """Return running means, exponential and free of the bias of their start; gaps stay gaps."""
+    """Return bias-corrected exponential moving averages; None values stay None."""
     decay, total, weight = 1 - 2 / (width + 1), 0.0, 0.0
     found: list[float | None] = []
     for value in values:
@@ -201,13 +218,13 @@ def _thin(values: Sequence[Any]) -> list[Any]:
 
 
 def _top(values: Sequence[float]) -> float | None:
-    """Return where an axis ends whose highest values would make all others flat."""
+    """Return the upper limit of an axis that cuts off peaks; None without such peaks."""
     high = _HIGH * sorted(values)[int(0.95 * len(values))] if values else 0.0
     return high if 0 < high < max(values) else None
 
 
 def _marks(runs: Sequence[RunHistory]) -> list[Series]:
-    """Return where parts of runs went on, and where values were not finite."""
+    """Return marks at the steps of resumes and of losses that are not finite."""
     found = []
     for number, run in enumerate(runs):
         name, colour = ("", _GREY) if len(runs) == 1 else (f"{run.label} ", number)
@@ -221,14 +238,15 @@ def _marks(runs: Sequence[RunHistory]) -> list[Series]:
 
 
 def _times(runs: Sequence[RunHistory]) -> Figure:
-    """Return where the time of a step went: by step of one run, as means of several."""
+    """Return the figure of step times: by step for one run, as means for several runs."""
     is_one = len(runs) == 1
     steps = {run.label: run.of("step") for run in runs if run.of("step")}
     series: list[Series] = []
     top = None
     if is_one and steps:
         [found] = steps.values()
-        rows = _thin([{**found[0], "step": 0}, *found])  # the first is of all steps before it
+        # The first record describes all steps before it.
+        rows = _thin([{**found[0], "step": 0}, *found])
         series = [*_parts("area", [row["step"] for row in rows], rows), *_marks(runs)]
         top = _top([1e3 * sum(row[name] for name in TIMES) for row in rows])
     elif steps:
@@ -247,7 +265,7 @@ def _times(runs: Sequence[RunHistory]) -> Figure:
 
 
 def _ranks(runs: Sequence[RunHistory]) -> Iterator[Figure]:
-    """Yield the times of each rank in the last steps of each run."""
+    """Yield a figure per run with the times of its slowest ranks."""
     for number, run in enumerate(runs):
         ranks = sorted(run.view.ranks, key=lambda rank: -rank.work_s)[:MAX_RANKS]
         rows = [{name: getattr(rank, name) for name in _TIMES} for rank in ranks]
@@ -262,7 +280,7 @@ def _ranks(runs: Sequence[RunHistory]) -> Iterator[Figure]:
 
 
 def _parts(kind: Kind, x: list[Any], rows: Sequence[Record]) -> list[Series]:
-    """Return the parts of the time of a step, each as a series."""
+    """Return one series per phase of a step, in milliseconds."""
     return [
         Series(name=title, kind=kind, colour=n, x=x, y=[1e3 * row[name] for row in rows])
         for n, (name, title) in zip((0, 1, 3), _TIMES.items(), strict=True)

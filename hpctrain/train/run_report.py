@@ -1,4 +1,4 @@
-"""Pages and tables of runs: their figures, how they differ, where they ran."""
+"""HTML pages and tables that describe and compare runs."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,13 +36,19 @@ _SAVINGS = {
 }
 
 _OF_A_START = ("started", "command", "working_directory", "host")
-"""What differs between any two runs, and says nothing about their results."""
+"""Keys that differ between any two runs and do not affect results."""
 
 
 def write_report(runs: Sequence[RunHistory], path: Path, smooth: int = 0) -> Path:
-    """Write a page about runs, and return its path.
+    """Write an HTML page about runs, and return its path.
 
-    Raises ``ConfigError``: plotly is not installed, or the file system refuses.
+    Args:
+        runs: one or more runs.
+        path: of the page.
+        smooth: number of records that curves are averaged over; 0 chooses.
+
+    Raises:
+        ConfigError: plotly is not installed, or the file cannot be written.
     """
     figures = figures_of(runs, smooth)
     configuration = _aligned([run.configuration for run in runs])
@@ -66,7 +72,7 @@ def write_report(runs: Sequence[RunHistory], path: Path, smooth: int = 0) -> Pat
 
 
 def comparison(runs: Sequence[RunHistory]) -> RenderableType:
-    """Return how runs differ, for a terminal: configuration, environment, results."""
+    """Return tables of the differences between runs, for a terminal."""
     labels = [run.label for run in runs]
     found: list[RenderableType] = [text_table(("results", *labels), _results(runs))]
     for name in ("configuration", "environment"):
@@ -79,7 +85,7 @@ def comparison(runs: Sequence[RunHistory]) -> RenderableType:
 
 
 def overview(runs: Sequence[RunHistory]) -> RenderableType:
-    """Return a row for each run, for a terminal."""
+    """Return a table with one row per run, for a terminal."""
     heads = ("run", "state", "step", "loss", "metric", "ranks", "started")
     rows: list[list[Cell]] = []
     for run in runs:
@@ -95,7 +101,7 @@ def overview(runs: Sequence[RunHistory]) -> RenderableType:
 
 
 def _validation(runs: Sequence[RunHistory]) -> Iterator[list[Cell]]:
-    """Yield the rows of results on held-out training samples."""
+    """Yield rows of results on held-out training samples."""
     found: list[dict[str, float | None]] = [
         run.metrics_of(run.last("test")) if run.tested == "validation" else {} for run in runs
     ]
@@ -107,7 +113,7 @@ def _validation(runs: Sequence[RunHistory]) -> Iterator[list[Cell]]:
 
 
 def _results(runs: Sequence[RunHistory]) -> list[list[Cell]]:
-    """Return what runs have come to, a row for each thing and a column for each run."""
+    """Return a table of results, with one column per run."""
     tests = [run.test for run in runs]
     metrics = [run.metrics_of(test) if test else {} for run, test in zip(runs, tests, strict=True)]
     rows: list[list[Cell]] = [
@@ -144,18 +150,18 @@ def _begins(run: RunHistory) -> list[list[Cell]]:
 
 
 def _aligned(tables: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return the values of each name in all tables, None where one has none."""
+    """Return the values of each name in all tables; None for missing names."""
     names = dict.fromkeys(name for each in tables for name in each)
     return {name: [each.get(name) for each in tables] for name in names}
 
 
 def _different(values: Mapping[str, list[Any]]) -> list[str]:
-    """Return the names whose values differ; all of one table."""
+    """Return the names whose values differ; all names if there is one table."""
     return [n for n, each in values.items() if len(each) == 1 or len({*map(repr, each)}) > 1]
 
 
 def _changed(configuration: Mapping[str, list[Any]]) -> list[str]:
-    """Return the keys that differ between runs; of one run those that are no defaults."""
+    """Return the keys that differ between runs, or from the defaults for one run."""
     defaults = {name: [key.default] for name, key in keys_of(RunConfig).items()}
     return [n for n in _different(configuration) if configuration[n] != defaults.get(n)]
 
@@ -163,7 +169,7 @@ def _changed(configuration: Mapping[str, list[Any]]) -> list[str]:
 def _folded(
     name: str, labels: Sequence[str], values: Mapping[str, list[Any]], first: Sequence[str]
 ) -> str:
-    """Return a table of the values that matter most, and all of them to fold out."""
+    """Return a table of the keys ``first``, and a collapsed table of all keys."""
     rows = {key: [shown(key), *map(_text, each)] for key, each in values.items()}
     heads = ("key", *labels)
     most = table(name, heads, [rows[key] for key in first]) if first else "<p>No difference.</p>"

@@ -1,4 +1,4 @@
-"""State of a run: everything on which its next step depends."""
+"""State of a run: all data on which the next step depends."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -21,52 +21,52 @@ from hpctrain.train.task import Task, seed_all
 
 @dataclass(slots=True, kw_only=True)
 class RunState:
-    """The position of a run between two steps, and how to save and restore it."""
+    """Position of a run between two steps, with methods to save and restore it."""
 
     task: Task
-    step: int = 0  # steps that are done, of all epochs
-    training_s: float = 0.0  # duration of the steps that were recorded, without tests
-    scores: Scores | None = None  # of the last test
-    owes_test: bool = False  # whether a stop has ended the test of the last epoch
-    best: BestTest = field(default_factory=BestTest)  # of all tests
+    step: int = 0  # number of finished steps, over all epochs
+    training_s: float = 0.0  # total duration of the recorded steps, without tests
+    scores: Scores | None = None  # results of the last test
+    owes_test: bool = False  # whether a stop request interrupted the test of the last epoch
+    best: BestTest = field(default_factory=BestTest)  # best of all tests
     num_records: int = 0  # lines of ``metrics.jsonl`` when the state was saved
-    num_skipped: int = 0  # steps that were left out, as far as they were recorded
-    checked_step: int = 0  # step after which replicas were compared last, in this part
+    num_skipped: int = 0  # skipped steps up to the last record
+    checked_step: int = 0  # step of the last comparison of replicas in this part
     tally: StepMeter = field(default_factory=StepMeter)
-    guard: GuardMemory = field(init=False)  # of losses, and of steps that were left out
+    guard: GuardMemory = field(init=False)  # loss statistics and skipped steps
     epoch_tally: StepMeter = field(default_factory=StepMeter)
-    """Of the present epoch, where the method of ``[sync]`` receives its loss."""
+    """Sums over the current epoch, if the method of ``[sync]`` needs its loss."""
 
     def __post_init__(self) -> None:
         self.guard = GuardMemory(self.task.config.train)
 
     @property
     def epochs_done(self) -> int:
-        """Epochs whose steps are all done, and that were tested where that is due."""
+        """Number of finished epochs."""
         return self.task.train.epoch
 
     @property
     def has_lost_patience(self) -> bool:
-        """Whether ``test.patience`` ends the run here."""
+        """Whether ``test.patience`` ends the run now."""
         return self.best.is_over(self.task.config.test.patience)
 
     @property
     def _parts(self) -> dict[str, Any]:
-        """Parts with a separate state, the same on every rank, by their names in a checkpoint."""
+        """Objects with a state that is identical on all ranks, by their keys in a checkpoint."""
         precision, ema = self.task.precision, self.task.ema
         parts = {"precision": precision, "best": self.best, EMA: ema, "guard": self.guard}
         return {name: part for name, part in parts.items() if part is not None}
 
     def shared(self) -> dict[str, Any]:
-        """Return the state that is the same on every rank. Collective.
+        """Return the state that is identical on all ranks. Collective.
 
-        Buffers such as running means differ between ranks: the state has the buffers of rank 0, or
-        their mean where replicas differ.
+        Buffers such as running means differ between ranks; the state has the buffers of rank 0, or
+        the mean over the ranks if replicas differ.
         """
         exchange, comm = self.task.exchange, self.task.comm
         state = exchange.shared_state()
         parts = {name: part.state_dict() for name, part in self._parts.items()}
-        if parts.get(EMA):  # as a whole model, for others to load
+        if parts.get(EMA):  # a complete state dict, which other programs can load
             parts[EMA] = {**state["model"], **parts[EMA]}
         return {
             **state,
@@ -94,12 +94,17 @@ class RunState:
         }
 
     def restore(self, shared: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
-        """Continue from ``shared()`` and ``own()``. Collective.
+        """Continue from a saved state. Collective.
 
-        ``own`` is None where the number of ranks has changed: then random numbers start again, and
-        each rank has the buffers of rank 0, and the mean of the replicas. Raises
-        ``CheckpointError``: the model, the optimizer or the local method does not fit the state.
-        ``DataError``: the data set is another one.
+        Args:
+            shared: result of ``shared()``.
+            own: result of ``own()`` on this rank; None if the number of ranks has changed. Then
+                generators are seeded again, and each rank gets the buffers of rank 0 and the mean
+                of the replicas.
+
+        Raises:
+            CheckpointError: the model, the optimizer or the local method does not match the state.
+            DataError: the data set has changed.
         """
         task = self.task
         task.exchange.restore(shared, own)
@@ -114,7 +119,7 @@ class RunState:
                 part.load_state_dict(shared[name])
         self._restore_tallies(shared, own)
         if own is None:
-            # Not the numbers of the first steps once more, and not the same on every rank.
+            # The seed must differ from the seed of step 0 and between ranks.
             seed_all((task.config.seed + task.train.rank + (self.step << 20)) % 2**63)
             return
         with torch.no_grad():
@@ -123,7 +128,7 @@ class RunState:
         set_random_states(own["random"], task.device)
 
     def _restore_tallies(self, shared: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
-        """Continue with sums of this rank, or of all; older checkpoints lack some."""
+        """Restore the sums of this rank or of all ranks; older checkpoints lack some sums."""
         for name, tally in (("tally", self.tally), ("epoch_tally", self.epoch_tally)):
             if own is not None and name in own:
                 tally.load_state_dict(own[name])
@@ -132,10 +137,12 @@ class RunState:
 
 
 def require_finite_weights(task: Task) -> None:
-    """Return if the parameters of all ranks are finite, so that they may be kept. Collective.
+    """Check that the parameters of all ranks are finite. Collective.
+
+    No-op with ``train.on_non_finite = "ignore"``.
 
     Raises:
-        NotFiniteError: they are not; on every rank. Not with ``train.on_non_finite = "ignore"``.
+        NotFiniteError: a parameter is not finite; on all ranks.
     """
     if task.config.train.on_non_finite == "ignore":
         return
@@ -143,8 +150,8 @@ def require_finite_weights(task: Task) -> None:
     found: Sequence[str | None] = task.comm.allgather_object(names or None)
     if any(found):
         raise NotFiniteError(
-            f"parameters that are kept must be finite, {by_rank(found)} are not: nothing was "
-            f"written\ntake a smaller optimizer.lr, or train.clip_norm (both with --changed)"
+            f"saved parameters must be finite, but {by_rank(found)} are not: nothing was "
+            f"written\nuse a smaller optimizer.lr, or train.clip_norm (both with --changed)"
         )
 
 
@@ -155,7 +162,7 @@ def unfinite_weights(task: Task) -> list[str]:
 
 
 def random_states(device: torch.device) -> dict[str, Any]:
-    """Return the states of all generators, as tensors and plain values."""
+    """Return the states of the generators of torch, NumPy and Python, as tensors and numbers."""
     is_cpu = device.type == "cpu"
     kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # noqa: NPY002
     version, numbers, next_gauss = random.getstate()
@@ -180,7 +187,7 @@ def random_states(device: torch.device) -> dict[str, Any]:
 def set_random_states(states: dict[str, Any], device: torch.device) -> None:
     """Restore the generators from ``random_states()``."""
     torch.set_rng_state(states["torch"].clone())
-    # A state of another device has no numbers for this one, which keeps its seed.
+    # A checkpoint of a CPU run has no device state; the device then keeps its seed.
     if device.type != "cpu" and states.get("device") is not None:
         torch.get_device_module(device).set_rng_state(states["device"].clone(), device)
     of_numpy, of_python = states["numpy"], states["python"]

@@ -1,4 +1,4 @@
-"""Status of a run by its last record, and by who holds the lease on its directory."""
+"""Status of a run, from its last record and the lease of its directory."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -20,42 +20,45 @@ CODES = {
     "missing": 6,
     "stopped": STOPPED,
 }
-"""Exit code of each state; 2 is that of a wrong command line."""
+"""Exit code of each state; 2 is the code of a wrong command line."""
 
-KILLED = 128  # exit codes above it are of signals
+KILLED = 128  # exit codes above this value are signals
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """How it stands with a run."""
+    """State of a run."""
 
     state: Literal["finished", "failed", "running", "killed", "missing", "stopped"]
-    """``killed`` is ended without a word; ``running`` is known by who holds the lease."""
+    """``killed``: the last part wrote no last record; ``running``: a live job holds the lease."""
     what: str  # one human-readable line
-    where: str = ""  # how far it has come, where it has not said how it ended
+    where: str = ""  # position of a run without a last record, such as " after step 5"
 
     @property
     def code(self) -> int:
-        """For a script."""
+        """Exit code of ``hpctrain status``."""
         return CODES[self.state]
 
     def with_holder(self, path: Path, holder: Holder | None) -> "Status":
-        """Return the status with the holder of the lease on the run's directory."""
+        """Return the status, updated with the job that holds the lease of the directory."""
         if holder is None:
             return self
         told = f"{holder.describe()} holds it"
         if holder.is_gone(Holder.here()):
-            return replace(self, what=f"{self.what}; {told}, and that is dead")
+            return replace(self, what=f"{self.what}; {told}, but that job is dead")
         if self.state in ("killed", "missing"):
-            return Status("running", f"{path} is at work{self.where}; {told}")
+            return Status("running", f"{path} is running{self.where}; {told}")
         return replace(self, what=f"{self.what}; {told}")
 
 
 def status(path: Path) -> Status:
-    """Judge the run in a directory by its last record.
+    """Return the status of the run in a directory.
 
-    A launcher's exit code says less: it may be 0 after a node was lost, or 1 although all ranks
-    have saved. The status includes the holder of the lease of the directory.
+    The status uses the last record and the lease. The exit code of a launcher is unreliable: it
+    may be 0 after a node was lost, or 1 although all ranks have saved.
+
+    Args:
+        path: run directory.
     """
     return _by_records(path).with_holder(path, Holder.read(path))
 
@@ -72,23 +75,23 @@ def _by_records(path: Path) -> Status:
 
 
 def _by_exit_code(path: Path) -> Status:
-    """Judge the run of a program of the user's own by what its last job has left."""
+    """Return the status of a user's own program, from the files that its last job wrote."""
     try:
         code = int((path / EXIT_CODE_FILE).read_text(encoding="ascii"))
     except OSError:
-        return Status("missing", f"{path} holds no run that has begun to train")
-    except ValueError:  # its job has begun, and its script was ended too
-        return Status("killed", f"{path} was ended without a word")
+        return Status("missing", f"{path} contains no run that has started to train")
+    except ValueError:  # empty file: the job started, but its script was killed
+        return Status("killed", f"{path} ended without a last record")
     if code == 0:
-        return Status("finished", f"{path} is finished: its program has ended with code 0")
-    # srun kills ranks that end a moment after the first one.
+        return Status("finished", f"{path} is finished: its program ended with code 0")
+    # srun kills ranks that exit shortly after the first rank.
     if code == STOPPED or (code > KILLED and (path / STOPPING).exists()):
-        return Status("stopped", f"{path} was stopped, and goes on with its next job")
+        return Status("stopped", f"{path} was stopped, and continues with its next job")
     return Status("failed", f"{path} failed: its program ended with code {code}")
 
 
 def by_record(path: Path, record: Mapping[str, Any]) -> Status:
-    """Judge the run in a directory by its last record."""
+    """Return the status of the run in ``path`` from its last record, without the lease."""
     event = record.get("event")
     if event == "finished":
         return Status("finished", f"{path} is finished: {result(record)}")
@@ -101,7 +104,7 @@ def by_record(path: Path, record: Mapping[str, Any]) -> Status:
     if event == "failed":
         return Status("failed", f"{path} failed {_place(record)}: {record['reason']}")
     where = _place(record)
-    told = f"{path} was ended without a word {where}"
+    told = f"{path} ended without a last record {where}"
     return Status("killed", told, where=f" {where}")
 
 
@@ -110,12 +113,17 @@ def _place(record: Mapping[str, Any]) -> str:
 
 
 def last_record(path: Path) -> dict[str, Any]:
-    """Return the last whole record of ``metrics.jsonl``; an empty one where there is none.
+    """Return the last complete record of a file; an empty record if the file is empty.
 
-    Raises ``OSError``: the file cannot be read. ``ValueError``: it does not contain records.
+    Args:
+        path: file of records, ``metrics.jsonl``.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: the file does not contain records.
     """
     lines = path.read_bytes().split(b"\n")[:-1]
     record = next(filter(None, map(record_of, reversed(lines))), None)
     if lines and record is None:
-        raise ValueError(f"a record is an object with an event, got {lines[-1][:40]!r}")
+        raise ValueError(f"a record must be an object with an event, got {lines[-1][:40]!r}")
     return record or {}

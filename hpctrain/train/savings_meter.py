@@ -1,4 +1,4 @@
-"""Meter of what compression spares between nodes, since the last record."""
+"""Traffic between nodes with and without compression, since the last record."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from hpctrain.train.task import Task
 
 
 class SavingsMeter:
-    """Adds up what this rank's steps move until ``take`` sums it over all ranks."""
+    """Sums the traffic of this rank's steps until ``take`` reduces it over all ranks."""
 
     def __init__(self, task: Task) -> None:
         self._task = task
@@ -20,16 +20,19 @@ class SavingsMeter:
         self._began_s = now.rail_s if (now := self._task.exchange.savings) else 0.0
 
     def add(self, moved: Traffic) -> None:
-        """Add one step."""
+        """Add the traffic of one step. Local."""
         self._node_bytes += moved.node_bytes
         self._rail_bytes += moved.rail_bytes
         self._num_steps += 1
 
     def take(self) -> dict[str, Any]:
-        """Return what records say of a step, as a mean; nothing without compression. Collective.
+        """Return means per step since the last call. Collective.
 
-        ``node_bytes`` and ``rail_bytes`` of all ranks, the ``ratio`` of the bytes that would
-        cross without a codec, and ``won_s``, None where the link was not probed.
+        Returns:
+            ``node_bytes`` and ``rail_bytes``: bytes that all ranks moved within and between
+            nodes; ``ratio``: bytes between nodes without a codec, divided by ``rail_bytes``;
+            ``won_s``: seconds saved, None if the link was not measured. Empty without
+            compression.
         """
         now = self._task.exchange.savings
         if now is None:
@@ -40,7 +43,7 @@ class SavingsMeter:
         rows[comm.rank] = torch.tensor(row, dtype=torch.float64) / num_steps
         self._clear()
         comm.allreduce_(rows).wait()
-        # Who came last has not waited for others: the least is what coding and the link took.
+        # The last rank to arrive does not wait, so the minimum excludes waiting for other ranks.
         busy_s = min((s for s in rows[:, 2].tolist() if s), default=0.0)
         node_bytes, rail_bytes, _ = rows.sum(dim=0).tolist()
         return {

@@ -1,4 +1,4 @@
-"""Metrics of a test: what a batch adds to sums that are exact on any number of ranks."""
+"""Metrics of a test, as sums over batches that are exact on any number of ranks."""
 
 import math
 import re
@@ -14,28 +14,32 @@ from hpctrain.core.target import check_arguments, resolve
 from hpctrain.core.user_error import described
 
 LOSS = "loss"
-_SCORE_BINS = 1 << 16  # scores that are nearer than that count as equal
+_SCORE_BINS = 1 << 16  # bins of the score histogram; scores in one bin are equal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Metric:
-    """A figure of a test: a mean of values, or a score that is calculated from counts."""
+    """Metric of a test: the mean of one value per sample, or a function of summed counts."""
 
     name: str
     values: Callable[[Tensor, Tensor], Tensor] | None = None
-    """From (output, label) to one value for every sample; None for the loss."""
+    """Maps (output, label) to one value per sample; None for the loss."""
     counts: Callable[[Tensor, Tensor], Tensor] | None = None
-    """From (output, label) to whole numbers, ``(k, classes)`` in float64, which are added up."""
-    score: Callable[[Tensor], float] | None = None  # of all counts
+    """Maps (output, label) to integers, ``(k, classes)`` in float64, summed over batches."""
+    score: Callable[[Tensor], float] | None = None  # computed from the summed counts
 
     def sum_of(self, output: Tensor, label: Tensor) -> float:
-        """Return the sum of the values over the samples of a batch."""
+        """Return the sum of the values over the samples of a batch.
+
+        Raises:
+            DataError: ``values`` does not return one value per sample.
+        """
         assert self.values is not None
         values: Any = self.values(output, label)
         if not isinstance(values, Tensor) or values.shape[:1] != label.shape[:1]:
             raise DataError(
-                f"test.metric: {self.name} returns one value for each of {len(label)} samples, "
-                f"got {described(values)}; leave its mean out"
+                f"test.metric: {self.name} must return one value for each of {len(label)} "
+                f"samples, got {described(values)}; do not average them"
             )
         values = values.double()
         return float((values.flatten(1).mean(1) if values.dim() > 1 else values).sum())
@@ -43,15 +47,15 @@ class Metric:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scores:
-    """What a test has given, over all test samples."""
+    """Results of a test over all its samples."""
 
     loss: float
-    metric: float  # the first one; equal to ``loss`` when the loss is the metric
+    metric: float  # value of the first metric, which may be the loss
     num_samples: int
     metrics: dict[str, float] = field(default_factory=dict)  # all of them, by name
 
     def lines(self, first: str) -> Iterator[str]:
-        """Say it for people, the ``first`` metric in the last line."""
+        """Yield lines with all metrics; the last line has the metric named ``first``."""
         others = [f"{name} {value:.4f}" for name, value in self.metrics.items() if name != first]
         if others:
             yield f"test {', '.join(others)}"
@@ -59,7 +63,11 @@ class Scores:
 
 
 def make_metric(name: str) -> Metric:
-    """Return the metric of this name. Raises ``ConfigError``: there is none."""
+    """Return the metric ``name``.
+
+    Raises:
+        ConfigError: there is no such metric.
+    """
     if name == LOSS:
         return Metric(name=name)
     if name == "accuracy":
@@ -75,7 +83,7 @@ def make_metric(name: str) -> Metric:
         check_arguments(function, 2, {}, "test.metric")
         return Metric(name=name.rpartition(":")[2], values=function)
     raise ConfigError(
-        f'test.metric is accuracy, loss, f1, auc, top5 (any number) or "module:function", '
+        f'test.metric must be accuracy, loss, f1, auc, top5 (any number) or "module:function", '
         f'got "{name}"'
     )
 
@@ -89,7 +97,7 @@ def _top(k: int) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def _hits(output: Tensor, label: Tensor) -> Tensor:
-    """Count by class: right answers, answers, labels. On the host, as ranks add them up there."""
+    """Count correct predictions, predictions and labels by class; ``(3, classes)`` on the CPU."""
     num_classes = output.shape[1]
     answer, label = output.argmax(dim=1).flatten().cpu(), label.flatten().long().cpu()
     rows = (answer[answer == label], answer, label)
@@ -97,17 +105,17 @@ def _hits(output: Tensor, label: Tensor) -> Tensor:
 
 
 def _macro_f1(counts: Tensor) -> float:
-    """Mean over the classes that occur as an answer or a label."""
+    """Return the mean F1 score over the classes that occur as prediction or label."""
     hits, answers, labels = counts
     occurs = (answers + labels) > 0
     return float((2 * hits[occurs] / (answers + labels)[occurs]).mean())
 
 
 def _by_score(output: Tensor, label: Tensor) -> Tensor:
-    """Count samples of either label, 0 and 1, by how high their logit is."""
+    """Return histograms of the scores of samples with label 0 and 1, ``(2, bins)``."""
     if output.numel() != label.numel() or not bool(((label == 0) | (label == 1)).all()):
         raise DataError(
-            f"test.metric: auc wants one logit for each label, which is 0 or 1, got "
+            f"test.metric = auc must have one logit for each label, which is 0 or 1, got "
             f"{described(output)} and {described(label)}"
         )
     scores = output.flatten().double().sigmoid().cpu()
@@ -118,8 +126,8 @@ def _by_score(output: Tensor, label: Tensor) -> Tensor:
 
 
 def _area(counts: Tensor) -> float:
-    """Area under the receiver operating characteristic: how often a 1 is above a 0."""
+    """Return the area under the ROC curve; equal scores count one half."""
     zeros, ones = counts
-    below = zeros.cumsum(0) - zeros / 2  # of equal scores half count
+    below = zeros.cumsum(0) - zeros / 2  # equal scores count one half
     pairs = zeros.sum() * ones.sum()
     return float((below * ones).sum() / pairs) if pairs else math.nan

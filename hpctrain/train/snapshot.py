@@ -1,4 +1,4 @@
-"""Snapshots in memory of everything that steps change, and the return of a run to one."""
+"""In-memory snapshots of the state that steps change, and rollback to a snapshot."""
 
 import torch
 from torch import Tensor
@@ -10,14 +10,19 @@ from hpctrain.train.task import Task
 
 
 class Snapshot:
-    """Copies of this rank's weights, buffers, optimizer state and generators between two steps.
+    """Copy of this rank's weights, buffers, optimizer state and random generators.
 
-    The number of the step is not restored, because it counts batches: after a rollback the batches
-    since the snapshot stay left out, and schedule, tests and checkpoints keep their steps.
+    Collective to construct if the ranks divide the model. The step number is not restored,
+    because it counts batches: after a rollback the batches since the snapshot are skipped, and
+    schedule, tests and checkpoints do not move.
+
+    Args:
+        task: of the run.
+        memory: loss statistics to copy.
+        step: number of the next step.
     """
 
     def __init__(self, task: Task, memory: GuardMemory, step: int) -> None:
-        """Copy them before ``step``. Collective where ranks divide the model."""
         self.step = step
         self._task, self._memory = task, memory
         self._parts = {"precision": task.precision, "ema": task.ema, "codec": task.exchange.codec}
@@ -31,7 +36,7 @@ class Snapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore the copies in the place of a step; may be called again. Local."""
+        """Restore the copied state; may be called repeatedly. Local."""
         self._task.exchange.restore_model(self._replica, None)
         for buffer, value in zip(self._task.model.buffers(), self._buffers, strict=True):
             buffer.copy_(value)
@@ -44,29 +49,29 @@ class Snapshot:
 
 
 class Rollback:
-    """Takes a snapshot every some steps, and returns a run to the last one.
+    """Takes snapshots at regular steps, and restores the last snapshot.
 
     Args:
         task: of the run.
-        memory: of earlier steps; restored too.
+        memory: loss statistics, restored too.
         every: number of steps between snapshots.
     """
 
     def __init__(self, task: Task, memory: GuardMemory, every: int) -> None:
         self._task, self._memory, self._every = task, memory, every
         self._snapshot: Snapshot | None = None
-        self._left_out_to = 0  # last step that earlier rollbacks have left out
+        self._left_out_to = 0  # last step that earlier rollbacks skipped
 
     def begin(self, step: int) -> None:
-        """Take a snapshot before a step if one is due. Collective where ranks divide the model."""
+        """Take a snapshot before a step if due. Collective if the ranks divide the model."""
         if self._snapshot is None or (step - 1) % self._every == 0:
             self._snapshot = Snapshot(self._task, self._memory, step)
 
     def go_back(self, step: int) -> tuple[int, int]:
-        """Restore the last snapshot in the place of a step. Local.
+        """Restore the last snapshot instead of taking ``step``. Local.
 
         Returns:
-            The step whose state is restored, and the number of steps that are left out now.
+            The step whose state is restored, and the number of newly skipped steps.
         """
         assert self._snapshot is not None
         since = self._snapshot.step - 1

@@ -1,4 +1,4 @@
-"""State of a run next to model and optimizer: loss scale, averaged weights, best test."""
+"""State of a run in addition to model and optimizer: loss scale, averaged weights, best test."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,10 +17,13 @@ _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Precision:
-    """Precision of a step: autocast in forward, and a scaled loss where gradients are fp16.
+    """Autocast in forward, and loss scaling with fp16.
 
-    Gradients are averaged before they are checked, so that all ranks find the same overflow and
-    keep the same scale.
+    Gradients are averaged before they are checked for overflow, so all ranks have the same scale.
+
+    Args:
+        name: value of ``train.precision``.
+        model: determines the device.
     """
 
     def __init__(self, name: str, model: nn.Module) -> None:
@@ -29,23 +32,24 @@ class Precision:
         self._dtype = _TYPES.get(name)
         self._scaler = GradScaler(self._device, enabled=name == "fp16")
         self._scaler.scale(torch.zeros((), device=self._device))
-        # It has a scale from here on: a part may begin with a step in which a rank has no samples.
+        # The scaler initializes its scale here, as the first step may have no samples.
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Run forward passes inside in ``train.precision``."""
+        """Return a context that runs forward passes in ``train.precision``."""
         if self._dtype is None:
             return nullcontext()
         return torch.autocast(self._device, dtype=self._dtype)
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """Return what backward begins with."""
+        """Return the loss multiplied by the scale."""
         scaled: Tensor = self._scaler.scale(loss)
         return scaled
 
     def unscale(self, optimizer: Optimizer) -> bool:
-        """Unscale all gradients; return whether the step is left out because of an overflow.
+        """Unscale all gradients; return True if an overflow of the scaled loss skips the step.
 
-        Below a scale of 1 the scale is not the cause: then the check of gradients decides.
+        Returns False if the scale falls below 1, because then the scale is not the cause and the
+        check of gradients must decide.
         """
         if not self._scaler.is_enabled():
             return False
@@ -55,24 +59,28 @@ class Precision:
         return 1.0 <= self._scaler.get_scale() < before
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scale and when it grows; empty where nothing is scaled."""
+        """Return the state of the ``GradScaler``; empty without scaling."""
         return self._scaler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state; no-op without a scale."""
+        """Continue from a saved state; no-op without scaling."""
         self._scaler.load_state_dict(dict(state))
 
 
 def widened(output: Any) -> Any:
-    """Return an output of autocast in 32 bits, for metrics and numpy; others unchanged."""
+    """Return a half-precision tensor as float32, for metrics and NumPy; others unchanged."""
     is_half = isinstance(output, Tensor) and output.dtype in _TYPES.values()
     return output.float() if is_half else output
 
 
 class Ema:
-    """Moving average of a model's weights: ``decay * average + (1 - decay) * weights``.
+    """Exponential moving average of weights: ``decay * average + (1 - decay) * weights``.
 
-    It begins with the weights after the first step.
+    The average starts with the weights after the first step.
+
+    Args:
+        model: its parameters are averaged.
+        decay: between 0 and 1.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -82,7 +90,7 @@ class Ema:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take in the weights after a step."""
+        """Update the averages with the current weights. Local."""
         if self._averages:
             foreach_lerp_(self._averages, self._parameters, 1 - self._decay)
         else:
@@ -90,7 +98,7 @@ class Ema:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Let the model have the averaged weights inside."""
+        """Use the averaged weights inside the block."""
         own = [parameter.detach().clone() for parameter in self._parameters]
         self._give(self._averages)
         try:
@@ -99,13 +107,13 @@ class Ema:
             self._give(own)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the averages by the names of the model's state; empty before the first step."""
+        """Return the averages by names of the model's state; empty before the first step."""
         average = {id(p): a for p, a in zip(self._parameters, self._averages, strict=False)}
         state = self._model.state_dict(keep_vars=True)
         return {name: average[id(p)] for name, p in state.items() if id(p) in average}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state, which may have buffers too."""
+        """Continue from a saved state, which may contain buffers too."""
         names = {id(p): name for name, p in self._model.state_dict(keep_vars=True).items()}
         parameters = self._parameters if state else []  # none before the first step
         self._averages = [state[names[id(p)]].to(p.device, copy=True) for p in parameters]
@@ -117,18 +125,23 @@ class Ema:
 
 
 class BestTest:
-    """The best test of a run so far, and how many have come since."""
+    """Best test of a run so far, and the number of tests since."""
 
     def __init__(self) -> None:
-        self.score: float | None = None  # the larger the better
+        self.score: float | None = None  # larger is better
         self.step = self.epoch = 0
         self.metric = 0.0
         self.num_since = 0
 
     def see(self, score: float | None, **place: Any) -> None:
-        """Take in a test; ``score`` is None where it says nothing.
+        """Add a test.
 
-        Of equal ones the later is the best, as its checkpoint stays, but it is no better one.
+        A test with an equal score becomes the best test, because its checkpoint is newer, but
+        does not count as an improvement.
+
+        Args:
+            score: larger is better; None if not finite.
+            place: step, epoch and metric of the test.
         """
         is_better = score is not None and (self.score is None or score > self.score)
         self.num_since = 0 if is_better else self.num_since + 1
@@ -141,41 +154,41 @@ class BestTest:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What the last record of a run says; empty before a test."""
+        """Entries of the last record of a run; empty before the first test."""
         if self.score is None:
             return {}
         return {"step": self.step, "epoch": self.epoch, "metric": self.metric}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all of it."""
+        """Return the state."""
         return dict(vars(self))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state."""
+        """Continue from a saved state."""
         vars(self).update(state)
 
 
 class GuardMemory:
-    """Memory of a ``StepGuard``: the last losses, and its earlier decisions."""
+    """State of a ``StepGuard`` between steps: recent losses and earlier decisions."""
 
     def __init__(self, config: TrainingConfig) -> None:
         self.spikes = LossSpikes(config.spike_deviations, config.spike_window)
-        self.num_left_out = 0  # steps, of all ranks together
-        self.lowered_at: int | None = None  # step of which the rate was lowered last
+        self.num_left_out = 0  # number of skipped steps that are common to all ranks
+        self.lowered_at: int | None = None  # last step at which the learning rate was lowered
         self._config = config
 
     def rate(self, step: int) -> float:
-        """Return by what the rate of a step is multiplied: it rises linearly to 1."""
+        """Return the factor of the learning rate in a step, which rises linearly to 1."""
         steps, factor = self._config.lowered_steps, self._config.lowered_rate
         since = steps if self.lowered_at is None else step - self.lowered_at
         return 1.0 if since >= steps else factor + (1.0 - factor) * since / steps
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all of it."""
+        """Return the state."""
         own = {"num_left_out": self.num_left_out, "lowered_at": self.lowered_at}
         return {**own, **self.spikes.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state."""
+        """Continue from a saved state."""
         self.num_left_out, self.lowered_at = state["num_left_out"], state["lowered_at"]
         self.spikes.load_state_dict(state)

@@ -1,10 +1,10 @@
-"""The protocol by which the ranks of a run combine the work of one training step.
+"""Interface of the mechanisms by which ranks combine gradients or steps.
 
 One implementation per mechanism: ``AveragedExchange`` (also Adasum), ``ShardedExchange``,
 ``LocalExchange``, ``AsyncExchange``, ``ReproducibleExchange`` and ``ParallelExchange``. The
 training loop calls, for each step::
 
-    begin, raise_flags -> backward -> clip, clip_values -> step, or skip on all ranks that agree
+    begin, raise_flags -> backward -> clip, clip_values -> step or skip
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,10 +32,10 @@ from hpctrain.train.model import BuiltModel, misfits
 from hpctrain.train.run_config import RunConfig
 
 Forward = Callable[..., tuple[Tensor, Tensor]]
-"""Returns output and mean loss of inputs and labels; see ``Task.forward``."""
+"""Returns output and mean loss from inputs and labels; see ``Task.forward``."""
 
 Figures = dict[str, Any]
-"""Entries of a record of ``metrics.jsonl``, by name."""
+"""Entries of a record in ``metrics.jsonl``, by name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,12 +44,12 @@ class StepBatch:
 
     inputs: Tensor
     labels: Tensor
-    num_samples: int  # of this rank; 0 where the last batch of an epoch is too short
+    num_samples: int  # of this rank; 0 if the last batch of an epoch has too few samples
     num_global: int  # of all ranks
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor]:
-        """Inputs and labels."""
+        """``(inputs, labels)``."""
         return self.inputs, self.labels
 
 
@@ -63,22 +63,21 @@ class LossObserver(Protocol):
 
 
 class StepExchange:
-    """Combines the work of all ranks in each training step.
+    """Base class of the mechanisms that combine the gradients or steps of all ranks.
 
-    The methods of this class hold where all ranks have one model after every step. Mechanisms
-    override what is different.
+    The default methods suit mechanisms whose ranks have identical models after every step.
 
     Args:
         config: of the run.
         comm: all ranks.
         model: of this rank.
         optimizer: of this rank; holds the parameters of ``model``.
-        method: the object that communicates in a step, such as a ``DistributedOptimizer``.
+        method: object that communicates in each step, such as a ``DistributedOptimizer``.
     """
 
     takes_own_steps = False
-    """Whether ranks take steps of their own and synchronize at the end of a round."""
-    is_reproducible = False  # whether bits of results are independent of the number of ranks
+    """Whether ranks take local steps and synchronize only at the end of a round."""
+    is_reproducible = False  # whether results are bitwise identical on any number of ranks
     wants_epoch_loss = False  # whether ``end_epoch`` is called
 
     def __init__(
@@ -96,32 +95,34 @@ class StepExchange:
 
     @classmethod
     def build(cls, config: RunConfig, comm: Communicator, built: BuiltModel) -> Self:
-        """Return the exchange of a model that is the same on all ranks. Collective.
+        """Return an exchange for a model that is identical on all ranks. Collective.
 
-        It may replace model and optimizer.
+        The exchange may replace model and optimizer.
 
         Raises:
-            MismatchError: the method refuses its arguments; on all ranks.
+            MismatchError: arguments of the method are invalid; on all ranks.
         """
         raise NotImplementedError
 
     # -- one step -------------------------------------------------------------------------------
 
     def begin(self, rate: float, *, must_agree: bool) -> None:
-        """Set the learning rates of a step to ``rate`` times those of the configuration. Local.
+        """Start a step. Local.
 
-        Where ranks take steps of their own they synchronize after this one if ``must_agree``.
+        Args:
+            rate: factor of the configured learning rates.
+            must_agree: with local steps, synchronize all ranks after this step.
         """
         del must_agree
         for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
             group["lr"] = peak * rate
 
     def raise_flags(self, flags: int) -> None:
-        """Send these bits to all ranks with the message of the step. Local."""
+        """Add these bits to the step header, which all ranks receive. Local."""
         self.method.raise_flags(flags)
 
     def report_loss(self, loss: float) -> None:
-        """Send this rank's loss with the message of the step. Local."""
+        """Add this rank's loss to the step header. Local."""
 
     def backward(
         self, batch: StepBatch, forward: Forward, observer: LossObserver
@@ -129,35 +130,32 @@ class StepExchange:
         """Compute and combine the gradients of a global batch. Collective.
 
         Returns:
-            The mean loss of some samples, and their number: over all ranks each sample of the
-            batch is in one of them. With reproducible steps the loss is that of the whole batch.
+            A mean loss and its number of samples; each sample of the batch counts on exactly one
+            rank. With reproducible steps the loss is the mean over the whole batch.
         """
         raise NotImplementedError
 
     @property
     def communication_seconds(self) -> float:
-        """Time in which the last step waited for other ranks."""
+        """Seconds that the last step waited for communication."""
         return float(self.method.communication_seconds)
 
     @property
     def raised_flags(self) -> int:
-        """Bits that any rank had raised for the last step; the same on every rank."""
+        """Flags that any rank raised for the last step; identical on all ranks."""
         return int(self.method.raised_flags)
 
     @property
     def gradient_flags(self) -> int:
-        """Bits raised by the ranks whose gradients are averaged with those of this rank.
-
-        Known after ``backward``.
-        """
+        """Flags of all ranks whose gradients this rank averages, valid after ``backward``."""
         return self.raised_flags
 
     def mean_loss(self, loss: float) -> float:
-        """Return the mean loss of all samples of the step, where this rank's is ``loss``."""
+        """Return the mean loss of all samples of the step; ``loss`` is that of this rank."""
         return loss
 
     def own_loss(self, loss: float) -> float:
-        """Return the part of this rank's samples in ``loss``, which ``backward`` returned."""
+        """Return the loss of this rank's samples; ``loss`` is the result of ``backward``."""
         return loss
 
     @property
@@ -166,24 +164,27 @@ class StepExchange:
         return False
 
     def look_at_sums(self) -> None:
-        """Let ``sums_are_finite`` be known from the next step on, if possible."""
+        """Compute ``sums_are_finite`` from the next step on, if the mechanism can. Local."""
 
     @property
     def is_synchronous(self) -> bool:
-        """Whether all ranks take the present step together."""
+        """Whether all ranks take the current step together."""
         return True
 
     @property
     def leads_step(self) -> bool:
-        """Whether this rank is the first of those that take the present step together."""
+        """Whether this rank is the lowest of the ranks that take the current step together."""
         return self.comm.rank == 0
 
     def clip(self, max_norm: float) -> float:
-        """Clip the combined gradient; return its norm before. Collective with sharded state."""
+        """Clip the combined gradient by norm; return the norm before clipping.
+
+        Collective with sharded state.
+        """
         return float(clip_grad_norm_(self.model.parameters(), max_norm))
 
     def gradient_norm(self) -> float:
-        """Return the norm of the combined gradient. Collective with sharded state."""
+        """Return the L2 norm of the combined gradient. Collective with sharded state."""
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
         return float(total_norm(dense)) if dense else 0.0
@@ -191,20 +192,20 @@ class StepExchange:
     def clip_values(self, max_value: float) -> None:
         """Clip each element of the combined gradient. Local."""
         parameters = [p for p in self.model.parameters() if p.grad is not None]
-        if parameters:  # torch refuses an empty list: a rank without samples in its own step
+        if parameters:  # torch raises for an empty list, as on a rank without samples
             nn.utils.clip_grad_value_(parameters, max_value)
 
     def step(self) -> None:
-        """Update the parameters. Collective where the optimizer is."""
+        """Update the parameters. Collective if the optimizer communicates."""
         self.optimizer.step()
 
     def skip(self, flags: int) -> None:
-        """Leave this step out; ``flags`` inform ranks that do not know. Collective."""
+        """Skip this step; ``flags`` inform ranks that took it locally. Collective."""
         del flags
         self.optimizer.zero_grad()
 
     def counted(self, loss: float, batch: StepBatch, num_samples: int) -> tuple[float, int]:
-        """Return loss and number of samples of this rank in the sums of a record."""
+        """Return the loss and the number of samples that this rank adds to a record."""
         del batch
         return loss, num_samples
 
@@ -216,20 +217,20 @@ class StepExchange:
         return True
 
     def resume_clock(self) -> None:
-        """Leave the time since the last step out of the measured time of steps. Local."""
+        """Exclude the time since the last step from measured step times. Local."""
 
     def end_epoch(self, loss: float) -> None:
-        """Take the mean training loss of an epoch, the same on every rank."""
+        """Receive the mean training loss of an epoch, identical on all ranks."""
 
     def finish(self) -> None:
-        """End the round, so that all ranks have one model. Collective."""
+        """Synchronize the models of all ranks. Collective."""
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Give the model the mean of all replicas inside the block. Collective."""
+        """Return a context in which the model has the mean of all replicas. Collective."""
         return nullcontext()
 
     def settled(self) -> AbstractContextManager[object]:
-        """Give model and optimizer the state that is saved inside the block. Collective."""
+        """Return a context in which model and optimizer have the state to save. Collective."""
         return nullcontext()
 
     def close(self) -> None:
@@ -238,7 +239,7 @@ class StepExchange:
     # -- tests ----------------------------------------------------------------------------------
 
     def share_buffers(self) -> None:
-        """Give all ranks the buffers of rank 0, such as running means. Collective."""
+        """Broadcast the buffers of rank 0, such as running means. Collective."""
         for buffer in self.model.buffers():
             with on_host(buffer) as values:
                 self.comm.broadcast_(values).wait()
@@ -246,9 +247,9 @@ class StepExchange:
     def test_parts(
         self, values: tuple[Tensor, Tensor], loader: Loader
     ) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
-        """Yield inputs and labels that this rank judges together, of its part of a batch.
+        """Yield ``(inputs, labels, output)`` for pieces of this rank's part of a test batch.
 
-        The output is included where several ranks compute it together. Collective then.
+        ``output`` is None unless several ranks compute it together; the call is then collective.
         """
         del loader
         if len(values[0]):
@@ -257,12 +258,12 @@ class StepExchange:
             self.forward_nothing(values[0])
 
     def forward_nothing(self, inputs: Tensor, times: int = 1) -> None:
-        """Take part in the collectives of the other ranks' forward passes, without samples."""
+        """Join the collectives of the other ranks' forward passes without samples."""
 
     def sum_rows(self, rows: Sequence[Sequence[float]], num_columns: int) -> list[float]:
-        """Return the sums of the columns over the rows of all ranks. Collective.
+        """Return the sum of each column over the rows of all ranks. Collective.
 
-        Each rank rounds its sums once, so that the order of its rows does not matter.
+        Each rank rounds its sums only once, so the order of its rows does not matter.
         """
         sums = torch.tensor(column_sums(rows, num_columns), dtype=torch.float64)
         self.comm.allreduce_(sums).wait()
@@ -272,24 +273,24 @@ class StepExchange:
 
     @property
     def replicas_agree(self) -> bool:
-        """Whether all ranks should have the same parameters now; the same on every rank."""
+        """Whether all ranks must have identical parameters now; identical on all ranks."""
         return True
 
     @property
     def states_agree(self) -> bool:
-        """Whether all ranks should have the same parameters and optimizer state now."""
+        """Whether all ranks must have identical parameters and optimizer state now."""
         return True
 
     @property
     def heals(self) -> bool:
-        """Whether ranks that differ take the values of the other ranks."""
+        """Whether a replica that differs is overwritten with the values of the majority."""
         return self.config.train.on_divergence == "heal"
 
     def check_replicas(self) -> bool:
-        """Compare the replicas; return whether they should be equal now. Collective.
+        """Compare the replicas; return False if the replicas may differ now. Collective.
 
         Raises:
-            ReplicaError: they differ; on every rank.
+            ReplicaError: the replicas differ but must not; on all ranks.
         """
         if not self.replicas_agree:
             return False
@@ -303,7 +304,7 @@ class StepExchange:
         return True
 
     def hash(self) -> str:
-        """Return a hash of parameters and optimizer state, the same on every rank. Collective."""
+        """Return a hash of parameters and optimizer state, identical on all ranks. Collective."""
         return state_hash(self._parameters_and_optimizer(), self.comm)
 
     def _parameters_and_optimizer(self) -> dict[str, Any]:
@@ -314,46 +315,46 @@ class StepExchange:
 
     @property
     def num_parameters(self) -> int:
-        """Elements of all parameters of the whole model."""
+        """Number of parameter elements of the whole model."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     @property
     def layout(self) -> str | None:
-        """How ranks divide the model; None where each rank has the whole model."""
+        """Description of how the ranks divide the model; None if each rank has the whole model."""
         return None
 
     @property
     def seed_offset(self) -> int:
-        """Number that is added to the seed on this rank: dropout must differ between samples."""
+        """Offset of this rank's random seed: dropout must differ between samples."""
         return self.comm.rank
 
     def share_out(self, *loaders: Loader) -> None:
-        """Let the loaders read the samples of this rank's replica. Local."""
+        """Configure the loaders to read the samples of this rank's replica. Local."""
 
     # -- checkpoints ----------------------------------------------------------------------------
 
     @property
     def codec(self) -> Codec | None:
-        """Codec of the gradients; None where they are sent as they are."""
+        """Codec of the gradients; None if gradients are not compressed."""
         return None
 
     def local_state(self) -> dict[str, Any]:
-        """Return model and optimizer of this rank, for ``restore_model``.
+        """Return the model and optimizer state of this rank, for ``restore_model``.
 
-        Collective where ranks divide the model.
+        Collective if the ranks divide the model.
         """
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def shared_state(self) -> dict[str, Any]:
-        """Return the state that any number of ranks can continue from. Collective.
+        """Return the state from which any number of ranks can continue. Collective.
 
-        Buffers such as running means differ between ranks: those of rank 0 are saved.
+        Buffers such as running means differ between ranks; the state has the buffers of rank 0.
         """
         model, optimizer = self._shared_model(), self._shared_optimizer()
         return {"model": model, "optimizer": optimizer, **self._empty_state()}
 
     def _empty_state(self) -> dict[str, Any]:
-        """Return the entries that mechanisms replace, which readers of a checkpoint expect."""
+        """Return the entries that readers of a checkpoint expect from all mechanisms."""
         return {"layout": self.layout, **dict.fromkeys(("sync", "codec", "steps", "noise"))}
 
     def _shared_model(self) -> dict[str, Any]:
@@ -374,29 +375,31 @@ class StepExchange:
         return dict.fromkeys(("replica", "sync", "codec", "noise"))
 
     def restore(self, shared: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
-        """Continue from ``shared_state()`` and ``own_state()``. Collective.
+        """Continue from a saved state. Collective.
 
-        ``own`` is None where the number of ranks has changed.
+        Args:
+            shared: result of ``shared_state()``.
+            own: result of ``own_state()`` on this rank; None if the number of ranks has changed.
 
         Raises:
-            CheckpointError: the state does not fit model, optimizer or method.
+            CheckpointError: the state does not match the model, the optimizer or the method.
         """
         try:
-            # A run that averages gradients may continue one whose ranks had replicas of their own.
+            # A checkpoint of a run with local steps contains replicas, which other methods ignore.
             replica = own.get("replica") if own and self.takes_own_steps else None
             self.restore_model(shared, replica)
         except (RuntimeError, ValueError) as error:
             raise CheckpointError(
-                f"the model and the optimizer must be those of the checkpoint, but {error}; "
+                f"model and optimizer must match the checkpoint, but {error}; "
                 f"continue with the configuration that the checkpoint was written with"
             ) from error
 
     @torch.no_grad()
     def restore_model(self, shared: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
-        """Load model and optimizer of ``shared``; ``own`` is this rank's replica, if any."""
+        """Load model and optimizer of ``shared``, then this rank's replica ``own`` if given."""
         check_fit(shared["model"], self.model.state_dict())
         self.model.load_state_dict(shared["model"])
-        # Copied: an optimizer keeps the tensors that it is given.
+        # The optimizer keeps references to the tensors, so it must get copies.
         saved = mapped((own or shared)["optimizer"], Tensor.clone)
         self.optimizer.load_state_dict(saved)
         _restore_scalars(self.optimizer, saved)
@@ -405,10 +408,10 @@ class StepExchange:
                 parameter.copy_(own["parameters"][name])
 
     def wanted(self, latest: Callable[[], Any]) -> Mapping[str, Shard] | None:
-        """Return the shards that this rank reads of the newest checkpoint; None for all.
+        """Return the shards that this rank reads from the newest checkpoint; None for all.
 
         Args:
-            latest: returns the folder of the newest checkpoint, None without one. Collective.
+            latest: collective function that returns the folder of the newest checkpoint, or None.
         """
         del latest
         return None
@@ -417,26 +420,26 @@ class StepExchange:
 
     @property
     def facts(self) -> Figures:
-        """Entries of the first record of a run."""
+        """Entries for the first record of each part of a run."""
         return {"layout": self.layout} if self.layout else {}
 
     @property
     def figures(self) -> Figures:
-        """Entries of each record of steps; the same on every rank."""
+        """Entries for each step record; identical on all ranks."""
         return {}
 
     @property
     def noise_scale(self) -> float | None:
-        """The gradient noise scale in samples; None where it is not measured. Collective."""
+        """Gradient noise scale in samples; None if not measured. Collective."""
         return None
 
     @property
     def savings(self) -> Savings | None:
-        """Bytes that compression saves; None where gradients are not compressed."""
+        """Bytes that compression saves; None if gradients are not compressed."""
         return None
 
     def describe(self) -> list[tuple[str, str]]:
-        """Return rows of the description of a run: title and text."""
+        """Return rows ``(title, text)`` for the description of a run."""
         return [("layout", self.layout)] if self.layout else []
 
 
@@ -447,23 +450,27 @@ def column_sums(rows: Sequence[Sequence[float]], num_columns: int) -> list[float
 
 
 def check_fit(have: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> None:
-    """Return if a checkpoint has all tensors of a model, in its shapes and types, and no others.
+    """Check that a checkpoint has exactly the tensors of a model, with equal shapes and dtypes.
+
+    Args:
+        have: tensors of the checkpoint.
+        want: tensors of the model.
 
     Raises:
-        CheckpointError: it does not; lists every tensor.
+        CheckpointError: tensors differ; the message lists each of them.
     """
     if lines := misfits(have, want):
         raise CheckpointError(
-            f"the checkpoint of this run does not fit the model in {len(lines)} "
-            f"tensor{'s' * (len(lines) != 1)}; build the model that was saved, or change its "
-            f"state between hpctrain.checkpoint.load and save:\n  " + "\n  ".join(lines)
+            f"the checkpoint must match the model, but {len(lines)} "
+            f"tensor{'s' * (len(lines) != 1)} do not; build the model that was saved, or change "
+            f"its state between hpctrain.checkpoint.load and save:\n  " + "\n  ".join(lines)
         )
 
 
 def _restore_scalars(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Give scalars of an optimizer's state, such as those of NAdam, their saved dtype.
+    """Restore the dtype of scalars in the optimizer state, such as ``mu_product`` of NAdam.
 
-    torch converts them to the dtype of the parameter, which changes their bits.
+    torch casts these scalars to the dtype of the parameter, which changes their values.
     """
     places = (place for group in saved["param_groups"] for place in group["params"])
     parameters = (p for group in optimizer.param_groups for p in group["params"])

@@ -1,4 +1,4 @@
-"""Findings about steps that must not be taken: what each rank saw, for records and messages."""
+"""Findings of each rank about steps that are not finite, for records and messages."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -11,20 +11,20 @@ from hpctrain.train.run_state import unfinite_weights
 from hpctrain.train.task import Task
 
 _MAX_SAMPLES, _MAX_RANKS = 8, 4
-"""Numbers of samples of a rank, and of ranks, in a message; the record has all."""
+"""Maximum numbers of samples per rank, and of ranks, in a message; the record has all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NotFiniteFinding:
-    """What a rank saw in a step that must not be taken."""
+    """Loss, gradient norm and samples of a rank in a step that must not be taken."""
 
     step: int
     epoch: int
     lr: float
     loss: float  # of this rank's samples
     norm: float | None
-    """Of the gradients, averaged where ranks average them; None where it was not computed."""
-    samples: list[int]  # numbers of this rank's samples in the data set
+    """L2 norm of the gradients, after averaging if ranks average; None if not computed."""
+    samples: list[int]  # indices of this rank's samples in the data set
 
     def describe(self) -> str:
         """Return a human-readable line."""
@@ -37,7 +37,7 @@ class NotFiniteFinding:
         )
 
     def record(self, rank: int) -> dict[str, Any]:
-        """Return an entry of ``metrics.jsonl``, which has no numbers that are not finite."""
+        """Return an entry of ``metrics.jsonl``; JSON stores losses and norms as text here."""
         norm = {} if self.norm is None else {"gradient_norm": str(self.norm)}
         figures = {"loss": str(self.loss), **norm}
         place = {"step": self.step, "epoch": self.epoch, "lr": self.lr}
@@ -45,7 +45,7 @@ class NotFiniteFinding:
 
 
 class StepFindings:
-    """The finding of this rank until all ranks report theirs.
+    """Stores the finding of this rank until ``report`` collects the findings of all ranks.
 
     Args:
         task: of the run.
@@ -56,22 +56,23 @@ class StepFindings:
         self._task, self._metrics = task, metrics
         self.own: NotFiniteFinding | None = None
         self._of_last: Callable[[], NotFiniteFinding] | None = None
-        self.is_reported = False  # whether the error that stops the run has the findings
+        self.is_reported = False  # whether an error message contains the findings
 
     def step_taken(self, finding: Callable[[], NotFiniteFinding]) -> None:
-        """Keep how to describe a step that is taken; it may turn out to be the cause. Local."""
+        """Store a description of the last taken step, which may be the cause of NaN. Local."""
         self._of_last = finding
 
     def note_last(self) -> None:
-        """Make the last step that was taken this rank's finding. Local."""
+        """Use the last taken step as the finding of this rank. Local."""
         assert self._of_last is not None
         self.own = self._of_last()
 
     def note(self, finding: Callable[[], NotFiniteFinding], *, may_be_older: bool) -> None:
-        """Make a step this rank's finding, unless it has an earlier one. Local.
+        """Store a finding, unless this rank already has one. Local.
 
-        If weights are not finite already and ``may_be_older``, the last step that was taken is
-        the cause.
+        Args:
+            finding: describes the current step.
+            may_be_older: if weights are not finite, describe the last taken step instead.
         """
         if self.own is None:
             is_older = may_be_older and self._of_last and unfinite_weights(self._task)
@@ -80,9 +81,16 @@ class StepFindings:
     def report(
         self, step: int, event: str = "not_finite", **about: Any
     ) -> dict[int, NotFiniteFinding]:
-        """Record the findings of all ranks; return those to show, by rank. Collective.
+        """Record the findings of all ranks; return findings for a message. Collective.
 
-        Ranks whose own loss is not finite are shown, or all ranks if no loss is the cause.
+        Args:
+            step: of the record.
+            event: of the record.
+            about: further entries of the record.
+
+        Returns:
+            By rank: the findings with a loss that is not finite, or all findings if every loss is
+            finite.
         """
         findings = self._task.comm.allgather_object(self.own)
         records = [f.record(rank) for rank, f in enumerate(findings) if f is not None]
@@ -96,7 +104,7 @@ class StepFindings:
         }
 
     def lines(self, step: int) -> list[str]:
-        """Return lines for an error that all ranks have raised for another reason. Collective."""
+        """Return lines to add to an error that all ranks raise; empty if reported. Collective."""
         if self.is_reported:
             return []
         if self.own is None and self._of_last and unfinite_weights(self._task):
@@ -105,7 +113,7 @@ class StepFindings:
 
 
 def message_of(shown: Mapping[int, NotFiniteFinding]) -> str:
-    """Return the message of the error that stops a run."""
+    """Return the message of the error that stops the run."""
     step = min(finding.step for finding in shown.values())
     was_taken = all(finding.norm is None for finding in shown.values())
     rule = "loss and gradients must be finite,"
@@ -113,19 +121,19 @@ def message_of(shown: Mapping[int, NotFiniteFinding]) -> str:
         f"{rule} but the weights after step {step} are not: the step was too large, or one of its "
         f"gradients was not finite"
         if was_taken
-        else f"{rule} but those of {format_ranks(shown)} are not in step {step}, which was not "
+        else f"{rule} but they are not on {format_ranks(shown)} in step {step}, which was not "
         f"taken"
     )
     remedies = (
-        "look at these samples; metrics.jsonl has all of them",
+        "check these samples; metrics.jsonl has all of them",
         "use a smaller optimizer.lr, or train.clip_norm (both with --changed), or",
-        'train.on_non_finite = "skip", which leaves such steps out',
+        'train.on_non_finite = "skip", which skips such steps',
     )
     return "\n".join((cause, *_lines_of(shown), *remedies))
 
 
 def _lines_of(shown: Mapping[int, NotFiniteFinding]) -> list[str]:
-    """Return a line for each of the first findings."""
+    """Return one line per finding, at most ``_MAX_RANKS``."""
     lines = [f"  rank {rank}: {finding.describe()}" for rank, finding in shown.items()]
     if more := lines[_MAX_RANKS:]:
         lines[_MAX_RANKS:] = [f"  and {len(more)} more ranks"]

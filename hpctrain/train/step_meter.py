@@ -1,4 +1,4 @@
-"""Meter of steps since the last record: sums over steps, then over ranks."""
+"""Sums over the steps since the last record, and over ranks."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,41 +13,41 @@ from hpctrain.comm.communicator import Communicator
 T = TypeVar("T")
 
 _TIMES = ("compute_s", "communication_s", "input_s")
-_CHECKPOINT = 6  # where the sums have that time
+_CHECKPOINT = 6  # index of the checkpoint time in the sums
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interval:
-    """Some steps, as all ranks together saw them; times are means over steps and ranks."""
+    """Measurements of several steps; times are means over steps and ranks, in seconds."""
 
     num_steps: int
     num_samples: int  # of all ranks
-    loss: float  # mean over the samples; NaN of nothing, where all steps were left out
+    loss: float  # mean over the samples; NaN if all steps were skipped
     compute_s: float
-    communication_s: float  # only what computing did not hide
+    communication_s: float  # not overlapped with compute
     input_s: float
     num_skipped: int = 0
-    """Steps that were left out; what ranks take together is one, their own are one of each."""
+    """Skipped steps: a common step counts once, a local step once per rank."""
     of_ranks: Mapping[str, list[float]] = field(default_factory=dict)
-    """These times by rank, and those of checkpoints, as means over the steps."""
+    """The same times and the checkpoint time by rank, as means over the steps."""
 
     @property
     def step_s(self) -> float:
-        """Duration of a step."""
+        """Duration of a step in seconds."""
         return self.compute_s + self.communication_s + self.input_s
 
     @property
     def samples_per_s(self) -> float:
-        """Throughput of all ranks."""
+        """Throughput of all ranks in samples per second."""
         return self.num_samples / (self.num_steps * self.step_s)
 
     @property
     def communication_share(self) -> float:
-        """Part of a step that is exposed communication, 0 to 1."""
+        """Fraction of a step that is exposed communication, 0 to 1."""
         return self.communication_s / self.step_s
 
     def joined(self, later: "Interval") -> "Interval":
-        """Return this and a later interval as one."""
+        """Return the union of this and a later interval, without ``of_ranks``."""
         both = (self, later)
         num_steps, num_samples, num_skipped = (
             sum(getattr(each, name) for each in both)
@@ -68,44 +68,44 @@ class Interval:
 
 
 class StepMeter:
-    """Adds up this rank's steps until ``take`` sums them over all ranks."""
+    """Sums measurements of this rank's steps until ``take`` reduces them over all ranks."""
 
     def __init__(self) -> None:
         self._sums = torch.zeros(7, dtype=torch.float64)
         self._num_steps = 0
         self.input_s = 0.0
-        """How long the last batch let us wait."""
+        """Seconds that this rank waited for the last batch."""
 
     @property
     def num_steps(self) -> int:
-        """Steps since the last ``take``, the same on every rank."""
+        """Steps since the last ``take``; identical on all ranks."""
         return self._num_steps
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this rank has added since the last ``take``."""
+        """Return the sums of this rank since the last ``take``."""
         return {"sums": self._sums.clone(), "num_steps": self._num_steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state."""
-        sums = state["sums"]  # fewer in older checkpoints
+        """Continue from ``state_dict()``."""
+        sums = state["sums"]  # older checkpoints have fewer sums
         self._sums.zero_()[: len(sums)] = sums
         self._num_steps = state["num_steps"]
 
     def shared(self, comm: Communicator) -> dict[str, Any]:
-        """Return what all ranks have added since the last ``take``, as of one; collective."""
+        """Return the sums of all ranks since the last ``take``, with mean times. Collective."""
         sums = self._sums.clone()
         comm.allreduce_(sums).wait()
         sums[[2, 3, 4, _CHECKPOINT]] /= comm.size
         return {"sums": sums, "num_steps": self._num_steps}
 
     def load_shared(self, state: Mapping[str, Any], rank: int) -> None:
-        """Go on from a state of another number of ranks: rank 0 has the samples of all."""
+        """Continue from ``shared()`` of another number of ranks; rank 0 gets all samples."""
         self.load_state_dict(state)
         if rank:
             self._sums[:2] = self._sums[5] = 0.0
 
     def inputs(self, batches: Iterable[T]) -> Iterator[T]:
-        """Yield ``batches`` and note how long each let us wait."""
+        """Yield ``batches``, measuring the wait for each batch."""
         iterator = iter(batches)
         while True:
             start = perf_counter()
@@ -125,7 +125,15 @@ class StepMeter:
         communication_s: float,
         num_skipped: int = 0,
     ) -> None:
-        """Add one step; ``work_s`` is all its time but the wait for its batch."""
+        """Add one step. Local.
+
+        Args:
+            loss: mean over ``num_samples``.
+            num_samples: samples of this rank.
+            work_s: duration without the wait for the batch.
+            communication_s: part of ``work_s`` that waited for communication.
+            num_skipped: steps to count as skipped.
+        """
         self._sums += torch.tensor(
             (
                 loss * num_samples,
@@ -141,12 +149,12 @@ class StepMeter:
         self._num_steps += 1
 
     def add_checkpoint(self, seconds: float) -> None:
-        """Add time in which training waited for a checkpoint."""
+        """Add seconds that training waited for a checkpoint."""
         self._sums[_CHECKPOINT] += seconds
 
     def take(self, comm: Communicator) -> Interval:
-        """Return what was added on all ranks since the last call; collective."""
-        # A row for each rank in one small sum: as many messages as the sums of all would take.
+        """Return the measurements of all ranks since the last call. Collective."""
+        # One row per rank in one allreduce gives sums and times by rank with the same messages.
         rows = torch.zeros(comm.size, len(self._sums), dtype=torch.float64)
         rows[comm.rank] = self._sums
         comm.allreduce_(rows).wait()

@@ -64,7 +64,7 @@ class SyncConfig(CheckedFields):
     the model that the round has begun with; 0 for none."""
 
     def check(self) -> None:
-        """Raise ``ConfigError`` if the method does not have what is set."""
+        """Raise ``ConfigError`` if the method does not support a key."""
         method, args = self.method, dict(self.args)
         require(
             (self.fraction == 1 and not self.proximal)
@@ -82,11 +82,10 @@ class SyncConfig(CheckedFields):
         )
         keys = [name for name in _OTHER_KEYS if name in args]
         names = ", ".join(_OTHER_KEYS)
-        require(not keys, f"sync.args has other arguments: write {names} beside it", keys)
+        require(not keys, f"sync.args must not have {names}: write them in [sync]", keys)
         require(
             self.is_async or "seed" not in args,
-            "sync.args must not have a seed, the run's seed draws: leave it out, and write seed "
-            "above",
+            "sync.args must not have a seed, which is that of the run: leave it out, and set seed",
             args.get("seed"),
         )
         require(
@@ -99,7 +98,7 @@ class SyncConfig(CheckedFields):
             require(
                 self.compression == "none",
                 f"sync.compression must be none with sync.method = {method}, which sends "
-                f"gradients as they are: leave it out",
+                f"uncompressed gradients: leave it out",
                 self.compression,
             )
             require(
@@ -111,10 +110,10 @@ class SyncConfig(CheckedFields):
 
     @property
     def is_async(self) -> bool:
-        """Whether parameter servers step by gradients as they come."""
+        """Whether parameter servers apply gradients asynchronously."""
         return self.method in ("ssp", "downpour", "async")
 
     @property
     def is_local(self) -> bool:
-        """Whether ranks take steps of their own."""
+        """Whether ranks take local steps."""
         return self.method != SYNCHRONOUS

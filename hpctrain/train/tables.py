@@ -1,4 +1,4 @@
-"""Sharded embeddings of a model, which step next to its optimizer."""
+"""Sharded embeddings of a model, which are updated in addition to the optimizer."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +19,7 @@ from hpctrain.train.run_config import RunConfig
 
 @runtime_checkable
 class RowTable(Protocol):
-    """A module that steps its rows itself, divided among the ranks: ``ShardedEmbedding``."""
+    """Module that divides rows among the ranks and updates them: ``ShardedEmbedding``."""
 
     lr: float
 
@@ -27,59 +27,71 @@ class RowTable(Protocol):
         """Clear the gradients."""
 
     def set_num_samples(self, num_samples: float, nominal: float) -> None:
-        """Set the weight of this rank in the next step."""
+        """Set the number of samples of this rank in the next step."""
 
     def step(self) -> None:
-        """Average gradients, and step their rows. Collective."""
+        """Average gradients and update the rows. Collective."""
 
     def sharded_state(self) -> dict[str, Any]:
-        """Return rows and state of this rank."""
+        """Return rows and optimizer state of this rank."""
 
     def wanted(self, path: str) -> dict[str, Shard]:
-        """Return the shards that this rank reads of a state at ``path``."""
+        """Return the shards that this rank reads from the state at ``path``."""
 
     def load_sharded_state(self, state: Mapping[str, Any]) -> None:
         """Continue from ``sharded_state()`` of any number of ranks. Collective."""
 
 
 class Tables:
-    """The sharded embeddings of a model, by name; false where there are none."""
+    """Sharded embeddings of a model, by name; false if the model has none.
+
+    Args:
+        model: its modules are searched for ``RowTable``.
+        config: of the run.
+
+    Raises:
+        ConfigError: the configuration does not support sharded embeddings.
+    """
 
     def __init__(self, model: nn.Module, config: RunConfig) -> None:
-        """Find the tables. Raises ``ConfigError``: the configuration does not allow them."""
         named = model.named_modules()
         self._tables = {name: m for name, m in named if isinstance(m, RowTable)}
         self._peaks = {name: table.lr for name, table in self._tables.items()}
-        self.factor = 1.0  # of the learning rates, in this step
+        self.factor = 1.0  # factor of the learning rates in this step
         train = config.train
         refused = {
             f"train.precision = {train.precision} scales the loss": train.precision == "fp16",
-            "train.reproducible sums gradients by a rule of its own": train.reproducible,
+            "train.reproducible sums gradients differently": train.reproducible,
             "train.ema averages parameters": train.ema > 0,
-            f"sync.method = {config.sync.method} lets ranks part": config.sync.is_local,
+            f"sync.method = {config.sync.method} lets replicas differ": config.sync.is_local,
             "[parallel] divides the model": config.parallel.divides,
             "rollback has no copy of rows": "rollback" in (train.on_non_finite, train.on_spike),
         }
         if self and (reason := next((text for text, holds in refused.items() if holds), "")):
             raise ConfigError(
-                f"a model with ShardedEmbedding steps its rows once for all ranks, and {reason}; "
-                f"leave that out, or take torch.nn.Embedding"
+                f"ShardedEmbedding must step its rows once for all ranks, but {reason}; leave "
+                f"that out, or use torch.nn.Embedding"
             )
 
     def __bool__(self) -> bool:
         return bool(self._tables)
 
     def begin(self, num_samples: int, nominal: float) -> None:
-        """Clear gradients, and set the number of samples of this rank in the next step."""
+        """Clear gradients, and set the number of samples of this rank in the next step. Local."""
         for table in self._tables.values():
             table.zero_grad()
             table.set_num_samples(num_samples, nominal)
 
     @torch.no_grad()
     def look_up_nothing(self, model: nn.Module, inputs: Tensor, times: int = 1) -> None:
-        """Take part in lookups of ranks that have samples. Collective with their ``forward``.
+        """Join the lookups of ranks that have samples. Collective with their ``forward``.
 
-        Nothing changes: neither running means nor random numbers.
+        Runs ``model`` in evaluation mode on empty inputs, so running means do not change.
+
+        Args:
+            model: has these tables.
+            inputs: input of the model; only shape and dtype matter.
+            times: number of forward passes.
         """
         if not self or times < 1:
             return
@@ -90,35 +102,41 @@ class Tables:
         model.train(was_training)
 
     def step(self) -> None:
-        """Step all, at ``factor`` of their learning rates. Collective."""
+        """Update all tables, with ``factor`` times their learning rates. Collective."""
         for name, table in self._tables.items():
             table.lr = self._peaks[name] * self.factor
             table.step()
 
     def state(self) -> dict[str, Any]:
-        """Return what this rank has of each, for a checkpoint."""
+        """Return this rank's rows and state of each table, for a checkpoint."""
         return {name: table.sharded_state() for name, table in self._tables.items()}
 
     def wanted(self) -> dict[str, Shard]:
-        """Return what this rank wants of a checkpoint with ``tables``."""
+        """Return the shards that this rank reads from a checkpoint with ``tables``."""
         found: dict[str, Shard] = {}
         for name, table in self._tables.items():
             found |= table.wanted(f"tables/{component(name)}")
         return found
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state()`` of any number of ranks. Collective."""
+        """Continue from ``state()`` of any number of ranks. Collective.
+
+        Raises:
+            CheckpointError: the state lacks a table.
+        """
         for name, table in self._tables.items():
             if name not in state:
                 raise CheckpointError(
-                    f"the checkpoint has no table {name}; go on with the model that it is of"
+                    f"the checkpoint must have the table {name}, but does not; continue with the "
+                    f"model that was saved"
                 )
             table.load_sharded_state(state[name])
 
     def load(self, source: Path, comm: Communicator) -> None:
-        """Begin with the rows of a run or a checkpoint. Collective.
+        """Load the rows of a run or a checkpoint. Collective.
 
-        Raises ``MismatchError``: ``source`` is none; on all ranks.
+        Raises:
+            MismatchError: ``source`` is not a run directory or checkpoint; on all ranks.
         """
         if not self:
             return
@@ -126,8 +144,8 @@ class Tables:
         def find() -> Path:
             if not source.is_dir():
                 raise ConfigError(
-                    f"model.init_from of a model with ShardedEmbedding is a run or a checkpoint "
-                    f"of one, got {source}, a file without rows; name its folder"
+                    f"model.init_from must be a run or a checkpoint for a model with "
+                    f"ShardedEmbedding, got {source}, a file without rows; name its folder"
                 )
             return checkpoint_of(source, "last")
 

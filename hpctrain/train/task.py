@@ -1,4 +1,4 @@
-"""The task that a configuration names, built: all that one rank needs to train."""
+"""Objects that a rank needs to train, built from a configuration."""
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -49,44 +49,44 @@ from hpctrain.train.tables import Tables
 CPU = torch.device("cpu")
 
 _ONE_LENGTH = (
-    "train.reproducible needs samples of one length, as others would be padded to the longest of "
-    "a rank's part of the batch; pad them to a fixed length in data.transform"
+    "samples must have one length with train.reproducible, because padding depends on the number "
+    "of ranks; pad them to a fixed length in data.transform"
 )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """A model, what it learns from and how it is judged."""
+    """Model, loss, metrics, data loaders and exchange of a run on this rank."""
 
     config: RunConfig
     comm: Communicator
     loss: Callable[[Tensor, Tensor], Tensor]  # mean over the samples of a batch
-    metrics: Sequence[Metric]  # the first one judges
+    metrics: Sequence[Metric]  # the first metric selects the best checkpoint
     precision: Precision
     ema: Ema | None
-    exchange: StepExchange  # combines the work of the ranks in each step
+    exchange: StepExchange  # combines the gradients or steps of the ranks
     train: Loader
-    test: Loader  # of the tests during training
+    test: Loader  # for tests during training
     held_out: Loader | None = None
-    """Of the test after training, where samples are held out for those during training."""
-    schedule: Callable[[int], float]  # factor of the learning rate at each step
-    shard_reason: str = ""  # what train.shard = auto has become, and why
+    """Loader of the test set after training, if tests during training use held-out samples."""
+    schedule: Callable[[int], float]  # maps a step to a factor of the learning rate
+    shard_reason: str = ""  # the choice for train.shard = auto, with its reason
     device: torch.device = CPU
-    device_reason: str = ""  # what train.device has become, where there was a choice
+    device_reason: str = ""  # the chosen device, if several were available
 
     @property
     def model(self) -> nn.Module:
-        """The model of this rank, or its part of one that ranks divide."""
+        """Model of this rank, or this rank's part of a model that the ranks divide."""
         return self.exchange.model
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer of this rank; a ``DistributedOptimizer`` where gradients are averaged."""
+        """Optimizer of this rank; a ``DistributedOptimizer`` if the ranks average gradients."""
         return self.exchange.optimizer
 
     @property
     def num_train_samples(self) -> int:
-        """Samples of an epoch."""
+        """Samples per epoch."""
         return len(self.train.dataset)
 
     @property
@@ -96,33 +96,36 @@ class Task:
 
     @property
     def num_samples(self) -> int:
-        """Samples of the whole run, counted as often as they are learnt from."""
+        """Samples of the whole run; a sample counts once per epoch."""
         return self.num_train_samples * self.config.train.epochs
 
     @property
     def metric_name(self) -> str:
-        """What the last line of the run calls its result."""
+        """Name of the first metric."""
         return self.metrics[0].name
 
     @property
     def tested(self) -> str:
-        """Name of the samples of the tests during training."""
+        """Name of the samples of tests during training: ``test`` or ``validation``."""
         return "test" if self.held_out is None else "validation"
 
     @property
     def is_larger_better(self) -> bool:
-        """Whether the larger value of the first metric is the better one."""
+        """Whether a larger value of the first metric is better."""
         mode = self.config.test.mode
         return mode == "max" or (mode == "auto" and self.metric_name != LOSS)
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Give the model the weights that are tested inside the block. Collective."""
+        """Return a context in which the model has the averaged weights for a test. Collective."""
         return self.exchange.averaged() if self.ema is None else self.ema.applied()
 
     def split(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The input of the model and the label that its output is compared with.
+        """Return the input of the model and the labels, on the device of the model.
 
-        They are where the model is, as soon as the work that is queued there comes to them.
+        Copies to an accelerator are asynchronous, in order with its current stream.
+
+        Raises:
+            DataError: a transform removed a field or samples, or samples differ in length.
         """
         names = self.config.data.input, self.config.data.label
         inputs, labels = (batch.fields.get(name) for name in names)
@@ -130,9 +133,9 @@ class Task:
             whose = " or ".join(filter(None, dict.fromkeys(_transforms(self.config.data))))
             has = ", ".join(f"{name} {described(each)}" for name, each in batch.fields.items())
             raise DataError(
-                f"a transform keeps {' and '.join(names)} of every sample as tensors, "
+                f"a transform must keep {' and '.join(names)} of every sample as tensors, but "
                 f"{whose or 'a data set'} returned {has} for {batch.num_samples} samples; return "
-                f"all of them, and let data.target choose samples"
+                f"all of them, and choose samples in data.target"
             )
         if not (isinstance(inputs, Tensor) and isinstance(labels, Tensor)):
             raise DataError(_ONE_LENGTH)
@@ -149,10 +152,17 @@ class Task:
         output: Tensor | None = None,
         tries_backward: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Return output and mean loss of some samples, calculated as ``train.precision`` says.
+        """Return the output of the model and the mean loss, computed in ``train.precision``.
 
-        ``output`` is given where it is calculated already.
-        Some dtypes are refused in backward alone, which is tried as far as the output.
+        Args:
+            inputs: input of the model, one row per sample.
+            labels: one row per sample.
+            output: output of the model, if already computed.
+            tries_backward: also compute the gradient of the loss with respect to the output:
+                some losses fail for a dtype only in backward.
+
+        Raises:
+            DataError: model, loss and data do not fit together, or the loss is not a scalar.
         """
         model, whose = targets(self.config)
         with self.precision.autocast():
@@ -162,13 +172,13 @@ class Task:
                 loss: object = self.loss(output, labels)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise DataError(
-                f"{whose} returns one number for a batch, such as the mean over its samples, got "
-                f"{described(loss)} of {described(output)} and {described(labels)}"
+                f"{whose} must return one number for a batch, such as the mean over its samples, "
+                f"got {described(loss)} of {described(output)} and {described(labels)}"
             )
         if tries_backward and not loss.requires_grad:
             raise DataError(
-                f"a loss depends on weights that require gradients, that of {model} and {whose} "
-                f"does not; look for detach(), no_grad() or what leaves torch"
+                f"the loss must depend on weights that require gradients, but that of {model} and "
+                f"{whose} does not; check for detach(), no_grad() or operations outside torch"
             )
         if tries_backward and getattr(output, "requires_grad", False):
             with told_of(whose, output, labels):
@@ -178,7 +188,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class _Named:
-    """A function of the user whose errors name the key that it stands at."""
+    """Wraps a function of the user; its errors name the configuration key of the function."""
 
     whose: str
     function: Callable[..., Any]
@@ -192,16 +202,22 @@ class _Named:
 
 
 def _has_rows(values: object, num: int) -> bool:
-    """Say whether there is a row for each of so many samples."""
     is_many = isinstance(values, Ragged) or (isinstance(values, Tensor) and values.dim() > 0)
     return is_many and len(values) == num  # type: ignore[arg-type]
 
 
 def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task:
-    """Build everything that ``config`` names.
+    """Build model, data loaders, optimizer and exchange. Collective.
 
-    Collective. All ranks begin with the parameters of rank 0, of ``model.init_from`` where the run
-    ``is_new``. Raises ``MismatchError``: a name is wrong, or cannot be read; on all ranks.
+    All ranks start with the parameters of rank 0.
+
+    Args:
+        config: of the run.
+        comm: all ranks.
+        is_new: load ``model.init_from``; False if the run continues from a checkpoint.
+
+    Raises:
+        MismatchError: a name in the configuration is wrong or cannot be imported; on all ranks.
     """
     with agreed(comm):
         seed_all(config.seed)
@@ -233,7 +249,7 @@ def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task
     )
     exchange = make_exchange(config, comm, built)
     exchange.share_out(train, *tests)
-    # From here on ranks draw different random numbers: dropout must differ, but in a tp group.
+    # Dropout must differ between ranks, except within a tensor-parallel group.
     seed_all(config.seed + exchange.seed_offset)
     return Task(
         config=config,
@@ -255,12 +271,12 @@ def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task
 def _give_first_weights(
     config: RunConfig, model: nn.Module, comm: Communicator, *, is_new: bool
 ) -> Tables:
-    """Let all ranks begin with one model; return the tables of rows in it. Collective."""
+    """Give all ranks the same parameters; return the sharded embedding tables. Collective."""
     with agreed(comm):
         tables = Tables(model, config)
     if is_new and config.model.init_from:
         on_root(comm, lambda: load_first_weights(model, config.model))
-    if not config.sync.is_local:  # a local method does it by itself
+    if not config.sync.is_local:  # local methods broadcast the parameters themselves
         broadcast_parameters(model.state_dict())
     if is_new and config.model.init_from:
         tables.load(Path(config.model.init_from), comm)
@@ -280,13 +296,13 @@ def _loss(config: LossConfig) -> Callable[[Tensor, Tensor], Tensor]:
 def _loaders(
     config: RunConfig, data: object, comm: Communicator, device: torch.device
 ) -> Iterator[Loader]:
-    """Yield the loaders of training, of tests during it, and of the last test if it differs."""
+    """Yield the loaders of training, of tests during training, and of a different last test."""
     if not (isinstance(data, tuple) and len(data) == 2 and all(map(_has_samples, data))):
         raise ConfigError(
-            f"data.target returns two data sets (train, test), such as ShardedDataset.open makes "
-            f"them, {config.data.target} returned {described(data)}; pack yours by write_arrays "
-            f"or hpctrain data pack (see hpctrain guide train), or train a script of your own on "
-            f"hpctrain.shard_data(dataset)"
+            f"data.target must return two data sets (train, test), such as those of "
+            f"ShardedDataset.open, but {config.data.target} returned {described(data)}; pack "
+            f"yours with write_arrays or hpctrain data pack (see hpctrain guide train), or write "
+            f"your own script with hpctrain.shard_data(dataset)"
         )
     train, *tests = data
     if config.data.validation:
@@ -322,26 +338,26 @@ def _loaders(
 
 
 def _divided(dataset: Any, part: float, seed: int) -> tuple[Subset, Subset]:
-    """Return the samples to train on and those held out; the same on every rank."""
+    """Return the training samples and the held-out samples; identical on all ranks."""
     num_held = round(part * len(dataset))
     if not 0 < num_held < len(dataset):
         raise ConfigError(
             f"data.validation must leave samples on both sides, but {part:g} of {len(dataset)} "
-            f"training samples is {num_held}; use another part"
+            f"training samples is {num_held}; use another fraction"
         )
     order = np.random.default_rng(seed).permutation(len(dataset))
     return Subset(dataset, np.sort(order[num_held:])), Subset(dataset, np.sort(order[:num_held]))
 
 
 def _alone(config: RunConfig, comm: Communicator) -> dict[str, Any]:
-    """Return how ranks read that do not speak in every step: what fails on one ends them all."""
+    """Return loader arguments for local methods, whose loaders must not communicate."""
     if not config.sync.is_local:
         return {}
     return {"comm": None, "rank": comm.rank, "size": comm.size}
 
 
 def _check_batch(config: RunConfig, num_samples: int, comm: Communicator) -> None:
-    """Raise if the global batch is larger than the data, or too small for the ranks."""
+    """Raise if the global batch is larger than the data or, with local steps, than the ranks."""
     batch = config.train.global_batch
     if batch > num_samples:
         raise ConfigError(
@@ -357,12 +373,12 @@ def _check_batch(config: RunConfig, num_samples: int, comm: Communicator) -> Non
 
 
 def _check_fields(config: RunConfig, fields: Mapping[str, Field]) -> None:
-    """Raise if a batch of these fields is not what model and loss take."""
+    """Raise if the data lacks a field, or has varying lengths with ``train.reproducible``."""
     for key in ("input", "label"):
         name = getattr(config.data, key)
         if name not in fields:
             raise ConfigError(
-                f'data.{key} = "{name}" is no field of the data; there are {", ".join(fields)}'
+                f'data.{key} must be a field of the data, {", ".join(fields)}, got "{name}"'
             )
         if fields[name].ragged and config.train.reproducible:
             raise DataError(f'data.{key} = "{name}": {_ONE_LENGTH}')
@@ -373,7 +389,7 @@ def _has_samples(data: object) -> bool:
 
 
 def _transforms(config: DataConfig) -> tuple[str, str]:
-    """Return what changes the batches of training, and those of the test."""
+    """Return the names of the transforms of training and of test batches."""
     test = config.test_transform or config.transform
     return config.transform, "" if test == "none" else test
 
@@ -390,16 +406,22 @@ def _transform(config: DataConfig, name: str) -> Transform | None:
 
 
 def stage_for(loader: Loader, to: str, comm: Communicator, topology: Topology) -> None:
-    """Let ``loader`` read from a copy that the ranks of each node share. Collective.
+    """Copy the data set to each node, and let ``loader`` read the copy. Collective.
 
-    The copy is in the folder ``to``, or where ``auto`` finds room; ``topology`` is of the ranks of
-    ``comm``. Raises ``ConfigError``: what the loader reads is no data set on disk.
-    ``MismatchError``: the folder cannot be used, or the data is damaged; on all ranks.
+    Args:
+        loader: its data set is replaced.
+        to: folder of the copy; ``auto`` chooses a folder with enough free space.
+        comm: all ranks.
+        topology: of the ranks of ``comm``.
+
+    Raises:
+        ConfigError: the loader does not read a ``ShardedDataset``.
+        MismatchError: the folder cannot be used, or the data is damaged; on all ranks.
     """
     dataset = loader.dataset
     if not isinstance(dataset, ShardedDataset):
         raise ConfigError(
-            f"data.stage copies a ShardedDataset, got {type(dataset).__name__}; "
+            f"data.stage must have a ShardedDataset to copy, got {type(dataset).__name__}; "
             f"stage its parts in data.target, or leave data.stage out"
         )
     groups = [comm.group(ranks) for ranks in topology.nodes]
@@ -411,7 +433,7 @@ def stage_for(loader: Loader, to: str, comm: Communicator, topology: Topology) -
 
 
 def seed_all(seed: int) -> None:
-    """Begin the random numbers of all generators anew."""
+    """Seed the generators of torch, NumPy and Python."""
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002 - a user's model may draw from it
     random.seed(seed)

@@ -1,6 +1,6 @@
-"""A small made-up problem: what a new configuration trains before its user has put in another.
+"""Synthetic problem of a new configuration, to be replaced by the user.
 
-Points in the plane lie on the arms of a spiral, and the network learns which arm each is on.
+A network classifies points in the plane by the arm of the spiral from which they are drawn.
 """
 
 import math
@@ -23,7 +23,7 @@ NUM_POINTS = {"train": 2000, "test": 500}
 
 
 def config() -> RunConfig:
-    """Return the defaults with this problem in them."""
+    """Return the default configuration with this problem."""
     here = "hpctrain.train.toy_problem"
     return RunConfig(
         model=ModelConfig(target=f"{here}:model"),
@@ -33,7 +33,7 @@ def config() -> RunConfig:
 
 
 def model(width: int = 64) -> nn.Sequential:
-    """Make a network from ``(n, 2)`` coordinates to ``(n, 3)`` scores."""
+    """Return a network from coordinates ``(n, 2)`` to scores ``(n, 3)``."""
     return nn.Sequential(
         nn.Linear(2, width),
         nn.Tanh(),
@@ -44,10 +44,14 @@ def model(width: int = 64) -> nn.Sequential:
 
 
 def data(comm: Communicator, folder: str) -> tuple[ShardedDataset, ShardedDataset]:
-    """Open the training and the test points, which rank 0 writes when they are not there yet.
+    """Open the training and test points; rank 0 writes missing files. Collective.
 
-    Collective; all ranks see ``folder``. Raises ``HpctrainError``: they cannot be written or read;
-    on every rank.
+    Args:
+        comm: all ranks.
+        folder: on a file system that all ranks share.
+
+    Raises:
+        HpctrainError: the files cannot be written or read; on all ranks.
     """
     root = Path(folder)
     on_root(comm, lambda: _write(root))
@@ -55,10 +59,10 @@ def data(comm: Communicator, folder: str) -> tuple[ShardedDataset, ShardedDatase
 
 
 def points(num: int, seed: int) -> dict[str, np.ndarray]:
-    """Draw points ``x``, ``(num, 2)`` in float32, and ``y``, the arm of each."""
+    """Return random points ``x``, ``(num, 2)`` in float32, and ``y``, the arm of each."""
     random = np.random.default_rng(seed)
     arm = random.integers(NUM_ARMS, size=num)
-    radius = np.sqrt(random.uniform(size=num))  # as many points per area inside as outside
+    radius = np.sqrt(random.uniform(size=num))  # uniform density per area
     angle = 2 * math.pi * (arm / NUM_ARMS + radius) + random.normal(scale=0.2, size=num)
     x = radius[:, None] * np.stack([np.cos(angle), np.sin(angle)], axis=1)
     return {"x": x.astype(np.float32), "y": arm}

@@ -1,4 +1,4 @@
-"""Watch over a run by its directory: how far it is, how fast each rank is, whether it lives."""
+"""Monitoring of a run by its files: progress, times of each rank, state of the job."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from hpctrain.launch.lease import BEAT, TIMES, Holder
 from hpctrain.train.run_directory import RunDirectory
 from hpctrain.train.run_status import Status, by_record
 
-RECENT = 10  # records by which the time left is judged
+RECENT = 10  # step records from which the step time is computed
 
 _CHECKPOINT = re.compile(r"step-(\d+)")
 _TIMES = ("compute_s", "communication_s", "input_s")
@@ -26,74 +26,74 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankTimes:
-    """Where the time of a step went on one rank: means over the last steps, in seconds."""
+    """Times of a step on one rank: means over the last steps, in seconds."""
 
     rank: int
     host: str
     compute_s: float
-    communication_s: float  # what computing did not hide: above all the wait for slower ranks
+    communication_s: float  # not overlapped with compute; includes waiting for slower ranks
     input_s: float
-    checkpoint_s: float = 0.0  # while training waited for one
-    slow: int = 0  # of the last ten records, those in which others waited for it
+    checkpoint_s: float = 0.0  # training waited for a checkpoint
+    slow: int = 0  # number of the last ten records in which this rank was slow
 
     @property
     def work_s(self) -> float:
-        """What the others wait for."""
+        """Seconds of a step that other ranks wait for."""
         return self.compute_s + self.input_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunView:
-    """A run as its files show it at one instant."""
+    """State of a run at one instant, from its files."""
 
     status: Status
     life: Literal["alive", "silent", "dead", "none"]
-    """Of the job: ``silent`` gives no sign of life for too long; ``none`` is at work."""
-    holder: str  # who is at work, for people; empty where nobody is
+    """State of the job; ``silent``: its last heartbeat is too old; ``none``: there is no job."""
+    holder: str  # description of the job; empty if there is none
     heartbeat_age_s: float | None
     record_age_s: float | None
-    begun: Record  # the record with which this part of the run began; empty before
-    last: Record  # the last record of steps; empty before
-    test: Record  # the record of the last test; empty before
+    begun: Record  # first record of the current part; empty if not started
+    last: Record  # last step record; empty if there is none
+    test: Record  # last test record; empty if there is none
     step: int
-    step_s: float | None  # mean of the last records
-    checkpoints: list[int]  # their steps, oldest first
-    ranks: list[RankTimes]  # by rank; empty where no file has them
+    step_s: float | None  # mean step time of the last records
+    checkpoints: list[int]  # steps of the checkpoints, oldest first
+    ranks: list[RankTimes]  # by rank; empty if there is no file of times
 
     @property
     def left_s(self) -> float | None:
-        """Seconds that the steps which are left take, without tests and checkpoints."""
+        """Estimated seconds of the remaining steps, without tests and checkpoints."""
         if self.step_s is None or "num_steps" not in self.begun:
             return None
         return float((self.begun["num_steps"] - self.step) * self.step_s)
 
     @property
     def slowest(self) -> RankTimes | None:
-        """The rank that the others wait for."""
+        """Times of the rank with the most work; None without times."""
         return max(self.ranks, key=lambda rank: rank.work_s, default=None)
 
     @property
     def median_work_s(self) -> float:
-        """How long the median rank works in a step; there are ranks."""
+        """Median of ``work_s`` over the ranks; ``ranks`` must not be empty."""
         return statistics.median_low(rank.work_s for rank in self.ranks)
 
     @property
     def has_ended(self) -> bool:
-        """Whether nobody is at work any more."""
+        """Whether no job runs any more."""
         return self.status.state == "finished" or self.life in ("none", "dead")
 
 
 class _Age:
-    """Seconds since a file has changed: by this machine's clock as soon as that was seen."""
+    """Age of a file; after the first observed change independent of the server's clock."""
 
     def __init__(self) -> None:
         self._mark: tuple[int, ...] = ()
         self._seen_at = self._before_s = 0.0
 
     def look(self, path: Path) -> float | None:
-        """Return the age; None where the file cannot be read."""
+        """Return seconds since the last change; None if the file cannot be read."""
         try:
-            with path.open("rb") as file:  # opening makes a network file system ask its server
+            with path.open("rb") as file:  # a network file system revalidates attributes on open
                 found = os.fstat(file.fileno())
         except OSError:
             return None
@@ -105,7 +105,7 @@ class _Age:
 
 
 class RunWatch:
-    """Reads what is new in the files of a run at each look; needs neither MPI nor torch."""
+    """Reads the files of a run incrementally; needs neither MPI nor torch."""
 
     def __init__(self, path: Path) -> None:
         self._directory = RunDirectory(path)
@@ -115,17 +115,21 @@ class RunWatch:
     def _forget(self) -> None:
         self._inode, self._offset = -1, 0
         self._begun: Record = {}
-        self._last: dict[str, Record] = {}  # by event, and under "" the last of all
+        self._last: dict[str, Record] = {}  # by event; "" is the last record of any event
         self._steps: deque[Record] = deque(maxlen=RECENT + 1)
 
     def look(self) -> RunView:
-        """Read what is new. Raises ``ConfigError``: a file is missing or damaged."""
+        """Read new records and return the current state.
+
+        Raises:
+            ConfigError: the directory contains no run, or a file is damaged.
+        """
         self._read_records()
         path = self._directory.path
         life, holder, age_s = self._life()
         if "" not in self._last and life in ("none", "dead"):
             raise ConfigError(
-                f"{path} holds no run that has begun to train, and no job is at work there; give "
+                f"{path} contains no run that has started to train, and no job runs there; pass "
                 f"the output_dir of a run, by default runs/NAME"
                 + f"; {self._directory.logs} has the output of a job that failed early"
                 * self._directory.logs.is_dir()
@@ -150,7 +154,7 @@ class RunWatch:
         try:
             with path.open("rb") as file:
                 found = os.fstat(file.fileno())
-                # A run that goes on from a checkpoint has cut its records: another file.
+                # A resumed run replaces the file with a truncated copy.
                 if found.st_ino != self._inode or found.st_size < self._offset:
                     self._forget()
                     self._inode = found.st_ino
@@ -165,8 +169,8 @@ class RunWatch:
             self._take(record)
         if lines and not self._last:
             raise ConfigError(
-                f"records of a run are JSON objects with an event, and {path} begins with "
-                f"{lines[0][:40]!r}; --resume cuts off what is none, and goes on"
+                f"records of a run must be JSON objects with an event, but {path} begins with "
+                f"{lines[0][:40]!r}; --resume removes other lines, and continues"
             )
 
     def _take(self, record: Record) -> None:
@@ -181,7 +185,7 @@ class RunWatch:
             self._steps.append(record)
 
     def _life(self) -> tuple[Literal["alive", "silent", "dead", "none"], str, float | None]:
-        """Judge the holder of the lease; return who it is and how old its last heartbeat."""
+        """Return state and description of the job, and the age of its last heartbeat."""
         holder = Holder.read(self._directory.path)
         if holder is None:
             return "none", "", None
@@ -192,7 +196,7 @@ class RunWatch:
         return "silent" if is_silent else "alive", holder.describe(), age_s
 
     def _step_s(self) -> float | None:
-        """Mean time of the last steps; None before the first record of some."""
+        """Return the mean time of the last steps; None without step records."""
         if len(self._steps) <= 1:
             return None
         steps = [record["step"] for record in self._steps]
@@ -208,12 +212,12 @@ class RunWatch:
         return sorted(int(match[1]) for match in found if match)
 
     def _ranks(self) -> list[RankTimes]:
-        """Return the times of each rank; none where they are not of this part of the run."""
+        """Return the times of each rank; empty if written with another number of ranks."""
         path = self._directory.ranks
         try:
             found = json.loads(path.read_bytes())
             columns = {name: [*map(float, found[name])] for name in _TIMES}
-            nothing = [0.0] * len(columns[_TIMES[0]])  # in files of older versions
+            nothing = [0.0] * len(columns[_TIMES[0]])  # older versions did not write these columns
             columns["checkpoint_s"] = [*map(float, found.get("checkpoint_s", nothing))]
             columns["slow"] = [*map(int, found.get("slow", nothing))]
             rows = list(zip(*columns.values(), strict=True))
@@ -221,8 +225,8 @@ class RunWatch:
             return []
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise ConfigError(
-                f"the times of the ranks are lists of one length, and {path} has none: {error!r}; "
-                f"remove the file, a job that is at work writes it again"
+                f"the times of ranks must be lists of one length, but {path} has none: {error!r}; "
+                f"remove the file, a running job writes it again"
             ) from None
         if len(rows) != self._begun.get("world_size"):
             return []

@@ -116,7 +116,7 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_bits_and_is_tested_as_it_w
     ],
 )
 def test_what_would_treat_rows_otherwise_is_refused_on_all_ranks(make_job, setting):
-    with pytest.raises(MismatchError, match="a model with ShardedEmbedding steps its rows once"):
+    with pytest.raises(MismatchError, match="ShardedEmbedding must step its rows once"):
         make_job("run", setting).built()
 
 

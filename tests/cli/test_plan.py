@@ -89,7 +89,7 @@ def test_a_run_tells_model_speed_batch_and_the_way_to_a_loss(ask, run):
     alone = json.loads(ask(str(run), "--json").output)["by_nodes"][0]
     assert alone["compute_s"] == pytest.approx(400 / 2 / 1000)  # a rank takes 100 in 0.1 s
     assert ask(str(run), "--target-loss", "0.01").exit_code != 0
-    assert "its least is 0.12" in str(ask(str(run), "--target-loss", "0.01").exception)
+    assert "its lowest loss is 0.12" in str(ask(str(run), "--target-loss", "0.01").exception)
 
 
 def test_two_gradient_norms_stand_for_a_noise_scale(ask):
@@ -117,6 +117,6 @@ def test_what_is_missing_or_wrong_is_said(ask, tmp_path):
         rest = {key: value for key, value in GIVEN.items() if key != name}
         assert name in str(ask(**rest).exception)
     assert "give RUN" in str(ask("--target-loss", "1", **GIVEN).exception)
-    assert "no run directory" in str(ask(str(tmp_path), **GIVEN).exception)
+    assert "must be a run directory" in str(ask(str(tmp_path), **GIVEN).exception)
     assert ask(**GIVEN | {"--samples": "many"}).exit_code == 2
     assert "the fastest candidate takes" in str(ask("--deadline", "1s", **GIVEN).exception)

@@ -69,9 +69,9 @@ def test_every_state_has_a_code_of_its_own_which_the_help_tells(run):
     write(run, FINISHED)
     found["finished"] = status(run)
     assert {name: code for name, (code, _) in found.items()} | {"waiting": 3} == CODES
-    assert "is at work" in found["running"][1]
-    assert "without a word after step 7" in found["killed"][1]
-    assert "that is dead" in found["killed"][1]
+    assert "is running" in found["running"][1]
+    assert "without a last record after step 7" in found["killed"][1]
+    assert "that job is dead" in found["killed"][1]
     told = CliRunner().invoke(app, ["status", "--help"]).output
     for code in CODES.values():
         assert f" {code} " in told

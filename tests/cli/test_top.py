@@ -158,7 +158,7 @@ def test_the_dead_and_those_who_have_left_are_not_waited_for(run):
     assert "and that is dead" in " ".join(top(run).output.split())
     (run / NAME).unlink()
     told = " ".join(top(run, "--interval", 100).output.split())
-    assert "was ended without a word after step 20" in told
+    assert "ended without a last record after step 20" in told
 
 
 def test_on_a_terminal_the_table_is_drawn_until_somebody_has_seen_enough(run, monkeypatch):
@@ -181,7 +181,7 @@ def test_on_a_terminal_the_table_is_drawn_until_somebody_has_seen_enough(run, mo
 @pytest.mark.parametrize(
     ("name", "text", "told"),
     [
-        ("metrics.jsonl", "\0\0\0\n", "records of a run are JSON objects"),
+        ("metrics.jsonl", "\0\0\0\n", "records of a run must be JSON objects"),
         ("ranks.json", "{", "remove the file"),
         ("ranks.json", '{"compute_s": [1], "communication_s": [], "input_s": []}', "one length"),
         ("ranks.json", "[]", "one length"),
@@ -194,7 +194,7 @@ def test_a_damaged_file_is_an_error_with_a_way_out(run, name, text, told):
 
 
 def test_where_no_run_is_there_is_an_error_that_says_what_to_give(tmp_path):
-    with pytest.raises(ConfigError, match="give the output_dir of a run"):
+    with pytest.raises(ConfigError, match="pass the output_dir of a run"):
         RunWatch(tmp_path / "nothing").look()
     hold(tmp_path)  # a job that is about to begin
     assert RunWatch(tmp_path).look().life == "alive"

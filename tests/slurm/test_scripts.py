@@ -56,7 +56,7 @@ def test_a_ddp_script_runs_unchanged_in_a_job_and_its_state_is_reported(
     assert job.wait(200) == "COMPLETED", job.output()
     lines = sorted(line for line in job.output().splitlines() if re.match(r"\d \d \d \d ", line))
     assert lines == ["0 2 0 1 2.0", "1 2 0 1 2.0"]
-    assert status("ddp") == (0, "runs/ddp is finished: its program has ended with code 0\n")
+    assert status("ddp") == (0, "runs/ddp is finished: its program ended with code 0\n")
 
 
 @pytest.mark.conformance

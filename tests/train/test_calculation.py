@@ -226,9 +226,9 @@ def test_metrics_equal_those_of_one_process(here, configure):
         (["train.compile=true", "train.compile_args={ backend = 'no' }"], "compile refuses: "),
         (
             ["optimizer.name=LBFGS"],
-            "takes each step by one gradient, and LBFGS calculates several",
+            "uses one gradient per step, but LBFGS computes several",
         ),
-        (["test.metric=['accuracy', 'f2']"], "test.metric is accuracy, loss, f1, auc, top5"),
+        (["test.metric=['accuracy', 'f2']"], "test.metric must be accuracy, loss, f1, auc, top5"),
     ],
 )
 def test_invalid_options_of_a_step_are_reported(here, configure, overrides, message):

@@ -11,7 +11,9 @@ from hpctrain.train.task import build
 @pytest.mark.ranks(1, 2)
 def test_a_device_missing_on_one_rank_is_an_error_on_all(here, configure):
     kind = "hpu" if here.comm.rank == here.comm.size - 1 else "cpu"
-    with pytest.raises(MismatchError, match=r"train\.device is auto, cpu.* here, got 'hpu'"):
+    with pytest.raises(
+        MismatchError, match=r"train\.device must be auto, cpu.* on this rank, got 'hpu'"
+    ):
         build(configure(f"train.device={kind}"), here.comm)
 
 

@@ -54,7 +54,7 @@ def test_a_full_disk_is_a_warning_and_earlier_checkpoints_are_kept(
     here.comm.barrier()
     assert "step-00000003" in seen
     assert "step-00000009" not in seen
-    told = "training goes on without this checkpoint" in caplog.text
+    told = "training continues without this checkpoint" in caplog.text
     assert told == ("File too large" in caplog.text) == (here.comm.rank == 0)
     assert steps_in(job)[-1] == steps_in(whole)[-1]
     assert_same_run(whole, job)
@@ -64,7 +64,9 @@ def test_a_disk_that_rejects_the_last_checkpoint_is_an_error_on_all_ranks(
     here, configure, shared, fill
 ):
     job = Job(here, configure, shared / "run", *WIDE)
-    with pytest.raises(MismatchError, match=r"too large.*\nthen go on from step-0000000[36] by"):
+    with pytest.raises(
+        MismatchError, match=r"too large.*\nthen continue from step-0000000[36] with"
+    ):
         job.part(at={7: lambda: fill(True)})
 
 
@@ -95,6 +97,6 @@ def test_a_run_continues_while_its_directory_is_missing(here, configure, shared,
     assert isinstance(job.part(at={5: leave, 11: come_back}), Outcome)
     here.comm.barrier()
     if way == "is taken" and here.comm.rank == 0:
-        assert "training goes on without this checkpoint" in caplog.text
+        assert "training continues without this checkpoint" in caplog.text
     assert steps_in(job)[-1] == steps_in(whole)[-1]
     assert_same_run(whole, job)

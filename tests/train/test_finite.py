@@ -63,9 +63,11 @@ def test_all_ranks_stop_before_the_step_and_report_step_rate_norm_and_samples(
     here.comm.barrier()
     told, lines = read(job.directory.metrics), str(caught.value).splitlines()
     assert max(map(len, lines)) < 140
-    assert lines[0].startswith("loss and gradients must be finite, but those of rank")
+    assert lines[0].startswith("loss and gradients must be finite, but they are not on rank")
     newest = f"step-{told[-1]['step']:08}" if told[-1]["step"] else ""
-    assert lines[-1] == f"then {f'go on from {newest}' if newest else 'begin again'} by --resume"
+    assert (
+        lines[-1] == f"then {f'continue from {newest}' if newest else 'start again'} with --resume"
+    )
     assert "checkpoint" not in "".join(lines)
     (record,) = [r for r in told if r["event"] == "not_finite"]
     assert told[-1] == {"event": "failed", "step": record["step"] - 1, "reason": lines[0]}
@@ -126,7 +128,7 @@ UNSEEN = [
     pytest.param([], "the weights after step", id="next loss"),
     pytest.param(FIXED, "the weights after step", id="reproducible", marks=LONG),
     pytest.param(
-        ["checkpoint.every=1"], "that are kept must be finite", id="checkpoint", marks=LONG
+        ["checkpoint.every=1"], "saved parameters must be finite", id="checkpoint", marks=LONG
     ),
     pytest.param(["sync.method=local_sgd", "sync.steps=50"], "the weights after step", id="local"),
     pytest.param(["sync.method=local_sgd", "sync.steps=1"], "a mean over replicas", id="mean"),
@@ -161,12 +163,12 @@ def test_an_unchecked_gradient_is_reported_later_with_the_samples_of_its_step(
 def test_weights_that_are_not_finite_are_never_saved(here, configure, shared):
     """The gradient is not checked, so the weights are infinite after the step."""
     job = Job(here, configure, shared / "run", *FLAWED, GRADIENT)
-    with pytest.raises(NotFiniteError, match=r"parameters that are kept must be finite, ranks? 0"):
+    with pytest.raises(NotFiniteError, match=r"saved parameters must be finite, but ranks? 0"):
         job.part()
     assert_finite(last_checkpoint(here, job).state["model"])
     late = Job(here, configure, shared / "late", *FLAWED, GRADIENT, "train.epochs=1")
     late.config = configure(*late.overrides, "checkpoint.every=none", "train.global_batch=53")
-    with pytest.raises(NotFiniteError, match="parameters that are kept must be finite"):
+    with pytest.raises(NotFiniteError, match="saved parameters must be finite"):
         late.part()
     here.comm.barrier()
     assert not (late.directory.checkpoints / "final.pt").exists()
@@ -232,7 +234,7 @@ def test_a_message_lists_a_few_samples_of_a_few_ranks():
     found = {rank: NotFiniteFinding(samples=[*range(64)], **place) for rank in range(100)}
     lines = message_of(found).splitlines()
     assert lines[0].startswith(
-        "loss and gradients must be finite, but those of ranks 0-99 are not"
+        "loss and gradients must be finite, but they are not on ranks 0-99 in step 7"
     )
     assert sum("samples 0, 1, 2, 3, 4, 5, 6, 7 and 56 more" in line for line in lines) == 4
     assert lines[5] == "  and 96 more ranks"
@@ -265,6 +267,6 @@ def test_with_skip_such_a_test_is_a_warning_and_never_the_best(
     job = Job(here, configure, shared / "run", *EVAL)
     job.config = configure(*job.overrides, *EVAL, f"train.on_non_finite={mode}")
     assert isinstance(job.part(), Outcome)
-    said = "of the test after step 6 (epoch 1) is nan: its accuracy is computed from"
+    said = "of the test after step 6 (epoch 1) is nan: its accuracy is meaningless"
     assert "score" not in last_checkpoint(here, job).facts
     assert caplog.text.count(said) == caplog.text.count("its accuracy is") == (not here.comm.rank)

@@ -101,7 +101,7 @@ def test_a_single_layer_is_one():
 
 
 def test_a_model_that_reads_its_weights_is_rejected():
-    with pytest.raises(ConfigError, match=r"meta device, without values, and .*curious asks"):
+    with pytest.raises(ConfigError, match=r"meta device, without values, but .*curious needs"):
         sizes_of(f"{HERE}:curious")
     assert torch.empty(0).device.type == "cpu"
     with pytest.raises(ConfigError, match="has no absent"):

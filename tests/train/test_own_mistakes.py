@@ -135,7 +135,7 @@ MISTAKES = {
     "a tuple": ("model.args.fault=tuple", f"{LOSS} a tuple of float32 (16, 3), float32 (16, 6)"),
     "no scalar": (
         "loss.target=mine:each_loss",
-        "returns one number",
+        "must return one number",
         "got float32 (16,) of float32",
     ),
     "double": (
@@ -145,7 +145,7 @@ MISTAKES = {
         "pack the data again with --field NAME=WHAT:f4",
         FORWARD,
     ),
-    "field": ("data.input=z", 'data.input = "z" is no field of the data; there are x, y'),
+    "field": ("data.input=z", 'data.input must be a field of the data, x, y, got "z"'),
     "label": ("data.args.fault=label", f"{LOSS} float32 (16, 3) and int32 (16,)", "WHAT:i8"),
     "shapes": (
         "model.args.features=5",
@@ -192,7 +192,7 @@ MISTAKES = {
         'the step of model.target = "mine:model" and loss',
         "was given float32 (16, 6) and int64 (16,)",
     ),
-    "detached": ("model.args.fault=detached", "look for detach()", "mine:model"),
+    "detached": ("model.args.fault=detached", "check for detach()", "mine:model"),
     "making the model": ("model.args.fault=made", 'model.target = "mine:model"', "in model:"),
     "opening the data": ("data.args.fault=away", 'data.target = "mine:data"', "in data:"),
     "plain data": (

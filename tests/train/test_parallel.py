@@ -141,7 +141,7 @@ def test_diverged_replicas_are_an_error_on_all_ranks(job, layout, compared, told
 @pytest.mark.parametrize("layout", ["tp=2", "pp=2"])
 def test_a_loss_of_one_replica_that_is_not_finite_ends_all_ranks(job, layout):
     words = "train.clip_norm=0", "train.clip_value=0", "loss.target=tests.train.divided:flawed"
-    told = r"those of ranks (0-1|2-3) are not in step \d, .*\n  rank .: loss nan .* samples .*13"
+    told = r"they are not on ranks (0-1|2-3) in step \d, .*\n  rank .: loss nan .* samples .*13"
     with pytest.raises(NotFiniteError, match=told):
         job(layout, *words).part()
 
@@ -260,7 +260,7 @@ def test_incompatible_options_are_rejected_with_the_configuration(layout, other)
         ),
         ("pp=2", "model.target=tests.train.problem:model", "by an attribute parallel_layers of S"),
         ("cp=2", "model.target=tests.train.problem:model", "with a method parallel_context"),
-        ("zero=1", "optimizer.name=LAMB", "must step each element by itself"),
+        ("zero=1", "optimizer.name=LAMB", "update each element separately"),
         ("tp=2", "model.target=tests.train.divided:odd_model", "must divide the 9 outputs"),
         ("pp=2", 'parallel.layers=["embedding"]', "every parameter of a pipeline is in one of"),
         ("tp=2 dp=2", "seed=1", "must multiply to the 2 ranks"),

@@ -61,16 +61,16 @@ def test_a_run_is_evaluated_again_and_predictions_have_the_order_of_the_data(her
         torch.testing.assert_close(torch.from_numpy(written["output"][:]), expected)
     here.comm.barrier()
     before = file.read_bytes()
-    with pytest.raises(MismatchError, match="is there already, and is left as it is"):
+    with pytest.raises(MismatchError, match="already exists; choose another name"):
         predict(task, file, {})
     task.model.forward = lambda x: x.sum()
-    with pytest.raises(MismatchError, match=r"a row for each of \d+ samples, the model returned"):
+    with pytest.raises(MismatchError, match=r"one row per sample, but the model returned"):
         predict(task, shared / "other.h5", {})
     task.model.forward = lambda x: torch.nn.Linear(1, 2, dtype=x.dtype)(x)
     with pytest.raises(MismatchError, match=r"model\.target = .* refuses float64"):
         predict(task, shared / "other.h5", {})
     task.model.forward = lambda x: x[:, : 2 + (len(x) < 4)]  # another shape in the last batch
-    with pytest.raises(MismatchError, match="predictions have one shape and type"):
+    with pytest.raises(MismatchError, match="predictions must have the same shape and type"):
         predict(task, shared / "other.h5", {})
     here.comm.barrier()
     assert file.read_bytes() == before
@@ -99,13 +99,13 @@ def test_initial_weights_from_a_run_a_checkpoint_or_a_file_have_the_same_bits(
     with pytest.raises(MismatchError) as refused:
         build(configure(*other), here.comm)
     assert "fits 6 of 9 tensors" in str(refused.value)
-    assert "\n  1.weight: float64 (8, 6), float64 (9, 6) is wanted" in str(refused.value)
+    assert "\n  1.weight: float64 (8, 6), expected float64 (9, 6)" in str(refused.value)
     task = build(configure(*other, "model.init_strict=false"), here.comm)
     assert_same_bits(task.model.state_dict()["4.bias"], final["ema"]["4.bias"])
-    assert caplog.text.count("fits 6 of 9 tensors, the others stay") == (here.comm.rank == 0)
+    assert caplog.text.count("fits 6 of 9 tensors, the others keep") == (here.comm.rank == 0)
     for name, message in (
-        ("list.pt", "holds no state dict"),
-        ("text.pt", "holds other things than tensors"),
+        ("list.pt", "must contain a state dict"),
+        ("text.pt", "contains objects other than tensors"),
         ("none.pt", "cannot be read: .*No such file"),
     ):
         with pytest.raises(MismatchError, match=message):
@@ -191,7 +191,7 @@ def test_a_run_reports_its_best_checkpoint_and_commands_accept_it(tmp_path, monk
         told = runner.invoke(app, ["evaluate", "runs/small"]).stdout.splitlines()
         assert told[-2:] == [others, last]
         for words, message in (
-            (["evaluate", "runs/none"], "runs/none holds no run"),
+            (["evaluate", "runs/none"], "runs/none contains no run"),
             (["predict", "runs/small", "--output", "small.toml"], "is there already"),
         ):
             assert message in str(runner.invoke(app, words).exception)

@@ -126,11 +126,11 @@ def test_too_many_ranks_or_too_small_a_batch_is_rejected(here, configure):
 def test_samples_of_different_lengths_are_rejected(here, configure):
     target = ["data.target=tests.train.problem:ragged_data", "data.input=words"]
     target.append("train.global_batch=8")
-    with pytest.raises(MismatchError, match="needs samples of one length"):
+    with pytest.raises(MismatchError, match="samples must have one length"):
         build(configure("train.reproducible=true", *target), here.comm)
     changed = "data.transform=tests.train.problem:unchanged"
     task = build(configure("train.reproducible=true", *target, changed), here.comm)
-    with pytest.raises(DataError, match="needs samples of one length"):
+    with pytest.raises(DataError, match="samples must have one length"):
         task.split(next(iter(task.train)))
 
 

@@ -200,7 +200,7 @@ def test_records_lost_in_a_power_failure_do_not_prevent_a_resume(
     here.comm.barrier()
     assert isinstance(job.part(), Outcome)
     here.comm.barrier()
-    told = "lines of" in caplog.text and "are no records" in caplog.text
+    told = "lines of" in caplog.text and "are not records" in caplog.text
     assert told == (here.comm.rank == 0 and where != "half is lost")
     if where != "half is lost":
         found = [record["step"] for record in read(job.directory.metrics) if "step" in record]
@@ -232,7 +232,9 @@ def test_changed_optimizer_arguments_apply_and_fixed_keys_are_rejected(here, con
     job = Job(here, configure, shared / "run", *PLAIN, "optimizer.args={momentum=0.9}")
     job.part(stop="SIGTERM", after=1)
     for kept in ("seed=1", "data.order=window", "optimizer.name=AdamW"):
-        with pytest.raises(ConfigError, match=f"a run keeps its .* {kept.partition('=')[0]} was"):
+        with pytest.raises(
+            ConfigError, match=f"a resumed run must keep its .* {kept.partition('=')[0]} was"
+        ):
             check_same(job.directory, configure(*job.overrides, kept), changed=True)
     for args, expected in (("{momentum=0.5}", 0.5), ("{}", 0.0)):
         job.config = configure(*job.overrides, f"optimizer.args={args}")
@@ -258,16 +260,16 @@ def test_force_concerns_jobs_and_changed_concerns_configurations(tmp_path, monke
         lease.release()
         for config in (after, before):  # the second configuration extends a finished run
             assert run(config, {}, RunOptions(resume=True, changed=True)) == 0
-        with pytest.raises(MismatchError, match=r"has taken \d+ steps, and train.epochs = 1"):
+        with pytest.raises(MismatchError, match=r"train.epochs = 1 gives \d+ steps"):
             run(after, {}, RunOptions(resume=True, changed=True))
     finally:
         lease.release()
         hpctrain.shutdown()
     told = capsys.readouterr().out
     assert "changed: train.epochs was 3, is 1" in told
-    assert "there is no checkpoint yet: the run begins again" in told
+    assert "there is no checkpoint yet: the run starts again from step 0" in told
     assert "changed: train.epochs was 1, is 3" in told
-    assert "part 2 of the run: the part before was finished" in told
+    assert "part 2 of the run: the previous part finished" in told
     assert max(record["epoch"] for record in read(directory.metrics) if "epoch" in record) == 3
 
 
@@ -316,10 +318,10 @@ def test_a_stopped_job_exits_with_85_and_resumes_on_another_number_of_ranks(
             told.append(capsys.readouterr().out)
     finally:
         hpctrain.shutdown()
-    assert "goes on after step 6 of 12" in told[1]
+    assert "continuing after step 6 of 12" in told[1]
     assert "the checkpoint is of 2 ranks, this run has 1" in told[1]
     lines = told[2].splitlines()
-    assert lines[0] == "the run in runs/small is finished, there is nothing to go on with"
+    assert lines[0] == "the run in runs/small is finished, there is nothing to resume"
     assert lines[1] == told[1].splitlines()[-1]
     curves = [
         [record["loss"] for record in read(path) if record["event"] in ("step", "test")]
@@ -332,12 +334,14 @@ def test_every_mismatched_tensor_is_listed():
     have = {"a": torch.zeros(2), "b": torch.zeros(2, 3), "c": torch.zeros(1), "ok": torch.ones(1)}
     want = {"a": torch.zeros(3), "b": torch.zeros(2, 3).half(), "ok": torch.ones(1)}
     want["d"] = torch.zeros(())
-    with pytest.raises(CheckpointError, match="does not fit the model in 4 tensors") as caught:
+    with pytest.raises(
+        CheckpointError, match="must match the model, but 4 tensors do not"
+    ) as caught:
         check_fit(have, want)
     assert [line.strip() for line in str(caught.value).splitlines()[1:]] == [
-        "a: float32 (2,), float32 (3,) is wanted",
-        "b: float32 (2, 3), float16 (2, 3) is wanted",
-        "d: missing, float32 () is wanted",
-        "c: float32 (1,), nothing of this name is wanted",
+        "a: float32 (2,), expected float32 (3,)",
+        "b: float32 (2, 3), expected float16 (2, 3)",
+        "d: missing, expected float32 ()",
+        "c: float32 (1,), not in the model",
     ]
     check_fit(want, want)

@@ -126,8 +126,8 @@ def test_an_invalid_line_is_reported_and_only_that_line_is_omitted(tmp_path, cap
     assert [record["step"] for record in read(path)] == [1, 2, 3]
     cut(path, 4, 3)
     assert path.read_bytes() == line(1) + line(2) + line(3)
-    assert f"1 of 4 lines of {path} are no records" in caplog.text
-    assert ": 2; they are left out" in caplog.text
+    assert f"1 of 4 lines of {path} are not records" in caplog.text
+    assert ": 2; these lines are removed" in caplog.text
 
 
 def test_records_joined_by_zeros_are_not_kept_if_they_will_be_repeated(tmp_path):
@@ -238,8 +238,10 @@ def test_a_part_has_its_number_and_the_reason_of_the_previous_end(records, part,
     if ended_by is None:
         return  # the first part has no description
     text = found.describe()
-    assert text.startswith(f"part {part} of the run in job 17, restart 2: the part before was ")
-    assert text.endswith("without a word" if ended_by == KILLED else f"stopped by {ended_by}")
+    assert text.startswith(f"part {part} of the run in job 17, restart 2: the previous part ")
+    assert text.endswith(
+        "without a last record" if ended_by == KILLED else f"stopped by {ended_by}"
+    )
 
 
 def stop_of(tmp_path, rank):

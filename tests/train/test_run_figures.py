@@ -187,9 +187,9 @@ def test_impossible_plots_raise_errors_with_a_remedy(tmp_path, monkeypatch):
     (path / "config.toml").write_text("name = ")
     with pytest.raises(ConfigError, match=r"config\.toml cannot be read"):
         RunHistory.read(path)
-    with pytest.raises(ConfigError, match="holds no folders of runs"):
+    with pytest.raises(ConfigError, match="must contain run directories"):
         found_in(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match="holds no run"):
+    with pytest.raises(ConfigError, match="contains no run"):
         RunHistory.read(tmp_path)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match=r"pip install 'hpctrain\[plots\]'"):

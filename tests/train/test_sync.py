@@ -124,10 +124,13 @@ def test_invalid_federated_options_are_rejected(here, configure):
     for overrides, message in (
         (["sync.fraction=0.5"], "not for sync.method = synchronous"),
         (["sync.method=ssp", "sync.fraction=0.5"], "got {'sync.fraction': 0.5, 'sync.proximal'"),
-        (["sync.method=local_sgd", "sync.args={seed = 5}"], "the run's seed draws: .* got 5"),
+        (["sync.method=local_sgd", "sync.args={seed = 5}"], "which is that of the run: .* got 5"),
         (["sync.method=staged_sgd", "sync.proximal=1"], "not for sync.method = staged_sgd"),
         (["sync.method=local_sgd", "sync.fraction=1.5"], "at most 1, got 1.5"),
-        (["sync.method=local_sgd", "sync.args={fraction = 0.5}"], "fraction, proximal beside it"),
+        (
+            ["sync.method=local_sgd", "sync.args={fraction = 0.5}"],
+            "fraction, proximal: write them in",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             configure(*overrides)

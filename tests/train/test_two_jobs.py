@@ -149,7 +149,7 @@ def test_two_overlapping_jobs_leave_one_consistent_run(tmp_path, seed):
         assert first.returncode == 2, told
         assert len(re.findall(r"process \d+ on .* has taken it over", told)) == 1
         assert "Traceback" not in told
-        assert re.search(rf"--force takes .*process {holder.pid} on .* is lost: its last", said)
+        assert re.search(rf"--force takes .*process {holder.pid} on .* are lost: its last", said)
     elif event == "is killed":
         assert first.returncode == -signal.SIGKILL, told
     else:  # no work of the first job is lost
