@@ -20,7 +20,7 @@ OF_ENGINE = {
         "Horovod sums numbers of 16 bits as such, inside a node too"
     ),
     "tests/gradients/test_reducer.py::"
-    "test_a_bucket_of_a_world_that_was_shut_down_is_refused[one node]": (
+    "test_bucket_of_a_world_that_was_shut_down_is_rejected[one node]": (
         "Horovod has no buckets in node memory"
     ),
 }
