@@ -82,7 +82,7 @@ def test_classes_are_counted(run, tmp_path):
         (["--encoded"], "--encoded is for tar, folder", DataError),
     ],
 )
-def test_what_has_no_meaning_is_refused(run, words, text, kind):
+def test_invalid_options_are_rejected(run, words, text, kind):
     result = run("a.npz", "set", *words)
     assert isinstance(result.exception, kind)
     assert text in str(result.exception)
