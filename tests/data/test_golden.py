@@ -40,7 +40,7 @@ KINDS = {
 }
 
 
-def test_it_has_the_version_that_is_still_written():
+def test_golden_data_has_the_current_version():
     assert VERSION == 1
     assert {Manifest.read(GOLDEN / name).block_size for name in ("plain", "kinds")} == {8}
 
