@@ -218,7 +218,7 @@ def test_a_source_that_changes_under_the_packing_is_an_error(tmp_path):
         pack(tmp_path, tmp_path / "set", start=start)
 
 
-def test_packages_that_are_missing_are_named(tmp_path, monkeypatch):
+def test_missing_packages_are_reported(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     for name in ("tabular", "kinds"):
         monkeypatch.delitem(sys.modules, f"hpctrain.data.packing.{name}", raising=False)

@@ -94,7 +94,7 @@ def test_many_ranks_pack_what_one_packs(comm, folder, source, config):
 
 
 @SIZES
-def test_a_rank_that_fails_stops_all_and_all_go_on_later(comm, folder):
+def test_rank_that_fails_stops_all_ranks_which_can_resume(comm, folder):
     if comm.rank == 0:
         (folder / "fail").touch()
     comm.barrier()
@@ -125,7 +125,7 @@ def test_a_rank_that_fails_stops_all_and_all_go_on_later(comm, folder):
 @SIZES
 @pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize("source", ["nothing.npz", "many_rows:nothing", "tars/0.tar"])
-def test_an_error_of_the_source_is_one_of_all_ranks(comm, source):
+def test_error_of_the_source_raises_on_all_ranks(comm, source):
     config = PackConfig(fields={"x": "png"} if source.startswith("tars") else {})
     messages = []
     try:

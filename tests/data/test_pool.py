@@ -97,7 +97,7 @@ def ask(pool, *indices, epoch=0, seed=0):
     return pool.take(indices, epoch, seed)
 
 
-def test_everything_comes_back_as_it_was_made(pool):
+def test_results_of_workers_are_returned_unchanged(pool):
     found, expected = ask(pool, 3, 1, 2), make_transform()({"number": torch.tensor([3, 1, 2])})
     for name in ("number", "large", "bfloat", "turned", "scalar", "empty"):
         assert found[name].dtype == expected[name].dtype
@@ -164,7 +164,7 @@ def test_a_transform_that_does_not_pickle_is_refused_at_the_start():
         DecodePool(make_numbers(), lambda columns: lock and columns, 1)
 
 
-def test_what_a_worker_cannot_load_is_told_by_every_batch():
+def test_failed_import_in_a_worker_raises_in_every_batch():
     class Unloadable:
         def __call__(self, columns):
             return columns

@@ -93,7 +93,7 @@ def test_a_set_without_room_in_memory_is_read(directory, monkeypatch):
     assert not dataset.in_memory
 
 
-def test_what_a_map_cannot_bring_is_read_and_the_process_lives(directory):
+def test_failed_mapping_falls_back_to_reading(directory):
     shard = OpenShard(directory, Manifest.read(directory), 0, io="map")
     entry = Manifest.read(directory).shards[0]
     # Behind its end a mapped file cannot be touched, as where a disk fails.

@@ -117,7 +117,7 @@ def test_a_batch_belongs_to_its_caller(tmp_path):
         assert np.array_equal(views[k], whole["x"][k + 3 : k + 5].T)
 
 
-def test_the_end_of_a_file_is_told(directory):
+def test_end_of_a_file_raises(directory):
     with (
         (directory / MANIFEST).open("rb") as file,
         pytest.raises(OSError, match="ends before its"),
@@ -151,7 +151,7 @@ def test_what_a_data_set_tells_of_itself(tmp_path):
 
 
 @pytest.mark.parametrize("indices", [[100], [-1], [0, 5, 1000], [-(2**62)]])
-def test_an_index_out_of_range_is_told(directory, indices):
+def test_index_out_of_range_raises(directory, indices):
     dataset = ShardedDataset(directory)
     for read in (dataset.take, dataset.will_need):
         with pytest.raises(DataError, match=r"indices are in \[0, 100\)"):
@@ -263,7 +263,7 @@ def test_all_ranks_open_the_same_data_set(world, shared):
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
-def test_what_one_rank_cannot_read_is_told_on_every_rank(world, shared):
+def test_data_unreadable_on_one_rank_raise_on_every_rank(world, shared):
     comm, last = MpiCommunicator(world), world.size - 1
     mine = shared.with_name("not-mounted") if last and world.rank == last else shared
     if last:

@@ -54,7 +54,7 @@ def test_samples_and_order_stay_however_they_are_cut(
     assert verify(tmp_path).is_whole
 
 
-def test_what_is_not_given_stays(original, tmp_path):
+def test_omitted_options_are_kept(original, tmp_path):
     manifest, before = reshard(original, tmp_path, Shape()), Manifest.read(original)
     assert manifest.uuid != before.uuid
     wanted = replace(before, shards=(), classes=("cat", "dog", "emu"))  # from the file
@@ -114,7 +114,7 @@ def test_a_data_set_is_never_replaced(original, tmp_path):
     assert not list(tmp_path.glob("a/*"))
 
 
-def test_what_was_broken_off_goes_on(original, tmp_path, monkeypatch):
+def test_interrupted_rewriting_resumes(original, tmp_path, monkeypatch):
     monkeypatch.setattr(rewriting, "PIECE_BYTES", 1)
     append, seen = ShardWriter.append, []
 
@@ -206,7 +206,7 @@ def test_parts_are_drawn_at_random():
         (["../a=1"], r"got '\.\./a=1'"),
     ],
 )
-def test_shares_that_cannot_be_are_told(texts, words):
+def test_invalid_shares_raise(texts, words):
     with pytest.raises(DataError, match=words):
         parse_shares(texts)
 

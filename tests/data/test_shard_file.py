@@ -97,7 +97,7 @@ def test_hdf5_never_hears_of_a_full_disk_which_the_next_check_tells(tmp_path, nu
     assert path.stat().st_size <= num_bytes
 
 
-def test_a_signal_in_the_middle_is_told_by_check(tmp_path, monkeypatch):
+def test_signal_during_a_write_is_raised_by_check(tmp_path, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
