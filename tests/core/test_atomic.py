@@ -1,4 +1,4 @@
-"""A file is published whole, or the old one stays."""
+"""Check that a file is published completely, or the old one is kept."""
 
 import errno
 import zlib

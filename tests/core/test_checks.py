@@ -1,4 +1,4 @@
-"""Laws of checks by type hints: of arguments, and of every field of a configuration."""
+"""Check arguments and fields of configurations against type hints."""
 
 import math
 from collections.abc import Mapping

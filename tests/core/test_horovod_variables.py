@@ -1,4 +1,4 @@
-"""Laws of Horovod's environment variables: read where they mean something, told of elsewhere."""
+"""Check Horovod's environment variables: used where they have a meaning, else reported."""
 
 import math
 import re

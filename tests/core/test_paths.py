@@ -1,4 +1,4 @@
-"""A path is absolute from the moment it is received, and everything else is refused."""
+"""Check that paths are made absolute when received, and that other values are rejected."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Laws of numbers with units."""
+"""Check numbers with units."""
 
 import pytest
 from hypothesis import given

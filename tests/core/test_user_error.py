@@ -1,4 +1,4 @@
-"""An error of the user's own code is told in a few lines; what may be ours is told whole."""
+"""Check errors of user code: a short report; errors of hpctrain are reported completely."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Ranks pack together what one rank packs alone, and all of them meet an error of one."""
+"""Check that ranks together pack the same as one rank, and all raise an error of one."""
 
 import tarfile
 from io import BytesIO
@@ -34,7 +34,7 @@ def rows():
 
 @pytest.fixture
 def folder(comm, tmp_path, monkeypatch):
-    """Give a folder that all ranks see, and in which they are."""
+    """Provide the current directory of all ranks, which all can access."""
     shared = Path(comm.broadcast_object(str(tmp_path)))
     if comm.rank == 0:
         write(shared)
@@ -99,7 +99,7 @@ def test_rank_that_fails_stops_all_ranks_which_can_resume(comm, folder):
         (folder / "fail").touch()
     comm.barrier()
     config = PackConfig(samples_per_shard=5)
-    own = comm.rank == comm.size - 1  # has item 90
+    own = comm.rank == comm.size - 1  # this rank has item 90
     with pytest.raises(RuntimeError if own else DataError, match="item 90"):
         pack("many_rows:Items", "set", config, comm=comm)
     comm.barrier()

@@ -1,4 +1,4 @@
-"""Reading ahead: in order, within bounds, and transforms with the random numbers of the sample."""
+"""Check reading ahead: order, limits, and random numbers of transforms per sample."""
 
 import random
 import threading
@@ -20,7 +20,7 @@ from tests.processes import wait_until
 
 
 def first(transform):
-    """Return the first batch of four samples that are transformed."""
+    """Return the first batch of four transformed samples."""
     return next(iter(Loader(InMemory(4), global_batch=4, order="sequential", transform=transform)))
 
 

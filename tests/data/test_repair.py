@@ -1,4 +1,4 @@
-"""A repaired data set is whole, and holds every shard that the copy still has."""
+"""Check that a repaired data set is complete, with every shard that the copy still has."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ from tests.full_disk import largest_file
 
 @pytest.fixture(scope="module", params=[None, "zstd"])
 def copy(request, tmp_path_factory):
-    """Give a whole data set."""
+    """Return a complete data set."""
     directory = tmp_path_factory.mktemp("copy") / "set"
     write_mixed(directory, compression=request.param)
     (directory / "classes.txt").write_text("cat\ndog\nemu\n")
@@ -27,7 +27,7 @@ def copy(request, tmp_path_factory):
 
 @pytest.fixture
 def damaged(copy, tmp_path):
-    """Give a copy that lacks a shard, and has a wrong bit in a block and in metadata."""
+    """Return a copy that lacks a shard, and has a wrong bit in a block and in metadata."""
     return damage(shutil.copytree(copy, tmp_path / "set"))
 
 
@@ -43,7 +43,7 @@ def damage(directory):
 @pytest.mark.parametrize("lost", ["classes.txt", MANIFEST, f"manifest of the copy, {MANIFEST}"])
 def test_damaged_shards_are_restored_from_the_copy(copy, damaged, tmp_path, lost):
     other = shutil.copytree(copy, tmp_path / "other")
-    # Without a manifest in the copy, its shards prove themselves.
+    # Without a manifest in the copy, its shards are identified by their checksums.
     ((other if " " in lost else damaged) / lost.rpartition(" ")[2]).unlink()
     outcome = repair(damaged, other)
     assert outcome.report.is_whole

@@ -1,6 +1,6 @@
-"""A writer goes on from what one before it has finished, or starts anew; never from the wrong one.
+"""Check that a writer resumes after an interrupted one with equal settings, or restarts.
 
-What a kill leaves is made here by a failing program; kills are in ``test_kills``.
+Here a failing program replaces a kill; kills are in ``test_kills``.
 """
 
 import numpy as np
@@ -25,11 +25,11 @@ def rows(start, stop):
 
 
 class StopError(Exception):
-    """Ends a program in the middle."""
+    """End a program in the middle."""
 
 
 def write(folder, start, stop, *, fail=False, key="numbers", fields=FIELDS, **options):
-    """Write the rest of some samples; return the number of those that were there."""
+    """Write the remaining samples; return the number of samples that already existed."""
     options = {"samples_per_shard": 4, **options}
     with ShardWriter(folder, fields, resume_key=key, **options) as writer:
         kept = writer.num_written
@@ -129,7 +129,7 @@ def test_ranks_go_on_each_from_its_own(comm, folder):
     fails = comm.rank == comm.size - 1
     with pytest.raises(StopError if fails else DataError, match="Stop"):
         write(folder, start, start + mine, fail=fails, comm=comm)
-    # Those who had come to their end have finished a short shard as well.
+    # Ranks that had completed have written a partial last shard as well.
     assert write(folder, start, start + 20, comm=comm) == (mine // 4 * 4 if fails else mine)
     comm.barrier()
     wanted = [50 * rank + number for rank in range(comm.size) for number in range(20)]

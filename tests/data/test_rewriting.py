@@ -1,4 +1,4 @@
-"""A data set cut anew has the same samples in the same order; parts of it have each just once."""
+"""Check that a rewritten data set has the same samples in order, and that splits are disjoint."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -177,7 +177,20 @@ def test_parts_depend_on_the_seed_and_neither_on_pieces_nor_on_shards(
     split(original, tmp_path / "other", HALVES, seed=1)
     first, again, other = (numbers_in(tmp_path / n / "a") for n in ("first", "again", "other"))
     assert first == again != other
-    assert first[:12] == [1, 9, 10, 12, 16, 17, 19, 20, 21, 22, 26, 27]  # for ever
+    assert first[:12] == [
+        1,
+        9,
+        10,
+        12,
+        16,
+        17,
+        19,
+        20,
+        21,
+        22,
+        26,
+        27,
+    ]  # this order must not change
 
 
 @pytest.mark.parametrize("count", [10, 11, 13, 70_000])
@@ -190,7 +203,7 @@ def test_parts_have_their_share_and_are_drawn_to_be_of_that_size(count):
 
 
 def test_parts_are_drawn_at_random():
-    # Of 2000 draws, a sample is in the small part 200 times; six deviations are 80.
+    # In 2000 draws, a sample is in the small part 200 times; six deviations are 80.
     hits = sum(parts_drawn([18, 2], seed)(np.arange(20)) for seed in range(2000))
     assert np.all(np.abs(hits - 200) < 80)
 

@@ -1,4 +1,4 @@
-"""Faults of a directory are planted for real: by the kernel, by mounts, by rights."""
+"""Check real faults of a directory: by the kernel, by mounts, by permissions."""
 
 import json
 import sys
@@ -30,7 +30,7 @@ print(json.dumps([asdict(each) for each in check_directories(with_(directories=(
 
 
 def findings(directory, *before, limit_s=60):
-    """What is found in a directory by a process that ``before`` puts somewhere."""
+    """Return the findings for a directory in a process started below ``before``."""
     done = ended(
         [*before, sys.executable, "-c", TRY, str(directory), str(limit_s)],
         cwd=Path(__file__).parents[2],

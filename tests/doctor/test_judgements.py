@@ -1,4 +1,4 @@
-"""What the checks make of the facts of one process: the facts, the level, and words of it."""
+"""Check judgements of the facts of one process: the facts, the level, and words of the finding."""
 
 from pathlib import Path
 
@@ -92,7 +92,7 @@ TABLE = {
         ({}, beside(MODULE), "warning", "/opt/openmpi/bin/mpirun, belongs to"),
         ({}, beside(MODULE, (SITE, "LD_LIBRARY_PATH")), "warning", "hpctrain launch"),
         ({}, beside(SYSTEM), "note", "/usr/bin/mpirun"),
-        (SRUN, beside(MODULE), "ok", ""),  # ranks that run do not care for it
+        (SRUN, beside(MODULE), "ok", ""),  # irrelevant for ranks that already run
         (
             {},
             {
@@ -174,7 +174,7 @@ TABLE = {
         (BATCH | {"CUDA_VISIBLE_DEVICES": "0,1"}, {}, "warning", "--ntasks-per-node=2"),
         (BATCH | {"SLURM_GPUS_ON_NODE": "4"}, {}, "ok", ""),
         (BATCH | {"SLURM_GPUS_ON_NODE": "8"}, {}, "note", "some idle"),
-        (SRUN | {"SLURM_GPUS_ON_NODE": "1"}, {}, "ok", ""),  # ranks compare theirs themselves
+        (SRUN | {"SLURM_GPUS_ON_NODE": "1"}, {}, "ok", ""),  # ranks compare these themselves
         (
             {},
             torch("2.13.0+cpu", gpus={"num_devices": 4}),
@@ -213,7 +213,7 @@ TABLE = {
         ({}, {"memory": {"rooms": ()}}, "ok", "memory is unknown"),
     ],
     node.check_ways: [
-        ({}, shm(64 * MIB), "warning", "--shm-size"),  # a rank for each of eight cores
+        ({}, shm(64 * MIB), "warning", "--shm-size"),  # one rank for each of eight cores
         ({}, shm(128 * MIB), "ok", "memfd"),
         (SRUN, shm(64 * MIB), "ok", ""),
         (SRUN, shm(63 * MIB), "warning", "4 ranks put up to 64.0 MiB there"),
@@ -223,7 +223,7 @@ TABLE = {
         ({}, shm(GIB, memfd_error=REFUSED), "warning", f"{REFUSED}; gradients go flat"),
         ({"HPCTRAIN_SHARED_MEMORY": "memfd"}, shm(GIB, memfd_error="no"), "error", "=auto"),
         ({"HPCTRAIN_SHARED_MEMORY": "off"}, {}, "note", "plain MPI"),
-        ({"HPCTRAIN_SHARED_MEMORY": "?"}, {}, "ok", ""),  # left to another check
+        ({"HPCTRAIN_SHARED_MEMORY": "?"}, {}, "ok", ""),  # covered by another check
     ],
     network.check_cards: [
         ({}, {}, "ok", "TCP is used"),

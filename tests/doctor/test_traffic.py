@@ -1,4 +1,4 @@
-"""Pairs of ranks: everybody meets everybody, and all know what was measured."""
+"""Check pairs of ranks: every pair is measured, and all ranks get the results."""
 
 import time
 
