@@ -1,5 +1,7 @@
-"""Brute force over layouts: every rank is placed, every stage written down. Shares nothing with
-``hpctrain.cost`` but the formulas of the papers that it names."""
+"""Search layouts by brute force: place every rank, and list every stage.
+
+The module shares nothing with ``hpctrain.cost`` except the formulas of the cited papers.
+"""
 
 from collections import namedtuple
 from itertools import product
