@@ -11,7 +11,7 @@ Found = namedtuple("Found", "seconds memory layout")
 
 def fewest_on_a_node(group_of, ranks_per_node, world, inner):
     """How many members any group has on any of its nodes at least; 1 where ``inner`` neighbours,
-    which stand for one member, lie on two nodes."""
+    which count as one member, are on two nodes."""
     for first in range(0, world, inner):
         if first // ranks_per_node != (first + inner - 1) // ranks_per_node:
             return 1

@@ -104,7 +104,7 @@ def test_what_nvidia_smi_prints_is_read(tmp_path):
     assert told.topology == NVLINK
 
 
-def test_a_driver_that_does_not_answer_is_told_in_its_words(tmp_path):
+def test_message_of_a_failing_driver_is_reported(tmp_path):
     told = gpus_of(smi_in(tmp_path, "echo Failed to initialize NVML: version mismatch; exit 18"))
     assert (told.driver, told.error) == ("", "Failed to initialize NVML: version mismatch")
     assert gpus_of({"PATH": str(tmp_path / "nothing")}).error == ""

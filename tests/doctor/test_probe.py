@@ -48,7 +48,7 @@ def told(findings, check):
 
 
 @SIZES
-def test_healthy_ranks_are_well_and_hear_the_same(world):
+def test_healthy_ranks_have_equal_findings_without_faults(world):
     findings = probe()
     assert faults(findings, world.size) == []
     assert {finding.check for finding in findings} > CHECKS
@@ -75,7 +75,7 @@ def test_pairs_of_nodes_are_measured_beside_a_world_that_was_joined(world, monke
 
 
 @TOGETHER
-def test_a_setting_of_one_rank_is_told_with_the_rank(world, monkeypatch):
+def test_setting_of_one_rank_is_reported_with_the_rank(world, monkeypatch):
     if world.rank == 1:
         monkeypatch.setenv("HPCTRAIN_TIMEOUT", "soon")
     invalid, different = told(probe(seconds=0.0), "settings")
