@@ -91,7 +91,7 @@ def test_a_misspelt_variable_gets_a_hint():
 
 
 @pytest.mark.parametrize("variable", FULFILLED)
-def test_variables_without_effect_are_not_reported(variable):
+def test_variables_fulfilled_without_action_are_not_reported(variable):
     assert not remarks({variable: (FULFILLED[variable] or ["1"])[0].upper()})
     assert bool(remarks({variable: "gloo"})) is bool(FULFILLED[variable])
 

@@ -253,7 +253,7 @@ def test_where_no_layout_keeps_the_rules_they_are_counted():
     assert axes(best_layouts(prime, model, LayoutRules(batch=7)).best[0]) == (1, 1, 7, 1)
 
 
-def test_one_rank_has_one_layout():
+def test_one_rank_divides_nothing():
     found = best_layouts(Machine(), Transformer.of(layers=2, hidden=64), LayoutRules(batch=4))
     assert {axes(one) for one in found.best} == {(1, 1, 1, 1)}
     assert {one.layout.zero for one in found.best} == {0}

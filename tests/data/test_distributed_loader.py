@@ -252,7 +252,7 @@ REFUSED = {
 
 @RANKS
 @pytest.mark.parametrize("why", REFUSED)
-def test_indivisible_or_divided_loaders_are_rejected_on_every_rank(world, why):
+def test_unsupported_loaders_raise_on_every_rank(world, why):
     text = "divided among the ranks already" if why in ("in batches", "elastic") else why
     wrong = world.rank == world.size - 1
     with pytest.raises(MismatchError, match=text):

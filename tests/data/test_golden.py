@@ -118,7 +118,7 @@ def hostile(tmp_path, other, request):
 
 
 @pytest.mark.parametrize("hostile", WAYS, indirect=True)
-def test_values_outside_the_shard_are_neither_read_nor_repaired(hostile, tmp_path):
+def test_values_outside_the_shard_are_neither_read_nor_copied(hostile, tmp_path):
     words = "values must be stored in the file that names them"
     with pytest.raises(CorruptError, match=words):
         ShardedDataset(hostile).take([0])

@@ -310,7 +310,7 @@ def test_every_setting_is_reported_with_its_origin():
     assert len(texts) == len(found)
 
 
-def test_unknown_variable_is_reported():
+def test_variable_without_effect_is_reported():
     environ = {"HPCTRAIN_TIMEOUTS": "7", "HOROVOD_CMAKE": "/bin/cmake"}
     ours, theirs, *_ = environment.check_settings(with_(environ))
     assert (ours.level, theirs.level) == ("warning", "note")

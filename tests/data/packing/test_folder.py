@@ -129,7 +129,7 @@ def test_pipe_or_socket_raises_before_it_is_opened(photos, packed, monkeypatch, 
         packed(photos.parent / name.partition("/")[0])
 
 
-def test_pattern_includes_removed_files(tmp_path, packed):
+def test_pattern_that_matches_a_broken_link_raises(tmp_path, packed):
     np.save(tmp_path / "0.npy", np.arange(3))
     (tmp_path / "1.npy").symlink_to(tmp_path / "gone.npy")
     with pytest.raises(DataError, match=r"1.npy leads to .*gone.npy, which is missing"):
