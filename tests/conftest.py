@@ -1,4 +1,4 @@
-"""Every test runs on as many ranks as it names; see ``harness/``."""
+"""Run every test on the numbers of ranks that it names; see ``harness/``."""
 
 import os
 from collections.abc import Generator
@@ -11,11 +11,11 @@ from hpctrain.core import config
 
 pytest_plugins = ["tests.harness.plugin", "tests.power_loss"]
 
-# What tests start, and what they connect by ``hpctrain.init``, does not measure: quick, the same
-# on every machine, and without a word in the user's cache.
+# Tests do not measure the machine at ``hpctrain.init``: they are fast, equal on every machine, and
+# write nothing to the user's cache.
 os.environ["HPCTRAIN_PROBE"] = "off"
 
-# With any of these, help texts are coloured though nobody looks at a terminal.
+# With any of these variables, help texts are coloured even without a terminal.
 for name in ("FORCE_COLOR", "GITHUB_ACTIONS", "PY_COLORS"):
     os.environ.pop(name, None)
 
@@ -24,14 +24,14 @@ for name in ("FORCE_COLOR", "GITHUB_ACTIONS", "PY_COLORS"):
 def _no_cache_of_the_user(
     monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Keep what tests measure among themselves."""
+    """Use a cache folder of the test session."""
     folder = tmp_path_factory.getbasetemp() / "cache"
     monkeypatch.setattr(config, "cache_folder", lambda: folder)
 
 
 @pytest.fixture
 def hvd() -> Generator[ModuleType]:
-    """Initialise the world and take leave of it."""
+    """Initialize the world, and shut it down after the test."""
     hpctrain.init()
     yield hpctrain
     hpctrain.shutdown()

@@ -1,4 +1,4 @@
-"""A disk that is full, without the right to mount one."""
+"""Simulate a full disk without the permission to mount one."""
 
 import resource
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def largest_file(num_bytes: int) -> Iterator[None]:
-    """Let the system refuse bytes beyond a size, as a full disk does."""
+    """Fail writes beyond a file size, as a full disk does."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:

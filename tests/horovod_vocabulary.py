@@ -1,6 +1,6 @@
-"""The names of Horovod 0.28.1's ``horovod.torch``, with the arguments of its functions.
+"""List the names of Horovod 0.28.1's ``horovod.torch``, with the arguments of its functions.
 
-``test_migrate.py`` compares the list with an installed Horovod where there is one.
+``test_migrate.py`` compares the list with an installed Horovod, if any.
 """
 
 _REDUCTION = "op=None, prescale_factor=1.0, postscale_factor=1.0, process_set=global_process_set"

@@ -1,4 +1,4 @@
-"""Compiles ``nccl_stand_in.c``, a library that stands in for NCCL without an accelerator."""
+"""Compile ``nccl_stand_in.c``, a library that replaces NCCL without an accelerator."""
 
 import ctypes
 import subprocess
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def compiled(folder: Path) -> Path:
-    """Compile it into ``folder``; it has the name by which the one of torch is found."""
+    """Compile the library into ``folder``, with the file name of torch's NCCL."""
     library = folder / "libnccl.so.2"
     source = Path(__file__).with_suffix(".c")
     options = ["-shared", "-fPIC", "-O1", "-fno-strict-aliasing", "-pthread"]
@@ -16,6 +16,6 @@ def compiled(folder: Path) -> Path:
 
 
 def load(world, folder: Path) -> None:
-    """Let all ranks have it. Collective."""
+    """Load the library on all ranks. Collective."""
     path = world.bcast(compiled(folder) if world.rank == 0 else None)
     ctypes.CDLL(str(path))

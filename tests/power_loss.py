@@ -1,8 +1,8 @@
-"""What a loss of power would leave: a record of what a program has put on disk, and two laws.
+"""Check what remains on disk after a loss of power: a record of all syncs, and two laws.
 
-A kill keeps the cache of the system, so no kill shows a sync that is missing. Here every sync,
-rename and removal of the ranks is seen and passed on: a file is on disk as it was at its last
-sync, a name when its directory was synced after it got there. What was there before is on disk.
+A kill keeps the cache of the system, so no kill reveals a missing sync. Here every sync, rename
+and removal of the ranks is recorded and passed on: the content of a file is on disk as of its last
+sync, a name if its directory was synced after the name was created. Earlier files are on disk.
 """
 
 import fcntl
@@ -19,14 +19,14 @@ from hpctrain.core import atomic
 from hpctrain.core.atomic import PART
 from hpctrain.train.metrics import RANKS
 
-FLEETING = (RANKS,)  # files that nobody goes on from: they need not be on disk
+FLEETING = (RANKS,)  # files that no run resumes from: they need not be on disk
 
 
 class Disk:
-    """Sees what this process does below a folder; ranks with one ``record`` share what they see.
+    """Record the operations of this process below a folder; ranks share one ``record``.
 
-    Laws, broken ones are among ``faults``: what gets a name is on disk before; nothing is removed
-    while a rename is not on disk.
+    Violations of two laws are added to ``faults``: a file must be on disk before its name, and
+    nothing may be removed while a rename is not on disk.
     """
 
     def __init__(self, root: Path, record: Path, patch: pytest.MonkeyPatch) -> None:
@@ -48,11 +48,11 @@ class Disk:
         patch.setattr(atomic, "exchange_names", self._exchanging(atomic.exchange_names))
 
     def lost(self, *ignored: str, below: Path | None = None) -> list[str]:
-        """What a loss of power would change now, but for parts of files and the ``ignored``."""
+        """Return the changes by a loss of power now, without partial files and ``ignored``."""
         return list(self._lost(below or self.root, ignored))
 
     def has_name(self, path: Path) -> bool:
-        """Say whether the directory of a path has its name on disk."""
+        """Return True if the name of a path is on disk in its directory."""
         with self._alone():
             names = json.loads(self.kept(path.parent) or "{}")
         return names.get(path.name) == path.lstat().st_ino
@@ -75,7 +75,7 @@ class Disk:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Let no other rank read or write meanwhile what is known of directories."""
+        """Lock the record of directories against other ranks."""
         with (self._record / "lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
@@ -86,7 +86,7 @@ class Disk:
     def _keep(self, path: Path) -> None:
         place = self._place(path)
         if path.is_dir():
-            with self._alone(), os.scandir(path) as entries:  # other ranks may remove some
+            with self._alone(), os.scandir(path) as entries:  # other ranks may remove entries
                 place.write_text(json.dumps({entry.name: entry.inode() for entry in entries}))
         else:
             part = place.with_name(f"{place.name}.{get_ident()}")  # another thread may read
@@ -101,7 +101,7 @@ class Disk:
             self._renamed.pop(path.stat().st_ino, None)
 
     def _check(self, source: Path, target: Path) -> None:
-        if not any(folder.name.endswith(PART) for folder in target.parents):  # not there yet
+        if not any(folder.name.endswith(PART) for folder in target.parents):  # not visible yet
             self.faults += [f"{what} when it became {target}" for what in self._lost(source, ())]
         for watch in self.watchers:
             watch(target)
@@ -154,7 +154,7 @@ class Disk:
 
 @pytest.fixture
 def disk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
-    """Record what the ranks of a test do below ``tmp_path`` of rank 0, and check the laws."""
+    """Record the operations of all ranks below ``tmp_path`` of rank 0, and check the laws."""
     root: Path = request.getfixturevalue("tmp_path")
     record: Path = request.getfixturevalue("tmp_path_factory").mktemp("record")
     world = request.getfixturevalue("world") if "world" in request.fixturenames else None

@@ -1,4 +1,4 @@
-"""Programs that tests run to their end, and processes that they wait for."""
+"""Run programs of tests to their end, and wait for processes."""
 
 import subprocess
 import sys
@@ -41,7 +41,7 @@ AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
 def wait_until(condition: Callable[[], bool], limit_s: float) -> bool:
-    """Return whether ``condition`` came true in time; a slow machine gets more of it."""
+    """Return True if ``condition`` became true within ``limit_s``, scaled on slow machines."""
     start = time.monotonic()
     while not (met := condition()):
         waited_s = time.monotonic() - start
@@ -52,7 +52,7 @@ def wait_until(condition: Callable[[], bool], limit_s: float) -> bool:
 
 
 def is_alive(pid: int) -> bool:
-    """Say whether a process exists and is no zombie."""
+    """Return True if a process exists and is not a zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""The closing table of ``make test``: what ran, what was skipped and why, the slowest tests."""
+"""Print the closing table of ``make test``: results, reasons of skips, the slowest tests."""
 
 import os
 import re
@@ -20,7 +20,7 @@ _HEAD = re.compile(r"still runs after|\] \S+::\S+ failed$|Fatal Python error|sig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """One launch of the suite: ``openmpi-3`` stands for three ranks of Open MPI."""
+    """Hold one launch of the suite: ``openmpi-3`` means three ranks of Open MPI."""
 
     name: str
     problem: str
@@ -32,7 +32,7 @@ class Launch:
 
     @classmethod
     def read(cls, folder: Path, name: str) -> Self:
-        """Read the report, the exit code and the reason for leaving the launch out."""
+        """Read the report, the exit code and the reason of a skipped launch."""
         skipped = _text(folder / f"{name}.skipped")
         if skipped:
             feature, _, _ = name.partition("-")
@@ -52,7 +52,7 @@ class Launch:
 
     @property
     def row(self) -> str:
-        """One line: the counts, then what is wrong with the launch as a whole."""
+        """Return one line: the counts, then the fault of the launch as a whole."""
         counts = Counter(test["outcome"] for test in self.tests)
         seconds = sum(test["seconds"] for test in self.tests)
         numbers = [counts[outcome] for outcome in ("passed", "failed", "skipped")]
@@ -84,7 +84,7 @@ def _problem(name: str, facts: dict[str, Any], code: str) -> str:
 
 
 def table(launches: list[Launch]) -> list[str]:
-    """Make the lines of the closing table; the last one holds the sums alone."""
+    """Return the lines of the closing table; the last one contains only the sums."""
     lines = [f"{'launch':12}{'passed':>9}{'failed':>9}{'skipped':>9}{'not run':>9}{'time':>11}"]
     lines += [launch.row for launch in launches]
     tests = [(launch.name, test) for launch in launches for test in launch.tests]
@@ -92,7 +92,7 @@ def table(launches: list[Launch]) -> list[str]:
     slowest = sorted(tests, key=lambda test: -test[1]["seconds"])[:SLOWEST]
     lines += ["", f"slowest {len(slowest)}"]
     lines += [f"{test['seconds']:8.2f} s  {name:12}{test['test']}" for name, test in slowest]
-    # What failed comes last: whoever sees the end of a long output alone looks for that.
+    # Failures come last, because readers look at the end of a long output.
     lines += _reasons("failed", tests)
     broken = [
         launch
@@ -104,7 +104,7 @@ def table(launches: list[Launch]) -> list[str]:
             lines += ["", f"{launch.name}: {launch.problem}"]
             lines += [f"  {line}" for line in launch.last_words]
     sums = Counter(test["outcome"] for _, test in tests)
-    # A launch that broke outside of its tests is a failure, one left out a skip.
+    # A launch that failed outside of its tests counts as a failure, a skipped launch as a skip.
     sums["failed"] += len(broken)
     sums["skipped"] += sum(bool(launch.skipped) and not launch.problem for launch in launches)
     last = ", ".join(f"{sums[outcome]} {outcome}" for outcome in ("passed", "failed", "skipped"))
@@ -112,7 +112,7 @@ def table(launches: list[Launch]) -> list[str]:
 
 
 def _told(launch: Launch) -> bool:
-    """Whether failed tests explain what is wrong with the launch."""
+    """Return True if failed tests explain the fault of the launch."""
     return any(test["outcome"] == "failed" for test in launch.tests)
 
 
@@ -127,7 +127,7 @@ def _reasons(outcome: str, tests: list[tuple[str, dict[str, Any]]]) -> list[str]
 
 
 def main(folder: str, *names: str) -> int:
-    """Print the table; 1 if any launch failed."""
+    """Print the table; return 1 if any launch failed."""
     launches = [Launch.read(Path(folder), name) for name in names]
     sys.stdout.write("\n".join(table(launches)) + "\n")
     return int(any(each.problem or each.num_not_run or _told(each) for each in launches))

@@ -22,7 +22,7 @@ EXIT_NOTHING_RAN = 5
 
 
 def run(report: Path, command: Sequence[str]) -> int:
-    """Run sessions until one comes to its end; return 0 if all tests passed."""
+    """Run sessions until one completes; return 0 if all tests passed."""
     options: tuple[str, ...] = ()
     for number in range(MOST_SESSIONS):
         code = subprocess.run([*command, f"--report={report}", *options], check=False).returncode

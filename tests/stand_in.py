@@ -1,6 +1,6 @@
-"""A device of the host that stands in for an accelerator, so that its path runs without one.
+"""Replace an accelerator by a device of the host, so that its code runs without one.
 
-Its streams are the program itself, in order; node memory is what processes map in place of CUDA's.
+The only stream is the program itself; node memory replaces memory of CUDA.
 """
 
 import os
@@ -17,7 +17,7 @@ from hpctrain.comm.node.segments import map_shared
 
 
 class Passed:
-    """An event, and a stream, of which there is one: whoever waits for it may go on at once."""
+    """Represent an event or a stream that has always completed."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Passed)
@@ -33,7 +33,7 @@ class Passed:
 
 
 class StandIn(Device):
-    """Tensors of the host that are treated as those of an accelerator."""
+    """Treat tensors of the host as those of an accelerator."""
 
     keeps_apart = without_nccl = ""
 
@@ -65,7 +65,7 @@ class StandIn(Device):
 
 
 class FileSegment(Segment):
-    """Anonymous memory, which peers open by the process that has it."""
+    """Hold anonymous memory, which peers open through the process that owns it."""
 
     def __init__(self, num_bytes: int) -> None:
         self._file = reserve(num_bytes)

@@ -1,4 +1,4 @@
-"""The table of ratios is that of the stored results; what is worse beyond noise is told."""
+"""Check that the table of ratios matches the stored results, and that regressions are reported."""
 
 import importlib.util
 import json
@@ -31,7 +31,7 @@ def run(*words):
 
 
 def changed(folder, factor, *, spread):
-    """Copy the results of one benchmark, with all its ratios times a factor."""
+    """Copy the results of one benchmark, with all its ratios multiplied by a factor."""
     folder.mkdir()
     found = json.loads((RESULTS / "engines.json").read_text())
     for world in found["summary"]:
@@ -43,13 +43,13 @@ def changed(folder, factor, *, spread):
     return folder
 
 
-def test_the_page_of_figures_quotes_the_stored_results(table):
+def test_page_of_figures_matches_the_stored_results(table):
     ratios, machines = table.read(RESULTS)
     assert table.markdown(ratios) in (ROOT / "perf/README.md").read_text()
     assert set(machines.values()) == {"2 cores of AMD EPYC"}  # as that page says
 
 
-def test_every_ratio_lies_within_its_spread_and_has_a_date(table):
+def test_every_ratio_is_within_its_spread_and_has_a_date(table):
     ratios, _ = table.read(RESULTS)
     assert len({ratio.key for ratio in ratios}) == len(ratios) > 100
     for ratio in ratios:
@@ -58,7 +58,7 @@ def test_every_ratio_lies_within_its_spread_and_has_a_date(table):
         assert re.fullmatch(r"\d{4}-\d\d-\d\d", ratio.date)
 
 
-def test_a_spread_is_that_of_the_medians_of_the_rounds(table):
+def test_spread_uses_the_medians_of_the_rounds(table):
     peer, ours = [2.0, 2.0, 9.0, 6.0, 6.0, 0.1], [1.0, 1.0, 1.0, 2.0, 2.0, 2.0]
     assert table.spread(peer, ours, rounds=2) == (2.0, 3.0)
     assert table.spread([2.0, 6.0], [1.0, 2.0], rounds=5) == (2.0, 3.0)  # of a quick run
@@ -69,13 +69,13 @@ def test_a_spread_is_that_of_the_medians_of_the_rounds(table):
     [(0.5, 1.1, 3), (0.5, 2.0, 0), (0.95, 1.1, 0), (2.0, 1.1, 0)],
     ids=["worse", "worse within noise", "a little worse", "better"],
 )
-def test_only_what_is_worse_beyond_both_spreads_counts(table, tmp_path, factor, spread, num_worse):
+def test_only_ratios_worse_beyond_both_spreads_count(table, tmp_path, factor, spread, num_worse):
     old, _ = table.read(changed(tmp_path / "old", 1.0, spread=1.1))
     new, _ = table.read(changed(tmp_path / "new", factor, spread=spread))
     assert len(table.worse(new, old)) == num_worse
 
 
-def test_the_command_fails_where_a_ratio_is_worse_and_names_it(tmp_path):
+def test_command_fails_and_reports_a_ratio_that_is_worse(tmp_path):
     old = changed(tmp_path / "old", 1.0, spread=1.1)
     new = changed(tmp_path / "new", 0.5, spread=1.1)
     done = run(new, "--against", old)

@@ -1,4 +1,4 @@
-"""The documents are true: links resolve, code compiles, the changelog has its shape."""
+"""Check documents: links resolve, code compiles, and the changelog has its format."""
 
 import contextlib
 import itertools
@@ -33,7 +33,7 @@ def text_of(document: str) -> str:
 
 
 def headings(text: str) -> set[str]:
-    """Anchors as hosting sites make them of headings."""
+    """Return the anchors that hosting sites make of headings."""
     found = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in found}
 
@@ -99,7 +99,7 @@ def test_the_table_of_versions_has_all_rows_and_the_tested_range_of_torch():
     assert low == ".".join(map(str, TESTED[0]))
 
 
-# -- commands ------------------------------------------------------------------------------------
+# Commands
 
 MANUAL = ["README.md", *(d for d in DOCUMENTS if d.startswith("hpctrain/guide/"))]
 SHELL = re.compile(r"^```(?:sh|bash)?\n(.*?)^```|((?:^ {4}.*\n)+)", re.MULTILINE | re.DOTALL)
@@ -134,7 +134,7 @@ def commands_of(document: str) -> list[list[str]]:
 
 
 def parsed(words: list[str]) -> None:
-    """Let the command line read the words of a command and of what it launches; run nothing."""
+    """Parse the words of a command and of its inner command; run nothing."""
     words = list(itertools.takewhile(lambda word: word not in ("|", "||", "&&", ">", "<"), words))
     command, context = get_command(app), None
     if words[0] != "hpctrain":
@@ -159,7 +159,7 @@ def parsed(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("document", MANUAL)
-def test_commands_parse_and_their_files_are_there_or_are_made_before(document):
+def test_commands_parse_and_their_files_exist_or_are_made_before(document):
     text = text_of(document)
     made = {*re.findall(r"^# (\w+\.(?:py|toml))", text, re.MULTILINE)} | OF_READERS
     has_examples = False

@@ -1,4 +1,4 @@
-"""Laws of the harness itself: each test here runs pytest on several ranks of a tiny test file."""
+"""Check the harness: each test runs pytest on several ranks of a small test file."""
 
 import re
 import subprocess
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.launches
 
 @dataclass
 class Session:
-    """What one launch of a test file left behind."""
+    """Hold the results of one launch of a test file."""
 
     code: int
     text: str
@@ -160,14 +160,14 @@ def test_all_ranks_have_one_verdict_on_the_tests_that_name_their_number(gentle):
     assert "1 skipped" in gentle.text
 
 
-def test_a_failure_on_one_rank_names_it(gentle):
+def test_failure_on_one_rank_is_reported_with_the_rank(gentle):
     expected = "failed on some ranks only: rank 1: AssertionError: rank one is odd"
     assert expected in reason_of(gentle, "test_bad")
     for name in ("bad", "before", "after"):
         assert f"[rank 1] tests/test_tiny.py::test_{name} failed" in gentle.text
 
 
-def test_a_skip_says_why_and_on_one_rank_is_a_failure_that_names_it(gentle):
+def test_skip_has_a_reason_and_on_one_rank_only_is_a_failure(gentle):
     assert reason_of(gentle, "test_skipped") == "no disk"
     assert "skipped on some ranks only: rank 0" in reason_of(gentle, "test_skipped_by_some")
 
@@ -250,7 +250,7 @@ def test_a_hang_with_the_interpreter_locked_ends_too(launch):
 
 
 @pytest.mark.conformance
-def test_a_rank_that_is_late_to_print_is_waited_for(launch):
+def test_harness_waits_for_a_rank_that_prints_late(launch):
     done = launch("""
         import ctypes
 
@@ -344,7 +344,7 @@ def test_different_tests_on_the_ranks_stop_all(launch):
     assert "the ranks collected different tests (rank 0: 1 tests" in done.text
 
 
-def test_a_feature_is_looked_for_before_any_fixture_is_made_and_skips_unless_required(launch):
+def test_feature_is_checked_before_fixtures_and_skips_unless_required(launch):
     body = """
         pytestmark = pytest.mark.requires("slurm")
 
@@ -364,7 +364,7 @@ def test_a_feature_is_looked_for_before_any_fixture_is_made_and_skips_unless_req
 
 SKIPS = re.compile(r"pytest\.(skip|importorskip)\(|mark\.skipif")
 KNOWN_SKIPS = {"tests/harness/features.py", "tests/test_harness.py"} | {
-    "tests/conformance/test_verdicts.py"  # in programs that are tests themselves
+    "tests/conformance/test_verdicts.py"  # in test programs
 }
 
 
@@ -378,7 +378,7 @@ def test_every_skip_goes_through_requires():
     assert found <= KNOWN_SKIPS
 
 
-def test_an_unknown_feature_is_refused(launch):
+def test_unknown_feature_is_rejected(launch):
     done = launch("def test_one(): pass", ranks=1, HPCTRAIN_REQUIRE="abacus")
     assert done.code != 0
     known = ", ".join(features.FEATURES)

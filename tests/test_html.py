@@ -1,4 +1,4 @@
-"""The manual as HTML: it has every public name and guide, and nothing of it leads nowhere."""
+"""Check the manual as HTML: every public name and guide is in it, and links resolve."""
 
 import re
 import subprocess
@@ -39,17 +39,17 @@ def site(tmp_path_factory):
     return folder / "html"
 
 
-def test_every_public_name_has_its_place(site):
+def test_every_public_name_has_an_anchor(site):
     text = "".join(path.read_text() for path in (site / "reference").glob("*.html"))
     places = set(re.findall(r'<dt [^>]*id="hpctrain\.([\w.]+)"', text))
     lines = (ROOT / "tests/public_api.txt").read_text().splitlines()
     names = {line.partition("(")[0] for line in lines if not line.startswith("HPCTRAIN_")}
     names = {name for name in names if name and name not in ("__version__", "elastic")}
-    # An optimizer is of torch's class, with methods that its function's page tells of.
+    # An optimizer has the class of torch, with methods documented on the page of the function.
     assert {name for name in names if not name.startswith("DistributedOptimizer()")} <= places
 
 
-def test_guides_lead_to_each_other_as_on_a_terminal(site):
+def test_guides_link_to_the_guides_that_they_name(site):
     topics = {path.stem for path in (ROOT / "hpctrain/guide").glob("*.md")}
     for topic in topics:
         text = (ROOT / f"hpctrain/guide/{topic}.md").read_text()
@@ -61,7 +61,7 @@ def test_guides_lead_to_each_other_as_on_a_terminal(site):
         assert named - {topic} <= set(links), topic
 
 
-def test_a_link_that_leads_nowhere_and_a_page_in_no_contents_are_errors(tmp_path):
+def test_broken_link_and_page_outside_the_contents_are_errors(tmp_path):
     source = tmp_path / "source"
     pages(source)
     with (source / "guide/cost.md").open("a") as file:

@@ -1,4 +1,4 @@
-"""``import hpctrain`` is cheap and needs nothing: no torch, no MPI, no compiler."""
+"""Check that ``import hpctrain`` is fast and loads neither torch, nor MPI, nor a compiler."""
 
 import json
 import os
@@ -51,7 +51,7 @@ def test_import_works_without_mpi_and_torch():
 
 
 @pytest.mark.parametrize("package", ["cluster", "launch"])
-def test_what_runs_on_a_login_node_needs_neither_mpi_nor_torch(package):
+def test_commands_of_a_login_node_need_neither_mpi_nor_torch(package):
     code = f"""{BLOCKED}
 import importlib, pkgutil, hpctrain.{package} as package
 for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):

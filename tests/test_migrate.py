@@ -1,4 +1,4 @@
-"""The guide ``horovod-names`` has every name of Horovod; our functions take its arguments."""
+"""Check that the guide ``horovod-names`` has every name of Horovod, with equal arguments."""
 
 import ast
 import importlib
@@ -25,7 +25,7 @@ def find(name, root=hpctrain):
 
 
 def parameters(text):
-    """Parameters as Horovod writes them: names, and defaults as text; None for none."""
+    """Return parameters in Horovod's notation: names, and defaults as text or None."""
     arguments = ast.parse(f"def f({text}): ...").body[0].args
     names = [each.arg for each in arguments.args]
     defaults = [ast.unparse(each) for each in arguments.defaults]
@@ -33,7 +33,7 @@ def parameters(text):
 
 
 def value_of(text):
-    """The value of a default: a literal, or one of our names."""
+    """Return the value of a default: a literal, or a name of hpctrain."""
     try:
         return ast.literal_eval(text)
     except ValueError:
@@ -41,7 +41,7 @@ def value_of(text):
 
 
 def refusal(function, text):
-    """Why the function does not take what Horovod's does; None if it does."""
+    """Return the reason why the function does not accept Horovod's arguments, or None."""
     wanted = parameters(text)
     ours = [
         each for each in inspect.signature(function).parameters.values() if each.name != "self"
@@ -59,7 +59,7 @@ def refusal(function, text):
     return None
 
 
-def test_no_name_has_two_rows_and_every_row_says_something():
+def test_every_name_has_one_row_with_text():
     assert len(IN_THE_TABLE) == len(ROWS)
     assert all(len(text) > 2 for _, text in ROWS)
 
@@ -68,20 +68,20 @@ def test_every_name_of_horovod_has_a_row():
     assert {*FUNCTIONS, *OTHERS} - IN_THE_TABLE == set()
 
 
-def test_every_row_is_about_a_name_that_is_there():
+def test_every_row_has_an_existing_name():
     for name in IN_THE_TABLE:
         if "()" not in name:
             find(name)
 
 
-def test_every_row_is_about_a_name_of_horovod():
+def test_every_row_has_a_name_of_horovod():
     known = {*FUNCTIONS, *OTHERS, *OWN}
     rows = {name.partition(".")[0] if "()" in name else name for name in IN_THE_TABLE}
     assert rows - known == set()
 
 
-def test_what_hpctrain_exports_beyond_horovod_is_its_own():
-    """A new export that is Horovod's must come into the list, and so into the table."""
+def test_exports_beyond_horovod_are_listed():
+    """A new export that Horovod also has must be added to the list, and so to the table."""
     exported = {name for name in hpctrain.__all__ if name not in {*FUNCTIONS, *OTHERS}}
     local = {"DiLoCo", "HierarchicalLocalSGD", "LocalSGD", "PostLocalSGD", "StagedSGD"}
     local |= {"AsyncSGD", "Downpour", "Hogwild", "StaleSynchronous", "stable_rate"}
@@ -117,7 +117,7 @@ def test_an_optimizer_has_horovods_methods():
     hpctrain.shutdown()
 
 
-def test_what_differs_is_found():
+def test_different_arguments_are_found():
     def ours(tensor, name=None, op=None, *, extra=1):
         pass
 
@@ -127,7 +127,7 @@ def test_what_differs_is_found():
     assert "wants tensor" in refusal(ours, "")
 
 
-# -- where Horovod is installed ----------------------------------------------------------------
+# With an installed Horovod
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +163,6 @@ def test_the_list_has_the_arguments_of_the_installed_horovod(horovod):
     for name, text in FUNCTIONS.items():
         found = inspect.signature(find(name, horovod)).parameters
         wanted = parameters(text.replace(", **kwargs", ""))
-        if set(found) == {"args", "kwargs"}:  # passed on: to nothing that can be looked at
+        if set(found) == {"args", "kwargs"}:  # passed on to a function that cannot be inspected
             continue
         assert [each for each in found if each not in {"self", "kwargs"}] == list(wanted), name

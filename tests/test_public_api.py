@@ -1,4 +1,4 @@
-"""The public surface is the committed list: a change of it needs a line in CHANGELOG.md.
+"""Check that the public names equal the committed list: a change needs a line in CHANGELOG.md.
 
 ``python -m tests.test_public_api`` rewrites the list.
 """
@@ -45,7 +45,7 @@ def surface() -> list[str]:
             lines.append(f"{full}{_signature(value)}")
             if inspect.isclass(value) and not issubclass(value, BaseException):
                 lines += _members(f"{full}()", value)
-    # An optimizer made by DistributedOptimizer is of torch's class, with these members added.
+    # An optimizer made by DistributedOptimizer has the class of torch, with these members added.
     lines += _members("DistributedOptimizer()", DistributedMethods)
     lines += [f"HPCTRAIN_{field.name.upper()}" for field in dataclasses.fields(Settings)]
     return lines
@@ -77,7 +77,7 @@ def _members(prefix: str, cls: type) -> list[str]:
 
 def _signature(value: object) -> str:
     is_error = inspect.isclass(value) and issubclass(value, BaseException)
-    if is_error or not callable(value):  # errors are caught by users, who make none
+    if is_error or not callable(value):  # users catch errors, and do not construct them
         return ""
     parameters = inspect.signature(value).parameters.values()
     bare = [p.replace(annotation=inspect.Parameter.empty) for p in parameters]
@@ -116,7 +116,7 @@ def test_dir_lists_every_public_name(package):
         package.no_such_name  # noqa: B018
 
 
-def test_guides_and_examples_import_public_names_alone():
+def test_guides_and_examples_import_public_names_only():
     public = {package.__name__ for package in (hpctrain, *PACKAGES)}
     root = LIST.parents[1]
     files = [

@@ -1,7 +1,7 @@
-"""What a program names by a relative path stays where it was when the program changes directory.
+"""Check that files named by relative paths stay when the program changes its directory.
 
 Every public function with a path has a case: it is called with a relative path, the directory is
-changed, what was made is used, and all files are where the call was.
+changed, the result is used, and all files are in the directory of the call.
 """
 
 import inspect
@@ -22,7 +22,7 @@ from hpctrain.runtime.world import current
 from tests.test_public_api import PACKAGES
 
 NO_FILES = {
-    "ShardedEmbedding.wanted(path)",  # of a tensor in a checkpoint
+    "ShardedEmbedding.wanted(path)",  # path of a tensor in a checkpoint
 }
 NAMELESS = {"parallel.shard(offload)"}
 """Takes a folder; neither its name nor its annotation says so."""
@@ -263,7 +263,7 @@ def _write_shards(comm):
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("write", [_save, _save_by_manager, _write_shards])
-def test_ranks_in_different_directories_all_refuse_to_write(comm, tmp_path, monkeypatch, write):
+def test_ranks_in_different_directories_raise_before_writing(comm, tmp_path, monkeypatch, write):
     root = comm.broadcast_object(tmp_path)
     here = root / ("first" if comm.rank == 0 else "second")
     here.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""Laws of the verdict over all ranks and of the closing table."""
+"""Check the verdict over all ranks and the closing table."""
 
 import os
 
@@ -62,7 +62,7 @@ def test_tests_that_did_not_run_are_counted_and_fail_the_run(tmp_path, reports, 
     assert row.split()[:5] == ["openmpi-2", "1", "0", "0", "7"]
 
 
-def test_the_end_tells_what_broke_a_launch_outside_of_its_tests(tmp_path, capsys):
+def test_end_of_the_report_shows_the_fault_of_a_launch_outside_of_its_tests(tmp_path, capsys):
     lines = ["[rank 1] t.py::test_x still runs after 60 s", *map(str, range(99)), "the end"]
     (tmp_path / "openmpi-2.log").write_text("\n".join(lines))
     assert report.main(str(tmp_path), "openmpi-2") == 1
@@ -77,7 +77,7 @@ def test_a_launch_without_report_fails_the_run(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("require", "code"), [("", 0), ("slurm,mpich", 1)])
-def test_a_launch_left_out_is_a_skip_unless_required(tmp_path, monkeypatch, require, code):
+def test_skipped_launch_is_a_skip_unless_required(tmp_path, monkeypatch, require, code):
     monkeypatch.setitem(os.environ, "HPCTRAIN_REQUIRE", require)
     (tmp_path / "mpich-2.skipped").write_text("MPICH could not be installed")
     assert report.main(str(tmp_path), "mpich-2") == code

@@ -1,4 +1,4 @@
-"""Only one place decides a factor of a gradient: whatever else multiplies is named here."""
+"""Check that only one place decides a factor of a gradient; other multiplications are listed."""
 
 import ast
 from pathlib import Path
@@ -20,7 +20,7 @@ ALLOWED = {
     # A step of fixed micro-shards has a factor of its own, decided in gradients/reproducible.py:
     "gradients/step_values.py": "the sum over all micro-shards, by one over their number",
     "gradients/sparse_gradients.py": "gathered rows, by the weight and the scale of the buckets",
-    # Codecs, which make of the sum what they are for; the factor comes before:
+    # Codecs define the sum themselves; the factor is applied before:
     "compress/largest.py": "momenta, and what is clipped before they are summed up",
     "compress/sign.py": "signs, by the means of their row",
     "compress/int8.py": "packets, by the factor that keeps large values finite",
@@ -37,7 +37,7 @@ ALLOWED = {
 
 
 def scaling_calls(path: Path) -> list[str]:
-    """Return the tensor operations in a file that multiply or divide in place or into another."""
+    """Return the tensor operations in a file that multiply or divide in place or with ``out``."""
     tree = ast.parse(path.read_text())
     calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
     return [f.attr for f in calls if isinstance(f, ast.Attribute) and f.attr in SCALING]

@@ -1,4 +1,4 @@
-"""Every file has at most 500 lines and every function at most 60; exceptions give a reason."""
+"""Check that files have at most 500 lines and functions at most 60; exceptions give a reason."""
 
 import ast
 from pathlib import Path
@@ -38,7 +38,7 @@ def test_files_and_functions_are_short():
     assert [fault for name in FILES for fault in too_long(name, (ROOT / name).read_text())] == []
 
 
-def test_what_is_too_long_is_found():
+def test_long_files_and_functions_are_found():
     function = "def long():\n" + "    pass\n" * MAX_FUNCTION_LINES
     assert len(too_long("f.py", function)) == 1
     assert len(too_long("f.py", function * 9)) == 10

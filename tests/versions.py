@@ -30,7 +30,7 @@ BASE = ROOT / ".venv/bin/python"
 GUIDE = ROOT / "hpctrain/guide/versions.md"
 LIMIT_S = 1500
 
-PYTHON, TORCH = "3.11", "2.13.0"  # of .venv
+PYTHON, TORCH = "3.11", "2.13.0"  # versions of .venv
 SMOKE = ("collectives", "runtime", "process_group/test_collectives.py")
 CORE = ("collectives", "gradients", "local_sgd", "checkpoint", "process_group", "parallel")
 OF_2_6 = tuple(f"parallel/test_{name}.py" for name in ("mesh", "tensor", "context", "alike"))
@@ -39,18 +39,18 @@ ALONE = ("core", "compress", "optim", "gradients/test_optimizer.py")  # on one r
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One combination; a field that is not given is that of ``.venv``."""
+    """Hold one combination; a field that is not given equals the version of ``.venv``."""
 
     name: str
     packages: tuple[str, ...] = ()
-    library: str = ""  # an MPI of the system, by the file of its library
+    library: str = ""  # library file of a system MPI
     python: str = PYTHON
     torch: str = TORCH
     tests: tuple[str, ...] = SMOKE
 
     @property
     def is_thin(self) -> bool:
-        """Whether the environment takes most packages from ``.venv``."""
+        """Return True if the environment uses most packages of ``.venv``."""
         return (self.python, self.torch) == (PYTHON, TORCH)
 
 
@@ -100,7 +100,7 @@ TESTING = ("pytest", "pytest-xdist", "hypothesis", "psutil", "expecttest", "pack
 
 
 class NotTestedError(Exception):
-    """A row that could not be tested, with the reason."""
+    """Report a row that could not be tested, with the reason."""
 
 
 def environment(row: Row, folder: Path) -> Path:
@@ -133,7 +133,7 @@ def built(folder: Path) -> Path:
 
 
 def install(python: Path, *what: object) -> None:
-    """Install packages from the index that pip is set up for, which is not told of constraints."""
+    """Install packages from the configured index, without constraints."""
     done = run(BASE, "-m", "pip", "--python", python, "install", "--quiet", *what)
     if done.returncode:
         raise NotTestedError(f"cannot be installed: {done.stderr.strip().splitlines()[-1]}")
@@ -145,13 +145,13 @@ def version_of(python: Path) -> str:
 
 
 def other_python(version: str) -> str | None:
-    """Find a Python of a version, on PATH or among those of pyenv."""
+    """Find a Python of a version, on PATH or in pyenv."""
     found = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))
     return str(found[-1]) if found else shutil.which(f"python{version}")
 
 
 def tested(row: Row, folder: Path) -> tuple[str, str]:
-    """Return what was tested, and how it went."""
+    """Return the versions of a row and its outcome."""
     what = f"Python {row.python}, torch {row.torch}"
     if row.name == "debian-openmpi" and not row.library:
         return what, "not tested: no Open MPI of Debian here"
@@ -160,7 +160,7 @@ def tested(row: Row, folder: Path) -> tuple[str, str]:
     except NotTestedError as error:
         return what, f"not tested: {error}"
     environ = {**os.environ, "PATH": f"{python.parent}:{os.environ['PATH']}"}
-    # Ranks that disagree must not write past the end of a buffer: see the Makefile.
+    # Ranks that disagree must not write past the end of a buffer; see the Makefile.
     environ |= {"OMPI_MCA_smsc": "^cma", "PYTHONDONTWRITEBYTECODE": "1"}
     environ |= {"MPI4PY_LIBMPI": row.library} if row.library else {}
     hpctrain = (python, "-m", "hpctrain")
@@ -184,7 +184,7 @@ def tested(row: Row, folder: Path) -> tuple[str, str]:
 
 
 def copied(folder: Path) -> Path:
-    """Copy the tests to a place where the package of the clone cannot be imported."""
+    """Copy the tests to a folder where the package of the clone cannot be imported."""
     place = folder / "clone"
     place.mkdir()
     for name in ("tests", "examples", "perf"):
@@ -218,7 +218,7 @@ def outcome(words: tuple[object, ...], log: Path, place: Path, environ: dict[str
 
 
 def run(*words: object, environ: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Run a program outside of the clone, where no hpctrain lies beside it."""
+    """Run a program outside of the clone, where no hpctrain can be imported from the folder."""
     line, place = list(map(str, words)), tempfile.gettempdir()
     return subprocess.run(
         line, capture_output=True, text=True, check=False, cwd=place, env=environ
@@ -226,7 +226,7 @@ def run(*words: object, environ: dict[str, str] | None = None) -> subprocess.Com
 
 
 def main() -> None:
-    """Print the table of the rows that are asked for, and put it into the guide."""
+    """Print the table of the requested rows, and write it into the guide."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""The worlds of ``tests/gradients``."""
+"""Provide the worlds of ``tests/gradients``."""
 
 from tests.gradients.conftest import hvd, hvd_nodes, last, per_node, worlds
 

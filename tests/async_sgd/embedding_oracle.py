@@ -1,4 +1,4 @@
-"""What a sharded embedding must equal: one process, a table of torch, the joined batch."""
+"""Compute the reference of a sharded embedding: one process, a torch table, the joined batch."""
 
 import torch
 from torch import nn
@@ -7,7 +7,7 @@ ROWS, DIM = 5000, 3
 
 
 def model_of(table, seed=1):
-    """Return a table, dense layers behind it, and their weights alike on every rank."""
+    """Return a table and dense layers after it, with equal weights on every rank."""
     torch.manual_seed(seed)
     dense = nn.Sequential(nn.Linear(DIM, 4), nn.Tanh(), nn.Linear(4, 1)).double()
     return nn.ModuleList([table, dense])
@@ -20,7 +20,7 @@ def copy_of(table, num_rows=ROWS):
 
 
 class RowwiseAdagrad(torch.optim.Optimizer):
-    """A number of state per row, on sparse gradients."""
+    """Keep one number of state per row, on sparse gradients."""
 
     def __init__(self, params, lr):
         super().__init__(params, {"lr": lr})
@@ -45,7 +45,7 @@ OPTIMIZERS = {
 
 
 def ids_of(rank, step, *shape):
-    """Return ids of which some are the same on all ranks, and some come twice."""
+    """Return ids; some are equal on all ranks, and some occur twice."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     own = torch.randint(0, ROWS, shape or (6, 2), generator=generator)
     return torch.where(own % 3 == 0, own % 11, own)

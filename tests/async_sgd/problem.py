@@ -1,4 +1,4 @@
-"""The problem of ``tests/train``, learnt by rows of a table: features become ids."""
+"""Define the problem of ``tests/train`` with rows of a table: features become ids."""
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ def ids_of(x):
 
 
 class Model(nn.Module):
-    """Rows, and a layer over them."""
+    """Define rows, and a layer over them."""
 
     def __init__(self, table):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Ranks that die among parameter servers: those that are left go on, or all end."""
+"""Check deaths of ranks with parameter servers: the remaining ranks continue, or all end."""
 
 import re
 import sys
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.launches, pytest.mark.limit(120)]
 
 
 def launched(folder, script, *words):
-    """Run a script on ranks; options of the launch, ``--``, and arguments of the script."""
+    """Run a script on ranks; ``words`` are launch options, ``--``, and script arguments."""
     (folder / "script.py").write_text(script)
     options, arguments = words[: words.index("--")], words[words.index("--") + 1 :]
     line = ["-m", "hpctrain", "launch", *options, "--", sys.executable, "script.py"]
@@ -66,7 +66,7 @@ print("whole", flush=True)
         ("StaleSynchronous", "raise", 1),
     ],
 )
-def test_a_rank_that_ends_early_ends_all_and_nobody_hangs(tmp_path, make, what, dying):
+def test_rank_that_ends_early_ends_the_job(tmp_path, make, what, dying):
     done = launched(tmp_path, SCRIPT, "-n", "3", "--", make, what, dying)
     assert done.returncode != 0
     assert "whole" not in done.stdout
@@ -93,10 +93,10 @@ with getattr(hvd, name)(model, optimizer, servers=1, **options) as method:
     for step in range(20 if method.is_worker else 0):
         if step == 5 and alone == 1 and later_s:  # it dies when the others know of the first
             threading.Timer(0.3 + later_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
-        late = step == 5 and alone == 1 and not later_s  # it tells its gradient afterwards
+        late = step == 5 and alone == 1 and not later_s  # it pushes its gradient afterwards
         time.sleep(0.9 if late else 0.01)
         if step == 5 and alone == dying:
-            time.sleep(0.3)  # another has told its gradients, and waits at the bound
+            time.sleep(0.3)  # another worker has pushed its gradients, and waits at the bound
             os.kill(os.getpid(), signal.SIGKILL)
         model.weight.grad = torch.zeros_like(model.weight)
         model.weight.grad[0, alone] = -1.0
@@ -123,9 +123,7 @@ print(f"rank {hvd.rank()} of {hvd.size()}: {weights}, {dense.weight.item()}.")
         ),
     ],
 )
-def test_without_a_lost_worker_the_others_go_on_in_place_and_no_gradient_is_lost(
-    tmp_path, make, dead, left
-):
+def test_workers_continue_after_a_death_without_losing_gradients(tmp_path, make, dead, left):
     """Each weight is stepped by one worker alone; the server becomes rank 2, rank 1 rank 0."""
     done = launched(tmp_path, WORKERS, "-n", "4", "--nodes", "2", "--recover", "--", make, 0, 0)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -137,8 +135,8 @@ def test_without_a_lost_worker_the_others_go_on_in_place_and_no_gradient_is_lost
 @pytest.mark.conformance
 @pytest.mark.requires("recovery")
 @pytest.mark.parametrize("later_s", [0.05, 0.15, 0.25])
-def test_a_second_worker_may_die_while_the_others_make_their_world(tmp_path, later_s):
-    """It has told two gradients more than the first one, and waits at the bound."""
+def test_second_worker_may_die_during_the_recovery(tmp_path, later_s):
+    """It has pushed two gradients more than the first one, and waits at the bound."""
     words = "-n", "4", "--nodes", "2", "--recover", "--", "AsyncSGD", 0, later_s
     done = launched(tmp_path, WORKERS, *words)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -146,7 +144,7 @@ def test_a_second_worker_may_die_while_the_others_make_their_world(tmp_path, lat
     ranks, told = zip(*re.findall(found, done.stdout), strict=True)
     assert sorted(ranks) == ["0", "1"], done.stdout
     assert len({*told}) == 1, told
-    assert 7 <= int(told[0]) <= 20  # what it had told before it waited for the first, or later
+    assert 7 <= int(told[0]) <= 20  # pushed before it waited for the first worker, or later
 
 
 @pytest.mark.requires("recovery")
@@ -154,7 +152,7 @@ def test_a_second_worker_may_die_while_the_others_make_their_world(tmp_path, lat
     ("what", "dying"),
     [("server, kill", 0), pytest.param("kill", 1, marks=pytest.mark.conformance)],
 )
-def test_a_lost_server_is_named_where_ranks_recover(tmp_path, what, dying):
+def test_lost_server_is_reported_in_a_run_with_recovery(tmp_path, what, dying):
     done = launched(tmp_path, SCRIPT, "-n", "3", "--recover", "--", "AsyncSGD", what, dying)
     assert done.returncode != 0
     assert "whole" not in done.stdout
@@ -165,7 +163,7 @@ def test_a_lost_server_is_named_where_ranks_recover(tmp_path, what, dying):
 @pytest.mark.conformance
 @pytest.mark.requires("recovery")
 @pytest.mark.parametrize("later_s", [0.05, 0.2])
-def test_a_server_that_dies_while_the_others_make_their_world_ends_all(tmp_path, later_s):
+def test_server_that_dies_during_the_recovery_ends_the_job(tmp_path, later_s):
     watch = f"""
 def follow():
     while not os.path.exists("dying"):
@@ -208,8 +206,8 @@ print("whole")
 
 
 @pytest.mark.requires("recovery")
-def test_ranks_that_wait_for_nobody_learn_of_a_death(tmp_path):
-    """A launch that recovers ends nobody by itself."""
+def test_ranks_that_never_wait_detect_a_death(tmp_path):
+    """A launch with --recover does not end ranks itself."""
     start = time.monotonic()
     done = launched(tmp_path, HOGWILD, "-n", "3", "--recover", "--")
     assert done.returncode != 0
@@ -220,7 +218,7 @@ def test_ranks_that_wait_for_nobody_learn_of_a_death(tmp_path):
 
 @pytest.mark.conformance
 @pytest.mark.requires("recovery")
-def test_a_run_that_loses_a_rank_goes_on_from_its_checkpoint(tmp_path):
+def test_run_that_loses_a_rank_resumes_from_its_checkpoint(tmp_path):
     lost, said = trained(tmp_path, "lost", "sync.method=ssp", kills="1:20")
     assert lost[-1]["event"] == "finished"
     assert [r["world_size"] for r in lost if r["event"] in ("started", "resumed")] == [4, 3]

@@ -1,4 +1,4 @@
-"""``AsyncSGD`` and ``Downpour``: what servers apply, how stale it is, which steps are stable."""
+"""Check ``AsyncSGD`` and ``Downpour``: updates of servers, staleness, and stable rates."""
 
 import copy
 import logging
@@ -26,9 +26,9 @@ from tests.local_sgd.local_methods import num_kinds, weights_of
 
 
 def delayed_descent(hvd, world, rate: float, num_turns: int, **options):
-    """Minimise x^2 / 2 with ranks in turns: each gradient is as old as there are other ranks.
+    """Minimize x^2 / 2 with alternating ranks: each gradient is as old as there are other ranks.
 
-    Return how large x is at the end, relative to its start, and the method.
+    Return x at the end relative to its start, and the method.
     """
     model = nn.Linear(1, 1, bias=False).double()
     nn.init.ones_(model.weight)
@@ -46,8 +46,8 @@ def delayed_descent(hvd, world, rate: float, num_turns: int, **options):
 @MANY
 @LAST
 @TWO_NODES
-def test_a_delayed_step_is_stable_below_the_published_rate_and_diverges_above(hvd, world):
-    """A worker in turn reads just after its own update: N - 1 others come before its next."""
+def test_delayed_steps_are_stable_below_the_published_rate_only(hvd, world):
+    """A worker reads after its own update; N - 1 others follow before its next one."""
     limit = stable_rate(world.size - 1)
     below, method = delayed_descent(hvd, world, 0.85 * limit, 40, staleness_aware=False)
     above, _ = delayed_descent(hvd, world, 1.2 * limit, 40, staleness_aware=False)
@@ -59,8 +59,8 @@ def test_a_delayed_step_is_stable_below_the_published_rate_and_diverges_above(hv
 
 
 @pytest.mark.ranks(1)
-def test_the_stable_rate_is_that_of_the_recursion():
-    """Against the roots of z^(k + 1) - z^k + a: all inside the unit circle, or not."""
+def test_stable_rate_equals_that_of_the_recursion():
+    """Compare with the roots of z^(k + 1) - z^k + a: stable if all are inside the unit circle."""
     for delay in range(9):
         limit = stable_rate(delay)
         for factor, is_stable in ((0.99, True), (1.01, False)):
@@ -80,16 +80,16 @@ def test_the_stable_rate_is_that_of_the_recursion():
 @MANY
 @LAST
 @TWO_NODES
-def test_rates_over_staleness_are_stable_where_whole_ones_diverge(hvd, world):
+def test_rates_divided_by_staleness_are_stable_where_full_rates_diverge(hvd, world):
     rate = 1.2 * stable_rate(world.size - 1)
     found, _ = delayed_descent(hvd, world, rate, 40)
-    assert world.size == 2 or found < 1  # a staleness of 1 leaves the rate as it is
+    assert world.size == 2 or found < 1  # a staleness of 1 leaves the rate unchanged
 
 
 @pytest.mark.ranks(3)
 @LAST
 @TWO_NODES
-def test_a_rate_that_is_too_large_for_what_is_met_is_warned_of_once(hvd, world, caplog):
+def test_rate_too_large_for_the_measured_staleness_warns_once(hvd, world, caplog):
     with caplog.at_level(logging.WARNING):
         for factor, num_warnings in ((0.9, 0), (1.1, 1)):
             caplog.clear()
@@ -100,13 +100,13 @@ def test_a_rate_that_is_too_large_for_what_is_met_is_warned_of_once(hvd, world, 
 
 
 @MANY
-def test_every_gradient_is_applied_once_with_a_whole_rate(hvd_nodes, world):
+def test_every_gradient_is_applied_once_with_the_full_rate(hvd_nodes, world):
     hvd, model = hvd_nodes, nn.Linear(world.size, 1, bias=False).double()
     nn.init.zeros_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     with hvd.AsyncSGD(model, optimizer, staleness_aware=False) as method:
         for step in range(20 + 5 * world.rank):
-            assert model.weight[0, world.rank].item() == step  # its own are there at once
+            assert model.weight[0, world.rank].item() == step  # own updates are visible
             model.weight.grad = torch.zeros_like(model.weight)
             model.weight.grad[0, world.rank] = -1.0
             optimizer.step()
@@ -124,7 +124,7 @@ def train(hvd, model, optimizer, first: int, last: int) -> None:
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("make", ["AsyncSGD", "Downpour"])
-def test_it_learns_digits_and_all_ranks_end_with_one_model(hvd_nodes, world, make):
+def test_method_learns_digits_and_all_ranks_end_with_one_model(hvd_nodes, world, make):
     hvd, model = hvd_nodes, make_model()
     options = {"n_push": 2, "n_fetch": 3, "rate": 0.02} if make == "Downpour" else {}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -138,7 +138,7 @@ def test_it_learns_digits_and_all_ranks_end_with_one_model(hvd_nodes, world, mak
 
 @EVERY_SIZE
 def test_downpour_sums_squares_on_the_servers_and_steps_a_replica_between(hvd, world):
-    """Against Adagrad on one process; only rank 0 takes steps."""
+    """Compare with Adagrad on one process; only rank 0 takes steps."""
     model, alone = make_model(), make_model()
     local = torch.optim.SGD(model.parameters(), lr=0.05)
     adagrad = torch.optim.Adagrad(alone.parameters(), lr=0.03)
@@ -171,13 +171,13 @@ def test_downpour_sums_squares_on_the_servers_and_steps_a_replica_between(hvd, w
 
 @MANY
 @TWO_NODES
-def test_a_warm_up_lets_the_first_worker_train_alone(hvd, world):
+def test_first_worker_trains_alone_during_warm_up(hvd, world):
     model = make_model()
     optimizer = sgd(model)
     before, seen = weights_of(model).clone(), 0
     with hvd.Downpour(model, optimizer, warmup_steps=10):
         if world.rank == 0:
-            time.sleep(0.15)  # who does not wait finds the first values
+            time.sleep(0.15)  # a rank that does not wait reads the first values
         else:
             model(global_batch(0)[0])
             assert not torch.equal(weights_of(model), before)  # fetched, after ten steps
@@ -188,7 +188,7 @@ def test_a_warm_up_lets_the_first_worker_train_alone(hvd, world):
 
 
 def own_elements(world, method_of, loaded, num_steps: int):
-    """Each rank pushes gradients of 1 of its own element, without a forward; return what is."""
+    """Push gradients of 1 for this rank's element; return saved state and values."""
     model = nn.Linear(world.size, 1, bias=False).double()
     nn.init.zeros_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
@@ -197,7 +197,7 @@ def own_elements(world, method_of, loaded, num_steps: int):
         optimizer.load_state_dict(loaded[1])
     with method_of(model, optimizer) as method:
         if loaded and world.rank == 0:
-            world.barrier()  # the others do not wait for this one: they begin no warm-up
+            world.barrier()  # the others do not wait for this rank: they begin no warm-up
         for _ in range(num_steps):
             optimizer.zero_grad()
             model.weight[0, world.rank].backward()
@@ -206,7 +206,7 @@ def own_elements(world, method_of, loaded, num_steps: int):
             world.barrier()
         with method.settled():
             saved = model.state_dict(), optimizer.state_dict()
-        saved = copy.deepcopy(saved)  # behind it: nothing of it has gone
+        saved = copy.deepcopy(saved)  # later gradients must not change it
     assert not any("server_sum" in state for state in optimizer.state.values())
     return saved, model.weight[0].tolist()
 
@@ -214,7 +214,7 @@ def own_elements(world, method_of, loaded, num_steps: int):
 @MANY
 @TWO_NODES
 @pytest.mark.parametrize("warmup_steps", [0, 3])
-def test_sums_come_back_with_the_optimizer_and_every_gradient_counts(hvd, world, warmup_steps):
+def test_sums_are_restored_with_the_optimizer_and_every_gradient_counts(hvd, world, warmup_steps):
     def method_of(model, optimizer):
         return hvd.Downpour(model, optimizer, rate=0.1, warmup_steps=warmup_steps)
 
@@ -228,7 +228,7 @@ def test_sums_come_back_with_the_optimizer_and_every_gradient_counts(hvd, world,
 
 @MANY
 @TWO_NODES
-def test_state_of_servers_comes_back_bit_for_bit(hvd):
+def test_state_of_servers_is_restored_bitwise(hvd):
     model = make_model()
     optimizer = sgd(model)
     method = hvd.Downpour(model, optimizer, n_fetch=2)
@@ -254,7 +254,7 @@ def test_state_of_servers_comes_back_bit_for_bit(hvd):
 
 @MANY
 @TWO_NODES
-def test_a_bound_holds_for_workers_that_do_not_wait_otherwise(hvd, world):
+def test_most_ahead_bounds_workers_that_do_not_wait_otherwise(hvd, world):
     model = nn.Linear(world.size, 1, bias=False).double()
     nn.init.zeros_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

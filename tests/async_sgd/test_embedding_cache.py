@@ -1,4 +1,4 @@
-"""Copies of rows of other nodes: how old they may be, what ends them, and what they save."""
+"""Check cached rows of other nodes: their age, their invalidation, and their savings."""
 
 import copy
 
@@ -22,7 +22,7 @@ def make_table(**options):
 
 
 def rows_of(table):
-    """Return all rows as their owners have them, by id. Collective."""
+    """Return all rows of their owners, by id. Collective."""
     own = table.sharded_state()["tensors"]["rows"]
     parts = current().comm.allgather_object((own.shard.offset[0], own.tensor.clone()))
     rows = torch.cat([values for _, values in sorted(parts, key=lambda part: part[0])])
@@ -37,13 +37,13 @@ def ids_of(step, num=20):
 
 
 def step_once(table, ids):
-    """Step by gradients that are never zero, nor those of another step."""
+    """Step with gradients that are never zero and differ between steps."""
     (table(ids) * (table.steps + 1 + hvd.rank() / 10)).sum().backward()
     table.step()
 
 
 class Broken(RowSGD):
-    """A rule that fails on rank 0."""
+    """Fail on rank 0."""
 
     def step(self, rows, grads, state, step):
         super().step(rows, grads, state, step)
@@ -59,13 +59,13 @@ def write(table, _):
 
 
 def load(table, state):
-    """Go back."""
+    """Load an earlier state."""
     table.load_sharded_state(state)
     return [rows_of(table)]
 
 
 def fail(table, _):
-    """Take a step that fails on one rank, which is an error on all and may change rows."""
+    """Take a step that fails on one rank, raises on all, and may change rows."""
     rule, table._rule = table._rule, Broken(1.0)
     table(torch.arange(ROWS)[hvd.rank() :: 3]).sum().backward()
     with pytest.raises(MismatchError, match="broken"):
@@ -81,7 +81,7 @@ CHANGES = {7: write, 13: load, 19: fail}
 @SIZES
 @pytest.mark.parametrize("max_age", [0, 1, 3])
 def test_no_copy_is_older_than_cache_steps_or_than_a_change_of_rows(max_age):
-    """Each row that is read is one of those that its owner has had within so many steps."""
+    """Each row that is read equals a row of its owner within ``max_age`` steps."""
     table = make_table(cache_rows=12, cache_steps=max_age)
     had, oldest, state = [rows_of(table)], 0, None
     step_once(table, torch.arange(ROWS))
@@ -91,9 +91,9 @@ def test_no_copy_is_older_than_cache_steps_or_than_a_change_of_rows(max_age):
             state = copy.deepcopy(table.sharded_state())
         if step in CHANGES:
             had = [*(had if CHANGES[step] is fail else []), *CHANGES[step](table, state)]
-        table.train(step % 5 > 0 or hvd.rank() > 0)  # one rank that tests is enough
+        table.train(step % 5 > 0 or hvd.rank() > 0)  # one rank in evaluation mode is sufficient
         allowed = max_age if step % 5 else 0
-        for number in range(2):  # the second has copies of the first
+        for number in range(2):  # the second lookup uses copies of the first
             ids = ids_of(step + 50 * number)
             found = table(ids).detach()
             ages = [
@@ -104,7 +104,7 @@ def test_no_copy_is_older_than_cache_steps_or_than_a_change_of_rows(max_age):
             assert age <= allowed
             oldest = max(oldest, age)
         if step % 6 == 0:
-            table.step()  # without gradients: nothing is a step older
+            table.step()  # without gradients: the step count is unchanged
         taken = table.steps
         step_once(table, ids_of(step + 100))
         had += [rows_of(table)] * (table.steps - taken)
@@ -113,7 +113,7 @@ def test_no_copy_is_older_than_cache_steps_or_than_a_change_of_rows(max_age):
 
 @pytest.mark.usefixtures("hvd_nodes")
 @SIZES
-def test_rows_that_their_owner_has_forgotten_are_read_from_no_copy():
+def test_rows_reset_by_their_owner_are_not_read_from_the_cache():
     table, ids = make_table(cache_rows=ROWS), torch.arange(ROWS)
     step_once(table, ids)
     before = table(ids).detach()
@@ -127,8 +127,8 @@ def test_rows_that_their_owner_has_forgotten_are_read_from_no_copy():
 
 @pytest.mark.usefixtures("hvd_nodes")
 @pytest.mark.ranks(1, 2, 3, 4)
-def test_a_row_crosses_once_until_its_copy_is_too_old_and_ranks_report_what_that_saves():
-    """Each node reads the rows of the others, so that all cross once; on one node none does."""
+def test_row_is_sent_once_per_cache_age_and_savings_are_reported():
+    """Each node reads the rows of the others, so that all are sent once; none on one node."""
     table, num = make_table(cache_rows=ROWS, cache_steps=2), ROWS * (hvd.size() > 1)
     for _ in range(6):
         table(torch.arange(ROWS))
@@ -140,16 +140,16 @@ def test_a_row_crosses_once_until_its_copy_is_too_old_and_ranks_report_what_that
     assert len(by_rank) == hvd.size()
     with torch.no_grad():
         table.eval()(torch.arange(ROWS))
-        assert table.cache_report()[0].hits == 10 * num  # no copy of a former step
+        assert table.cache_report()[0].hits == 10 * num  # no copy of an earlier step
 
 
 @pytest.mark.ranks(1)
-def test_a_row_that_is_frequent_stays_while_others_of_its_place_come_and_go():
+def test_frequent_row_is_kept_among_rows_of_the_same_slot():
     cache = RowCache(10, 1000, 1, torch.float64)
     hits = 0
     for step in range(100):
         rows = np.array([3, 14, *range(20 + 10 * step, 26 + 10 * step)])
-        rows = rows[step % 4 == 0 :]  # that of number 3 comes three times of four
+        rows = rows[step % 4 == 0 :]  # row 3 occurs in three of four steps
         is_hit = cache.find(rows, [], exact=False)
         found = cache.join(rows, is_hit, torch.from_numpy(rows[~is_hit, None] * 1.0))
         assert found[:, 0].tolist() == rows.tolist()

@@ -1,4 +1,4 @@
-"""``hpctrain train`` of a model with a sharded embedding; and its checkpoints."""
+"""Check ``hpctrain train`` with a sharded embedding, and its checkpoints."""
 
 import math
 
@@ -44,7 +44,7 @@ def make_job(here, shared):
 
 
 def alone(config, task, first_rows, first_weights):
-    """Train by torch's own table in this process."""
+    """Train with torch's own table in this process."""
     model = Model(nn.Embedding(ROWS, DIM, sparse=True).double())
     model.load_state_dict({"table.weight": first_rows, **first_weights})
     dense = torch.optim.SGD(model.layer.parameters(), lr=config.optimizer.lr, momentum=0.9)
@@ -72,8 +72,8 @@ def alone(config, task, first_rows, first_weights):
         ),
     ],
 )
-def test_a_run_is_the_plain_loop_of_one_process(make_job, overrides):
-    """Replicas are checked at each step, and the first weights are sent: both leave rows alone."""
+def test_run_is_equal_to_the_plain_loop_of_one_process(make_job, overrides):
+    """Checks of replicas and the broadcast of first weights leave rows unchanged."""
     job = make_job("run", "train.check_replicas=1", *overrides)
     task = job.built()
     weights = {name: p.detach().clone() for name, p in task.model.named_parameters()}
@@ -88,7 +88,7 @@ def test_a_run_is_the_plain_loop_of_one_process(make_job, overrides):
 
 
 @pytest.mark.ranks(2, 4)
-def test_a_run_that_was_stopped_goes_on_with_the_same_bits_and_is_tested_as_it_was(make_job):
+def test_stopped_run_resumes_bitwise_with_the_same_scores(make_job):
     whole, stopped = make_job("whole"), make_job("stopped")
     tasks = [whole.built(), stopped.built()]
     outcome = whole.part(task=tasks[0])
@@ -115,13 +115,13 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_bits_and_is_tested_as_it_w
         "train.on_spike=rollback",
     ],
 )
-def test_what_would_treat_rows_otherwise_is_refused_on_all_ranks(make_job, setting):
+def test_settings_incompatible_with_rows_are_rejected_on_all_ranks(make_job, setting):
     with pytest.raises(MismatchError, match="ShardedEmbedding must step its rows once"):
         make_job("run", setting).built()
 
 
 def refuse(make, table, state):
-    """Give a table what is no state of it, on one rank or on all."""
+    """Load an invalid state, on one rank or on all."""
     own = "5000 rows of 6, padding_idx=2, init=0.05, seed=3, dtype=torch.float32"
     for other, text in (
         ({"optimizer": "sgd"}, "must load the state of the same optimizer"),
@@ -158,11 +158,11 @@ def refuse(make, table, state):
         pytest.param("adagrad", marks=pytest.mark.ranks(3)),
     ],
 )
-def test_a_checkpoint_of_any_ranks_goes_on_on_others_bit_for_bit(world, tmp_path, optimizer):
+def test_checkpoint_resumes_bitwise_on_other_numbers_of_ranks(world, tmp_path, optimizer):
     folder = world.bcast(tmp_path)
 
     def in_world(ranks, function):
-        """Let some ranks be a world."""
+        """Initialize a world of some ranks and call a function in it."""
         if world.rank in ranks:
             hpctrain.init(list(ranks))
             function(current().comm)
@@ -196,7 +196,7 @@ def test_a_checkpoint_of_any_ranks_goes_on_on_others_bit_for_bit(world, tmp_path
         loaded = manager.load_latest(into=table.wanted("model/a%2Fb"))
         manager.close()
         state = loaded.state["model"]["a/b"]
-        for number in (9, 3, 3):  # nothing of this may be left, neither rows nor moments
+        for number in (9, 3, 3):  # loading must discard all of this, rows and moments
             step(table, number)
         table.load_sharded_state(state)
         step(table, 3)

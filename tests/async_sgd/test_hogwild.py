@@ -1,4 +1,4 @@
-"""``Hogwild``: as good as serial steps on sparse problems, and it knows what it has lost."""
+"""Check ``Hogwild``: as good as serial steps on sparse problems, with counts of lost updates."""
 
 import time
 
@@ -14,7 +14,7 @@ ROWS, FEATURES, PER_ROW = 4000, 2000, 3
 
 
 def sparse_problem():
-    """Return which three features each row has, their values, and targets with a little noise."""
+    """Return the three features of each row, their values, and targets with noise."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(FEATURES, (ROWS, PER_ROW), generator=generator)
     values = torch.randn(ROWS, PER_ROW, generator=generator, dtype=torch.float64)
@@ -53,7 +53,7 @@ def order_of(epochs: int) -> torch.Tensor:
 
 @ONE_NODE
 @pytest.mark.ranks(2, 4)
-def test_a_sparse_problem_ends_as_serial_steps_end_it(hvd, world):
+def test_sparse_problem_converges_as_with_serial_steps(hvd, world):
     problem, order = sparse_problem(), order_of(2)
     serial = Linear()
     learn(serial, torch.optim.SGD(serial.parameters(), lr=0.1), problem, order)
@@ -71,8 +71,8 @@ def test_a_sparse_problem_ends_as_serial_steps_end_it(hvd, world):
 
 @ONE_NODE
 @pytest.mark.ranks(2, 3)
-def test_what_is_lost_is_counted(hvd, world):
-    """Rank 1 adds what nobody knows of, to two elements: exactly these are found."""
+def test_lost_updates_are_counted(hvd, world):
+    """Rank 1 changes two elements without reporting it: exactly these are counted."""
     model = Linear()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     with hvd.Hogwild(model, optimizer) as method:
@@ -82,7 +82,7 @@ def test_what_is_lost_is_counted(hvd, world):
         optimizer.step()
         assert method.lost_updates() == (0, 10 * world.size, 0.0)
         if world.rank == 1:
-            model.weight.weight.data[10:12] -= 1.0  # two updates of its own are gone
+            model.weight.weight.data[10:12] -= 1.0  # removes two updates of rank 1
         world.barrier()
         whole = weights_of(model).clone()
         found = method.lost_updates()
@@ -101,8 +101,8 @@ def test_what_is_lost_is_counted(hvd, world):
 
 @ONE_NODE
 @pytest.mark.ranks(1, 2, 3)
-def test_rounding_of_many_steps_is_not_lost_and_a_loss_beside_it_is(hvd, world):
-    """Ranks take turns, so that nothing is lost; each step rounds the same way."""
+def test_rounding_of_many_steps_does_not_count_as_lost(hvd, world):
+    """Ranks alternate, so that nothing is lost; each step rounds identically."""
     starts = (torch.full((5, 2), 100.0), torch.full((5, 2), 100.0), torch.tensor(100.0))
     model = nn.ParameterList([*starts, torch.ones(0, 3)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -126,7 +126,7 @@ def test_rounding_of_many_steps_is_not_lost_and_a_loss_beside_it_is(hvd, world):
 
 @ONE_NODE
 @pytest.mark.ranks(2)
-def test_steps_of_one_rank_are_seen_by_the_other_at_once_and_by_nobody_after_the_block(hvd, world):
+def test_steps_are_visible_to_other_ranks_inside_the_block_only(hvd, world):
     model = Linear()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     with hvd.Hogwild(model, optimizer, counts=False) as method:
@@ -145,7 +145,7 @@ def test_steps_of_one_rank_are_seen_by_the_other_at_once_and_by_nobody_after_the
 
 @ONE_NODE
 @pytest.mark.ranks(2)
-def test_what_is_out_of_its_theory_is_refused_on_all_ranks(hvd, world):
+def test_unsupported_optimizers_are_rejected_on_all_ranks(hvd, world):
     model = Linear()
     for optimizer in (
         torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
@@ -174,8 +174,8 @@ def test_several_nodes_are_refused(hvd_nodes):
 @pytest.mark.parametrize(
     "what", ["added", pytest.param("unfrozen", marks=pytest.mark.conformance)]
 )
-def test_a_parameter_that_comes_later_is_an_error_on_all_ranks(hvd, world, what):
-    """On all ranks it is one of each, which nobody would share."""
+def test_parameter_added_later_raises_on_all_ranks(hvd, world, what):
+    """On all ranks the parameter would be local to each, and not shared."""
     model, other = Linear(), nn.Linear(1, 1)
     model.bias = nn.Parameter(torch.zeros(1), requires_grad=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -1,4 +1,4 @@
-"""Parameters of any shape and dtype, on servers."""
+"""Check parameters of any shape and dtype on servers."""
 
 import os
 import random
@@ -18,7 +18,7 @@ KINDS = ("SGD", "SGD", "RMSprop", "ASGD", "Adam", "AdamW", "Adagrad", "NAdam", "
 
 
 class Program:
-    """A training that is drawn: parameters of any shape and dtype, settings, samples, values."""
+    """Draw a training: parameters of any shape and dtype, settings, samples, values."""
 
     def __init__(self, seed: int, size: int) -> None:
         draw = random.Random(seed)
@@ -47,7 +47,7 @@ class Program:
         return str(vars(self))
 
     def model(self) -> nn.ParameterList:
-        """Make parameters; what has two or four dimensions is not in their order in memory."""
+        """Make parameters; tensors of two or four dimensions are not contiguous."""
         torch.manual_seed(self.seed)
         found = []
         for dtype, shape in self.specs:
@@ -60,7 +60,7 @@ class Program:
         return nn.ParameterList(found)
 
     def steps(self, rank: int):
-        """Yield samples and gradients of a rank, None for some, in each step."""
+        """Yield samples and gradients of a rank, some of them None, for each step."""
         for step in range(self.num_steps):
             draw = random.Random(f"{self.seed} {step} {rank}")
             torch.manual_seed(draw.randrange(1 << 30))
@@ -68,15 +68,15 @@ class Program:
             gradients = [torch.randn(shape) for _, shape in self.specs]
             for grad in gradients:
                 if self.special == "large":
-                    grad.mul_(2e4).clamp_(-6e4, 6e4)  # sums are above what float16 holds
+                    grad.mul_(2e4).clamp_(-6e4, 6e4)  # sums exceed the range of float16
                 elif self.special in ("nan", "inf") and num_samples != 0:
-                    continue  # an error with servers
+                    continue  # raises with servers
                 elif self.special and grad.numel() and draw.random() < 0.5:
                     grad.view(-1)[draw.randrange(grad.numel())] = float(self.special)
             yield num_samples, [g if draw.random() >= self.absent else None for g in gradients]
 
     def train(self, hvd, *, ours: bool):
-        """Take the steps; return parameters and state, ours or of the distributed optimizer."""
+        """Take the steps, with or without servers; return parameters and state."""
         model = self.model()
         groups = [{"params": [p], "lr": 0.01 * (n + 1)} for n, p in enumerate(model)]
         optimizer = getattr(torch.optim, self.kind)(groups, **self.options)
@@ -111,7 +111,7 @@ class Program:
 
 
 def bits_of(value):
-    """Return the bits of numbers; all NaN are alike."""
+    """Return the bits of numbers; all NaN count as equal."""
     flat = torch.as_tensor(value).detach().flatten()
     flat = torch.where(flat.isnan(), torch.full_like(flat, 99), flat)
     return flat.view(torch.uint8).tolist()
@@ -125,12 +125,12 @@ def check_programs(hvd, seeds) -> None:
 
 @MANY
 @ONE_NODE
-def test_without_staleness_any_training_is_that_of_the_distributed_optimizer_to_the_bit(hvd):
-    check_programs(hvd, [44, *range(27, 26 + PROGRAMS)])  # the first has a single number
+def test_staleness_0_is_bitwise_equal_to_the_distributed_optimizer_for_any_training(hvd):
+    check_programs(hvd, [44, *range(27, 26 + PROGRAMS)])  # 44 has a single number
 
 
 @MANY
-def test_so_it_is_on_two_nodes(hvd_nodes):
+def test_staleness_0_is_bitwise_equal_on_two_nodes(hvd_nodes):
     check_programs(hvd_nodes, range(PROGRAMS))
 
 

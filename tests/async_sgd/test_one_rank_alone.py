@@ -1,4 +1,4 @@
-"""What one rank does alone to its layers or gradients is an error on all ranks."""
+"""Check that freezing layers or spoiling gradients on one rank raises on all ranks."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ METHODS = {
 @ONE_NODE
 @pytest.mark.parametrize(
     ("name", "what"),
-    # On one node StagedSGD averages gradients in each step: all replicas are NaN alike.
+    # On one node StagedSGD averages gradients in each step, so that all replicas are NaN.
     [(name, what) for name in METHODS for what in ("frozen", "nan", "inf")][:-2],
 )
 def test_a_frozen_layer_or_a_gradient_that_is_not_finite_on_one_rank(hvd, world, name, what):
@@ -43,7 +43,7 @@ def test_a_frozen_layer_or_a_gradient_that_is_not_finite_on_one_rank(hvd, world,
             model(inputs).sum().backward()
             optimizer.step()
         if name == "Hogwild":
-            method.lost_updates()  # a rank that waits for nobody meets the others here
+            method.lost_updates()  # a rank that waits for no other synchronizes here
 
     with (
         pytest.raises(HpctrainError) as caught,

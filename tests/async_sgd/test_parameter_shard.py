@@ -1,4 +1,4 @@
-"""Shards of parameters: their layout, their steps, and writes outside of steps."""
+"""Check shards of parameters: their layout, their steps, and writes outside of steps."""
 
 import copy
 
@@ -33,7 +33,7 @@ def push_of(layout, shard, gradients, settings, weight):
 
 
 @pytest.mark.parametrize("num_servers", [1, 2, 3, 5])
-def test_servers_have_each_element_once(num_servers):
+def test_each_element_is_on_one_server(num_servers):
     _, _, layout = made("sgd", num_servers)
     counts = [torch.zeros(p.numel()) for p in layout.parameters]
     for server in range(num_servers):
@@ -45,7 +45,7 @@ def test_servers_have_each_element_once(num_servers):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("num_servers", [1, 3])
 @torch.no_grad()
-def test_shards_take_the_steps_of_the_optimizer_by_the_weighted_mean(name, num_servers):
+def test_shards_step_with_the_weighted_mean_of_gradients(name, num_servers):
     model, optimizer, layout = made(name, num_servers)
     shards = [ParameterShard(layout, server, optimizer) for server in range(num_servers)]
     settings = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]

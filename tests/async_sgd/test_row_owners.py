@@ -1,4 +1,4 @@
-"""Which rank owns which rows of a table, for any placement of ranks."""
+"""Check the owners of the rows of a table, for any placement of ranks."""
 
 from itertools import pairwise
 

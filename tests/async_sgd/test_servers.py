@@ -1,4 +1,4 @@
-"""The thread that serves all methods of a rank sleeps while no rank asks, and ends with them."""
+"""Check that the serving thread of a rank sleeps without requests and ends with the methods."""
 
 import gc
 import re
@@ -36,7 +36,7 @@ def num_serving():
 
 
 def num_wake_ups_in(seconds):
-    """Return how often serving threads have begun to sleep in a time."""
+    """Return how often serving threads have begun to sleep within ``seconds``."""
     served = [one for one in threading.enumerate() if one.name == "hpctrain-server"]
     files = [Path(f"/proc/self/task/{one.native_id}/status") for one in served]
     count = lambda: sum(int(re.search(SLEEPS, one.read_text())[1]) for one in files)  # noqa: E731
@@ -56,7 +56,7 @@ def count_calls(monkeypatch, kind, name, counted):
 
 
 def all_end(world):
-    """Return whether every serving thread of all ranks ends within some seconds. Collective."""
+    """Return True if the serving threads of all ranks end within 20 s. Collective."""
     end = time.monotonic() + 20
     while num_serving() and time.monotonic() < end:
         time.sleep(0.01)
@@ -68,7 +68,7 @@ def stepped_at_rest(hvd, rests):
     methods = [made(hvd) for _ in range(NUM_METHODS)]
     assert num_serving() == 1
     hvd.barrier()
-    # The thread may not sleep yet.
+    # The thread may still be awake.
     assert any(rests() for _ in range(5))
     for model, optimizer, method in methods[::10]:
         take_step(model, optimizer)  # a doorbell wakes the thread
@@ -113,7 +113,7 @@ def test_methods_at_rest_on_two_nodes_are_polled_together(hvd, world, monkeypatc
 @pytest.mark.parametrize(
     ("make", "servers"), [("StaleSynchronous", None), ("AsyncSGD", 1), ("Downpour", None)]
 )
-def test_serving_threads_end_with_the_method_on_all_ranks(hvd, world, make, end, servers):
+def test_serving_threads_end_on_all_ranks_with_the_method(hvd, world, make, end, servers):
     gc.collect()
     assert all_end(world)
     model, optimizer, method = made(hvd, make, servers=servers)
@@ -143,7 +143,7 @@ def test_serving_threads_end_with_the_method_on_all_ranks(hvd, world, make, end,
 @pytest.mark.ranks(3)
 @ONE_NODE
 @pytest.mark.parametrize("end", ["close", "garbage"])
-def test_a_rank_whose_method_has_ended_serves_the_others_on(hvd, world, end):
+def test_rank_whose_method_has_ended_still_serves_the_others(hvd, world, end):
     model, optimizer, method = made(hvd, staleness=1)
     if world.rank == 1:
         if end == "close":
@@ -166,7 +166,7 @@ def test_a_rank_whose_method_has_ended_serves_the_others_on(hvd, world, end):
 @MANY
 @LAST
 @ONE_NODE
-def test_what_a_method_has_left_is_compared_though_it_is_garbage(hvd, world):
+def test_results_of_a_deleted_method_are_compared_at_shutdown(hvd, world):
     model, optimizer, method = made(hvd)
     for _ in range(2 if world.rank else 1):
         take_step(model, optimizer)

@@ -1,4 +1,4 @@
-"""A sharded embedding equals one process with the joined batch, whatever the ranks look up."""
+"""Check that a sharded embedding equals one process with the joined batch, for any lookups."""
 
 import copy
 import math
@@ -19,7 +19,7 @@ MANY = pytest.mark.ranks(2, 4)
 
 
 def make_table(hvd, optimizer="sgd", **options):
-    """Make one that keeps copies, which change nothing."""
+    """Make a table with a cache, which does not change results."""
     how = {"lr": 0.1, "dtype": torch.float64, "seed": 5, "cache_rows": 700, **options}
     return hvd.ShardedEmbedding(ROWS, DIM, optimizer=optimizer, **how)
 
@@ -80,7 +80,7 @@ def test_first_rows_do_not_depend_on_the_number_of_ranks(hvd_nodes):
 
 @SIZES
 @pytest.mark.parametrize("mode", ["sum", "mean"])
-def test_bags_are_those_of_torch_on_the_joined_batch(hvd_nodes, mode):
+def test_bags_equal_torch_on_the_joined_batch(hvd_nodes, mode):
     hvd = hvd_nodes
     how = {"mode": mode, "padding_idx": 7}
     table, rows = make_table(hvd, **how), make_table(hvd, padding_idx=7)
@@ -90,7 +90,7 @@ def test_bags_are_those_of_torch_on_the_joined_batch(hvd_nodes, mode):
     optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
 
     def bags_of(rank, step):
-        """Return ids and where bags begin: some are empty, some of padding alone."""
+        """Return ids and offsets of bags: some are empty, some contain only padding."""
         ids = ids_of(rank, step, 9)
         ids[[0, 3, 4]] = 7
         return (ids, torch.tensor([0, 2, 2, 3, 5, 9])) if step else (ids.view(3, 3), None)
@@ -118,10 +118,10 @@ def test_bags_are_those_of_torch_on_the_joined_batch(hvd_nodes, mode):
         pytest.param("flat", marks=pytest.mark.ranks(3)),
     ],
 )
-def test_lookups_of_a_step_add_up_and_ranks_count_by_their_samples(
+def test_lookups_of_a_step_accumulate_and_ranks_are_weighted_by_samples(
     worlds, monkeypatch, world, how
 ):
-    """Rank 0 has no samples; others look up twice, in two passes, more than fits at first."""
+    """Rank 0 has no samples; others look rows up twice, in two passes, with growing sizes."""
     if how == "flat":
         monkeypatch.setenv("HPCTRAIN_SHARED_MEMORY", "off")
     worlds.leave()
@@ -157,7 +157,7 @@ def test_lookups_of_a_step_add_up_and_ranks_count_by_their_samples(
 
 
 @MANY
-def test_what_is_not_looked_up_for_a_step_changes_nothing(hvd_nodes):
+def test_lookups_without_gradients_change_nothing(hvd_nodes):
     table = make_table(hvd_nodes, "adam")
     before = copy_of(table)
     table.eval()
@@ -174,8 +174,8 @@ def test_what_is_not_looked_up_for_a_step_changes_nothing(hvd_nodes):
 
 @SIZES
 @pytest.mark.parametrize("mode", [None, "sum"])
-def test_a_first_lookup_of_nothing_has_the_shape_of_its_ids(hvd_nodes, mode):
-    """Of all ranks, or of one; or of padding alone: no row travels between nodes."""
+def test_empty_first_lookup_has_the_shape_of_its_ids(hvd_nodes, mode):
+    """On all ranks, on one, or with padding only: no row is sent between nodes."""
     hvd = hvd_nodes
     for dtype, shape in [(torch.float32, (0, 3)), (torch.float64, (3, 0)), (torch.float32, (0,))]:
         for lone in (False, True):
@@ -203,7 +203,7 @@ def copy_of_bags(table, mode):
 
 
 @MANY
-def test_a_table_that_is_frozen_stays_as_it_is(hvd_nodes):
+def test_frozen_table_is_unchanged(hvd_nodes):
     table = make_table(hvd_nodes, "adam")
     before = copy_of(table)
     table(torch.tensor([4])).sum().backward()
@@ -222,7 +222,7 @@ def test_a_table_that_is_frozen_stays_as_it_is(hvd_nodes):
 @MANY
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_a_model_around_a_table_clears_its_gradients_and_freezes_it(hvd_nodes, set_to_none):
-    """And sees no parameter of it otherwise, in any of these states."""
+    """The model has no parameter of the table in any of these states."""
     table = make_table(hvd_nodes)
     model = nn.Sequential(nn.ModuleDict({"table": table}), nn.Linear(DIM, 1))
     before = copy_of(table)
@@ -248,7 +248,7 @@ def test_a_model_around_a_table_clears_its_gradients_and_freezes_it(hvd_nodes, s
 
 
 @MANY
-def test_gradients_that_pile_up_and_those_that_are_no_numbers_are_told_once(hvd_nodes, caplog):
+def test_accumulating_or_nan_gradients_are_reported_once(hvd_nodes, caplog):
     table = make_table(hvd_nodes)
     for _ in range(101):
         table(torch.tensor([4])).sum().backward()
@@ -261,7 +261,7 @@ def test_gradients_that_pile_up_and_those_that_are_no_numbers_are_told_once(hvd_
         (table(torch.tensor([4])) * float("nan")).sum().backward()
         table.step()
     told = hvd_nodes.allgather_object([each.message for each in caplog.records])
-    [text] = [text for each in told for text in each]  # of the owner
+    [text] = [text for each in told for text in each]  # text of the owner
     assert "to leave out such a step, call zero_grad() of the model" in text
 
 
@@ -281,7 +281,7 @@ def test_results_do_not_depend_on_timing(hvd_nodes, jitter):
 
 
 @MANY
-def test_what_one_rank_does_wrong_all_ranks_hear_of(hvd_nodes):
+def test_error_of_one_rank_raises_on_all_ranks(hvd_nodes):
     hvd = hvd_nodes
     table, other = make_table(hvd), make_table(hvd)
     first = hvd.rank() == 0
@@ -339,11 +339,14 @@ def test_what_one_rank_does_wrong_all_ranks_hear_of(hvd_nodes):
     with pytest.raises(AttributeError, match="look rows up by"):
         _ = table.weight
     assert "padding_idx=None, init=0.05, seed=5, dtype=torch.float64" in repr(table)
-    assert table.to("cpu").double()(torch.tensor([1])).shape == (1, DIM)  # all goes on
+    assert table.to("cpu").double()(torch.tensor([1])).shape == (
+        1,
+        DIM,
+    )  # still usable
 
 
 @MANY
-def test_a_lookup_beside_another_operation_is_an_error_on_all(hvd_nodes):
+def test_lookup_concurrent_with_another_operation_raises_on_all_ranks(hvd_nodes):
     calls = [make_table(hvd_nodes), current().comm.allgather_object]
     with pytest.raises(MismatchError, match=r"lookup of table .* gather of objects everywhere"):
         calls[hvd_nodes.rank() > 0](torch.tensor([1]))
@@ -351,7 +354,7 @@ def test_a_lookup_beside_another_operation_is_an_error_on_all(hvd_nodes):
 
 @SIZES
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3)])
-def test_what_was_looked_up_may_be_changed_in_place(hvd_nodes, shape):
+def test_looked_up_rows_may_be_changed_in_place(hvd_nodes, shape):
     table = make_table(hvd_nodes, lr=1.0)
     ids = torch.full(shape, 2)
     with torch.no_grad():
@@ -368,7 +371,7 @@ def test_what_was_looked_up_may_be_changed_in_place(hvd_nodes, shape):
 
 
 @MANY
-def test_a_step_that_is_another_on_some_ranks_is_an_error_on_all(hvd_nodes):
+def test_steps_that_differ_between_ranks_raise_on_all(hvd_nodes):
     hvd = hvd_nodes
     first = hvd.rank() == 0
 
@@ -396,7 +399,7 @@ def test_a_step_that_is_another_on_some_ranks_is_an_error_on_all(hvd_nodes):
 
 
 @MANY
-def test_a_table_counts_by_itself_with_an_optimizer_that_does_not(hvd_nodes):
+def test_table_has_its_own_sample_count_with_a_plain_optimizer(hvd_nodes):
     hvd, dense = hvd_nodes, nn.Linear(1, 1)
     tables = [make_table(hvd), make_table(hvd)]
     optimizer = torch.optim.SGD(dense.parameters(), lr=0.1)
@@ -413,11 +416,11 @@ def test_a_table_counts_by_itself_with_an_optimizer_that_does_not(hvd_nodes):
     other.step_with(averaging)
     with pytest.raises(ConfigError, match="counts as that does"):
         other.set_num_samples(3)
-    assert averaging.param_groups  # it is there: who is gone counts nothing
+    assert averaging.param_groups  # the optimizer is referenced here; a deleted one counts nothing
 
 
 @MANY
-def test_a_table_says_that_its_world_is_over(worlds):
+def test_table_of_a_world_that_was_shut_down_raises(worlds):
     worlds.leave()
     worlds.enter(None)
     table = make_table(hvd)
@@ -432,7 +435,7 @@ def test_a_table_says_that_its_world_is_over(worlds):
 
 
 @MANY
-def test_a_table_beyond_memory_or_disk_is_refused_on_all_ranks(hvd_nodes, tmp_path):
+def test_table_beyond_memory_or_disk_is_rejected_on_all_ranks(hvd_nodes, tmp_path):
     make = hvd_nodes.ShardedEmbedding
     with pytest.raises(hvd_nodes.NodeMemoryError, match="of memory on this node"):
         make(2**31 - 1, 1 << 20)
@@ -446,7 +449,7 @@ def test_a_table_beyond_memory_or_disk_is_refused_on_all_ranks(hvd_nodes, tmp_pa
 
 @MANY
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-def test_rows_on_disk_are_those_in_memory(hvd_nodes, tmp_path, optimizer):
+def test_rows_on_disk_are_equal_to_rows_in_memory(hvd_nodes, tmp_path, optimizer):
     tables = [make_table(hvd_nodes, optimizer, path=path) for path in (None, tmp_path)]
     assert not [*tmp_path.iterdir()]
     for table in tables:

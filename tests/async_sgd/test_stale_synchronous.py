@@ -1,4 +1,4 @@
-"""``StaleSynchronous``: equal to synchronous SGD without staleness, bounded with it."""
+"""Check ``StaleSynchronous``: equal to synchronous SGD without staleness, bounded with it."""
 
 import os
 import random
@@ -65,7 +65,7 @@ def train(hvd, model, optimizer, first, last):
     [("momentum", torch.float32), ("adam", torch.float64), ("groups", torch.float32)],
     ids=OPTIMIZERS,
 )
-def test_without_staleness_it_is_the_distributed_optimizer_to_the_bit(hvd, name, dtype):
+def test_staleness_0_is_bitwise_equal_to_the_distributed_optimizer(hvd, name, dtype):
     ours, theirs = make_model(dtype), make_model(dtype)
     optimizer = OPTIMIZERS[name](ours)
     with hvd.StaleSynchronous(ours, optimizer, 0) as method:
@@ -82,7 +82,7 @@ def test_without_staleness_it_is_the_distributed_optimizer_to_the_bit(hvd, name,
 
 @MANY
 @ONE_NODE
-def test_a_processor_that_reorders_stores_has_a_fence_at_each_end_of_a_message(hvd, monkeypatch):
+def test_messages_use_fences_on_processors_that_reorder_stores(hvd, monkeypatch):
     """Gradients are in node memory when the message that announces them arrives."""
     monkeypatch.setattr(segments, "STORES_IN_ORDER", False)  # as on arm64
     calls, post = [], segments.Semaphore.post
@@ -100,9 +100,9 @@ def test_a_processor_that_reorders_stores_has_a_fence_at_each_end_of_a_message(h
 
 
 class Ages(nn.Module):
-    """One weight for each rank, which that rank alone raises by one in every step.
+    """Hold one weight per rank, which that rank alone increments in every step.
 
-    So the values say which updates are in them.
+    The values therefore show which updates they include.
     """
 
     def __init__(self, size: int) -> None:
@@ -111,7 +111,7 @@ class Ages(nn.Module):
 
 
 def ages_of_reads(hvd, staleness: int, num_steps: int, pause, **options):
-    """Take steps; yield this rank's clock and, by rank, the updates that its values have."""
+    """Take steps; yield this rank's clock and, by rank, the updates that its values include."""
     model = Ages(hvd.size())
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     with hvd.StaleSynchronous(model, optimizer, staleness, **options) as method:
@@ -128,13 +128,13 @@ def ages_of_reads(hvd, staleness: int, num_steps: int, pause, **options):
 
 
 def check_bound(hvd, world, staleness, num_steps, pause, **options):
-    """Hold every read against the rule; return how far apart this rank has seen others."""
+    """Assert the bound for every read; return the largest distance to another rank."""
     size, ahead, method = hvd.size(), 0, None
     for clock, ages, method in ages_of_reads(hvd, staleness, num_steps, pause, **options):
         others = [ages[rank] for rank in method.workers]
-        assert min(others) >= clock - staleness, (clock, ages)  # all that is old enough
-        assert max(others) <= clock, (clock, ages)  # nothing of later steps
-        assert ages[hvd.rank()] == clock  # its own
+        assert min(others) >= clock - staleness, (clock, ages)  # all updates that are old enough
+        assert max(others) <= clock, (clock, ages)  # no update of later steps
+        assert ages[hvd.rank()] == clock  # all own updates
         ahead = max(ahead, clock - min(others))
     counts = method.staleness_histogram if method and size > 1 else {}
     assert all(0 <= key <= staleness for key in counts)
@@ -143,7 +143,7 @@ def check_bound(hvd, world, staleness, num_steps, pause, **options):
 
 
 def stumble(rank: int, seconds: float, share: float):
-    """Return a pause that is long in a share of steps."""
+    """Return a pause that is long in a fraction of steps."""
     chance = random.Random(rank)
 
     def pause(_: int) -> None:
@@ -156,14 +156,12 @@ def stumble(rank: int, seconds: float, share: float):
 @MANY
 @pytest.mark.limit(1800 if READS else 60)
 @pytest.mark.parametrize("staleness", [0, 1, 3])
-def test_a_read_has_all_updates_that_are_old_enough_its_own_and_none_too_new(
-    hvd_nodes, world, staleness
-):
+def test_reads_include_old_and_own_updates_and_no_later_ones(hvd_nodes, world, staleness):
     num_steps, seconds = max(60, READS // world.size), 0.002 if READS else 0.02
     pause = stumble(hvd_nodes.rank(), seconds, 0.1)
     ahead = check_bound(hvd_nodes, world, staleness, num_steps, pause)
     assert ahead <= staleness
-    assert staleness == 0 or ahead > 0  # the bound is used
+    assert staleness == 0 or ahead > 0  # the bound is reached
 
 
 @pytest.mark.ranks(3, 4)
@@ -175,8 +173,8 @@ def test_dedicated_servers_keep_the_same_bound(hvd, world, servers):
 
 @MANY
 @TWO_NODES
-def test_a_straggler_is_waited_for_at_the_bound_and_not_before(hvd, world):
-    """All others take exactly ``staleness`` steps more than a rank that stands still."""
+def test_workers_wait_for_a_straggler_at_the_bound_only(hvd, world):
+    """All others take exactly ``staleness`` steps more than a rank that is stopped."""
     model = Ages(hvd.size())
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     taken, start = 0, time.perf_counter()
@@ -191,7 +189,7 @@ def test_a_straggler_is_waited_for_at_the_bound_and_not_before(hvd, world):
 
 
 @MANY
-def test_a_worker_that_ends_early_holds_back_nobody_and_all_have_one_model(hvd_nodes, world):
+def test_worker_that_ends_early_blocks_no_rank_and_all_have_one_model(hvd_nodes, world):
     hvd, model = hvd_nodes, make_model()
     optimizer = sgd(model)
     with hvd.StaleSynchronous(model, optimizer, 1) as method:
@@ -211,13 +209,13 @@ def test_a_worker_that_ends_early_holds_back_nobody_and_all_have_one_model(hvd_n
 @TWO_NODES
 @pytest.mark.parametrize("make", ["StaleSynchronous", "AsyncSGD", "Downpour"])
 def test_a_gradient_of_no_samples_is_not_read(hvd, world, make):
-    """The mean loss of an empty batch is nan."""
+    """The mean loss of an empty batch is NaN."""
     model = Ages(hvd.size())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     is_last = world.rank == world.size - 1
     with getattr(hvd, make)(model, optimizer) as method:
         method.set_num_samples(0 if is_last else 5)
-        for _ in range(0 if is_last and make == "Downpour" else 4):  # a replica is its rank's own
+        for _ in range(0 if is_last and make == "Downpour" else 4):  # replicas differ
             model.weight.grad = torch.full_like(model.weight, float("nan") if is_last else -1.0)
             optimizer.step()
     assert (model.weight > 0).all()
@@ -227,7 +225,7 @@ def test_a_gradient_of_no_samples_is_not_read(hvd, world, make):
 @LAST
 @ONE_NODE
 @pytest.mark.parametrize("what", ["settled", "same steps", "leaves early"])
-def test_ranks_that_end_with_different_values_are_an_error_on_all(hvd, what):
+def test_different_final_values_raise_on_all_ranks(hvd, what):
     model = make_model()
     optimizer = sgd(model)
     method = hvd.StaleSynchronous(model, optimizer)
@@ -244,8 +242,8 @@ def test_ranks_that_end_with_different_values_are_an_error_on_all(hvd, what):
 @MANY
 @TWO_NODES
 @pytest.mark.parametrize("staleness", [0, 2])
-def test_state_lies_on_servers_and_comes_back_bit_for_bit(hvd, world, staleness):
-    """Saved in the middle and loaded into new objects; without staleness the run is the same."""
+def test_state_is_stored_on_servers_and_restored_bitwise(hvd, world, staleness):
+    """Saved in the middle and loaded into new objects; without staleness the run is identical."""
     model, whole = make_model(), make_model()
     optimizer, other = OPTIMIZERS["adam"](model), OPTIMIZERS["adam"](whole)
     with hvd.StaleSynchronous(model, optimizer, staleness) as method:
@@ -271,7 +269,7 @@ def test_state_lies_on_servers_and_comes_back_bit_for_bit(hvd, world, staleness)
 
 @MANY
 @TWO_NODES
-def test_values_that_all_ranks_change_are_an_error_until_servers_take_them_over(hvd):
+def test_changed_values_raise_until_servers_reload_them(hvd):
     model = make_model()
     optimizer = sgd(model)
     with hvd.StaleSynchronous(model, optimizer) as method:
@@ -307,7 +305,7 @@ def _bytes_of(value):
 @pytest.mark.parametrize(
     ("what", "match"), [("lr", "same settings"), ("samples", r"call set_num_samples\(\) on every")]
 )
-def test_settings_that_differ_are_an_error_on_all_ranks(hvd, what, match):
+def test_different_settings_raise_on_all_ranks(hvd, what, match):
     model = make_model()
     optimizer = sgd(model)
     method = hvd.StaleSynchronous(model, optimizer, 0)
@@ -341,7 +339,7 @@ def test_an_error_of_one_rank_ends_the_block_on_all(hvd, world):
 
 @pytest.mark.ranks(2)
 @LAST
-def test_what_cannot_be_is_refused_at_the_start(hvd, world):
+def test_invalid_arguments_are_rejected_at_construction(hvd, world):
     model = make_model()
     plain = sgd(model)
     for arguments, match in (
@@ -398,7 +396,7 @@ def test_what_cannot_be_is_refused_at_the_start(hvd, world):
 @LAST
 @ONE_NODE
 @pytest.mark.parametrize("what", ["outside", "end", "close", "settle"])
-def test_what_servers_cannot_know_of_is_an_error_on_all_ranks(hvd, world, what):
+def test_changes_unknown_to_servers_raise_on_all_ranks(hvd, world, what):
     model = make_model()
     optimizer = sgd(model)
     method = hvd.StaleSynchronous(model, optimizer, 2)

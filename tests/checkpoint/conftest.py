@@ -1,4 +1,4 @@
-"""The ranks, and a directory for their checkpoints."""
+"""Provide the ranks, and a directory for their checkpoints."""
 
 import pytest
 

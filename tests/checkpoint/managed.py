@@ -1,4 +1,4 @@
-"""A state whose values tell its step, a manager that is closed, and a file that is damaged."""
+"""Provide states whose values equal their step, managers that are closed, and file damage."""
 
 from contextlib import contextmanager
 
@@ -31,7 +31,7 @@ def loaded_value(manager):
 
 
 def flip(path, place=-100, mask=1):
-    """Turn bits of one byte of a file."""
+    """Flip bits of one byte of a file."""
     data = bytearray(path.read_bytes())
     data[place] ^= mask
     path.write_bytes(data)

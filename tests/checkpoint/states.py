@@ -1,11 +1,11 @@
-"""States with all that a checkpoint can hold, and whether two have the same bits."""
+"""Provide states with every kind of value, and bitwise comparison of states."""
 
 import torch
 
 from hpctrain.checkpoint.format.shard import TensorPiece
 from hpctrain.checkpoint.format.tensor_file import DTYPES
 
-# Part of the golden checkpoint: never changed.
+# Part of the golden checkpoint: must not change.
 PLAIN = {
     "none": None,
     "flags": [True, False],
@@ -19,7 +19,7 @@ PLAIN = {
 
 
 def of_every_dtype():
-    """Give tensors of every dtype with bits of all kinds, NaN with payloads among them."""
+    """Return tensors of every dtype with random bits, including NaN with payloads."""
     torch.manual_seed(0)
     bits = torch.randint(0, 256, (6, 7, 16), dtype=torch.uint8)
     tensors = {name: bits.clone().view(dtype) for name, dtype in DTYPES.items() if name != "bool"}
@@ -27,7 +27,7 @@ def of_every_dtype():
 
 
 def of_every_kind():
-    """Give what a run may hold: layouts, dtypes, empty tensors, awkward keys."""
+    """Return every kind of value of a run: layouts, dtypes, empty tensors, unusual keys."""
     wide = torch.arange(60.0).reshape(3, 4, 5)
     return {
         "plain": PLAIN,
@@ -42,7 +42,7 @@ def of_every_kind():
 
 
 def same(a, b):
-    """Tell whether two states are equal in types, order and every bit."""
+    """Return True if two states have equal types, order and bits."""
     if isinstance(a, TensorPiece):
         return isinstance(b, TensorPiece) and a.shard == b.shard and same(a.tensor, b.tensor)
     if isinstance(a, torch.Tensor):

@@ -1,6 +1,6 @@
-"""Who is killed at any instant leaves a whole checkpoint, from which a job goes on.
+"""Check that a kill at any time leaves a complete checkpoint, from which a job resumes.
 
-Here are two kills of one run; ``HPCTRAIN_TEST_KILLS=200`` makes it 200.
+Two kills of one run are the default; ``HPCTRAIN_TEST_KILLS=200`` runs 200.
 """
 
 import os
@@ -35,7 +35,7 @@ for number in itertools.count(1):
     print("step", number, flush=True)
 """
 
-# Each step saves, and is printed when it is known to be on disk.
+# Each step saves, and prints its number when the checkpoint is on disk.
 TRAIN = """
 import os, sys
 import torch
@@ -61,7 +61,7 @@ while True:
 
 
 def run_and_kill(line, delay_s, num_ranks=1):
-    """Start a job, kill its ranks after a while; return the last step that it has told."""
+    """Start a job, kill its ranks after a delay; return the last step that it has printed."""
     how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(line, **how, env=mpiexec.environment()) as job:
         pids, told = [], []
@@ -77,7 +77,7 @@ def run_and_kill(line, delay_s, num_ranks=1):
 
 
 @pytest.mark.parametrize("where", ["new", "same"])
-def test_what_was_finished_before_a_kill_is_whole(tmp_path, where):
+def test_checkpoints_completed_before_a_kill_are_whole(tmp_path, where):
     line = [*preload.python(), "-c", SAVE_FOR_EVER, tmp_path, where]
     finished = run_and_kill(line, random.Random(where).uniform(0, 0.1))
     seen = [path for path in tmp_path.iterdir() if path.suffix != ".part"]
@@ -93,7 +93,7 @@ def test_what_was_finished_before_a_kill_is_whole(tmp_path, where):
 
 @pytest.mark.launches
 @pytest.mark.limit(60 + 10 * KILLS)
-def test_a_killed_job_goes_on_from_a_whole_checkpoint(tmp_path):
+def test_killed_job_resumes_from_a_whole_checkpoint(tmp_path):
     random_ = random.Random(0)
     job = mpiexec.command([*preload.python(), "-c", TRAIN, str(tmp_path)], num_ranks=2)
     for _ in range(KILLS):

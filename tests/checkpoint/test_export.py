@@ -1,4 +1,4 @@
-"""What is exported is read by others bit for bit, and is there whole or not at all."""
+"""Check that other programs read exports bitwise, and that exports are complete or absent."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ FILES = pytest.mark.parametrize("name", READERS)
 
 
 def trained(make=torch.optim.AdamW):
-    """Return a model and an optimizer after a step, and the state of a run with them."""
+    """Return the state of a run with a model and an optimizer after a step."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.BatchNorm1d(30))
     optimizer = make(model.parameters(), lr=0.1)
@@ -34,7 +34,7 @@ def trained(make=torch.optim.AdamW):
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD])
-def test_a_whole_state_is_loaded_by_torch(tmp_path, make):
+def test_exported_state_is_loaded_by_torch(tmp_path, make):
     out = tmp_path / "new" / "state.pt"
     export(trained(make), out)
     assert same(READERS[out.name](out), trained(make))
@@ -59,7 +59,7 @@ def test_other_programs_read_the_weights_of_a_model(tmp_path, name):
 
 
 @FILES
-def test_views_are_exported_without_what_they_are_views_of(tmp_path, name):
+def test_views_are_exported_without_their_base_tensor(tmp_path, name):
     whole = torch.arange(100_000.0)
     state = {"a": whole[3:5], "t": whole[:6].view(2, 3).T, "also": whole[3:5]}
     export(state, tmp_path / name)
@@ -69,7 +69,7 @@ def test_views_are_exported_without_what_they_are_views_of(tmp_path, name):
 
 
 @FILES
-def test_what_is_there_is_replaced_only_when_asked(tmp_path, name):
+def test_existing_file_is_replaced_with_overwrite_only(tmp_path, name):
     out = tmp_path / name
     export({"a": torch.zeros(1)}, out)
     with pytest.raises(CheckpointError, match="is there already"):
@@ -84,7 +84,7 @@ def test_what_is_there_is_replaced_only_when_asked(tmp_path, name):
 
 
 @FILES
-def test_a_full_disk_is_told_and_leaves_nothing(tmp_path, name):
+def test_full_disk_raises_and_leaves_no_file(tmp_path, name):
     out = tmp_path / "new" / name
     told = r"cannot write .*state.*: File too large; raise the limit of file sizes"
     with largest_file(100_000), pytest.raises(CheckpointError, match=told):
@@ -101,13 +101,13 @@ def test_a_full_disk_is_told_and_leaves_nothing(tmp_path, name):
         ("x", {}, "got 'x'"),
     ],
 )
-def test_what_a_format_cannot_hold_is_told(tmp_path, name, state, told):
+def test_values_unsupported_by_a_format_raise(tmp_path, name, state, told):
     with pytest.raises(CheckpointError, match=told):
         export(state, tmp_path / name)
     assert not list(tmp_path.iterdir())
 
 
-def test_parts_are_named_by_path_and_what_there_is_is_listed():
+def test_parts_are_selected_by_path_and_errors_list_the_names():
     state = {"model": {"0.weight": 1, "a/b": 2}, "epoch": 3}
     assert part_of(state, "model/a%2Fb") == 2
     with pytest.raises(CheckpointError, match=r"no model/x in the state; .*: 0.weight, a"):

@@ -1,7 +1,7 @@
-"""What the first hpctrain saved is loaded for ever.
+"""Check that checkpoints of the first version of the format are still loaded.
 
-``golden/v1`` was written by two ranks with the first version of the format, by ``golden_state``
-and ``golden_private`` below; it is never written again.
+Two ranks wrote ``golden/v1`` with the first version of the format, from ``golden_state`` and
+``golden_private`` below; the files must not be rewritten.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ COLUMNS = torch.arange(30, dtype=torch.float64).reshape(5, 6) / 7
 
 
 def golden_state(rank=None):
-    """Give the state; with the piece that a rank saved instead of the whole tensor."""
+    """Return the state; with ``rank``, the piece that this rank saved."""
     bits = torch.arange(96, dtype=torch.uint8).reshape(2, 3, 16)
     tensors = {name: bits.clone().view(DTYPES[name]) for name in NAMES.split()}
     piece = Shard((5, 6), (0, 4 * (rank or 0)), (5, 2 if rank else 4))
@@ -46,7 +46,7 @@ def golden_private(rank):
     return {"random": torch.arange(10, dtype=torch.uint8) + rank, "rank": rank}
 
 
-def test_it_has_the_version_that_is_still_written():
+def test_golden_checkpoint_has_the_current_version():
     manifest = CheckpointManifest.read(GOLDEN)
     assert VERSION == 1
     assert (manifest.step, manifest.world, manifest.facts) == (1200, 2, FACTS)
@@ -55,7 +55,7 @@ def test_it_has_the_version_that_is_still_written():
     ]  # fmt: skip
 
 
-def test_it_was_not_written_again():
+def test_golden_checkpoint_is_unchanged():
     files = sorted(GOLDEN.iterdir())
     digests = [hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in files]
     assert digests == ["f5cda71df2529752", "132b88438ad79272", "afabfc8e20897854"]
@@ -63,7 +63,7 @@ def test_it_was_not_written_again():
 
 @pytest.mark.requires("torch-2.7")
 @pytest.mark.ranks(1, 2, 3)
-def test_it_is_loaded_bit_for_bit(world):
+def test_golden_checkpoint_is_loaded_bitwise(world):
     comm = MpiCommunicator(world)
     loaded = load(GOLDEN, comm)
     assert same(loaded.state, golden_state())

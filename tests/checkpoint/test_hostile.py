@@ -1,4 +1,4 @@
-"""A checkpoint that is damaged, or made to harm, is an error on every rank and nothing else."""
+"""Check that a damaged or malicious checkpoint raises on every rank and has no other effect."""
 
 import json
 import os
@@ -26,7 +26,7 @@ ALONE = SerialCommunicator()
 
 @pytest.fixture
 def good(tmp_path):
-    """Give a checkpoint that a test spoils."""
+    """Return a checkpoint for a test to damage."""
     save(tmp_path / "a", STATE, ALONE, step=1, private=PRIVATE)
     return tmp_path / "a"
 
@@ -41,7 +41,7 @@ def refused(directory, match=None, **more):
 
 
 @pytest.mark.parametrize("name", [FILE, NAME])
-def test_one_flipped_bit_is_found_wherever_it_is(good, name):
+def test_flipped_bit_is_found_at_any_position(good, name):
     path = good / name
     data = path.read_bytes()
     choice = random.Random(0)
@@ -53,7 +53,7 @@ def test_one_flipped_bit_is_found_wherever_it_is(good, name):
 
 
 @pytest.mark.parametrize("name", [FILE, NAME])
-def test_a_file_cut_off_anywhere_is_found(good, name):
+def test_truncated_file_is_found(good, name):
     path = good / name
     data = path.read_bytes()
     for part in (0.0, 0.001, 0.1, 0.5, 0.9, 1 - 1 / len(data)):
@@ -64,7 +64,7 @@ def test_a_file_cut_off_anywhere_is_found(good, name):
 
 
 @pytest.mark.parametrize("name", [FILE, NAME])
-def test_a_file_that_is_missing_or_something_else_is_told(good, name, tmp_path):
+def test_missing_or_irregular_file_raises(good, name, tmp_path):
     path = good / name
     kept = path.rename(tmp_path / "kept")
     refused(good, "No such file" if name == FILE else "was not finished: it has no manifest")
@@ -80,7 +80,7 @@ def test_a_file_that_is_missing_or_something_else_is_told(good, name, tmp_path):
 
 @pytest.mark.limit(60)
 @pytest.mark.ranks(2, 3)
-def test_damage_that_one_rank_finds_is_told_on_every_rank(world, tmp_path):
+def test_damage_found_by_one_rank_raises_on_every_rank(world, tmp_path):
     comm = MpiCommunicator(world)
     folder = Path(world.bcast(str(tmp_path))) / "a"
     save(folder, STATE, comm, step=1, private=PRIVATE)
@@ -100,7 +100,7 @@ def test_damage_that_one_rank_finds_is_told_on_every_rank(world, tmp_path):
 
 
 @pytest.mark.requires("root")
-def test_a_file_without_the_right_to_read_it_is_told(good):
+def test_unreadable_file_raises(good):
     for name in (FILE, NAME):
         (good / name).chmod(0)
         os.seteuid(65534)
@@ -119,7 +119,7 @@ def manifest_of(directory):
 
 
 def seal(directory, told):
-    """Write a manifest of any content whose checksum is right."""
+    """Write a manifest with any content and a correct checksum."""
     body = b",\n".join(
         f"{json.dumps(key)}: {json.dumps(value)}".encode() for key, value in told.items()
     )
@@ -131,7 +131,7 @@ def write_sealed(directory, body):
 
 
 def spoil(told, where, value):
-    """Put a value into a manifest at ``tensors/w/shape`` or the like."""
+    """Set a value of a manifest at a path such as ``tensors/w/shape``."""
     *way, last = where.split("/")
     for key in way:
         told = told[int(key) if isinstance(told, list) else key]
@@ -164,7 +164,7 @@ SPOILT = [
 
 
 @pytest.mark.parametrize(("where", "value"), SPOILT, ids=str)
-def test_a_manifest_made_to_harm_is_an_error(good, where, value):
+def test_malicious_manifest_raises(good, where, value):
     told = manifest_of(good)
     spoil(told, where, value)
     seal(good, told)
@@ -174,7 +174,7 @@ def test_a_manifest_made_to_harm_is_an_error(good, where, value):
 @pytest.mark.parametrize(
     "text", ["{", "[" * 120, '{"eval": "x"}', '{"tensor": "none"}', '{"int": "z"}', "\ud800"]
 )
-def test_what_a_rank_had_of_its_own_is_checked_as_it_is_loaded(good, text):
+def test_private_state_of_a_rank_is_checked_during_the_load(good, text):
     header, data = header_of(good / FILE)
     start, stop = header["%private"]["data_offsets"]
     own = text.encode(errors="surrogatepass").ljust(stop - start)[: stop - start]
@@ -191,12 +191,12 @@ def test_what_a_rank_had_of_its_own_is_checked_as_it_is_loaded(good, text):
 @pytest.mark.parametrize(
     "body", [b"", b"}", b"1}", b'"a": ' + b"[" * 10**6, b'"step": ' + b"9" * 5000 + b"}", b"\xff}"]
 )
-def test_a_manifest_that_is_no_json_is_an_error(good, body):
+def test_manifest_that_is_not_json_raises(good, body):
     write_sealed(good, body)
     refused(good, "is damaged")
 
 
-def test_a_world_without_end_or_without_ranks_is_no_trouble(good):
+def test_huge_world_is_permitted_and_empty_world_raises(good):
     told = manifest_of(good)
     seal(good, {**told, "world": 2**62})
     assert check(good) == []
@@ -218,7 +218,7 @@ def test_no_escape_reaches_the_terminal(good):
         assert len(str(caught.value)) < 1000
 
 
-def test_a_version_of_the_future_is_named(good):
+def test_newer_version_is_reported(good):
     told = manifest_of(good)
     seal(good, {**told, "version": 2})
     refused(good, "has version 2, this hpctrain reads up to 1; use a newer hpctrain")
@@ -247,7 +247,7 @@ def with_header(path, text, data):
     ],
     ids=str,
 )  # fmt: skip
-def test_a_file_made_to_harm_is_an_error(good, where, value):
+def test_malicious_file_raises(good, where, value):
     header, data = header_of(good / FILE)
     spoil(header, where, value)
     with_header(good / FILE, json.dumps(header).encode(), data)
@@ -257,20 +257,20 @@ def test_a_file_made_to_harm_is_an_error(good, where, value):
 @pytest.mark.parametrize(
     "text", [b"", b"1", b"[]", b"[" * 10**6, b"{" * 10**6, b'{"w": ' * 10**5, b"\xff", b"9" * 5000]
 )
-def test_a_file_whose_header_is_no_table_is_an_error(good, text):
+def test_file_with_an_invalid_header_raises(good, text):
     _, data = header_of(good / FILE)
     with_header(good / FILE, text, data)
     refused(good, rf"{FILE} is damaged")
 
 
 @pytest.mark.parametrize("length", [2**64 - 1, 2**63, 2**40, 10**9])
-def test_a_header_without_end_is_an_error(good, length):
+def test_header_with_an_excessive_length_raises(good, length):
     with (good / FILE).open("r+b") as file:
         file.write(length.to_bytes(8, "little"))
     refused(good, rf"its header has {length} bytes")
 
 
-def test_a_tensor_larger_than_memory_is_an_error_that_names_the_directory(good):
+def test_tensor_larger_than_memory_raises_with_the_directory(good):
     told = manifest_of(good)
     rows = 1 << 32
     part = {"rank": 0, "offset": [0, 0], "shape": [rows, 1 << 9], "crc32": [0] * (1 << 19)}

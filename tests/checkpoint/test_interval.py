@@ -1,4 +1,4 @@
-"""Laws of the interval: as the papers say, and near the best one on a trace of failures."""
+"""Check intervals against the formulas of the papers, and against a trace of failures."""
 
 import math
 
@@ -13,13 +13,13 @@ from hpctrain.cost.failures import daly
 def test_daly_agrees_with_the_values_of_his_formula():
     # sqrt(2 * 300 * 86400) * (1 + sqrt(x) / 3 + x / 9) - 300 with x = 300 / 172800
     assert daly(300, 86400) == pytest.approx(7200 * (1 + (1 / 24) / 3 + (1 / 576) / 9) - 300)
-    assert daly(1e-6, 1e5) == pytest.approx(math.sqrt(2e-6 * 1e5), rel=1e-4)  # Young's: cheap
+    assert daly(1e-6, 1e5) == pytest.approx(math.sqrt(2e-6 * 1e5), rel=1e-4)  # Young: cheap
     assert daly(0, 1e5) == 0
-    assert daly(200, 100) == daly(1e9, 100) == 100  # hopeless
+    assert daly(200, 100) == daly(1e9, 100) == 100  # failures are more frequent than checkpoints
 
 
 class Job:
-    """Computes for a given time on a machine that fails at given instants; counts the seconds."""
+    """Compute for a given time on a machine that fails at given times; count the seconds."""
 
     def __init__(self, mtbf_s, cost_s, seed):
         lives_s = np.random.default_rng(seed).exponential(mtbf_s, 4000)
@@ -27,7 +27,7 @@ class Job:
         self.cost_s = cost_s
 
     def time(self, work_s, interval_s):
-        """Return when ``work_s`` of computing are done, with a checkpoint each ``interval_s``."""
+        """Return the time to compute for ``work_s`` with a checkpoint every ``interval_s``."""
         now, done = 0.0, 0
         pieces = math.ceil(work_s / interval_s)
         for failure in self.failures:
@@ -51,7 +51,7 @@ def test_auto_is_within_5_percent_of_the_best_interval_on_a_trace_of_failures(mt
     assert auto <= 1.05 * min(job.time(work_s, interval_s) for interval_s in around)
 
 
-def test_auto_takes_the_first_at_once_goes_by_the_median_and_is_never_shorter_than_a_write():
+def test_auto_saves_at_once_then_uses_median_costs_and_at_least_one_write():
     schedule = CheckpointSchedule("auto", mtbf_s=1000)
     assert schedule.interval_s is None
     assert schedule.due(1, 0.0)
@@ -69,7 +69,7 @@ def test_steps_are_due_once_in_each_interval_also_when_one_was_missed():
     assert [step for step in range(14, 31) if schedule.due(step, 0.0)] == list(range(20, 31))
 
 
-def test_a_time_is_due_when_it_has_passed_and_none_never_is():
+def test_time_interval_is_due_when_it_has_passed_and_none_is_never_due():
     schedule = CheckpointSchedule("10min", now=100.0)
     assert not schedule.due(5, 699.0)
     assert schedule.due(5, 700.0)
@@ -85,6 +85,6 @@ def test_a_time_is_due_when_it_has_passed_and_none_never_is():
         *(("auto", mtbf_s) for mtbf_s in (0.0, -1.0, math.nan)),
     ],
 )
-def test_what_is_no_interval_is_refused(every, mtbf_s):
+def test_invalid_interval_is_rejected(every, mtbf_s):
     with pytest.raises(ConfigError, match="mtbf" if every == "auto" else None):
         CheckpointSchedule(every, mtbf_s=mtbf_s)

@@ -1,4 +1,4 @@
-"""Checkpoints beside the training: what is saved is what was, and no failure loses the last."""
+"""Check background checkpoints: saved values are exact, and failures keep the last checkpoint."""
 
 import threading
 
@@ -26,7 +26,7 @@ def save_and_wait(manager, values, step):
 
 @pytest.mark.ranks(1, 2, 3, 4)
 @BOTH
-def test_what_was_saved_last_is_loaded(comm, root, background):
+def test_last_saved_checkpoint_is_loaded(comm, root, background):
     with managed(root, comm, background=background) as manager:
         assert manager.latest() is None
         assert manager.load_latest() is None
@@ -44,7 +44,7 @@ def test_what_was_saved_last_is_loaded(comm, root, background):
 @pytest.mark.ranks(1, 2)
 @BOTH
 @pytest.mark.parametrize("allowed", [0, 1, 2], ids=["writing", "appearing", "tidying"])
-def test_who_may_write_no_more_changes_nothing_from_then_on(comm, root, background, allowed):
+def test_manager_changes_nothing_after_its_guard_raises(comm, root, background, allowed):
     looks = iter([True] * allowed)
 
     def guard():
@@ -53,7 +53,7 @@ def test_who_may_write_no_more_changes_nothing_from_then_on(comm, root, backgrou
 
     with managed(root, comm) as of_another_job:
         of_another_job.save(state(9), 9, wait=True)
-    room = "step-00000004.another.part"  # where the other job writes just now
+    room = "step-00000004.another.part"  # the other job writes to this directory
     if comm.rank == 0:
         (root / room).mkdir()
     comm.barrier()
@@ -68,7 +68,7 @@ def test_who_may_write_no_more_changes_nothing_from_then_on(comm, root, backgrou
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
-def test_cut_tensors_and_pieces_come_back_bit_for_bit(comm, root):
+def test_split_tensors_and_pieces_are_restored_bitwise(comm, root):
     generator = torch.Generator().manual_seed(0)
     numels = [500_000, 3, 700_001, 0, 1, 300_000]
     whole = {str(i): torch.randn(n, generator=generator) for i, n in enumerate(numels)}
@@ -87,7 +87,7 @@ def test_cut_tensors_and_pieces_come_back_bit_for_bit(comm, root):
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_the_training_goes_on_while_a_checkpoint_is_written(comm, root, monkeypatch):
+def test_training_continues_while_a_checkpoint_is_written(comm, root, monkeypatch):
     go_on, save = threading.Event(), saving.write
 
     def slow_save(*args, **kwargs):
@@ -98,8 +98,8 @@ def test_the_training_goes_on_while_a_checkpoint_is_written(comm, root, monkeypa
     with managed(root, comm) as manager:
         values = state(7)
         manager.save(values, 7)
-        values["w"].zero_()  # a step changes it
-        total = comm.allreduce(torch.ones(1000))  # and speaks with the others
+        values["w"].zero_()  # a training step changes the state
+        total = comm.allreduce(torch.ones(1000))  # and communicates with other ranks
         assert total.unique().tolist() == [comm.size]
         assert not root.exists()
         go_on.set()
@@ -108,7 +108,7 @@ def test_the_training_goes_on_while_a_checkpoint_is_written(comm, root, monkeypa
 
 
 @pytest.mark.ranks(2, 3)
-def test_steps_and_saves_on_two_communicators_do_not_meet(comm, root):
+def test_steps_and_saves_on_two_communicators_do_not_interfere(comm, root):
     with managed(root, ThreadedCommunicator(comm), keep=1) as manager:
         for step in range(1, 16):
             manager.save(state(step, numel=10_000), step)
@@ -120,19 +120,19 @@ def test_steps_and_saves_on_two_communicators_do_not_meet(comm, root):
 
 @pytest.mark.ranks(1, 2, 3)
 @BOTH
-def test_a_full_disk_is_told_on_every_rank_and_the_last_one_stays(comm, root, background):
+def test_full_disk_raises_on_every_rank_and_keeps_the_last_checkpoint(comm, root, background):
     with managed(root, comm, background=background) as manager:
         manager.save(state(1), 1, wait=True)
         with largest_file(1000), pytest.raises(CheckpointError, match="step-00000002: File too"):
             save_and_wait(manager, state(2, numel=100_000), 2)
         assert loaded_value(manager) == 1
-        manager.wait()  # it was told once
+        manager.wait()  # the error is raised only once
         manager.save(state(2, numel=100_000), 2, wait=True)
         assert loaded_value(manager) == 2
 
 
 @pytest.mark.ranks(1, 2)
-def test_the_next_save_tells_of_a_failure_and_is_still_due(comm, root):
+def test_next_save_raises_the_failure_of_the_one_before_and_is_still_due(comm, root):
     with managed(root, comm, every=10) as manager:
         with largest_file(1000):
             manager.save(state(10, numel=100_000), 10)
@@ -147,7 +147,7 @@ def test_the_next_save_tells_of_a_failure_and_is_still_due(comm, root):
 
 
 @pytest.mark.ranks(2, 3)
-def test_the_error_of_a_save_names_its_step_whatever_call_raises_it(comm, root):
+def test_error_of_a_save_names_its_step_in_any_call(comm, root):
     with managed(root, comm) as manager:
         manager.save(state(7), 7, wait=True)
         manager.save({"w": torch.full((3,), float(comm.rank))}, 10)
@@ -167,7 +167,7 @@ def test_a_last_save_is_made_although_the_one_before_failed(comm, root, caplog):
 
 
 @pytest.mark.ranks(1, 2)
-def test_a_state_that_one_rank_cannot_save_is_refused_on_all(comm, root):
+def test_state_that_one_rank_cannot_save_raises_on_all(comm, root):
     with managed(root, comm) as manager:
         bad = object() if comm.rank == comm.size - 1 else 1
         with pytest.raises(CheckpointError, match="value"):
@@ -177,7 +177,9 @@ def test_a_state_that_one_rank_cannot_save_is_refused_on_all(comm, root):
 
 
 @pytest.mark.ranks(2, 3)
-def test_without_threads_in_mpi_it_is_written_at_once(comm, root, monkeypatch, caplog):
+def test_checkpoint_is_written_synchronously_without_threads_in_mpi(
+    comm, root, monkeypatch, caplog
+):
     monkeypatch.setattr(
         "hpctrain.checkpoint.background.calls_from_threads", lambda: comm.rank == 0
     )
@@ -189,7 +191,7 @@ def test_without_threads_in_mpi_it_is_written_at_once(comm, root, monkeypatch, c
 
 @pytest.mark.ranks(1, 3)
 @BOTH
-def test_figures_say_what_it_cost(comm, root, background):
+def test_figures_report_costs(comm, root, background):
     with managed(root, comm, background=background) as manager:
         assert manager.figures() is None
         manager.save(state(1, numel=10_000), 1, wait=True)
@@ -226,7 +228,7 @@ def test_the_clock_of_rank_0_decides(comm, root, monkeypatch):
         {"every": "auto", "mtbf": "soon"},
     ],
 )
-def test_values_that_make_no_sense_are_refused(comm, root, options):
+def test_invalid_options_of_a_manager_are_rejected(comm, root, options):
     with pytest.raises(ConfigError):
         Manager(root, comm, **options)
 
@@ -249,7 +251,7 @@ def tensors(taken):
     ]
 
 
-def test_a_snapshot_uses_its_memory_again_and_stays_when_the_state_changes():
+def test_snapshot_reuses_memory_and_is_independent_of_the_state():
     snapshot, original = StateCopy(), mixed(1.0)
     taken = snapshot.take(original)
     places = [tensor.data_ptr() for tensor in tensors(taken)]
@@ -273,7 +275,7 @@ def test_memory_follows_the_state():
     assert torch.equal(taken["c"], torch.ones(5).double())
 
 
-def test_the_ranks_share_the_copy_of_what_is_replicated():
+def test_ranks_divide_the_copy_of_replicated_state():
     large = torch.randn(1001, 1000)
     piece = TensorPiece(torch.ones(7), Shard((21,), (7,), (7,)))
     original = {"large": large, "small": torch.ones(3), "one": torch.tensor(1), "piece": piece}

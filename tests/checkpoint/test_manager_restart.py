@@ -1,4 +1,4 @@
-"""What a restart takes: the newest whole one; what is damaged is told, what is old goes."""
+"""Check that a restart loads the newest complete checkpoint, reports damage, and prunes."""
 
 import math
 import os
@@ -32,7 +32,9 @@ DAMAGES = {
 
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("how", DAMAGES)
-def test_a_damaged_newest_one_is_told_and_the_one_before_is_taken(comm, root, how, caplog):
+def test_damaged_newest_checkpoint_is_reported_and_the_one_before_is_loaded(
+    comm, root, how, caplog
+):
     with managed(root, comm) as manager:
         for step in (1, 2, 3):
             manager.save(state(step), step)
@@ -45,13 +47,13 @@ def test_a_damaged_newest_one_is_told_and_the_one_before_is_taken(comm, root, ho
         told = [record for record in caplog.records if "step 3 is skipped" in record.message]
         assert len(told) == (comm.rank == 0)
         assert manager.latest() == root / "step-00000002"
-        manager.save(state(3), 3, wait=True)  # the course that follows replaces it
+        manager.save(state(3), 3, wait=True)  # the next training replaces it
         assert loaded_value(manager) == 3
         assert steps_in(root) == [2, 3]
 
 
 @pytest.mark.ranks(1, 2)
-def test_later_ones_are_set_aside_when_the_run_goes_on_from_before(comm, root):
+def test_later_checkpoints_are_set_aside_after_resuming_from_an_earlier_one(comm, root):
     with managed(root, comm, keep=3) as manager:
         for step in (10, 20, 30):
             manager.save(state(step), step)
@@ -68,7 +70,7 @@ def test_later_ones_are_set_aside_when_the_run_goes_on_from_before(comm, root):
 
 
 @pytest.mark.ranks(1, 2)
-def test_a_run_does_not_start_anew_when_all_its_checkpoints_are_damaged(comm, root):
+def test_run_does_not_restart_from_zero_if_all_checkpoints_are_damaged(comm, root):
     with managed(root, comm) as manager:
         manager.save(state(1), 1)
         manager.save(state(2), 2)
@@ -93,13 +95,13 @@ def test_the_newest_is_found_while_another_job_prunes(comm, root, when, caplog, 
     read, has_begun = getattr(owner, name), []
 
     def read_later(*args, **options):
-        """Let the other job finish a checkpoint just before this one reads what it has found."""
+        """Let the other job complete a checkpoint just before this one reads its findings."""
         if not has_begun:
             has_begun.append(True)
             if comm.rank == 0:
                 with managed(root, SerialCommunicator(), keep=1) as other:
                     other.save(state(2), 2, wait=True)
-            if name == "load":  # which every rank calls
+            if name == "load":  # every rank calls this
                 comm.barrier()
         return read(*args, **options)
 
@@ -113,24 +115,24 @@ def test_the_newest_is_found_while_another_job_prunes(comm, root, when, caplog, 
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("blind", ["the first", "the last"])
-def test_a_checkpoint_that_some_ranks_see_no_more_is_the_same_to_all(
+def test_checkpoint_invisible_to_some_ranks_is_treated_equally_by_all(
     comm, root, blind, monkeypatch
 ):
     with managed(root, comm) as manager:
         manager.save(state(1), 1, wait=True)
-    mine = root.parent / f"seen by {comm.rank}"  # as a file system that is late shows it
+    mine = root.parent / f"seen by {comm.rank}"  # delayed visibility
     mine.mkdir()
     link, load = mine / "step-00000001", loading.load
     link.symlink_to(root / link.name)
 
     def load_later(*args, **options):
         if comm.rank == (0 if blind == "the first" else comm.size - 1):
-            link.unlink(missing_ok=True)  # the newest one is found before
+            link.unlink(missing_ok=True)  # after the newest was found
         return load(*args, **options)
 
     monkeypatch.setattr(loading, "load", load_later)
     with managed(mine, comm) as manager:
-        if blind == "the first":  # which decides whether it is damaged or removed
+        if blind == "the first":  # rank 0 decides whether it is damaged or removed
             assert manager.load_latest() is None
         else:
             with pytest.raises(CheckpointError, match="none of 1 checkpoints"):
@@ -138,7 +140,7 @@ def test_a_checkpoint_that_some_ranks_see_no_more_is_the_same_to_all(
 
 
 @pytest.mark.ranks(1, 2)
-def test_the_best_stay_over_a_restart(comm, root):
+def test_best_checkpoints_are_kept_after_a_restart(comm, root):
     scores = {1: 0.5, 2: 0.9, 3: float("nan"), 4: 0.8, 5: None, 6: 0.1, 7: 0.2}
     for steps in ((1, 2, 3), (4, 5, 6, 7)):
         with managed(root, comm, keep=1, keep_best=2) as manager:
@@ -148,7 +150,7 @@ def test_the_best_stay_over_a_restart(comm, root):
 
 
 @pytest.mark.ranks(1, 2)
-def test_what_dead_writers_left_goes_with_the_next_save(comm, root):
+def test_next_save_removes_partial_checkpoints_of_dead_writers(comm, root):
     if comm.rank == 0:
         for name in ("step-00000009.part", "step-00000002.gone.part", "notes"):
             (root / name).mkdir(parents=True)
@@ -174,7 +176,7 @@ def test_the_same_step_is_written_once(comm, root):
 
 
 @pytest.mark.ranks(1, 2)
-def test_a_step_is_written_again_once_a_load_has_found_nothing(comm, root):
+def test_step_is_written_again_after_a_load_found_no_checkpoint(comm, root):
     with managed(root, comm) as manager:
         manager.save(state(4), 4, wait=True)
         comm.barrier()
@@ -186,7 +188,7 @@ def test_a_step_is_written_again_once_a_load_has_found_nothing(comm, root):
         assert steps_in(root) == [4]
 
 
-def test_old_ones_that_cannot_be_removed_are_a_warning(comm, root, monkeypatch, caplog):
+def test_old_checkpoints_that_cannot_be_removed_warn(comm, root, monkeypatch, caplog):
     remove = shutil.rmtree
 
     def refuse(path, **options):
@@ -211,7 +213,7 @@ PRESENT = st.lists(
 
 
 @given(PRESENT, st.integers(1, 5), st.integers(0, 4))
-def test_the_last_and_the_best_whole_ones_stay(present, keep, keep_best):
+def test_last_and_best_whole_checkpoints_are_kept(present, keep, keep_best):
     gone = expendable(present, keep=keep, keep_best=keep_best)
     whole = sorted((k for k in present if k.whole), key=lambda k: k.step)
     scored = [k for k in whole if k.score is not None and not math.isnan(k.score)]
@@ -223,7 +225,7 @@ def test_the_last_and_the_best_whole_ones_stay(present, keep, keep_best):
 
 
 @given(PRESENT, st.integers(1, 5))
-def test_a_damaged_one_goes_only_when_enough_whole_ones_are_newer(present, keep):
+def test_damaged_checkpoint_is_removed_only_if_enough_newer_ones_are_whole(present, keep):
     gone = expendable(present, keep=keep)
     for kept in present:
         newer = sum(other.whole and other.step > kept.step for other in present)
@@ -232,7 +234,7 @@ def test_a_damaged_one_goes_only_when_enough_whole_ones_are_newer(present, keep)
 
 
 @given(st.integers(0, 10**12))
-def test_names_are_read_back_and_sort_as_their_steps(step):
+def test_names_are_parsed_and_sorted_like_their_steps(step):
     assert step_of(name_of(step)) == step
     assert step >= 10**8 or name_of(step) < name_of(step + 1)
 

@@ -1,4 +1,4 @@
-"""Any sequence of saves, loads, failures and restarts leaves what a plain model says."""
+"""Check that random saves, loads, failures and restarts leave the state of a plain model."""
 
 import random
 import shutil
@@ -20,12 +20,12 @@ DTYPES = [torch.float64, torch.float32, torch.int64, torch.bfloat16]
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch):
-    """Let small tensors be cut, so that each rank writes a part."""
+    """Split small tensors, so that each rank writes a part."""
     monkeypatch.setattr("hpctrain.checkpoint.saving.WHOLE_BYTES", 64)
 
 
 def drawn(draw):
-    """Return a state of few names, whose shapes and dtypes change from one to the next."""
+    """Return a state with few names, whose shapes and dtypes differ between calls."""
     generator = torch.Generator().manual_seed(draw.randrange(1 << 30))
     state = {"number": draw.random()}
     for name in draw.sample("abcd", draw.randint(1, 4)):
@@ -35,7 +35,7 @@ def drawn(draw):
 
 
 class Guard:
-    """Lets a save be interrupted before it writes, before it appears, or before it tidies."""
+    """Interrupt a save before it writes, before the rename, or before the pruning."""
 
     def __init__(self):
         self.calls_left = 1 << 30
@@ -49,21 +49,21 @@ class Guard:
 
 @dataclass
 class Model:
-    """What a manager must have done, in memory and without any other rank."""
+    """Model a manager in memory and without other ranks."""
 
     on_disk: dict = field(default_factory=dict)
-    step: int | None = None  # of the last one saved or loaded
-    has_failed: bool = False  # the last save, which nobody has been told of
+    step: int | None = None  # step of the last save or load
+    has_failed: bool = False  # the last save failed, and the error has not been raised yet
 
     def told(self):
-        """Return whether the next call raises, which it does once."""
+        """Return True if the next call raises; the error is raised once."""
         failed, self.has_failed = self.has_failed, False
         if failed:
             self.step = None
         return failed
 
     def save(self, step, state, failure, *, wait, at_once):
-        """Return whether the call raises."""
+        """Return True if the call raises."""
         if self.told() and not wait:
             return True
         if step == self.step:
@@ -82,7 +82,7 @@ class Model:
 
 
 class Sequence:
-    """The same random calls on every rank, each compared with the model."""
+    """Make the same random calls on every rank, and compare each with the model."""
 
     def __init__(self, root, comm, draw, **options):
         self.root, self.comm, self.draw, self.options = root, comm, draw, options
@@ -113,7 +113,7 @@ class Sequence:
         if is_skipped or (self.model.has_failed and not wait):
             failure = None
         if failure is not None:
-            self.manager.latest()  # the save before is not the one that fails
+            self.manager.latest()  # raise an error of the save before now
         if failure in ("writing", "appearing", "tidying"):
             self.guard.calls_left = ["writing", "appearing", "tidying"].index(failure)
         kept = {name: v.clone() if torch.is_tensor(v) else v for name, v in state.items()}
@@ -125,7 +125,7 @@ class Sequence:
             self.expect(raises, self.manager.save, state, step, wait=wait, source_rank=source)
             if failure == "disk":
                 self.manager.latest()  # waits for the thread
-        for value in state.values():  # the next step
+        for value in state.values():  # a training step
             if torch.is_tensor(value):
                 value.fill_(1)
         self.last = step
@@ -136,7 +136,7 @@ class Sequence:
         if loaded is not None:
             assert loaded.step == self.model.step
             assert same(loaded.state, expected)
-            self.last = loaded.step  # the run goes on from there
+            self.last = loaded.step  # the run continues from there
 
     def latest(self):
         found = self.manager.latest()
@@ -170,7 +170,7 @@ class Sequence:
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("background", [True, False], ids=["background", "foreground"])
-def test_every_sequence_of_calls_leaves_what_the_model_says(comm, root, seed, background):
+def test_every_sequence_of_calls_leaves_the_state_of_the_model(comm, root, seed, background):
     draw = random.Random(seed)
     sequence = Sequence(root, comm, draw, background=background)
     calls = [Sequence.save] * 6 + [Sequence.load] * 3

@@ -1,4 +1,4 @@
-"""What was saved is on disk when its name is, and nothing goes before what takes its place."""
+"""Check that saved files are on disk before their names, and old ones until the new ones are."""
 
 import pytest
 import torch
@@ -14,14 +14,14 @@ PRIVATE = {"random": torch.arange(5)}
 
 
 @pytest.mark.ranks(1, 2)
-def test_a_checkpoint_and_its_parents_are_on_disk_when_it_is_saved(disk, comm, root):
-    for value in (1, 2):  # a new one, then in its place
+def test_checkpoint_and_parent_directories_are_on_disk_after_a_save(disk, comm, root):
+    for value in (1, 2):  # a new checkpoint, then its replacement
         checkpoint.save(root / "step-00000001", state(value), comm, step=1, private=PRIVATE)
         assert not disk.lost()
         comm.barrier()
 
 
-def test_where_names_cannot_be_exchanged_it_is_on_disk_too(disk, monkeypatch):
+def test_checkpoint_is_on_disk_without_exchange_of_names(disk, monkeypatch):
     monkeypatch.setattr(atomic, "exchange_names", lambda *_: False)
     for value in (1, 2):
         checkpoint.save(disk.root / "a", state(value), SerialCommunicator(), step=1)
@@ -29,7 +29,7 @@ def test_where_names_cannot_be_exchanged_it_is_on_disk_too(disk, monkeypatch):
 
 
 @FILES
-def test_what_is_exported_is_on_disk(disk, name):
+def test_exported_file_is_on_disk(disk, name):
     for value in (1, 2):
         tensors = {"w": state(value)["w"]}
         export(tensors, disk.root / "new" / "folder" / name, overwrite=True)
@@ -37,13 +37,13 @@ def test_what_is_exported_is_on_disk(disk, name):
 
 
 @pytest.mark.ranks(1, 2)
-def test_old_checkpoints_go_when_the_new_one_and_their_new_names_are_on_disk(disk, comm, root):
+def test_old_checkpoints_are_removed_after_the_new_one_is_on_disk(disk, comm, root):
     with managed(root, comm, keep=1) as manager:
         for step in (1, 2, 3):
             manager.save(state(step), step, wait=True)
             assert not disk.lost()
     assert steps_in(root) == [3]
-    with managed(root, comm, keep=1) as manager:  # a run that went back behind the newest
+    with managed(root, comm, keep=1) as manager:  # resumed before the newest
         manager.save(state(2), 2, wait=True)
         assert not disk.lost()
     assert {path.name for path in root.iterdir()} == {"step-00000002", "step-00000003.aside"}

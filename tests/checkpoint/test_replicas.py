@@ -1,4 +1,4 @@
-"""A checkpoint holds the state of one rank, whichever ranks write it, or all ranks raise."""
+"""Check that a checkpoint is the state of one rank, whichever ranks write, or all ranks raise."""
 
 import random
 import re
@@ -24,7 +24,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool,
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch):
-    """Let small tensors have many blocks and be cut."""
+    """Let small tensors have many blocks, and split them."""
     for module in ("format.tensor_file", "format.manifest", "loading"):
         monkeypatch.setattr(f"hpctrain.checkpoint.{module}.BLOCK_BYTES", 256)
     monkeypatch.setattr("hpctrain.checkpoint.saving.WHOLE_BYTES", 512)
@@ -84,7 +84,7 @@ def test_a_checkpoint_is_the_state_of_one_rank_or_an_error_on_all(comm, root, ba
         manager.close()
         if odd is not None and source is None:
             assert re.search(rf"1 of \d+ differ: {odd} \(rank.* differs from rank", refusal)
-            comm.barrier()  # rank 0 has removed what was written
+            comm.barrier()  # rank 0 has removed the partial checkpoint
             assert not list(folder.glob("*"))
             with_error += 1
         else:
@@ -95,7 +95,7 @@ def test_a_checkpoint_is_the_state_of_one_rank_or_an_error_on_all(comm, root, ba
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_tensors_and_ranks_that_differ_are_named_with_remedies(comm, root):
+def test_different_tensors_and_ranks_are_reported_with_remedies(comm, root):
     state = {"a": torch.zeros(3), "b": torch.ones(2), "c": torch.ones(2, 2), "d": torch.zeros(1)}
     if comm.rank == 1:
         state |= {"a": torch.full((3,), -0.0), "c": torch.zeros(2, 2)}
@@ -104,7 +104,7 @@ def test_tensors_and_ranks_that_differ_are_named_with_remedies(comm, root):
     others = {2: "rank 0", 3: "ranks 0,2", 4: "ranks 0,2-3"}[comm.size]
     found = f"2 of 4 differ: a, c ({others} differs from rank 1)"
     assert found in str(caught.value)
-    # The remedies of the message.
+    # The remedies that the message names.
     for tensor in state.values():
         comm.broadcast_(tensor).wait()
     save(root / "step-00000001", state, comm, step=1)
@@ -117,7 +117,7 @@ def test_tensors_and_ranks_that_differ_are_named_with_remedies(comm, root):
 
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("background", [True, False], ids=["background", "foreground"])
-def test_a_state_that_only_the_source_rank_has_is_written_as_it_is(comm, root, background):
+def test_state_of_the_source_rank_alone_is_written_unchanged(comm, root, background):
     source = comm.size - 1
     state = of_every_kind() if comm.rank == source else {"other": torch.ones(3), "n": comm.rank}
     manager = Manager(root, comm, background=background)
@@ -129,8 +129,10 @@ def test_a_state_that_only_the_source_rank_has_is_written_as_it_is(comm, root, b
 
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("background", [True, False], ids=["background", "foreground"])
-def test_copies_of_a_piece_are_compared_and_the_source_rank_wins(comm, root, background):
-    # Rank 0 and the last hold the first half, the others, rank 1 among them, the second.
+def test_copies_of_a_piece_are_compared_and_the_source_rank_takes_precedence(
+    comm, root, background
+):
+    # Rank 0 and the last rank hold the first half, the other ranks the second.
     is_first = comm.rank in (0, comm.size - 1) if comm.size > 2 else comm.rank == 0
     shards = [Shard((4, 3), (0, 0), (2, 3)), Shard((4, 3), (2, 0), (2, 3))]
     shard = shards[0] if is_first else shards[1]
@@ -155,9 +157,7 @@ def test_copies_of_a_piece_are_compared_and_the_source_rank_wins(comm, root, bac
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("source", [-1, 9])
 @pytest.mark.parametrize("background", [True, False], ids=["background", "foreground"])
-def test_a_source_that_is_no_rank_or_of_one_rank_only_is_refused_on_all(
-    comm, root, source, background
-):
+def test_invalid_or_different_source_ranks_raise_on_all(comm, root, source, background):
     with pytest.raises(CheckpointError, match=rf"from 0 to {comm.size - 1}, got {source}"):
         save(root / "step-00000001", {}, comm, step=1, source_rank=source)
     manager = Manager(root, comm, background=background)
@@ -172,14 +172,14 @@ def test_a_source_that_is_no_rank_or_of_one_rank_only_is_refused_on_all(
 
 
 @pytest.mark.ranks(2, 3)
-def test_ranks_that_hash_different_values_together_all_raise(comm):
+def test_hash_of_different_values_raises_on_all_ranks(comm):
     state = {"a": torch.ones(40), "b": torch.ones(40), "n": 1}
     for name, other in (("a", torch.zeros(40)), ("b", torch.full((40,), 2.0)), ("n", 2)):
         with pytest.raises(CheckpointError, match="different names or values"):
             state_hash({**state, name: other} if comm.rank == 1 else state, comm)
 
 
-def test_the_checksum_of_a_device_is_of_every_bit_and_place():
+def test_device_checksum_depends_on_every_bit_and_position():
     draw = random.Random(0)
     tensors = [*of_every_dtype().values(), torch.randn(70_000), torch.tensor(2.5)]
     seen = [int(device_checksum(tensor)) for tensor in tensors]
@@ -194,8 +194,8 @@ def test_the_checksum_of_a_device_is_of_every_bit_and_place():
         assert device_checksum(view) == device_checksum(view.contiguous())
 
 
-def test_no_two_values_of_an_element_have_one_checksum_on_a_device():
-    # Of all bits of the mixed value inverted: a shift that copies the sign would lose them.
+def test_device_checksum_differs_for_values_of_one_element():
+    # With all bits of the mixed value inverted: an arithmetic shift would lose the difference.
     inverse = pow(_MIX[1], -1, 1 << 64)
     for value in (0, 1, -5, 1 << 40):
         other = (-value - inverse + (1 << 63)) % (1 << 64) - (1 << 63)
@@ -203,7 +203,7 @@ def test_no_two_values_of_an_element_have_one_checksum_on_a_device():
         assert pair[0] != pair[1]
 
 
-def test_the_checksum_of_a_device_does_not_depend_on_how_it_is_divided(monkeypatch):
+def test_device_checksum_does_not_depend_on_the_piece_size(monkeypatch):
     tensor = torch.randn(1000)
     expected = device_checksum(tensor)
     monkeypatch.setattr("hpctrain.checkpoint.format.state_hash._PIECE_BYTES", 8 * 7)
@@ -211,7 +211,7 @@ def test_the_checksum_of_a_device_does_not_depend_on_how_it_is_divided(monkeypat
 
 
 @pytest.mark.ranks(2)
-def test_large_tensors_are_read_in_threads_with_the_same_result(comm, root, monkeypatch):
+def test_large_tensors_are_compared_in_threads_with_the_same_result(comm, root, monkeypatch):
     monkeypatch.setattr(replicas, "_POOL_BYTES", 0)
     state = {f"t{number}": torch.full((1000,), float(number)) for number in range(9)}
     save(root / "step-00000001", state, comm, step=1)

@@ -1,4 +1,4 @@
-"""Boxes of a tensor: what they share is what their elements share."""
+"""Check boxes of a tensor: intersections hold exactly the common elements."""
 
 import itertools
 import random
@@ -21,13 +21,13 @@ def boxes(shape, number):
 
 
 def numbers(shard):
-    """Return the elements of a box, by row-major number in the tensor."""
+    """Return the row-major numbers of the elements of a box."""
     whole = torch.arange(Shard.whole(shard.global_shape).numel).reshape(shard.global_shape)
     return whole[Shard.whole(shard.global_shape).slices(shard)]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_intersection_holds_the_elements_that_both_hold(shape):
+def test_intersection_holds_the_common_elements(shape):
     for a, b in itertools.product(boxes(shape, 12), repeat=2):
         common = a.intersection(b)
         wanted = {*numbers(a).flatten().tolist()} & {*numbers(b).flatten().tolist()}
@@ -50,13 +50,13 @@ def test_the_intersection_holds_the_elements_that_both_hold(shape):
         (lambda: TensorPiece(torch.zeros(3), Shard.whole((4,))), r"got \[3\] and \[4\]"),
     ],
 )
-def test_boxes_that_do_not_fit_are_refused(make, told):
+def test_invalid_boxes_are_rejected(make, told):
     with pytest.raises(CheckpointError, match=told):
         make()
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_cover_is_every_element_once(shape):
+def test_cover_has_every_element_once(shape):
     drawn = list(boxes(shape, 202))
     for number in range(200):
         cover = drawn[number : number + 3]

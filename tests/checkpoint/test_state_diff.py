@@ -1,4 +1,4 @@
-"""Two states are compared bit by bit, and the first difference is measured."""
+"""Check that states are compared bitwise, and that the first difference is measured."""
 
 import math
 
@@ -28,7 +28,7 @@ def test_one_changed_element_is_found_and_measured(dtype):
     assert "the first is [1, 2]" in found.text
 
 
-def test_bits_decide():
+def test_comparison_is_bitwise():
     nan, inf = math.nan, math.inf
     a = torch.tensor([nan, 0.0, inf, 1.0])
     assert not list(differences({"x": a}, {"x": a.clone()}))
@@ -36,7 +36,7 @@ def test_bits_decide():
     assert (found.num_different, found.max_abs) == (2, 0)
 
 
-def test_shapes_types_and_what_is_missing_are_told_in_order():
+def test_shapes_dtypes_and_missing_tensors_are_reported_in_order():
     a = {"a": torch.zeros(2), "b": torch.zeros(2), "c": torch.zeros(2), "same": torch.ones(1)}
     b = {"same": torch.ones(1), "d": torch.zeros(3), "b": torch.zeros(2, 1), "a": torch.ones(2)}
     b["e"] = torch.zeros(2).double()

@@ -1,4 +1,4 @@
-"""Equal bits, equal hash; any other bit, name, type or shape, another hash."""
+"""Check that the hash is equal for equal bits, names, types and shapes only."""
 
 import math
 
@@ -16,7 +16,7 @@ from hpctrain.core.errors import CheckpointError
 from tests.checkpoint.states import of_every_kind
 
 
-def test_it_stays_what_it_is():
+def test_hash_is_fixed():
     state = {
         "weight": torch.arange(6.0).view(2, 3),
         "step": 3,
@@ -28,7 +28,7 @@ def test_it_stays_what_it_is():
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
-def test_every_bit_counts(dtype):
+def test_every_bit_changes_the_hash(dtype):
     tensor = torch.arange(40, dtype=torch.uint8).repeat(16).view(dtype).clone()
     memory = tensor.view(torch.uint8)
     seen = {state_hash({"x": tensor})}
@@ -38,7 +38,7 @@ def test_every_bit_counts(dtype):
     assert len(seen) == 9
 
 
-def test_names_types_shapes_and_containers_count():
+def test_names_types_shapes_and_containers_change_the_hash():
     zeros = torch.zeros(4)
     values = [
         *(zeros, zeros.view(2, 2), zeros.to(torch.int32), -zeros, torch.zeros(0)),
@@ -50,7 +50,7 @@ def test_names_types_shapes_and_containers_count():
     assert len({state_hash(state) for state in states}) == len(states)
 
 
-def test_order_memory_and_views_do_not_count():
+def test_order_memory_and_views_do_not_change_the_hash():
     x = torch.randn(3, 4, 5, 6)
     y = torch.randn(7, dtype=torch.complex64)
     expected = state_hash({"x": x, "y": y, "z": (1, 2)})
@@ -63,7 +63,7 @@ def test_order_memory_and_views_do_not_count():
     assert [state_hash(state) for state in same] == [expected] * 4
 
 
-def test_large_tensors_that_are_not_contiguous_go_piece_by_piece(monkeypatch):
+def test_large_tensors_that_are_not_contiguous_are_hashed_in_pieces(monkeypatch):
     x = torch.randn(5, 6, 7)
     expected = state_hash({"x": x.permute(2, 0, 1).contiguous()})
     monkeypatch.setattr(module, "_PIECE_BYTES", 64)
@@ -85,13 +85,13 @@ def test_a_tensor_can_be_resized_afterwards():
         (object(), "got object"),
     ],
 )
-def test_what_has_no_bits_of_its_own_is_an_error(value, told):
+def test_values_without_defined_bits_raise(value, told):
     with pytest.raises(CheckpointError, match=told):
         state_hash({"a": [0, value]})
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
-def test_ranks_that_share_the_work_get_the_hash_of_one(world):
+def test_hash_computed_by_several_ranks_is_equal_to_the_hash_of_one(world):
     comm = MpiCommunicator(world)
     state, alone = of_every_kind(), state_hash(of_every_kind())
     assert state_hash(state, comm) == state_hash(state, SerialCommunicator()) == alone
@@ -99,7 +99,7 @@ def test_ranks_that_share_the_work_get_the_hash_of_one(world):
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_states_of_other_names_are_an_error_on_every_rank(world):
+def test_states_with_different_names_raise_on_every_rank(world):
     state = {"a": 1, "last" if world.rank else "first": torch.ones(3)}
     with pytest.raises(CheckpointError, match="hold the same state"):
         state_hash(state, MpiCommunicator(world))

@@ -1,4 +1,4 @@
-"""What any number of ranks save, any number of ranks load, bit for bit, or all hear why not."""
+"""Check that any number of ranks loads bitwise what any number has saved, or all raise."""
 
 import itertools
 import os
@@ -33,20 +33,20 @@ def comm(world):
 
 @pytest.fixture
 def folder(world, tmp_path):
-    """Give a folder that all ranks see."""
+    """Return a folder that all ranks can access."""
     return Path(world.bcast(str(tmp_path)))
 
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """Let small tensors have many blocks and be cut."""
+    """Let small tensors have many blocks, and split them."""
     for module in ("format.tensor_file", "format.manifest", "loading"):
         monkeypatch.setattr(f"hpctrain.checkpoint.{module}.BLOCK_BYTES", 256)
     monkeypatch.setattr("hpctrain.checkpoint.saving.WHOLE_BYTES", 512)
 
 
 def groups(comm):
-    """Yield each group of the first n ranks, or None where this rank is not in it."""
+    """Yield each group of the first n ranks, or None on ranks outside it."""
     for size in range(1, comm.size + 1):
         group = comm.group(range(size))
         yield size, group
@@ -60,7 +60,7 @@ def matrix():
 
 
 def by(dim, rank, size):
-    """Return the part of the matrix that a rank holds: rows, columns or a block of both."""
+    """Return the part of the matrix that a rank holds: rows or columns."""
     lengths = [ROWS, COLS]
     cut = lengths[dim] * rank // size
     offset, shape = [0, 0], list(lengths)
@@ -74,7 +74,7 @@ def piece(shard):
 
 @SIZES
 @pytest.mark.usefixtures("small_blocks")
-def test_what_n_ranks_save_m_ranks_load_bit_for_bit(comm, folder):
+def test_state_saved_by_n_ranks_is_loaded_bitwise_by_m_ranks(comm, folder):
     state = of_every_kind()
     for size, group in groups(comm):
         if group:
@@ -148,7 +148,7 @@ def test_other_programs_read_the_files(comm, folder):
 
 
 def refused(comm, folder, match, state, **more):
-    """Check that a save is refused on every rank and leaves the old checkpoint alone."""
+    """Assert that a save raises on every rank and leaves the old checkpoint unchanged."""
     save(folder / "a", {"text": "old"}, comm, step=0)
     with pytest.raises(CheckpointError, match=match):
         save(folder / "a", state, comm, step=1, **more)
@@ -159,7 +159,7 @@ def refused(comm, folder, match, state, **more):
 
 
 @SIZES
-def test_ranks_that_disagree_are_told_where(comm, folder):
+def test_differences_between_ranks_are_reported_with_their_path(comm, folder):
     if comm.size > 1:
         step = {"numbers": [7, comm.rank == 1]}
         refused(comm, folder, r"rank.* 1: numbers/1 = True.*ranks as private", step)
@@ -168,7 +168,7 @@ def test_ranks_that_disagree_are_told_where(comm, folder):
 
 
 @SIZES
-def test_a_state_that_cannot_be_saved_is_told_on_every_rank(comm, folder):
+def test_state_that_cannot_be_saved_raises_on_every_rank(comm, folder):
     last = comm.rank == comm.size - 1
     for value, match in [
         (len, "got builtins.builtin_function_or_method at x"),
@@ -183,13 +183,13 @@ def test_a_state_that_cannot_be_saved_is_told_on_every_rank(comm, folder):
 
 
 @SIZES
-def test_pieces_that_are_not_the_whole_are_refused(comm, folder):
+def test_incomplete_pieces_are_rejected(comm, folder):
     lost = Shard((ROWS, COLS), (comm.rank, 0), (1, COLS))
     refused(comm, folder, rf"hold {comm.size * COLS} of 2000 elements of w", {"w": piece(lost)})
 
 
 @SIZES
-def test_a_full_disk_is_told_on_every_rank_and_the_old_checkpoint_stays(comm, folder):
+def test_full_disk_raises_on_every_rank_and_keeps_the_old_checkpoint(comm, folder):
     save(folder / "a", {"text": "old"}, comm, step=0)
     state = {"large": torch.zeros(8 << 20, dtype=torch.uint8)}
     with largest_file(10_000 if comm.rank == comm.size - 1 else 1 << 30):
@@ -203,7 +203,7 @@ def test_a_full_disk_is_told_on_every_rank_and_the_old_checkpoint_stays(comm, fo
 
 @SIZES
 @pytest.mark.requires("root")
-def test_a_right_that_one_rank_lacks_is_told_on_every_rank(comm, folder):
+def test_missing_permission_of_one_rank_raises_on_every_rank(comm, folder):
     save(folder / "a", {"text": "old"}, comm, step=0)
     last = comm.rank == comm.size - 1
     os.seteuid(65534 if last else 0)
@@ -216,7 +216,7 @@ def test_a_right_that_one_rank_lacks_is_told_on_every_rank(comm, folder):
 
 
 @SIZES
-def test_a_directory_that_vanishes_or_is_none_is_told_on_every_rank(comm, folder, monkeypatch):
+def test_removed_or_invalid_directory_raises_on_every_rank(comm, folder, monkeypatch):
     (folder / "file").touch()
     comm.barrier()
     for place in (folder / "file" / "a", folder / "file"):
@@ -240,7 +240,7 @@ def test_a_directory_that_vanishes_or_is_none_is_told_on_every_rank(comm, folder
 
 
 @SIZES
-def test_a_wish_for_what_is_not_there_is_told_on_every_rank(comm, folder):
+def test_request_for_missing_tensors_raises_on_every_rank(comm, folder):
     save(folder / "a", {"w": torch.zeros(4)}, comm, step=0)
     mine = comm.rank == comm.size - 1
     for into, match in [

@@ -1,4 +1,4 @@
-"""A state is taken apart and put together again without a loss; anything else has no way in."""
+"""Check that states are flattened and restored without loss, and other values rejected."""
 
 import json
 from collections import namedtuple
@@ -19,13 +19,13 @@ def again(state):
     return unflatten(json.loads(json.dumps(skeleton, allow_nan=False)), leaves.__getitem__)
 
 
-def test_what_is_put_together_is_what_was_taken_apart():
+def test_unflattened_state_is_equal_to_the_original():
     assert same(of_every_kind(), again(of_every_kind()))
     assert same(PLAIN, again(PLAIN))
     assert again(float("nan")) != again(float("nan"))
 
 
-def test_paths_are_for_people_and_each_has_one_tensor():
+def test_paths_are_readable_and_unique():
     tensor = torch.zeros(1)
     paths, _ = flatten({"model": {"0.weight": tensor}, "optimizer": {"state": {0: [tensor]}}})
     assert list(paths) == ["model/0.weight", "optimizer/state/0/0"]
@@ -43,18 +43,18 @@ Point = namedtuple("Point", "x")
     [np.float64(0.5), np.zeros(3), Path("x"), len, torch.nn.ReLU(), {1}, torch.float32, Point(1)],
     ids=lambda value: type(value).__name__,
 )
-def test_what_is_no_plain_value_is_refused_with_its_path(value):
+def test_unsupported_value_is_rejected_with_its_path(value):
     with pytest.raises(CheckpointError, match=r"got .* at model/list/1; convert it"):
         flatten({"model": {"list": [0, value]}})
 
 
 @pytest.mark.parametrize("key", [None, 1.5, (1,), True, 2**63])
-def test_keys_are_strings_and_numbers(key):
+def test_keys_must_be_strings_or_integers(key):
     with pytest.raises(CheckpointError, match="the keys of a state are str or int of 64 bit, got"):
         flatten({"a": {key: 1}})
 
 
-def test_a_state_that_holds_itself_is_refused():
+def test_recursive_state_is_rejected():
     state = []
     state.append(state)
     with pytest.raises(CheckpointError, match="does it hold itself"):
@@ -86,6 +86,6 @@ def deep(levels):
     ],
     ids=str,
 )  # fmt: skip
-def test_what_is_no_skeleton_is_an_error(skeleton):
+def test_invalid_skeleton_raises(skeleton):
     with pytest.raises(CheckpointError, match="the skeleton of a state"):
         unflatten(skeleton, lambda path: path)

@@ -1,4 +1,4 @@
-"""What is wrong with the checkpoints of a run is found and named."""
+"""Check that faults in the checkpoints of a run are found and reported."""
 
 import shutil
 
@@ -46,11 +46,11 @@ def names(paths):
 
 
 def told_by(run):
-    """Return each step that verify tells of, and whether it is whole."""
+    """Return each step that verify reports, and whether it is complete."""
     return [(step_of(place.name), not faults) for place, faults in verify(run)]
 
 
-def test_a_directory_with_the_name_of_another_step_is_refused_by_all(run, caplog):
+def test_directory_with_the_name_of_another_step_is_rejected_everywhere(run, caplog):
     folder = run / "checkpoints"
     (folder / "step-00000003").rename(folder / "step-00000009")
     assert told_by(run) == [(1, True), (2, True), (4, True), (9, False)]
@@ -68,7 +68,7 @@ def test_a_directory_with_the_name_of_another_step_is_refused_by_all(run, caplog
     assert checkpoint.load(folder / "kept", SerialCommunicator()).step == 3
 
 
-def test_whole_checkpoints_are_whole(run):
+def test_whole_checkpoints_are_verified(run):
     assert told_by(run) == told_by(run / "checkpoints") == [(n, True) for n in (1, 2, 3, 4)]
     assert told_by(run / "checkpoints" / "step-00000002") == [(2, True)]
 
@@ -83,7 +83,7 @@ def garble(path):
 
 @pytest.mark.parametrize("harm", [flip, cut, lambda path: path.unlink(), garble])
 @pytest.mark.parametrize("name", ["rank-00000.safetensors", "manifest.json"])
-def test_every_fault_names_its_file(run, harm, name):
+def test_every_fault_is_reported_with_its_file(run, harm, name):
     harm(file_of(run, 3, name))
     found = dict(verify(run))
     (fault,) = found.pop(run / "checkpoints" / "step-00000003")
@@ -92,7 +92,7 @@ def test_every_fault_names_its_file(run, harm, name):
     assert "\n" not in fault
 
 
-def test_what_a_run_removes_meanwhile_is_not_damaged(run):
+def test_checkpoint_removed_during_verification_is_not_reported(run):
     found = verify(run)
     assert next(found)[0].name.endswith("1")
     shutil.rmtree(file_of(run, 2).parent)
@@ -100,7 +100,7 @@ def test_what_a_run_removes_meanwhile_is_not_damaged(run):
     assert told_by(file_of(run, 2).parent) == [(2, False)]
 
 
-def test_a_directory_without_checkpoints_is_told(run, tmp_path):
+def test_directory_without_checkpoints_raises(run, tmp_path):
     with pytest.raises(CheckpointError, match="there is no checkpoint in"):
         list(verify(tmp_path))
     with pytest.raises(CheckpointError, match="in use; give a run directory"):
@@ -111,7 +111,7 @@ def test_a_directory_without_checkpoints_is_told(run, tmp_path):
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
-def test_a_description_counts_what_all_ranks_wrote(world, tmp_path):
+def test_description_includes_the_files_of_all_ranks(world, tmp_path):
     run = world.bcast(tmp_path)
     write(run, 5, MpiCommunicator(world), why="test")
     world.barrier()
@@ -127,6 +127,6 @@ def test_a_description_counts_what_all_ranks_wrote(world, tmp_path):
     assert told_by(run) == [(5, True)]
 
 
-def test_a_missing_file_is_shown(run):
+def test_missing_file_is_reported(run):
     file_of(run, 4).unlink()
     assert "missing: rank-00000" in "\n".join(lines_of(describe(file_of(run, 4).parent)))

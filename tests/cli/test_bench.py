@@ -1,4 +1,4 @@
-"""``hpctrain bench`` measures every operation, finds wrong values, and says what it cannot do."""
+"""Check ``hpctrain bench``: every operation, wrong values, and unsupported requests."""
 
 import contextlib
 from dataclasses import replace
@@ -36,7 +36,7 @@ DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)},
 
 
 def measured(comm, num_bytes, operation="allreduce", **options):
-    """The row of one size, of as few calls as can be."""
+    """Return the row of one size, with the fewest possible calls."""
     request = BenchmarkRequest(operation=operation, **{"iterations": 2} | options)
     return measure(comm, request, request.setup(num_bytes))
 
@@ -164,7 +164,7 @@ def test_sizes_grow_and_end_at_the_last_one():
         ({"operation": "send", "peers": True}, "--peers is for allreduce"),
     ],
 )
-def test_what_has_no_meaning_is_refused_before_it_starts(options, text):
+def test_invalid_requests_are_rejected_before_the_start(options, text):
     with pytest.raises(ConfigError) as caught:
         BenchmarkRequest(**{"operation": "allreduce"} | options)
     assert text in str(caught.value)
@@ -191,7 +191,7 @@ def test_a_wrong_value_is_exit_code_1(monkeypatch):
 
     def wrong(self, tensor, **options):
         work = real(self, tensor, **options)
-        tensor[:2] += 1  # what is summed is 8 bytes of float32
+        tensor[:2] += 1  # 8 bytes of float32 are summed
         return work
 
     monkeypatch.setattr(SerialCommunicator, "allreduce_", wrong)

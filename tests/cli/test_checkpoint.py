@@ -42,14 +42,14 @@ def call(*words):
 
 
 def told_by(*words):
-    """Return the error that the program shows as its only line."""
+    """Return the error that the program prints as its only line."""
     error = call(*words).exception
     assert isinstance(error, CheckpointError)
     assert "\n" not in str(error)
     return str(error)
 
 
-def test_info_tells_of_the_newest(run):
+def test_info_describes_the_newest_checkpoint(run):
     result = call("info", run, "--largest", 1)
     assert result.exit_code == 0
     assert "2 checkpoints: step-00000010, step-00000020" in result.output

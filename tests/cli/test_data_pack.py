@@ -1,4 +1,4 @@
-"""``hpctrain data pack`` takes its options, tells what it made, and stops with one line."""
+"""Check ``hpctrain data pack``: options, the report of the result, and errors of one line."""
 
 import math
 import re
@@ -27,7 +27,7 @@ def run(tmp_path, monkeypatch):
     return lambda *words: CliRunner().invoke(app, ["data", "pack", *words])
 
 
-def test_it_tells_what_it_made(run):
+def test_pack_reports_the_data_set(run):
     result = run("a.npz", "set")
     assert result.exit_code == 0
     note, told, *_ = result.output.splitlines()
@@ -82,7 +82,7 @@ def test_classes_are_counted(run, tmp_path):
         (["--encoded"], "--encoded is for tar, folder", DataError),
     ],
 )
-def test_what_has_no_meaning_is_refused(run, words, text, kind):
+def test_invalid_options_are_rejected(run, words, text, kind):
     result = run("a.npz", "set", *words)
     assert isinstance(result.exception, kind)
     assert text in str(result.exception)

@@ -88,7 +88,7 @@ def test_repair_takes_from_a_copy(original, damaged):
     assert numbers_in(damaged) == list(range(100))
 
 
-def test_reshard_and_split_tell_what_they_wrote(original, tmp_path):
+def test_reshard_and_split_report_the_written_data_sets(original, tmp_path):
     result = run(
         "reshard", original, tmp_path / "out", "--shard-size", "1KiB", "--compression", "none"
     )
@@ -100,7 +100,7 @@ def test_reshard_and_split_tell_what_they_wrote(original, tmp_path):
 
 
 @pytest.mark.ranks(2, 3)
-def test_of_many_ranks_one_speaks_and_all_end_alike(world, tmp_path_factory):
+def test_one_rank_prints_and_all_ranks_have_the_same_exit_code(world, tmp_path_factory):
     directory = Path(world.bcast(str(tmp_path_factory.mktemp("shared"))))
     if world.rank == 0:
         write_mixed(directory / "set")
@@ -112,7 +112,7 @@ def test_of_many_ranks_one_speaks_and_all_end_alike(world, tmp_path_factory):
     assert ("not whole: 7 of 100 samples" in result.output) == (world.rank == 0)
     result = run("reshard", directory / "set", directory / "out")
     hpctrain.shutdown()
-    assert isinstance(result.exception, MismatchError)  # which main tells once
+    assert isinstance(result.exception, MismatchError)  # main prints it once
     assert "block 0 of field number has the wrong crc32" in str(result.exception)
     assert not (directory / "out" / "manifest.json").exists()
 

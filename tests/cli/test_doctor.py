@@ -1,4 +1,4 @@
-"""``hpctrain doctor`` names faults that are planted for real, and nothing on a healthy machine."""
+"""Check that ``hpctrain doctor`` reports real faults, and none on a healthy machine."""
 
 import json
 import os
@@ -22,18 +22,18 @@ ROOT = Path(__file__).parents[2]
 REFUSE = ROOT / "tests/doctor/refuse.py"
 MPICH = ROOT / ".venv-mpich/lib"
 
-CPU_S = 3.0  # more than a login node should spend on it
+CPU_S = 3.0  # limit on a login node
 
 
 def clean_environ():
-    """What a user has who has not set anything that the doctor judges."""
+    """Return the environment of a user without variables that the doctor judges."""
     starts = ("OMP_", "MKL_", "OPENBLAS_", "SLURM_", "CUDA_", "LD_", "MPI4PY_", "HPCTRAIN_")
     environ = {name: text for name, text in os.environ.items() if not name.startswith(starts)}
     return environ | {"PATH": f"{Path(sys.executable).parent}:{environ.get('PATH', '')}"}
 
 
 def doctor(*words, before=(), environ=None):
-    """Run it below ``before``; return its exit code and its findings by check and level."""
+    """Run the doctor below ``before``; return its exit code and findings by check and level."""
     done = ended(
         [*before, sys.executable, "-m", "hpctrain", "doctor", "--json", *words],
         cwd=ROOT,
@@ -45,7 +45,7 @@ def doctor(*words, before=(), environ=None):
 
 
 def wrong(found):
-    """What is wrong but for the load, which changes while tests run beside each other."""
+    """Return the faults, except the load, which changes while other tests run."""
     faults = {check for check, level in found if level in ("warning", "error")}
     return faults - {"load"}
 
@@ -61,7 +61,7 @@ def healthy():
 def test_a_healthy_machine_has_nothing_wrong_and_looking_at_it_takes_little(healthy):
     code, found, cpu_s = healthy
     assert cpu_s < CPU_S
-    assert wrong(found) <= {"memory"}  # which may be true of the machine that runs the tests
+    assert wrong(found) <= {"memory"}  # the machine that runs the tests may lack memory
     assert code == bool(wrong(found) or ("load", "warning") in found)
 
 
@@ -87,7 +87,7 @@ def test_faults_of_the_environment_are_named_together(healthy):
 @pytest.mark.requires("mpich")
 def test_two_mpi_libraries_in_reach_are_named(healthy):
     code, found = doctor(environ={"LD_LIBRARY_PATH": str(MPICH)})
-    if needed_pmi() == "pmi2":  # these tests run with that one
+    if needed_pmi() == "pmi2":  # these tests run with that MPI
         assert wrong(found) == wrong(healthy[1])
         return
     assert code == 1
@@ -105,7 +105,7 @@ exec "$@"
 
 @pytest.mark.requires("root")
 def test_faults_of_memory_and_directories_are_named_together(tmp_path):
-    """In a mount namespace of its own: nothing outside sees the small /dev/shm."""
+    """In a separate mount namespace: no other process sees the small /dev/shm."""
     job = {"SLURM_JOB_ID": "7", "SLURM_TASKS_PER_NODE": "4"}
     code, found = doctor(
         "--dir",
@@ -129,7 +129,7 @@ def test_faults_of_memory_and_directories_are_named_together(tmp_path):
         ("process_vm_readv", "copies between ranks", "process_vm_readv is refused"),
     ],
 )
-def test_what_a_container_forbids_is_named(call, check, text):
+def test_operations_forbidden_in_a_container_are_reported(call, check, text):
     code, found = doctor(before=[sys.executable, REFUSE, call, "EPERM"])
     assert code == 1
     assert text in found[check, "warning"].what
@@ -179,7 +179,7 @@ def test_a_mistake_in_the_command_is_exit_code_2(words):
 
 @pytest.mark.launches
 @pytest.mark.limit(120)
-def test_rank_0_tells_what_all_ranks_found():
+def test_rank_0_prints_the_findings_of_all_ranks():
     launch = [sys.executable, "-m", "hpctrain", "launch", "-n", "2", "--", *preload.python()]
     done = ended(
         [*launch, "-m", "hpctrain", "doctor", "--json"],

@@ -1,4 +1,4 @@
-"""``hpctrain examples`` writes what guides and README name; the wheel holds all of it."""
+"""Check that ``hpctrain examples`` writes the files of guides, which the wheel has."""
 
 from configparser import ConfigParser
 from pathlib import Path
@@ -12,7 +12,7 @@ from tests.train.starting import ROOT
 EXAMPLES = ROOT / "examples"
 
 
-def test_it_writes_all_and_leaves_what_is_there(tmp_path, monkeypatch):
+def test_examples_are_written_and_existing_files_kept(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("examples").mkdir()
     Path("examples/digits.toml").write_text("mine")

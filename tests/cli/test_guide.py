@@ -1,4 +1,4 @@
-"""``hpctrain guide`` shows what is true: every snippet and every command of a guide runs."""
+"""Check ``hpctrain guide``: every snippet and every command of a guide runs."""
 
 import ast
 import contextlib
@@ -55,7 +55,7 @@ def loaded(name):
 
 
 def lines_of(code):
-    """The commands of a block of shell, without what starts ranks for them."""
+    """Yield the commands of a shell block, without the launcher."""
     for line in filter(None, code.replace("\\\n", " ").splitlines()):
         if found := LAUNCH.match(line):
             yield f"hpctrain launch --dry-run {found[1]}-- true"
@@ -120,7 +120,7 @@ def test_a_terminal_gets_it_laid_out(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(("word", "text"), [("dta", "did you mean data?"), ("?", "there are ")])
-def test_another_topic_is_an_error_with_a_way_out(word, text):
+def test_unknown_topic_raises_with_a_remedy(word, text):
     with pytest.raises(ConfigError, match=re.escape(f'there is no guide "{word}"; {text}')):
         CliRunner().invoke(app, ["guide", word], catch_exceptions=False)
 
@@ -140,7 +140,7 @@ def test_commands_within_sentences_exist(topic):
 
 @pytest.mark.parametrize("topic", TEXTS)
 def test_every_snippet_runs_from_top_to_bottom(topic, tmp_path, monkeypatch):
-    """In one process: a snippet may use what those before it have made."""
+    """In one process: a snippet may use results of earlier ones."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path.copy())
     names: dict[str, object] = {"__name__": "guide"}
@@ -162,7 +162,7 @@ def test_every_snippet_runs_from_top_to_bottom(topic, tmp_path, monkeypatch):
 
 @pytest.mark.launches
 @pytest.mark.limit(180)
-def test_the_script_of_start_stops_when_it_is_asked_and_goes_on(tmp_path):
+def test_script_of_start_stops_on_request_and_resumes(tmp_path):
     (script,) = (code for language, code in BLOCK.findall(TEXTS["start"]) if language == "py")
     (tmp_path / "train.py").write_text(script)
     (tmp_path / "STOP").touch()
@@ -195,7 +195,7 @@ def test_files_of_the_project_that_a_guide_names_exist(topic):
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("topic", ["ddp", "migrate", "recover", "checkpoints", "embeddings"])
 def test_snippets_for_scripts_of_ones_own_run_on_several_ranks(topic, world, tmp_path):
-    """What a shell does between them, rank 0 does."""
+    """Rank 0 runs the shell commands between them."""
     names: dict[str, object] = {"__name__": "guide"}
     with contextlib.ExitStack() as stack:
         stack.callback(hpctrain.shutdown)
@@ -209,7 +209,7 @@ def test_snippets_for_scripts_of_ones_own_run_on_several_ranks(topic, world, tmp
             world.barrier()
 
 
-# -- errors ------------------------------------------------------------------------------------
+# Errors
 
 
 def test_every_exit_code_and_every_class_of_errors_is_in_the_guide():
@@ -223,7 +223,7 @@ def test_every_exit_code_and_every_class_of_errors_is_in_the_guide():
 
 
 def messages() -> str:
-    """Every text in the code, with "..." where a value is put in; one per line."""
+    """Return every text in the code, with "..." for inserted values, one per line."""
     texts = []
     for file in Path(guides.__file__).parents[1].rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
@@ -245,7 +245,7 @@ def test_messages_that_the_guide_of_errors_quotes_are_those_of_the_code():
         assert re.search(pattern, every), message
 
 
-# -- figures -----------------------------------------------------------------------------------
+# Figures
 
 
 def default(function, name):
@@ -273,7 +273,7 @@ FIGURES = [
     ("local-sgd", f'`state="{default(hpctrain.LocalSGD, "state")}"` (default)'),
     ("embeddings", f"`cache_steps={default(hpctrain.ShardedEmbedding, 'cache_steps')}` (default)"),
 ]
-"""Figures of the code that guides state, as they are written there."""
+"""Figures of the code, in the notation of the guides."""
 
 
 @pytest.mark.parametrize(("topic", "text"), FIGURES)

@@ -31,7 +31,7 @@ def test_a_dry_run_prints_the_line_and_starts_nothing(tmp_path):
     assert not (tmp_path / "started").exists()
 
 
-def test_a_wrong_configuration_is_told_before_any_rank_starts(tmp_path):
+def test_wrong_configuration_raises_before_any_rank_starts(tmp_path):
     (tmp_path / "a.toml").write_text("[train]\nepoch = 1\n")
     for words in (["--set", "train.epochs=2"], ["--set=train.epochs=x", "--dry-run"]):
         error = here("-n", "9", "hpctrain", "train", str(tmp_path / "a.toml"), *words).exception
@@ -41,7 +41,7 @@ def test_a_wrong_configuration_is_told_before_any_rank_starts(tmp_path):
 
 
 @pytest.mark.parametrize("dashes", [[], ["--"]])
-def test_options_behind_the_command_are_its_own(dashes):
+def test_options_after_the_command_belong_to_it(dashes):
     done = hpctrain(
         "launch", "-n", "2", "--dry-run", *dashes, "python", "-c", "0", "-n", "9", "--help"
     )
@@ -68,7 +68,7 @@ def test_a_launch_that_cannot_be_is_one_error_and_no_traceback(words, text):
 
 
 def here(*words):
-    """Ask in this process; nothing is started."""
+    """Run the launch command in this process; nothing is started."""
     return CliRunner().invoke(main.app, ["launch", *words])
 
 
@@ -257,7 +257,7 @@ def test_a_signal_ends_with_128_and_its_number_or_with_85_if_ranks_poll(
 
 
 @pytest.mark.launches
-def test_a_launch_past_its_limit_says_so():
+def test_launch_beyond_its_limit_reports_it():
     done = hpctrain("launch", "-n", "1", "--timeout", "0.5", "sleep", "60")
     assert done.returncode == 124
     assert "the launch was ended after 0.5 s, as --timeout asks" in done.stderr

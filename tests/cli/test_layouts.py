@@ -1,4 +1,4 @@
-"""``hpctrain plan`` of a layout: what it prints, reads of a model and a machine, and refuses."""
+"""Check ``hpctrain plan`` of a layout: output, inputs of model and machine, and errors."""
 
 import json
 import re
@@ -131,12 +131,12 @@ def test_a_plan_by_numbers_loads_neither_torch_nor_mpi():
         (("--samples", "3", "--batch", "4"), "give --machine with a file"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_planned_is_refused(words, complaint):
+def test_unsupported_plans_are_rejected(words, complaint):
     result = ask(*words)
     assert result.exit_code != 0
     assert re.search(complaint, str(result.exception)), result.exception
 
 
 @pytest.mark.parametrize("words", [("--nodes", "0"), ("--memory", "much"), ("--params", "few")])
-def test_numbers_that_are_none_are_refused(words):
+def test_invalid_numbers_are_rejected(words):
     assert ask(*GIVEN, *words).exit_code == 2

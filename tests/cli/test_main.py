@@ -42,7 +42,7 @@ def test_the_version_is_that_of_the_package():
 @pytest.mark.parametrize(
     "words", ["--version", "data --help", "guide data", "doctor --verbose", "status /nowhere"]
 )
-def test_what_looks_around_works_without_torch_and_mpi(words):
+def test_inspection_commands_work_without_torch_and_mpi(words):
     done = hpctrain_without("torch mpi4py numpy h5py", *words.split())
     assert "Traceback" not in done.stderr
     assert done.stdout
@@ -118,7 +118,7 @@ def test_an_error_of_ours_is_one_line_on_stderr_and_exit_code_2(tmp_path):
     assert done.stderr.count("\n") == 1
 
 
-def test_another_rank_waits_for_rank_0_to_speak_first(monkeypatch, capsys):
+def test_other_ranks_print_after_rank_0(monkeypatch, capsys):
     waits = []
     monkeypatch.setattr(main.time, "sleep", waits.append)
     monkeypatch.setattr(main, "_rank", lambda: (3, False))
@@ -129,13 +129,13 @@ def test_another_rank_waits_for_rank_0_to_speak_first(monkeypatch, capsys):
     assert capsys.readouterr().err == "hpctrain: rank 3: only my file is missing\n"
 
 
-def test_what_one_rank_of_a_world_met_alone_is_not_caught(monkeypatch):
+def test_error_of_one_rank_of_a_world_is_not_caught(monkeypatch):
     monkeypatch.setattr(main, "_rank", lambda: (3, True))
     with pytest.raises(ConfigError):
         main._stop(ConfigError("mine"))
 
 
-def test_windows_is_sent_to_wsl(monkeypatch, capsys):
+def test_windows_raises_and_recommends_wsl(monkeypatch, capsys):
     monkeypatch.setattr(platform, "system", lambda: "Windows")
     with pytest.raises(SystemExit):
         main.main()

@@ -1,4 +1,4 @@
-"""``hpctrain plan``: what it reads of a run, prints and refuses."""
+"""Check ``hpctrain plan``: inputs from a run, output and errors."""
 
 import json
 import math
@@ -36,7 +36,7 @@ def ask(tmp_path):
 
 @pytest.fixture
 def run(tmp_path):
-    """A run of 4 ranks: 400 samples in steps of 125 ms."""
+    """Make a run of 4 ranks: 400 samples in steps of 125 ms."""
     folder = tmp_path / "run"
     folder.mkdir()
     records = [{"event": "started", "world_size": 4, "nodes": 2, "parameters": 10_000}]
@@ -85,7 +85,7 @@ def test_a_run_tells_model_speed_batch_and_the_way_to_a_loss(ask, run):
         return best["steps"] * best["batch"]
 
     assert samples() == pytest.approx(100 * 400)
-    assert samples("--target-loss", "0.3") == pytest.approx(40 * 400)  # by its tests
+    assert samples("--target-loss", "0.3") == pytest.approx(40 * 400)  # from its tests
     alone = json.loads(ask(str(run), "--json").output)["by_nodes"][0]
     assert alone["compute_s"] == pytest.approx(400 / 2 / 1000)  # a rank takes 100 in 0.1 s
     assert ask(str(run), "--target-loss", "0.01").exit_code != 0
@@ -112,7 +112,7 @@ def test_a_run_that_has_told_its_noise_scale_is_planned_by_the_last_one(ask, run
     assert ask(str(run), "--json", "--noise-scale", "300").output != given
 
 
-def test_what_is_missing_or_wrong_is_said(ask, tmp_path):
+def test_missing_or_wrong_inputs_raise(ask, tmp_path):
     for name in GIVEN:
         rest = {key: value for key, value in GIVEN.items() if key != name}
         assert name in str(ask(**rest).exception)

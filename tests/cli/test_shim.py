@@ -1,4 +1,4 @@
-"""``hpctrain shim``: what it refuses, and what it leaves to the script."""
+"""Check ``hpctrain shim``: errors, and arguments passed to the script."""
 
 import sys
 
@@ -20,7 +20,7 @@ from tests.processes import ended
         (["--modul", "x"], "No such option"),
     ],
 )
-def test_what_cannot_be_run_is_one_error(words, said):
+def test_invalid_scripts_raise_one_error(words, said):
     done = CliRunner().invoke(app, ["shim", *words])
     error = done.exception
     assert said in (str(error) if isinstance(error, HpctrainError) else done.stderr)

@@ -1,4 +1,4 @@
-"""``hpctrain status`` has a code for each state, and asks the queue where there is one."""
+"""Check the codes of ``hpctrain status`` for each state, with and without a queue."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def status(*words):
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """The folder of a run, beside commands of Slurm that say nothing."""
+    """Return the folder of a run, with commands of Slurm that print nothing."""
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     for name in ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "PE_HOSTFILE"):
         monkeypatch.delenv(name, raising=False)
@@ -89,7 +89,7 @@ def test_the_queue_tells_since_when_and_until_when_a_job_waits(run):
     assert status(run)[1].startswith(f"{run}: job 12 is PENDING again, Priority")
     slurm(run.parent, f"echo 12 12 RUNNING {when} None")
     assert status(run)[0] == CODES["running"]
-    slurm(run.parent, "exit 1")  # Slurm does not answer: the records do
+    slurm(run.parent, "exit 1")  # without an answer of Slurm, the records decide
     assert status(run)[0] == CODES["killed"]
 
 
@@ -99,7 +99,7 @@ def test_a_job_that_submit_has_not_sent_is_known_by_the_records(run):
     assert status(run)[0] == CODES["running"]
 
 
-def test_who_watches_hears_of_each_change_and_gets_the_code_of_the_end(run):
+def test_watch_prints_each_change_and_returns_the_final_code(run):
     (run / JOBS).write_text("12\n")
     turns = run.parent / "turns"
     slurm(

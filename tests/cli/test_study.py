@@ -1,4 +1,4 @@
-"""``hpctrain study init`` and ``run``: what they print and write; no rank is started."""
+"""Check ``hpctrain study init`` and ``run``: output and files; no rank is started."""
 
 import re
 import shlex
@@ -74,7 +74,7 @@ def test_the_study_that_init_writes_runs_in_an_empty_folder():
 
 
 def commands():
-    """Every command line of the guide and of the help, once."""
+    """Return every command line of the guide and of the help, once."""
     texts = [(resources.files("hpctrain.guide") / "studies.md").read_text()]
     texts += [run(*words, "--help").stdout for words in ((), *((name,) for name in NAMES))]
     found = re.findall(r"^ *(?:│ *)?hpctrain study (\S+ \S.*)$", "\n".join(texts), re.MULTILINE)
@@ -84,7 +84,7 @@ def commands():
 NAMES = ("init", "run", "report", "compare")
 
 
-def test_what_guide_and_help_show_runs(monkeypatch):
+def test_commands_of_guide_and_help_run(monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     asked = generated.config(repeats=6)
     for name in ("digits-strong", "before", "after", "codec"):
@@ -101,8 +101,8 @@ def test_what_guide_and_help_show_runs(monkeypatch):
         if words[0] == "init":
             Path(words[1]).unlink(missing_ok=True)
         if words[0] == "report" and "--out" not in words:
-            words += ["--help"]  # one that is drawn is enough
-        if words[0] == "run":  # what each starts is the law of other tests
+            words += ["--help"]  # one drawn figure is sufficient
+        if words[0] == "run":  # other tests check the started commands
             words += ["--dry-run", "--out", "fresh"]
         assert run(*words).exit_code == 0, line
 

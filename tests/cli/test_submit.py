@@ -1,4 +1,4 @@
-"""``hpctrain submit`` with a stand-in for Slurm; tests/slurm submits for real."""
+"""Check ``hpctrain submit`` with a simulated Slurm; tests/slurm submits to a real one."""
 
 import json
 import subprocess
@@ -32,7 +32,7 @@ esac
 
 @pytest.fixture(autouse=True)
 def machine(tmp_path, monkeypatch):
-    """A login node: a configuration here, and Slurm in PATH; ``waiting`` holds its queue."""
+    """Provide a login node: a configuration, and Slurm in PATH with its queue in ``waiting``."""
     programs = tmp_path / "bin"
     programs.mkdir()
     for name, text in (("sbatch", SBATCH), ("squeue", "#!/bin/sh\ncat waiting\n")):
@@ -47,7 +47,7 @@ def machine(tmp_path, monkeypatch):
 
 
 def run(*words):
-    """Run the command; its own errors are raised."""
+    """Run the command, and raise its errors."""
     no_check = ["--no-check"] if words[:1] == ("my.toml",) else []
     result = CliRunner().invoke(app, [*map(str, words[:1]), *no_check, *map(str, words[1:])])
     if result.exception and not isinstance(result.exception, SystemExit):
@@ -56,7 +56,7 @@ def run(*words):
 
 
 def options(script):
-    """The lines of sbatch in a script."""
+    """Return the options of sbatch in a script."""
     return [line.removeprefix("#SBATCH ") for line in script.splitlines() if "#SBATCH" in line]
 
 
@@ -121,7 +121,7 @@ def test_options_of_a_job_reach_its_script():
     words = ["--requeue", "--after", "7,8", "--name", "b", "--output", "log/%j", "--cpus", 3]
     words += ["--gpus", 2, "--option", "--qos=high"]
     script = run("my.toml", "--print", *words).stdout
-    assert not Path("tested").exists()  # it is printed, and no more
+    assert not Path("tested").exists()  # the script is only printed
     assert not Path("runs").exists()
     assert set(options(script)) >= {
         *("--gpus-per-node=2", "--ntasks-per-node=2"),
@@ -157,7 +157,7 @@ def test_a_script_of_ones_own_is_submitted_with_its_arguments():
     assert "program=(python train.py --seed 'a b')" in script
     assert 'directory="runs/train/$SLURM_ARRAY_TASK_ID"' in script
     assert {"--nodes=2", "--requeue", "--job-name=train"} <= set(options(script))
-    assert "to go on: the same hpctrain submit" not in script  # it is queued again by itself
+    assert "to go on: the same hpctrain submit" not in script  # the job is requeued automatically
     assert "--job-name=b" in options(
         run("--name", "b", "--print", "--", "python", "-m", "x").stdout
     )
@@ -176,7 +176,7 @@ def test_a_configuration_that_names_what_is_not_there_is_never_queued(tmp_path):
     assert not Path("submitted").exists()
 
 
-def test_slurms_refusal_is_shown_and_nothing_is_left():
+def test_rejection_by_slurm_is_shown_and_no_files_are_left():
     Path("refuse").touch()
     result = run("my.toml")
     assert result.exit_code == 1
@@ -262,7 +262,7 @@ def test_a_script_that_is_printed_has_no_finding_where_it_is_submitted():
     assert "--output=slurm-%x-%j.out" in options(script)
 
 
-def test_ranks_share_the_cores_of_their_node_where_nobody_says_how_many_they_get(tmp_path):
+def test_ranks_share_the_cores_of_their_node_by_default(tmp_path):
     rows = "cpu* 2 32 2\ncpu* 2 64 2\nsmall 1 8 1\n"
     (tmp_path / "bin/sinfo").write_text(
         f"#!/bin/sh\nprintf '{rows}' | grep \"$(echo $* | sed -n 's/.*-p //p')\"\n"
@@ -306,7 +306,7 @@ def test_ranks_share_the_cores_of_their_node_where_nobody_says_how_many_they_get
         (["my.toml", "--name", "a$b"], ConfigError, r"without \$"),
     ],
 )
-def test_what_cannot_be_submitted_is_one_error(words, error, text):
+def test_invalid_submissions_raise_one_error(words, error, text):
     with pytest.raises(error, match=text):
         run(*words)
     assert not Path("submitted").exists()

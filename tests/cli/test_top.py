@@ -1,4 +1,4 @@
-"""``hpctrain top`` tells from the files of a run alone how its job does."""
+"""Check that ``hpctrain top`` reads the state of a job from the files of a run."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def top(*words):
 
 @pytest.fixture
 def run(tmp_path):
-    """A run directory of a job that is at work, as its first records leave it."""
+    """Make the directory of a running job, with its first records."""
     write(tmp_path, STARTED, step(10, 0.1), step(20, 0.3))
     hold(tmp_path)
     times = {"compute_s": [0.1, 0.3], "communication_s": [0.2, 0.0], "input_s": [0.0, 0.0]}
@@ -51,7 +51,7 @@ def write(folder, *records, mode="w"):
 
 
 def hold(folder, **changes):
-    """Let this process hold the lease, or another one that differs."""
+    """Let this process hold the lease, or another one with ``changes``."""
     holder = replace(Holder.here(), **changes)
     (folder / NAME).write_text(json.dumps(asdict(holder)))
     beat = folder / f"lease-{holder.token}{BEAT}"
@@ -98,7 +98,7 @@ def test_the_rank_that_others_wait_for_is_named_while_the_job_runs_and_after_it(
     assert json.loads((run / "ranks.json").read_text())["step"] == 60
 
 
-def test_what_is_left_is_told_by_the_last_steps(run):
+def test_remaining_time_is_estimated_from_the_last_steps(run):
     view = RunWatch(run).look()
     assert view.left_s == pytest.approx(20 * 0.2)
     assert (view.slowest.rank, view.slowest.host) == (1, "b")
@@ -122,10 +122,10 @@ def test_only_what_is_new_is_read_and_records_that_were_cut_are_forgotten(run):
     watch = RunWatch(run)
     watch.look()
     with (run / "metrics.jsonl").open("r+") as file:
-        file.write("[")  # in what was read before
+        file.write("[")  # in the part that was already read
     write(run, step(30, 0.3), mode="a")
     with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"event": "st')  # the rest of the line is not there yet
+        file.write('{"event": "st')  # the rest of the line is not written yet
     view = watch.look()
     assert (view.step, view.begun) == (30, STARTED)
     assert view.step_s == pytest.approx(0.7 / 3)
@@ -152,7 +152,7 @@ def test_one_look_goes_by_the_time_of_the_heartbeat(run):
     assert re.search(r"has given no sign of life for 1 min 4\d s", said)
 
 
-def test_the_dead_and_those_who_have_left_are_not_waited_for(run):
+def test_top_does_not_wait_for_dead_or_finished_jobs(run):
     with subprocess.Popen([sys.executable, "-c", ""]) as dead:
         hold(run, pid=dead.pid)
     assert "and that is dead" in " ".join(top(run).output.split())
@@ -161,7 +161,7 @@ def test_the_dead_and_those_who_have_left_are_not_waited_for(run):
     assert "ended without a last record after step 20" in told
 
 
-def test_on_a_terminal_the_table_is_drawn_until_somebody_has_seen_enough(run, monkeypatch):
+def test_table_is_redrawn_on_a_terminal_until_interrupted(run, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     looks = iter([step(30, 0.1), step(40, 0.1)])
 
@@ -196,7 +196,7 @@ def test_a_damaged_file_is_an_error_with_a_way_out(run, name, text, told):
 def test_where_no_run_is_there_is_an_error_that_says_what_to_give(tmp_path):
     with pytest.raises(ConfigError, match="pass the output_dir of a run"):
         RunWatch(tmp_path / "nothing").look()
-    hold(tmp_path)  # a job that is about to begin
+    hold(tmp_path)  # a job that is about to start
     assert RunWatch(tmp_path).look().life == "alive"
     assert "at work" in top(tmp_path).output
 

@@ -22,7 +22,7 @@ def test_init_writes_a_file_that_loads_and_never_replaces_one(tmp_path):
     assert "cannot be written" in str(invoke("/nowhere/at/all.toml", "--init").exception)
 
 
-def test_explain_tells_value_and_source(tmp_path, monkeypatch):
+def test_explain_prints_value_and_source(tmp_path, monkeypatch):
     path = tmp_path / "my.toml"
     path.write_text("[comm]\noverlap = 'inline'\n")
     assert f"file {path}" in invoke(path, "--explain", "comm.overlap").output

@@ -1,7 +1,7 @@
-"""A process that MPI takes for a world of one, in the environments of real jobs.
+"""Check a process that MPI takes for a world of one, in the environments of real jobs.
 
-Those of Slurm were recorded under version 22.05, the others follow the manuals; cut to the
-variables that count ranks.
+The environments of Slurm were recorded with version 22.05, the others follow the manuals; only
+variables that count ranks are included.
 """
 
 import pytest
@@ -88,7 +88,7 @@ ENVIRONMENTS = {
     "flux run": (FLUX, "error", "flux"),
     "torchrun": (TORCHRUN, "error", f"{START} 4"),
     "torchrun in a step": (f"{ONE_STEP} {TORCHRUN}", "error", f"{START} 4"),
-    # One process is all that was asked for.
+    # One process was requested.
     "a laptop": ("HOME=/root", "alone", ""),
     "salloc -n 1": (ONE_TASK, "alone", ""),
     "sbatch -n 1": (f"{ONE_TASK} SLURM_PROCID=0 SLURM_LOCALID=0", "alone", ""),
@@ -110,7 +110,7 @@ ENVIRONMENTS = {
 @pytest.mark.parametrize(
     ("text", "expected", "named"), ENVIRONMENTS.values(), ids=ENVIRONMENTS.keys()
 )
-def test_who_is_alone_by_mistake_is_told_the_command(text, expected, named, tmp_path):
+def test_accidental_world_of_one_raises_with_the_command(text, expected, named, tmp_path):
     for name, lines in (("nodefile", "n0\nn0\nn1\n"), ("one", "n0\n")):
         (tmp_path / name).write_text(lines)
         text = text.replace(f"{{{name}}}", str(tmp_path / name))

@@ -1,4 +1,4 @@
-"""The doctor on nodes with real links: what is wrong is named with its node, and nothing else."""
+"""Check the doctor on nodes with real links: faults are reported with their nodes."""
 
 import json
 import re
@@ -55,7 +55,7 @@ def what(findings, check):
 
 @pytest.fixture
 def fast_clock(tmp_path):
-    """A library below which a program's clock is 40 s ahead."""
+    """Compile a library that sets the clock of a program 40 s ahead."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     source, library = tmp_path / "clock.c", tmp_path / "clock.so"
     source.write_text(CLOCK)

@@ -1,4 +1,4 @@
-"""Environments as launchers really set them, cut to the variables that matter."""
+"""Check environments as launchers set them, reduced to the relevant variables."""
 
 from pathlib import Path
 
@@ -97,7 +97,7 @@ DEEPSPEED = TORCH | {"LOCAL_SIZE": "2", "CROSS_RANK": "1", "CROSS_SIZE": "2"}
         ({"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_LOCAL_RANK": "1"}, "a PMI launcher", ""),
     ],
 )
-def test_every_launcher_says_rank_3_of_4(environ, name, pmi):
+def test_every_launcher_is_read_as_rank_3_of_4(environ, name, pmi):
     found = launched(environ)
     assert found is not None
     assert (found.name, found.rank, found.size, found.local_rank) == (name, 3, 4, 1)
@@ -108,7 +108,7 @@ def test_every_launcher_says_rank_3_of_4(environ, name, pmi):
 
 @pytest.mark.parametrize("mpirun", [OPENMPI, HYDRA])
 @pytest.mark.parametrize("slurm", [SLURM_BATCH, SRUN | {"SLURM_PROCID": "0"}])
-def test_mpirun_beats_what_its_ranks_inherit_from_slurm(mpirun, slurm):
+def test_variables_of_mpirun_take_precedence_over_slurm(mpirun, slurm):
     found = launched(slurm | mpirun)
     assert found is not None
     assert (found.rank, found.size, found.local_rank, found.local_size) == (3, 4, 1, 2)
@@ -117,7 +117,7 @@ def test_mpirun_beats_what_its_ranks_inherit_from_slurm(mpirun, slurm):
 @pytest.mark.parametrize(
     "environ", [SLURM_BATCH, {"PATH": "/bin"}, OPENMPI | {"OMPI_COMM_WORLD_SIZE": ""}]
 )
-def test_others_are_no_launch(environ):
+def test_other_environments_are_no_launch(environ):
     assert launched(environ) is None
 
 
@@ -135,7 +135,7 @@ def test_the_shell_of_an_allocation_is_no_launch():
         ({"SLURM_JOB_ID": "77", "SLURM_PROCID": "0", "SLURM_JOB_NUM_NODES": "1"}, 1),
     ],
 )
-def test_a_batch_script_is_told_for_how_many_ranks_its_job_is(environ, size):
+def test_number_of_ranks_of_a_job_is_read_in_a_batch_script(environ, size):
     assert unstarted(environ).size == size
 
 
@@ -166,7 +166,7 @@ def test_a_job_is_called_as_its_scheduler_calls_it(environ, name, job):
     assert (scheduler(environ), job_id(environ)) == (name, job)
 
 
-def test_what_tunes_the_library_is_told_from_what_differs_between_jobs():
+def test_tuning_variables_are_distinguished_from_job_variables():
     environ = {"UCX_TLS": "tcp", "OMPI_MCA_btl_tcp_links": "2", "OMPI_COMM_WORLD_RANK": "3"}
     assert tuning(environ) == {"UCX_TLS": "tcp", "OMPI_MCA_btl_tcp_links": "2"}
 

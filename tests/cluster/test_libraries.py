@@ -1,4 +1,4 @@
-"""Which MPI is loaded, and what a rank is told below a launcher of another one."""
+"""Check the choice of the MPI library, and errors below a launcher of another one."""
 
 import os
 import subprocess
@@ -76,7 +76,7 @@ def test_mpi_libraries_are_found_once_each():
     ],
     ids=str,
 )
-def test_an_mpi_is_told_by_its_library(library, name):
+def test_mpi_family_is_determined_by_its_library(library, name):
     assert family(library) == name
 
 
@@ -111,7 +111,7 @@ def test_mpirun_is_looked_for_in_the_tree_of_the_library(tmp_path):
 
 
 @pytest.mark.launches
-def test_the_launcher_is_found_behind_a_shell():
+def test_launcher_is_found_above_a_shell():
     code = "from hpctrain.cluster.libraries import starter; print('by', starter())"
     line = mpiexec.command(["sh", "-c", f'{sys.executable} -c "{code}"; true'], num_ranks=1)
     done = subprocess.run(
@@ -144,7 +144,7 @@ def by_srun(interface, size=4):
         (by_srun("pmix"), MPICH, "pmi2"),
     ],
 )
-def test_what_does_not_fit_is_named_with_the_remedy(found, library, needed):
+def test_mismatch_is_reported_with_the_remedy(found, library, needed):
     text = mismatch(found, library)
     assert bool(text) == bool(needed)
     if text:
@@ -155,7 +155,10 @@ def test_what_does_not_fit_is_named_with_the_remedy(found, library, needed):
 
 def test_the_library_of_this_environment_is_expected_without_loading_it():
     find_world()
-    assert expected_libmpi({}) in (None, *loaded_libmpi())  # a site's own is left to the linker
+    assert expected_libmpi({}) in (
+        None,
+        *loaded_libmpi(),
+    )  # unknown for a site's own library
 
 
 def test_a_name_for_the_linker_is_no_library(tmp_path):
@@ -178,7 +181,7 @@ def test_the_library_that_the_user_names_comes_first(tmp_path):
 
 @pytest.fixture
 def no_cards(monkeypatch, tmp_path):
-    """Let this host have no fast network card, this user no file, and MPI a place of its own."""
+    """Remove fast network adapters and user files, and give MPI a separate folder."""
     monkeypatch.setattr(libraries, "CLASSES", (tmp_path / "cards",))
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("OMPI_MCA_btl", raising=False)
@@ -186,7 +189,7 @@ def no_cards(monkeypatch, tmp_path):
     return tmp_path
 
 
-def test_open_mpi_leaves_its_btl_for_libfabric_out_where_nobody_wants_one(no_cards):
+def test_open_mpi_skips_the_ofi_btl_unless_it_is_requested(no_cards):
     assert may_spare_ofi()
     assert not may_spare_ofi({**os.environ, "OMPI_MCA_btl": "self,sm"})
     (no_cards / "cards").mkdir()
@@ -204,7 +207,7 @@ def test_a_file_of_open_mpi_that_names_btls_stays_in_force(no_cards, file):
 
 
 @pytest.mark.usefixtures("no_cards")
-def test_what_open_mpi_is_told_at_its_start_is_in_no_environment_afterwards():
+def test_settings_of_open_mpi_are_removed_from_the_environment():
     before = dict(os.environ)
     with settings_of_mpi():
         assert {**os.environ}.items() - before.items() == {("OMPI_MCA_btl", "^ofi")}
@@ -244,7 +247,7 @@ def test_a_world_that_fits_its_launcher_passes(found, size):
         (BY_OPENMPI, OPENMPI, "unset it"),
     ],
 )
-def test_a_lonely_rank_is_told_library_launcher_and_remedy(found, library, fix):
+def test_unconnected_rank_raises_with_library_launcher_and_remedy(found, library, fix):
     with pytest.raises(LaunchError) as error:
         check_world(found, 1, [library])
     text = str(error.value)

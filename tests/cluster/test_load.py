@@ -1,4 +1,4 @@
-"""What other processes use of a machine is measured, and what the program itself uses is not."""
+"""Check that the load of other processes is measured without the program's own."""
 
 import subprocess
 import sys
@@ -19,7 +19,7 @@ def test_ticks_of_all_cores_but_those_that_wait_count(tmp_path):
     time.sleep(0.05)
     (tmp_path / "stat").write_text(TICKS.format(user=300).replace(" 900 ", " 999 "))
     found = meter.read()
-    most = 2.0 / (time.monotonic() - begun)  # 200 ticks of a hundredth of a second
+    most = 2.0 / (time.monotonic() - begun)  # 200 ticks of 10 ms
     assert 0.5 * most < found.other_cores + found.own_cores <= 1.01 * 2.0 / 0.05
     assert found.mhz == 2500.25
     frequency = tmp_path / "cpu/cpu0/cpufreq"
@@ -28,7 +28,7 @@ def test_ticks_of_all_cores_but_those_that_wait_count(tmp_path):
     assert LoadMeter(tmp_path, tmp_path / "cpu").read().mhz == 1800
 
 
-def test_where_the_system_does_not_tell_nothing_is_known(tmp_path):
+def test_missing_system_information_gives_none(tmp_path):
     assert LoadMeter(tmp_path, tmp_path).read() is None
 
 
@@ -37,7 +37,7 @@ def test_work_of_a_child_that_has_ended_is_own_work_and_not_of_others(tmp_path):
     meter, before_s = LoadMeter(tmp_path, tmp_path), _own_s()
     work = "import time\nend = time.process_time() + 0.2\nwhile time.process_time() < end: pass"
     subprocess.run([sys.executable, "-c", work], check=True)
-    (tmp_path / "stat").write_text(TICKS.format(user=1100))  # ten seconds of all processes
+    (tmp_path / "stat").write_text(TICKS.format(user=1100))  # 10 s of all processes
     own_s, found = _own_s() - before_s, meter.read()
     assert own_s > 0.2
     assert found.other_cores / found.own_cores == pytest.approx((10 - own_s) / own_s, rel=0.01)

@@ -1,4 +1,4 @@
-"""Ranks exchange messages where the kernel refuses them each other's memory."""
+"""Check messages where the kernel denies ranks access to each other's memory."""
 
 import json
 import sys
@@ -58,7 +58,7 @@ def test_mpich_sends_large_messages(launcher, text, tmp_path):
 
 
 @pytest.mark.parametrize("chosen", [{}, dict.fromkeys(COPIES_OFF, "mine")])
-def test_settings_are_changed_only_where_the_kernel_refuses_and_nobody_has_set_them(chosen):
+def test_settings_are_changed_only_if_the_kernel_refuses_and_they_are_unset(chosen):
     assert copies_off({}) == {}
     code = "import json; from hpctrain.cluster.libraries import *; print(json.dumps(copies_off()))"
     environ = mpiexec.environment() | {"PYTHONPATH": str(ROOT)} | chosen

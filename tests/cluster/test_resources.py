@@ -1,4 +1,4 @@
-"""What a process may use: cores, network cards, memory; less where a control group says so."""
+"""Check resources of a process: cores, network adapters, memory, and limits of control groups."""
 
 import os
 import shutil
@@ -80,7 +80,7 @@ def sixty_four(monkeypatch):
 
 @pytest.fixture
 def files(tmp_path):
-    """No control group, and cores of one thread."""
+    """Return folders without a control group, and cores of one thread."""
     return {
         "root": tmp_path / "cgroup",
         "membership": tmp_path / "membership",
@@ -125,7 +125,7 @@ def card(folder, name, *states):
         (folder / name / f"ports/{i}/state").write_text(f"{state}\n")
 
 
-def test_only_cards_with_a_live_port_count(tmp_path):
+def test_only_adapters_with_an_active_port_count(tmp_path):
     card(tmp_path / "infiniband", "mlx5_0", "4: ACTIVE")
     card(tmp_path / "infiniband", "mlx5_1", "1: DOWN", "4: ACTIVE")
     card(tmp_path / "infiniband", "mlx5_2", "1: DOWN")
@@ -133,7 +133,7 @@ def test_only_cards_with_a_live_port_count(tmp_path):
     assert num_cards((tmp_path / "infiniband", tmp_path / "cxi")) == 3
 
 
-def test_a_host_without_fast_cards_has_its_ethernet(tmp_path):
+def test_host_without_fast_adapters_has_its_ethernet(tmp_path):
     card(tmp_path, "mlx5_0", "1: DOWN")
     assert num_cards((tmp_path,)) == 1
     assert num_cards((tmp_path / "missing",)) == 1
@@ -177,7 +177,7 @@ def join(machine, version, group, *, allowed, used, **statistics):
     (machine / "membership").write_text(f"{line}\n")
 
 
-def test_without_a_limit_it_is_what_the_machine_has(machine):
+def test_available_memory_without_a_limit_is_that_of_the_machine(machine):
     assert left(machine) == 8 * GIB
 
 
@@ -218,7 +218,7 @@ def test_pages_of_files_that_can_be_dropped_are_left(machine, version, files, ex
     assert left(machine) == expected
 
 
-def test_a_system_that_does_not_tell_is_not_guessed_at(tmp_path):
+def test_unknown_memory_is_not_estimated(tmp_path):
     assert left(tmp_path) is None
     assert available_bytes() > 0
 
@@ -254,7 +254,7 @@ def test_a_group_counts_the_ranks_that_are_in_it():
     assert "but group 0 has" in shortage(together, GIB)
 
 
-def test_what_the_last_rank_sees_counts():
+def test_facts_of_the_last_rank_count():
     assert shortage([[machine_of(8 * GIB)], [machine_of(GIB)]], GIB) is not None
 
 
@@ -281,7 +281,7 @@ def test_a_container_has_ids_of_its_own():
     assert told_by(unshare, "--pid", "--fork") != str(identity().namespace)
 
 
-def test_a_short_sleep_can_be_had():
+def test_timer_slack_is_reduced():
     slack = Path("/proc/self/timerslack_ns")
     before = int(slack.read_text())
     sharpen_sleep()

@@ -1,4 +1,4 @@
-"""The private Slurm keeps its word: jobs, their ends and requeues, and nothing left behind."""
+"""Check the private Slurm: jobs, their ends and requeues, and complete removal."""
 
 import os
 import subprocess
@@ -32,7 +32,7 @@ def wait_until(holds: Callable[[], bool], why: Callable[[], object]) -> None:
 
 
 def of_cluster(directory: Path | str) -> list[str]:
-    """List the processes that a cluster has started: each names its directory somewhere."""
+    """Return the processes of a cluster, found by its directory in arguments or environment."""
     name = os.fsencode(directory)
     found = []
     for process in Path("/proc").glob("[0-9]*"):
@@ -150,7 +150,7 @@ class TestJobs:
 
     @pytest.mark.conformance
     def test_of_low_make_room_for_main_and_start_again(self, cluster):
-        # Slurm takes one that ends by itself in its grace time for ended, and does not requeue it.
+        # Slurm treats a job that ends itself in its grace time as ended, and does not requeue it.
         low = cluster.sbatch(*AGAIN, "-plow", "-wn1", "-c2", "--wrap", f"trap '' TERM; {RERUN}")
         wait_until(lambda: "run 0" in low.output(), low.output)
         assert cluster.sbatch("-wn1", "-c2", "--wrap", "true").wait() == "COMPLETED"

@@ -16,7 +16,7 @@ def world(facts, ranks_per_node=None):
 
 @st.composite
 def layouts(draw):
-    """Hosts of all ranks: any number of ranks per host, in any order."""
+    """Draw the hosts of all ranks: any number of ranks per host, in any order."""
     sizes = draw(st.lists(st.integers(1, 6), min_size=1, max_size=5))
     hosts = [f"host{i}" for i, size in enumerate(sizes) for _ in range(size)]
     return draw(st.permutations(hosts))
@@ -120,7 +120,7 @@ def test_ranks_bound_to_one_core_on_different_hosts_share_none():
     assert world(facts_on("a", "b", cores=(0,)))[0].shared_cores == ()
 
 
-def test_the_node_with_fewest_cards_decides():
+def test_node_with_fewest_adapters_decides():
     facts = [RankFacts(host=host, cores=(0,), cards=cards) for host, cards in (("a", 4), ("b", 2))]
     assert {t.cards for t in world(facts)} == {2}
 
@@ -133,7 +133,7 @@ def test_the_node_with_fewest_cards_decides():
         ({"rank": 0, "ranks_per_node": 0}, "at least 1, got 0"),
     ],
 )
-def test_what_makes_no_topology_is_an_error_that_names_it(options, text):
+def test_invalid_topology_raises(options, text):
     with pytest.raises(TopologyError, match=text):
         Topology.from_facts(facts_on("a", "a"), **options)
 
@@ -153,7 +153,7 @@ def test_description_of_a_thousand_nodes_is_short():
     assert len(rows["nodes"]) < 200
 
 
-def test_a_group_keeps_who_is_with_whom_and_counts_its_ranks_anew():
+def test_group_keeps_nodes_and_renumbers_ranks():
     facts = [RankFacts(host=host, cores=(0, 1)) for host in ("a", "b", "a", "b", "c")]
     group = Topology.from_facts(facts, 3).of_group([4, 3, 0, 1])
     assert (group.rank, group.size, group.num_nodes) == (1, 4, 3)

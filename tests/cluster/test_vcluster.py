@@ -1,4 +1,4 @@
-"""The virtual cluster keeps its word: rates, latencies, faults, and nothing left behind."""
+"""Check the virtual cluster: rates, latencies, faults, and complete removal."""
 
 import subprocess
 import sys
@@ -144,7 +144,7 @@ with VirtualCluster(nodes=1) as cluster:
 
 @needs_cluster
 @pytest.mark.launches
-def test_a_program_past_its_limit_is_ended_and_what_it_said_is_told(cluster):
+def test_program_beyond_its_limit_is_ended_and_its_output_reported(cluster):
     with pytest.raises(TimeoutError, match=r"more than 2 s(.|\n)*still here"):
         cluster.run(["sh", "-c", "echo still here; sleep 600"], timeout_s=2.0)
     assert cluster.processes() == []
@@ -164,7 +164,7 @@ def test_two_clusters_do_not_see_each_other(cluster):
 
         try:
             found = said()
-        except TimeoutError:  # prterun may not end, once in hundreds of launches
+        except TimeoutError:  # prterun may hang, once in hundreds of launches
             found = said()
     assert found == [["n0", "n1", "n1"], ["n0", "n0", "n1"]]
 
@@ -174,17 +174,17 @@ def test_two_clusters_do_not_see_each_other(cluster):
     ("look", "rights"),
     [("obstacle", "CAP_NET_ADMIN"), ("slurm_obstacle", "root and CAP_SYS_ADMIN")],
 )
-def test_without_privileges_it_is_said_what_they_take(look, rights):
+def test_missing_privileges_are_reported(look, rights):
     code = f"from tests.cluster.vcluster.check import *; print({look}())"
     drop = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"]
     line = [*drop, sys.executable, "-c", code]
     done = ended(line)
-    if "setpriv:" in done.stderr:  # nothing to drop: we are without privileges already
+    if "setpriv:" in done.stderr:  # nothing to drop: the process has no privileges
         done = ended(line[3:])
     assert rights in done.stdout or "apt-get install" in done.stdout, done.stdout + done.stderr
 
 
-def test_what_is_missing_is_said_with_how_to_get_it(tmp_path, monkeypatch):
+def test_missing_programs_are_reported_with_the_command_to_install_them(tmp_path, monkeypatch):
     monkeypatch.setattr(check, "search_path", lambda: str(tmp_path))
     assert check.obstacle().startswith("no ip, tc, bridge, unshare, nsenter: apt-get install ip")
     assert check.slurm_obstacle().startswith("no slurmctld, slurmd, sbatch, munged")

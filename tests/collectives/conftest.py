@@ -1,4 +1,4 @@
-"""One world for each module of tests."""
+"""Provide one world for each module of tests."""
 
 from collections.abc import Generator
 from types import ModuleType
@@ -10,7 +10,7 @@ import hpctrain
 
 @pytest.fixture(scope="module")
 def hvd() -> Generator[ModuleType]:
-    """Initialise the world, and take leave of it after the last test of the module."""
+    """Initialize the world, and shut it down after the last test of the module."""
     hpctrain.init()
     yield hpctrain
     hpctrain.shutdown()

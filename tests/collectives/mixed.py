@@ -1,4 +1,4 @@
-"""Steps of named operations of all kinds: in another order on every rank, from several threads."""
+"""Mix named operations of all kinds: in another order on every rank, from several threads."""
 
 import random
 import threading
@@ -14,7 +14,7 @@ from hpctrain.core.errors import OperationMismatchError
 
 
 class At(NamedTuple):
-    """Where an operation is started."""
+    """Hold the place at which an operation is started."""
 
     step: int
     rank: int
@@ -22,7 +22,7 @@ class At(NamedTuple):
     in_place: bool = False
 
     def value(self, rank=None):
-        """Return what is given in this step, by this rank or another."""
+        """Return the argument of this step, of this rank or another."""
         return self.step % 17 + 2 * (self.rank if rank is None else rank) + 1
 
     def total(self):
@@ -30,7 +30,7 @@ class At(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """One name, again and again: how it is started, and what it must give."""
+    """Hold a name that is used repeatedly: the start of the operation, and its expected result."""
 
     start: Callable[[At], object]  # returns a handle
     expected: Callable[[At], list]
@@ -101,7 +101,7 @@ def _alltoall(name):
 
 
 def _changing(name):
-    """Of another shape every hundred steps."""
+    """Change the shape every hundred steps."""
 
     def start(at):
         given = torch.full((1 + at.step // 100, 2), float(at.value()))
@@ -139,7 +139,7 @@ def operations(some):
 
 
 class Steps:
-    """All ranks draw what a step does alike, and each by itself in what order, and when."""
+    """Draw the operations of a step equally on all ranks, and their order and times per rank."""
 
     def __init__(self, seed, some=None):
         self.size, self.rank, self.some = hvd.size(), hvd.rank(), some
@@ -148,7 +148,7 @@ class Steps:
         self._failures = []
 
     def take(self, num_steps):
-        """Carry them out; fails if a result is wrong on this rank."""
+        """Run the steps; raise if a result is wrong on this rank."""
         for step in range(num_steps):
             kind = self._alike.random()
             num = 1 if kind < 0.6 else self._alike.randint(2, 6)
@@ -204,7 +204,7 @@ class Steps:
                 self._failures.append(f"step {step}: {one}, not {other}")
 
     def _disagree(self, step):
-        """Give one name to two shapes: an error on every rank, and work goes on."""
+        """Give one name to two shapes: an error on every rank; later operations work."""
         odd = step % self.size
         numel = 3 if self.rank == odd else 2
         try:
@@ -224,5 +224,5 @@ class Steps:
 
 
 def num_commits(process_set=None):
-    """Return how many operations were carried out without mail."""
+    """Return the number of operations that needed no control message."""
     return controller_of(process_set)._progress.fast_path.commit.num_commits

@@ -1,4 +1,4 @@
-"""``allreduce`` in its eight forms."""
+"""Check ``allreduce`` in its eight forms."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ SIZES = pytest.mark.ranks(1, 2, 3, 4)
 
 
 @SIZES
-def test_all_forms_give_the_same(hvd):
+def test_all_forms_give_the_same_result(hvd):
     size, ranks = hvd.size(), range(hvd.size())
     for op, whole in (
         (hvd.Average, sum(ranks) / size),
@@ -40,7 +40,7 @@ def test_all_forms_give_the_same(hvd):
 
 
 @SIZES
-def test_the_default_is_the_average_and_the_old_argument_is_understood(hvd):
+def test_default_is_the_average_and_the_deprecated_argument_works(hvd):
     tensor = torch.tensor([float(hvd.rank())])
     mean = sum(range(hvd.size())) / hvd.size()
     assert hvd.allreduce(tensor).item() == pytest.approx(mean)
@@ -53,7 +53,7 @@ def test_the_default_is_the_average_and_the_old_argument_is_understood(hvd):
 
 
 @SIZES
-def test_compression_travels_small_and_comes_back_as_it_was(hvd):
+def test_compression_reduces_messages_and_restores_the_dtype(hvd):
     tensor = torch.tensor([1.0, 0.1])
     half = hvd.allreduce(tensor, op=hvd.Sum, compression=hvd.Compression.fp16)
     assert half.dtype is torch.float32
@@ -76,7 +76,7 @@ def test_adasum_of_parallel_tensors_is_their_mean(hvd):
 
 
 @SIZES
-def test_what_cannot_be_reduced_is_refused_before_anything_is_sent(hvd):
+def test_unsupported_tensors_are_rejected_before_anything_is_sent(hvd):
     refused = [
         (lambda: hvd.allreduce(torch.ones(2), op="max"), "op must be one of"),
         (lambda: hvd.allreduce([1.0]), "take tensors, got list; send other"),

@@ -1,4 +1,4 @@
-"""Many small tensors in place, step after step: what a program repeats, and what it changes."""
+"""Check many small tensors in place, in repeated and in changing steps."""
 
 import random
 import time
@@ -14,7 +14,7 @@ NUM_TENSORS = 40
 
 
 def summed(hvd, tensors, order, **arguments):
-    """Sum tensors in place, submitted in this order, under their numbers as names."""
+    """Sum tensors in place, submitted in this order, with their numbers as names."""
     handles = {
         number: hvd.allreduce_async_(tensors[number], name=f"{number}", op=hvd.Sum, **arguments)
         for number in order
@@ -23,7 +23,7 @@ def summed(hvd, tensors, order, **arguments):
 
 
 def filled(hvd, numels, step):
-    """Make tensors whose sums tell step and number."""
+    """Make tensors whose sums depend on step and number."""
     return [
         torch.full((numel,), float(1000 * step + number)) + hvd.rank()
         for number, numel in enumerate(numels)
@@ -59,7 +59,7 @@ def test_bursts_give_their_sums_in_any_order_and_number(hvd, numel):
 
 
 @SIZES
-def test_a_name_may_come_again_with_another_tensor(hvd):
+def test_name_may_be_reused_with_another_tensor(hvd):
     numels = [4000] * NUM_TENSORS
     order = range(NUM_TENSORS)
     for step, dtype in enumerate((torch.float32, torch.float64, torch.float32, torch.int32)):
@@ -69,7 +69,7 @@ def test_a_name_may_come_again_with_another_tensor(hvd):
         check(hvd, tensors, step, order)
     tensors = filled(hvd, numels, 9)
     for number in order:
-        tensors[number] = tensors[number].view(1, -1).t()  # strides of another kind
+        tensors[number] = tensors[number].view(1, -1).t()  # other strides
     summed(hvd, tensors, order)
     check(hvd, tensors, 9, order)
     with pytest.raises(ConfigError, match="dense"):
@@ -79,19 +79,19 @@ def test_a_name_may_come_again_with_another_tensor(hvd):
 
 
 @SIZES
-def test_what_is_repeated_holds_after_others_have_had_the_names(hvd):
+def test_repeated_bursts_are_correct_after_names_were_reused(hvd):
     numels, order = [20] * NUM_TENSORS, range(NUM_TENSORS)
     for step in range(6):
         tensors = filled(hvd, numels, step)
         handles = []
         for number in order:
             handles.append(hvd.allreduce_async_(tensors[number], name=f"{number}", op=hvd.Sum))
-            if step == 4 and hvd.rank() % 2:  # announced one by one here, at once elsewhere
+            if step == 4 and hvd.rank() % 2:  # announced singly here, together on other ranks
                 time.sleep(0.001)
         for handle in handles:
             hvd.synchronize(handle)
         check(hvd, tensors, step, order)
-        if step == 3:  # from here on the numbers have another meaning
+        if step == 3:  # from here on, the numbers name other tensors
             ones = torch.ones(3, dtype=torch.float64)
             handles = [hvd.allreduce_async(ones, name=f"{n}", op=hvd.Max) for n in order]
             assert all(bool((hvd.synchronize(handle) == 1).all()) for handle in handles)

@@ -1,4 +1,4 @@
-"""Gradients through operations, as Horovod defines them."""
+"""Check gradients through operations, as Horovod defines them."""
 
 import pytest
 import torch
@@ -54,7 +54,7 @@ def test_alltoall_sends_gradients_back(hvd):
     tensor = leaf(size, 2)
     (hvd.alltoall(tensor) * (1 + rank)).sum().backward()
     assert tensor.grad.tolist() == [[1.0 + to] * 2 for to in range(size)]
-    tensor = leaf(size + 1)  # the last row goes nowhere
+    tensor = leaf(size + 1)  # the last row is not sent
     received, _ = hvd.alltoall(tensor, [1] * size)
     (received * (1 + rank)).sum().backward()
     assert tensor.grad.tolist() == [*(1.0 + to for to in range(size)), 0.0]
@@ -75,7 +75,7 @@ def test_reducescatter_gathers_gradients(hvd):
 
 
 @SIZES
-def test_without_a_gradient_to_be_had_there_is_no_graph(hvd):
+def test_no_graph_is_recorded_without_gradients(hvd):
     tensor = leaf(2)
     assert not hvd.allreduce(torch.ones(2)).requires_grad
     with torch.no_grad():

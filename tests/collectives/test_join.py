@@ -1,4 +1,4 @@
-"""Ranks that have joined take part in everything with nothing."""
+"""Check that ranks that have joined take part in all operations, with empty contributions."""
 
 import pytest
 import torch

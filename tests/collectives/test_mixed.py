@@ -1,4 +1,4 @@
-"""All named operations at once: any order, any thread, any time, and what is known or new."""
+"""Check all named operations together: any order, thread and time, cached or new."""
 
 import os
 
@@ -17,7 +17,7 @@ def test_operations_of_all_kinds_in_any_order_give_their_results(hvd):
     Steps(NUM_STEPS, some).take(NUM_STEPS)
     last = hvd.join()
     assert 0 <= last < hvd.size()
-    assert num_commits() > NUM_STEPS / 10  # many of them without mail
+    assert num_commits() > NUM_STEPS / 10  # many need no control message
     if some is not None:
         hvd.remove_process_set(some)
 
@@ -25,7 +25,7 @@ def test_operations_of_all_kinds_in_any_order_give_their_results(hvd):
 @pytest.mark.launches
 @pytest.mark.limit(150)
 @pytest.mark.parametrize("nodes", [1, 3])
-def test_six_ranks_whose_words_and_mail_take_two_levels(tmp_path, nodes):
+def test_six_ranks_with_two_levels_of_control_messages(tmp_path, nodes):
     body = """
     from tests.collectives.mixed import Steps, num_commits
     Steps(6).take(60)
@@ -41,7 +41,7 @@ def test_six_ranks_whose_words_and_mail_take_two_levels(tmp_path, nodes):
 @pytest.mark.launches
 @pytest.mark.limit(150)
 @pytest.mark.parametrize(("victim", "nodes"), [(0, 1), (1, 1), (1, 2), (2, 2)])
-def test_a_rank_that_dies_is_named_by_those_that_wait_for_it(tmp_path, victim, nodes):
+def test_dead_rank_is_reported_by_waiting_ranks(tmp_path, victim, nodes):
     body = f"""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # mpirun has heard of it too
     value = torch.ones(2)

@@ -1,4 +1,4 @@
-"""Objects travel between ranks, whatever their size, beside other operations."""
+"""Check that objects of any size are sent between ranks, concurrently with other operations."""
 
 import threading
 
@@ -31,14 +31,14 @@ def test_objects_of_all_ranks_reach_every_rank(hvd):
 
 
 @SIZES
-def test_functions_travel(hvd):
+def test_functions_are_broadcast(hvd):
     number = hvd.rank() + 5
     assert hvd.broadcast_object(lambda: number)() == 5
     assert [f() for f in hvd.allgather_object(lambda: number)] == list(range(5, 5 + hvd.size()))
 
 
 @SIZES
-def test_objects_are_mixed_with_operations_that_are_under_way(hvd):
+def test_objects_are_exchanged_with_operations_in_flight(hvd):
     sums = [
         hvd.allreduce_async(torch.ones(3), name=str(number), op=hvd.Sum)
         for number in sorted(range(8), reverse=bool(hvd.rank() % 2))
@@ -65,7 +65,7 @@ def test_threads_name_their_objects(hvd):
 
 
 @SIZES
-def test_what_cannot_be_pickled_is_an_error_on_every_rank(hvd):
+def test_object_that_cannot_be_pickled_raises_on_every_rank(hvd):
     last = hvd.size() - 1
     value = threading.Lock() if hvd.rank() == last else 1
     for call in (lambda: hvd.broadcast_object(value, last), lambda: hvd.allgather_object(value)):

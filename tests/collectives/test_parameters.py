@@ -1,4 +1,4 @@
-"""Parameters are those of the root afterwards."""
+"""Check that parameters equal those of the root after a broadcast."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def test_every_way_to_name_parameters(hvd, way):
 
 
 @SIZES
-def test_a_mapping_goes_by_names_and_any_layout_and_dtype(hvd):
+def test_mapping_is_broadcast_by_name_in_any_layout_and_dtype(hvd):
     rank, root = hvd.rank(), hvd.size() - 1
     dtypes = (torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64)
     tensors = {str(dtype): torch.full((2, 3), rank, dtype=dtype).t() for dtype in dtypes}
@@ -53,7 +53,7 @@ def test_a_mapping_goes_by_names_and_any_layout_and_dtype(hvd):
 
 
 @SIZES
-def test_what_is_no_dense_tensor_is_refused(hvd):
+def test_values_other_than_dense_tensors_are_rejected(hvd):
     with pytest.raises(ConfigError, match="epoch is a int; use broadcast_object"):
         hvd.broadcast_parameters({"epoch": 3})
     with pytest.raises(ConfigError, match="got a int"):
@@ -63,7 +63,7 @@ def test_what_is_no_dense_tensor_is_refused(hvd):
 
 
 @pytest.mark.ranks(2, 3)
-def test_what_one_rank_cannot_replace_is_an_error_on_all_and_the_world_goes_on(hvd):
+def test_parameter_that_one_rank_cannot_replace_raises_on_all_ranks(hvd):
     expanded = torch.zeros(()).expand(4)
     for odd in (expanded, torch.eye(4)[0].to_sparse(), "text"):
         with pytest.raises(MismatchError, match="q is"):

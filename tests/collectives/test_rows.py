@@ -1,4 +1,4 @@
-"""Operations that move rows: ``allgather``, ``alltoall``, ``reducescatter``, ``broadcast``."""
+"""Check operations on rows: ``allgather``, ``alltoall``, ``reducescatter``, ``broadcast``."""
 
 import pytest
 import torch
@@ -26,12 +26,12 @@ def test_allgather_puts_the_rows_of_all_ranks_one_after_the_other(hvd):
 
 
 @SIZES
-def test_alltoall_sends_rows_to_everybody(hvd):
+def test_alltoall_sends_rows_to_every_rank(hvd):
     size, rank = hvd.size(), hvd.rank()
     even = hvd.alltoall(torch.arange(2 * size).view(2 * size, 1) + 100 * rank)
     expected = [[100 * other + 2 * rank + n] for other in range(size) for n in (0, 1)]
     assert even.tolist() == expected
-    splits = torch.arange(size)  # as many rows as the receiver's number, and one stays here
+    splits = torch.arange(size)  # as many rows as the receiver's rank, and one row stays local
     rows = torch.cat([torch.full((to,), to) for to in range(size)] + [torch.tensor([99])])
     for given in (splits, splits.int(), splits.tolist()):
         received, counts = hvd.alltoall(rows, given)
@@ -43,7 +43,7 @@ def test_alltoall_sends_rows_to_everybody(hvd):
 
 
 @SIZES
-def test_alltoall_refuses_splits_that_do_not_fit(hvd):
+def test_alltoall_rejects_invalid_splits(hvd):
     size = hvd.size()
     rows = torch.zeros(2 * size + 1)
     refused = [

@@ -1,4 +1,4 @@
-"""The state of every optimizer of torch, from the root, bit for bit and without a step."""
+"""Check the state of every optimizer of torch, received bitwise from the root, without a step."""
 
 import inspect
 
@@ -20,20 +20,20 @@ OPTIONS = {
     "RMSprop": {"momentum": 0.9, "centered": True},
     "Adam": {"amsgrad": True},
 }
-# Of different kinds of state; all would be converted alike.
+# Optimizers with different kinds of state; without a check, all would be converted equally.
 HALF = ("Adafactor", "Adagrad", "Adam", *({"Muon"} & KINDS.keys()), "RMSprop")
 CASES = [(kind, torch.float32) for kind in KINDS] + [(kind, torch.bfloat16) for kind in HALF]
 
 
 class Model(nn.Module):
-    """Has parameters of any kind that the optimizer takes."""
+    """Define parameters of every shape that the optimizer supports."""
 
     def __init__(self, kind, dtype):
         super().__init__()
         self.sparse = kind == "SparseAdam"
         self.layer = nn.Embedding(4, 2, sparse=True) if self.sparse else nn.Linear(3, 2)
         self.to(dtype)
-        # Muon takes matrices alone.
+        # Muon accepts only matrices.
         self.trained = [p for p in self.parameters() if kind != "Muon" or p.dim() == 2]
 
     def loss(self):
@@ -53,7 +53,7 @@ def step(model, optimizer):
 
 
 def flat(value, path=""):
-    """Name everything in nested containers."""
+    """Return all values of nested containers by path."""
     if isinstance(value, dict):
         return {k: v for key in value for k, v in flat(value[key], f"{path}.{key}").items()}
     if isinstance(value, list | tuple):
@@ -62,7 +62,7 @@ def flat(value, path=""):
     return {path: value}
 
 
-def test_there_are_the_optimizers_that_we_mean():
+def test_list_contains_the_optimizers_of_torch():
     assert {"Adafactor", "LBFGS", "NAdam", "SparseAdam"} < KINDS.keys()
     assert len(KINDS) >= 15
 
@@ -95,7 +95,7 @@ def test_state_and_options_are_those_of_the_root(hvd, kind, dtype):
         else:
             assert mine[name] == value, name
     assert any(isinstance(value, torch.Tensor) for value in mine.values()) or kind == "SGD"
-    step(model, optimizer)  # it is of use
+    step(model, optimizer)  # the received state is usable
 
 
 @SIZES
@@ -112,7 +112,7 @@ def test_a_new_optimizer_gets_zero_gradients_as_horovods(hvd):
 
 
 @SIZES
-def test_state_that_is_there_is_replaced_as_a_whole(hvd):
+def test_existing_state_is_replaced_completely(hvd):
     p = nn.Parameter(torch.ones(2))
     optimizer = optim.Adam([p], lr=0.1)
     if hvd.rank():
@@ -123,7 +123,7 @@ def test_state_that_is_there_is_replaced_as_a_whole(hvd):
 
 
 @SIZES
-def test_a_distributed_optimizer_is_one_too(hvd):
+def test_distributed_optimizer_is_broadcast_too(hvd):
     model = nn.Linear(2, 2)
     inner = optim.SGD(model.parameters(), lr=0.1 + hvd.rank(), momentum=0.9)
     optimizer = hvd.DistributedOptimizer(inner, named_parameters=model.named_parameters())
@@ -143,6 +143,6 @@ def test_only_the_ranks_of_the_set_change(hvd):
 
 
 @SIZES
-def test_anything_else_is_refused(hvd):
+def test_other_objects_are_rejected(hvd):
     with pytest.raises(ConfigError, match="got a Linear"):
         hvd.broadcast_optimizer_state(nn.Linear(1, 1))

@@ -1,4 +1,4 @@
-"""Communicators of every kind, over all ranks of the session."""
+"""Provide communicators of every kind, over all ranks of the session."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -16,20 +16,21 @@ PATHS = {
     "flat MPI": Settings(probe="off", shared_memory="off"),
     "one node": Settings(probe="off"),
     "nodes of one": Settings(probe="off", ranks_per_node=1),
-    "nodes of two": Settings(probe="off", ranks_per_node=2),  # unequal at 3 ranks
+    "nodes of two": Settings(probe="off", ranks_per_node=2),  # unequal nodes at 3 ranks
 }
 
 if not FEATURES["horovod"]():
-    # Two levels at 4 ranks; flat on one node and on unequal ones.
+    # Two levels at 4 ranks; flat on one node and on nodes of unequal size.
     PATHS["Horovod"] = Settings(probe="off", engine="horovod", ranks_per_node=2)
 
 
 SAME = {1: {*PATHS} - {"one node"}, 2: {"nodes of two"}}.get(MPI.COMM_WORLD.size, set())
-"""Paths that are another one on so many ranks: a rank by itself has one, two are one node."""
+"""Paths equal to another path on this number of ranks: one rank has one path, two ranks have
+one node."""
 
 
 def close(connection: Connection) -> None:
-    """Take leave, as ``hpctrain.shutdown`` does."""
+    """Close a connection as ``hpctrain.shutdown`` does."""
     if connection.presence is not None:
         connection.presence.farewell()
     connection.comm.close()
@@ -37,7 +38,7 @@ def close(connection: Connection) -> None:
 
 @contextmanager
 def connected(settings: Settings) -> Generator[Connection]:
-    """Be connected to all ranks of the session."""
+    """Connect to all ranks of the session."""
     made = connect(find_world(), settings)
     yield made
     close(made)
@@ -45,12 +46,12 @@ def connected(settings: Settings) -> Generator[Connection]:
 
 @pytest.fixture(params=[name for name in PATHS if name not in SAME])
 def connection(request: pytest.FixtureRequest) -> Generator[Connection]:
-    """Connect by each path in turn."""
+    """Parametrize over the paths of a connection."""
     with connected(PATHS[request.param]) as made:
         yield made
 
 
 @pytest.fixture
 def comm(connection: Connection) -> Communicator:
-    """Give the communicator of each path in turn."""
+    """Parametrize over the communicators of all paths."""
     return connection.comm

@@ -1,10 +1,10 @@
-"""Random programs in which a call fails on one rank, which catches the error and continues.
+"""Run random programs in which a call fails on one rank, which catches the error and continues.
 
-Each rank calls a few collectives. The law: what a call returns is what its arguments have, by the
-calls of the same number on the other ranks, or the call raises; and each rank comes to the end.
+Each rank calls a few collectives. A call either returns the result of the calls of the same number
+on all ranks, or raises; and each rank completes the program.
 
-In the tests, and as a program of all ranks: ``hpctrain launch -n 3 -- python -m tests.comm.failing
--n 300 --seed 1``.
+The tests use this module, and all ranks can run it: ``hpctrain launch -n 3 -- python -m
+tests.comm.failing -n 300 --seed 1``.
 """
 
 import argparse
@@ -32,23 +32,23 @@ from hpctrain.negotiation.request import Kind, Request, Sum
 from tests.negotiation.controlling import controller_of
 
 TIMEOUT_S = 0.3
-LATE_S = 0.8  # by which a rank comes so late that the others have given up
+LATE_S = 0.8  # delay of a late rank, after which the others have timed out
 SIZES = (1, 7, 1000, 20_000, 150_000, 300_000)
 WAYS_TO_FAIL = ("late", "raise in a wait", "interrupt in a wait", "interrupt", "raise")
 CALLERS = ("communicator", "torch", "named", "steps")
 
 
 class AlarmError(Exception):
-    """What a handler of a signal raises."""
+    """Signal handlers raise this error."""
 
 
 class Interrupt(BaseException):
-    """What a handler raises for Ctrl-C."""
+    """Signal handlers raise this for Ctrl-C."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """What all ranks have drawn alike."""
+    """Hold a random program, identical on all ranks."""
 
     seed: int
     size: int
@@ -57,15 +57,15 @@ class Program:
     shared_memory: str
     calls: tuple[tuple[str, int, int], ...]
     """Kind, number of elements and root of each call."""
-    failing: int  # call that fails
-    culprit: int  # rank that is late, or is interrupted
+    failing: int  # number of the call that fails
+    culprit: int  # rank that is late or interrupted
     way: str
-    alarm_s: float  # after the beginning of the call
-    changes_memory: bool  # whether ranks overwrite the arguments of calls that have failed
+    alarm_s: float  # seconds after the beginning of the call
+    changes_memory: bool  # whether ranks overwrite the arguments of failed calls
 
     @staticmethod
     def draw(seed: int, size: int) -> "Program":
-        """Draw one; in half of them all calls are alike, so that they could be mixed up."""
+        """Draw a program; in half of them all calls are equal, so that they could be confused."""
         luck = random.Random(f"{seed} {size}")
         caller, way = luck.choice(CALLERS), luck.choice(WAYS_TO_FAIL)
         kinds = [*_KINDS[caller]]
@@ -78,7 +78,7 @@ class Program:
         memory = "off" if luck.random() < 0.2 and caller != "steps" else "auto"
         if per_node and memory == "auto" and not way.endswith("wait") and way != "late":
             way += (
-                " in a wait"  # before it the call may not have begun, which nodes do not compare
+                " in a wait"  # earlier, the call may not have begun, and nodes do not compare that
             )
         is_in_wait = way.endswith("wait")
         return Program(
@@ -94,7 +94,7 @@ class Program:
 
 
 def given(number: int, rank: int, numel: int) -> torch.Tensor:
-    """Return what a rank gives to a call: whole numbers that tell all pairs of the two apart."""
+    """Return the argument of a rank: integers that differ for each call and rank."""
     return torch.arange(numel, dtype=torch.float64) % 13 + (number + 1) * 1000.0 + 17.0 * rank
 
 
@@ -104,19 +104,18 @@ def total(number: int, size: int, numel: int) -> torch.Tensor:
 
 
 def share_of(whole: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-    """Return the part of a rank; all are equal."""
+    """Return the part of a rank; all parts have equal size."""
     part = whole.numel() // size
     return whole[rank * part : (rank + 1) * part]
 
 
 class Calls:
-    """The collectives of one communicator; each returns what it got and what it should."""
+    """Call the collectives of one communicator; methods return result and expected value."""
 
     def __init__(self, program: Program, rank: int, comm: object) -> None:
-        """Take the ranks; nothing is called yet."""
         self.program, self.rank, self.size, self.comm = program, rank, program.size, comm
         self.kept: list[torch.Tensor] = []
-        self.own: list[torch.Tensor] = []  # of kept, those that no later call uses
+        self.own: list[torch.Tensor] = []  # tensors of kept that no later call uses
 
     def mine(self, number: int, numel: int) -> torch.Tensor:
         """Return this rank's argument, to be overwritten once the call has failed."""
@@ -125,7 +124,7 @@ class Calls:
         self.own.append(made)
         return made
 
-    # -- a communicator ---------------------------------------------------------------------
+    # Communicator
 
     def allreduce(self, number, numel, _root):
         x = self.mine(number, numel)
@@ -167,7 +166,7 @@ class Calls:
     def of_all(self, number, numel):
         return torch.stack([given(number, rank, numel) for rank in range(self.size)])
 
-    # -- buckets, whole and in steps --------------------------------------------------------
+    # Buckets, whole and in steps
 
     def bucket(self, number, numel, _root):
         bucket = self.buckets[numel]
@@ -186,7 +185,7 @@ class Calls:
         comm.publish(bucket, scale=2.0)
         return bucket.flat.clone(), 2 * total(number, self.size, numel)
 
-    # -- torch.distributed ------------------------------------------------------------------
+    # torch.distributed
 
     def dist_allreduce(self, number, numel, _root):
         x = self.mine(number, numel)
@@ -194,7 +193,10 @@ class Calls:
         return x, total(number, self.size, numel)
 
     def dist_allreduce_async(self, number, numel, _root):
-        x, y = given(number, self.rank, numel), given(number, self.rank, numel)  # until it is over
+        x, y = (
+            given(number, self.rank, numel),
+            given(number, self.rank, numel),
+        )  # until both are complete
         works = [dist.all_reduce(one, async_op=True) for one in (x, y)]
         for work in works:
             work.wait()
@@ -253,7 +255,7 @@ class Calls:
         sent.wait()
         return out, given(number, source, numel)
 
-    # -- named operations -------------------------------------------------------------------
+    # Named operations
 
     def named(self, number, numel, _root):
         x = self.mine(number, numel)
@@ -291,7 +293,7 @@ _KINDS = {
 
 @contextmanager
 def calls_of(program: Program, world: MPI.Intracomm) -> Generator[Calls]:
-    """Give the collectives of a program, and leave the ranks free of each other afterwards."""
+    """Yield the collectives of a program, and make sure that ranks are independent afterwards."""
     if program.caller == "torch":
         hpctrain.init(ranks_per_node=program.per_node)
         dist.init_process_group("hpctrain", timeout=datetime.timedelta(seconds=30))
@@ -328,10 +330,9 @@ def calls_of(program: Program, world: MPI.Intracomm) -> Generator[Calls]:
 
 
 class Signal:
-    """An exception out of a handler, while a call is in progress and not afterwards."""
+    """Raise an exception from a signal handler, only while a call is in progress."""
 
     def __init__(self, kind: type[BaseException]) -> None:
-        """Take what is raised."""
         self._kind, self._is_armed = kind, False
 
     def __enter__(self) -> "Signal":
@@ -343,7 +344,7 @@ class Signal:
         signal.signal(signal.SIGALRM, self._before)
 
     def during(self, seconds: float, function: Callable[[], object]) -> object:
-        """Call a function, and let the exception come so many seconds after its beginning."""
+        """Call a function, and raise the exception ``seconds`` after its beginning."""
         self._is_armed = True
         signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-6))
         try:
@@ -358,7 +359,7 @@ class Signal:
 
 
 def run(program: Program, world: MPI.Intracomm) -> tuple[int, int, str]:
-    """Run it. Returns how many calls have succeeded and failed, and what was wrong, if anything.
+    """Run a program; return the numbers of successful and failed calls, and a failure or ''.
 
     Collective.
     """
@@ -399,19 +400,19 @@ def run(program: Program, world: MPI.Intracomm) -> tuple[int, int, str]:
 
 
 def check(seed: int, world: MPI.Intracomm) -> tuple[str, Program]:
-    """Run the program of a seed; return what was wrong on all ranks. Collective."""
+    """Run the program of a seed; return the failures of all ranks. Collective."""
     program = Program.draw(seed, world.size)
     found = world.allgather(run(program, world))
     return "".join(text for _, _, text in found), program
 
 
 def main() -> int:
-    """Run programs from all ranks; the exit code says whether all held."""
+    """Run programs on all ranks; return 0 if all were correct."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("-n", type=int, default=100, help="programs")
     parser.add_argument("--seed", type=int, default=0, help="of the first one")
     options = parser.parse_args()
-    for name in ("MASTER_ADDR", "MASTER_PORT"):  # ranks meet over MPI
+    for name in ("MASTER_ADDR", "MASTER_PORT"):  # ranks connect over MPI
         os.environ.pop(name, None)
     os.environ["HPCTRAIN_PROBE"] = "off"
     hpctrain.init()

@@ -1,6 +1,7 @@
-"""Collectives drawn at random, compared with numpy; the ranks draw the same ones.
+"""Compare random collectives, the same on all ranks, with numpy.
 
-In the tests, and as a program of all ranks: ``mpirun -n 4 python -m tests.comm.fuzz -n 5000``.
+The tests use this module, and all ranks can run it: ``mpirun -n 4 python -m tests.comm.fuzz -n
+5000``.
 """
 
 import argparse
@@ -31,13 +32,13 @@ KINDS = {
     "ring": 4,
 }
 """How often each kind of operation is drawn, in percent."""
-BATCH = 100  # so many operations between two comparisons of checksums, each with a new group
+BATCH = 100  # operations between two comparisons of checksums, each with a new group
 BUCKETS = (0, 1, 1000, 70_001)
 
 
 @dataclass(frozen=True)
 class Case:
-    """One operation, as all ranks have drawn it."""
+    """Hold one operation, as all ranks have drawn it."""
 
     number: int
     kind: str
@@ -46,19 +47,19 @@ class Case:
     scale: float | None
     shape: tuple[int, ...]
     layout: str
-    luck: float = field(repr=False)  # from 0 to 1, for what only some kinds need
+    luck: float = field(repr=False)  # from 0 to 1, for choices of some kinds
 
     @property
     def numel(self):
         return torch.Size(self.shape).numel()
 
     def shape_of(self, *ranks):
-        """Return a shape that differs from rank to rank."""
+        """Return a shape that differs between ranks."""
         source = random.Random(repr((self.draw.seed, ranks)))
         return tuple(source.randrange(5) for _ in range(source.randrange(4)))
 
     def numels(self, size):
-        """Return parts of all elements, or None for even ones."""
+        """Return the sizes of the parts, or None for equal parts."""
         if self.luck < 0.5:
             return None
         cuts = sorted(int(self.numel * self.luck * k) % (self.numel + 1) for k in range(1, size))
@@ -86,7 +87,7 @@ def draw_case(source, seed, number):
 
 def draw_shape(source, dtype):
     luck = source.random()
-    if luck < 0.004:  # larger than what passes through node memory at once
+    if luck < 0.004:  # larger than one pass through node memory
         return (source.randrange(1 << 20, 10 << 20) // dtype.itemsize,)
     if luck < 0.06:
         return (source.randrange(3), source.randrange(300), source.randrange(100))
@@ -95,7 +96,7 @@ def draw_shape(source, dtype):
 
 
 class Checker:
-    """Carries out cases on one communicator and checks each against numpy."""
+    """Run cases on one communicator and compare each with numpy."""
 
     def __init__(self, comm):
         self.comm = comm
@@ -103,7 +104,7 @@ class Checker:
         self._buckets = {}
 
     def carry_out(self, case):
-        """Return the checksum of what must have the same bits on all ranks, else None."""
+        """Run a case; return the checksum if all ranks must have equal bits, else None."""
         return getattr(self, f"_{case.kind.rstrip('_')}" + "_" * case.kind.endswith("_"))(case)
 
     def _mine(self, case):
@@ -205,7 +206,7 @@ class Checker:
         outgoing = self._mine(case)
         zeros = torch.zeros(case.numel, dtype=case.draw.dtype)
         incoming = fv.laid_out(zeros, case.shape, case.layout)
-        if self.rank == 0:  # the first one begins, so nobody waits in a circle
+        if self.rank == 0:  # the first rank begins, so that ranks do not wait in a circle
             self.comm.send(outgoing, right, tag)
         self.comm.recv_(incoming, left, tag)
         if self.rank > 0:
@@ -214,10 +215,10 @@ class Checker:
 
 
 def fuzz(comm, num_cases, seed):
-    """Carry out ``num_cases`` operations. Collective.
+    """Run ``num_cases`` operations. Collective.
 
     Raises:
-        AssertionError: a result is not that of numpy, or differs between ranks; says the case.
+        AssertionError: a result differs from numpy, or between ranks; the message names the case.
     """
     warnings.filterwarnings("ignore", message="ComplexHalf support is experimental")
     source = random.Random(seed)

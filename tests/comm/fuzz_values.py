@@ -1,4 +1,4 @@
-"""What the fuzz test gives to the ranks, and what numpy makes of it."""
+"""Draw the tensors of all ranks for the fuzz test, and compute the expected results with numpy."""
 
 import functools
 import zlib
@@ -43,7 +43,7 @@ FUNCTIONS = {
     Op.BXOR: np.bitwise_xor,
 }
 ARITHMETIC, ORDER = (Op.SUM, Op.PRODUCT), (Op.MIN, Op.MAX)
-TILE = 4093  # large tensors repeat so many values: cheap to make and to check, and no round number
+TILE = 4093  # period of large tensors: cheap to make and to check, and not a round number
 
 
 def ops_of(dtype):
@@ -56,11 +56,11 @@ def ops_of(dtype):
 
 @dataclass(frozen=True)
 class Draw:
-    """A tensor of every rank: the same dtype, other values."""
+    """Draw a tensor of every rank: the same dtype, other values."""
 
     seed: tuple[int, ...]
     dtype: torch.dtype
-    specials: bool  # whether NaN, infinity and zeros of both signs are among them
+    specials: bool  # whether NaN, infinity and zeros of both signs occur
 
     def values(self, rank, numel):
         """Return the ``numel`` elements of a rank, flat and contiguous."""
@@ -85,7 +85,7 @@ class Draw:
         floats = source.normal(size=numel)
         if self.specials:
             where = source.integers(0, numel, 1 + numel // 8)
-            # Not all 8-bit floats have an infinity: it may become NaN, or the largest number.
+            # Not all 8-bit floats have an infinity; it may become NaN or the largest number.
             ends = [] if self.dtype in EIGHTHS else [np.inf, -np.inf]
             floats[where] = source.choice([0.0, -0.0, np.nan, *ends], where.size)
         return floats
@@ -97,7 +97,7 @@ def as_bytes(tensor):
 
 
 def as_numpy(tensor):
-    """Return the same values in a type that numpy calculates with."""
+    """Return the same values in a dtype that numpy can compute with."""
     tensor = tensor.detach().resolve_conj()
     if tensor.dtype in COMPLEX:
         return tensor.to(torch.complex128).numpy()
@@ -107,7 +107,7 @@ def as_numpy(tensor):
 
 
 def crc(tensor):
-    """Return a checksum of the bits; all NaN count as one."""
+    """Return a checksum of the bits; all NaN count as equal."""
     values = as_numpy(tensor)
     if tensor.is_floating_point() or tensor.is_complex():
         values = np.where(np.isnan(values), np.nan, values)
@@ -115,7 +115,7 @@ def crc(tensor):
 
 
 def reduced(draw, op, scale, size, numel):
-    """Return what numpy makes of all ranks' tensors, and how far a result may be from it.
+    """Return the expected result of all ranks' tensors, and the tolerance.
 
     Returns:
         Two flat arrays of ``numel``; the second is None where the result must be exact.
@@ -136,7 +136,7 @@ def reduced(draw, op, scale, size, numel):
 
 
 def _bound(dtype, magnitude, size):
-    """Allow a rounding for each rank, and as many for the scale; anything after an overflow."""
+    """Allow one rounding per rank and for the scale each; any difference after an overflow."""
     kind = torch.finfo(COMPLEX.get(dtype, dtype))
     smallest = 10 * kind.smallest_normal * kind.eps
     bound = 2 * (size + 1) * (kind.eps * magnitude + smallest)
@@ -160,11 +160,11 @@ def assert_close(result, expected, bound):
         )
 
 
-# -- layouts -------------------------------------------------------------------------------------
+# Layouts
 
 
 def laid_out(values, shape, layout):
-    """Return ``values`` in this shape, lying in memory as ``layout`` says."""
+    """Return ``values`` in this shape, with the memory layout ``layout``."""
     values = values.view(shape)
     if layout == "expanded":
         copy = values.unsqueeze(0).expand(2, *shape).clone()

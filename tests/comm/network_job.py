@@ -1,7 +1,7 @@
-"""A program for virtual nodes: sums whose results are known, and what they cost.
+"""Sum buckets with known results on virtual nodes, and measure the cost.
 
-Started by ``test_network.py`` on ranks; prints ``summing`` when the loop begins and one line of
-JSON at its end, both on rank 0.
+``test_network.py`` starts this program on ranks. Rank 0 prints ``summing`` when the loop begins
+and one line of JSON at its end.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from hpctrain.runtime.world import current
 
 
 def values(numel: int, rank: int) -> Tensor:
-    """Give numbers of one rank whose sums are exact."""
+    """Return the values of one rank; their sums are exact."""
     return (torch.arange(numel) % 5 + rank).float()
 
 
@@ -30,13 +30,13 @@ def total(numel: int, size: int) -> Tensor:
 
 
 def sent_bytes() -> int:
-    """Return how many bytes have left this node by its network card."""
+    """Return the number of bytes that this node has sent by its network adapter."""
     lines = Path("/proc/net/dev").read_text().splitlines()
     return next(int(line.split()[9]) for line in lines if line.strip().startswith("eth0:"))
 
 
 def run_loop(options: argparse.Namespace, comm: Communicator) -> dict[str, object]:
-    """Sum one bucket many times; return what each rank saw of it."""
+    """Sum one bucket many times; return the measurements of each rank."""
     numel = options.kib * 1024 // 4
     bucket = comm.new_bucket(numel, torch.float32)
     expected = total(numel, comm.size)

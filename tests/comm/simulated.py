@@ -1,4 +1,4 @@
-"""Many ranks in one process: threads, and wires that are queues, to run algorithms on."""
+"""Simulate many ranks in one process, with threads and with queues as wires, to run algorithms."""
 
 import queue
 import threading
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hpctrain.comm.rail.wire import Wire
 
-PATIENCE_S = 10.0  # a wait that lasts so long is a deadlock
+PATIENCE_S = 10.0  # a longer wait is a deadlock
 
 
 @dataclass(eq=False)
@@ -27,11 +27,11 @@ class Receive:
 
 
 class Network:
-    """The queues of all ways: sender, receiver, tag.
+    """Hold the queues of all connections: sender, receiver, tag.
 
-    Eager: a message leaves its tensor at once, and lands as soon as a receive for it is posted.
-    Not eager: it leaves when its receive is finished and no sooner, so each wait depends on the
-    other side. What is wrong about the order of waits or the use of buffers shows in one of them.
+    Eager: a message is copied out of its tensor at once, and delivered as soon as a receive for it
+    is posted. Not eager: it is copied when its receive completes, so each wait depends on the
+    other side. Errors in the order of waits or the use of buffers occur in one of the two modes.
     """
 
     def __init__(self, *, eager: bool):
@@ -48,7 +48,7 @@ class Network:
 
 
 class SimulatedWire(Wire):
-    """A wire over a ``Network``."""
+    """Send over a ``Network``."""
 
     def __init__(self, network, rank, size):
         self.network, self.rank, self.size = network, rank, size
@@ -78,7 +78,7 @@ class SimulatedWire(Wire):
 
     def finish(self, transfer):
         if isinstance(transfer, Message):
-            assert transfer.taken.wait(PATIENCE_S), f"rank {self.rank}: nobody takes a message"
+            assert transfer.taken.wait(PATIENCE_S), f"rank {self.rank}: no rank receives a message"
         elif not transfer.arrived:
             self._take(transfer, wait=True)
             assert transfer.arrived, f"rank {self.rank}: no message on {transfer.way}"
@@ -86,7 +86,7 @@ class SimulatedWire(Wire):
         del self.under_way[transfer]
 
     def _claim(self, transfer, tensor):
-        """Memory of unfinished transfers may be shared by those alone that only read it."""
+        """Check that unfinished transfers share memory only if all of them read it."""
         first = tensor.data_ptr()
         mine = first, first + tensor.numel() * tensor.itemsize
         for other, theirs in self.under_way.items():
@@ -107,10 +107,10 @@ class SimulatedWire(Wire):
 
 
 def run_ranks(size, work, *, eager):
-    """Run ``work(wire)`` on ``size`` ranks; nothing may be left on any way.
+    """Run ``work(wire)`` on ``size`` ranks; no message may be left in any queue.
 
     Returns:
-        What each rank returned, and its wire.
+        The result of each rank, and its wire.
     """
     network = Network(eager=eager)
     wires = [SimulatedWire(network, rank, size) for rank in range(size)]

@@ -1,4 +1,4 @@
-"""Adasum against a tree of pairs in one process."""
+"""Compare Adasum with a tree of pairs in one process."""
 
 from collections.abc import Generator
 
@@ -19,14 +19,14 @@ SHAPES = [(7,), (), (3, 5), (0,), (1,), (130,)]
 
 @pytest.fixture
 def comm(world: MPI.Intracomm) -> Generator[Communicator]:
-    """One kind is enough: all of them send alike."""
+    """Provide one kind of communicator: all kinds send the same messages."""
     made = MpiCommunicator(world.Dup()) if world.size > 1 else SerialCommunicator()
     yield made
     made.close()
 
 
 def reference(vectors: list[Tensor]) -> Tensor:
-    """The odd ranks first, then pairs of pairs; a side weighs as many ranks as it stands for."""
+    """Combine odd ranks first, then pairs of pairs, weighted by their number of ranks."""
     sides = [(vector.double(), 1) for vector in vectors]
     extra = len(sides) - (1 << (len(sides).bit_length() - 1))
     sides = [combined(*sides[2 * i : 2 * i + 2]) for i in range(extra)] + sides[2 * extra :]
@@ -101,7 +101,7 @@ def test_parallel_gradients_are_averaged_and_orthogonal_ones_added(world, comm, 
 
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("factor", [2.0**-100, 2.0**60])
-def test_a_common_factor_is_a_factor_of_the_result(world, comm, factor):
+def test_common_factor_scales_the_result(world, comm, factor):
     [plain], [scaled] = (inputs(world.rank, torch.float32, [(50,)]) for _ in range(2))
     scaled *= factor
     adasum_(comm, [plain])
@@ -131,7 +131,7 @@ def test_zeros_change_nothing_and_tensors_may_have_any_layout(world, comm):
 
 
 @pytest.mark.ranks(1, 2)
-def test_integers_are_refused_and_no_elements_are_no_work(comm):
+def test_integers_are_rejected_and_empty_inputs_are_permitted(comm):
     adasum_(comm, [])
     adasum_(comm, [torch.zeros(0)])
     with pytest.raises(CommError, match="Adasum needs floating point tensors, got int64"):

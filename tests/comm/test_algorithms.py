@@ -1,4 +1,4 @@
-"""The all-reduces between nodes: right, the same bits on all ranks, few bytes."""
+"""Check the all-reduces between nodes: exact, bitwise equal on all ranks, few bytes."""
 
 import hashlib
 import math
@@ -33,7 +33,7 @@ def short_segments(monkeypatch):
 
 
 def whole_numbers(rank, numel, dtype):
-    """Make values whose reductions every dtype holds, or that wrap around."""
+    """Make integers whose reductions fit in every dtype, or wrap around."""
     highest = 4 if dtype.is_floating_point else 127
     return np.random.default_rng((rank, numel)).integers(0, highest, numel)
 
@@ -48,7 +48,7 @@ def raw(tensor):
 
 @pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.usefixtures("short_segments")
-def test_every_reduction_of_every_dtype_and_size_is_numpy_s(world, allreduce_):
+def test_every_reduction_of_every_dtype_and_size_equals_numpy(world, allreduce_):
     wire, seen = MpiWire(world), hashlib.sha256()
     cases = [(dtype, op) for dtype in FLOATS + INTEGERS for op in ops_of(dtype)]
     for dtype, op in cases:
@@ -65,7 +65,7 @@ def test_every_reduction_of_every_dtype_and_size_is_numpy_s(world, allreduce_):
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_same_bits_on_all_ranks_and_again(world, allreduce_, dtype):
+def test_sums_are_bitwise_equal_on_all_ranks_and_in_repetitions(world, allreduce_, dtype):
     results, numel = [], 700_001
     for _ in range(2):
         tensor = random_numbers(world.rank, numel, dtype)
@@ -79,7 +79,7 @@ def test_the_same_bits_on_all_ranks_and_again(world, allreduce_, dtype):
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_nan_of_any_bits_and_zeros_of_either_sign_end_alike_on_all_ranks(world, allreduce_):
+def test_nan_of_any_bits_and_signed_zeros_are_bitwise_equal_on_all_ranks(world, allreduce_):
     patterns = (0x7FC00001, 0x7FC00002 + world.rank, 0xFFC00000 + world.rank, 0x80000000)
     mine = np.array([patterns[(i + world.rank) % 4] for i in range(64)], dtype=np.uint32)
     mine[world.rank :: 5] = 0
@@ -92,7 +92,7 @@ def test_nan_of_any_bits_and_zeros_of_either_sign_end_alike_on_all_ranks(world, 
 @pytest.mark.parametrize("eager", [True, False], ids=("eager", "rendezvous"))
 @pytest.mark.parametrize("size", MANY)
 @pytest.mark.usefixtures("short_segments")
-def test_any_number_of_ranks_gets_the_sum_in_the_same_bits(allreduce_, size, eager):
+def test_sums_of_any_number_of_ranks_are_bitwise_equal(allreduce_, size, eager):
     sizes = (1, size - 1, 2 * size + 1, 3001)
 
     def work(wire):
@@ -140,7 +140,7 @@ def bytes_of_each_rank(allreduce_, size, numel):
 
 
 @pytest.mark.parametrize("size", MANY)
-def test_no_rank_sends_more_bytes_than_its_algorithm_promises(size):
+def test_no_rank_sends_more_bytes_than_the_bound_of_its_algorithm(size):
     numel = 10_007
     message, fewest = 4 * numel, 2 * (size - 1) / size * 4 * numel
     power = 1 << (size.bit_length() - 1)
@@ -157,8 +157,8 @@ def test_no_rank_sends_more_bytes_than_its_algorithm_promises(size):
 
 
 @pytest.mark.parametrize(("numel", "size"), [(1000, 8), (1003, 8), (5, 16)])
-def test_a_ring_sends_two_pieces_less_than_two_messages(numel, size):
-    """Of all alike if they divide the message; else the largest and smallest lie around that."""
+def test_ring_sends_two_messages_minus_two_pieces(numel, size):
+    """All ranks send equally if they divide the message; otherwise the average is exact."""
     sent = bytes_of_each_rank(ALGORITHMS["ring"], size, numel)
     exact = 2 * (size - 1) / size * 4 * numel
     assert min(sent) <= exact <= max(sent)
@@ -167,7 +167,7 @@ def test_a_ring_sends_two_pieces_less_than_two_messages(numel, size):
 
 
 @pytest.mark.parametrize("size", [2, 4, 8, 16])
-def test_doubling_takes_a_message_of_each_rank_for_each_power_of_two(size):
+def test_doubling_sends_one_message_per_rank_and_power_of_two(size):
     def work(wire):
         ALGORITHMS["doubling"](wire, torch.ones(3), combination(torch.float32, Op.SUM))
         return wire.num_messages

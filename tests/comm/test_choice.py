@@ -1,4 +1,4 @@
-"""Measurements change the rule's table only where the gain is clear."""
+"""Check that measurements change the table of the rule only where the gain is clear."""
 
 import math
 
@@ -31,7 +31,7 @@ RAIL_SIZES = SIZES["rail"]
 
 
 def figures(num_bytes, **seconds):
-    """Measurements with equal runs."""
+    """Return measurements with equal runs."""
     return [Measurement("rail", num_bytes, name, (value,) * 3) for name, value in seconds.items()]
 
 
@@ -44,13 +44,13 @@ def figures(num_bytes, **seconds):
         ({"rule": (1.0, 1.0), "b": (1 - GAIN, 1 - GAIN)}, "b"),  # the smallest gain that counts
         ({"rule": (1.0,), "b": (0.5, 0.5), "a": (0.5, 0.5)}, "b"),  # the first of equals
         ({"other": (0.1, 0.1)}, "rule"),  # it was not measured
-        ({"rule": (1.0, 5.0, 6.0), "other": (0.1, 0.1, 1.1)}, "rule"),  # some run says no: noise
+        ({"rule": (1.0, 5.0, 6.0), "other": (0.1, 0.1, 1.1)}, "rule"),  # one run disagrees: noise
         ({"rule": (1.0, 5.0, 6.0), "other": (0.1,)}, "rule"),
-        # What is steady wins where the fastest is not.
+        # A steady algorithm wins over the fastest one.
         ({"rule": (1.0, 1.0), "a": (0.1, 0.1, 2.0), "b": (0.5, 0.6, 0.7)}, "b"),
     ],
 )
-def test_the_rule_stays_unless_another_gains_clearly_and_in_each_run(measured, winner):
+def test_rule_is_kept_unless_another_algorithm_is_faster_in_each_run(measured, winner):
     runs = {name: Measurement("rail", 1, name, values) for name, values in measured.items()}
     assert faster(runs, "rule") == winner
 
@@ -59,7 +59,7 @@ def test_the_rule_stays_unless_another_gains_clearly_and_in_each_run(measured, w
     ("measured", "steps"),
     [
         ([], RULE.steps),
-        (  # what confirms the rule changes nothing
+        (  # measurements that confirm the rule change nothing
             [*figures(4 * KIB, doubling=1.0, ring=2.0), *figures(MIB, ring=1.0, halving=2.0)],
             RULE.steps,
         ),
@@ -67,7 +67,7 @@ def test_the_rule_stays_unless_another_gains_clearly_and_in_each_run(measured, w
             figures(64 * KIB, halving=1.0, library=0.5),
             ((0, "doubling"), (32 * KIB, "library"), (256 * KIB, "ring")),
         ),
-        (  # the largest size speaks for all above
+        (  # the largest size decides for all above
             figures(MIB, ring=1.0, library=0.5),
             (*RULE.steps[:2], (256 * KIB, "library")),
         ),
@@ -77,7 +77,7 @@ def test_the_rule_stays_unless_another_gains_clearly_and_in_each_run(measured, w
         ),
     ],
 )
-def test_a_size_speaks_for_its_neighbourhood(measured, steps):
+def test_measured_size_decides_for_neighbouring_sizes(measured, steps):
     assert refine(RULE, measured, RAIL_SIZES).steps == steps
 
 
@@ -89,10 +89,10 @@ def test_the_plans_own_algorithm_is_measured_first(what, plan):
         assert names[0] == plan.table(what).at(size)
         is_small = (what == "rail" or plan.num_rails) and size < SMALL_BYTES
         assert len(set(names)) == len(names)
-        assert (len(names) == 1) == is_small  # what travels with a vote has one order of sums
+        assert (len(names) == 1) == is_small  # tensors sent with a vote have one order of sums
 
 
-def test_what_a_size_will_take_is_estimated_along_a_line():
+def test_duration_of_a_size_is_estimated_linearly():
     assert expected_s({}, 100) == 0
     assert expected_s({10: 2.0}, 100) == 2
     assert expected_s({10: 2.0, 20: 3.0}, 100) == pytest.approx(11)
@@ -107,9 +107,7 @@ def times(latency_s, bytes_per_s, sizes=BATCHING_SIZES):
 
 
 @given(st.floats(2e-6, 8e-3), st.floats(1e6, 1e11))
-def test_latency_is_a_small_share_of_a_full_message_and_no_shorter_than_a_cycle(
-    latency_s, bytes_per_s
-):
+def test_latency_is_a_small_share_of_a_full_message_and_at_least_a_cycle(latency_s, bytes_per_s):
     chosen = batching(times(latency_s, bytes_per_s))
     assert 1 / 4.1 <= chosen.cycle_s / latency_s <= 1.05
     if 64 * KIB < chosen.fusion_bytes < 64 * MIB:
@@ -120,7 +118,7 @@ def test_latency_is_a_small_share_of_a_full_message_and_no_shorter_than_a_cycle(
 
 
 @given(st.floats(0.1e-3, 1e-3))
-def test_a_link_of_200_mbit_and_one_of_a_gbit_are_served_differently(latency_s):
+def test_links_of_200_mbit_and_1_gbit_have_different_fusion_sizes(latency_s):
     slow, fast = batching(times(latency_s, A_GBIT / 5)), batching(times(latency_s, A_GBIT))
     assert slow.fusion_bytes < fast.fusion_bytes
 
@@ -128,7 +126,7 @@ def test_a_link_of_200_mbit_and_one_of_a_gbit_are_served_differently(latency_s):
 @pytest.mark.parametrize(
     ("bytes_per_s", "is_cut"), [(A_GBIT / 5, True), (A_GBIT, True), (10 * A_GBIT, False)]
 )
-def test_parts_are_cut_into_chunks_where_the_link_is_the_limit(bytes_per_s, is_cut):
+def test_parts_are_split_into_chunks_where_the_link_is_the_limit(bytes_per_s, is_cut):
     assert bool(chunk_sizes(times(1e-3, bytes_per_s))) == is_cut
     assert chunk_sizes(times(1e-3, A_GBIT / 100)) == CHUNKS[-1:]  # it takes too long to measure
 
@@ -149,6 +147,6 @@ def test_chunks_are_small_where_that_is_faster_in_each_run():
         dict.fromkeys(BATCHING_SIZES, 1e-3),
     ],
 )
-def test_what_says_nothing_about_the_link_changes_nothing(seconds):
+def test_uninformative_measurements_change_nothing(seconds):
     assert batching(seconds) == DEFAULT
     assert chunk_sizes(seconds) == ()

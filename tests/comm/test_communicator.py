@@ -1,4 +1,4 @@
-"""Laws of all communicators, by every path; ``test_fuzz`` has what numpy can tell of results."""
+"""Check laws of all communicators, on every path; ``test_fuzz`` compares results with numpy."""
 
 import hashlib
 
@@ -23,12 +23,12 @@ def bits_of(tensor):
     return hashlib.sha256(tensor.view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-# -- results -------------------------------------------------------------------------------------
+# Results
 
 
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.sweep
-@pytest.mark.parametrize("numel", [100_003, 1_500_003])  # the latter in several slots
+@pytest.mark.parametrize("numel", [100_003, 1_500_003])  # the second one uses several slots
 def test_the_same_plan_gives_the_same_bits_again_on_all_ranks(world, comm, numel):
     given = values_of(world.rank, numel)
     seen = set()
@@ -45,7 +45,7 @@ def test_the_same_plan_gives_the_same_bits_again_on_all_ranks(world, comm, numel
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_what_lies_between_the_elements_of_a_tensor_stays(world, comm):
+def test_memory_between_the_elements_of_a_tensor_is_unchanged(world, comm):
     whole = torch.zeros(6, 8)
     columns = whole[:, ::2]  # neither contiguous nor dense
     columns.copy_(torch.arange(24.0).view(6, 4) * (world.rank + 1))
@@ -60,7 +60,7 @@ def test_what_lies_between_the_elements_of_a_tensor_stays(world, comm):
 @pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int16, torch.bool, torch.complex64])
-def test_a_part_of_a_bucket_is_reduced_as_a_tensor_is_and_the_rest_stays(comm, dtype):
+def test_part_of_a_bucket_is_reduced_and_the_rest_is_unchanged(comm, dtype):
     bucket = comm.new_bucket(1 << 16, torch.uint8)
     bucket.flat.fill_(comm.rank + 1)
     for numel in (1000, 1, 4097, 0):
@@ -74,7 +74,7 @@ def test_a_part_of_a_bucket_is_reduced_as_a_tensor_is_and_the_rest_stays(comm, d
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
-def test_large_tensors_are_gathered_by_messages_into_memory_of_their_own(world, comm):
+def test_large_tensors_are_gathered_by_messages_into_separate_memory(world, comm):
     def of(rank):
         return torch.full((101,) * rank, float(rank), dtype=torch.bfloat16)
 
@@ -112,12 +112,12 @@ def test_sums_through_node_memory_are_right_when_ranks_come_late(world, jitter, 
             assert bool((tensor == number * total).all())
 
 
-# -- messages ------------------------------------------------------------------------------------
+# Messages
 
 
 @pytest.mark.ranks(2, 3, 4)
 def test_a_message_waits_for_its_receiver_while_others_reduce(world, comm):
-    # On the same communicator: the reductions, by messages of tag 0, must not take it.
+    # On the same communicator: the reductions, which use messages of tag 0, must not receive this.
     if world.rank == 0:
         comm.send(torch.tensor([42], dtype=torch.int16), 1)
         comm.send(torch.zeros(100), 1)
@@ -134,7 +134,7 @@ def test_a_message_waits_for_its_receiver_while_others_reduce(world, comm):
 
 
 @pytest.mark.ranks(2, 3)
-def test_traffic_counts_what_was_sent(world):
+def test_traffic_counts_sent_bytes(world):
     comm = MpiCommunicator(world.Dup())
     before = comm.traffic()
     comm.allreduce_(torch.zeros(1000))
@@ -144,7 +144,7 @@ def test_traffic_counts_what_was_sent(world):
     comm.close()
 
 
-# -- groups --------------------------------------------------------------------------------------
+# Groups
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
@@ -160,7 +160,7 @@ def test_groups_number_their_ranks_in_the_given_order_and_overlap(world, comm):
             assert group.allreduce(torch.full((300,), world.rank))[-1] == sum(ranks)
             assert group.allgather_object(world.rank) == ranks
     backwards = groups[1][1]
-    inner = backwards.group(list(range(size))[:2])  # its numbers, not those of the world
+    inner = backwards.group(list(range(size))[:2])  # ranks of the group
     assert (inner is None) == (world.rank < size - 2)
     if inner is not None:
         assert inner.allgather_object(world.rank) == [size - 1, size - 2][: inner.size]
@@ -170,7 +170,7 @@ def test_groups_number_their_ranks_in_the_given_order_and_overlap(world, comm):
     comm.barrier()
 
 
-# -- errors --------------------------------------------------------------------------------------
+# Errors
 
 REFUSED = {
     "floating point": lambda c: c.allreduce_(torch.ones(3, dtype=torch.int32), scale=0.5),
@@ -195,7 +195,7 @@ REFUSED = {
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
-def test_what_has_no_meaning_is_refused_at_once(comm):
+def test_invalid_arguments_are_rejected_before_communication(comm):
     for message, call in REFUSED.items():
         match = message.replace("SIZE", str(comm.size)).replace("LAST", str(comm.size - 1))
         with pytest.raises(CommError, match=match):
@@ -225,7 +225,7 @@ def zeros_of(last):
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_ranks_at_different_calls_all_learn_it(world, comm):
+def test_different_calls_raise_on_all_ranks(world, comm):
     for message, call in DIFFERENT.items():
         with pytest.raises(MismatchError, match=rf"same calls in the same order.*({message})"):
             call(comm, world.rank == world.size - 1)
@@ -249,7 +249,7 @@ def test_all_ranks_raise_or_none_does(world, comm):
 
     with pytest.raises(MismatchError, match=f"{named}the file is missing"):
         check(world.rank == last)
-    with pytest.raises(MismatchError, match=r"^the file is missing$"):  # all ranks met it
+    with pytest.raises(MismatchError, match=r"^the file is missing$"):  # all ranks raised it
         check(fails=True)
     with pytest.raises(ZeroDivisionError), agreed(comm):
         raise ZeroDivisionError
@@ -258,7 +258,7 @@ def test_all_ranks_raise_or_none_does(world, comm):
 
 NUM_CASES = 250
 """By each path of ours; ``python -m tests.comm.fuzz -n N --seed S`` on any ranks for more."""
-NUM_CASES_OF_HOROVOD = 100  # each takes a cycle of Horovod's, a millisecond, or several
+NUM_CASES_OF_HOROVOD = 100  # each case takes one or several cycles of Horovod, of a millisecond
 
 
 @pytest.mark.ranks(2, 3, 4)

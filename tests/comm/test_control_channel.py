@@ -1,4 +1,4 @@
-"""Mailboxes between ranks: through the memory of a node, between nodes, and flat over MPI."""
+"""Check mailboxes between ranks: through node memory, between nodes, and flat over MPI."""
 
 import ctypes
 import random
@@ -29,7 +29,7 @@ def post(comm):
 
 
 def take(post, number):
-    """Return so many messages, by sender."""
+    """Return ``number`` messages, by sender."""
     found = {rank: [] for rank in post.tree.neighbours}
     while sum(map(len, found.values())) < number:
         for source, message in post.receive():
@@ -69,7 +69,7 @@ def test_messages_of_any_size_arrive_once_and_in_order_both_ways_at_once(comm, p
 
 
 @pytest.mark.ranks(2, 4)
-def test_a_flush_returns_when_large_messages_have_left_and_keeps_what_it_reads(comm, post):
+def test_flush_returns_when_large_messages_were_sent_and_keeps_received_ones(comm, post):
     for child in post.tree.children:
         post.send(child, bytes([comm.rank]) * 300_000)
     found = []
@@ -79,14 +79,14 @@ def test_a_flush_returns_when_large_messages_have_left_and_keeps_what_it_reads(c
             post.sleep(LONG_S)
             found += post.receive()
     post.flush(down=True)
-    comm.barrier()  # nobody sends, receives or sleeps meanwhile
+    comm.barrier()  # no rank sends, receives or sleeps at this point
     while len(found) < len(post.tree.neighbours):
         found += post.receive()
     assert {(child, b"up") for child in post.tree.children} <= {*found}
 
 
 @pytest.mark.ranks(1, 2)
-def test_rings_of_any_thread_end_one_sleep_and_a_silent_sleep_lasts_its_time(comm, post):
+def test_ring_of_any_thread_ends_one_sleep_and_other_sleeps_time_out(comm, post):
     comm.barrier()
     timer = threading.Timer(0.05, post.ring)
     timer.start()
@@ -102,7 +102,7 @@ def test_rings_of_any_thread_end_one_sleep_and_a_silent_sleep_lasts_its_time(com
 
 
 @pytest.mark.ranks(1, 3)
-def test_each_call_makes_mailboxes_of_its_own_for_groups_too(comm):
+def test_each_call_makes_separate_mailboxes_for_groups_too(comm):
     posts = [comm.new_mailbox(), comm.new_mailbox()]
     group = comm.group(range(comm.size)[::-1])
     assert group is not None
@@ -122,7 +122,7 @@ def test_each_call_makes_mailboxes_of_its_own_for_groups_too(comm):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("path", ["one node", "nodes of one"])
-def test_who_sleeps_or_flushes_hears_that_a_rank_has_left(path):
+def test_sleep_and_flush_raise_when_a_rank_has_left(path):
     with connected(PATHS[path]) as connection:
         post = connection.comm.new_mailbox()
         if connection.comm.rank == 0:
@@ -135,7 +135,7 @@ def test_who_sleeps_or_flushes_hears_that_a_rank_has_left(path):
 
 @st.composite
 def worlds(draw: st.DrawFn) -> list[list[int]]:
-    """Deal ranks out to nodes, in any order."""
+    """Assign ranks to nodes, in any order."""
     sizes = draw(st.lists(st.integers(1, 9), min_size=1, max_size=40))
     ranks = list(range(sum(sizes)))
     random.Random(draw(st.integers())).shuffle(ranks)
@@ -154,7 +154,7 @@ def path_to_root(trees: list[Tree], rank: int) -> list[int]:
 
 
 @given(worlds())
-def test_every_rank_is_connected_with_rank_0_and_both_ends_know_of_each_edge(nodes):
+def test_tree_connects_every_rank_with_rank_0_by_symmetric_edges(nodes):
     trees = trees_of(nodes)
     for rank, tree in enumerate(trees):
         assert tree.rank == rank
@@ -191,7 +191,7 @@ def semaphore() -> Semaphore:
 
 
 class Pair:
-    """Both ends of a ring in one process."""
+    """Hold both ends of a ring in one process."""
 
     def __init__(self) -> None:
         memory = np.zeros((HEAD_BYTES + RING_BYTES) // 8, np.uint64).view(np.uint8).data
@@ -222,14 +222,14 @@ def test_messages_of_any_size_arrive_in_order(in_order, steps):
     while len(received) < len(sent):
         if pair.outlet.is_stuck and pair.writer_bell.try_wait():
             pair.outlet.push()
-        assert pair.reader_bell.try_wait()  # nothing comes without a ring
+        assert pair.reader_bell.try_wait()  # nothing arrives without a ring of the bell
         received += pair.inlet.receive() or []
     assert received == sent
     assert not pair.outlet.is_stuck
     assert pair.inlet.receive() is None
 
 
-def test_a_writer_that_saw_a_full_ring_is_woken_by_the_next_read():
+def test_read_wakes_a_writer_that_found_the_ring_full():
     pair = Pair()
     pair.outlet.send(bytes(RING_BYTES))
     assert pair.outlet.is_stuck

@@ -1,4 +1,4 @@
-"""A communicator that has failed on one rank fails on all: a right result, or an error."""
+"""Check that a communicator that failed on one rank gives correct results or errors on all."""
 
 import time
 from datetime import timedelta
@@ -20,7 +20,7 @@ NUM_PROGRAMS = 4
 
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("number", range(NUM_PROGRAMS))
-def test_after_a_failure_each_call_gives_its_own_result_or_an_error(world, number):
+def test_calls_after_a_failure_return_their_own_result_or_raise(world, number):
     wrong, program = failing.check(FIRST[world.size] + number, world)
     assert not wrong, program
 
@@ -49,7 +49,7 @@ def test_a_late_rank_does_not_get_data_of_the_next_call(world, per_node, shared_
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("per_node", [None, 1])
-def test_a_late_rank_hears_of_a_failure_at_a_barrier(world, per_node):
+def test_barrier_raises_on_a_late_rank_after_a_failure(world, per_node):
     with connected(Settings(probe="off", timeout=0.4, ranks_per_node=per_node)) as made:
         world.Barrier()
         if world.rank == 0:
@@ -62,12 +62,12 @@ def test_a_late_rank_hears_of_a_failure_at_a_barrier(world, per_node):
 
 
 @pytest.mark.ranks(2, 3)
-def test_a_member_that_has_given_up_does_not_count_as_present(world):
+def test_member_that_timed_out_does_not_count_as_present(world):
     soon = timedelta(seconds=0.6)
     with started():
         size, is_last = dist.get_world_size(), dist.get_rank() == dist.get_world_size() - 1
         start = time.monotonic()
-        if is_last:  # comes alone, then the others come alone
+        if is_last:  # the last rank calls alone, then the others call alone
             with pytest.raises(RankLostError, match="was not made"):
                 dist.new_group(range(size), timeout=soon)
         world.Barrier()
@@ -81,10 +81,10 @@ def test_a_member_that_has_given_up_does_not_count_as_present(world):
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("per_node", [None, 1])
-def test_a_rank_that_makes_a_new_world_does_not_meet_ranks_that_make_a_group(world, per_node):
+def test_new_world_is_not_confused_with_a_new_group(world, per_node):
     with started(per_node), failing.Signal(failing.AlarmError) as alarm:
         size, is_last = dist.get_world_size(), dist.get_rank() == dist.get_world_size() - 1
-        dist.new_group(range(size))  # what torch imports for the first one takes seconds
+        dist.new_group(range(size))  # the imports of torch for the first group take seconds
         world.Barrier()
         if is_last:
             with pytest.raises(failing.AlarmError):
@@ -102,7 +102,7 @@ def test_a_rank_that_makes_a_new_world_does_not_meet_ranks_that_make_a_group(wor
 
 
 @pytest.mark.ranks(2, 3)
-def test_a_group_that_has_failed_can_be_destroyed_and_made_again(world):
+def test_failed_group_can_be_destroyed_and_made_again(world):
     with started():
         ranks = range(dist.get_world_size())
         group = dist.new_group(ranks, timeout=timedelta(seconds=0.5))
@@ -123,7 +123,7 @@ def test_a_group_that_has_failed_can_be_destroyed_and_made_again(world):
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("per_node", [None, 1])
-def test_an_interrupted_call_behind_a_pending_one_fails_both_on_all_ranks(world, per_node):
+def test_interrupted_call_after_a_pending_one_fails_both_on_all_ranks(world, per_node):
     with started(per_node), failing.Signal(failing.AlarmError) as alarm:
         pending, x = torch.ones(3), torch.full((4,), float(world.rank))
         world.Barrier()
@@ -172,7 +172,7 @@ def _parts(one):
         *(("scatter of", "gather of", False), ("max of", "gather of", False)),
     ],
 )
-def test_different_calls_between_nodes_are_an_error_on_all_ranks_that_names_both(
+def test_different_calls_between_nodes_raise_on_all_ranks_with_both_names(
     world, monkeypatch, one, other, by_node
 ):
     monkeypatch.setattr(waiting, "COMPARE_S", 0.2)
@@ -200,9 +200,7 @@ def test_a_rank_that_comes_after_different_calls_were_found_raises_that_error(
 
 @pytest.mark.ranks(3, 4)
 @pytest.mark.parametrize("per_node", [1, 2])
-def test_calls_that_all_ranks_compare_leave_them_in_step_however_late_a_rank_comes(
-    world, monkeypatch, per_node
-):
+def test_compared_calls_keep_ranks_in_step_however_late_a_rank_is(world, monkeypatch, per_node):
     monkeypatch.setattr(waiting, "COMPARE_S", 0.1)
     with connected(Settings(probe="off", ranks_per_node=per_node)) as made:
         is_last = world.rank == world.size - 1
@@ -216,9 +214,7 @@ def test_calls_that_all_ranks_compare_leave_them_in_step_however_late_a_rank_com
 
 
 @pytest.mark.ranks(2, 3)
-def test_an_error_that_led_a_rank_out_of_a_block_comes_before_the_different_calls_after_it(
-    world, monkeypatch
-):
+def test_error_that_ended_a_block_takes_precedence_over_later_different_calls(world, monkeypatch):
     monkeypatch.setattr(waiting, "COMPARE_S", 0.2)
     monkeypatch.setattr(liveness, "BREAK_S", 0.6)
     with connected(Settings(probe="off", ranks_per_node=1)) as made:

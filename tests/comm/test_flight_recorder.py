@@ -1,4 +1,4 @@
-"""The flight recorder: what is known of the last collectives of a process."""
+"""Check the flight recorder: its record of the last collectives of a process."""
 
 import time
 
@@ -9,7 +9,7 @@ from hpctrain.comm.flight_recorder import LATE_S, NUM_CALLS, FlightRecorder, is_
 pytestmark = pytest.mark.ranks(1)
 
 
-def test_each_communicator_counts_its_own_and_all_ranks_call_them_alike():
+def test_each_communicator_counts_its_collectives_with_names_equal_on_all_ranks():
     mine, theirs = FlightRecorder(), FlightRecorder()
     names = []
     for recorder in (mine, theirs):
@@ -30,7 +30,7 @@ def test_each_communicator_counts_its_own_and_all_ranks_call_them_alike():
     assert not is_collective("allreduce.loss")
 
 
-def test_it_keeps_the_last_ones():
+def test_flight_recorder_keeps_the_last_collectives():
     recorder = FlightRecorder()
     stream = recorder.new_stream([0, 1])
     assert recorder.last() == ("none so far", None)
@@ -44,7 +44,7 @@ def test_it_keeps_the_last_ones():
     assert 0 <= ago_s < 60
 
 
-def test_who_has_not_come_to_a_collective_lacks_it_if_it_takes_part():
+def test_participant_that_has_not_called_a_collective_lacks_it():
     ahead, behind, outside = FlightRecorder(), FlightRecorder(), FlightRecorder()
     streams = [recorder.new_stream([0, 1]) for recorder in (ahead, behind)]
     elsewhere = outside.new_stream([2, 3])
@@ -58,7 +58,7 @@ def test_who_has_not_come_to_a_collective_lacks_it_if_it_takes_part():
     assert not behind.lacks(name)
 
 
-def test_only_waits_that_last_are_asked_about():
+def test_only_long_waits_are_reported():
     recorder = FlightRecorder()
     stream = recorder.new_stream([0, 1])
     stream.waits_since_s = time.perf_counter() - 2 * LATE_S  # before its first collective

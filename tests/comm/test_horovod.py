@@ -1,4 +1,4 @@
-"""Laws of the engine ``horovod`` beside those of all communicators: what it is given, and when."""
+"""Check the engine ``horovod`` beyond the laws of all communicators: its calls and their order."""
 
 import json
 from collections.abc import Generator
@@ -30,14 +30,14 @@ OPERATIONS = ("allreduce_async_", "allgather_async", "reducescatter_async")
 
 @pytest.fixture
 def comm() -> Generator[HorovodCommunicator]:
-    """Connect by Horovod, flat."""
+    """Connect with Horovod, flat."""
     with connected(HOROVOD) as made:
         yield made.comm
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Note which operations of Horovod's are used."""
+    """Record the operations of Horovod that are called."""
     found = library().torch
     noted: list[str] = []
     for name in OPERATIONS:
@@ -51,7 +51,7 @@ def _noted(noted, operation, function, *args, **options):
 
 
 @pytest.mark.ranks(2, 3)
-def test_horovod_does_what_it_can(comm, calls):
+def test_supported_operations_use_horovod(comm, calls):
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.int8, torch.uint32):
         comm.allreduce_(torch.ones(5, dtype=dtype))
     comm.allreduce_(torch.ones(5, dtype=torch.bool), op=Op.BAND)
@@ -60,7 +60,7 @@ def test_horovod_does_what_it_can(comm, calls):
 
 
 @pytest.mark.ranks(2, 3)
-def test_what_horovod_would_do_in_another_way_goes_over_mpi(world, comm, calls):
+def test_operations_with_other_results_in_horovod_use_mpi(world, comm, calls):
     smallest = torch.tensor([float("nan") if world.rank else 1.0])
     comm.allreduce_(smallest, op=Op.MIN)  # MPI's minimum of NaN and 1 is 1
     assert bool(smallest.isnan())
@@ -75,7 +75,7 @@ def test_what_horovod_would_do_in_another_way_goes_over_mpi(world, comm, calls):
 
 
 @pytest.mark.ranks(3, 4)
-def test_a_group_of_all_ranks_is_horovod_s_in_any_order_and_of_some_is_mpi_s(world, comm):
+def test_groups_of_all_ranks_use_horovod_and_other_groups_use_mpi(world, comm):
     backwards = comm.group(range(world.size)[::-1])
     assert isinstance(backwards, HorovodCommunicator)
     last = world.size - 1
@@ -90,7 +90,7 @@ def test_a_group_of_all_ranks_is_horovod_s_in_any_order_and_of_some_is_mpi_s(wor
 
 
 @pytest.mark.ranks(4)
-def test_two_levels_take_three_operations_and_give_the_same(calls):
+def test_two_levels_use_three_operations_and_give_the_same_result(calls):
     with connected(replace(HOROVOD, ranks_per_node=2)) as made:
         assert made.plan.tensors == SizeTable(((0, "two-level"),))
         value = torch.full((5,), made.comm.rank, dtype=torch.float64)
@@ -98,7 +98,7 @@ def test_two_levels_take_three_operations_and_give_the_same(calls):
         assert value.tolist() == [3.0] * 5
         assert calls == ["reducescatter_async", "allreduce_async_", "allgather_async"]
         calls.clear()
-        made.comm.allreduce_(torch.ones(1))  # too small to be cut
+        made.comm.allreduce_(torch.ones(1))  # too small to be split
         made.comm.allreduce_(torch.ones(5, dtype=torch.int32), op=Op.MAX)
         assert calls == ["allreduce_async_"] * 2
 
@@ -126,16 +126,16 @@ def test_flat_and_two_level_sums_are_measured_and_each_is_used_at_its_sizes(call
 
 
 @pytest.mark.ranks(2, 3)
-def test_worlds_come_one_after_the_other_with_any_ranks(world):
+def test_successive_worlds_may_have_any_order_of_ranks(world):
     for _ in range(2):
-        made = connect(world.Split(0, -world.rank), HOROVOD)  # backwards
+        made = connect(world.Split(0, -world.rank), HOROVOD)  # in reverse order
         assert made.comm.allreduce(torch.tensor([world.rank])).item() == sum(range(world.size))
         close(made)
     assert not library().torch.is_initialized()
 
 
 @pytest.mark.ranks(2, 3)
-def test_one_world_at_a_time(world, comm):
+def test_second_concurrent_world_is_rejected(world, comm):
     for ranks in (find_world(), world.Split(0, -world.rank)):
         with pytest.raises(LaunchError, match="serves one world of a process at a time"):
             connect(ranks, HOROVOD)
@@ -143,7 +143,7 @@ def test_one_world_at_a_time(world, comm):
 
 
 @pytest.mark.ranks(2, 3)
-def test_a_rank_without_horovod_is_an_error_on_every_rank(world, monkeypatch):
+def test_rank_without_horovod_raises_on_every_rank(world, monkeypatch):
     def missing():
         raise LaunchError("Horovod is not installed; `hpctrain horovod build`")
 
@@ -154,16 +154,16 @@ def test_a_rank_without_horovod_is_an_error_on_every_rank(world, monkeypatch):
 
 
 @pytest.mark.ranks(2)
-def test_an_error_inside_horovod_is_ours(comm):
+def test_error_inside_horovod_raises_comm_error(comm):
     library().torch.shutdown()
     own = r"Horovod 0\.\d+\.\d+ could not .*not been initialized"
-    # A rank that is late finds the failure of another one.
+    # A late rank detects the failure of another one.
     with pytest.raises(CommError, match=rf"{own}|a call of this one has failed on rank"):
         comm.allreduce_(torch.ones(1))
 
 
 @pytest.mark.ranks(2)
-def test_horovods_variables_are_left_alone_and_ours_come_first(monkeypatch):
+def test_variables_of_horovod_are_kept_and_hpctrain_settings_take_precedence(monkeypatch):
     monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", "1024")
     monkeypatch.setenv("HOROVOD_TIMELINE", "a.json")
     monkeypatch.delenv("HOROVOD_CYCLE_TIME", raising=False)

@@ -1,4 +1,4 @@
-"""Horovod's own package is found, whatever stands under its name, and leaves that as it was."""
+"""Check that Horovod is found and left unchanged, whatever module has its name."""
 
 import sys
 from pathlib import Path
@@ -43,7 +43,7 @@ for is_imported in (False, True):
 
 
 @pytest.mark.requires("horovod")
-def test_what_stands_in_for_horovod_stays_and_the_real_one_is_found():
+def test_replacement_of_horovod_is_kept_and_the_real_package_is_found():
     done = ended([sys.executable, "-c", STANDS_IN], timeout=60)
     assert done.returncode == 0, done.stderr
 
@@ -56,7 +56,7 @@ def test_what_stands_in_for_horovod_stays_and_the_real_one_is_found():
         ("libmpi.so.12", r"for another MPI \(libmpi.so.12\)"),
     ],
 )
-def test_a_horovod_that_cannot_be_had_is_refused_before_it_is_loaded(monkeypatch, found, message):
+def test_unusable_horovod_is_rejected_before_it_is_loaded(monkeypatch, found, message):
     monkeypatch.setattr(horovod_engine, "needed_mpi", lambda: found)
     monkeypatch.setattr(horovod_engine, "loaded_libmpi", lambda: (OURS,))
     with pytest.raises(LaunchError, match=message):

@@ -1,4 +1,4 @@
-"""Ranks on hosts of different names, in any order: nodes are found, and the sum is the sum."""
+"""Check that nodes are found and sums are exact if ranks of hosts are in any order."""
 
 import ctypes
 import os
@@ -25,7 +25,7 @@ ORDERS = {
 
 @pytest.fixture(params=ORDERS.values(), ids=ORDERS)
 def hosts(request: pytest.FixtureRequest, world) -> Generator[tuple[int, ...]]:
-    """Give this process a host name of its own, as if its host were another machine."""
+    """Give this process a separate host name, as if it ran on another machine."""
     order = request.param[: world.size]
     before = os.open("/proc/self/ns/uts", os.O_RDONLY)
     assert LIBC.unshare(CLONE_NEWUTS) == 0, os.strerror(ctypes.get_errno())

@@ -1,4 +1,4 @@
-"""Who waits finds who is gone; who is only busy is left in peace."""
+"""Check that ranks that wait detect lost ranks, and that busy ranks are not reported."""
 
 import logging
 import os
@@ -21,7 +21,7 @@ def presence_of(world: MPI.Intracomm, pids: dict[int, int] | None = None) -> Liv
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_a_rank_that_left_is_named_to_those_that_wait(world: MPI.Intracomm) -> None:
+def test_rank_that_left_is_reported_to_waiting_ranks(world: MPI.Intracomm) -> None:
     presence = presence_of(world)
     message = ""
     if world.rank != 1:
@@ -37,7 +37,7 @@ def test_a_rank_that_left_is_named_to_those_that_wait(world: MPI.Intracomm) -> N
 
 
 @pytest.mark.ranks(3, 4)
-def test_who_waits_for_one_rank_does_not_mind_that_a_third_one_left(world: MPI.Intracomm) -> None:
+def test_wait_for_one_rank_ignores_that_a_third_one_left(world: MPI.Intracomm) -> None:
     presence = presence_of(world)
     if world.rank == 0:
         time.sleep(1.5)
@@ -52,7 +52,7 @@ def test_who_waits_for_one_rank_does_not_mind_that_a_third_one_left(world: MPI.I
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_a_farewell_waits_for_a_busy_rank_asleep(world: MPI.Intracomm) -> None:
+def test_farewell_waits_for_a_busy_rank_with_little_cpu_time(world: MPI.Intracomm) -> None:
     presence = presence_of(world)
     if world.rank == 0:
         time.sleep(2)
@@ -65,7 +65,7 @@ def test_a_farewell_waits_for_a_busy_rank_asleep(world: MPI.Intracomm) -> None:
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
-def test_ranks_tell_each_other_texts_of_any_length_once_all_are_there(world) -> None:
+def test_farewell_gathers_texts_of_any_length_when_all_ranks_have_called(world) -> None:
     presence, told = presence_of(world), []
 
     def compare(gather):
@@ -80,7 +80,7 @@ def test_ranks_tell_each_other_texts_of_any_length_once_all_are_there(world) -> 
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
-def test_nobody_is_missed_before_a_farewell_and_no_notice_is_left_behind(
+def test_no_rank_is_reported_before_a_farewell_and_no_message_is_left(
     world: MPI.Intracomm,
 ) -> None:
     presence = presence_of(world)
@@ -88,14 +88,14 @@ def test_nobody_is_missed_before_a_farewell_and_no_notice_is_left_behind(
     time.sleep(0.11)
     presence.check()
     world.Barrier()
-    time.sleep(1.2 * (world.rank % 2))  # some announce that they left, some do not
+    time.sleep(1.2 * (world.rank % 2))  # some ranks announce that they left, some do not
     presence.farewell()
     assert not world.Iprobe()
     presence.check()
     presence.farewell()
 
 
-def test_a_dead_process_is_missed_and_so_is_one_whose_number_another_took(
+def test_dead_processes_and_reused_process_ids_are_detected(
     world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     process = subprocess.Popen(["sleep", "60"])
@@ -107,14 +107,14 @@ def test_a_dead_process_is_missed_and_so_is_one_whose_number_another_took(
         with pytest.raises(RankLostError, match="died"):
             other.check()
     process.kill()
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # a zombie is dead, too
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # a zombie counts as dead
     time.sleep(0.15)
     with pytest.raises(RankLostError, match=f"rank 1 .process {process.pid} of this node. died"):
         presence.check()
     process.wait()
 
 
-def test_every_peer_of_a_large_node_is_looked_at(world: MPI.Intracomm) -> None:
+def test_every_peer_of_a_large_node_is_checked(world: MPI.Intracomm) -> None:
     process = subprocess.Popen(["true"])
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     presence = presence_of(world, {r: os.getpid() for r in range(40)} | {40: process.pid})
@@ -132,20 +132,20 @@ def test_every_peer_of_a_large_node_is_looked_at(world: MPI.Intracomm) -> None:
 HOSTS = {0: "n0", 1: "n1", 2: "n2"}
 
 
-def test_a_late_rank_is_named_once_with_its_node_and_the_rail(caplog):
+def test_late_rank_is_reported_once_with_its_node_and_the_rail(caplog):
     watch = Watch(hosts=HOSTS, rank=0)
     with caplog.at_level(logging.WARNING):
         for waited_s in (0.1, LATE_S + 0.1, LATE_S + 0.2):
             watch.look(waited_s, 1, "rail 0")
         watch.look(LATE_S + 0.1, 1, "rail 0")
-        watch.look(100.0)  # inside a node that is nothing to speak of
+        watch.look(100.0)  # waits inside a node are not reported
     (record,) = caplog.records
     assert record.getMessage().startswith(
         "rank 0 on n0 has waited 3 s for rank 1 on n1 over rail 0; it is busy"
     )
 
 
-def test_a_wait_that_lasts_too_long_is_an_error_that_names_the_other_end():
+def test_wait_beyond_the_timeout_raises_with_the_awaited_rank():
     watch = Watch(hosts=HOSTS, rank=2, timeout_s=7)
     watch.look(6.9, 1, "rail 1")
     with pytest.raises(RankLostError, match=r"rank 2 on n2 .* 8 s for rank 1 on n1 over rail 1"):

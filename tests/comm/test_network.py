@@ -1,4 +1,4 @@
-"""Nodes joined by a real network, here of virtual nodes: right sums, few bytes, and what fails."""
+"""Check nodes joined by a network, here virtual nodes: exact sums, few bytes, and failures."""
 
 import json
 import subprocess
@@ -15,33 +15,33 @@ pytestmark = [pytest.mark.launches, pytest.mark.requires("cluster"), pytest.mark
 
 JOB = ["python", str(Path(__file__).with_name("network_job.py"))]
 MPICH = pytest.mark.requires("mpich")
-# Ranks of MPICH that share a core spend it on waiting: a tenth of all tests of one rank, for a
-# law that is about the order of ranks.
+# Ranks of MPICH that share a core use it for waiting, which would take a tenth of the time of all
+# tests of one rank. The law depends only on the order of ranks.
 MPIS = (
     "openmpi",
     pytest.param("mpich", marks=[MPICH, pytest.mark.conformance]),
 )
 
 SILENT_S = 5.0
-PATIENCE_S = 3  # HPCTRAIN_TIMEOUT where a link is cut for good
+PATIENCE_S = 3  # HPCTRAIN_TIMEOUT where a link is cut permanently
 
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[VirtualCluster]:
-    """Two nodes on fast links."""
+    """Provide two nodes on fast links."""
     with VirtualCluster(nodes=2) as cluster:
         yield cluster
 
 
 @pytest.fixture
 def slow_pair() -> Iterator[VirtualCluster]:
-    """Two nodes whose links a test may change."""
+    """Provide two nodes whose links a test may change."""
     with VirtualCluster(nodes=2, rate="200mbit") as cluster:
         yield cluster
 
 
 def facts_of(done: Finished) -> dict[str, Any]:
-    """Return what the job has found."""
+    """Return the results of the job."""
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -80,7 +80,7 @@ def test_sums_are_exact_in_any_order_and_each_byte_crosses_once(
     assert facts["nodes"] == nodes
     assert set(facts["hosts"]) == {"n0", "n1"}
     for rank in facts["ranks"]:
-        # Of a sum over two nodes half of the message leaves a node twice: 2 (N-1)/N = 1.
+        # In a sum over two nodes, half of the message leaves a node twice: 2 (N-1)/N = 1.
         assert rank["sent_bytes"] <= 1.03 * 4 * (4 << 20), rank
     assert pair.processes() == []
 
@@ -104,7 +104,7 @@ def test_ranks_that_wait_for_a_late_node_leave_their_cores_to_others(pair, mpi):
 
 
 @pytest.mark.conformance
-def test_a_node_behind_a_long_cable_takes_part():
+def test_node_with_high_latency_takes_part():
     with VirtualCluster(nodes=2, rate="200mbit", latency={"n1": "200ms"}) as cluster:
         facts = facts_of(cluster.run([*JOB, "--steps", "2", "--kib", "64"]))
     assert all(rank["seconds"] >= 2 * 0.2 for rank in facts["ranks"])
@@ -115,7 +115,7 @@ def test_a_run_survives_a_link_that_drops_to_a_tenth_of_its_rate(slow_pair):
     job = start(slow_pair, "--steps", "30", "--pause-s", "0.01")
     slow_pair.set_rate("n1", "20mbit")
     facts = facts_of(slow_pair.finish(job))
-    # The line time of 20 messages: some have passed before the link slowed down.
+    # The transfer time of 20 messages: some were sent before the link slowed down.
     assert facts["ranks"][0]["seconds"] > 20 * (256 << 13) / 20e6
 
 
@@ -127,7 +127,7 @@ def test_random_collectives_equal_numpy_across_nodes(pair, mpi):
     assert "4 ranks on 2 nodes agree with numpy" in done.stdout
 
 
-def test_a_run_survives_a_silent_link_and_says_which(slow_pair):
+def test_run_survives_a_silent_link_and_reports_it(slow_pair):
     job = start(slow_pair, "--steps", "40", "--pause-s", "0.02")
     slow_pair.silence("n1")
     time.sleep(SILENT_S)
@@ -138,7 +138,7 @@ def test_a_run_survives_a_silent_link_and_says_which(slow_pair):
     assert any("n1" in line for line in warnings), done.stderr
 
 
-def test_a_link_cut_for_good_ends_the_run_with_the_name_of_the_node(slow_pair):
+def test_permanently_cut_link_ends_the_run_with_the_name_of_the_node(slow_pair):
     patience = {"HPCTRAIN_TIMEOUT": str(PATIENCE_S)}
     job = start(slow_pair, "--steps", "400", "--pause-s", "0.02", env=patience)
     slow_pair.silence("n1")

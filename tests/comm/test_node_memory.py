@@ -1,4 +1,4 @@
-"""Node memory where it is scarce or closed: ranks agree, and no signal kills any of them."""
+"""Check node memory that is scarce or inaccessible: ranks agree, and no signal kills a rank."""
 
 import ctypes
 import os
@@ -29,7 +29,7 @@ def descriptors_open():
 
 
 def check_shared(world, segments):
-    """Every rank writes its own segment and reads those of the others."""
+    """Write this rank's segment and read the segments of the others."""
     values = [np.frombuffer(memoryview(segment), np.uint8) for segment in segments]
     assert not any(value.any() for value in values)
     world.Barrier()
@@ -41,7 +41,7 @@ def check_shared(world, segments):
 
 
 def refusals(world, num_bytes):
-    """What every rank is told, by rank; it must not take long."""
+    """Return the error message of each rank; assert that the timeout is kept."""
     start = time.monotonic()
     with pytest.raises(NodeMemoryError) as error:
         allocate(world, num_bytes)
@@ -51,7 +51,7 @@ def refusals(world, num_bytes):
 
 @contextmanager
 def own_net():
-    """Move this thread into a network of its own, and back."""
+    """Move this thread into a separate network namespace, and back."""
     before = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
     assert LIBC.unshare(CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
     try:
@@ -63,17 +63,17 @@ def own_net():
 
 @pytest.fixture
 def closed_proc() -> Generator[None]:
-    """Hide this process from the others: one that changed its user is not to be looked into."""
+    """Hide this process from the others: a process that changed its user cannot be inspected."""
     os.seteuid(NOBODY)
     yield
     os.seteuid(0)
-    LIBC.prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE: as before
+    LIBC.prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE: restore
 
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.requires("root")
 @pytest.mark.usefixtures("closed_proc")
-def test_where_proc_is_closed_descriptors_go_by_socket(world, monkeypatch):
+def test_descriptors_are_sent_by_socket_where_proc_is_inaccessible(world, monkeypatch):
     peer = world.sendrecv(os.getpid(), (world.rank + 1) % world.size)
     with pytest.raises(OSError, match="Permission"):
         next(Path(f"/proc/{peer}/fd").iterdir())
@@ -92,7 +92,7 @@ def test_where_proc_is_closed_descriptors_go_by_socket(world, monkeypatch):
 @pytest.mark.ranks(2, 4)
 @pytest.mark.requires("root", "cluster")
 @pytest.mark.usefixtures("closed_proc")
-def test_without_proc_and_sockets_all_are_told_both_reasons_at_once(world):
+def test_missing_proc_and_sockets_raise_with_both_reasons_on_all_ranks(world):
     os.seteuid(0)
     with own_net():
         os.seteuid(NOBODY)
@@ -104,7 +104,7 @@ def test_without_proc_and_sockets_all_are_told_both_reasons_at_once(world):
 
 
 @pytest.mark.ranks(2, 3)
-def test_strangers_at_the_socket_are_sent_away(world, monkeypatch):
+def test_connections_with_a_wrong_token_are_rejected(world, monkeypatch):
     real = node_memory._send
 
     def send_junk_first(descriptor, doors):
@@ -127,7 +127,7 @@ def test_strangers_at_the_socket_are_sent_away(world, monkeypatch):
 
 
 @pytest.mark.ranks(2, 3)
-def test_a_rank_that_nobody_hands_anything_does_not_wait_for_ever(world, monkeypatch):
+def test_exchange_without_senders_times_out(world, monkeypatch):
     monkeypatch.setattr(node_memory, "TIMEOUT_S", 0.3)
     monkeypatch.setattr(node_memory, "_send", lambda *_: None)
     with Path(os.devnull).open() as file, pytest.raises(OSError, match=r"timed out|within"):
@@ -136,7 +136,7 @@ def test_a_rank_that_nobody_hands_anything_does_not_wait_for_ever(world, monkeyp
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_what_one_rank_cannot_reserve_all_are_told_with_the_way_out(world):
+def test_failed_reservation_raises_on_all_ranks_with_the_remedy(world):
     before = descriptors_open()
     with largest_file(MIB) if world.rank == world.size - 1 else nullcontext():
         told = refusals(world, 2 * MIB)
@@ -169,9 +169,7 @@ sys.stdout.write("|".join([str(rank), *said]) + "\\n")
 
 
 @pytest.mark.launches
-def test_memory_that_is_not_given_is_an_error_everywhere_and_statistics_come_at_the_end(
-    tmp_path, monkeypatch
-):
+def test_failed_allocation_raises_on_every_rank_and_statistics_are_printed(tmp_path, monkeypatch):
     monkeypatch.setenv("HPCTRAIN_STATS", "1")
     outcome = run_ranks(tmp_path, REFUSED)
     said = sorted(line.split("|") for line in outcome.out.splitlines())
@@ -181,12 +179,12 @@ def test_memory_that_is_not_given_is_an_error_everywhere_and_statistics_come_at_
             assert "local rank 1 cannot reserve 1.0 MiB of node memory: [Errno" in text
             assert why in text
             assert "or set HPCTRAIN_SHARED_MEMORY=off" in text
-        assert without == "[2.0]"  # libc takes the pages by storing to each
+        assert without == "[2.0]"  # libc allocates the pages by storing to each
     assert outcome.err.count("what 2 ranks communicated") == 1
 
 
 class Group:
-    """A memory control group that the ranks of a test are in, of either version."""
+    """Hold a memory control group, version 1 or 2, with the ranks of a test."""
 
     def __init__(self, base: Path, name: str, limit_name: str) -> None:
         self.base, self.folder, self.limit_name = base, base / name, limit_name
@@ -230,7 +228,7 @@ def group(world) -> Generator[Group]:
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.requires("root", "memory-cgroup")
-def test_a_limit_that_one_rank_would_keep_and_all_together_not_is_kept(world, group):
+def test_memory_limit_is_checked_for_the_sum_over_ranks(world, group):
     group.join(160 * MIB)
     world.Barrier()
     left_bytes = min(world.allgather(available_bytes()))

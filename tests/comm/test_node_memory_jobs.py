@@ -1,4 +1,4 @@
-"""Jobs whose ranks live in a container each, with a small /dev/shm, or are killed."""
+"""Check jobs whose ranks run in containers with a small /dev/shm, or are killed."""
 
 import os
 import sys
@@ -28,7 +28,7 @@ hvd.shutdown()
 
 
 def launch(script, *, before="", wrapper=(), after="", **environ):
-    """Run the program on two ranks; return what each says and all that is printed."""
+    """Run the program on two ranks; return the words of each rank and the finished process."""
     line = [*wrapper, sys.executable, str(script)]
     start = [sys.executable, "-m", "hpctrain", "launch", "-n", "2", "--timeout", "60", "--", *line]
     launchers = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "MPI_LOCAL", "HYDRA_")
@@ -55,7 +55,7 @@ SMALL_SHM = "mount -t tmpfs -o size=64m tmpfs /dev/shm"
 def test_a_container_per_rank_with_a_small_dev_shm_shares_memory_by_socket(script):
     wrapper = ["unshare", "--pid", "--fork", "--mount-proc", "--mount", "--ipc"]
     wrapper += ["sh", "-c", f'{SMALL_SHM} && exec "$@"', "sh"]
-    # MPI's own shared memory needs one /dev/shm.
+    # MPI's own shared memory needs a common /dev/shm.
     said, done = launch(script, wrapper=wrapper, OMPI_MCA_btl="self,tcp")
     assert said == [["0", "True", "memfd"], ["1", "True", "memfd"]], done
 
@@ -76,11 +76,11 @@ for step in range(100):
 """
 
 
-def test_a_killed_job_leaves_nothing_behind(tmp_path):
+def test_killed_job_leaves_no_files(tmp_path):
     script, folder = tmp_path / "killed.py", tmp_path / "tmp"
     script.write_text(KILLED)
     folder.mkdir()
-    # Folders of its own, in which nobody else makes files meanwhile.
+    # Use separate folders, in which no other process makes files.
     before, after = "mount -t tmpfs tmpfs /dev/shm", "; code=$?; ls -A /dev/shm; exit $code"
     said, done = launch(script, before=before, after=after, TMPDIR=str(folder))
     assert said == [["memfd", ""]], done

@@ -1,4 +1,4 @@
-"""What two tensors become, for every dtype and operation, against numpy and exact arithmetic."""
+"""Compare the combination of two tensors, for each dtype and operation, with exact arithmetic."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from tests.comm.fuzz_values import COMPLEX, EIGHTHS, FLOATS, FUNCTIONS, INTEGERS
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
-    pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),  # of NaN, on purpose
+    pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),  # NaN is intended
 ]
 
 INTEGRAL = (*INTEGERS, torch.bool)
@@ -40,7 +40,7 @@ def random(dtype, numel=2001, seed=0):
 
 
 def combine(how, first, second):
-    """Combine in each way there is, and see that all give the same bits (of NaN there is one)."""
+    """Combine with all dtypes of the arguments, and assert equal bits (all NaN count as equal)."""
     total, other = first.clone().view(how.storage_dtype), second.view(how.storage_dtype)
     how.into(total, other)
     for wide_total, wide_other in ((True, False), (True, True), (False, True)):
@@ -97,12 +97,12 @@ def test_many_halves_are_summed_in_single_precision():
         assert how.accumulate_dtype is torch.float32
         total = torch.full((3,), 16.0)
         small = torch.full((3,), 0.25).to(how.storage_dtype)
-        for _ in range(8):  # one by one each is lost: 16.25 is 16 in float8_e4m3fn
+        for _ in range(8):  # added singly, each is lost: 16.25 is 16 in float8_e4m3fn
             how.into(total, small)
         assert total.tolist() == [18.0] * 3
 
 
-def test_powers_of_two_are_combined_too():
+def test_float8_e8m0fnu_is_combined():
     first = torch.tensor([1.0, 4.0]).to(torch.float8_e8m0fnu)
     second = torch.tensor([4.0, 2.0]).to(first.dtype)
     for op, expected in (
@@ -126,7 +126,7 @@ def test_powers_of_two_are_combined_too():
         (torch.float4_e2m1fn_x2, Op.MAX, "max over ranks takes numbers and bool, got float4"),
     ],
 )
-def test_what_has_no_meaning_is_refused(dtype, op, message):
+def test_undefined_combinations_are_rejected(dtype, op, message):
     with pytest.raises(CommError, match=message):
         combination(dtype, op)
 

@@ -1,4 +1,4 @@
-"""The plan follows from facts by rule, and survives a file."""
+"""Check that a plan follows from facts by rule, and can be stored in a file."""
 
 import json
 import logging
@@ -66,14 +66,14 @@ def test_a_setting_beats_the_rule():
     ("num_ranks", "per_node", "cards", "rails"),
     [(4, None, 1, 0), (4, 2, 1, 2), (4, 1, 1, 1), (8, 4, 1, 2), (8, 4, 2, 4), (5, 3, 4, 2)],
 )
-def test_rails_are_twice_the_cards_and_no_more_than_the_smallest_node(
+def test_rails_are_twice_the_network_adapters_and_at_most_the_smallest_node(
     num_ranks, per_node, cards, rails
 ):
     assert plan_for(num_ranks, per_node=per_node, cards=cards).num_rails == rails
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 5, 64, 70_000])
-def test_on_one_node_every_rank_reads_all_only_while_that_is_little(num_ranks):
+def test_on_one_node_every_rank_reads_all_values_only_of_small_tensors(num_ranks):
     table = tensors_rule(1, "memfd", num_ranks)
     assert table.at(0) == "direct"
     assert (table.at(1 << 30) == "slices") == (num_ranks > 4)
@@ -81,19 +81,19 @@ def test_on_one_node_every_rank_reads_all_only_while_that_is_little(num_ranks):
     assert all(size * (num_ranks - 2) <= 64 * KIB or size == 1 for size in limits)
 
 
-def test_ranks_that_take_turns_on_cores_sum_large_tensors_by_slices():
+def test_ranks_that_share_cores_sum_large_tensors_by_slices():
     for num_ranks in (2, 4):
         in_turns = plan_for(num_ranks, num_cores=num_ranks // 2).tensors
         assert (in_turns.at(64 * KIB), in_turns.at(MIB)) == ("direct", "slices")
         assert plan_for(num_ranks).tensors == SizeTable(((0, "direct"),))
 
 
-def test_between_nodes_tensors_take_the_levels_and_without_node_memory_the_library():
+def test_sums_between_nodes_use_levels_or_the_library_without_node_memory():
     assert tensors_rule(2, "memfd", 2) == SizeTable(((0, "levels"),))
     assert tensors_rule(2, "none", 2) == tensors_rule(1, "none", 4) == SizeTable(((0, "library"),))
 
 
-def test_a_group_keeps_the_tables_where_it_spans_nodes_as_all_ranks_do():
+def test_group_over_several_nodes_keeps_the_tables():
     table = SizeTable(((0, "halving"),))
     plan = replace(MEASURED, rail=table, tensors=SizeTable(((0, "library"),)))
     several = plan_for_group(plan, topology_of(3, per_node=1))
@@ -104,7 +104,7 @@ def test_a_group_keeps_the_tables_where_it_spans_nodes_as_all_ranks_do():
     assert plan_for_group(one, topology_of(2)).tensors == one.tensors
 
 
-def test_a_group_without_node_memory_goes_by_the_library():
+def test_group_without_node_memory_uses_the_library():
     flat = choose_plan(topology_of(4, per_node=2), Settings(), node_memory="none", threads=[1] * 4)
     for topology in (topology_of(2), topology_of(2, per_node=1)):
         group = plan_for_group(flat, topology)
@@ -112,17 +112,17 @@ def test_a_group_without_node_memory_goes_by_the_library():
 
 
 @pytest.mark.parametrize("plan", [plan_for(4), MEASURED])
-def test_a_plan_survives_a_file(plan):
+def test_plan_is_restored_from_json(plan):
     assert Plan.from_dict(json.loads(json.dumps(plan.as_dict()))) == plan
 
 
-def test_a_plan_of_an_older_version_says_nothing_of_small_operations():
+def test_plan_of_an_older_version_lacks_batching_fields():
     values = MEASURED.as_dict()
     del values["fusion_bytes"], values["cycle_s"], values["chunk_bytes"]
     assert Plan.from_dict(values) == MEASURED
 
 
-def test_missing_and_unknown_fields_are_named():
+def test_missing_and_unknown_fields_are_reported():
     values = MEASURED.as_dict() | {"color": "red"}
     del values["threads"]
     with pytest.raises(ConfigError, match="threads is missing, color is unknown"):
@@ -152,7 +152,7 @@ def test_missing_and_unknown_fields_are_named():
         ("measured", [{"what": "rail", "num_bytes": 1, "algorithm": "ring", "runs": 3}]),
     ],
 )
-def test_a_wrong_value_is_refused_by_the_name_of_its_field(name, value):
+def test_wrong_value_is_rejected_with_the_name_of_its_field(name, value):
     with pytest.raises(ConfigError, match=f"^{name} of a plan cannot be "):
         Plan.from_dict(MEASURED.as_dict() | {name: value})
 
@@ -170,7 +170,7 @@ def test_the_description_names_path_and_algorithms():
     assert "between nodes" not in dict(plan_for(4).describe())
 
 
-def test_measurements_are_a_table_that_marks_what_was_chosen():
+def test_table_of_measurements_marks_the_chosen_algorithm():
     assert MEASURED.measurements("rail") == [
         ("size", "doubling", "ring"),
         ("4.0 KiB", "12.3 us *", "45.6 us"),
@@ -184,7 +184,7 @@ TWO = topology_of(4, per_node=2)
 STORED = StoredPlan.of(TWO, plan_for(4, per_node=2))
 
 
-def test_what_was_written_is_read(tmp_path):
+def test_written_plan_is_read_back(tmp_path):
     file = tmp_path / "plan.json"
     file.write_text(json.dumps({"topology": "for people", **STORED.as_dict()}))
     assert StoredPlan.read(file) == STORED
@@ -237,13 +237,13 @@ def test_a_plan_fits_the_world_that_it_was_made_for(stored, topology, memory, pr
     assert bool(found) == bool(problem)
 
 
-def test_equal_facts_have_the_same_key_and_others_another():
+def test_cache_key_depends_on_facts_only():
     facts = {"nodes": TWO.nodes, "mpi": "an MPI 5.0"}
     assert key_of(facts) == key_of(dict(reversed(facts.items())))
     assert key_of(facts) != key_of(facts | {"mpi": "an MPI 5.1"})
 
 
-def test_what_is_remembered_is_found_again_unless_it_is_damaged(caplog):
+def test_cached_plan_is_loaded_unless_it_is_damaged(caplog):
     assert load_cached("something") is None
     store_cached("something", STORED)
     assert load_cached("something") == STORED
@@ -255,14 +255,14 @@ def test_what_is_remembered_is_found_again_unless_it_is_damaged(caplog):
     assert "left aside" in caplog.text
 
 
-def test_what_is_remembered_has_its_name_when_it_is_on_disk(disk, monkeypatch):
+def test_cached_plan_is_on_disk_before_it_is_renamed(disk, monkeypatch):
     monkeypatch.setattr(config, "cache_folder", lambda: disk.root)
     store_cached("something", STORED)
     assert disk.kept(disk.root / "plans" / "something.json")
 
 
 @pytest.mark.parametrize("folder", [None, Path("/proc/none"), Path("/dev/null/none")])
-def test_where_nothing_can_be_remembered_nothing_is(monkeypatch, folder):
+def test_unusable_cache_folder_is_ignored(monkeypatch, folder):
     monkeypatch.setattr(config, "cache_folder", lambda: folder)
     store_cached("key", STORED)
     assert load_cached("key") is None

@@ -1,4 +1,4 @@
-"""Where a plan comes from: named by the user, remembered, measured, or the rule."""
+"""Check the origin of a plan: named by the user, cached, measured, or the rule."""
 
 import json
 
@@ -13,7 +13,7 @@ from tests.comm.conftest import connected
 
 @pytest.fixture
 def folder(world, tmp_path):
-    """One folder for all ranks."""
+    """Return one folder for all ranks."""
     return world.bcast(tmp_path)
 
 
@@ -42,7 +42,7 @@ def test_a_second_run_has_the_plan_of_the_first(world, folder, per_node):
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_settings_that_make_another_rule_are_measured_for_themselves():
+def test_settings_that_change_the_rule_are_measured_separately():
     planned()
     assert planned(bucket_bytes=12345).plan.bucket_bytes == 12345
     assert planned(ranks_per_node=1).plan_origin == "measurement"
@@ -65,7 +65,7 @@ def write_plan(world, folder, connection):
 
 @pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("memory", ["auto", "off"])
-def test_a_named_plan_is_used_as_it_is(world, folder, memory):
+def test_named_plan_is_used_unchanged(world, folder, memory):
     before = planned(shared_memory=memory, bucket_bytes=12345, overlap="inline")
     file = write_plan(world, folder, before)
     again = planned(plan=file)
@@ -74,13 +74,13 @@ def test_a_named_plan_is_used_as_it_is(world, folder, memory):
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_a_named_plan_of_another_world_is_an_error_on_every_rank(world, folder):
+def test_named_plan_of_another_world_raises_on_every_rank(world, folder):
     file = write_plan(world, folder, planned())
     with pytest.raises(ConfigError, match=f"1 node of {world.size} ranks, and this world has"):
         planned(plan=file, ranks_per_node=1)
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
-def test_a_named_file_that_is_no_plan_is_an_error_on_every_rank(folder):
+def test_named_file_without_a_plan_raises_on_every_rank(folder):
     with pytest.raises(ConfigError, match=r"missing\.json is no file with a plan"):
         planned(plan=folder / "missing.json")

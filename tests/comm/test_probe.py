@@ -1,4 +1,4 @@
-"""The probe: all ranks come to one plan, within the budget, and sums stay sums."""
+"""Check the probe: all ranks choose one plan, within the budget, and sums stay exact."""
 
 import time
 from functools import partial
@@ -23,7 +23,7 @@ def connection(request):
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_all_ranks_come_to_the_same_plan_and_use_it(world, connection):
+def test_all_ranks_choose_the_same_plan_and_use_it(world, connection):
     plan = measure(connection.comm, world, connection.plan, Watch(), FOR_EVER_S)
     assert set(world.allgather(plan)) == {plan}
     kinds = {"tensors", "rail"} if plan.num_rails else {"tensors"}
@@ -41,7 +41,7 @@ def test_all_ranks_come_to_the_same_plan_and_use_it(world, connection):
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_fusion_and_cycle_follow_from_what_was_timed(world, connection, monkeypatch):
+def test_fusion_and_cycle_follow_from_measurements(world, connection, monkeypatch):
     timed = []
     monkeypatch.setattr(
         "hpctrain.comm.plan.probe.batching",
@@ -54,10 +54,10 @@ def test_fusion_and_cycle_follow_from_what_was_timed(world, connection, monkeypa
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_sizes_that_the_budget_does_not_reach_keep_the_rule(world, connection):
+def test_sizes_beyond_the_budget_keep_the_rule(world, connection):
     plan = measure(connection.comm, world, connection.plan, Watch(), budget_s=1e-9)
     assert (plan.tensors, plan.rail) == (connection.plan.tensors, connection.plan.rail)
-    assert len(plan.measured) <= 1  # before the first run nobody knows how long one takes
+    assert len(plan.measured) <= 1  # the duration of a run is unknown before the first one
 
 
 @pytest.mark.ranks(2, 3, 4)
@@ -78,7 +78,7 @@ def test_an_algorithm_that_fails_anywhere_is_dropped_everywhere(world, connectio
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_the_slowest_rank_counts_and_what_fails_on_one_has_no_time_on_any(world):
+def test_time_is_that_of_the_slowest_rank_and_none_after_a_failure(world):
     def run(error=None):
         world.Barrier()
         if world.rank == world.size - 1:

@@ -1,4 +1,4 @@
-"""A rail: the algorithm that its table names, whole or in chunks that travel side by side."""
+"""Check that a rail uses the algorithm of its table, on whole parts or concurrent chunks."""
 
 import random
 import time
@@ -30,7 +30,7 @@ SUM = combination(torch.float32, Op.SUM)
 
 @pytest.fixture
 def make_rail(world):
-    """Make rails over all ranks, which are closed afterwards."""
+    """Make rails over all ranks, and close them afterwards."""
     made = []
 
     def make(*steps, **more):
@@ -55,7 +55,7 @@ def test_the_table_chooses_by_the_bytes_of_the_part(make_rail, monkeypatch):
 
 
 @pytest.mark.ranks(1)
-def test_waits_of_a_long_reduction_nap_from_the_start():
+def test_waits_of_a_long_reduction_sleep_from_the_start():
     tries = 0
 
     def done():
@@ -70,7 +70,7 @@ def test_waits_of_a_long_reduction_nap_from_the_start():
 
 
 @pytest.mark.ranks(1)
-def test_a_rail_of_one_moves_nothing(make_rail):
+def test_rail_of_one_rank_sends_nothing(make_rail):
     rail = make_rail((0, "library"))
     part = torch.ones(1000)
     for name in ALGORITHMS:
@@ -99,7 +99,7 @@ def test_the_library_gets_long_parts_in_chunks(world, make_rail, monkeypatch):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("name", "chunk_bytes"), [("ring", 0), ("ring", 256), ("library", 0)])
-def test_a_late_rank_is_waited_for_asleep(world, make_rail, name, chunk_bytes):
+def test_wait_for_a_late_rank_uses_little_cpu_time(world, make_rail, name, chunk_bytes):
     watch = Watch()
     rail = make_rail((0, name), watch=watch, chunk_bytes=chunk_bytes)
     world.Barrier()
@@ -114,7 +114,7 @@ def test_a_late_rank_is_waited_for_asleep(world, make_rail, name, chunk_bytes):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", ["doubling", "library"])
-def test_a_rank_that_does_not_come_ends_the_wait_with_the_rail_s_name(world, make_rail, name):
+def test_wait_for_a_missing_rank_raises_with_the_name_of_the_rail(world, make_rail, name):
     watch = Watch(hosts={4: "n4", 7: "n7"}, rank=4 + 3 * world.rank, timeout_s=0.3)
     rail = make_rail(watch=watch, name="rail 3", world_ranks=[4, 7])
     whom = "the other ranks" if name == "library" else "rank 4 on n4"
@@ -123,21 +123,21 @@ def test_a_rank_that_does_not_come_ends_the_wait_with_the_rail_s_name(world, mak
         with pytest.raises(RankLostError, match=f"rank 7 on n7 .* for {whom} over rail 3, longer"):
             rail.allreduce_by(name, part, SUM)
     world.Barrier()
-    if world.rank == 0:  # meet what the other one began, as far as it came
-        # The library may need the core of rank 1, which has given up, to pass large pieces on.
+    if world.rank == 0:  # complete the operations that the other rank began
+        # The library may need the core of rank 1, which has given up, to send large pieces.
         with suppress(RankLostError) if name == "library" else pytest.raises(RankLostError):
             rail.allreduce_by(name, part, SUM)
 
 
 @pytest.mark.parametrize("num_nodes", [2, 3, 4, 5, 7, 8, 13, 64, 1000])
-def test_by_rule_small_parts_take_few_rounds_and_large_ones_a_ring(num_nodes):
+def test_rule_selects_doubling_for_small_parts_and_ring_for_large_ones(num_nodes):
     table = rail_rule(num_nodes)
     assert {name for _, name in table.steps} <= set(ALGORITHMS)
     assert table.at(4) == table.at(16 * KIB) == "doubling"
     assert table.at(num_nodes * STEP_BYTES) == table.at(1 << 40) == "ring"
 
 
-def test_by_rule_middle_sizes_are_halved_where_nothing_must_be_folded_or_a_ring_is_long():
+def test_rule_selects_halving_for_middle_sizes_on_powers_of_two_or_many_nodes():
     by_nodes = {num_nodes: rail_rule(num_nodes).at(100 * KIB) for num_nodes in (3, 4, 6, 8, 9)}
     assert by_nodes == {3: "ring", 4: "halving", 6: "ring", 8: "halving", 9: "halving"}
     assert rail_rule(1000).at(10 * MIB) == "halving"
@@ -145,7 +145,7 @@ def test_by_rule_middle_sizes_are_halved_where_nothing_must_be_folded_or_a_ring_
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("numel", "sends"), [(5, "20 B"), (50, "more")])
-def test_a_message_of_another_size_is_an_error_that_names_both_ends(world, numel, sends):
+def test_message_of_another_size_raises_with_both_ranks(world, numel, sends):
     wire = MpiWire(world)
     if wire.rank == 0:
         with pytest.raises(CommError, match=f"rank 0 expects 40 B and rank 1 sends {sends}"):
@@ -154,7 +154,7 @@ def test_a_message_of_another_size_is_an_error_that_names_both_ends(world, numel
         wire.send(torch.ones(numel), 0)
 
 
-# -- in chunks ----------------------------------------------------------------------------------
+# Chunks
 
 CHUNK_BYTES = 256
 BETWEEN_NODES = ("nodes of one", "nodes of two")
@@ -162,7 +162,7 @@ BETWEEN_NODES = ("nodes of one", "nodes of two")
 
 @pytest.fixture(params=[name for name in BETWEEN_NODES if name not in SAME])
 def chunked(request):
-    """Connect ranks of several nodes, whose rails carry chunks of a few elements."""
+    """Connect ranks of several nodes, whose rails use chunks of a few elements."""
     with connected(PATHS[request.param]) as made:
         made.comm.use(replace(made.comm.plan, chunk_bytes=CHUNK_BYTES))
         yield made.comm
@@ -189,7 +189,7 @@ def drawn(number):
 @pytest.mark.limit(120)
 def test_random_reductions_in_chunks_equal_numpy_and_have_the_same_bits(world, chunked, jitter):
     checker, checksums = Checker(chunked), {}
-    for turn, number in enumerate(range(world.size - 2, 120, 3)):  # each on one number of ranks
+    for turn, number in enumerate(range(world.size - 2, 120, 3)):  # one world size each
         if turn == 13:
             jitter()
         case = drawn(number)
@@ -204,7 +204,7 @@ def test_random_reductions_in_chunks_equal_numpy_and_have_the_same_bits(world, c
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_each_chunk_has_the_bits_that_it_has_alone(world, make_rail, name, dtype):
+def test_chunks_are_bitwise_equal_to_separate_reductions(world, make_rail, name, dtype):
     how = combination(dtype, Op.SUM)
     numel = 40 * CHUNK_BYTES // dtype.itemsize + 17
     part = random_numbers(world.rank, numel, dtype)
@@ -218,7 +218,7 @@ def test_each_chunk_has_the_bits_that_it_has_alone(world, make_rail, name, dtype
 
 
 @pytest.mark.ranks(2, 3)
-def test_chunks_are_handed_out_in_order_while_the_next_are_under_way(make_rail):
+def test_chunks_are_returned_in_order_while_the_next_are_in_flight(make_rail):
     begun, over = [], []
 
     def parts():
@@ -234,7 +234,7 @@ def test_chunks_are_handed_out_in_order_while_the_next_are_under_way(make_rail):
 
 
 @pytest.mark.ranks(2)
-def test_a_rank_that_does_not_come_ends_all_that_is_under_way(world, make_rail):
+def test_missing_rank_ends_all_operations_in_flight(world, make_rail):
     watch = Watch(hosts={0: "n0", 1: "n1"}, rank=world.rank, timeout_s=0.3)
     rail = make_rail((0, "ring"), chunk_bytes=CHUNK_BYTES, watch=watch, name="rail 3")
     part = torch.ones(100 * CHUNK_BYTES)
@@ -243,15 +243,15 @@ def test_a_rank_that_does_not_come_ends_all_that_is_under_way(world, make_rail):
             rail.reduce_(part, SUM)
         with pytest.raises(CommError, match="no longer in step"):
             watch.require_in_step()
-        assert len(requests.pending(rail.wire._comm)) == DEPTH + 1  # sends, whose memory stays
+        assert len(requests.pending(rail.wire._comm)) == DEPTH + 1  # sends keep memory
     world.Barrier()
-    if world.rank == 0:  # meet what the other one began, as far as it came
+    if world.rank == 0:  # complete the operations that the other rank began
         with pytest.raises(RankLostError):
             rail.reduce_(part, SUM)
 
 
 @pytest.mark.ranks(2)
-def test_after_an_error_between_two_chunks_nothing_goes_on(chunked, monkeypatch):
+def test_error_between_two_chunks_fails_later_calls(chunked, monkeypatch):
     def break_down(*_):
         raise ZeroDivisionError
 

@@ -1,4 +1,4 @@
-"""Operations of MPI that nobody waits for any more keep their memory and their communicator."""
+"""Check that abandoned MPI operations keep their memory and their communicator."""
 
 import ast
 import gc
@@ -24,7 +24,7 @@ from hpctrain.core.errors import RankLostError
 
 SUM = combination(torch.float32, Op.SUM)
 CALL = call_of("a call of this test")
-SMALL, LARGE = 16, 100_000  # bytes that leave with the message, and that are fetched later
+SMALL, LARGE = 16, 100_000  # bytes sent with the message header, and bytes fetched later
 
 
 def impatient():
@@ -42,7 +42,7 @@ def receive_with_an_error(comm, num_bytes):
 
 def receive_with_an_interrupt(comm, num_bytes):
     def interrupted(*arguments):
-        comm.Irecv(*arguments)  # its request is lost, as when a signal comes now
+        comm.Irecv(*arguments)  # the request is lost, as when a signal arrives at this point
         raise KeyboardInterrupt
 
     requests.start(comm, interrupted, bytearray(num_bytes), 1)
@@ -82,10 +82,10 @@ def send_second_half(comm, num_bytes):
 
 
 def nothing(comm, num_bytes):
-    """Do nothing yet."""
+    """Do nothing."""
 
 
-WAYS = {  # what rank 0 gives up, what rank 1 sends before that, and what the others do later
+WAYS = {  # abandoned by rank 0, called earlier by rank 1, called later by the others
     "a receive, by a timeout": (receive_with_a_timeout, nothing, send),
     "a receive, by an error": (receive_with_an_error, nothing, send),
     "a receive, by an interrupt": (receive_with_an_interrupt, nothing, send),
@@ -97,7 +97,7 @@ WAYS = {  # what rank 0 gives up, what rank 1 sends before that, and what the ot
 
 
 def canaries_of(num_bytes):
-    """Fill what memory of this size has been freed."""
+    """Allocate and fill all freed memory of this size."""
     return [
         make
         for _ in range(30)
@@ -118,7 +118,7 @@ def let_the_library_go_on(world):
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("num_bytes", [SMALL, LARGE])
 @pytest.mark.parametrize("way", WAYS)
-def test_late_data_land_in_memory_that_is_still_owned(world, way, num_bytes):
+def test_late_data_are_written_to_memory_that_is_still_owned(world, way, num_bytes):
     give_up, begin, come = WAYS[way]
     comm = world.Dup()
     canaries = []
@@ -145,7 +145,7 @@ def test_a_communicator_is_freed_when_nothing_uses_it_any_more(world):
         with suppress(RankLostError):
             meet(comm, CALL, impatient())
         requests.free(comm)
-        assert comm != MPI.COMM_NULL  # the library would crash when the others come
+        assert comm != MPI.COMM_NULL  # otherwise the library would crash when the others call
         world.Barrier()
         while requests.pending(comm):
             for request in requests.pending(comm):
@@ -169,12 +169,12 @@ def test_a_receive_is_withdrawn_before_its_communicator_is_freed(world):
 
 
 @pytest.mark.ranks(2)
-def test_messages_that_nobody_waits_for_are_forgotten_once_they_have_left(world):
+def test_abandoned_messages_are_released_once_they_were_sent(world):
     wire, num_messages = MpiWire(world), 1000
     most = 0
     for number in range(num_messages):
         if number % 100 == 0:
-            world.Barrier()  # else a receiver on a busy core is late with most of them
+            world.Barrier()  # otherwise a receiver on a busy core is late for most messages
         if world.rank == 0:
             wire.start_send(torch.ones(SMALL), 1)
             most = max(most, len(requests.pending(world)))
@@ -184,13 +184,13 @@ def test_messages_that_nobody_waits_for_are_forgotten_once_they_have_left(world)
 
 
 @pytest.mark.ranks(2)
-def test_what_the_library_refuses_is_not_pending(world):
+def test_operation_rejected_by_mpi_is_not_pending(world):
     with pytest.raises(MPI.Exception):
         requests.start(world, world.Irecv, bytearray(SMALL), world.size)
     assert not requests.pending(world)
 
 
-def test_every_operation_starts_where_its_memory_is_kept():
+def test_every_nonblocking_operation_is_started_by_requests():
     starts = {name for name in dir(MPI.Comm) + dir(MPI.Message) if is_nonblocking(name)}
     assert {"Isend", "Irecv", "Ibarrier", "Iallreduce", "irecv"} <= starts
     found = [
@@ -204,6 +204,6 @@ def test_every_operation_starts_where_its_memory_is_kept():
 
 
 def is_nonblocking(name):
-    """Say whether mpi4py returns a request, also a persistent one, from this method."""
+    """Return True if a method of mpi4py returns a request, or a persistent request."""
     method = getattr(MPI.Intracomm, name, None) or getattr(MPI.Message, name)
     return any(kind in (method.__doc__ or "") for kind in ("-> Request", "-> Prequest"))

@@ -1,4 +1,4 @@
-"""Node memory: slots that tensors pass through, and buckets that live as long as tensors."""
+"""Check node memory: slots that tensors pass through, and buckets that live as long as tensors."""
 
 import gc
 import time
@@ -45,7 +45,7 @@ def values_of(rank, numel, dtype=torch.float32):
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_values_are_added_in_rank_order_whatever_the_way_and_the_size(world, node):
+def test_values_are_added_in_rank_order_for_any_method_and_size(world, node):
     for numel in (0, 1, 65, SLOT, SLOT + 1, 3 * SLOT + 77):
         expected = values_of(0, numel)
         for rank in range(1, world.size):
@@ -68,7 +68,7 @@ def test_halves_are_rounded_once(world, node):
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_a_fast_rank_never_overwrites_what_a_slow_one_still_reads(world, node):
+def test_fast_rank_never_overwrites_values_that_a_slow_one_still_reads(world, node):
     for turn in range(200):
         tensor = torch.full((20_000,), float(world.rank + turn))
         node.allreduce_by(WAYS[turn % 3 == 0], tensor)
@@ -79,7 +79,7 @@ def test_a_fast_rank_never_overwrites_what_a_slow_one_still_reads(world, node):
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_different_calls_are_an_error_on_every_rank_that_says_what_each_does(world, node):
+def test_different_calls_raise_on_every_rank_with_the_calls_of_all_ranks(world, node):
     numel = 11 if world.rank == 1 else 10
     with pytest.raises(MismatchError, match=r"sum of 10 float32; rank 1: .*sum of 11 float32"):
         node.allreduce_(torch.ones(numel))
@@ -92,7 +92,7 @@ def test_different_calls_are_an_error_on_every_rank_that_says_what_each_does(wor
 
 
 @pytest.mark.ranks(2, 4)
-def test_who_waits_for_a_late_rank_of_its_node_sleeps(world, node):
+def test_wait_for_a_late_rank_of_the_node_sleeps(world, node):
     node.barrier()
     used_s, start = time.process_time(), time.monotonic()
     if world.rank == 0:
@@ -103,7 +103,7 @@ def test_who_waits_for_a_late_rank_of_its_node_sleeps(world, node):
 
 
 @pytest.mark.ranks(2, 4)
-def test_ranks_that_take_turns_on_a_core_sleep_for_none_that_comes_soon(world, node, monkeypatch):
+def test_ranks_that_share_a_core_rarely_sleep_in_short_waits(world, node, monkeypatch):
     monkeypatch.setattr(node.node, "pace", IN_TURNS)
     naps, sleep = [], Semaphore.wait
 
@@ -119,7 +119,7 @@ def test_ranks_that_take_turns_on_a_core_sleep_for_none_that_comes_soon(world, n
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("numel", [10, 3 * SLOT])
-def test_sizes_that_differ_beyond_the_first_piece_and_factors_are_compared_too(world, node, numel):
+def test_sizes_beyond_the_first_piece_and_factors_are_compared(world, node, numel):
     last = world.rank == world.size - 1
     with pytest.raises(MismatchError, match="same calls in the same order"):
         node.allreduce_(torch.ones(SLOT + (numel if last else 0)))
@@ -131,7 +131,7 @@ def test_sizes_that_differ_beyond_the_first_piece_and_factors_are_compared_too(w
 
 
 @pytest.mark.ranks(2, 3)
-def test_buckets_are_made_alike_or_not_at_all(world, node):
+def test_new_buckets_must_be_equal_on_all_ranks(world, node):
     with pytest.raises(MismatchError, match="new bucket of 10 float32"):
         node.new_bucket(10 if world.rank == 0 else 1_000_000, torch.float32)
     bucket = node.new_bucket(10, torch.float32)
@@ -139,7 +139,7 @@ def test_buckets_are_made_alike_or_not_at_all(world, node):
 
 
 @pytest.mark.ranks(2, 3)
-def test_a_bucket_of_another_communicator_is_refused(world, node):
+def test_bucket_of_another_communicator_is_rejected(world, node):
     group = node.group(range(world.size))
     with pytest.raises(CommError, match="whose new_bucket"):
         group.allreduce_(node.new_bucket(10, torch.float32))
@@ -150,7 +150,7 @@ def test_a_bucket_of_another_communicator_is_refused(world, node):
 
 
 @pytest.mark.ranks(2)
-def test_after_a_wait_that_failed_a_communicator_is_used_no_more(world, patience):
+def test_communicator_is_unusable_after_a_failed_wait(world, patience):
     with connected(Settings(probe="off", timeout=patience(1.0))) as made:
         if world.rank == 0:
             with pytest.raises(RankLostError, match="HPCTRAIN_TIMEOUT"):
@@ -161,7 +161,7 @@ def test_after_a_wait_that_failed_a_communicator_is_used_no_more(world, patience
 
 
 @given(st.integers(0, 10**12), st.integers(1, 256))
-def test_slices_cover_everything_once_and_share_no_cache_line(numel, parts):
+def test_slices_cover_each_element_once_and_share_no_cache_line(numel, parts):
     bounds = [slice_bounds(numel, parts, part) for part in range(parts)]
     assert bounds[0].start == 0
     assert bounds[-1].stop == numel
@@ -171,7 +171,7 @@ def test_slices_cover_everything_once_and_share_no_cache_line(numel, parts):
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_a_bucket_lives_as_long_as_its_tensor(world):
+def test_bucket_lives_as_long_as_its_tensor(world):
     with connected(Settings(probe="off")) as connection:
         flat = connection.comm.new_bucket(50_000, torch.float32).flat
     del connection
@@ -188,7 +188,7 @@ def test_too_large_a_bucket_is_an_error_on_every_rank(node):
 
 
 @pytest.mark.ranks(2, 4)
-def test_ranks_that_cannot_share_memory_go_flat_and_say_so():
+def test_ranks_without_shared_memory_use_flat_mpi_and_report_it():
     with connected(Settings(shared_memory="off")) as connection:
         assert connection.plan.node_memory == "none"
         assert any("flat over MPI" in note for note in connection.notes)

@@ -1,4 +1,4 @@
-"""Spare ranks: who waits, and that they hear of the end."""
+"""Check spare ranks: their selection, and that they are released at the end."""
 
 import platform
 
@@ -10,8 +10,8 @@ from hpctrain.core.errors import ConfigError
 
 
 @pytest.mark.ranks(3, 4)
-def test_who_waits_is_of_the_host_with_most_ranks(world, monkeypatch):
-    """The last host has one rank, which works."""
+def test_spare_rank_is_on_the_host_with_most_ranks(world, monkeypatch):
+    """The last host has one rank, which is a worker."""
     last = world.size - 1
     monkeypatch.setattr(platform, "node", lambda: "b" if world.rank == last else "a")
     spares = Spares(world, 1)
@@ -25,7 +25,7 @@ def test_who_waits_is_of_the_host_with_most_ranks(world, monkeypatch):
 
 @pytest.mark.requires("recovery")
 @pytest.mark.ranks(3, 4)
-def test_spares_hear_of_the_end(world):
+def test_spares_are_released_at_the_end(world):
     spares = Spares(world, world.size - 2)
     if world.rank == 0:
         spares.end()
@@ -33,6 +33,6 @@ def test_spares_hear_of_the_end(world):
 
 
 @pytest.mark.ranks(2, 3)
-def test_two_ranks_work_at_least(world):
+def test_fewer_than_two_workers_are_rejected(world):
     with pytest.raises(ConfigError, match="wait for two ranks or more"):
         Spares(world, world.size - 1)

@@ -1,4 +1,4 @@
-"""``HPCTRAIN_STATS=1`` prints one table of all ranks at the end, and only at an orderly end."""
+"""Check the table that ``HPCTRAIN_STATS=1`` prints once, at an orderly shutdown only."""
 
 import re
 
@@ -16,7 +16,7 @@ SIZES = pytest.mark.ranks(1, 2, 3, 4)
 
 
 def lines_of(text):
-    """The lines of the table by operation, cut into cells."""
+    """Return the lines of the table by operation, split into cells."""
     lines = text.splitlines()
     start = next(i for i, line in enumerate(lines) if "communicated, per rank" in line)
     return {line.split()[0]: line.split("  ") for line in lines[start + 1 :] if line.strip()}
@@ -48,7 +48,7 @@ def test_the_table_has_means_and_spreads_over_ranks():
     ]
 
 
-def test_what_took_most_time_comes_first_and_an_absent_rank_counts_as_nothing():
+def test_table_is_sorted_by_time_and_counts_absent_ranks_as_zero():
     ranks = [{"send": Count(calls=1, seconds=0.1), "barrier": Count(calls=1, seconds=0.3)}, {}]
     lines = lines_of(describe(ranks))
     assert list(lines) == ["operation", "barrier", "send"]
@@ -56,12 +56,12 @@ def test_what_took_most_time_comes_first_and_an_absent_rank_counts_as_nothing():
     assert "0.0 us" in "  ".join(lines["send"])
 
 
-def test_nothing_is_in_the_way_when_nobody_listens():
+def test_communicator_without_listeners_is_not_wrapped():
     comm = SerialCommunicator()
     assert observed(comm, None, None) is comm
 
 
-def test_a_group_is_heard_by_the_same_listeners():
+def test_group_has_the_same_listeners():
     heard = []
 
     def listener(call):

@@ -1,4 +1,4 @@
-"""Tensors of any layout as flat ones, and as bytes."""
+"""Check tensors of any layout as flat tensors, and as bytes."""
 
 import gc
 
@@ -20,14 +20,14 @@ DTYPES = [
 
 @st.composite
 def layouts(draw):
-    """Draw a shape, strides of elements, some of them 0 or larger than needed, and a start."""
+    """Draw a shape, strides, some of them 0 or larger than needed, and an offset."""
     shape = draw(st.lists(st.integers(0, 4), max_size=4))
     strides = draw(st.lists(st.integers(0, 7), min_size=len(shape), max_size=len(shape)))
     return tuple(shape), tuple(strides), draw(st.integers(0, 3))
 
 
 @given(layout=layouts(), dtype=st.sampled_from(DTYPES), is_one=st.booleans())
-def test_bytes_are_those_of_the_elements_in_order(layout, dtype, is_one):
+def test_bytes_are_the_elements_in_order(layout, dtype, is_one):
     shape, strides, start = layout
     if is_one:  # contiguous for torch, with any stride
         shape = (1,) * len(shape)
@@ -50,7 +50,7 @@ def test_bytes_are_those_of_the_elements_in_order(layout, dtype, is_one):
 
 
 @given(layout=layouts(), dtype=st.sampled_from([torch.complex64, torch.complex128]))
-def test_lazy_conjugates_and_negatives_are_carried_out(layout, dtype):
+def test_lazy_conjugates_and_negatives_are_resolved(layout, dtype):
     shape, strides, start = layout
     numbers = torch.arange(100).to(dtype) * (1 + 2j)
     tensor = numbers.as_strided(shape, strides, start).conj()
@@ -70,7 +70,7 @@ def test_bytes_of_a_contiguous_tensor_are_its_memory():
     assert tensor.tolist() == [1.0]
 
 
-def test_bytes_exist_as_long_as_someone_refers_to_them():
+def test_bytes_exist_as_long_as_they_are_referenced():
     held = host_bytes(torch.full((1000,), 7, dtype=torch.uint8))[10:]
     gc.collect()
     others = [torch.zeros(1000, dtype=torch.uint8) for _ in range(50)]
@@ -91,6 +91,6 @@ def test_tensors_that_require_gradients_and_parameters_have_bytes():
 
 
 @pytest.mark.parametrize("tensor", [torch.arange(12.0).view(3, 4).t(), torch.zeros(1, 2)[:, 0]])
-def test_a_rank_alone_scatters_tensors_of_any_layout(tensor):
+def test_single_rank_scatters_tensors_of_any_layout(tensor):
     given_out = SerialCommunicator().reduce_scatter(tensor)
     assert given_out.tolist() == tensor.flatten().tolist()

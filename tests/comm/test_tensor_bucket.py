@@ -1,4 +1,4 @@
-"""Packed tensors come back as they were, or as sums; one call of torch copies all of them."""
+"""Check packed tensors: unpacked unchanged or summed, with one call of torch for all."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ FLOATS = (torch.float32, torch.float64, torch.float16)
 
 
 def tensors(rank, dtype=torch.float32, *, only_flat=False):
-    """Return tensors of several layouts, other numbers on every rank."""
+    """Return tensors of several layouts, with other values on every rank."""
     numbers = torch.Generator().manual_seed(rank)
     flat = [torch.randint(-9, 9, (n,), generator=numbers).to(dtype) for n in (5, 0, 16, 1)]
     if only_flat:
@@ -27,7 +27,7 @@ def same(some, others):
 
 
 class Calls(TorchDispatchMode):
-    """Counts calls of operators."""
+    """Count the calls of operators."""
 
     num = 0
 
@@ -39,7 +39,9 @@ class Calls(TorchDispatchMode):
 @pytest.mark.parametrize("only_flat", [False, True])
 @pytest.mark.parametrize("with_gaps", [False, True])
 @pytest.mark.parametrize("keeps_strides", [False, True])
-def test_what_is_packed_is_what_is_unpacked_by_one_call_each(only_flat, with_gaps, keeps_strides):
+def test_unpacked_tensors_equal_packed_ones_with_one_call_each(
+    only_flat, with_gaps, keeps_strides
+):
     given = tensors(0, only_flat=only_flat)
     offsets = [200 * number for number in range(len(given))] if with_gaps else None
     flat = torch.full((200 * len(given) if with_gaps else sum(t.numel() for t in given),), -1.0)
@@ -50,7 +52,7 @@ def test_what_is_packed_is_what_is_unpacked_by_one_call_each(only_flat, with_gap
     assert same(packed.places, given)
     if keeps_strides:
         assert [p.stride() for p in packed.places] == [t.stride() for t in given]
-    elif not with_gaps:  # in row-major order, one behind the other
+    elif not with_gaps:  # in row-major order, without gaps
         assert torch.equal(flat, torch.cat([tensor.reshape(-1) for tensor in given]))
     taken = [torch.empty_like(tensor) for tensor in given]
     with Calls() as calls:
@@ -60,7 +62,7 @@ def test_what_is_packed_is_what_is_unpacked_by_one_call_each(only_flat, with_gap
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_copies_in_another_type_are_those_of_the_numbers(dtype):
+def test_copies_in_another_dtype_convert_the_values(dtype):
     given = tensors(1)
     packed = PackedTensors.copied(given, dtype)
     assert packed.flat.dtype is dtype
@@ -91,5 +93,5 @@ def test_a_bucket_holds_the_sum_over_the_ranks_after_it_is_sent(world, comm, num
     bucket.unpack(taken)
     of_ranks = [tensors(rank) for rank in range(world.size)]
     assert same(taken, [2 * sum(each) for each in zip(*of_ranks, strict=True)])
-    marks = [world.size * (world.size + 1) / 2] * num_marks  # the factor is not theirs
+    marks = [world.size * (world.size + 1) / 2] * num_marks  # the factor does not apply to marks
     assert bucket.marks.tolist() == marks

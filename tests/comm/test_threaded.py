@@ -1,4 +1,4 @@
-"""A communicator on a thread: the same results, in the order of the calls, none lost."""
+"""Check a communicator on a thread: the same results, in the order of the calls, none lost."""
 
 import threading
 
@@ -21,7 +21,7 @@ def threaded(world):
 
 
 class Gate(SerialCommunicator):
-    """Holds every reduction until it is opened, and remembers what was done."""
+    """Block every reduction until it is opened, and record the calls."""
 
     def __init__(self):
         self.opened = threading.Event()
@@ -37,7 +37,7 @@ class Gate(SerialCommunicator):
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_operations_in_flight_end_with_their_sums(world, threaded):
+def test_operations_in_flight_complete_with_their_sums(world, threaded):
     tensors = [torch.full((1000 * k,), float(world.rank)) for k in range(8)]
     works = [threaded.allreduce_(tensor, scale=2.0) for tensor in tensors]
     product = torch.tensor([2.0])
@@ -45,7 +45,7 @@ def test_operations_in_flight_end_with_their_sums(world, threaded):
     root = torch.tensor([world.rank])
     works.append(threaded.broadcast_(root, world.size - 1))
     assert threaded.allgather_object(world.rank) == list(range(world.size))
-    assert all(work.done() for work in works)  # an object waits for all that was before it
+    assert all(work.done() for work in works)  # gathering objects waits for all earlier operations
     for work in works:
         work.wait()
     for tensor in tensors:
@@ -60,7 +60,7 @@ def test_random_collectives_equal_numpy_on_a_thread(world, threaded):
 
 
 @pytest.mark.ranks(2, 3)
-def test_errors_come_with_the_operation_that_made_them(world, threaded):
+def test_errors_are_raised_by_the_operation_that_failed(world, threaded):
     wrong = threaded.allreduce_(torch.zeros(2), op=Op.BAND)
     unequal = threaded.allreduce_(torch.zeros(2 + world.rank))
     right = torch.ones(2)
@@ -88,7 +88,7 @@ def test_operations_run_in_the_order_of_the_calls_and_close_waits_for_them():
     assert gate.done == [0, 1, 2, 3, 4, "composite", "close"]
 
 
-def test_what_a_composite_raises_comes_with_its_work():
+def test_error_of_a_composite_is_raised_by_its_work():
     threaded = ThreadedCommunicator(SerialCommunicator())
     work = threaded.submit(int, "no number")
     with pytest.raises(ValueError, match="no number"):

@@ -1,7 +1,7 @@
-"""A program for virtual nodes: what leaves a node by its network card, and what codecs claim.
+"""Measure the bytes that leave a node by its network adapter, and the bytes of each codec.
 
-Started by ``test_card.py``; prints one line of JSON, on rank 0: for each codec the bytes of every
-rank's node, and those claimed.
+``test_card.py`` starts this program on virtual nodes. Rank 0 prints one line of JSON: for each
+codec the bytes of every rank's node, and the bytes that the codec reports.
 """
 
 import json
@@ -29,7 +29,7 @@ def main(names: list[str]) -> None:
         gradients = Gradients(codec_for(name), comm, SHAPES, torch.float32)
         gradients.reduce(drawn(comm.rank, 0, SHAPES, torch.float32))
         comm.barrier()
-        time.sleep(SETTLE_S)  # what is acknowledged late has left too
+        time.sleep(SETTLE_S)  # late acknowledgements have been sent too
         comm.barrier()
         before, claimed = sent_bytes(), 0
         for _ in range(STEPS):

@@ -1,4 +1,4 @@
-"""Buckets of some tensors on simulated nodes, and what codecs make of them."""
+"""Reduce buckets of some tensors on simulated nodes with codecs."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -18,13 +18,13 @@ SHAPES = ((40, 30), (7,), (64, 16, 3), (5,), (1, 1))
 
 @contextmanager
 def nodes(ranks_per_node: int | None, **settings: str) -> Iterator[Communicator]:
-    """Connect all ranks as nodes of so many; None for one node."""
+    """Connect all ranks as nodes of ``ranks_per_node`` ranks; None for one node."""
     with connected(Settings(probe="off", ranks_per_node=ranks_per_node, **settings)) as made:
         yield made.comm
 
 
 class Gradients:
-    """A bucket of tensors as an optimizer makes it, reduced by a codec."""
+    """Hold a bucket of tensors as an optimizer makes it, reduced by a codec."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Gradients:
         scale: float | None = None,
         marks: Sequence[float] | None = None,
     ) -> list[Tensor]:
-        """Return copies of what the codec makes of the ranks' values; the same on all ranks."""
+        """Return copies of the codec's result of the ranks' values; equal on all ranks."""
         for tensor, value in zip(self.tensors, values, strict=True):
             tensor.copy_(value)
         self.marks.copy_(torch.tensor(marks or [1.0] * len(self.tensors)))
@@ -79,5 +79,5 @@ def drawn(
 
 
 def of_all(comm: Communicator, make: Callable[[int], list[Tensor]]) -> list[Tensor]:
-    """Return the sums of what ``make`` gives for each rank."""
+    """Return the sums over all ranks of the tensors that ``make`` returns."""
     return [sum(parts) for parts in zip(*map(make, range(comm.size)), strict=True)]  # type: ignore[misc]

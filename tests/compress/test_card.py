@@ -1,4 +1,4 @@
-"""The bytes that codecs claim are those that leave a node by its network card."""
+"""Check that the bytes of codecs equal those that leave a node by its network adapter."""
 
 import json
 
@@ -13,13 +13,13 @@ CODECS = ("none", "bf16", "int8", "one_bit", "sign", "top_k", "power_sgd")
 @pytest.mark.conformance
 @pytest.mark.requires("cluster")
 @pytest.mark.limit(120)
-def test_what_leaves_a_node_is_what_the_codec_claims():
+def test_bytes_that_leave_a_node_equal_those_of_the_codec():
     with VirtualCluster(nodes=2) as cluster:
         words = ["python", "-m", "tests.compress.card_job", *CODECS]
         done = cluster.run(words, ranks_per_node=(2, 2))
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     for name in CODECS:
-        # Of a sum over two nodes each half leaves a node once as it is and once as the sum.
+        # In a sum over two nodes, each half leaves a node once as input and once as the sum.
         sent, claimed = found[name]
         assert max(sent) == pytest.approx(claimed, rel=0.03), name

@@ -1,4 +1,4 @@
-"""Laws of all codecs: same bits everywhere, exact in a node, marks, states, what is not finite."""
+"""Check laws of all codecs: equal bits, exact sums in a node, marks, states, NaN and inf."""
 
 import copy
 
@@ -80,8 +80,8 @@ def test_inside_one_node_nothing_is_coded(codec):
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", FEEDBACK)
 @WORLDS
-def test_what_is_left_out_comes_later(name, world):
-    """The sum of what arrived and what is remembered is the sum of all gradients."""
+def test_omitted_values_are_sent_later(name, world):
+    """The sum of the received and the stored values is the sum of all gradients."""
     with nodes(**world) as comm:
         gradients = Gradients(codec_for(LOSSY[name]), comm)
         far = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
@@ -94,7 +94,7 @@ def test_what_is_left_out_comes_later(name, world):
                     one.add_(value)
         assert distance(far, total) < 0.2
         if not comm.num_rails:
-            return  # one node, where nothing is left out
+            return  # one node, where nothing is omitted
         once = Gradients(codec_for(LOSSY[name]), comm).reduce(drawn(comm.rank))
         assert distance(once, of_all(comm, drawn)) > (0.002 if "int8" in name else 0.2)
 
@@ -122,7 +122,7 @@ def test_a_value_that_is_not_finite_arrives_and_is_not_remembered(codec, world):
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.sweep
 @CODEC
-def test_a_state_goes_on_with_the_same_bits(codec):
+def test_state_resumes_with_the_same_bits(codec):
     with nodes(1) as comm:
         first, second = (Gradients(codec_for(codec), comm) for _ in range(2))
         for step in range(3):
@@ -153,7 +153,7 @@ def test_buckets_that_are_laid_out_anew_for_the_same_tensors_change_nothing(code
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("name", [*FEEDBACK, "dgc"])
 def test_on_other_nodes_what_was_not_sent_is_shared_out(name):
-    """The sum over nodes stays, for each element."""
+    """The sum over nodes is unchanged, for each element."""
 
     def waiting(gradients):
         return gradients.codec.shared_state(gradients.comm)["unsent"]
@@ -169,7 +169,7 @@ def test_on_other_nodes_what_was_not_sent_is_shared_out(name):
         torch.testing.assert_close(waiting(after), state["unsent"], rtol=1e-12, atol=1e-12)
         assert any(each.any() for each in state["unsent"])
         after.reduce(drawn(comm.rank, 3))
-    with nodes(None) as comm:  # nothing waits on one node
+    with nodes(None) as comm:  # nothing is stored on one node
         whole = Gradients(codec_for(LOSSY[name]), comm)
         whole.codec.load_shared_state(state, comm)
         assert not waiting(whole)
@@ -177,8 +177,8 @@ def test_on_other_nodes_what_was_not_sent_is_shared_out(name):
 
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("name", ["int8", "sign", "one bit", "top k", "power sgd"])
-def test_bytes_are_those_that_leave(name):
-    """What the rail counts is what the codec claims, times the paths of the exchange."""
+def test_reported_bytes_equal_sent_bytes(name):
+    """The rail counts the bytes that the codec reports, times the paths of the exchange."""
     shapes = ((256, 128),)
     with nodes(1) as comm:
         gradients = Gradients(codec_for(LOSSY[name]), comm, shapes, torch.float32)
@@ -190,7 +190,7 @@ def test_bytes_are_those_that_leave(name):
         size = comm.size
         gathered = name == "top k"
         paths = size - 1 if gathered else 2 * (size - 1) / size
-        if name == "power sgd":  # short sums go both ways between pairs of ranks
+        if name == "power sgd":  # short sums are sent in both directions between pairs of ranks
             total = sum(comm.allgather_object(sent)) / size
             assert claimed * paths * 0.97 <= total <= claimed * 2 + 64
             return
@@ -211,7 +211,7 @@ def test_values_of_many_chunks_are_each_reduced_in_their_place(feedback, monkeyp
 
 @pytest.fixture
 def hvd():
-    """Join the world, each rank a node."""
+    """Initialize the world with one rank per node."""
     hpctrain.init(ranks_per_node=1)
     yield hpctrain
     hpctrain.shutdown()
@@ -253,7 +253,7 @@ def test_a_training_goes_down_by_any_codec_and_replicas_stay_equal(hvd, name):
         ("dgc", torch.optim.AdamW, "momentum is summed up before"),
     ],
 )
-def test_what_does_not_converge_is_warned_of(hvd, codec, kind, said):
+def test_codecs_that_do_not_converge_warn(hvd, codec, kind, said):
     model = torch.nn.Linear(4, 4)
     with pytest.warns(UserWarning, match=said):
         hvd.DistributedOptimizer(kind(model.parameters(), lr=0.1), compression=codec)
@@ -359,7 +359,7 @@ def test_ranks_with_different_codecs_are_an_error_on_all_of_them(hvd, codecs):
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("name", FEEDBACK)
 def test_what_is_not_sent_waits_while_no_rank_has_a_gradient_of_its_tensor(name):
-    """Else a head that is not trained in a step loses what came of it: ``.grad`` stays None."""
+    """Otherwise a head that is not trained in a step would lose its part: ``.grad`` stays None."""
     with nodes(1) as comm:
         gradients = Gradients(codec_for(LOSSY[name]), comm)
         got = gradients.reduce(drawn(comm.rank))
@@ -405,7 +405,7 @@ def test_a_state_of_other_products_is_gone_on_from_where_it_can_be():
 
 
 @pytest.mark.ranks(2)
-def test_auto_goes_on_with_its_choice():
+def test_auto_resumes_with_its_choice():
     with nodes(1) as comm:
         auto = codec_for("auto")
         gradients = Gradients(auto, comm, dtype=torch.float32)

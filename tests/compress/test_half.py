@@ -1,4 +1,4 @@
-"""16 bits: what is rounded, what is not, and how far a sum may be off."""
+"""Check 16-bit codecs: the rounded values, and the error of a sum."""
 
 import pytest
 import torch
@@ -70,13 +70,13 @@ def test_sums_of_16_bits_are_formed_in_float32(comm):
     codec.prepare(bucket, [bucket.flat], comm)
     bucket.flat.fill_(60000.0)
     codec.allreduce_(bucket, comm, scale=1.0 / comm.size).wait()
-    assert bucket.flat.item() == 60000.0  # the sum itself has no place in float16
+    assert bucket.flat.item() == 60000.0  # the sum itself exceeds float16
 
 
 @pytest.mark.ranks(2, 3, 4)
 @HALVES
 def test_a_node_sums_in_full_precision_and_only_its_slice_is_rounded(comm, half):
-    small = 2.0**-13  # is lost beside 1 in either 16 bits, and exact alone
+    small = 2.0**-13  # lost when added to 1 in both 16-bit dtypes, and exact alone
     bucket = comm.new_bucket(130, torch.float32)
     codec = codec_for(half)
     codec.prepare(bucket, [bucket.flat], comm)

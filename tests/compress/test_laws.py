@@ -1,4 +1,4 @@
-"""Laws that the papers state of their codecs, each with the value that it predicts."""
+"""Check the laws that papers state for their codecs, with the predicted values."""
 
 import numpy as np
 import pytest
@@ -16,11 +16,11 @@ from tests.compress.nodes import Gradients, drawn, nodes, of_all
 SHAPES = ((24, 32),)
 
 
-# -- QSGD ---------------------------------------------------------------------------------
+# QSGD
 
 
 def qsgd_draws(values, levels, draws=2000):
-    """Return the mean of rounded values, their mean squared error, and the mean of not zero."""
+    """Return mean and mean squared error of rounded values, and the fraction of non-zeros."""
     codec, generator = QSGD(levels, len(values)), torch.Generator().manual_seed(1)
     mean, squared, nonzero = torch.zeros_like(values), 0.0, 0
     for _ in range(draws):
@@ -68,7 +68,7 @@ def test_elias_code_is_read_back_and_its_first_words_are_those_of_the_table():
     for number, word in words.items():
         place = int(np.flatnonzero(numbers == number)[0])
         assert f"{codes[place]:0{lengths[place]}b}" == word
-    # A block each: the number as a gap, then one that comes from the other end, as a level below.
+    # One block each: the number as a gap, then one counted from the other end, as a level below.
     levels = numbers[::-1]
     level_codes, level_lengths = codes_of(levels)
     codes = np.stack([codes, level_codes | 1 << level_lengths], 1).ravel()
@@ -99,11 +99,11 @@ def test_qsgd_draws_anew_for_each_bucket_rail_rank_and_step_and_the_same_again()
             assert all(map(torch.equal, draws, again))
             for number, one in enumerate(draws):
                 assert not any(torch.equal(one, other) for other in draws[:number])
-                assert one.unique().numel() > 2  # nodes round apart: some of them up
-                assert not torch.equal(*one.chunk(2))  # a rail's slice, and the other's
+                assert one.unique().numel() > 2  # nodes round independently: some of them up
+                assert not torch.equal(*one.chunk(2))  # slices of two rails
 
 
-# -- PowerSGD -----------------------------------------------------------------------------
+# PowerSGD
 
 
 @pytest.mark.ranks(2)
@@ -134,7 +134,7 @@ def test_power_sgd_finds_the_best_product_if_it_goes_on_from_the_last_one(decay,
 
 @pytest.mark.ranks(2, 3, 4)
 def test_power_sgd_of_nodes_is_that_of_their_mean_alone():
-    """It is linear: K nodes with an error each do what one does with the mean."""
+    """PowerSGD is linear: K nodes with an error each equal one node with the mean."""
     with nodes(1) as comm:
         apart = Gradients(PowerSGD(2), comm, SHAPES)
         alone = Gradients(PowerSGD(2), comm, SHAPES)
@@ -158,7 +158,7 @@ def test_power_sgd_leaves_vectors_alone_and_takes_zero_columns():
         got = gradients.reduce(values)
         whole = Gradients(PowerSGD(1000), comm, shapes).reduce(values)
         assert got[0].isfinite().all()
-        for number in (1, 2):  # a vector, and a matrix that would not shrink
+        for number in (1, 2):  # a vector, and a matrix that would not become smaller
             assert torch.equal(got[number], whole[number])
         zeros = Gradients(PowerSGD(2), comm, shapes)
         for _ in range(3):
@@ -170,7 +170,7 @@ def test_power_sgd_leaves_vectors_alone_and_takes_zero_columns():
 @pytest.mark.parametrize(
     "codec", [PowerSGD(24, min_gain=0.0), TopK(1.0)], ids=["full rank", "density one"]
 )
-def test_what_leaves_nothing_out_is_the_sum(codec):
+def test_codec_that_omits_nothing_gives_the_sum(codec):
     with nodes(1) as comm:
         gradients = Gradients(codec, comm, SHAPES)
         for step in range(3):
@@ -179,13 +179,13 @@ def test_what_leaves_nothing_out_is_the_sum(codec):
             torch.testing.assert_close(got, exact, rtol=1e-12, atol=1e-12)
 
 
-# -- sparse -------------------------------------------------------------------------------
+# Sparse
 
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("masks", [False, True])
 def test_dgc_at_density_one_is_momentum_sgd_unless_it_masks(masks):
-    """With masks the momentum of all that is sent is lost: plain SGD. Vectors keep theirs."""
+    """With masks the momentum of sent values is lost: plain SGD. Vectors keep their momentum."""
     shapes = ((24, 32), (7,))
     with nodes(1) as comm:
         codec = DeepGradientCompression(1.0, 0.9, masks_momentum=masks)
@@ -202,7 +202,7 @@ def test_dgc_at_density_one_is_momentum_sgd_unless_it_masks(masks):
 
 @pytest.mark.ranks(2)
 def test_dgc_without_masks_loses_nothing():
-    """What was sent and what waits is the sum of all momenta."""
+    """The sum of sent and stored values is the sum of all momenta."""
     with nodes(1) as comm:
         codec = DeepGradientCompression(0.05, 0.9, masks_momentum=False)
         gradients = Gradients(codec, comm, SHAPES)
@@ -233,7 +233,7 @@ def test_the_largest_are_found_among_many(number):
     assert len(largest(torch.ones(100000), number)) == number
 
 
-# -- one bit ------------------------------------------------------------------------------
+# One bit
 
 
 @pytest.mark.ranks(2, 3, 4)
@@ -257,7 +257,7 @@ def test_one_bit_stands_for_the_means_of_its_row():
         high, low = 8 / 6, -5.0
         expected = torch.where(row >= 0, high, low)
         torch.testing.assert_close(got[0], expected.double())
-        # Of the second row zeros count as at least zero.
+        # In the second row, zeros count as at least zero.
         second = torch.where(-row >= 0, 10 / 4, -2.0)
         torch.testing.assert_close(got[1], second.double())
         assert not got[2].any()
@@ -265,7 +265,7 @@ def test_one_bit_stands_for_the_means_of_its_row():
 
 @pytest.mark.ranks(2)
 def test_feedback_ends_where_signs_alone_do_not():
-    """A gradient is 4 with probability 1/4, else -1: the best place of [-1, 1] is -1."""
+    """A gradient is 4 with probability 1/4, else -1: the optimum in [-1, 1] is -1."""
     ends = {}
     with nodes(1) as comm:
         for codec in (SignSGD(), OneBit()):
@@ -285,7 +285,7 @@ def test_feedback_ends_where_signs_alone_do_not():
 def test_int8_is_as_exact_for_small_gradients_as_for_large_ones(size):
     values = torch.randn(5, 100, generator=torch.Generator().manual_seed(0))
     values[2] = 0.0
-    values[3] *= 1e-6  # beside larger ones
+    values[3] *= 1e-6  # next to larger ones
     form, share = Int8Blocks(100), None
     packet = form.pack(share, slice(0, 500), values.view(-1) * size)
     got = torch.empty(500)

@@ -1,7 +1,7 @@
-"""Finite gradients of any size stay finite and close to what float64 makes of them.
+"""Check that finite gradients of any size stay finite and close to float64.
 
-Extreme values of all dtypes: subnormal, at the ends of the range, alone, alike, of both signs and
-mixed.
+The values are extreme for all dtypes: subnormal, at the ends of the range, single, equal, of both
+signs and mixed.
 """
 
 import math
@@ -25,7 +25,7 @@ TINY = 2.0**-149
 
 
 def patterns(rank, dtype, room=1.0):
-    """Yield tensors, each of another pattern, of each size that fits into the dtype."""
+    """Yield tensors of different patterns, in each size that fits into the dtype."""
     generator = torch.Generator().manual_seed(rank)
     limits = torch.finfo(dtype)
     least = limits.smallest_normal * limits.eps
@@ -54,14 +54,14 @@ def patterns(rank, dtype, room=1.0):
 
 
 def begin_with(gradients, codec):
-    """Let another codec, without a memory, reduce the same bucket."""
+    """Let another codec, without a state, reduce the same bucket."""
     gradients.codec = codec_for(codec)
     parts = [*gradients.tensors, gradients.marks]
     gradients.codec.prepare(gradients.bucket, parts, gradients.comm)
 
 
 def reduced(gradients, values):
-    """Return what the codec makes of the mean of all ranks, and the mean in float64."""
+    """Return the codec's mean over all ranks, and the mean in float64."""
     comm = gradients.comm
     got = gradients.reduce(values, scale=1.0 / comm.size)
     of_ranks = zip(*comm.allgather_object(values), strict=True)
@@ -70,8 +70,8 @@ def reduced(gradients, values):
 
 
 ONE_STEP = {
-    # Of the largest value: parts that the codec may be off, with a rounding in each rank and of
-    # the sum; and the part of the range in which sums of all ranks fit.
+    # Relative to the largest value: the tolerance of the codec, with one rounding per rank and one
+    # of the sum; and the part of the range in which sums of all ranks fit.
     "none": (codec_for("none"), 1e-6, 0.3),
     "bf16": (codec_for("bf16"), 2**-7, 0.3),
     "int8": (Int8(64), 2 / 255, 1.0),
@@ -93,7 +93,7 @@ def test_a_step_is_close_to_the_mean_in_float64(name, dtype):
             begin_with(gradients, codec)
             got, exact = reduced(gradients, values)
             limits = torch.finfo(dtype)
-            # A step of int8, and a half in bfloat16, may have but a few subnormal bits.
+            # A step of int8, and half a step in bfloat16, may have only a few subnormal bits.
             rounded = 300 * TINY + 3 * limits.smallest_normal * limits.eps + 2.0**-132
             bound = (part + 2 * limits.eps) * max(
                 float(value.double().abs().max()) for value in values
@@ -109,8 +109,8 @@ def test_a_step_is_close_to_the_mean_in_float64(name, dtype):
     [Int8(64, error_feedback=True), OneBit(), TopK(0.1), PowerSGD(), DeepGradientCompression(0.1)],
     ids=lambda codec: type(codec).__name__,
 )
-def test_what_is_remembered_is_finite(codec):
-    """At most a hundredth of the range: what is not sent adds up."""
+def test_stored_values_are_finite(codec):
+    """At most a hundredth of the range: unsent values accumulate."""
     with nodes(1) as comm:
         gradients = Gradients(codec_for(codec), comm, SHAPES, torch.float32)
         for values in patterns(comm.rank, torch.float32, 0.03):

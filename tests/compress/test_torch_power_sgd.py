@@ -1,4 +1,4 @@
-"""PowerSGD step by step beside torch's own hook, on DistributedDataParallel over gloo."""
+"""Compare PowerSGD with torch's hook step by step, on DistributedDataParallel over gloo."""
 
 import pytest
 import torch
@@ -10,11 +10,11 @@ from hpctrain.compress.power_sgd import PowerSGD
 from tests.compress.nodes import Gradients, drawn, nodes
 
 SHAPES = ((24, 32), (32,), (40, 30), (24, 32), (4, 2))
-WARMUP = 2  # the least that torch's takes
+WARMUP = 2  # the minimum of torch's hook
 
 
 class Weighted(nn.Module):
-    """Parameters whose gradients are what it is called with."""
+    """Define parameters whose gradients equal the arguments of forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,13 +25,13 @@ class Weighted(nn.Module):
 
 
 def first_columns(rank, shape):
-    """Return what both begin with, for one matrix of a shape."""
+    """Return the initial columns of both, for one matrix of a shape."""
     generator = torch.Generator().manual_seed(shape[1])
     return torch.randn(shape[1], rank, generator=generator, dtype=torch.float64)
 
 
 def decaying(tensor):
-    """Return a matrix with few large directions: of noise alone rounding soon makes others."""
+    """Return a matrix with few large directions: with noise alone, rounding would change them."""
     if tensor.dim() < 2:
         return tensor
     left, _, right = torch.linalg.svd(tensor, full_matrices=False)
@@ -40,8 +40,8 @@ def decaying(tensor):
 
 @pytest.mark.ranks(2)
 @pytest.mark.usefixtures("gloo")
-@pytest.mark.parametrize("rank", [2, 4])  # torch's orthogonalises two by Gram and Schmidt
-def test_power_sgd_does_what_torchs_does(world, rank):
+@pytest.mark.parametrize("rank", [2, 4])  # torch orthogonalizes two by Gram and Schmidt
+def test_power_sgd_equals_that_of_torch(world, rank):
     model = DistributedDataParallel(Weighted())
     state = hook.PowerSGDState(
         None, matrix_approximation_rank=rank, start_powerSGD_iter=WARMUP, min_compression_rate=2

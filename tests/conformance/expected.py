@@ -1,4 +1,4 @@
-"""Tests of Horovod 0.28.1 that fail, and why."""
+"""List the tests of Horovod 0.28.1 that fail, with reasons."""
 
 EXPECTED = (
     # reason, tests of ``test_torch.py``, numbers of ranks, whether Horovod itself fails too
@@ -33,7 +33,7 @@ EXPECTED = (
     (
         "the test wants an error: Horovod's join() has no broadcast, hpctrain's has",
         ("test_horovod_join_broadcast",),
-        (2,),  # on more, the roots differ
+        (2,),  # with more ranks, the roots differ
         False,
     ),
     (

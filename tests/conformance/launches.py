@@ -1,4 +1,4 @@
-"""One file of foreign tests on so many ranks, in as many launches as it takes."""
+"""Run one file of foreign tests on several ranks, in as many launches as necessary."""
 
 import json
 import os
@@ -18,7 +18,7 @@ LOST = "a rank ended in it, or near it, without a word; see the log"
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a test: ``passed``, ``failed`` or ``skipped``."""
+    """Hold the outcome of a test: ``passed``, ``failed`` or ``skipped``."""
 
     outcome: str
     reason: str = ""
@@ -38,15 +38,15 @@ def read(file: Path) -> Record:
 
 
 def have_finished(records: Sequence[Record]) -> bool:
-    """Say whether every rank came to the end of its tests."""
+    """Return True if every rank has completed its tests."""
     return all("" in record and record[""].outcome == FINISHED for record in records)
 
 
 def decide(records: Sequence[Record]) -> Record:
-    """Return the verdicts of one launch; tests that other ranks cut short have none.
+    """Return the verdicts of one launch; tests that other ranks interrupted have none.
 
-    A test fails if it failed on any rank. Where ranks ended without a failure, the first test
-    that some of them left open is to blame.
+    A test fails if it failed on any rank. Where ranks ended without a failure, the first
+    unfinished test of any rank fails.
     """
     tests = list(dict.fromkeys(test for record in records for test in record if test))
     decided = {test: found for test in tests if (found := _verdict(test, records))}
@@ -64,7 +64,7 @@ def _verdict(test: str, records: Sequence[Record]) -> Outcome | None:
         return Outcome("failed", f"{ranks}: {failed[0][1].reason}")
     if any(each.outcome == "started" for each in found):
         return None
-    # Some tests are skipped by the ranks that have no part in them.
+    # Some tests are skipped by ranks that do not take part in them.
     return max(found, key=lambda each: (each.outcome == "passed", each.seconds))
 
 
@@ -77,19 +77,19 @@ NOTHING_LEFT = 5  # exit code of pytest when every test has its verdict already
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Suite:
-    """How the files are run."""
+    """Run the files with these settings."""
 
     horovod: Path | None = None
     """A Python that has Horovod: its own is tested. Without one, hpctrain is."""
     options: tuple[str, ...] = ("-p", "tests.conformance.alias")
     """Of pytest, where hpctrain is tested."""
-    environ: Mapping[str, str] = field(default_factory=dict)  # added to that of the ranks
-    select: str = ""  # as ``-k`` of pytest has it
-    test_limit_s: float = 120.0  # for one test; the stacks are in the log then
-    launch_limit_s: float = 900.0  # for one launch, in case not even the stacks can be had
+    environ: Mapping[str, str] = field(default_factory=dict)  # added for the ranks
+    select: str = ""  # expression of pytest's ``-k``
+    test_limit_s: float = 120.0  # for one test; its stacks are then in the log
+    launch_limit_s: float = 900.0  # for one launch, in case no stacks can be printed
 
     def run(self, file: Path, ranks: int, log: Path) -> Record:
-        """Return the verdict of each test of a file; what is printed goes to ``log``."""
+        """Return the verdict of each test of a file; write its output to ``log``."""
         verdicts: Record = {}
         log.parent.mkdir(parents=True, exist_ok=True)
         log.write_text("")

@@ -1,9 +1,9 @@
-"""Pytest plugin of one rank: verdicts are written down as they come.
+"""Record verdicts of one rank as they occur (pytest plugin).
 
-The ranks agree on nothing beside the tests themselves, just as in Horovod's own runs. After a
-failure they may be out of step, so a rank that failed ends, and ``mpirun`` ends the others; the
-next launch goes on with the tests that have no verdict yet. A test that hangs prints where it
-stands, on every rank, and has failed. Nothing of hpctrain is imported: Horovod runs here as well.
+The ranks synchronize only in the tests themselves, as in Horovod's own runs. After a failure ranks
+may be out of step, so a rank that failed ends, and ``mpirun`` ends the others; the next launch
+continues with the tests without a verdict. A test that hangs prints the stacks of every rank, and
+has failed. Nothing of hpctrain is imported, because Horovod runs here as well.
 """
 
 import faulthandler
@@ -36,23 +36,22 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class Recorder:
-    """Writes one line for each start and each end of a test."""
+    """Write one line for each start and each end of a test."""
 
     def __init__(self, folder: Path, rank: str, limit_s: float) -> None:
-        """Take the folder, in which ``done.txt`` names the tests to leave out."""
         done = folder / DONE
         self._done = set(done.read_text().splitlines()) if done.exists() else set()
         self._file = (folder / f"{rank}.jsonl").open("w", buffering=1)
-        self._stderr = os.fdopen(os.dup(2), "w", buffering=1)  # pytest's capture takes the other
+        self._stderr = os.fdopen(os.dup(2), "w", buffering=1)  # pytest captures the original
         self._rank, self._limit_s = rank, limit_s
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Leave out what has a verdict from an earlier launch."""
+        """Deselect tests that have a verdict from an earlier launch."""
         items[:] = [item for item in items if item.nodeid not in self._done]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
-        """Watch over a test."""
+        """Print the stacks of a test that exceeds its limit."""
         self._write(item.nodeid, "started")
         faulthandler.dump_traceback_later(self._limit_s, file=self._stderr)
         timer = threading.Timer(self._limit_s + GRACE_S, self._give_up, (item.nodeid,))
@@ -65,7 +64,7 @@ class Recorder:
             faulthandler.cancel_dump_traceback_later()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Write the end of a test; the last line about it counts."""
+        """Write the end of a test; the last line about a test counts."""
         if report.failed:
             text = f"[rank {self._rank}] {report.nodeid} failed\n{report.longreprtext}\n"
             self._fail(report.nodeid, reason_of(report), text)
@@ -75,12 +74,12 @@ class Recorder:
             self._write(report.nodeid, "passed", seconds=report.duration)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """A file that cannot be imported has failed as a whole."""
+        """Record a file that cannot be imported as a failure."""
         if report.failed:
             self._fail(report.nodeid, reason_of(report), report.longreprtext)
 
     def pytest_sessionfinish(self) -> None:
-        """Say that nothing is left."""
+        """Record that no tests are left."""
         self._write("", FINISHED)
 
     def _give_up(self, test: str) -> None:

@@ -24,7 +24,7 @@ FILES = (
     "test/parallel/test_adasum_pytorch.py",
     "test/parallel/test_timeline.py",
 )
-ALONE = "test/single/test_torch_elastic.py"  # what it counts is right for one rank only
+ALONE = "test/single/test_torch_elastic.py"  # its counts are correct for one rank only
 HOW_TO_GET_IT = (
     "Horovod's own tests were not run: they need a checkout of Horovod 0.28.1.\n"
     "  git clone --depth 1 --branch v0.28.1 https://github.com/horovod/horovod DIR\n"
@@ -70,14 +70,13 @@ def main(arguments: list[str]) -> int:
 
 
 class Table:
-    """What became of each test on each number of ranks."""
+    """Hold the outcome of each test on each number of ranks."""
 
     def __init__(self, found: dict[int, Record], expected: dict[int, dict[str, str]]) -> None:
-        """Take verdicts, and the tests that should fail with reasons, by the number of ranks."""
         self.found, self.expected = found, expected
 
     def is_wrong(self) -> bool:
-        """Whether a test failed that should not have, or the reverse."""
+        """Return True if a test failed unexpectedly, or passed unexpectedly."""
         return any(
             self.word(ranks, test).isupper()
             for ranks, record in self.found.items()
@@ -85,7 +84,7 @@ class Table:
         )
 
     def word(self, ranks: int, test: str) -> str:
-        """Return what to say about a test: what is wrong in capitals."""
+        """Return the word for a test: unexpected outcomes are in capitals."""
         outcome = self.found[ranks].get(test, Outcome("")).outcome
         if test not in self.expected[ranks]:
             return "FAILED" if outcome == "failed" else outcome

@@ -1,4 +1,4 @@
-"""Laws of training and of its runtime hold where Horovod moves the tensors."""
+"""Check that the laws of training and of the runtime hold with Horovod's operations."""
 
 import os
 import sys
@@ -20,7 +20,7 @@ OF_ENGINE = {
         "Horovod sums numbers of 16 bits as such, inside a node too"
     ),
     "tests/gradients/test_reducer.py::"
-    "test_a_bucket_of_a_world_that_was_shut_down_is_refused[one node]": (
+    "test_bucket_of_a_world_that_was_shut_down_is_rejected[one node]": (
         "Horovod has no buckets in node memory"
     ),
 }
@@ -44,7 +44,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("ranks", BY_RANKS)
-def test_all_laws_but_the_listed_ones_hold_by_horovod(ranks: int, tmp_path: Path) -> None:
+def test_all_laws_but_the_listed_ones_hold_with_horovod(ranks: int, tmp_path: Path) -> None:
     launch = ["-m", "hpctrain", "launch", "-n", str(ranks), "--", sys.executable]
     report = tmp_path / "report.jsonl"
     line = [

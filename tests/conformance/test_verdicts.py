@@ -1,4 +1,4 @@
-"""Of what the ranks write down, nothing is lost and nothing is blamed on the wrong test."""
+"""Check that verdicts of the ranks are complete and assigned to the right tests."""
 
 import pytest
 
@@ -56,22 +56,22 @@ def temppath():
 @pytest.mark.parametrize(
     ("records", "verdicts"),
     [
-        # it passes if it passed on all ranks that had a part in it
+        # it passes if it passed on all ranks that took part
         ([{"a": PASSED, "b": SKIPPED}, {"a": PASSED, "b": PASSED}], {"a": PASSED, "b": PASSED}),
         ([{"c": SKIPPED}, {"c": SKIPPED}], {"c": SKIPPED}),
-        # it fails if it failed on any rank, and what it cut short is open
+        # it fails if it failed on any rank, and interrupted tests stay open
         (
             [{"a": PASSED, "b": FAILED}, {"a": PASSED, "b": PASSED, "c": STARTED}],
             {"a": PASSED, "b": Outcome("failed", "rank 0: wrong")},
         ),
         ([{"b": FAILED}, {"b": FAILED}], {"b": Outcome("failed", "on every rank: wrong")}),
-        # of ranks that ended without a word the first open test is to blame
+        # if ranks ended without a record, the first open test fails
         ([{"a": PASSED, "b": STARTED}, {"a": STARTED}], {"a": Outcome("failed", LOST)}),
         ([{}, {}], {}),
         ([{"a": PASSED, "": FINISHED}, {"a": PASSED, "": FINISHED}], {"a": PASSED}),
     ],
 )
-def test_a_verdict_is_of_all_ranks(records, verdicts):
+def test_verdict_depends_on_all_ranks(records, verdicts):
     assert decide(records) == verdicts
 
 
@@ -80,7 +80,7 @@ def test_a_launch_has_finished_when_every_rank_has():
     assert have_finished([{"a": PASSED, "": FINISHED}, {"": FINISHED}])
 
 
-def test_a_line_that_was_cut_off_is_left_out(tmp_path):
+def test_truncated_line_is_ignored(tmp_path):
     file = tmp_path / "0.jsonl"
     assert read(file) == {}
     file.write_text(
@@ -100,7 +100,7 @@ def test_an_expected_failure_that_passes_is_as_wrong_as_a_failure():
         assert (table.word(2, "a"), table.is_wrong()) == (word, is_wrong)
 
 
-def test_the_table_has_every_test_and_says_why_one_failed():
+def test_table_has_every_test_with_reasons_of_failures():
     found = {2: {"a": PASSED, "b": FAILED, "c": FAILED}, 3: {"a": PASSED}}
     table = Table(found, {2: {"c": "why"}, 3: {"c": "why"}})
     assert table.is_wrong()
@@ -111,13 +111,13 @@ def test_the_table_has_every_test_and_says_why_one_failed():
     assert "3 ranks: 1 passed" in text
 
 
-def test_what_fails_with_horovod_itself_is_expected_of_hpctrain_too():
+def test_failures_of_horovod_itself_are_expected_of_hpctrain():
     for ranks in (2, 3, 4):
         with_horovod = expected_failures(ranks, horovod=True)
         assert with_horovod.items() < expected_failures(ranks, horovod=False).items()
 
 
-def test_without_a_checkout_it_says_how_to_get_one(capsys, tmp_path):
+def test_missing_checkout_raises_with_the_command_to_get_one(capsys, tmp_path):
     assert main([]) == 0
     assert capsys.readouterr().out == HOW_TO_GET_IT
     with pytest.raises(SystemExit):
@@ -128,7 +128,7 @@ def test_without_a_checkout_it_says_how_to_get_one(capsys, tmp_path):
 @pytest.mark.conformance
 @pytest.mark.limit(300)
 @pytest.mark.launches
-def test_every_test_gets_its_verdict_whatever_the_ranks_do(tmp_path):
+def test_every_test_gets_a_verdict_for_any_behaviour_of_ranks(tmp_path):
     file, log = tmp_path / "test_fake.py", tmp_path / "logs/log"
     file.write_text(FAKE)
     (tmp_path / "common.py").write_text(COMMON)

@@ -46,7 +46,7 @@ from torch.testing._internal.distributed.rpc.rpc_agent_test_fixture import (  # 
 
 
 def _for_gloo(function: Callable[..., Any], *backends: str | None) -> None:
-    """Let a function that makes groups make ours where ``backends`` are asked for."""
+    """Make a function that creates groups use hpctrain for ``backends``."""
     signature = inspect.signature(function)
 
     @wraps(function)
@@ -69,7 +69,7 @@ if BACKEND != "gloo":
 
 @contextmanager
 def _as_process() -> Generator[Any]:
-    """Do what the process of a test does; gives a pipe for what it tells its parent."""
+    """Act as the process of a test; yield a pipe for its messages to the parent."""
     told, pipe = multiprocessing.Pipe(duplex=False)
     skips = {skip.exit_code: skip.message for skip in harness.TEST_SKIPS.values()}
     try:
@@ -86,14 +86,14 @@ def _as_process() -> Generator[Any]:
 
 
 def _run_together(run: Callable[[Any], object]) -> unittest.SkipTest | None:
-    """Return when all ranks are through; a rank that fails is left to end them all."""
+    """Return when all ranks have finished; a rank that fails ends the launch."""
     skip: unittest.SkipTest | None = None
     try:
         with _as_process() as pipe:
             run(pipe)
     except unittest.SkipTest as error:
         skip = error
-    WORLD.Barrier()  # nobody takes a file away, or the store, that others still read
+    WORLD.Barrier()  # no rank removes a file, or the store, while others read it
     return skip
 
 
@@ -101,7 +101,7 @@ def _shared_file() -> str:
     return WORLD.bcast(tempfile.mktemp())
 
 
-# -- a case that starts processes for each test --------------------------------------------------
+# Cases that start processes for each test
 
 
 def _start_processes(case: Any, _: object) -> None:
@@ -122,7 +122,7 @@ def _join_processes(case: Any, _: object) -> None:
 OneByOne = harness.MultiProcessTestCase
 OneByOne._start_processes, OneByOne._join_processes = _start_processes, _join_processes
 
-# -- a case whose processes stay for all of its tests --------------------------------------------
+# Cases whose processes stay for all tests
 
 Staying = harness.MultiProcContinuousTest
 
@@ -166,13 +166,13 @@ def _has_a_process_for_each_rank(item: pytest.Item) -> bool:
     size = inspect.getattr_static(cls, "world_size")
     try:
         number = size.fget(object.__new__(cls)) if isinstance(size, property) else size
-    except AttributeError:  # of something that setUp makes
+    except AttributeError:  # of an object that setUp makes
         return True
     return int(number) == WORLD.size
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave out what has another number of processes, or none."""
+    """Deselect tests for another number of processes, or without processes."""
     items[:] = [item for item in items if _has_a_process_for_each_rank(item)]
 
 
@@ -181,10 +181,10 @@ _has_run: set[bool] = set()
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """End before a second test with RPC, which a process does once; the next launch goes on."""
+    """End before a second test with RPC, which a process can run only once."""
     has_rpc = issubclass(item.cls, RpcAgentTestFixture)
     if has_rpc and has_rpc in _has_run:
-        WORLD.Barrier()  # all have written what became of the test before
+        WORLD.Barrier()  # all ranks have written the outcome of the previous test
         os._exit(0)
     _has_run.add(has_rpc)
     return (yield)

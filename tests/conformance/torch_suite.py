@@ -44,7 +44,7 @@ EXCLUDED = {
 }
 """Tests that pass over gloo and must fail over hpctrain, and why."""
 
-RANKS = (1, 2, 3, 4, 6, 8)  # there are tests for so many processes
+RANKS = (1, 2, 3, 4, 6, 8)  # numbers of processes of the tests
 HOW_TO_GET_IT = (
     "Torch's own tests: those in its wheel; the others need a checkout of PyTorch {0}.\n"
     "  git clone --depth 1 --branch v{0} https://github.com/pytorch/pytorch DIR\n"
@@ -53,7 +53,7 @@ HOW_TO_GET_IT = (
 
 
 def compare(gloo: Record, ours: Record) -> Iterator[str]:
-    """Say of each test that passes over gloo what is wrong with it over hpctrain."""
+    """Yield a description for each test that passes over gloo and not over hpctrain."""
     for test, with_gloo in gloo.items():
         if with_gloo.outcome != "passed":
             continue
@@ -66,16 +66,15 @@ def compare(gloo: Record, ours: Record) -> Iterator[str]:
 
 
 class Runs:
-    """Runs of files on ranks, and a line of the table for each."""
+    """Run files on ranks, and print a line of the table for each."""
 
     def __init__(self, logs: Path, select: str, test_limit_s: float) -> None:
-        """Take where the logs go, and which tests run for how long."""
         self._logs, self._select, self._test_limit_s = logs, select, test_limit_s
         self.wrong: list[str] = []
         self.lines: list[str] = []
 
     def of(self, file: Path, name: str, ranks: int) -> None:
-        """Run a file over both backends, unless nothing in it passes over gloo."""
+        """Run a file over both backends, unless no test passes over gloo."""
         gloo = self.run(file, name, ranks, "gloo")
         passed = {test for test, found in gloo.items() if found.outcome == "passed"}
         if not passed:
@@ -95,7 +94,7 @@ class Runs:
             options=("--noconftest", "-p", "tests.conformance.torch_ranks"),
             environ={
                 TORCH_BACKEND: backend,
-                "PYTHONPATH": f"{ROOT}:{file.parent}",  # for modules beside the file
+                "PYTHONPATH": f"{ROOT}:{file.parent}",  # for modules next to the file
             },
             select=self._select,
             test_limit_s=self._test_limit_s,

@@ -1,4 +1,4 @@
-"""Torch's own tests of torch.distributed that its wheel has, as classes that pytest collects."""
+"""Collect the tests of torch.distributed that torch's wheel contains."""
 
 import os
 
@@ -14,22 +14,22 @@ from torch.testing._internal.distributed.rpc_utils import SpawnHelper
 
 
 class TestDistributed(TestDistBackend, DistributedTest._DistTestBase):
-    """On any number of processes; on so many as are worth their while."""
+    """Run on any number of processes that is useful for the tests."""
 
     @property
     def world_size(self) -> int:
-        """Return the number that is asked for, or the nearest from 2 to 4."""
+        """Return the requested number, or the nearest from 2 to 4."""
         return min(max(int(os.environ["WORLD_SIZE"]), 2), 4)
 
     def setUp(self) -> None:
-        """Start them."""
+        """Start the processes."""
         super().setUp()
         self._spawn_processes()
 
 
 class TestDdpComparison(with_rpc.DdpComparisonTest, TensorPipeRpcAgentTestFixture, SpawnHelper):
-    """DDP beside calls of functions on other processes, of which there are four."""
+    """Compare DDP with calls of functions on other processes, of which there are four."""
 
 
 class TestDdpWithin(with_rpc.DdpUnderDistAutogradTest, TensorPipeRpcAgentTestFixture, SpawnHelper):
-    """DDP inside of a model of which another process has a part; six processes."""
+    """Train DDP inside a model that is partly on another process; six processes."""

@@ -1,4 +1,4 @@
-"""A file is published whole, or the old one stays."""
+"""Check that a file is published completely, or the old one is kept."""
 
 import errno
 import zlib
@@ -20,7 +20,7 @@ def test_a_published_file_replaces_the_old_one(tmp_path):
 
 
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
-def test_a_failure_leaves_the_old_file_alone(tmp_path, error):
+def test_failure_keeps_the_old_file(tmp_path, error):
     path = tmp_path / "file"
     path.write_text("old")
 

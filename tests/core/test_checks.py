@@ -1,4 +1,4 @@
-"""Laws of checks by type hints: of arguments, and of every field of a configuration."""
+"""Check arguments and fields of configurations against type hints."""
 
 import math
 from collections.abc import Mapping
@@ -49,7 +49,7 @@ def test_every_field_of_a_run_is_checked_when_a_program_makes_its_table():
                 cls(**{item.name: object()})
 
 
-def test_a_value_that_another_key_excludes_is_told_with_both_keys():
+def test_conflicting_values_are_reported_with_both_keys():
     @dataclass(frozen=True)
     class Pair:
         a: int

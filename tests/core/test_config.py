@@ -1,4 +1,4 @@
-"""Laws of the settings that come from the environment."""
+"""Check settings from the environment."""
 
 import dataclasses
 import math
@@ -11,7 +11,7 @@ from hpctrain.core.config import Settings, unknown_variables
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.units import MIB
 
-CACHE_FOLDER = config.cache_folder  # tests themselves have another
+CACHE_FOLDER = config.cache_folder  # tests use another folder
 
 
 HERE = Path.cwd()

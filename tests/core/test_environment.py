@@ -1,4 +1,4 @@
-"""Variables of the environment are read in the tables of settings and launchers alone."""
+"""Check that only the tables of settings and launchers read variables of the environment."""
 
 import ast
 import re
@@ -27,7 +27,7 @@ KNOWN = re.compile(
 
 
 def reads(tree: ast.Module) -> Iterator[ast.expr]:
-    """Yield what looks at ``os.environ``, but for defaults of arguments and whole copies."""
+    """Yield reads of ``os.environ``, except defaults of arguments and complete copies."""
     free: set[int] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):

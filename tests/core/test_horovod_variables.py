@@ -1,4 +1,4 @@
-"""Laws of Horovod's environment variables: read where they mean something, told of elsewhere."""
+"""Check Horovod's environment variables: used where they have a meaning, else reported."""
 
 import math
 import re
@@ -41,7 +41,7 @@ def test_a_variable_with_a_meaning_here_is_a_setting(setting, variables):
             assert (read, type(read)) == (value, type(value)), text
 
 
-def test_ours_comes_before_theirs():
+def test_hpctrain_variables_take_precedence_over_horovod():
     both = {"HPCTRAIN_STALL_S": "5", "HOROVOD_STALL_CHECK_TIME_SECONDS": "7"}
     assert config.read(both) == {"stall_s": (5.0, "HPCTRAIN_STALL_S")}
     theirs = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "7", "HOROVOD_STALL_CHECK_DISABLE": "0"}
@@ -91,7 +91,7 @@ def test_a_misspelt_variable_gets_a_hint():
 
 
 @pytest.mark.parametrize("variable", FULFILLED)
-def test_what_is_so_anyway_gets_no_line(variable):
+def test_variables_fulfilled_without_action_are_not_reported(variable):
     assert not remarks({variable: (FULFILLED[variable] or ["1"])[0].upper()})
     assert bool(remarks({variable: "gloo"})) is bool(FULFILLED[variable])
 

@@ -1,4 +1,4 @@
-"""Laws of the logger: tags, files, held and merged warnings."""
+"""Check the logger: tags, files, held and merged warnings."""
 
 import logging
 import subprocess
@@ -10,7 +10,7 @@ from hpctrain.core import logs
 
 
 def run_alone(code: str) -> str:
-    """Run code in a process of its own: pytest's handlers would count as the program's."""
+    """Run code in a separate process: handlers of pytest would count as the program's."""
     code = f"from hpctrain.core import logs; RANGE = range(1, 5); {code}"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30

@@ -1,4 +1,4 @@
-"""A path is absolute from the moment it is received, and everything else is refused."""
+"""Check that paths are made absolute when received, and that other values are rejected."""
 
 import os
 import sys
@@ -35,7 +35,7 @@ def test_symbolic_links_stay(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("path", [None, 3, b"x", ["x"]])
-def test_what_is_no_path_is_refused(path):
+def test_values_that_are_no_paths_are_rejected(path):
     with pytest.raises(ConfigError, match="a path must be a str or an"):
         absolute(path)
 

@@ -1,4 +1,4 @@
-"""Modules that are postponed are loaded at their first use, and nothing else sees them before."""
+"""Check that postponed modules are loaded at their first use."""
 
 import importlib
 import sys
@@ -10,7 +10,7 @@ from hpctrain.core.lazy import postponed
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """Two modules that import each other's names, and one that uses them as the command does."""
+    """Write two modules that import each other's names, and one that uses both."""
     (tmp_path / "lazily").mkdir()
     for name, text in {
         "__init__": "",

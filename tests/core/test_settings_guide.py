@@ -1,4 +1,4 @@
-"""The table of ``hpctrain guide settings`` is made from the table of settings.
+"""Check that the table of ``hpctrain guide settings`` equals the table of settings.
 
 ``python -m tests.core.test_settings_guide`` rewrites it.
 """

@@ -1,8 +1,8 @@
-"""Names of torch: private ones are resolved in one module, the others exist in the oldest torch.
+"""Check names of torch: private ones are used in one module, others exist in the oldest torch.
 
-``torch_names.txt`` records the public names that the package uses. All of them were found in the
-oldest supported torch, where ``make versions`` runs this file. After you have found a new name
-there, record it: ``python -m tests.core.test_torch_names``.
+``torch_names.txt`` records the public names that the package uses. All of them exist in the oldest
+supported torch, where ``make versions`` runs this file. After checking a new name there, record
+it: ``python -m tests.core.test_torch_names``.
 """
 
 import ast
@@ -63,7 +63,7 @@ def used():
 
 
 def exists(name):
-    """Look for a name in this torch, in its modules as well."""
+    """Return True if a name exists in this torch or in its modules."""
     owner, parts = importlib.import_module("torch"), name.split(".")[1:]
     for number, part in enumerate(parts, 1):
         try:

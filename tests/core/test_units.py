@@ -1,4 +1,4 @@
-"""Laws of numbers with units."""
+"""Check numbers with units."""
 
 import pytest
 from hypothesis import given
@@ -30,7 +30,7 @@ def test_sizes_are_read_with_their_units(text):
 
 
 @pytest.mark.parametrize("text", ["", "MiB", "-1", "25 Mib/s", "25 parsecs", "1e6", "0x10", "1 2"])
-def test_what_is_no_size_is_refused_with_an_example(text):
+def test_invalid_size_is_rejected_with_an_example(text):
     with pytest.raises(ConfigError, match="25 MiB") as caught:
         parse_bytes(text)
     assert repr(text) in str(caught.value)
@@ -88,6 +88,6 @@ def test_durations_are_read_with_their_units(text):
 
 
 @pytest.mark.parametrize("text", ["", "10", "min", "-1 s", "10 minutes", "1h30", "1 s 2"])
-def test_what_is_no_duration_is_refused_with_an_example(text):
+def test_invalid_duration_is_rejected_with_an_example(text):
     with pytest.raises(ConfigError, match=r'such as "10min", .*got'):
         parse_seconds(text)

@@ -1,4 +1,4 @@
-"""An error of the user's own code is told in a few lines; what may be ours is told whole."""
+"""Check errors of user code: a short report; errors of hpctrain are reported completely."""
 
 import numpy as np
 import pytest
@@ -47,7 +47,7 @@ def test_a_frame_without_source_is_no_line_and_notes_are_told_within_twelve_line
     assert "ValueError: line 0" in lines
 
 
-def test_an_error_tells_whose_it_is_and_what_it_was_given():
+def test_error_report_names_function_and_arguments():
     def called():
         with noted("mine.key", np.zeros(2, "int32"), {"y": [1]}):
             deep(0, 0)
@@ -65,7 +65,7 @@ def test_a_syntax_error_shows_the_line():
     assert 'File "mine.py", line 1' in text
 
 
-def test_an_object_that_fails_when_it_is_looked_at_is_left_out():
+def test_object_whose_inspection_fails_is_omitted():
     class Bad:
         @property
         def shape(self):

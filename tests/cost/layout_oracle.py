@@ -1,5 +1,7 @@
-"""Brute force over layouts: every rank is placed, every stage written down. Shares nothing with
-``hpctrain.cost`` but the formulas of the papers that it names."""
+"""Search layouts by brute force: place every rank, and list every stage.
+
+The module shares nothing with ``hpctrain.cost`` except the formulas of the cited papers.
+"""
 
 from collections import namedtuple
 from itertools import product
@@ -9,7 +11,7 @@ Found = namedtuple("Found", "seconds memory layout")
 
 def fewest_on_a_node(group_of, ranks_per_node, world, inner):
     """How many members any group has on any of its nodes at least; 1 where ``inner`` neighbours,
-    which stand for one member, lie on two nodes."""
+    which count as one member, are on two nodes."""
     for first in range(0, world, inner):
         if first // ranks_per_node != (first + inner - 1) // ranks_per_node:
             return 1

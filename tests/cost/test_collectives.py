@@ -51,7 +51,7 @@ def test_for_any_number_of_ranks_no_rank_sends_more_than_the_model_says(name, si
     load = allreduce(Machine(nodes=size), 4 * NUMEL, Way(name))
     most = max(num_bytes for num_bytes, _ in sent_by_each(name, size))
     slack = 4 * size  # parts differ by an element
-    # On a rank's way lie messages of others too: up to twice its own.
+    # The path of a rank also carries messages of others: up to twice its own.
     assert most <= load.network_bytes + slack <= (3 if "tree" in name else 2) * most + slack
 
 
@@ -72,7 +72,7 @@ def test_each_rank_of_a_ring_sends_two_k_minus_one_over_k(numel, size, share):
 
 
 def leaving_first_node(name, nodes, ranks):
-    """Bytes that all ranks of the first node send to others, over the bytes of the message."""
+    """Return the bytes that the first node sends to others, relative to the message."""
     total = 0
 
     def work(wire):
@@ -106,7 +106,7 @@ def test_flat_ranks_share_their_node_s_card(name, nodes, ranks):
 @pytest.mark.parametrize("codec", ["none", "bf16"])
 @pytest.mark.parametrize("rails", [0, 1, 2, 4])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_nothing_goes_below_the_bounds(name, rails, codec):
+def test_no_time_is_below_the_bounds(name, rails, codec):
     ratio = 0.5 if codec == "bf16" else 1.0
     for nodes in (1, 2, 3, 4, 7, 8, 100, 1024):
         for nics in (1, 2):
@@ -163,7 +163,7 @@ def test_a_codec_is_its_bytes_and_its_seconds():
     )
     assert none == plain
     assert int8.network_bytes == plain.network_bytes / 4
-    assert int8.codec_s == pytest.approx(MIB / 2 * 2e-10)  # of the part of its rail
+    assert int8.codec_s == pytest.approx(MIB / 2 * 2e-10)  # on the part of its rail
     assert int8.seconds(replace(machine, network=Link(0, 1e30))) > int8.codec_s
 
 
@@ -198,7 +198,7 @@ def test_the_busiest_server_takes_from_all_ranks_and_a_large_tensor_cannot_be_sh
         parameter_server(machine, 96.0, 33)
 
 
-def test_what_no_model_knows_is_refused_by_name():
+def test_unknown_names_are_rejected():
     with pytest.raises(ConfigError, match=r"one of doubling, .*, got 'library'"):
         Way("library")
     with pytest.raises(ConfigError, match="got 'slices'"):

@@ -1,4 +1,4 @@
-"""Failures: the closed forms are what simulated runs take, and the best interval is Daly's."""
+"""Check closed forms of failures against simulated runs, and Daly's best interval."""
 
 import math
 from dataclasses import replace
@@ -51,7 +51,7 @@ def test_without_failures_time_is_work_and_checkpoints():
     assert goodput(math.inf, 10, 60, math.inf) == 1.0
 
 
-def test_what_has_no_answer_is_named():
+def test_unsolvable_inputs_raise():
     with pytest.raises(ConfigError, match=r"mtbf_s=inf and checkpoint_s=0\.0"):
         best_interval(Machine(nodes=4))
     with pytest.raises(ConfigError, match="got 0"):

@@ -1,4 +1,4 @@
-"""The fit: it finds the figures that made the times, and says how far it is off."""
+"""Check the fit: it recovers the figures that made the times, and its stated error."""
 
 import json
 import math
@@ -39,7 +39,7 @@ WAYS = (("ring", 2, "none"), ("doubling", 2, "none"), ("halving", 0, "none"), ("
 
 
 def made(noise=0.0, seed=0):
-    """Points of ``TRUE``, each off by a factor whose logarithm has this spread."""
+    """Return points of ``TRUE``, each with a log-normal error of this spread."""
     random = np.random.default_rng(seed)
     points = []
     for nodes, ranks in SHAPES:

@@ -1,4 +1,4 @@
-"""Laws of what a layout costs: tables and formulas of the papers, and what follows from them."""
+"""Check the cost of a layout against tables and formulas of the papers."""
 
 import math
 from dataclasses import replace
@@ -31,7 +31,7 @@ def how(here, zero, micro_batch, recompute):
 
 
 def test_the_table_of_zero_is_that_of_the_paper():
-    """Of 7.5e9 parameters on 64 ranks, in GB."""
+    """For 7.5e9 parameters on 64 ranks, in GB."""
     here = placed(dp=64)
     states = [here.memory(how(here, zero, 1, "full"))[:3] for zero in range(4)]
     assert [round(sum(each) / 1e9, 1) for each in states] == [120.0, 31.4, 16.6, 1.9]
@@ -61,7 +61,9 @@ def test_bytes_of_data_parallel_ranks_are_two_psi_and_three_where_parameters_are
     here = placed(dp=8, batch=8, local=local)  # one micro-batch
     for zero, times in enumerate((2, 2, 2, 3)):
         load = here.load(how(here, zero, 1, "none"))
-        sent = load.node_bytes + load.network_bytes / local  # all ranks of a node share a card
+        sent = (
+            load.node_bytes + load.network_bytes / local
+        )  # all ranks of a node share a network adapter
         assert sent == pytest.approx(times * 2 * PSI * 7 / 8, rel=1e-12)
         assert load.handled_bytes == load.network_bytes / local
 
@@ -99,7 +101,7 @@ def test_the_bubble_of_equal_stages_is_that_of_the_formula(pp, micro):
     assert choice.bubble == (pp - 1) / (micro + pp - 1)
     assert terms.imbalance_s == pytest.approx(
         0, abs=1e-4 * sum(terms)
-    )  # of the output of one word
+    )  # from the output of one word
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)

@@ -1,4 +1,4 @@
-"""Laws of the search for layouts: it finds what brute force finds, and says why others lost."""
+"""Check the search for layouts against brute force, and the reasons for rejected layouts."""
 
 import math
 import random
@@ -29,7 +29,7 @@ def axes(choice):
 
 
 def drawn(seed):
-    """A small case; its figures are such that each of the terms matters in some."""
+    """Draw a small case; each of the terms matters in some cases."""
     some = random.Random(seed)
     nodes, local = some.choice(
         [(1, 1), (1, 4), (2, 2), (2, 3), (3, 4), (2, 6), (4, 3), (5, 1), (2, 8)]
@@ -169,7 +169,7 @@ def test_a_faster_link_never_makes_a_step_slower(name):
 
 
 def test_a_micro_batch_more_never_needs_less_memory():
-    """So that the search may stop at the first that does not fit."""
+    """The search may therefore stop at the first that does not fit."""
     found = best_layouts(replace(CLUSTER, memory_bytes=1e15), MODEL, RULES, keep=ALL).best
     by_rest = {}
     for one in found:
@@ -195,7 +195,7 @@ def test_a_layout_that_is_fixed_is_kept_and_nothing_faster_is_hidden():
     assert axes(only) == (4, 2, 8, 1)
 
 
-def test_a_thousand_ranks_take_less_than_two_seconds():
+def test_search_for_a_thousand_ranks_takes_less_than_two_seconds():
     machine, model = replace(CLUSTER, nodes=128), Transformer.of(175e9)
     begin = time.process_time()
     found = best_layouts(machine, model, LayoutRules(batch=8192))
@@ -220,7 +220,7 @@ def test_rules_that_cannot_be_kept_are_refused(wrong, told):
         LayoutRules(**{"batch": 8} | wrong)
 
 
-def test_what_fits_nowhere_says_how_much_is_missing_and_what_would_do():
+def test_model_that_fits_nowhere_raises_with_the_missing_memory():
     small = replace(CLUSTER, nodes=1)
     with pytest.raises(ConfigError) as caught:
         best_layouts(small, Transformer.of(70e9), RULES)
@@ -253,11 +253,13 @@ def test_where_no_layout_keeps_the_rules_they_are_counted():
     assert axes(best_layouts(prime, model, LayoutRules(batch=7)).best[0]) == (1, 1, 7, 1)
 
 
-def test_one_rank_has_nothing_to_share():
+def test_one_rank_divides_nothing():
     found = best_layouts(Machine(), Transformer.of(layers=2, hidden=64), LayoutRules(batch=4))
     assert {axes(one) for one in found.best} == {(1, 1, 1, 1)}
     assert {one.layout.zero for one in found.best} == {0}
     for one in found.best:
         assert not any(one.load)
         assert one.bubble == 0
-    assert found.best[0].layout.micro_batch == 4  # of those as fast, the largest piece
+    assert (
+        found.best[0].layout.micro_batch == 4
+    )  # among equally fast ones, the largest micro-batch

@@ -1,4 +1,4 @@
-"""Laws of learning, against simulations of a few lines."""
+"""Check laws of learning against short simulations."""
 
 import math
 
@@ -38,11 +38,11 @@ def test_norms_that_cannot_be_are_refused(small, large, said):
 
 
 def test_sgd_on_a_quadratic_takes_as_many_more_samples_as_the_law_says():
-    """The best step on a quadratic, at once: loss falls by 1 / (1 + scale / batch) of itself."""
+    """With the best step on a quadratic, loss falls by a factor of 1 / (1 + scale / batch)."""
     scale = 100.0
     for batch in (10, 100, 1000):
         fall = 1 / (1 + scale / batch)
-        tiny = 1 / (1 + scale / 1e-9) / 1e-9  # by sample
+        tiny = 1 / (1 + scale / 1e-9) / 1e-9  # per sample
         assert samples_needed(1, scale, batch) == pytest.approx(tiny / (fall / batch), rel=1e-6)
     assert samples_needed(7, math.inf, 10**9) == 7
 

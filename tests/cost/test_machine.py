@@ -1,4 +1,4 @@
-"""A machine read from a file: its values, or what is wrong with them."""
+"""Check a machine read from a file: its values, or its errors."""
 
 import pytest
 
@@ -19,7 +19,7 @@ bytes_per_s = 12.5e9
 """
 
 
-def test_a_file_says_what_differs_from_the_defaults(tmp_path):
+def test_file_overrides_the_defaults(tmp_path):
     path = tmp_path / "machine.toml"
     path.write_text(TEXT)
     machine = Machine.read(path)
@@ -50,7 +50,7 @@ def test_a_file_says_what_differs_from_the_defaults(tmp_path):
         ("nodes =", "cannot be read as TOML"),
     ],
 )
-def test_what_is_wrong_is_named(tmp_path, text, complaint):
+def test_wrong_values_raise_with_their_key(tmp_path, text, complaint):
     path = tmp_path / "machine.toml"
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
@@ -59,7 +59,7 @@ def test_what_is_wrong_is_named(tmp_path, text, complaint):
     assert str(path) in str(caught.value)
 
 
-def test_what_a_program_gives_is_checked_too():
+def test_arguments_of_a_program_are_checked():
     with pytest.raises(ConfigError, match="bytes_per_s must be above 0, got 0"):
         Link(1e-6, 0)
     with pytest.raises(ConfigError, match="oversubscription must be at least 1"):

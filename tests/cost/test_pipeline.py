@@ -1,4 +1,4 @@
-"""A pipeline played event by event takes as long, and holds as much, as the closed forms say."""
+"""Check simulated pipelines: duration and memory equal the closed forms."""
 
 import random
 from dataclasses import replace
@@ -32,7 +32,7 @@ def one_f_one_b(stage, stages, micro):
 
 
 def played(schedule, forward_s, backward_s, micro):
-    """When the last event ends, and how many micro-batches each stage holds at once at most."""
+    """Return the end of the last event, and the most micro-batches of each stage in memory."""
     stages, done, held = len(forward_s), {}, [0] * len(forward_s)
     orders = [schedule(stage, stages, micro) for stage in range(stages)]
     clock, at = [0.0] * stages, [0] * stages
@@ -58,7 +58,7 @@ def played(schedule, forward_s, backward_s, micro):
 
 
 def of_torch(kind, stages, virtual, micro):
-    """What torch tells each rank to do, without processes: the order takes some numbers."""
+    """Return torch's orders for each rank, without processes."""
     theirs = object.__new__(kind)
     theirs.pp_group_size, theirs.n_local_stages, theirs._n_microbatches = stages, virtual, micro
     theirs.number_of_rounds = max(1, micro // stages)
@@ -80,7 +80,7 @@ NEEDS = {
 
 
 def played_of_torch(orders, seconds, last):
-    """As ``played``, where backward may be cut in two: seconds of a micro-batch by kind."""
+    """Simulate as ``played``, with backward optionally split; seconds of a micro-batch by kind."""
     done, clock, most = {}, [0.0] * len(orders), [0] * len(orders)
     left, held = [[*order] for order in orders], [0] * len(orders)
     seconds = {**seconds, "FULL_BACKWARD": seconds["BACKWARD_INPUT"] + seconds["BACKWARD_WEIGHT"]}
@@ -117,7 +117,7 @@ def test_interleaved_stages_take_and_hold_what_those_of_torch_do(schedule, stage
     ]
     orders = of_torch(kind, stages, virtual, micro)
     whole_s, held = played_of_torch(orders, seconds, stages * virtual - 1)
-    assert sum(here.terms(one)) == pytest.approx(whole_s, rel=2e-3)  # the output is of one word
+    assert sum(here.terms(one)) == pytest.approx(whole_s, rel=2e-3)  # the output has one word
     bubble_s = (stages - 1) * (3 * forward_s - 2 * weights_s * (schedule != "1f1b")) / virtual
     assert whole_s == pytest.approx(3 * micro * forward_s + bubble_s, rel=1e-9)
     assert [held[0] / virtual, held[-1] / virtual] == pytest.approx(here._in_flight(one))
@@ -127,7 +127,7 @@ def test_interleaved_stages_take_and_hold_what_those_of_torch_do(schedule, stage
 
 
 def planned(layers, pp, micro, words=1, heads=4):
-    """A pipeline on links that cost nothing, and the forward seconds of each stage."""
+    """Return a pipeline on free links, and the forward seconds of each stage."""
     model = Transformer.of(layers=layers, hidden=64, heads=heads, sequence=32, vocabulary=words)
     free = Machine(nodes=pp, network=Link(0.0, 1e30), flops_per_s=1e9)
     one = ParallelLayout(pp=pp)
@@ -152,7 +152,7 @@ def test_the_bubble_of_equal_stages_is_that_of_the_formula(schedule, stages, mic
     ("schedule", "of_torch"), [(gpipe, ScheduleGPipe), (one_f_one_b, Schedule1F1B)]
 )
 def test_the_order_is_that_of_torch(schedule, of_torch, stages, micro):
-    theirs = object.__new__(of_torch)  # without processes: the order takes two numbers
+    theirs = object.__new__(of_torch)  # without processes: the order needs two numbers
     theirs._num_stages, theirs._n_microbatches = stages, micro
     for stage, actions in theirs._get_pipeline_order().items():
         names = [each.computation_type.name for each in actions if each is not None]
@@ -177,4 +177,4 @@ def test_a_step_takes_as_long_as_its_events_and_unequal_stages_one_by_one_no_lon
 def test_a_step_of_equal_stages_takes_as_long_as_its_events_one_by_one(stages, micro):
     here, one, forward_s = planned(2 * stages, stages, micro)
     whole_s, _ = played(one_f_one_b, forward_s, [2 * each for each in forward_s], micro)
-    assert sum(here.terms(one)) == pytest.approx(whole_s, rel=1e-3)  # the output is of one word
+    assert sum(here.terms(one)) == pytest.approx(whole_s, rel=1e-3)  # the output has one word

@@ -1,4 +1,4 @@
-"""Laws of the planner: its choice is the best of all, and what it says about more nodes is so."""
+"""Check the planner: its choice is the best, and its statements on more nodes are correct."""
 
 import math
 from dataclasses import replace
@@ -79,7 +79,7 @@ def departures(candidate):
     return (candidate.way.codec != "none") + (candidate.local_steps > 1)
 
 
-def test_what_pays_pays_below_its_bandwidth_and_not_above():
+def test_codec_is_faster_below_its_bandwidth_only():
     machine = replace(MACHINE, nodes=16, reduce_bytes_per_s=2e9, jitter=0)
     codecs = (*CODECS, "int8:1:4e-10", "slow:3:1")
     goal = replace(GOAL, max_local_steps=8, codecs=codecs)
@@ -87,7 +87,7 @@ def test_what_pays_pays_below_its_bandwidth_and_not_above():
     def payoffs(bytes_per_s):
         here = replace(machine, network=Link(3e-6, bytes_per_s))
         found = advise(here, MODEL, replace(goal, deadline_s=1e9))
-        assert found.best.nodes == 1  # so the deadline asks for: compare on all nodes
+        assert found.best.nodes == 1  # a deadline makes the comparison use all nodes
         return {
             (one.codec, one.local_steps): one for one in _payoffs(found.by_nodes[-1], MODEL, goal)
         }

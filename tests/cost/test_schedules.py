@@ -1,4 +1,4 @@
-"""Schedules: a rank alone sees what it does among all; the sum holds every share once."""
+"""Check schedules: the view of one rank equals that of all, and each share is summed once."""
 
 import math
 
@@ -42,7 +42,9 @@ def test_every_rank_ends_with_the_share_of_each_rank_once(name, size):
     schedule = SCHEDULES[name]
     num_segments = 1 if schedule.segment_bytes == math.inf else 2
     num_pieces = schedule.num_parts(size) * num_segments
-    shares = np.zeros((size, num_pieces, size), dtype=int)  # rank, piece, whose share: how often
+    shares = np.zeros(
+        (size, num_pieces, size), dtype=int
+    )  # rank, piece, owner of the share: count
     shares[np.arange(size), :, np.arange(size)] = 1
     for each in for_each(rounds_of(name, np.arange(size), size), size):
         before = shares.copy()

@@ -1,4 +1,4 @@
-"""Simulated collectives: the closed forms, each rank's own messages, SimGrid's times."""
+"""Check simulated collectives: closed forms, messages of each rank, and times of SimGrid."""
 
 import json
 import math
@@ -51,7 +51,7 @@ def test_segments_of_a_double_tree_follow_each_other(ranks):
 
 
 def one_by_one(name, num_bytes, machine, start):
-    """Do what each rank does, one message after the other."""
+    """Simulate the messages of each rank, one after the other."""
     size, link = machine.num_ranks, machine.network
     schedule = SCHEDULES[name]
     num_segments = schedule.num_segments(num_bytes, size)
@@ -114,7 +114,7 @@ def test_times_move_with_the_start_and_no_rank_is_done_before_the_last_one_enter
     later = start.copy()
     later[7] += 1e-3
     assert (allreduce_times(Way(name), 1 << 20, machine, later) >= times).all()
-    assert start[7] < later[7]  # what is given stays as it is
+    assert start[7] < later[7]  # the argument is unchanged
 
 
 def of_oracle(row):
@@ -161,7 +161,9 @@ def test_ranks_of_a_node_share_its_cards():
         machine = Machine(nodes=8, ranks_per_node=4, network=FLAT, nics=nics)
         return allreduce_times(Way("doubling"), 64 << 20, machine).max()
 
-    across_s = 3 * (64 << 20) / BYTES_PER_S  # in three of five rounds all four ranks cross
+    across_s = (
+        3 * (64 << 20) / BYTES_PER_S
+    )  # in three of five rounds all four ranks send to another node
     assert seconds(1) - seconds(2) == pytest.approx(2 * across_s)
     assert seconds(2) - seconds(4) == pytest.approx(across_s)
 
@@ -176,7 +178,9 @@ def test_two_levels_are_the_node_s_memory_and_a_sum_on_each_rail():
         node=Link(1e-6, 1),
         reduce_bytes_per_s=2e10,
     )
-    part_s = 0.75 * num_bytes / 2e10  # three quarters of a slice are others'; summed, then copied
+    part_s = (
+        0.75 * num_bytes / 2e10
+    )  # three quarters of a slice come from others; summed, then copied
     for rails, sharing in ((1, 1), (2, 1), (4, 2)):
         rail_s = (15 / 16) * num_bytes / rails * (2 * sharing / BYTES_PER_S + 1 / 2e10)
         times = allreduce_times(Way("halving", rails), num_bytes, machine)
@@ -203,7 +207,9 @@ def test_codecs_shared_cores_and_processors_that_feed_cards_cost_what_the_closed
     way = Way(name, rails, codec)
     told = allreduce(machine, 1 << 20, way).seconds(machine)
     found = allreduce_times(way, 1 << 20, machine).max()
-    if name == "ring" and not rails:  # one rank of each node crosses, the others are ahead of it
+    if (
+        name == "ring" and not rails
+    ):  # one rank of each node sends to another node, the others are earlier
         assert told / 2 < found < told
     else:
         assert found == pytest.approx(told)
@@ -226,7 +232,7 @@ def test_sixteen_thousand_ranks_are_simulated(name):
     assert times.max() < 0.2
 
 
-def test_what_is_asked_for_wrongly_is_named():
+def test_invalid_requests_raise():
     with pytest.raises(ConfigError, match="slices must run on one node, got 4"):
         allreduce_times(Way("slices", 1), 10, flat(4))
     with pytest.raises(ConfigError, match="got 3 for 4 ranks"):

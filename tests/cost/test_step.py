@@ -1,4 +1,4 @@
-"""Laws of a step in closed form: stragglers, what backward hides, local steps."""
+"""Check a step in closed form: stragglers, overlap with backward, local steps."""
 
 import math
 import tracemalloc
@@ -57,7 +57,7 @@ def test_backward_hides_all_but_the_last_bucket_and_no_more_than_it_lasts():
         buckets = math.ceil(1e8 / (25 * MIB))
         hidden = min(MODEL.backward * 0.32 * (1 - 1 / buckets), whole * (1 - 1 / buckets))
         assert left == pytest.approx(whole - hidden)
-    # Of samples taken one after the other, only the last ones' backward has sums beside it.
+    # With samples in sequence, only the last backward overlaps with sums.
     twice = step_time(slow, replace(MODEL, overlap=True), 64, RING).exposed_s
     assert twice == step_time(slow, replace(MODEL, overlap=True), 32, RING).exposed_s
 
@@ -167,6 +167,6 @@ def test_no_step_goes_below_the_least_one():
 def test_the_least_step_is_computing_or_rounds_and_bytes_of_the_level_that_takes_longest():
     machine = Machine(nodes=4, ranks_per_node=2, node=Link(1, 1e6), network=Link(3, 1e6), nics=2)
     assert least_step_s(machine, 100) == 100
-    assert least_step_s(machine, 0) == 2 * 3  # four nodes know a sum after two messages
+    assert least_step_s(machine, 0) == 2 * 3  # four nodes have a sum after two messages
     assert least_step_s(machine, 0, network_bytes=80e6) == 6 + 10
     assert least_step_s(machine, 0, network_bytes=80e6, node_bytes=400e6) == 1 + 50

@@ -1,4 +1,4 @@
-"""A transformer by its sizes: the papers' figures, and what is guessed where nothing is given."""
+"""Check sizes of transformers: figures of papers, and defaults of sizes that are not given."""
 
 import math
 
@@ -38,7 +38,7 @@ def test_operations_are_those_of_the_published_formula(hidden, layers):
         layers=layers,
         hidden=hidden,
         heads=hidden // 128,
-        parameters=12 * layers * hidden**2 + words * hidden,  # as it counts: without biases
+        parameters=12 * layers * hidden**2 + words * hidden,  # the formula has no biases
     )
     last = words / (12 * layers * hidden)
     step = 72 * s * layers * hidden**2 * (1 + s / (6 * hidden) + last)
@@ -53,7 +53,7 @@ def test_seventy_billion_parameters_with_adam_are_more_than_a_terabyte():
 
 
 def test_activations_of_a_layer_are_those_of_the_published_formula():
-    """Of GPT-3, whose scores are 80 of 114 bytes of an element; without them 70 % are saved."""
+    """For GPT-3, whose scores are 80 of 114 bytes of an element; without them 70 % are saved."""
     s, h, a = 2048, 12288, 96
     model = Transformer.of(layers=96, hidden=h, heads=a)
     kept, again = model.activations("none")
@@ -66,7 +66,7 @@ def test_activations_of_a_layer_are_those_of_the_published_formula():
 
 
 class Layer(nn.Module):
-    """The layer of the formula: attention and MLP with dropout, each behind a norm."""
+    """Define the layer of the formula: attention and MLP with dropout, each after a norm."""
 
     def __init__(self, hidden, heads, fused):
         super().__init__()
@@ -97,7 +97,7 @@ def test_torch_keeps_as_many_bytes_of_a_layer_as_the_formula_says(fused):
     kept = {}
 
     def keep(tensor):
-        storage = tensor.untyped_storage()  # held, so that no other one gets its address
+        storage = tensor.untyped_storage()  # kept, so that no other storage gets its address
         if storage.data_ptr() not in weights:
             kept[storage.data_ptr()] = storage
         return tensor
@@ -108,7 +108,7 @@ def test_torch_keeps_as_many_bytes_of_a_layer_as_the_formula_says(fused):
         layers=2, hidden=hidden, heads=heads, sequence=tokens, fused_attention=fused
     )
     found = sum(each.nbytes() for each in kept.values())
-    # The formula has masks of a byte, as on GPUs; on CPUs they have two.
+    # The formula has masks of one byte, as on GPUs; on CPUs they have two.
     masks = 2 * tokens * hidden + (0 if fused else heads * tokens**2)
     assert found == pytest.approx(batch * (model.activations("none")[0] + masks), rel=0.005)
 

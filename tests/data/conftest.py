@@ -1,4 +1,4 @@
-"""Data sets whose samples tell their own number."""
+"""Provide data sets whose samples contain their own number."""
 
 from collections.abc import Callable, Generator
 from functools import cache
@@ -25,7 +25,7 @@ def numbered(num_samples: int) -> dict[str, NDArray[Any]]:
 
 @pytest.fixture(scope="session")
 def dataset_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], ShardedDataset]:
-    """Give a data set of so many numbered samples in several shards, written once."""
+    """Return a data set of numbered samples in several shards, written once."""
 
     @cache
     def make(num_samples: int) -> ShardedDataset:
@@ -38,19 +38,19 @@ def dataset_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Shar
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """Give a data set of 100 numbered samples in three shards, to be damaged."""
+    """Return a data set of 100 numbered samples in three shards, to be damaged."""
     write_arrays(tmp_path / "set", numbered(100), samples_per_shard=40, block_size=7)
     return tmp_path / "set"
 
 
 @pytest.fixture(scope="module")
 def comm() -> Generator[Communicator]:
-    """Give the communicator of all ranks of the session."""
+    """Return the communicator of all ranks of the session."""
     with connected(Settings(probe="off")) as connection:
         yield connection.comm
 
 
 @pytest.fixture
 def folder(comm: Communicator, tmp_path: Path) -> Path:
-    """Give a directory that is not there yet, the same on all ranks."""
+    """Return a directory that does not exist yet, the same on all ranks."""
     return comm.broadcast_object(tmp_path) / "set"

@@ -1,4 +1,4 @@
-"""Numbered samples in memory, with the face of a data set on disk."""
+"""Provide numbered samples in memory, with the interface of a data set on disk."""
 
 import threading
 import time
@@ -12,7 +12,7 @@ from hpctrain.data.samples import Ragged
 
 
 class InMemory:
-    """Samples: ``number`` counts them, ``tokens`` repeats the number ``number % 3`` times."""
+    """Hold samples: ``number`` counts them, ``tokens`` repeats the number ``number % 3`` times."""
 
     block_size = 4
 
@@ -23,7 +23,7 @@ class InMemory:
         }
         self.uuid = uuid or f"memory of {num_samples}"
         self.sample_bytes = sample_bytes
-        self.in_memory = False  # threads are what is tested
+        self.in_memory = False  # so that the tests use threads
         self.damaged = list(damaged)
         self.asked = []
         self.taken = []
@@ -53,5 +53,5 @@ class InMemory:
 
 
 def numbers(loader):
-    """The numbers of the samples of each batch that is left."""
+    """Return the numbers of the samples of each remaining batch."""
     return [batch.number.tolist() for batch in loader]

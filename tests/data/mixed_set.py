@@ -1,4 +1,4 @@
-"""A small data set with fields of every kind, and all of its samples by plain h5py."""
+"""Write a small data set with fields of every kind, and read its samples with plain h5py."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ IN_MEMORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
 
 
 def mixed(num_samples: int) -> dict[str, Any]:
-    """Make samples of different lengths, with the labels 0, 1, 2 in the shares 5 : 3 : 2."""
+    """Make samples of different lengths, with the labels 0, 1, 2 in the ratio 5 : 3 : 2."""
     numbers = np.arange(num_samples)
     return {
         "image": np.random.default_rng(0).random((num_samples, 3, 2), dtype=np.float32),
@@ -32,7 +32,7 @@ def write_mixed(
     compression: str | None = None,
     samples_per_shard: int = 40,
 ) -> Manifest:
-    """Write them, in blocks of 7; images and boxes may be compressed."""
+    """Write the samples in blocks of 7; images and boxes may be compressed."""
     fields = {
         "image": Field.of((3, 2), "f4", compression=compression),
         "number": Field.of((), "i8"),
@@ -48,7 +48,7 @@ def write_mixed(
 
 
 def shard(directory: Path, index: int = 1) -> tuple[Path, ShardEntry]:
-    """Return the file of a shard, and what the manifest says of it."""
+    """Return the file of a shard, and its entry in the manifest."""
     found = Manifest.read(directory).shards[index]
     return directory / found.file, found
 
@@ -78,7 +78,7 @@ def files_of(directory: Path) -> dict[str, bytes]:
 
 
 def flip(path: Path, position: int, bit: int = 0) -> None:
-    """Change one bit of a file in place; a second time restores it."""
+    """Flip one bit of a file in place; a second call restores it."""
     with path.open("r+b") as file:
         file.seek(position)
         (byte,) = file.read(1)

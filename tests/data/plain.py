@@ -1,4 +1,4 @@
-"""A data set read the plain way, by h5py alone: what faster readers must give as well."""
+"""Read a data set with h5py only, as a reference for faster readers."""
 
 import zlib
 from itertools import pairwise
@@ -13,7 +13,7 @@ from hpctrain.data.format.dataset_manifest import Field, Manifest, Place
 
 
 def read_whole(directory: Path) -> dict[str, Any]:
-    """Return every sample, as one list per field, after checking every checksum there is."""
+    """Return every sample, as one list per field, after checking all checksums."""
     manifest = Manifest.read(directory)
     samples: dict[str, Any] = {name: [] for name in manifest.fields}
     num_before = 0
@@ -57,7 +57,7 @@ def check_crcs(
 
 
 def check_offsets(path: Path, file: h5py.File, name: str, place: Place) -> None:
-    """The bytes at an offset are those that HDF5 reads."""
+    """Assert that the bytes at an offset equal those that HDF5 reads."""
     offsets = {"data": place.offset, "crc": place.crc_offset, "index": place.index_offset}
     with path.open("rb") as raw:
         for group, offset in offsets.items():

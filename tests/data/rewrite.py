@@ -1,7 +1,7 @@
-"""Programs that write a data set again and again, to be killed; see ``test_kills``.
+"""Rewrite a data set repeatedly, in programs that tests kill; see ``test_kills``.
 
-``python -m tests.data.rewrite serve`` loads everything once and forks a writer for each line of
-its input, which holds the kind of writer, a number and a directory; at the next line it kills the
+``python -m tests.data.rewrite serve`` imports everything once and forks a writer for each line of
+its input, which holds the kind of writer, a number and a directory. At the next line it kills the
 writer, whose output ends with an empty line.
 
 ``mpirun python -m tests.data.rewrite ranks DIRECTORY`` writes with all ranks.
@@ -29,7 +29,7 @@ FIELDS = {
 
 
 def say(*words):
-    # At once, and less than a pipe holds: lines of several processes do not mix.
+    # In one write, and less than a pipe holds, so that lines of several processes do not mix.
     os.write(1, " ".join(map(str, words)).encode() + b"\n")
 
 
@@ -42,7 +42,7 @@ def samples(generation, start, stop):
 
 
 def generation_in(folder):
-    """Check that every sample is there, all of one generation; return which."""
+    """Assert that every sample exists and has one generation; return the generation."""
     read = read_whole(folder)
     generation = int(read["generation"][0])
     wanted = samples(generation, 0, NUM_SAMPLES)
@@ -61,14 +61,14 @@ def write(directory, generation, start, stop, **options):
 
 
 def rewrite(directory, first_generation):
-    """Write data sets one after another, for ever."""
+    """Write data sets one after another, without end."""
     for generation in itertools.count(first_generation):
         write(directory, generation, 0, NUM_SAMPLES)
         say(generation)
 
 
 def resume(directory, generation):
-    """Write one data set, going on from what a killed writer has left."""
+    """Write one data set, resuming after a killed writer."""
     write(directory, generation, 0, NUM_SAMPLES, samples_per_shard=4, resume_key=str(generation))
     say(generation)
 

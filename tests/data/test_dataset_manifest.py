@@ -1,4 +1,4 @@
-"""A manifest is read back as written, or refused with the reason."""
+"""Check that a manifest is read back as written, or rejected with the reason."""
 
 import json
 import zlib
@@ -33,7 +33,7 @@ def manifest(**changes):
 
 
 def rewrite(directory, **changes):
-    """Change the manifest and make its crc32 right again, as another program might."""
+    """Change the manifest and update its crc32, as another program might."""
     path = directory / MANIFEST
     record = {**json.loads(path.read_text()), **changes}
     del record["crc32"]
@@ -77,7 +77,7 @@ def test_a_flipped_bit_in_any_byte_of_a_manifest_is_found(tmp_path):
         ({"fields": {"x": field_record(shape=[2.0]), "y": field_record()}}, "whole"),
     ],
 )
-def test_a_manifest_of_another_kind_is_told(tmp_path, changes, words):
+def test_manifest_of_another_kind_raises(tmp_path, changes, words):
     manifest().write(tmp_path)
     rewrite(tmp_path, **changes)
     with pytest.raises(DataError, match=words):
@@ -85,13 +85,13 @@ def test_a_manifest_of_another_kind_is_told(tmp_path, changes, words):
 
 
 @pytest.mark.parametrize("text", ["", "[]", "7", '{"format": ', "{}", "\0", "[" * 100_000])
-def test_what_is_not_a_manifest_is_told(tmp_path, text):
+def test_invalid_manifest_raises(tmp_path, text):
     (tmp_path / MANIFEST).write_text(text)
     with pytest.raises(DataError, match="must be the manifest of a data set"):
         Manifest.read(tmp_path)
 
 
-def test_a_directory_without_a_manifest_is_told(tmp_path):
+def test_directory_without_a_manifest_raises(tmp_path):
     with pytest.raises(DataError, match="there is none in"):
         Manifest.read(tmp_path)
 
@@ -119,7 +119,7 @@ def test_values_that_cannot_be_are_told(changes, words):
 
 
 @pytest.mark.parametrize("dtype", [">f4", "<c8", "|O", "<M8[s]", "<f16", "what", "float32"])
-def test_a_dtype_without_tensors_is_told(dtype):
+def test_dtype_without_tensors_raises(dtype):
     with pytest.raises(DataError, match="dtype"):
         Field(shape=(), dtype=dtype)
 

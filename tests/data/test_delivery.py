@@ -1,4 +1,4 @@
-"""What goes wrong on one rank goes wrong on all of them, at the same step."""
+"""Check that a fault on one rank raises on all ranks, at the same step."""
 
 import itertools
 import logging
@@ -25,7 +25,7 @@ def comm(world):
 
 @pytest.fixture
 def damaged(tmp_path, world):
-    """A data set on all ranks whose samples 42 to 47 are damaged: one byte is wrong."""
+    """Return a data set on all ranks with damaged samples 42 to 47: one byte is wrong."""
     folder = world.bcast(tmp_path) / "set"
     if world.rank == 0:
         write_arrays(folder, numbered(NUM_SAMPLES), samples_per_shard=60, block_size=BLOCK)
@@ -52,7 +52,7 @@ def test_damage_on_one_rank_is_the_same_error_on_all(world, comm, damaged, order
     assert (error.value.start, error.value.stop) == (42, 48)
     assert len(set(world.allgather((str(error.value), len(steps))))) == 1
     assert loader.consumed == len(steps) * 10
-    # The step comes again, and fails again, on all ranks.
+    # The step is repeated, and fails again, on all ranks.
     with pytest.raises(CorruptError):
         next(iter(loader))
 
@@ -81,7 +81,7 @@ def test_all_ranks_leave_damaged_samples_out_together(world, comm, damaged, orde
 
 @pytest.mark.ranks(2, 3, 4)
 def test_different_damage_on_every_rank_is_left_out_by_all(world, comm):
-    """As with a copy of the data on each node: every rank meets other damage."""
+    """As with one copy of the data per node: every rank finds other damage."""
     mine = (10 * world.rank, 10 * world.rank + 3)
     dataset = InMemory(NUM_SAMPLES, damaged=[mine])
     loader = Loader(dataset, global_batch=24, comm=comm, on_corrupt="skip")
@@ -117,7 +117,7 @@ def test_an_error_of_a_transform_on_one_rank_is_raised_by_all(world, comm, kind)
         on_corrupt="skip",
     )
     steps = []
-    # Rank 0 has the sample. What cannot be sent is told in words.
+    # Rank 0 has the sample. Errors that cannot be pickled are sent as text.
     with pytest.raises(kind if kind is KeyError or world.rank == 0 else DataError) as error:
         steps.extend(loader)
     assert len(steps) == 5
@@ -138,24 +138,24 @@ def refuse(*_, **__):
     [({"workers": 1}, DataError), ({"transform": dict}, OSError)],
     ids=["workers", "threads"],
 )
-def test_a_rank_that_cannot_begin_to_read_fails_all_ranks(
+def test_rank_that_cannot_start_reading_raises_on_all_ranks(
     world, comm, damaged, what, kinds, monkeypatch
 ):
     loader = Loader(damaged, global_batch=10, comm=comm, order="sequential", **what)
-    loader.consumed = 50  # behind what is damaged
+    loader.consumed = 50  # after the damaged samples
     if world.rank == 1:
         monkeypatch.setattr("subprocess.Popen", refuse)
         monkeypatch.setattr("hpctrain.data.reading.ThreadPoolExecutor.submit", refuse)
     with loader, pytest.raises(kinds, match="no more processes"):
         list(loader)
     assert loader.consumed == 50
-    # Where no step is left, there is nothing to fail.
+    # Without steps left, nothing can fail.
     loader.consumed = NUM_SAMPLES
     assert list(loader) == []
 
 
 class OwnError(CorruptError):
-    """Cannot be made again from its arguments."""
+    """Raise an error that cannot be recreated from its arguments."""
 
     def __init__(self, start):
         super().__init__(f"sample {start}", start, start + 1)
@@ -185,7 +185,7 @@ def test_a_rank_that_cannot_ask_for_samples_ahead_reads_them_all_the_same(world,
 
 
 @pytest.mark.ranks(2, 3)
-def test_ranks_with_different_data_are_told(world, comm):
+def test_different_data_on_ranks_raise(world, comm):
     loader = Loader(InMemory(100 + (world.rank == 1)), global_batch=10, comm=comm)
     with pytest.raises(DataError, match=r"rank 1: .*memory of 101"):
         next(iter(loader))

@@ -1,4 +1,4 @@
-"""``shard``: the ranks see together what one process with the same loader sees."""
+"""Check ``shard``: the ranks together read the batches of one process with the same loader."""
 
 import multiprocessing
 import tracemalloc
@@ -28,7 +28,7 @@ RANKS = pytest.mark.ranks(1, 2, 3, 4)
 
 
 class Numbers(Dataset):
-    """Samples 0, 1, 2, ..."""
+    """Hold the samples 0, 1, 2, ..."""
 
     def __init__(self, length=22):
         self.length = length
@@ -41,7 +41,7 @@ class Numbers(Dataset):
 
 
 class Counting(IterableDataset):
-    """The same, one after the other; its workers share them out."""
+    """Yield the same samples in order; its workers divide them."""
 
     def __init__(self, length=22):
         self.length = length
@@ -53,7 +53,7 @@ class Counting(IterableDataset):
 
 
 class Notes:
-    """Stands where an optimizer does, and keeps what it is told."""
+    """Replace an optimizer, and record its arguments."""
 
     def __init__(self):
         self.counts = []
@@ -108,10 +108,10 @@ def as_list(batch):
 @pytest.mark.parametrize("name", LOADERS)
 def test_the_ranks_see_the_batches_of_one_process_in_every_epoch(world, name):
     if "workers" in name and world.size > 2:
-        return  # two ranks show it, and processes take long to start
+        return  # two ranks are sufficient, because processes start slowly
     plain, notes = LOADERS[name](), Notes()
     loader = hpctrain.shard_data(LOADERS[name](), notes)
-    torch.manual_seed(world.rank)  # ranks differ in all that they draw
+    torch.manual_seed(world.rank)  # the global generators of ranks differ
     for epoch in range(2):
         expected = [as_list(batch) for batch in plain] if world.rank == 0 else None
         expected = world.bcast(expected)
@@ -179,7 +179,7 @@ def train(distributed):
 
 @RANKS
 def test_training_by_the_lines_of_the_readme_equals_one_process():
-    """22 = 3 * 7 + 1: neither 7 nor 1 can be divided by 2, 3 or 4, and some ranks get none."""
+    """22 = 3 * 7 + 1: neither 7 nor 1 is divisible by 2, 3 or 4, and some ranks get no sample."""
     torch.testing.assert_close(train(distributed=True), train(distributed=False))
 
 
@@ -252,7 +252,7 @@ REFUSED = {
 
 @RANKS
 @pytest.mark.parametrize("why", REFUSED)
-def test_what_cannot_or_need_not_be_divided_is_refused_on_every_rank(world, why):
+def test_unsupported_loaders_raise_on_every_rank(world, why):
     text = "divided among the ranks already" if why in ("in batches", "elastic") else why
     wrong = world.rank == world.size - 1
     with pytest.raises(MismatchError, match=text):
@@ -305,7 +305,7 @@ def test_other_samples_or_another_order_on_a_rank_are_an_error_on_every_rank(wor
 
 
 class Of(IterableDataset):
-    """Samples of one kind, from a list or a function of it."""
+    """Yield samples of one kind, from a list or a function of it."""
 
     def __init__(self, make):
         self.make = make
@@ -333,19 +333,19 @@ SAMPLES = {
 
 
 @pytest.mark.ranks(2, 3)
-def test_samples_of_a_stream_may_be_anything(world, caplog):
+def test_samples_of_a_stream_may_be_any_objects(world, caplog):
     for name, make in SAMPLES.items():
         kept = [] if name == "iterator" else [make(number) for number in range(10)]
         data = Of(make)
         with torch.no_grad():
             loader = hpctrain.shard_data(DataLoader(data, batch_size=4, collate_fn=list))
             mine = joined(loader)
-        if name == "iterator":  # which is not read by what compares samples
+        if name == "iterator":  # the comparison of samples does not consume it
             mine, kept = joined(mine), [*range(10)]
         expected = joined(kept[at : at + 4][world.rank :: world.size] for at in (0, 4, 8))
         assert list(map(repr, mine)) == list(map(repr, expected)), name
     assert "differ" not in caplog.text
-    # Of what has no noise, another order is told.
+    # Without noise, another order is detected.
     for name in ("tensor without dimension", "array without dimension", "number of numpy", "text"):
         caplog.clear()
         data = Of(lambda number, make=SAMPLES[name]: make(number + world.rank))
@@ -355,7 +355,7 @@ def test_samples_of_a_stream_may_be_anything(world, caplog):
 
 
 class Streamed(IterableDataset):
-    """Noise that is another on each rank, and a number."""
+    """Yield noise that differs between ranks, and a number."""
 
     def __init__(self, noise, step):
         self.noise, self.step = noise, step
@@ -367,7 +367,7 @@ class Streamed(IterableDataset):
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_stream_that_divides_itself_is_told(world, num_workers, caplog):
+def test_stream_that_divides_itself_is_reported(world, num_workers, caplog):
     rank, size = world.rank, world.size
     for step, told in ((1, 0), (size, rank == 0)):
         data = Streamed(float(rank), step)
@@ -423,7 +423,7 @@ def test_a_loader_keeps_what_it_was_made_with():
 
 @pytest.mark.ranks(2, 3)
 def test_a_rank_keeps_the_indices_of_its_own_samples_only(world):
-    total, integer_bytes = 400_000, 32 + 8  # of an integer, and of its place in a list
+    total, integer_bytes = 400_000, 32 + 8  # size of an integer, and of its place in a list
     loader = hpctrain.shard_data(DataLoader(Numbers(total), batch_size=40_000), Notes())
     tracemalloc.start()
     try:

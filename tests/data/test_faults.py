@@ -1,4 +1,4 @@
-"""Files that are damaged, lost or changed: right samples, or an error that says which are gone."""
+"""Check damaged, lost or changed files: exact samples, or an error that names the lost ones."""
 
 import ctypes
 import os
@@ -29,7 +29,7 @@ _MS_REC, _MS_PRIVATE = 1 << 14, 1 << 18
 
 @pytest.fixture(params=["map", "read"])
 def io(request):
-    """Give each way to read plain bytes."""
+    """Parametrize over the methods of reading plain bytes."""
     return request.param
 
 
@@ -42,7 +42,7 @@ def numbers(dataset, indices):
     return dataset.take(indices)["number"].tolist()
 
 
-def test_a_damaged_block_is_named_with_its_samples(directory, io):
+def test_damaged_block_is_reported_with_its_samples(directory, io):
     path, shard = file_of(directory, 1)
     flip(path, shard.places["number"].offset + 8 * 30)
     dataset = ShardedDataset(directory, io=io)
@@ -70,7 +70,7 @@ def test_a_damaged_chunk_is_named_with_the_samples_of_a_block(tmp_path):
 
 
 def test_a_damaged_block_never_counts_as_checked(directory, io):
-    """Not for an instant, in which another thread might take samples of it."""
+    """At no time may another thread read samples of the block."""
     path, shard = file_of(directory, 1)
     flip(path, shard.places["number"].offset + 8 * 30)
     seen = []
@@ -97,10 +97,10 @@ def test_verify_says_when_a_block_is_checked(directory, io):
         dataset.take([0])
     status = path.stat()
     flip(path, shard.places["image"].offset)
-    # Without this, the change would be noticed, and the block checked anew.
+    # Otherwise the change would be detected, and the block checked again.
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert numbers(first, [0]) == [0]
-    if io == "map":  # else the values of such small samples were kept, and are what they were
+    if io == "map":  # otherwise the values of such small samples would be cached, and unchanged
         with pytest.raises(CorruptError, match="damaged"):
             always.take([0])
     assert np.array_equal(always.take([7])["image"][0], numbered(100)["image"][7])
@@ -186,7 +186,7 @@ def test_a_shard_removed_while_open_is_still_read(directory, io):
 
 
 def take_three_times(dataset):
-    """Take sample 0 for each file: where they look like one array, one is looked at each time."""
+    """Take sample 0 for each file; where files form one array, one is checked each time."""
     for _ in dataset.manifest.shards:
         dataset.take([0])
 
@@ -223,7 +223,7 @@ def test_a_filtered_shard_of_another_program_is_read(directory):
 
 @pytest.fixture
 def read_only(directory):
-    """Give the data set on a mount that nobody can write to, which this thread alone sees."""
+    """Provide the data set on a read-only mount that only this thread can see."""
     libc = ctypes.CDLL(None, use_errno=True)
     before, folder = os.open("/proc/thread-self/ns/mnt", os.O_RDONLY), Path.cwd()
     assert libc.unshare(_CLONE_NEWNS) == 0
@@ -236,7 +236,7 @@ def read_only(directory):
     finally:
         assert libc.setns(before, _CLONE_NEWNS) == 0
         os.close(before)
-        os.chdir(folder)  # that went to the root
+        os.chdir(folder)  # unshare changed it to the root
 
 
 @pytest.mark.requires("root")
@@ -267,7 +267,7 @@ FLIPS_EACH = 100
 
 @pytest.fixture(scope="module", params=[None, "zstd"])
 def in_memory(request):
-    """Give a data set in memory with fixed and ragged fields, plain or all compressed."""
+    """Provide a data set in memory with fixed and ragged fields, plain or all compressed."""
     fields = {
         "image": Field.of((3, 2), "f4"),
         "number": Field.of((), "i8"),
@@ -294,7 +294,7 @@ def data_bytes(path, shard, name, manifest):
 
 
 def is_refused(dataset, samples, path):
-    """Tell whether samples cannot be had, and the error names a range of them and the file."""
+    """Return True if samples cannot be read, and the error names a range of them and the file."""
     try:
         dataset.take(samples)
     except CorruptError as error:
@@ -331,7 +331,7 @@ def test_a_flipped_bit_anywhere_is_found_or_harmless(in_memory):
         at, bit = dice.randrange(shard.num_bytes), dice.randrange(8)
         flip(in_memory / shard.file, at, bit)
         try:
-            # Any other error than the one that is meant for users fails the test.
+            # Any other error than the one intended for users fails the test.
             read = ShardedDataset(in_memory, manifest=manifest).take(np.arange(100))
         except DataError:
             pass

@@ -1,4 +1,4 @@
-"""Fields of every kind hold what was written, however it came in."""
+"""Check that fields of every kind hold the written values, for any form of input."""
 
 import numpy as np
 import pytest
@@ -33,7 +33,7 @@ def samples_of(field, num_samples, rng):
 
 
 def given_as(field, samples, rng):
-    """Each way in which a program may give them."""
+    """Return the samples in each form in which a program may pass them."""
     if not field.ragged:
         return np.array(samples, field.dtype).reshape(len(samples), *field.shape)
     if samples and rng.integers(0, 2):
@@ -71,7 +71,7 @@ def test_all_kinds_of_fields_hold_what_was_written(
         assert all(map(np.array_equal, read[name], samples)), name
 
 
-def test_what_a_program_gave_it_may_change(tmp_path):
+def test_program_may_change_arrays_after_writing(tmp_path):
     fields = {"text": KINDS["text"], "packed": KINDS["packed"]}
     text, packed = np.arange(3, dtype="i4"), np.ones((1, 5), "u2")
     with ShardWriter(tmp_path, fields, samples_per_shard=9) as writer:
@@ -122,7 +122,7 @@ def test_a_block_that_no_chunk_can_hold_is_told(tmp_path):
         ShardWriter(tmp_path, fields, samples_per_shard=9, block_size=512, compression="zstd")
 
 
-def test_a_missing_package_is_told_with_the_way_to_it(tmp_path, monkeypatch):
+def test_missing_package_is_reported_with_the_command_to_install_it(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "hdf5plugin", None)
     with pytest.raises(DataError, match=r'pip install "hpctrain\[zstd\]"'):
         write_arrays(tmp_path, {"x": [1]}, samples_per_shard=1, compression="zstd")
@@ -156,13 +156,13 @@ def test_padded_rows_hold_the_sample_and_then_the_filling(lengths, more):
 
 
 def test_a_part_of_samples_is_padded_like_the_whole():
-    """Offsets need not begin at 0, nor end at the end of the values."""
+    """Offsets need not start at 0, nor end at the end of the values."""
     whole = Ragged.of(samples([2, 3, 0, 1]))
     part = Ragged(whole.values, whole.offsets[1:4])
     assert torch.equal(part.padded(), whole.padded()[1:3])
 
 
-def test_what_is_not_there_or_too_long_is_told():
+def test_missing_or_long_values_raise():
     with pytest.raises(DataError, match="not be longer than 2, but one has 3"):
         Ragged.of(samples([1, 3])).padded(length=2)
     for index in (2, -3):
@@ -170,7 +170,7 @@ def test_what_is_not_there_or_too_long_is_told():
             Ragged.of(samples([1, 3]))[index]
 
 
-def test_samples_move_as_they_are():
+def test_samples_are_moved_unchanged():
     ragged = Ragged.of(samples([1, 3]))
     moved = ragged.to("meta")
     assert (moved.values.device.type, moved.offsets.device.type) == ("meta", "meta")

@@ -1,7 +1,7 @@
-"""What the first hpctrain wrote is read for ever, by old tools too, and nothing of other files.
+"""Check that old data sets stay readable, also by old tools, without data of other files.
 
-``golden/plain`` was written before there were ragged and compressed fields, ``golden/kinds`` when
-they had come; neither is ever written again.
+``golden/plain`` was written before ragged and compressed fields existed, ``golden/kinds``
+afterwards; neither must be rewritten.
 """
 
 from dataclasses import replace
@@ -40,7 +40,7 @@ KINDS = {
 }
 
 
-def test_it_has_the_version_that_is_still_written():
+def test_golden_data_has_the_current_version():
     assert VERSION == 1
     assert {Manifest.read(GOLDEN / name).block_size for name in ("plain", "kinds")} == {8}
 
@@ -102,7 +102,7 @@ def other(tmp_path):
 
 @pytest.fixture
 def hostile(tmp_path, other, request):
-    """Give a set whose manifest agrees with its shard, but for where the values lie."""
+    """Provide a set whose manifest agrees with its shard, except for the place of values."""
     directory = tmp_path / "set"
     manifest = write_arrays(directory, {"x": SECRET}, samples_per_shard=30)
     (shard,) = manifest.shards
@@ -118,7 +118,7 @@ def hostile(tmp_path, other, request):
 
 
 @pytest.mark.parametrize("hostile", WAYS, indirect=True)
-def test_it_is_not_read_nor_whole_and_no_copy_takes_it(hostile, tmp_path):
+def test_values_outside_the_shard_are_neither_read_nor_copied(hostile, tmp_path):
     words = "values must be stored in the file that names them"
     with pytest.raises(CorruptError, match=words):
         ShardedDataset(hostile).take([0])

@@ -1,4 +1,4 @@
-"""A decode worker that hangs ends all ranks, and the error says where it stood."""
+"""Check that a hanging decode worker ends all ranks with an error that shows its stack."""
 
 import contextlib
 import ctypes
@@ -25,17 +25,17 @@ from tests.data.conftest import numbered
 from tests.processes import is_alive
 
 LIMIT_S = 50.0
-TIMEOUT_S = 4.0  # longer than a good batch may take on a loaded machine
+TIMEOUT_S = 4.0  # longer than a good batch takes on a loaded machine
 FOR_EVER_S = 1_000_000
 KINDS = ("python", "c", "stopped")
 SAMPLES = (5, 4, 70, 98, 97, 96, 95)
 
 
 def make_hang(kind, folder):
-    """Return a function of a sample, by value, that hangs at number 70 and notes its process."""
+    """Return a function that hangs at sample 70 and records its process; pickled by value."""
 
     def sleep_in_c():
-        ctypes.PyDLL(None).sleep(FOR_EVER_S)  # holds Python's lock
+        ctypes.PyDLL(None).sleep(FOR_EVER_S)  # keeps the GIL
 
     def hang(sample):
         if sample["number"] == 70:
@@ -68,9 +68,9 @@ def make_hang_while_it_is_loaded():
 
 @pytest.fixture(scope="module")
 def hung(dataset_of, tmp_path_factory):
-    """Give pools by how their worker hangs, a future that it fails, and a folder of process ids.
+    """Return pools by the kind of hang, a future that fails, and a folder of process ids.
 
-    All of them hang at the same time, so that their limit is waited for once.
+    All workers hang at the same time, so that the tests wait for the limit only once.
     """
     folder = tmp_path_factory.mktemp("hung")
     transforms = {kind: PerSample(make_hang(kind, folder)) for kind in KINDS}
@@ -116,12 +116,12 @@ def test_a_worker_that_hangs_is_named_with_its_sample_its_file_and_its_stack(
         ("load", r"(?s)still at loading data set and transform.*in _work\n"),
     ],
 )
-def test_what_hangs_in_no_sample_is_named(hung, kind, words):
+def test_hang_outside_of_a_sample_is_reported(hung, kind, words):
     assert re.search(words, story_of(hung[1][kind]))
 
 
 @pytest.mark.ranks(2, 3)
-def test_a_worker_that_hangs_on_one_rank_is_the_same_error_on_all(world, tmp_path):
+def test_hanging_worker_of_one_rank_raises_the_same_error_on_all(world, tmp_path):
     comm, folder = MpiCommunicator(world), world.bcast(tmp_path) / "set"
     if world.rank == 0:
         write_arrays(folder, numbered(100), samples_per_shard=50)

@@ -1,4 +1,4 @@
-"""What a data set holds is told from its manifest alone."""
+"""Check the description of a data set, which needs only the manifest."""
 
 import numpy as np
 import pytest

@@ -1,7 +1,7 @@
-"""Killed at any instant, or without power, a writer leaves the old data set or the new one, whole.
+"""Check that kills and losses of power leave the old or the new data set, complete.
 
-Here are a few kills of one process, and in ``make conformance`` one of a rank among two;
-``HPCTRAIN_TEST_KILLS=200`` makes it 200, and 10 of a rank.
+A few kills of one process are the default, and in ``make conformance`` one kill of a rank of two;
+``HPCTRAIN_TEST_KILLS=200`` runs 200, and 10 of a rank.
 """
 
 import json
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.limit(60 + 2 * KILLS)
 
 
 class Server:
-    """Starts writers without the time that imports take."""
+    """Start writers without the time of imports."""
 
     def __init__(self):
         self._process = subprocess.Popen(
@@ -43,7 +43,7 @@ class Server:
         )
 
     def killed(self, kind, generation, folder, delay_s):
-        """Start a writer, kill it after a while; return the generations it had finished."""
+        """Start a writer, kill it after a delay; return the generations that it had completed."""
         self._say(f"{kind} {generation} {folder}")
         time.sleep(delay_s)
         self._say("kill")
@@ -77,7 +77,7 @@ def test_a_writer_killed_at_any_instant_leaves_a_whole_data_set(folder, server):
     for _ in range(KILLS):
         printed = server.killed("rewrite", finished + 1, folder, random_.uniform(0, 0.25))
         found = generation_in(folder)
-        # Killed between the manifest and the word of it, one more is there.
+        # If it was killed between the manifest and its message, one more exists.
         assert found in {(printed or [finished])[-1] + more for more in (0, 1)}
         finished = found
     write_arrays(folder, {"x": np.arange(3)}, samples_per_shard=3)
@@ -130,7 +130,7 @@ FIELDS = {"x": ((), "i8"), "words": Field.of((), "i8", ragged=True)}
 
 
 def write(folder, comm, key):
-    """Write shards that are full, and one on each rank that is not."""
+    """Write full shards, and a partial one on each rank."""
     with ShardWriter(folder, FIELDS, samples_per_shard=3, comm=comm, resume_key=key) as writer:
         for _ in range(2):
             writer.append({"x": [comm.rank] * 4, "words": [[1], [], [2, 3], [4]]})
@@ -150,7 +150,7 @@ def test_a_data_set_is_on_disk_when_its_manifest_is_there(disk, comm, folder, ke
                     disk.faults.append(f"{target} names {name}")
 
     disk.watchers.append(watch)
-    for _ in range(2):  # a new one, then in its place
+    for _ in range(2):  # a new set, then its replacement
         write(folder, comm, key)
         comm.barrier()  # rank 0 removes its lock when the others have ended their block
         assert not disk.lost()

@@ -1,4 +1,4 @@
-"""Every sample once per epoch, the same global batches for any number of ranks."""
+"""Check that each sample occurs once per epoch, in equal global batches on any number of ranks."""
 
 import itertools
 import pickle
@@ -105,7 +105,7 @@ def test_a_rank_reads_whole_lanes_in_every_epoch():
     assert len(blocks[0]) == 480 // 4 // 3
 
 
-def test_what_is_read_was_asked_for_once():
+def test_read_samples_were_requested_once():
     orders = ({"order": "global"}, {"window": WindowShape(block=4, window=2, lanes=6)})
     for order, sample_bytes in itertools.product(orders, (120_000.0, 600_000.0)):
         dataset = InMemory(480, sample_bytes=sample_bytes)
@@ -186,7 +186,7 @@ def test_a_batch_is_a_tuple_a_mapping_and_a_record(dataset_of):
         ({"micro_shards": 2, "on_corrupt": "skip"}, "fixed parts of a global batch"),
     ],
 )
-def test_wrong_arguments_are_told(wrong, words):
+def test_wrong_arguments_raise(wrong, words):
     with pytest.raises(DataError, match=words):
         Loader(InMemory(31), **{"global_batch": 4, "rank": 0, "size": 2, **wrong})
 

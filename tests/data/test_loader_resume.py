@@ -1,4 +1,4 @@
-"""A state is a point on one line: training goes on there, with any number of ranks."""
+"""Check that training resumes from a state with any number of ranks."""
 
 import itertools
 import json
@@ -26,7 +26,7 @@ PHASES = st.lists(
 
 
 def run(dataset, state, *, size, num_steps=None, **kwargs):
-    """Run all ranks for some steps; return the global batches and the state they agree on."""
+    """Run all ranks for some steps; return the global batches and the common state."""
     ranks = []
     for rank in range(size):
         loader = Loader(dataset, rank=rank, size=size, **kwargs)
@@ -48,7 +48,7 @@ def test_after_any_interruptions_every_sample_came_once(n, phases, order, epoch)
     dataset, seen = InMemory(n), []
     loader = Loader(dataset, global_batch=phases[0][1], **order)
     loader.set_epoch(epoch)
-    # Only this one names its order: the state brings it to all others.
+    # Only this one sets its order: the state gives it to all others.
     state = loader.state_dict()
     for size, batch, num_steps in phases:
         steps, state = run(dataset, state, size=size, global_batch=batch, num_steps=num_steps)
@@ -139,7 +139,7 @@ def test_a_state_is_the_same_in_every_release():
         ({"skipped": [3]}, "not the state of a loader"),
     ],
 )
-def test_a_state_that_does_not_fit_is_told_and_changes_nothing(change, words):
+def test_incompatible_state_raises_and_changes_nothing(change, words):
     loader = Loader(InMemory(60), global_batch=7, order="global")
     before = loader.state_dict()
     with pytest.raises(DataError, match=words):
@@ -148,6 +148,6 @@ def test_a_state_that_does_not_fit_is_told_and_changes_nothing(change, words):
 
 
 @pytest.mark.parametrize(("record", "words"), [({}, "got None"), ({"format": 1}, "KeyError")])
-def test_what_is_no_state_is_told(record, words):
+def test_invalid_state_raises(record, words):
     with pytest.raises(DataError, match=words):
         Loader(InMemory(5), global_batch=1).load_state_dict(record)

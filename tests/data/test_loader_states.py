@@ -1,4 +1,4 @@
-"""Any order of calls of a loader gives the samples of one line, compared with a plain model."""
+"""Check any order of calls of a loader against a plain model."""
 
 import json
 import threading
@@ -30,7 +30,7 @@ def line_of(order: str, seed: int, epoch: int) -> list[int]:
 
 
 class LoaderMachine(RuleBasedStateMachine):
-    """The loaders of all ranks, and a model of where they are: epoch and samples consumed."""
+    """Drive the loaders of all ranks, and a model of their position (epoch, consumed)."""
 
     @initialize(order=st.sampled_from(sorted(ORDERS)), seed=st.integers(0, 2))
     def begin(self, order, seed):
@@ -54,7 +54,7 @@ class LoaderMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 4))
     def step(self, count):
-        """Take steps on all ranks, in the pass under way or a new one."""
+        """Take steps on all ranks, in the current pass or a new one."""
         if self.passes is None:
             self.passes = [iter(loader) for loader in self.loaders]
         for _ in range(count):
@@ -77,7 +77,7 @@ class LoaderMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.old)
     @rule()
     def use_a_pass_that_has_ended(self):
-        """A pass that was left may be continued only as long as nothing else has happened."""
+        """Use a pass that was left, which works only as long as nothing else has happened."""
         if self.passes is not None:
             self.assert_ended(self.old[0], self.old_consumed)
         self.old = None
@@ -90,13 +90,13 @@ class LoaderMachine(RuleBasedStateMachine):
         self.epoch, self.consumed = epoch, 0
 
     def end_passes(self):
-        """A pass under way ends where its loader goes elsewhere."""
+        """End passes whose loader was moved."""
         for one in self.passes or ():
             self.assert_ended(one, self.consumed)
         self.old = self.passes = None
 
     def assert_ended(self, batches, consumed):
-        """A pass that has ended gives no more batches; that is an error unless it had no more."""
+        """Assert that an ended pass gives no more batches, and raises unless it was complete."""
         if consumed == N:
             assert next(batches, None) is None
         else:
@@ -111,7 +111,7 @@ class LoaderMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.saved)
     @rule(size=SIZES, batch=BATCHES, is_new=st.booleans())
     def load(self, size, batch, is_new):
-        """Load into these loaders, or into those of another number of ranks and batch."""
+        """Load into these loaders, or into those of another number of ranks and batch size."""
         if is_new:
             self.old = None
             self.make(size, batch)
@@ -123,7 +123,7 @@ class LoaderMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.consumed < N)
     @rule()
     def meet_damage(self):
-        """A sample that cannot be read is an error at its step, which comes again afterwards."""
+        """Read a damaged sample: an error at its step, which is repeated afterwards."""
         bad = line_of(self.order, self.seed, self.epoch)[self.consumed]
         self.dataset.damaged.append((bad, bad + 1))
         errors = []

@@ -1,4 +1,4 @@
-"""Mixtures hold their sources in fixed proportions; a subset is a data set of its own."""
+"""Check mixtures, which keep the proportions of their sources, and subsets."""
 
 import itertools
 from collections import Counter
@@ -100,7 +100,7 @@ def test_damage_in_one_source_is_left_out():
     assert error.value.stop == error.value.start + 1
 
 
-def test_what_comes_where_is_kept_for_ever():
+def test_order_of_a_mixture_is_fixed():
     mixture = Mixture({InMemory(30): 3, InMemory(50): 1}, seed=4)
     assert mixture.take(np.arange(10**9, 10**9 + 12))["number"].tolist() == GOLDEN
     uuids = {
@@ -134,7 +134,7 @@ def other_fields():
         ({InMemory(3): 1, other_fields(): 1}, None, "same fields"),
     ],
 )
-def test_what_cannot_be_mixed_is_told(weights, length, words):
+def test_invalid_mixtures_raise(weights, length, words):
     with pytest.raises(DataError, match=words):
         Mixture(weights, length)
 
@@ -216,6 +216,6 @@ def test_samples_that_cannot_be_chosen_are_told(chosen, words):
 
 
 @pytest.mark.parametrize("wrong", [[10], [-1]])
-def test_an_index_out_of_range_is_told(wrong):
+def test_index_out_of_range_raises(wrong):
     with pytest.raises(DataError, match=r"\[0, 10\)"):
         Subset(InMemory(N), range(10)).take(wrong)

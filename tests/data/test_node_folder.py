@@ -1,4 +1,4 @@
-"""The folder of a job on a node: where there is room, held by its processes, gone with them."""
+"""Check the folder of a job on a node: its place, its lock, and its removal."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ import pytest
 from hpctrain.data import node_folder
 from hpctrain.data.node_folder import LOCK, MEMORY, PREFIX, NodeFolder, sites, sweep
 
-TMPFS, XFS, NFS = 0x01021994, 0x58465342, 0x6969  # by statfs(2)
+TMPFS, XFS, NFS = 0x01021994, 0x58465342, 0x6969  # types of statfs(2)
 
 JOB = """
 import os, sys
@@ -35,8 +35,8 @@ from hpctrain.data.node_folder import sweep
 print(*sweep(Path(sys.argv[1])))
 """
 
-# The locks of NFS: exclusive ones are for descriptors that may be written to, shared ones for
-# those that may be read.
+# Locks of NFS: exclusive ones need a descriptor open for writing, shared ones one open for
+# reading.
 NFS = """
 #include <errno.h>
 #include <fcntl.h>
@@ -54,7 +54,7 @@ int flock(int file, int operation) {
 
 @pytest.fixture(params=["disk", pytest.param("nfs", marks=pytest.mark.requires("compiler"))])
 def environ(request, tmp_path_factory):
-    """Give the environment of processes whose files are locked as on a disk, or as on NFS."""
+    """Return the environment of processes whose files are locked as on a disk, or as on NFS."""
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     if request.param == "nfs":
         folder = tmp_path_factory.mktemp("nfs")
@@ -67,7 +67,7 @@ def environ(request, tmp_path_factory):
 
 @contextlib.contextmanager
 def job(parent, environ):
-    """Run a process that holds a folder of its own below ``parent``."""
+    """Run a process that holds a separate folder below ``parent``."""
     process = subprocess.Popen(
         [sys.executable, "-c", JOB, str(parent)],
         stdin=subprocess.PIPE,
@@ -85,7 +85,7 @@ def job(parent, environ):
         process.communicate()
 
 
-def test_it_goes_with_the_process_and_after_a_kill_with_the_next_job(tmp_path, environ):
+def test_folder_is_removed_with_the_process_or_by_the_next_job(tmp_path, environ):
     def swept():
         line = [sys.executable, "-c", SWEEP, str(tmp_path)]
         return subprocess.check_output(line, env=environ, text=True).split()
@@ -103,7 +103,7 @@ def test_it_goes_with_the_process_and_after_a_kill_with_the_next_job(tmp_path, e
     assert not list(tmp_path.iterdir())
 
 
-def test_nothing_else_is_swept(tmp_path):
+def test_other_folders_are_not_removed(tmp_path):
     for name in (f"{PREFIX}mine", "other"):
         (tmp_path / name).mkdir()
     (tmp_path / "other" / LOCK).touch()
@@ -136,7 +136,7 @@ def test_the_last_one_who_lets_go_removes_it_and_what_cannot_be_locked_leaves_no
 
 @pytest.fixture
 def node(monkeypatch, tmp_path):
-    """Give a node whose folders are where their names say: in memory, on a disk, elsewhere."""
+    """Provide a node whose folders are where their names say: in memory, on a disk, elsewhere."""
     for name in ("SLURM_TMPDIR", "TMPDIR", "HPCTRAIN_STAGE_DIR"):
         monkeypatch.delenv(name, raising=False)
 
@@ -156,7 +156,7 @@ def node(monkeypatch, tmp_path):
 
 @pytest.fixture
 def source():
-    """Give a directory on another device than temporary files of tests."""
+    """Return a directory on another device than temporary files of tests."""
     return MEMORY
 
 
@@ -166,11 +166,11 @@ def test_the_jobs_folders_come_before_memory_if_they_are_the_nodes_own(node, sou
     monkeypatch.setenv("TMPDIR", str(temporary))
     memory = node_folder.MEMORY
     assert [site.folder for site in sites("auto", source)] == [slurm, temporary, memory]
-    assert sites("auto", temporary) == []  # all beside the data set
+    assert sites("auto", temporary) == []  # all on the device of the data set
     monkeypatch.setenv("SLURM_TMPDIR", str(far))
     monkeypatch.setenv("TMPDIR", str(slurm / "missing"))
     assert [site.folder for site in sites("auto", source)] == [memory]
-    # What the user names is taken as it is, and made.
+    # The folder that the user names is used unchanged, and created.
     monkeypatch.setenv("HPCTRAIN_STAGE_DIR", str(far / "made"))
     assert [site.folder for site in sites("auto", source)] == [far / "made", memory]
     assert (far / "made").is_dir()

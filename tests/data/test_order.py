@@ -1,4 +1,4 @@
-"""An order is a bijection, the same everywhere and for ever; a window order reads whole blocks."""
+"""Check that an order is a fixed bijection, and that a window order reads whole blocks."""
 
 import itertools
 from collections import Counter
@@ -98,7 +98,7 @@ GOLDEN = [
 
 @pytest.mark.parametrize(("n", "shape", "expected"), GOLDEN)
 def test_order_of_a_release_is_kept_for_ever(n, shape, expected):
-    # A checkpoint says where in the order a run stopped: another order would repeat samples.
+    # A checkpoint stores a position in the order: another order would repeat samples.
     wanted = list(map(int, expected.split()))
     order = global_order(n, seed=1, epoch=2)
     if shape is not None:
@@ -150,7 +150,7 @@ def test_class_sorted_samples_are_mixed_nearly_as_by_a_drawn_permutation(sample_
     order = global_order(n, seed=0, epoch=0)
     if sample_bytes is not None:
         order = windowed(n, WindowShape.of(batch, sample_bytes, 16))
-    # Also at the end of the epoch, where blocks that do not go round the lanes could gather.
+    # Also at the end of the epoch, where blocks left over by the lanes could gather.
     positions = np.concatenate([np.arange(100 * batch), np.arange(n - 100 * batch, n)])
     labels = (order.samples_at(positions) * num_classes // n).reshape(-1, batch)
     distinct = [len(np.unique(some)) for some in labels]
@@ -194,6 +194,6 @@ def test_the_default_shape_mixes_many_blocks_of_whole_reads(
 
 
 @pytest.mark.parametrize("wrong", ["block", "window", "lanes"])
-def test_a_shape_of_nothing_is_told(wrong):
+def test_empty_shape_raises(wrong):
     with pytest.raises(DataError, match="of a window order must be at least 1"):
         WindowShape(**{"block": 1, "window": 1, "lanes": 1, wrong: 0})

@@ -1,4 +1,4 @@
-"""Packing goes on after a kill, finds out what a source is, and refuses what it cannot do."""
+"""Check that packing resumes after a kill, detects the kind of a source, and rejects others."""
 
 import errno
 import subprocess
@@ -22,7 +22,7 @@ from tests.data.plain import read_whole
 
 ROWS = np.arange(100)
 
-# Stops at item 60 until there is a file "go".
+# Stops at item 60 until a file "go" exists.
 CODE = """
 import time
 from pathlib import Path
@@ -107,7 +107,7 @@ def test_a_set_that_appears_while_the_source_is_examined_is_kept(tmp_path):
     np.save(tmp_path / "x.npy", ROWS)
 
     class Meanwhile:
-        """Another packing ends between the first look and the lock."""
+        """Let another packing complete between the first check and the lock."""
 
         def __len__(self):
             if not (tmp_path / "set").exists():
@@ -218,11 +218,13 @@ def test_a_source_that_changes_under_the_packing_is_an_error(tmp_path):
         pack(tmp_path, tmp_path / "set", start=start)
 
 
-def test_packages_that_are_missing_are_named(tmp_path, monkeypatch):
+def test_missing_packages_are_reported(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     for name in ("tabular", "kinds"):
         monkeypatch.delitem(sys.modules, f"hpctrain.data.packing.{name}", raising=False)
-    import_module("hpctrain.data.packing.kinds")  # arrays, images and text need none of them
+    import_module(
+        "hpctrain.data.packing.kinds"
+    )  # arrays, images and text need none of these packages
     for name in ("t.pq", "t.csv"):
         (tmp_path / name).touch()
         with pytest.raises(DataError, match=r'pip install "hpctrain\[pack\]"'):

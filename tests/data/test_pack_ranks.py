@@ -1,4 +1,4 @@
-"""Ranks pack together what one rank packs alone, and all of them meet an error of one."""
+"""Check that ranks together pack the same as one rank, and all raise an error of one."""
 
 import tarfile
 from io import BytesIO
@@ -34,7 +34,7 @@ def rows():
 
 @pytest.fixture
 def folder(comm, tmp_path, monkeypatch):
-    """Give a folder that all ranks see, and in which they are."""
+    """Provide the current directory of all ranks, which all can access."""
     shared = Path(comm.broadcast_object(str(tmp_path)))
     if comm.rank == 0:
         write(shared)
@@ -94,12 +94,12 @@ def test_many_ranks_pack_what_one_packs(comm, folder, source, config):
 
 
 @SIZES
-def test_a_rank_that_fails_stops_all_and_all_go_on_later(comm, folder):
+def test_rank_that_fails_stops_all_ranks_which_can_resume(comm, folder):
     if comm.rank == 0:
         (folder / "fail").touch()
     comm.barrier()
     config = PackConfig(samples_per_shard=5)
-    own = comm.rank == comm.size - 1  # has item 90
+    own = comm.rank == comm.size - 1  # this rank has item 90
     with pytest.raises(RuntimeError if own else DataError, match="item 90"):
         pack("many_rows:Items", "set", config, comm=comm)
     comm.barrier()
@@ -125,7 +125,7 @@ def test_a_rank_that_fails_stops_all_and_all_go_on_later(comm, folder):
 @SIZES
 @pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize("source", ["nothing.npz", "many_rows:nothing", "tars/0.tar"])
-def test_an_error_of_the_source_is_one_of_all_ranks(comm, source):
+def test_error_of_the_source_raises_on_all_ranks(comm, source):
     config = PackConfig(fields={"x": "png"} if source.startswith("tars") else {})
     messages = []
     try:

@@ -1,4 +1,4 @@
-"""Ranks write side by side: one data set, in the order of the ranks, or none."""
+"""Check that ranks write one data set concurrently, in the order of ranks, or none."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ def samples(start, stop):
 
 
 def write(folder, comm, counts, **options):
-    """Write so many samples from each rank, numbered in the order of the ranks."""
+    """Write ``counts`` samples from each rank, numbered in the order of the ranks."""
     start = sum(counts[: comm.rank])
     with ShardWriter(folder, FIELDS, samples_per_shard=4, comm=comm, **options) as writer:
         for first in range(start, start + counts[comm.rank], 3):
@@ -63,7 +63,7 @@ def test_no_samples_on_any_rank_is_an_error_on_all(comm, folder):
 
 @pytest.fixture
 def old(comm, folder):
-    """A data set that is there before, in ``folder``; gives its file names."""
+    """Write a data set in ``folder`` before the test; return its file names."""
     if comm.rank == 0:
         write_arrays(folder, {"number": np.arange(5)}, samples_per_shard=3)
     comm.barrier()
@@ -156,7 +156,7 @@ def test_different_arguments_are_told_on_every_rank(comm, folder):
 
 @pytest.mark.ranks(2, 3)
 def test_a_directory_that_is_not_shared_is_told(comm, tmp_path):
-    """Every rank has its own, as on nodes without a common file system."""
+    """Every rank has a separate directory, as on nodes without a common file system."""
     mine = tmp_path / str(comm.rank)
     mine.mkdir()
     with pytest.raises(DataError, match=r"rank 0 does not see .*; choose a directory"):

@@ -1,4 +1,4 @@
-"""A decode pool gives what threads give, and tells what went wrong in it."""
+"""Check that a decode pool gives the results of threads, and reports errors."""
 
 import contextlib
 import ctypes
@@ -28,9 +28,9 @@ LIMIT_S = 30.0
 
 
 def make_numbers():
-    """Return a data set that tells the numbers that are asked of it."""
+    """Return a data set that gives the requested numbers as samples."""
 
-    class Numbers:  # goes by value: the workers know nothing of this file
+    class Numbers:  # pickled by value, because workers cannot import this file
         def take(self, indices):
             if (indices == 13).any():
                 raise CorruptError("number 13 is damaged", 13, 14)
@@ -40,7 +40,7 @@ def make_numbers():
 
 
 def make_transform(fifo=None):
-    """Return a transform; 800 and 801 meet at a pipe, each waits there for the other."""
+    """Return a transform; samples 800 and 801 wait for each other at a pipe."""
 
     def transform(columns):
         number = columns["number"]
@@ -97,7 +97,7 @@ def ask(pool, *indices, epoch=0, seed=0):
     return pool.take(indices, epoch, seed)
 
 
-def test_everything_comes_back_as_it_was_made(pool):
+def test_results_of_workers_are_returned_unchanged(pool):
     found, expected = ask(pool, 3, 1, 2), make_transform()({"number": torch.tensor([3, 1, 2])})
     for name in ("number", "large", "bfloat", "turned", "scalar", "empty"):
         assert found[name].dtype == expected[name].dtype
@@ -107,8 +107,8 @@ def test_everything_comes_back_as_it_was_made(pool):
     assert torch.equal(found["ragged"].offsets, expected["ragged"].offsets)
     assert found["text"] == "text"
     assert found["pid"] != os.getpid()
-    assert found["server_threads"] == 1  # a process that forks has none of libraries
-    found["number"] += 1  # the caller's own
+    assert found["server_threads"] == 1  # the process that forks has no threads of libraries
+    found["number"] += 1  # the arrays belong to the caller
 
 
 def test_batches_stay_as_they_are_while_others_come(pool):
@@ -142,7 +142,7 @@ def test_random_numbers_depend_on_samples_epoch_and_seed_only(pool):
     [
         ((900,), ValueError, "(?s)bad luck.*in transform"),
         ((902,), DataError, "(?s)LocalError: not to be made again.*in transform"),
-        ((903,), EOFError, "(?s)no more.*in transform"),  # not the end of a worker
+        ((903,), EOFError, "(?s)no more.*in transform"),  # must not count as the end of a worker
         ((12, 13), CorruptError, "number 13 is damaged"),
     ],
 )
@@ -164,7 +164,7 @@ def test_a_transform_that_does_not_pickle_is_refused_at_the_start():
         DecodePool(make_numbers(), lambda columns: lock and columns, 1)
 
 
-def test_what_a_worker_cannot_load_is_told_by_every_batch():
+def test_failed_import_in_a_worker_raises_in_every_batch():
     class Unloadable:
         def __call__(self, columns):
             return columns
@@ -185,7 +185,7 @@ def test_a_worker_that_crashes_is_named_with_its_stack_and_close_ends_the_others
     story = r"(?s)worker [01] of 2 \(process \d+\) was killed by SIGSEGV;.*string_at.*transform\n"
     with pytest.raises(DataError, match=story):
         failed[5].result(LIMIT_S)
-    for _ in range(4):  # not only by the worker that is gone
+    for _ in range(4):  # not only in the batch of the lost worker
         with pytest.raises(DataError, match=story):
             ask(pool, 1)
     pool.close()
@@ -196,7 +196,7 @@ def test_a_worker_that_crashes_is_named_with_its_stack_and_close_ends_the_others
 
 
 def test_close_ends_work_that_is_not_done(pool):
-    """The last test of this pool: 800 waits for 801, which never comes."""
+    """The last test of this pool: 800 waits for 801, which is never requested."""
     futures = [submit(pool, [800]) for _ in range(3)]
     time.sleep(0.1)
     pool.close()
@@ -220,7 +220,7 @@ sys.stdin.read()
 
 @contextlib.contextmanager
 def rank():
-    """Run a process with a pool; give it and the processes of its pool."""
+    """Run a process with a pool; return it and the processes of its pool."""
     with subprocess.Popen(
         [sys.executable, "-c", RANK],
         stdin=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""Blocks that are read ahead are checked; who takes samples of a damaged one gets the error."""
+"""Check blocks that are read ahead: checked, with errors raised at the damaged samples."""
 
 import os
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -18,7 +18,7 @@ from tests.data.mixed_set import flip
 
 
 class Held(Executor):
-    """Does work when it is told to."""
+    """Run work only when the test requests it."""
 
     def __init__(self):
         self.work = []
@@ -35,7 +35,7 @@ class Held(Executor):
 
 @pytest.fixture(params=["map", "read"])
 def shard(request, directory):
-    """Give the first shard, of 40 samples in blocks of 7, open."""
+    """Return the first shard, open, with 40 samples in blocks of 7."""
     return OpenShard(directory, Manifest.read(directory), 0, io=request.param)
 
 
@@ -82,7 +82,7 @@ def test_epochs_from_a_disk_have_every_sample(directory, io, verify, order):
             assert np.array_equal(batch["image"], image[batch["number"]])
             found += batch["number"].tolist()
         assert sorted(found) == [*range(100)]
-    # There is room for it, so that all that was checked has stayed.
+    # There is enough memory, so all checked blocks are kept.
     assert dataset.in_memory == (io != "read" and verify != "off")
 
 
@@ -93,9 +93,9 @@ def test_a_set_without_room_in_memory_is_read(directory, monkeypatch):
     assert not dataset.in_memory
 
 
-def test_what_a_map_cannot_bring_is_read_and_the_process_lives(directory):
+def test_failed_mapping_falls_back_to_reading(directory):
     shard = OpenShard(directory, Manifest.read(directory), 0, io="map")
     entry = Manifest.read(directory).shards[0]
-    # Behind its end a mapped file cannot be touched, as where a disk fails.
+    # Access beyond the end of a mapped file fails, as on a failing disk.
     os.truncate(directory / entry.file, entry.places["number"].offset)
     assert shard.file.wrong_blocks(np.arange(6)) == [0, 1, 2, 3, 4, 5]

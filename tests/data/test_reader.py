@@ -1,4 +1,4 @@
-"""Samples are read as they were written, whichever way and by whomever."""
+"""Check that samples are read as written, with any method and by any thread or process."""
 
 import fcntl
 import os
@@ -26,7 +26,7 @@ from tests.data.mixed_set import mixed, write_mixed
 
 
 def read_by_hdf5_only(directory):
-    """Take the offsets out of the manifest, as for files that cannot be mapped."""
+    """Remove the offsets from the manifest, as for files that cannot be mapped."""
     manifest = Manifest.read(directory)
     shards = tuple(
         replace(
@@ -46,7 +46,7 @@ def read_by_hdf5_only(directory):
     params=["map", "read", "auto", read_by_hdf5_only, "map bit by bit", "read bit by bit"]
 )
 def way(request, monkeypatch):
-    """Give each way to read a data set: a function of its directory that returns ``io``."""
+    """Parametrize over methods of reading: a function of the directory that returns ``io``."""
     if callable(request.param):
         return request.param
     io, _, in_bits = request.param.partition(" ")
@@ -62,7 +62,7 @@ def way(request, monkeypatch):
 
 @pytest.fixture
 def reading(directory, way):
-    """Give the data set once for each way to read it, as a function that opens it."""
+    """Provide the data set once for each method, as a function that opens it."""
     io = way(directory)
     return lambda **options: ShardedDataset(directory, io=io, **options)
 
@@ -74,7 +74,7 @@ def is_whole(read):
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """Give sets of all kinds of fields by compression and samples of a shard, written once."""
+    """Return sets of all kinds of fields by compression and samples per shard, written once."""
 
     @cache
     def write(compression, samples_per_shard):
@@ -117,7 +117,7 @@ def test_a_batch_belongs_to_its_caller(tmp_path):
         assert np.array_equal(views[k], whole["x"][k + 3 : k + 5].T)
 
 
-def test_the_end_of_a_file_is_told(directory):
+def test_end_of_a_file_raises(directory):
     with (
         (directory / MANIFEST).open("rb") as file,
         pytest.raises(OSError, match="ends before its"),
@@ -151,7 +151,7 @@ def test_what_a_data_set_tells_of_itself(tmp_path):
 
 
 @pytest.mark.parametrize("indices", [[100], [-1], [0, 5, 1000], [-(2**62)]])
-def test_an_index_out_of_range_is_told(directory, indices):
+def test_index_out_of_range_raises(directory, indices):
     dataset = ShardedDataset(directory)
     for read in (dataset.take, dataset.will_need):
         with pytest.raises(DataError, match=r"indices are in \[0, 100\)"):
@@ -184,7 +184,7 @@ def descriptors():
 
 
 def open_files(directory):
-    """Return the files below a directory that are open, those of other tests left out."""
+    """Return the open files below a directory, without files of other tests."""
     links = (os.path.realpath(f"/proc/self/fd/{name}") for name in descriptors())
     return sorted(link for link in links if Path(link).is_relative_to(directory.resolve()))
 
@@ -240,7 +240,7 @@ def test_many_threads_read_one_data_set(reading):
 
     def read(k):
         if k < 4:
-            together.wait()  # the first takes open the shards
+            together.wait()  # the first thread to read opens the shards
         dataset.will_need([k])
         return dataset.take(np.roll(np.arange(100), k))
 
@@ -251,7 +251,7 @@ def test_many_threads_read_one_data_set(reading):
 
 @pytest.fixture
 def shared(world, directory):
-    """Give the directory of rank 0 to all ranks."""
+    """Return the directory of rank 0 on all ranks."""
     return world.bcast(directory)
 
 
@@ -263,7 +263,7 @@ def test_all_ranks_open_the_same_data_set(world, shared):
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
-def test_what_one_rank_cannot_read_is_told_on_every_rank(world, shared):
+def test_data_unreadable_on_one_rank_raise_on_every_rank(world, shared):
     comm, last = MpiCommunicator(world), world.size - 1
     mine = shared.with_name("not-mounted") if last and world.rank == last else shared
     if last:

@@ -1,4 +1,4 @@
-"""Reading ahead: in order, within bounds, and transforms with the random numbers of the sample."""
+"""Check reading ahead: order, limits, and random numbers of transforms per sample."""
 
 import random
 import threading
@@ -20,7 +20,7 @@ from tests.processes import wait_until
 
 
 def first(transform):
-    """Return the first batch of four samples that are transformed."""
+    """Return the first batch of four transformed samples."""
     return next(iter(Loader(InMemory(4), global_batch=4, order="sequential", transform=transform)))
 
 
@@ -40,7 +40,7 @@ def test_a_transform_makes_the_fields_of_a_batch_and_a_function_of_a_sample_any_
         (lambda fields: fields["number"], "tensors by field"),
     ],
 )
-def test_what_does_not_go_into_a_batch_is_told(transform, words):
+def test_unsupported_values_of_a_batch_raise(transform, words):
     with pytest.raises(DataError, match=words):
         first(transform)
 
@@ -179,7 +179,7 @@ def test_a_transform_in_threads_that_draws_from_a_global_generator_is_refused(na
         next(iter(loader))
 
 
-def test_it_is_refused_in_a_later_pass():
+def test_global_generator_is_rejected_in_a_later_pass():
     is_late = False
     loader = Loader(
         InMemory(31),
@@ -192,13 +192,13 @@ def test_it_is_refused_in_a_later_pass():
         list(loader)
 
 
-def test_who_trains_may_draw_between_batches():
+def test_training_may_draw_random_numbers_between_batches():
     loader = Loader(InMemory(31), global_batch=4, transform=lambda fields: fields)
     for _ in range(3):
         assert len([[draw() for draw in DRAWS.values()] for _ in loader]) == 8
 
 
-def test_who_trains_may_draw_while_another_thread_waits_for_batches():
+def test_training_may_draw_while_another_thread_waits_for_batches():
     """The transform waits until the main thread has drawn."""
     drawn, found = threading.Event(), []
     loader = Loader(InMemory(8), global_batch=4, transform=lambda fields: drawn.wait(9) and fields)

@@ -1,4 +1,4 @@
-"""A repaired data set is whole, and holds every shard that the copy still has."""
+"""Check that a repaired data set is complete, with every shard that the copy still has."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ from tests.full_disk import largest_file
 
 @pytest.fixture(scope="module", params=[None, "zstd"])
 def copy(request, tmp_path_factory):
-    """Give a whole data set."""
+    """Return a complete data set."""
     directory = tmp_path_factory.mktemp("copy") / "set"
     write_mixed(directory, compression=request.param)
     (directory / "classes.txt").write_text("cat\ndog\nemu\n")
@@ -27,7 +27,7 @@ def copy(request, tmp_path_factory):
 
 @pytest.fixture
 def damaged(copy, tmp_path):
-    """Give a copy that lacks a shard, and has a wrong bit in a block and in metadata."""
+    """Return a copy that lacks a shard, and has a wrong bit in a block and in metadata."""
     return damage(shutil.copytree(copy, tmp_path / "set"))
 
 
@@ -41,9 +41,9 @@ def damage(directory):
 
 
 @pytest.mark.parametrize("lost", ["classes.txt", MANIFEST, f"manifest of the copy, {MANIFEST}"])
-def test_what_is_damaged_comes_from_the_copy(copy, damaged, tmp_path, lost):
+def test_damaged_shards_are_restored_from_the_copy(copy, damaged, tmp_path, lost):
     other = shutil.copytree(copy, tmp_path / "other")
-    # Without a manifest in the copy, its shards prove themselves.
+    # Without a manifest in the copy, its shards are identified by their checksums.
     ((other if " " in lost else damaged) / lost.rpartition(" ")[2]).unlink()
     outcome = repair(damaged, other)
     assert outcome.report.is_whole
@@ -63,7 +63,7 @@ def test_a_shard_that_is_damaged_in_the_copy_too_is_left(copy, damaged, tmp_path
     assert any("No such file" in deed for deed in outcome.deeds)
 
 
-def test_what_cannot_be_repaired_is_told_and_stays(copy, damaged, tmp_path):
+def test_damage_that_cannot_be_repaired_is_reported_and_kept(copy, damaged, tmp_path):
     write_mixed(tmp_path / "other")
     before = files_of(damaged)
     for source, words in (
@@ -82,7 +82,7 @@ def test_what_cannot_be_repaired_is_told_and_stays(copy, damaged, tmp_path):
             repair(damaged, source)
 
 
-def test_leftovers_go_and_other_files_stay(copy, tmp_path):
+def test_leftovers_are_removed_and_other_files_are_kept(copy, tmp_path):
     directory = shutil.copytree(copy, tmp_path / "set")
     names = ["train-0123abcd-00000-of-00001.h5", "train-0123abcd-r00001-00003.h5.part"]
     names += [f"{MANIFEST}.part", "train-r00000.journal"]

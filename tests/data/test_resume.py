@@ -1,6 +1,6 @@
-"""A writer goes on from what one before it has finished, or starts anew; never from the wrong one.
+"""Check that a writer resumes after an interrupted one with equal settings, or restarts.
 
-What a kill leaves is made here by a failing program; kills are in ``test_kills``.
+Here a failing program replaces a kill; kills are in ``test_kills``.
 """
 
 import numpy as np
@@ -25,11 +25,11 @@ def rows(start, stop):
 
 
 class StopError(Exception):
-    """Ends a program in the middle."""
+    """End a program in the middle."""
 
 
 def write(folder, start, stop, *, fail=False, key="numbers", fields=FIELDS, **options):
-    """Write the rest of some samples; return the number of those that were there."""
+    """Write the remaining samples; return the number of samples that already existed."""
     options = {"samples_per_shard": 4, **options}
     with ShardWriter(folder, fields, resume_key=key, **options) as writer:
         kept = writer.num_written
@@ -80,20 +80,20 @@ def test_the_old_set_is_there_until_the_new_one_is_whole(tmp_path):
     ],
     ids=str,
 )
-def test_what_was_written_on_other_terms_is_swept(tmp_path, other):
+def test_shards_with_other_settings_are_removed(tmp_path, other):
     stopped(tmp_path, 0, 11)
     assert write(tmp_path, 20, 25, **other) == 0
     assert numbers_in(tmp_path) == list(range(20, 25))
     assert not [name for name in names_in(tmp_path) if PART in name or "journal" in name]
 
 
-def test_a_writer_without_a_key_sweeps(tmp_path):
+def test_writer_without_a_key_removes_unfinished_shards(tmp_path):
     stopped(tmp_path, 0, 11)
     write_arrays(tmp_path, {"x": [1, 2]}, samples_per_shard=2)
     assert len(names_in(tmp_path)) == 2
 
 
-def test_a_published_set_is_never_gone_on_with(tmp_path):
+def test_published_set_is_never_resumed(tmp_path):
     """As after a kill between the manifest and the removal of the journal."""
     stopped(tmp_path, 0, 8)
     journal = next(tmp_path.glob("*.journal"))
@@ -129,7 +129,7 @@ def test_ranks_go_on_each_from_its_own(comm, folder):
     fails = comm.rank == comm.size - 1
     with pytest.raises(StopError if fails else DataError, match="Stop"):
         write(folder, start, start + mine, fail=fails, comm=comm)
-    # Those who had come to their end have finished a short shard as well.
+    # Ranks that had completed have written a partial last shard as well.
     assert write(folder, start, start + 20, comm=comm) == (mine // 4 * 4 if fails else mine)
     comm.barrier()
     wanted = [50 * rank + number for rank in range(comm.size) for number in range(20)]
@@ -170,7 +170,7 @@ def refuse(*_):
 
 
 @pytest.mark.ranks(2, 3)
-def test_another_number_of_ranks_starts_anew(comm, folder):
+def test_another_number_of_ranks_starts_from_zero(comm, folder):
     with pytest.raises((StopError, DataError)):
         write(folder, 50 * comm.rank, 50 * comm.rank + 9, fail=comm.rank == 0, comm=comm)
     if comm.rank == 0:

@@ -1,4 +1,4 @@
-"""A data set cut anew has the same samples in the same order; parts of it have each just once."""
+"""Check that a rewritten data set has the same samples in order, and that splits are disjoint."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -54,7 +54,7 @@ def test_samples_and_order_stay_however_they_are_cut(
     assert verify(tmp_path).is_whole
 
 
-def test_what_is_not_given_stays(original, tmp_path):
+def test_omitted_options_are_kept(original, tmp_path):
     manifest, before = reshard(original, tmp_path, Shape()), Manifest.read(original)
     assert manifest.uuid != before.uuid
     wanted = replace(before, shards=(), classes=("cat", "dog", "emu"))  # from the file
@@ -114,7 +114,7 @@ def test_a_data_set_is_never_replaced(original, tmp_path):
     assert not list(tmp_path.glob("a/*"))
 
 
-def test_what_was_broken_off_goes_on(original, tmp_path, monkeypatch):
+def test_interrupted_rewriting_resumes(original, tmp_path, monkeypatch):
     monkeypatch.setattr(rewriting, "PIECE_BYTES", 1)
     append, seen = ShardWriter.append, []
 
@@ -177,7 +177,20 @@ def test_parts_depend_on_the_seed_and_neither_on_pieces_nor_on_shards(
     split(original, tmp_path / "other", HALVES, seed=1)
     first, again, other = (numbers_in(tmp_path / n / "a") for n in ("first", "again", "other"))
     assert first == again != other
-    assert first[:12] == [1, 9, 10, 12, 16, 17, 19, 20, 21, 22, 26, 27]  # for ever
+    assert first[:12] == [
+        1,
+        9,
+        10,
+        12,
+        16,
+        17,
+        19,
+        20,
+        21,
+        22,
+        26,
+        27,
+    ]  # this order must not change
 
 
 @pytest.mark.parametrize("count", [10, 11, 13, 70_000])
@@ -190,7 +203,7 @@ def test_parts_have_their_share_and_are_drawn_to_be_of_that_size(count):
 
 
 def test_parts_are_drawn_at_random():
-    # Of 2000 draws, a sample is in the small part 200 times; six deviations are 80.
+    # In 2000 draws, a sample is in the small part 200 times; six deviations are 80.
     hits = sum(parts_drawn([18, 2], seed)(np.arange(20)) for seed in range(2000))
     assert np.all(np.abs(hits - 200) < 80)
 
@@ -206,7 +219,7 @@ def test_parts_are_drawn_at_random():
         (["../a=1"], r"got '\.\./a=1'"),
     ],
 )
-def test_shares_that_cannot_be_are_told(texts, words):
+def test_invalid_shares_raise(texts, words):
     with pytest.raises(DataError, match=words):
         parse_shares(texts)
 

@@ -1,4 +1,4 @@
-"""The file of a shard: where its bytes lie, which crc32 it has, and what a disk refused."""
+"""Check the file of a shard: offsets of its values, its crc32, and errors of the disk."""
 
 from pathlib import Path
 
@@ -68,7 +68,7 @@ def test_other_values_have_none(file, name):
 def test_a_shard_that_learns_its_place_has_the_crc32_of_its_bytes(
     tmp_path, monkeypatch, num_fields, combined
 ):
-    if not combined:  # as where ISA-L is not
+    if not combined:  # as without ISA-L
         monkeypatch.setattr(part, "crc32_combine", None)
     arrays = {f"field_with_a_long_name_{index}": np.arange(500) for index in range(num_fields)}
     (shard,) = write_arrays(tmp_path, arrays, samples_per_shard=500).shards
@@ -97,7 +97,7 @@ def test_hdf5_never_hears_of_a_full_disk_which_the_next_check_tells(tmp_path, nu
     assert path.stat().st_size <= num_bytes
 
 
-def test_a_signal_in_the_middle_is_told_by_check(tmp_path, monkeypatch):
+def test_signal_during_a_write_is_raised_by_check(tmp_path, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 

@@ -1,4 +1,4 @@
-"""A split by label: every sample in one part, other labels in each; ranks read their own parts."""
+"""Check splits by label: every sample in one part, different labels in each part."""
 
 from itertools import chain
 from pathlib import Path
@@ -55,7 +55,7 @@ def test_all_samples_have_parts_which_differ_the_more_the_smaller_alpha_is(alpha
     equal = NUM_SAMPLES / NUM_LABELS / num_parts
     if alpha > 1e6:
         assert np.abs(np.array(shares) - equal).max() < 1
-    if alpha == 1e-3:  # a label is in one part, but for very few
+    if alpha == 1e-3:  # with few exceptions, a label is in one part
         assert np.mean([np.max(share) for share in shares]) > 0.9 * NUM_SAMPLES / NUM_LABELS
     others = parts_by_label(LABELS, num_parts, alpha, seed + 1)
     assert alpha < 0.1 or num_parts == 1 or not np.array_equal(parts, others)

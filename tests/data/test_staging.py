@@ -1,4 +1,4 @@
-"""A staged data set gives the same samples, checked, from one copy per node."""
+"""Check that a staged data set gives the same samples, checked, from one copy per node."""
 
 import gc
 import logging
@@ -37,7 +37,7 @@ def comm():
 
 @pytest.fixture
 def folder(comm, tmp_path):
-    """Give a folder that all ranks see."""
+    """Return a folder that all ranks can access."""
     return comm.broadcast_object(tmp_path)
 
 
@@ -76,7 +76,7 @@ def shards_in(folder):
 
 
 def said_by(comm, caplog):
-    """Return what was said, by one rank."""
+    """Return the messages of one rank."""
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == (comm.rank == 0)
     return comm.broadcast_object("".join(said))
@@ -235,11 +235,11 @@ def test_the_ranks_of_a_node_hold_one_copy(comm, folder):
     grown = sum(comm.allgather_object(pss_bytes() - before))
     comm.barrier()
     assert isinstance(staged._opener, StagedOpener)
-    # Four copies would be 256 MiB; a quarter of the set is left for what else happens.
+    # Four copies would be 256 MiB; a quarter of the set is left for other allocations.
     assert grown < 1.25 * samples_bytes
 
 
 def pss_bytes():
-    """Memory of this process, each page divided by the number of those who share it."""
+    """Memory of this process, each page divided by the number of processes that share it."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))

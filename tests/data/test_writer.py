@@ -1,4 +1,4 @@
-"""What is written is plain HDF5; what fails leaves the old data set or none."""
+"""Check that written files are plain HDF5, and failures leave the old data set or none."""
 
 import json
 

@@ -1,5 +1,6 @@
-"""What takes parameters, on the accelerator that torch has here and on the CPU, beside each other:
-``calls.py FOLDER [NAME ...]``, below any launcher.
+"""Compare calls that take parameters on the accelerator of torch and on the CPU.
+
+Usage: ``calls.py FOLDER [NAME ...]``, below any launcher.
 """
 
 import importlib
@@ -25,7 +26,7 @@ Found = list[Tensor]
 
 def plain(device: torch.device) -> tuple[nn.Module, torch.optim.SGD]:
     model = make_model(torch.float32).to(device)
-    # A simulated device has not all operations on several tensors at once.
+    # A simulated device does not support all operations on several tensors.
     return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, foreach=False)
 
 
@@ -95,14 +96,14 @@ def restored(device: torch.device, _: Path) -> Found:
 
 
 def kept(device: torch.device, folder: Path) -> Found:
-    """Save tensors that are pinned and that are not, in the background and at once."""
+    """Save pinned and ordinary tensors, in the background and synchronously."""
     comm, found, busy = current().comm, list[Tensor](), torch.zeros(700, 700, device=device)
     for background in (True, False):
         manager = Manager(folder / f"{device.type}-{background}", comm, background=background)
-        for step in (1, 2):  # into the memory of the first
+        for step in (1, 2):  # into the memory of the first step
             state = {"x": torch.full((1 << 20,), float(step), device=device)}
             for _ in range(4 if device.type != "cpu" else 0):
-                busy @= busy  # what is copied is not there yet
+                busy @= busy  # the copy has not completed yet
             state["x"] += busy[0, 0]
             own = {"y": torch.arange(7.0, device=device) + hvd.rank()}
             manager.save(state, step, own)
@@ -125,7 +126,7 @@ PROGRAMS: dict[str, Callable[[torch.device, Path], Found]] = {
 
 
 def load_simulated() -> None:
-    """Let torch know the accelerator of ``MCPU_SITE``, where that names one."""
+    """Load the accelerator of ``MCPU_SITE`` into torch, if the variable is set."""
     if site := os.environ.get("MCPU_SITE"):
         sys.path.insert(0, site)
         importlib.import_module("torch_mcpu")

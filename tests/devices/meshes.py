@@ -1,6 +1,7 @@
-"""Models that ranks divide on CUDA train as one process on the CPU: ``meshes.py [NAME ...]``.
+"""Train models divided between ranks on CUDA, and compare with one process on the CPU.
 
-Below any launcher. NCCL moves their tensors; where ranks share a card it lets them from 2.30 on.
+Usage: ``meshes.py [NAME ...]``, below any launcher. NCCL sends the tensors; ranks may share a GPU
+from NCCL 2.30 on.
 """
 
 import sys

@@ -1,7 +1,6 @@
-"""Runs on the accelerator that torch has here, below any launcher: ``runs.py FOLDER [NAME ...]``.
+"""Run trainings on the accelerator of torch, below any launcher: ``runs.py FOLDER [NAME ...]``.
 
-They learn what runs on the CPU learn, go on as if they had not stopped, are tested again and give
-outputs.
+The runs learn as on the CPU, resume with the same results, are evaluated again and write outputs.
 """
 
 import sys
@@ -34,7 +33,7 @@ CASES = {
 
 
 class Tracking(nn.Module):
-    """Keeps a running mean, by operations that every device has."""
+    """Keep a running mean, by operations that every device supports."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,14 +52,14 @@ def model(dropout: float = 0.0) -> nn.Module:
 def configure(folder: Path) -> Callable[..., RunConfig]:
     base = ["model.target=tests.devices.runs:model", "data.target=tests.train.problem:data"]
     base += [f"data.args.folder={folder}/d", "data.args.single=true"]
-    # What is simulated has not all operations on several tensors, and isfinite() comes too early.
+    # The simulated device lacks some operations on several tensors, and isfinite() runs too early.
     base += ["optimizer.args.foreach=false", "train.on_non_finite=ignore"]
 
     return lambda *overrides: load(None, [*base, *overrides]).config
 
 
 def goes_on_and_is_used_again(folder: Path) -> None:
-    """Train at once and in two parts, to the same bits; test again, and write the outputs."""
+    """Train in one and in two parts, with the same bits; evaluate again, and write the outputs."""
     keys = ["train.ema=0.9", "train.clip_norm=0.5", "train.accumulate=2", "train.epochs=2"]
     keys += ["model.args.dropout=0.3", 'test.metric=["accuracy", "f1"]']
     whole, parts = (

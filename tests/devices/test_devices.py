@@ -1,6 +1,6 @@
-"""On an accelerator everything is as on the CPU: here on a simulated one, which is asynchronous.
+"""Check that accelerators give the results of the CPU, here on an asynchronous simulated one.
 
-``MCPU_SITE`` names a folder with torch_mcpu; the programs run on any other, too.
+``MCPU_SITE`` names a folder with torch_mcpu; the programs run on any other accelerator, too.
 """
 
 import sys
@@ -26,7 +26,7 @@ def test_runs_learn_the_same_and_go_on(tmp_path, case):
 
 
 @pytest.mark.parametrize("name", calls.PROGRAMS)
-def test_what_takes_parameters_has_the_same_values(tmp_path, name):
+def test_calls_that_take_parameters_give_the_same_values(tmp_path, name):
     holds(calls.__file__, tmp_path, name)
 
 

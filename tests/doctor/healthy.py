@@ -1,4 +1,4 @@
-"""Facts of a machine on which nothing is wrong, to plant faults into."""
+"""Provide facts of a healthy machine, into which tests insert faults."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -102,16 +102,16 @@ BATCH = {
 
 
 def smi(**told):
-    """The facts of a machine with four GPUs, as nvidia-smi tells them."""
+    """Return the facts of a machine with four GPUs, as nvidia-smi reports them."""
     uuids = tuple(f"GPU-{number}" for number in "abcd")
     usual = {"driver": "570.86.15", "cuda": "12.8", "topology": NVLINK, "uuids": uuids}
     return {"gpus": GpuFacts(num_devices=4, **usual | told)}
 
 
 def with_(environ=None, **changes):
-    """The healthy machine with another environment, and other values of parts of its facts.
+    """Return the healthy machine with another environment and other facts.
 
-    ``memory={"shm_free_bytes": 0}`` changes a part, anything else replaces it.
+    ``memory={"shm_free_bytes": 0}`` changes a part, any other value replaces the whole.
     """
     parts = {
         name: replace(getattr(HEALTHY, name), **change)
@@ -123,12 +123,12 @@ def with_(environ=None, **changes):
 
 
 def rank(host="a", **changes):
-    """A rank of the healthy machine."""
+    """Return a rank of the healthy machine."""
     return with_(host=host, **changes)
 
 
 def rows(table):
-    """The rows of a table by check, as parameters."""
+    """Return the rows of a table by check, as parameters."""
     return [
         pytest.param(check, *row, id=f"{check.__name__}-{number}")
         for check, found in table.items()
@@ -137,7 +137,7 @@ def rows(table):
 
 
 def assert_judged(check, facts, levels, words):
-    """A check finds so many of these levels; the last one has these words."""
+    """Assert the levels of a check's findings, and words of the last one."""
     found = named("a check", check(facts))
     assert " ".join(each.level for each in found) == levels
     assert all(each.do for each in found if each.is_wrong)

@@ -1,7 +1,7 @@
-"""Run a command whose calls of one kind the kernel refuses, or never answers: a seccomp filter.
+"""Run a command for which the kernel rejects one system call, or never answers it.
 
-``python refuse.py flock ENOLCK command ...`` is what a file system without locks does,
-``python refuse.py flock hang command ...`` one whose lock server is away.
+``python refuse.py flock ENOLCK command ...`` acts like a file system without locks, ``python
+refuse.py flock hang command ...`` like one whose lock server is unreachable.
 """
 
 import ctypes
@@ -39,7 +39,7 @@ class Program(ctypes.Structure):
 
 
 def install(call: str, answer: str) -> int:
-    """Filter the calls of this process and its children; return what keeps them waiting."""
+    """Filter the calls of this process and its children; return the file that blocks them."""
     action = ASK if answer == "hang" else FAIL | getattr(errno, answer)
     lines = [
         (LOAD_NUMBER, 0, 0, 0),

@@ -1,4 +1,4 @@
-"""Faults of a directory are planted for real: by the kernel, by mounts, by rights."""
+"""Check real faults of a directory: by the kernel, by mounts, by permissions."""
 
 import json
 import sys
@@ -30,7 +30,7 @@ print(json.dumps([asdict(each) for each in check_directories(with_(directories=(
 
 
 def findings(directory, *before, limit_s=60):
-    """What is found in a directory by a process that ``before`` puts somewhere."""
+    """Return the findings for a directory in a process started below ``before``."""
     done = ended(
         [*before, sys.executable, "-c", TRY, str(directory), str(limit_s)],
         cwd=Path(__file__).parents[2],
@@ -42,7 +42,7 @@ def findings(directory, *before, limit_s=60):
 STEPS = ("list", "write", "lock", "hdf5", "hdf5 locked")
 
 
-def test_a_good_directory_is_left_as_it_was_and_one_that_is_not_there_is_told(tmp_path):
+def test_good_directory_is_unchanged_and_missing_one_is_reported(tmp_path):
     facts = try_directory(tmp_path, 60)
     assert facts.steps == dict.fromkeys(STEPS, "")
     assert tuple(facts.steps) == STEPS
@@ -92,7 +92,7 @@ def test_a_lock_that_hangs_is_an_error_that_does_not_hang(tmp_path):
         (["list", "write", "lock"], False, ""),
     ],
 )
-def test_the_step_that_hangs_is_named(lines, hung, running):
+def test_hanging_step_is_reported(lines, hung, running):
     said = ['["place", "lustre", 5]']
     for name in lines:
         said += [f'["{name}", null]', f'["{name}", ""]']
@@ -102,6 +102,6 @@ def test_the_step_that_hangs_is_named(lines, hung, running):
     assert (facts.hung, facts.file_system) == (running, "lustre")
 
 
-def test_the_kind_of_file_system_is_told(tmp_path):
+def test_kind_of_file_system_is_reported(tmp_path):
     assert file_system_of(Path("/proc")) == "proc"
     assert file_system_of(tmp_path / "none") == ""

@@ -1,4 +1,4 @@
-"""Facts are gathered from a machine as it is."""
+"""Check the gathering of facts from a machine."""
 
 from unittest.mock import Mock
 
@@ -44,7 +44,7 @@ def test_what_srun_offers_is_read_from_old_and_new_slurm(text):
 
 
 def tree(root, version="40.30.6"):
-    """An MPI as it is installed: a file with links to it, the linker's text, and its mpirun."""
+    """Make an installed MPI: a file with links to it, a linker script, and its mpirun."""
     (root / "lib").mkdir(parents=True)
     (root / "bin").mkdir()
     library = root / "lib" / f"libmpi.so.{version}"
@@ -104,7 +104,7 @@ def test_what_nvidia_smi_prints_is_read(tmp_path):
     assert told.topology == NVLINK
 
 
-def test_a_driver_that_does_not_answer_is_told_in_its_words(tmp_path):
+def test_message_of_a_failing_driver_is_reported(tmp_path):
     told = gpus_of(smi_in(tmp_path, "echo Failed to initialize NVML: version mismatch; exit 18"))
     assert (told.driver, told.error) == ("", "Failed to initialize NVML: version mismatch")
     assert gpus_of({"PATH": str(tmp_path / "nothing")}).error == ""

@@ -1,4 +1,4 @@
-"""What the checks make of the facts of one process: the facts, the level, and words of it."""
+"""Check judgements of the facts of one process: the facts, the level, and words of the finding."""
 
 from pathlib import Path
 
@@ -92,7 +92,7 @@ TABLE = {
         ({}, beside(MODULE), "warning", "/opt/openmpi/bin/mpirun, belongs to"),
         ({}, beside(MODULE, (SITE, "LD_LIBRARY_PATH")), "warning", "hpctrain launch"),
         ({}, beside(SYSTEM), "note", "/usr/bin/mpirun"),
-        (SRUN, beside(MODULE), "ok", ""),  # ranks that run do not care for it
+        (SRUN, beside(MODULE), "ok", ""),  # irrelevant for ranks that already run
         (
             {},
             {
@@ -174,7 +174,7 @@ TABLE = {
         (BATCH | {"CUDA_VISIBLE_DEVICES": "0,1"}, {}, "warning", "--ntasks-per-node=2"),
         (BATCH | {"SLURM_GPUS_ON_NODE": "4"}, {}, "ok", ""),
         (BATCH | {"SLURM_GPUS_ON_NODE": "8"}, {}, "note", "some idle"),
-        (SRUN | {"SLURM_GPUS_ON_NODE": "1"}, {}, "ok", ""),  # ranks compare theirs themselves
+        (SRUN | {"SLURM_GPUS_ON_NODE": "1"}, {}, "ok", ""),  # ranks compare these themselves
         (
             {},
             torch("2.13.0+cpu", gpus={"num_devices": 4}),
@@ -213,7 +213,7 @@ TABLE = {
         ({}, {"memory": {"rooms": ()}}, "ok", "memory is unknown"),
     ],
     node.check_ways: [
-        ({}, shm(64 * MIB), "warning", "--shm-size"),  # a rank for each of eight cores
+        ({}, shm(64 * MIB), "warning", "--shm-size"),  # one rank for each of eight cores
         ({}, shm(128 * MIB), "ok", "memfd"),
         (SRUN, shm(64 * MIB), "ok", ""),
         (SRUN, shm(63 * MIB), "warning", "4 ranks put up to 64.0 MiB there"),
@@ -223,7 +223,7 @@ TABLE = {
         ({}, shm(GIB, memfd_error=REFUSED), "warning", f"{REFUSED}; gradients go flat"),
         ({"HPCTRAIN_SHARED_MEMORY": "memfd"}, shm(GIB, memfd_error="no"), "error", "=auto"),
         ({"HPCTRAIN_SHARED_MEMORY": "off"}, {}, "note", "plain MPI"),
-        ({"HPCTRAIN_SHARED_MEMORY": "?"}, {}, "ok", ""),  # left to another check
+        ({"HPCTRAIN_SHARED_MEMORY": "?"}, {}, "ok", ""),  # covered by another check
     ],
     network.check_cards: [
         ({}, {}, "ok", "TCP is used"),
@@ -296,11 +296,11 @@ def test_ranks_of_a_node_are_read_from_launcher_and_scheduler(environ, count):
         ({"OMPI_MCA_pml": ""}, False),
     ],
 )
-def test_what_keeps_mpi_off_a_fast_card_is_known(environ, is_slow):
+def test_variables_that_disable_a_fast_adapter_are_known(environ, is_slow):
     assert network.slow_settings(environ) == [f"{n}={v}" for n, v in environ.items() if is_slow]
 
 
-def test_every_setting_is_told_with_where_it_comes_from():
+def test_every_setting_is_reported_with_its_origin():
     environ = {"HPCTRAIN_TIMEOUT": "7", "HOROVOD_CYCLE_TIME": "5"}
     found = environment.check_settings(with_(environ))
     texts = [each.what for each in found if each.level == "ok"]
@@ -310,7 +310,7 @@ def test_every_setting_is_told_with_where_it_comes_from():
     assert len(texts) == len(found)
 
 
-def test_a_variable_without_a_meaning_is_told():
+def test_variable_without_effect_is_reported():
     environ = {"HPCTRAIN_TIMEOUTS": "7", "HOROVOD_CMAKE": "/bin/cmake"}
     ours, theirs, *_ = environment.check_settings(with_(environ))
     assert (ours.level, theirs.level) == ("warning", "note")
@@ -336,7 +336,7 @@ def test_a_healthy_machine_has_no_fault_and_every_check_says_so(facts):
     assert {each.check for each in findings} >= names - {"cores", "threads"}  # ranks compare these
 
 
-def test_what_is_wrong_says_what_to_do():
+def test_every_fault_has_a_remedy():
     broken = with_(
         {"OMP_NUM_THREADS": "99", "HPCTRAIN_NONSENSE": "1", "CUDA_VISIBLE_DEVICES": "0,0"},
         versions={"torch": None},
@@ -363,7 +363,7 @@ def test_merged_findings_name_their_hosts_unless_all_have_them():
     assert found == [bad, finding("warning", "n1: other", "d")]
 
 
-def test_merged_findings_of_alike_ranks_are_those_of_one():
+def test_merged_findings_of_equal_ranks_equal_those_of_one():
     findings = examine(HEALTHY)
     assert merge([findings] * 3, ["n0", "n1", "n2"]) == findings
 

@@ -1,4 +1,4 @@
-"""All checks together, on real ranks: nothing to complain about, and what was planted is named."""
+"""Check all checks together on real ranks: healthy ones, and ones with inserted faults."""
 
 import os
 
@@ -36,7 +36,7 @@ def probe(seconds=5.0):
 
 
 def faults(findings, num_ranks):
-    """What is wrong, but for what this machine lacks, and links that others keep busy."""
+    """Return the faults, except missing features of this machine and busy links."""
     tolerated = {"links", "memory"}
     if len(os.sched_getaffinity(0)) < num_ranks:
         tolerated |= {"cores", "threads"}
@@ -48,7 +48,7 @@ def told(findings, check):
 
 
 @SIZES
-def test_healthy_ranks_are_well_and_hear_the_same(world):
+def test_healthy_ranks_have_equal_findings_without_faults(world):
     findings = probe()
     assert faults(findings, world.size) == []
     assert {finding.check for finding in findings} > CHECKS
@@ -70,12 +70,12 @@ def test_pairs_of_nodes_are_measured_beside_a_world_that_was_joined(world, monke
     assert "nodes differ by" in " ".join(told(findings, "clocks"))
     assert faults(findings, world.size) == []
     monkeypatch.setattr(traffic, "FEWEST_ROUNDS", 1)
-    findings = probe(seconds=0.0)  # there is time for one round only
+    findings = probe(seconds=0.0)  # time for one round only
     assert f"by {world.size // 2} pair" in " ".join(told(findings, "links"))
 
 
 @TOGETHER
-def test_a_setting_of_one_rank_is_told_with_the_rank(world, monkeypatch):
+def test_setting_of_one_rank_is_reported_with_the_rank(world, monkeypatch):
     if world.rank == 1:
         monkeypatch.setenv("HPCTRAIN_TIMEOUT", "soon")
     invalid, different = told(probe(seconds=0.0), "settings")

@@ -1,4 +1,4 @@
-"""Pairs of ranks: everybody meets everybody, and all know what was measured."""
+"""Check pairs of ranks: every pair is measured, and all ranks get the results."""
 
 import time
 
@@ -15,7 +15,7 @@ TOGETHER = pytest.mark.ranks(2, 3, 4)
 
 
 @pytest.mark.parametrize("ranks", [[], [3], [0, 4], [1, 2, 8], list(range(0, 20, 2)), range(11)])
-def test_all_pairs_meet_once_in_rounds_where_nobody_is_twice(ranks):
+def test_all_pairs_occur_once_in_rounds_without_a_rank_twice(ranks):
     ranks = list(ranks)
     found = rounds(ranks)
     for pairs in found:

@@ -1,4 +1,4 @@
-"""What the checks make of the facts of all ranks: pure, so every machine can be told."""
+"""Check judgements of the facts of all ranks, which need no real machine."""
 
 from dataclasses import fields, replace
 from pathlib import Path
@@ -30,7 +30,7 @@ OPENMPI = {"launched": launched(SRUN), "mpi": "Open MPI v5"}
 
 
 def world(*ranks, **more):
-    """A world of ranks, each given by its host or by its facts."""
+    """Return a world of ranks, each given by its host or by its facts."""
     parts = {each.name for each in fields(TrafficFacts)} & {*more}
     more["traffic"] = TrafficFacts(**{name: more.pop(name) for name in parts})
     facts = [rank(each) if isinstance(each, str) else each for each in ranks]
@@ -47,7 +47,7 @@ def threads(found):
 
 
 def bound(host, *mask, granted=4, omp=None, quota=None):
-    """A rank on some cores."""
+    """Return a rank bound to some cores."""
     environ = {} if omp is None else {"OMP_NUM_THREADS": str(omp)}
     limits = {"mask": mask, "num_granted": granted, "quota": quota}
     return rank(host, environ=environ, cores=limits)
@@ -61,7 +61,7 @@ TWO_CARDS = [seeing("a", by_torch=True), seeing("b", by_torch=True)]
 
 
 def near(*mask):
-    """A rank on some cores of a machine with four GPUs, all of which it sees."""
+    """Return a rank on some cores of a machine with four GPUs, all visible to the rank."""
     seen = replace(seeing("a", "b", "c", "d", by_torch=True), **smi())
     return replace(seen, cores=replace(seen.cores, mask=mask))
 
@@ -143,7 +143,11 @@ TABLE = {
             "OMP_NUM_THREADS=1 and a rank has 2 cores (rank 1)",
         ),
         (world(*[bound("a", 0, 1, omp=2)] * 2), "warning", "a rank has 1 core:"),
-        (world(*[bound("a", 0, 1, omp=1)] * 3), "ok", ""),  # too many ranks is another check
+        (
+            world(*[bound("a", 0, 1, omp=1)] * 3),
+            "ok",
+            "",
+        ),  # too many ranks are covered by another check
         (world(*[bound("a", 0, 1, 2, 3, omp=4, quota=2.0)] * 1), "warning", "has 2 cores"),
         (world(bound("a", 0), bound("a", 0)), "ok", ""),
     ],
@@ -296,7 +300,7 @@ def test_facts_of_all_ranks_are_judged(check, facts, levels, words):
         ("/venv/lib/libmpi.so.40", "pmix_v4", False),
         ("/venv/lib/libmpi.so.12", "pmix", True),
         ("/venv/lib/libmpi.so.12", "pmi2", False),
-        ("/site/lib/libmpi.so.12", "pmix", False),  # a site may have built it for this
+        ("/site/lib/libmpi.so.12", "pmix", False),  # a site may have built it for this interface
     ],
 )
 def test_a_wheel_below_the_wrong_interface_is_refused(library, pmi, is_refused):

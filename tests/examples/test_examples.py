@@ -1,4 +1,4 @@
-"""Every example does what it says; so does README's recipe for one's own model."""
+"""Check that every example works, and README's recipe for a user's own model."""
 
 import importlib.util
 import re
@@ -32,7 +32,7 @@ def example(name: str) -> Any:
 
 
 def trained(folder, name: str, *settings: str, **how: int) -> tuple[dict[str, Any], str]:
-    """Train by a configuration; return the last record, and what was printed."""
+    """Train with a configuration; return the last record, and the output."""
     folders = f"data.args.folder={folder}/data", f"output_dir={folder}/out"
     words = [word for setting in (*folders, *settings) for word in ("--set", setting)]
     done = start("-m", "hpctrain", "train", ROOT / f"examples/{name}.toml", *words, **how)
@@ -204,7 +204,7 @@ def test_the_lines_of_the_readme_learn_on_two_ranks_what_one_process_learns(tmp_
 def test_the_recipe_of_the_readme_trains_a_model_of_ones_own(tmp_path, monkeypatch):
     digits = load_digits()
     for part, rows in (("train", slice(0, 1024)), ("test", slice(1024, 1280))):
-        x = digits.images[rows] / 16  # float64, as NumPy has it
+        x = digits.images[rows] / 16  # float64, the default of NumPy
         np.savez(tmp_path / f"{part}.npz", x=x, y=digits.target[rows])
     (tmp_path / "mine.py").write_text(block("python", "mine.py"))
     (tmp_path / "mine.toml").write_text(block("toml", "mine.toml"))
@@ -221,7 +221,7 @@ def test_the_recipe_of_the_readme_trains_a_model_of_ones_own(tmp_path, monkeypat
         done = start("-m", "hpctrain", *command, num_ranks=2, cwd=tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
         found += re.findall(r"^test accuracy (0\.\d+)", done.stdout, re.MULTILINE)
-    assert found[0] == found[1]  # of the run, and tested again
+    assert found[0] == found[1]  # of the run, and evaluated again
     assert float(found[0]) > 0.7
     assert (tmp_path / "out.h5").is_file()
 
@@ -229,11 +229,11 @@ def test_the_recipe_of_the_readme_trains_a_model_of_ones_own(tmp_path, monkeypat
 @pytest.mark.launches
 @pytest.mark.conformance
 def test_two_ranks_learn_text_that_they_have_not_seen(tmp_path):
-    """Fewer windows than the example has: 80 steps of 16."""
+    """Use fewer windows than the example: 80 steps of 16."""
     few = ("data.args.num_windows=1280", "data.args.num_test=64", "train.global_batch=16")
     record, told = trained(tmp_path, "text", *few, "log.plots=false", num_ranks=2)
     assert record["num_samples"] == 64
-    assert record["metric"] <= 4.5  # 8 without any knowledge, 4.54 by how often a byte occurs
+    assert record["metric"] <= 4.5  # 8 without any knowledge, 4.54 from the frequency of bytes
     assert record["metric"] == pytest.approx(record["loss"])
     assert last_line(told) == f"test bits_per_byte {record['metric']:.4f}"
     train, test = (ShardedDataset(tmp_path / "data" / split) for split in ("train", "test"))
@@ -263,7 +263,7 @@ def test_no_byte_is_guessed_from_itself_or_from_later_ones_and_not_knowing_costs
     other[0, 70:] ^= 255
     with torch.no_grad():
         scores, changed = network(windows[:1]), network(other)
-    # Scores number k are those of byte k + 1.
+    # Score k belongs to byte k + 1.
     assert torch.equal(scores[0, :70], changed[0, :70])
     assert not torch.isclose(scores[0, 70:], changed[0, 70:]).all(dim=1).any()
     scores = torch.zeros(3, text.CONTEXT, 256)
@@ -274,15 +274,15 @@ def test_no_byte_is_guessed_from_itself_or_from_later_ones_and_not_knowing_costs
 @pytest.mark.launches
 @pytest.mark.conformance
 def test_two_ranks_make_volumes_and_tell_their_parameters(tmp_path):
-    """Fewer volumes than the example has: 193, of which 36 steps of 24 learn the easy two."""
+    """Use fewer volumes than the example: 193, of which 36 steps of 24 learn the easy two."""
     few = ("data.args.num_train=193", "data.args.num_test=65", "train.global_batch=24")
     rest = ("train.epochs=4", "test.every_epochs=4", "log.plots=false")
     record, told = trained(tmp_path, "volumes", *few, *rest, num_ranks=2)
     assert record["num_samples"] == 65
-    assert record["metric"] <= 0.43  # 0.5 is what one has who always says the mean
+    assert record["metric"] <= 0.43  # predicting the mean gives 0.5
     assert last_line(told) == f"test absolute_error {record['metric']:.4f}"
 
-    # Both ranks wrote, and together the set that one rank would write.
+    # Both ranks wrote, and together they wrote the set that one rank would write.
     train, volumes = ShardedDataset(tmp_path / "data/train"), example("volumes")
     assert [shard.num_samples for shard in train.manifest.shards] == [96, 97]
     for number in (0, 95, 96, 192):
@@ -299,6 +299,6 @@ def test_the_field_grows_and_particles_are_kept():
     assert np.abs(parameters).max() <= 1
     means, spreads = counts.mean(axis=(1, 2, 3)), counts.std(axis=(1, 2, 3))
     np.testing.assert_allclose(means, volumes.PARTICLES_PER_CELL, rtol=0.05)
-    assert (np.diff(spreads) < 0).all()  # the first channel is now, the last is long ago
+    assert (np.diff(spreads) < 0).all()  # the first channel is the latest, the last the earliest
     np.testing.assert_array_equal(counts, volumes.cube(7)[0])
     assert (counts != volumes.cube(8)[0]).any()

@@ -1,4 +1,4 @@
-"""Scripts of Horovod's form give one result, whoever carries out what they ask for."""
+"""Check that scripts of Horovod give the same result with Horovod, the shim and hpctrain."""
 
 import ast
 import importlib.util
@@ -35,14 +35,14 @@ WAYS = {
 
 
 class Runs:
-    """Runs of the examples on two ranks."""
+    """Run the examples on two ranks."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.monkeypatch = folder, monkeypatch
         (folder / "resnet.py").write_text((FOLDER / "resnet.py").read_text())
 
     def output(self, example: str, way: str, *more: str) -> str:
-        """What an example prints."""
+        """Return the output of an example."""
         import_of, engine = WAYS[way]
         self.monkeypatch.setenv("HPCTRAIN_ENGINE", engine)
         self.monkeypatch.setenv("OMP_NUM_THREADS", "1")  # Horovod leaves all cores to each rank
@@ -60,14 +60,14 @@ class Runs:
         return done.stdout
 
     def loss(self, example: str, way: str, *more: str) -> float:
-        """The last line of an example."""
+        """Return the loss in the last line of an example."""
         return final_loss(self.output(example, way, *more))
 
     def check_same(self, example: str, ways: list[str], *more: str) -> None:
-        """Different ways end with the same loss."""
+        """Assert that all methods end with the same loss."""
         losses = {way: self.loss(example, way, *more) for way in ways}
         first, *others = losses.values()
-        # Of 16 bits: Horovod rounds in the sum, hpctrain on the slow link alone.
+        # With 16 bits, Horovod rounds in the sum, hpctrain only on the slow link.
         allowed = 1e-2 if "--fp16-allreduce" in more else 1e-5
         assert others == pytest.approx([first] * len(others), abs=allowed, rel=0), losses
 
@@ -85,7 +85,7 @@ def runs(tmp_path, monkeypatch):
 
 @pytest.fixture
 def load(monkeypatch):
-    """Import an example that takes hpctrain for Horovod."""
+    """Import an example with hpctrain in place of Horovod."""
 
     def module(example: str) -> ModuleType:
         monkeypatch.syspath_prepend(FOLDER)
@@ -135,7 +135,7 @@ def test_an_operation_may_fail_on_either_engine(runs):
 
 @pytest.mark.launches
 def test_digits_are_learnt_by_the_unchanged_script(runs):
-    assert runs.loss("digits", "shim") < 1.5  # ln 10 = 2.3 is what one has who knows nothing
+    assert runs.loss("digits", "shim") < 1.5  # without any knowledge: ln 10 = 2.3
 
 
 @pytest.mark.launches

@@ -1,4 +1,4 @@
-"""The language model reaches one loss in every layout, goes on in any other, and writes text."""
+"""Check the language model: equal losses in every layout, resuming in another one, and output."""
 
 import importlib
 import json
@@ -23,9 +23,9 @@ LAYOUTS = (*FEW, "--fsdp", "--tp 2 --pp 2", "--cp 4", "--cp 2 --pp 2", "--tp 2 -
 
 @pytest.fixture
 def lm(monkeypatch):
-    """Import the scripts as Python finds them where they lie."""
+    """Import the scripts from their folder."""
     monkeypatch.syspath_prepend(str(ROOT / "examples/lm"))
-    for name in ("MASTER_ADDR", "MASTER_PORT"):  # ranks meet over MPI, again and again
+    for name in ("MASTER_ADDR", "MASTER_PORT"):  # ranks connect over MPI, repeatedly
         monkeypatch.delenv(name, raising=False)
     names = ("data", "model", "train", "generate")
     yield {name: importlib.import_module(name) for name in names}
@@ -84,7 +84,9 @@ def test_every_layout_reaches_the_same_loss_and_goes_on_with_that_of_another(
 def test_a_configuration_trains_in_a_layout_goes_on_in_another_and_writes_text(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # torch does not know our backend
+    monkeypatch.setenv(
+        "TORCH_DEVICE_BACKEND_AUTOLOAD", "0"
+    )  # torch does not know the backend hpctrain
     small = {"data.args.num_windows": 160, "data.args.num_test": 64, "data.args.length": 64}
     places = {"data.args.folder": tmp_path / "data", "output_dir": tmp_path / "run"}
     words = [f"--set={key}={value}" for key, value in (small | places).items()]

@@ -1,4 +1,4 @@
-"""The notebook of the examples trains on two ranks, from a kernel."""
+"""Check that the notebook of the examples trains on two ranks, from a kernel."""
 
 from pathlib import Path
 
@@ -17,8 +17,8 @@ def test_two_ranks_learn_the_digits_from_a_kernel(tmp_path, monkeypatch):
 
     notebook = nbformat.read(ROOT / "examples/notebook.ipynb", as_version=4)
     nbformat.validate(notebook)
-    assert not any(cell.get("outputs") for cell in notebook.cells)  # they come with `make docs`
-    # Below pytest a kernel leaves alone what child processes print.
+    assert not any(cell.get("outputs") for cell in notebook.cells)  # `make docs` adds outputs
+    # Below pytest a kernel does not capture the output of child processes.
     monkeypatch.delenv("PYTEST_CURRENT_TEST")
     client = NotebookClient(notebook, timeout=240, resources={"metadata": {"path": tmp_path}})
     client.execute()

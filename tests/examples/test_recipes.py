@@ -1,4 +1,4 @@
-"""The recipes fit hpctrain, and do what this machine can do of them."""
+"""Check the recipes, and run the parts that this machine supports."""
 
 import ast
 import json
@@ -64,7 +64,7 @@ def test_the_environment_of_conda_has_what_hpctrain_asks_for():
 
 
 def range_of_spack(text):
-    """``1.2:3`` is from 1.2 on to all of 3, ``2.13`` all of 2.13."""
+    """Return a range of Spack: ``1.2:3`` is from 1.2 to all of 3, ``2.13`` all of 2.13."""
     first, colon, last = text.partition(":")
     if not colon:
         return SpecifierSet(f"=={first}.*")
@@ -93,7 +93,7 @@ def test_the_package_of_spack_needs_what_hpctrain_needs():
 
 
 def sections_of(text):
-    """The parts of a definition of Apptainer, by name, without the header."""
+    """Return the parts of a definition of Apptainer, by name, without the header."""
     return dict(re.findall(r"^%(\w+)\n((?:[ \t]+.*\n|\n)*)", text, re.MULTILINE))
 
 

@@ -1,4 +1,4 @@
-"""The studies: published values where they belong, and every printed number of a stated kind."""
+"""Check the studies: published values, and a stated kind for every printed number."""
 
 import importlib.util
 

@@ -1,18 +1,19 @@
-"""A happens-before checker of programs with streams, which needs no accelerator.
+"""Find races between streams with happens-before analysis, without an accelerator.
 
-What the program calls a device is played by ``CheckedDevice``: its streams and events only note
-who has seen what, its memory is the CPU's, and every operation runs at once. So results are right
-whatever is forgotten; what is found is that nothing made it so. Two accesses of the same bytes,
-one of them a write, are a race unless a chain of program order, launches, events and waits of the
-host leads from one to the other. Each actor, a stream or a thread of the host, has a vector clock.
+``CheckedDevice`` replaces the device of the program: its streams and events only record vector
+clocks, its memory is host memory, and every operation runs immediately. Results are therefore
+correct even where synchronization is missing; the checker reports that it is missing. Two accesses
+to the same bytes, of which at least one is a write, are a race unless a chain of program order,
+launches, events and host waits orders them. Each actor, a stream or a thread of the host, has a
+vector clock.
 
-Memory counts as the device's if ``Checker.on_device`` or the device has made it, or an operation
-that reads such memory; all else is the host's. An operation on memory of the host alone is the
-host's own, and with memory of the device the current stream's. Reading a value, and a copy between
-host and device that may block, is a wait.
+Memory counts as device memory if it was passed to ``Checker.on_device``, allocated by the device,
+or produced by an operation that reads device memory; all other memory is host memory. An operation
+on host memory alone belongs to the host; an operation on device memory belongs to the current
+stream. Reading a value, and a copy between host and device that may block, is a host wait.
 
-A caching allocator gives freed memory to the next tensor that is made on the same stream. So what
-other streams have done with it must be ordered before that, or they were named to
+A caching allocator reuses freed memory for the next tensor of the same stream. The accesses of
+other streams must therefore be ordered before the reuse, or the streams must have been passed to
 ``record_stream``.
 """
 
@@ -38,7 +39,7 @@ WAITING = ("_local_scalar_dense", "equal", "is_nonzero", "nonzero")
 
 
 class Access(NamedTuple):
-    """What an actor has done with bytes."""
+    """Hold one access of an actor to a range of bytes."""
 
     first: int
     end: int
@@ -50,58 +51,56 @@ class Access(NamedTuple):
 
 @dataclass
 class Memory:
-    """An allocation."""
+    """Hold one allocation."""
 
     first: int
     end: int
     is_device: bool
-    actor: str  # on whose behalf it was made
+    actor: str  # stream or thread that allocated the memory
     storage: StorageWeakRef
-    users: set[str] = field(default_factory=set)  # by ``record_stream``
+    users: set[str] = field(default_factory=set)  # streams passed to ``record_stream``
     accesses: list[Access] = field(default_factory=list)
 
 
 class Checker:
-    """What all threads of a program have done; ``races`` are told as text, each once."""
+    """Record the accesses of all threads of a program; ``races`` lists each race once, as text."""
 
     def __init__(self) -> None:
         self.races: dict[str, None] = {}
         self.clocks: defaultdict[str, Clock] = defaultdict(dict)
         self._number = 0
-        self._memories: list[Memory] = []  # by address
-        self._freed: list[Memory] = []  # of the device, until their streams have new tensors
+        self._memories: list[Memory] = []  # sorted by address
+        self._freed: list[Memory] = []  # freed device memory that its stream has not reused yet
         self._here = threading.local()
-
-    # --- actors ----------------------------------------------------------------------------------
 
     @property
     def host(self) -> str:
-        """The thread of the host that runs."""
+        """Return the name of the current thread of the host."""
         return getattr(self._here, "host", "host")
 
     @property
     def stream(self) -> str:
-        """The current stream of this thread."""
+        """Return the name of the current stream of this thread."""
         stack = getattr(self._here, "streams", None)
         return stack[-1] if stack else self.default_stream
 
     @property
     def default_stream(self) -> str:
-        """The stream on which a program of this rank computes."""
+        """Return the name of this rank's default compute stream."""
         return f"{getattr(self._here, 'rank', '')}compute"
 
     def name(self, rank: str) -> None:
-        """Say which rank this thread is."""
+        """Set the rank of this thread."""
         self._here.rank, self._here.host = f"{rank} ", f"{rank} host"
 
     @property
     def prefix(self) -> str:
-        """What stands before the names of this rank's streams."""
+        """Return the prefix of the names of this rank's streams."""
         return getattr(self._here, "rank", "")
 
     @contextlib.contextmanager
     def on(self, stream: str) -> Generator[None]:
-        """Make a stream the current one."""
+        """Make ``stream`` the current stream inside the block."""
         stack = self._here.__dict__.setdefault("streams", [])
         stack.append(stream)
         try:
@@ -111,7 +110,7 @@ class Checker:
 
     @contextlib.contextmanager
     def thread(self, name: str) -> Generator[None]:
-        """Be another thread of the host, which begins with what this one knows."""
+        """Act as another host thread inside the block; its clock starts from this thread's."""
         was, streams = self.host, self._here.__dict__.get("streams", [])
         self.join(name, self.clocks[was])
         self._here.host, self._here.streams = name, []
@@ -121,22 +120,20 @@ class Checker:
             self._here.host, self._here.streams = was, streams
 
     def join(self, actor: str, state: Clock) -> None:
-        """Let an actor know what is in a clock."""
+        """Merge a clock into the clock of an actor."""
         self._look_for_freed()
         mine = self.clocks[actor]
         for other, number in state.items():
             mine[other] = max(mine.get(other, 0), number)
 
-    # --- memory ----------------------------------------------------------------------------------
-
     def on_device(self, *tensors: Tensor) -> None:
-        """Say that these lie on the device."""
+        """Mark the tensors as device memory."""
         for tensor in tensors:
             self._memory_of(tensor).is_device = True
             self._reuse(self.stream)
 
     def used_by(self, tensor: Tensor, stream: str) -> None:
-        """Note what ``record_stream`` tells the allocator."""
+        """Record that ``record_stream`` was called for a tensor and a stream."""
         self._memory_of(tensor).users.add(stream)
 
     def _memory_of(self, tensor: Tensor, *, is_device: bool = False) -> Memory:
@@ -144,7 +141,7 @@ class Checker:
         first, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
         place = bisect.bisect_right(self._memories, first, key=lambda memory: memory.first)
         if place and (known := self._memories[place - 1]).end > first:
-            return known  # also where another storage is on the same bytes
+            return known  # also where another storage has the same bytes
         found = Memory(first, end, is_device, self.stream, StorageWeakRef(storage))
         self._memories.insert(place, found)
         return found
@@ -156,9 +153,9 @@ class Checker:
                 self._freed.append(memory)
 
     def _reuse(self, actor: str) -> None:
-        """Give a stream any memory that it had and that was freed."""
+        """Let a stream reuse the freed memory that it had allocated."""
         known = dict(self.clocks[actor])
-        for other, number in self.clocks[self.host].items():  # at the launch
+        for other, number in self.clocks[self.host].items():  # as of the launch
             known[other] = max(known.get(other, 0), number)
         for memory in [memory for memory in self._freed if memory.actor == actor]:
             owners = {actor, self.host, *memory.users}
@@ -174,12 +171,10 @@ class Checker:
     def _tell(self, one: str, other: str) -> None:
         self.races[f"{one} beside {other}"] = None
 
-    # --- operations ------------------------------------------------------------------------------
-
     def run(
         self, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor], made: Sequence[Tensor]
     ) -> None:
-        """Note an operation of the current stream, or of the host."""
+        """Record an operation of the current stream, or of the host."""
         self._look_for_freed()
         given = [*((t, False) for t in reads), *((t, True) for t in writes)]
         touched = [(self._memory_of(t), t, is_write) for t, is_write in given if t.numel()]
@@ -189,7 +184,7 @@ class Checker:
         new = [(self._memory_of(t, is_device=is_device), t, True) for t in made if t.numel()]
         actor = self.stream if is_device else self.host
         if actor != self.host:
-            self.join(actor, self.clocks[self.host])  # a launch comes after what the host knows
+            self.join(actor, self.clocks[self.host])  # a launch follows what the host has seen
         if is_device and made:
             self._reuse(actor)
         self._number += 1
@@ -198,11 +193,11 @@ class Checker:
             self._note(memory, Access(*_bytes_of(tensor), is_write, actor, self._number, what))
 
     def wait(self) -> None:
-        """Let the host wait for the current stream."""
+        """Order the host after the current stream."""
         self.join(self.host, self.clocks[self.stream])
 
     def is_device(self, tensor: Tensor) -> bool:
-        """Say whether a tensor lies on the device."""
+        """Return True if a tensor is in device memory."""
         return self._memory_of(tensor).is_device
 
     def _note(self, memory: Memory, new: Access) -> None:
@@ -210,7 +205,7 @@ class Checker:
         for old in memory.accesses:
             is_over = old.actor == new.actor or known.get(old.actor, 0) >= old.number
             meets = old.first < new.end and new.first < old.end
-            is_own = old.number == new.number  # the same operation's
+            is_own = old.number == new.number  # both accesses are of the same operation
             if meets and (old.is_write or new.is_write) and not (is_over or is_own):
                 self._tell(f"{old.what} on {old.actor}", f"{new.what} on {new.actor}")
             covers = new.first <= old.first and old.end <= new.end
@@ -221,7 +216,7 @@ class Checker:
 
 
 def is_shape_alone(what: str) -> bool:
-    """Say whether an operation takes no more than the shape of a tensor."""
+    """Return True if an operation reads only the shape of a tensor."""
     return what.startswith("new_") or what.split(".", maxsplit=1)[0].endswith("_like")
 
 
@@ -232,14 +227,14 @@ def _bytes_of(tensor: Tensor) -> tuple[int, int]:
 
 
 class Watching(TorchDispatchMode):
-    """Tells a checker of all operations of this thread."""
+    """Report all operations of this thread to a checker."""
 
     def __init__(self, checker: Checker) -> None:
         super().__init__()
         self.checker = checker
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        """Run an operation, and tell."""
+        """Run an operation and report its reads and writes."""
         kwargs = kwargs or {}
         result = function(*args, **kwargs)
         schema = function._schema
@@ -250,7 +245,7 @@ class Watching(TorchDispatchMode):
             is_write = argument.alias_info is not None and argument.alias_info.is_write
             (writes if is_write else reads).extend(_tensors_in(value))
         if any(one.alias_info and not one.alias_info.is_write for one in schema.returns):
-            return result  # a view moves nothing
+            return result  # a view moves no data
         made = [t for t in _tensors_in(result) if not any(t is one for one in writes)]
         name = function.__name__
         self.checker.run(name, reads, writes, made)
@@ -261,7 +256,7 @@ class Watching(TorchDispatchMode):
     def _may_block(
         self, name: str, reads: list[Tensor], writes: list[Tensor], args: tuple[Any, ...]
     ) -> bool:
-        """Say whether it is a copy between host and device without ``non_blocking``."""
+        """Return True for a copy between host and device without ``non_blocking``."""
         if not name.startswith("copy_") or (len(args) > 2 and args[2]):
             return False
         tensors = [*reads, *writes]
@@ -274,7 +269,7 @@ def _tensors_in(value: object) -> Iterator[Tensor]:
 
 
 class CheckedStream:
-    """A queue of work, by name."""
+    """Represent a stream by its name."""
 
     def __init__(self, checker: Checker, name: str) -> None:
         self.checker, self.name = checker, name
@@ -286,34 +281,34 @@ class CheckedStream:
         return hash(self.name)
 
     def wait_event(self, event: "CheckedEvent") -> None:
-        """Go on behind what the event has recorded by now, as CUDA does."""
+        """Order later work after the last recording of the event, as CUDA does."""
         self.checker.join(self.name, self.checker.clocks[self.checker.host])
         self.checker.join(self.name, event.state)
 
     def synchronize(self) -> None:
-        """Let the host wait."""
+        """Order the host after the stream."""
         self.checker.join(self.checker.host, self.checker.clocks[self.name])
 
 
 class CheckedEvent:
-    """What a stream has done when it was recorded last; nothing before."""
+    """Hold the clock of a stream at the last recording; empty before the first."""
 
     def __init__(self, checker: Checker) -> None:
         self.checker, self.state = checker, Clock()
 
     def record(self, stream: CheckedStream) -> None:
-        """Take what the stream knows."""
+        """Store the current clock of the stream."""
         checker = self.checker
         checker.join(stream.name, checker.clocks[checker.host])
         self.state = dict(checker.clocks[stream.name])
 
     def synchronize(self) -> None:
-        """Let the host wait."""
+        """Order the host after the recording."""
         self.checker.join(self.checker.host, self.state)
 
 
 class CheckedDevice(Device):
-    """Stands where ``hpctrain.comm.device.Device`` does."""
+    """Replace ``hpctrain.comm.device.Device``."""
 
     keeps_apart = "it is checked by itself"
 
@@ -350,11 +345,11 @@ class CheckedDevice(Device):
         return True
 
     def pinned(self, like: Tensor) -> Tensor:
-        return torch.empty(like.shape, dtype=like.dtype)  # of the host
+        return torch.empty(like.shape, dtype=like.dtype)  # host memory
 
 
 def ranks_in_turn(num_ranks: int, program: Callable[[int, "Meeting"], None]) -> None:
-    """Run a program as ranks that are threads: one at a time, up to where it meets the others."""
+    """Run a program on ranks that are threads: one runs at a time, until it synchronizes."""
     meeting = Meeting(num_ranks)
     errors: list[BaseException] = []
 
@@ -376,7 +371,7 @@ def ranks_in_turn(num_ranks: int, program: Callable[[int, "Meeting"], None]) -> 
 
 
 class Meeting:
-    """Where threads wait for each other; one of them runs at a time, in the order of ranks."""
+    """Synchronize threads; one thread runs at a time, in the order of ranks."""
 
     def __init__(self, num_ranks: int) -> None:
         self._turn, self._changed = 0, threading.Condition()
@@ -386,17 +381,17 @@ class Meeting:
         self.num_ranks = num_ranks
 
     def take(self, rank: int) -> None:
-        """Wait for this rank's turn."""
+        """Wait until it is this rank's turn to run."""
         with self._changed:
             self._changed.wait_for(lambda: self._turn == rank)
 
     def leave(self, rank: int) -> None:
-        """Let the others go on without this rank."""
+        """Let the other ranks continue without this rank."""
         self._left.add(rank)
         self._pass_on(rank)
 
     def exchange(self, rank: int, given: Any) -> list[Any]:
-        """Give something, and return what all ranks have given, when all have."""
+        """Pass an object, wait for all ranks and return the objects of all ranks."""
         self._here[rank] = given
         if len(self._here) + len(self._left - set(self._here)) == self.num_ranks:
             self._round, self._here = [self._here.get(one) for one in range(self.num_ranks)], {}

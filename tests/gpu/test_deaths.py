@@ -1,4 +1,4 @@
-"""A rank that dies while others read and write its accelerator's memory ends all, by name."""
+"""Check that the death of a rank in an accelerator sum ends the job and is reported."""
 
 import pytest
 
@@ -34,7 +34,7 @@ for step in range(20):
 
 @pytest.mark.launches
 @pytest.mark.parametrize("when", ["depart", "_sum_slice"])
-def test_a_rank_that_dies_in_a_sum_of_accelerators_ends_all(tmp_path, when):
+def test_death_of_a_rank_in_an_accelerator_sum_ends_the_job(tmp_path, when):
     ended = run_ranks(tmp_path, BODY.format(when=when), num_ranks=3)
     assert ended.code != 0
     assert ended.seconds < 30

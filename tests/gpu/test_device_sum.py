@@ -1,7 +1,7 @@
-"""The kernel that sums slices of accelerators has the bits of the host's engine.
+"""Check that the Triton sum kernel is bitwise equal to the sums of the host.
 
-Triton's interpreter runs it here, on tensors of the host; that rounds to bfloat16 by cutting, so
-what bfloat16 gives is told by ``perf/gpu_check.py`` on a card.
+Triton's interpreter runs the kernel here, on host tensors. The interpreter truncates instead of
+rounding to bfloat16, so ``perf/gpu_check.py`` checks bfloat16 on a GPU.
 """
 
 import os
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.requires("triton")
 
 
 def in_own_process(name: str) -> None:
-    """Call a function of this file where the interpreter is on from the start, or off."""
+    """Run a function of this file in a new process, with or without Triton's interpreter."""
     interprets = {"TRITON_INTERPRET": "1"} if name.startswith("interpreted") else {}
     line = [sys.executable, "-c", f"from tests.gpu.test_device_sum import {name}; {name}()"]
     paths = os.pathsep.join([str(ROOT), *sys.path])
@@ -90,9 +90,9 @@ def compiled_kernels():
             assert made.asm["cubin"]
 
 
-def test_sums_of_the_kernel_have_the_bits_of_the_hosts():
+def test_kernel_sums_are_bitwise_equal_to_host_sums():
     in_own_process("interpreted_sums")
 
 
-def test_the_kernel_compiles_for_cards_with_wide_loads_and_stores():
+def test_kernel_compiles_for_gpus_with_wide_loads_and_stores():
     in_own_process("compiled_kernels")

@@ -1,6 +1,6 @@
-"""The way of gradients that NCCL sums has no race, and each wait that is left out is found.
+"""Check that gradients summed by NCCL have no race, and that each omitted wait is found.
 
-Streams and events are those of ``race_checker``; buckets are the library's own.
+Streams and events come from ``race_checker``, buckets from the library.
 """
 
 import gc
@@ -22,7 +22,7 @@ from tests.gpu.test_order import (
 
 
 class QueuedSums:
-    """What a bucket knows of NCCL: each rank's sums read and write that rank's elements alone."""
+    """Replace NCCL: sums of a rank read and write only the elements of that rank."""
 
     def __init__(self, device):
         self.stream = device.new_stream("nccl")
@@ -35,7 +35,7 @@ class QueuedSums:
 
 
 class ByNccl(Staged):
-    """One rank's side of steps with buckets that NCCL sums; a method for what may be wrong."""
+    """Run the steps of one rank with NCCL buckets; subclasses omit waits."""
 
     def new_bucket(self, _):
         bucket = NcclBucket(self.device, QueuedSums(self.device), NUMEL, torch.float32)
@@ -124,7 +124,7 @@ class WrittenAfterDepartureToNccl(ByNccl, WrittenAfterDeparture):
 
 
 @pytest.mark.parametrize("program", [ByNccl, NcclDroppedUnderWay])
-def test_buckets_that_nccl_sums_have_no_race(program):
+def test_buckets_summed_by_nccl_have_no_race(program):
     assert program().races() == []
 
 
@@ -141,5 +141,5 @@ def test_buckets_that_nccl_sums_have_no_race(program):
         WrittenAfterDepartureToNccl,
     ],
 )
-def test_what_is_left_out_around_nccl_is_found(program):
+def test_omitted_waits_around_nccl_are_found(program):
     assert program().races()

@@ -1,6 +1,6 @@
-"""The way of gradients on an accelerator has no race, and each wait that is left out is found.
+"""Check that gradients on an accelerator have no race, and that each omitted wait is found.
 
-Streams and events are those of ``race_checker``; buckets are the library's own.
+Streams and events come from ``race_checker``, buckets from the library.
 """
 
 import gc
@@ -25,11 +25,8 @@ def nothing(*_):
     pass
 
 
-# --- summed by the host --------------------------------------------------------------------------
-
-
 class Staged:
-    """One rank's side of steps with buckets that the host sums; a method for what may be wrong."""
+    """Run the steps of one rank with buckets summed by the host; subclasses omit waits."""
 
     def __init__(self):
         self.checker = Checker()
@@ -61,7 +58,7 @@ class Staged:
             with self.checker.thread("progress"):
                 bucket.reduce(lambda twin=bucket.summed: twin.mul_(2.0), None)
                 known = dict(self.checker.clocks["progress"])
-            self.checker.join("host", known)  # the work of it was waited for
+            self.checker.join("host", known)  # the host has waited for the reduction
         for bucket, weight in zip(self.buckets, self.weights, strict=True):
             self.arrive(bucket)
             weight.add_(bucket.flat, alpha=-0.1)
@@ -123,7 +120,7 @@ class OneTwinForAll(Staged):
     def twins(self, hosts):
         return [hosts[0]] * len(hosts)
 
-    def step(self):  # as in backward: all are on their way before the first is summed
+    def step(self):  # as in backward: all buckets are sent before the first is summed
         for bucket, weight in zip(self.buckets, self.weights, strict=True):
             self.fill(bucket, weight * 0.5 + 1)
         for bucket in self.buckets:
@@ -134,7 +131,7 @@ class OneTwinForAll(Staged):
 
 
 class FilledWhileComingBack(Staged):
-    """The next backward begins on another stream than the one that has waited."""
+    """Start the next backward on another stream than the one that has waited."""
 
     def fill(self, bucket, gradient):
         with self.checker.on("side"):
@@ -148,7 +145,7 @@ class HostWritesWhatTravels(Staged):
 
 
 class DroppedUnderWay(Staged):
-    """Buckets go while their copies are under way; the allocator knows their streams."""
+    """Drop the buckets while their copies are in flight; ``record_stream`` was called."""
 
     def end(self):
         for bucket in self.buckets:
@@ -161,7 +158,7 @@ class DroppedUnderWay(Staged):
 
 
 class DroppedUnknown(DroppedUnderWay):
-    """The same, and it does not."""
+    """Drop the buckets while copies are in flight, without ``record_stream``."""
 
     def new_device(self):
         device = super().new_device()
@@ -179,7 +176,7 @@ def _before(first, then):
 
 
 @pytest.mark.parametrize("program", [Staged, DroppedUnderWay])
-def test_buckets_that_the_host_sums_have_no_race(program):
+def test_buckets_summed_by_the_host_have_no_race(program):
     assert program().races() == []
 
 
@@ -198,15 +195,12 @@ def test_buckets_that_the_host_sums_have_no_race(program):
         DroppedUnknown,
     ],
 )
-def test_what_is_left_out_with_the_host_is_found(program):
+def test_omitted_waits_around_host_sums_are_found(program):
     assert program().races()
 
 
-# --- summed where they are -----------------------------------------------------------------------
-
-
 class InProcess(Segment):
-    """Memory of a rank that is a thread: its peers have it already."""
+    """Hold the memory of a rank that is a thread: its peers can access it directly."""
 
     offered: list = []  # noqa: RUF012 - of all ranks
 
@@ -232,7 +226,7 @@ class PeerDevice(CheckedDevice):
 
 
 class Threads:
-    """Communicator and levels of ranks that are threads of one process, on one node or on two."""
+    """Provide the communicators of ranks that are threads, on one node or on two."""
 
     def __init__(self, checker: Checker, rank: int, meeting: Meeting, *, has_rail: bool):
         self.checker, self.rank, self.size, self._meeting = (
@@ -261,7 +255,7 @@ class Threads:
 
 
 class Peers:
-    """Steps of several ranks whose accelerators sum in each other's memory."""
+    """Run steps of several ranks whose accelerators sum in each other's memory."""
 
     num_ranks, has_rail = 2, False
 
@@ -314,7 +308,7 @@ class PeersOfTwoNodes(Peers):
 
 
 class SegmentServesAgain(Peers):
-    """New buckets take the memory of those that nobody has any more."""
+    """Let new buckets reuse the memory of dropped buckets."""
 
     def end(self, comm, buckets):
         buckets.clear()
@@ -400,7 +394,7 @@ class HostDoesNotWaitForSlice(PeersOfTwoNodes):
 
 
 @pytest.mark.parametrize("program", [Peers, ThreePeers, PeersOfTwoNodes, SegmentServesAgain])
-def test_buckets_that_accelerators_sum_have_no_race(program):
+def test_buckets_summed_by_accelerators_have_no_race(program):
     assert program().races() == []
 
 
@@ -419,5 +413,5 @@ def test_buckets_that_accelerators_sum_have_no_race(program):
         HostDoesNotWaitForSlice,
     ],
 )
-def test_what_is_left_out_among_accelerators_is_found(program):
+def test_omitted_waits_between_accelerators_are_found(program):
     assert program().races()

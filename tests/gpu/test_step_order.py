@@ -1,7 +1,7 @@
-"""Whole steps of ``DistributedOptimizer`` have no race on an accelerator, and without a wait one.
+"""Check that steps of ``DistributedOptimizer`` have no race, but one if a wait is omitted.
 
-Tensors of the host are those of a ``CheckedDevice``; what talks to other ranks is run at once, as
-another thread of the host that is waited for where the program waits.
+Host tensors count as tensors of a ``CheckedDevice``. Communication runs immediately, as
+another host thread that the program waits for where it waits for communication.
 """
 
 import pytest
@@ -15,7 +15,7 @@ from tests.gpu.race_checker import CheckedDevice, Checker, Watching
 
 
 class Staged(bucket_storage.StagedBucket):
-    """As it is, but that the checker sees the host's own access."""
+    """Report the host's own accesses to the checker."""
 
     def reduce(self, sum_on_host, scale):
         def seen():
@@ -27,7 +27,7 @@ class Staged(bucket_storage.StagedBucket):
 
 @pytest.fixture(autouse=True)
 def _inside(monkeypatch):
-    """Let buckets travel within backward, whatever the cores of this machine."""
+    """Send buckets during backward, whatever the number of cores of this machine."""
     monkeypatch.setenv("HPCTRAIN_OVERLAP", "inline")
 
 
@@ -58,7 +58,7 @@ def start_beside(checker, _comm, function, *args):
 
 
 class Program:
-    """Steps as users write them."""
+    """Run training steps as users write them."""
 
     options: dict = {}  # noqa: RUF012
     passes = 1
@@ -115,7 +115,7 @@ class SmallBuckets(Program):
 
 
 class OnSide(torch.autograd.Function):
-    """Gradients before this are made on another stream; autograd lets that wait for the first."""
+    """Compute earlier gradients on another stream; autograd makes it wait for the first stream."""
 
     @staticmethod
     def forward(ctx, values, checker):
@@ -133,7 +133,7 @@ class OnSide(torch.autograd.Function):
 
 
 class Back(torch.autograd.Function):
-    """Here the other stream ends, and no value of it comes back."""
+    """End the work on the other stream without using a value of it."""
 
     @staticmethod
     def forward(ctx, values, _leaf, checker):
@@ -147,7 +147,7 @@ class Back(torch.autograd.Function):
 
 
 class Joined(torch.autograd.Function):
-    """At the end of backward, before all else there, autograd joins the streams."""
+    """Let autograd join the streams at the end of backward, before all other work."""
 
     @staticmethod
     def forward(ctx, values, checker):
@@ -164,7 +164,7 @@ class Joined(torch.autograd.Function):
 
 
 class TwoStreams(Program):
-    """A model with two branches, of which one is on a stream of its own, forward and backward."""
+    """Train a model with two branches, one of them on a separate stream."""
 
     def backward(self, model, batch):
         checker, leaf = self.checker, torch.zeros(1, requires_grad=True)
@@ -239,7 +239,7 @@ OMISSIONS = (
 
 
 @pytest.mark.ranks(2)
-def test_what_is_left_out_of_a_step_is_found(hvd, new_checker):
+def test_waits_omitted_from_a_step_are_found(hvd, new_checker):
     found = {}
     for omission in OMISSIONS:
         for program in (Program, KeepsGradients):
@@ -250,8 +250,6 @@ def test_what_is_left_out_of_a_step_is_found(hvd, new_checker):
 
 
 @pytest.mark.ranks(2)
-def test_gradients_of_another_stream_that_nobody_waits_for_are_found(
-    hvd, new_checker, monkeypatch
-):
+def test_gradients_of_another_stream_without_a_wait_are_found(hvd, new_checker, monkeypatch):
     monkeypatch.setattr(device.Makers, "join", lambda *_: None)
     assert TwoStreams(new_checker(), hvd).run()

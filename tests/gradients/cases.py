@@ -1,4 +1,4 @@
-"""One side of a comparison, a rank with its rows or one process with all of them; its cases."""
+"""Define the sides of a comparison, ranks or one process with all rows, and the cases."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,11 +7,11 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-ROWS = 12  # samples of a global batch: divisible by 2 and 3
+ROWS = 12  # samples of a global batch, divisible by 2 and 3
 
 
 class Net(nn.Module):
-    """A body and two heads, small enough for hundreds of runs."""
+    """Define a network with a body and two heads, small enough for hundreds of runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,12 +28,12 @@ class Net(nn.Module):
 
 @dataclass
 class Side:
-    """One side of the comparison: a rank with its rows, or one process with all of them."""
+    """Run one side of the comparison: a rank with its rows, or one process with all rows."""
 
     rank: int
     size: int
     wrap: Callable[..., torch.optim.Optimizer]
-    factor: int  # what the mean gradient is multiplied by: the number of ranks where they add up
+    factor: int  # multiplies the mean gradient: the number of ranks for op=Sum
 
     def __post_init__(self) -> None:
         self.net = Net()
@@ -75,12 +75,12 @@ class Side:
         return again
 
     def begin(self) -> None:
-        """Learn how often hooks fire, so that later gradients travel early."""
+        """Take two steps, so that later gradients are sent during backward."""
         self.step(7)
         self.step(8)
 
     def head_then_other(self, change: Callable[[], object]) -> None:
-        """Step by two losses that share no parameter, with a change in between."""
+        """Step on two losses that share no parameter; call ``change`` between the backwards."""
         self.optimizer.zero_grad()
         self.loss(0, lambda x: self.net.head(torch.tanh(x))).backward()
         change()
@@ -95,8 +95,8 @@ class Side:
 
 CASES: dict[str, Callable[[Side], None]] = {}
 OPS = ("Average", "Sum")
-CAN: dict[str, list[str]] = {}  # the operations with which a case has a meaning
-REFUSED: set[str] = set()  # cases that are an error, on all ranks
+CAN: dict[str, list[str]] = {}  # reduction operations that a case supports
+REFUSED: set[str] = set()  # cases that raise an error on all ranks
 
 
 def case(*ops: str, name: str = "") -> Callable[[Callable[[Side], None]], Callable[[Side], None]]:
@@ -143,7 +143,7 @@ def enter_changes(
     changes: dict[str, Callable[[Net], object]],
     *ops: str,
 ) -> None:
-    """Make a case of each change of the network, in its place of a step."""
+    """Register a case for each change of the network, at the given place of a step."""
     for name, change in changes.items():
         case(*ops, name=f"{name}_{place.__name__}")(partial(place, change=change))
 

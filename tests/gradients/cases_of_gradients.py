@@ -1,4 +1,4 @@
-"""What a program may do to ``.grad``, and in which order it may call backward and step."""
+"""Register cases that change ``.grad`` or the order of backward and step."""
 
 import warnings
 
@@ -17,7 +17,7 @@ from tests.gradients.cases import (
     with_passes,
 )
 
-# --- what is done to .grad ---
+# Changes of .grad
 
 
 def set_each(net, made):
@@ -198,7 +198,7 @@ def skipped_step_then_zeroed_by_the_model(side):
             side.optimizer.step()
 
 
-# --- order of backward and step ---
+# Order of backward and step
 
 
 @case()

@@ -1,4 +1,4 @@
-"""What a program may do to parameters, wraps and passes."""
+"""Register cases that change parameters, wraps and passes."""
 
 import copy
 
@@ -13,7 +13,7 @@ from tests.gradients.cases import (
     with_passes,
 )
 
-# --- what is done to parameters ---
+# Changes of parameters
 
 
 def freeze_body(net):
@@ -112,7 +112,7 @@ def group_with_gradients_added_before_a_step(side):
 def group_added_between_backward_and_step(side):
     late = late_parameter(side)
     backward_with(side, late)
-    if not side.is_alone:  # nobody has averaged it, and the step would
+    if not side.is_alone:  # the gradient was not averaged, and step() would average it
         late.grad = None
     side.optimizer.step()
     side.optimizer.add_param_group({"params": [late]})
@@ -198,7 +198,7 @@ def tied(side):
         side.step(batch)
 
 
-# --- wraps ---
+# Wraps
 
 
 @case()
@@ -217,7 +217,7 @@ def wrapped_anew_while_the_old_one_lives(side):
     assert old is not side.optimizer
 
 
-# --- passes ---
+# Passes
 
 
 @case()

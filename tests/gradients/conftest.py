@@ -1,4 +1,4 @@
-"""Worlds of one and of several nodes, each kept for as many tests of a file as it can be."""
+"""Provide worlds of one and several nodes, each kept for as many tests of a file as possible."""
 
 from collections.abc import Generator
 from types import ModuleType
@@ -9,31 +9,31 @@ import hpctrain
 
 
 class Worlds:
-    """The world that is up, and what it was made with."""
+    """Hold the current world and the arguments that it was made with."""
 
     made: tuple[int | None, str] | None = None
 
     def enter(self, per_node: int | None, overlap: str = "") -> None:
-        """Make a world, if the one that is up is not like it. Collective."""
+        """Initialize a world unless the current one has the same arguments. Collective."""
         if self.made == (per_node, overlap) and hpctrain.is_initialized():
             return
         self.leave()
         with pytest.MonkeyPatch.context() as patch:
-            if overlap:  # then in many small buckets
+            if overlap:  # and use many small buckets
                 patch.setenv("HPCTRAIN_OVERLAP", overlap)
                 patch.setenv("HPCTRAIN_BUCKET_BYTES", "4 KiB")
             hpctrain.init(ranks_per_node=per_node)
         self.made = (per_node, overlap)
 
     def leave(self) -> None:
-        """End the world. Collective."""
+        """Shut the world down. Collective."""
         hpctrain.shutdown()
         self.made = None
 
 
 @pytest.fixture(scope="module")
 def worlds() -> Generator[Worlds]:
-    """Keep worlds within a file."""
+    """Keep worlds for the tests of one file."""
     made = Worlds()
     yield made
     made.leave()
@@ -41,13 +41,13 @@ def worlds() -> Generator[Worlds]:
 
 @pytest.fixture(scope="module", params=("thread", "inline", "end"))
 def overlap(request: pytest.FixtureRequest) -> str:
-    """Let gradients travel in each way in turn."""
+    """Parametrize over the methods of sending gradients."""
     return request.param
 
 
 @pytest.fixture(scope="module", params=(None, 2), ids=("one node", "nodes of two"))
 def per_node(request: pytest.FixtureRequest) -> int | None:
-    """Have one node, and nodes of two ranks."""
+    """Parametrize over one node and nodes of two ranks."""
     return request.param
 
 
@@ -67,17 +67,17 @@ def in_world(
 def hvd(
     request: pytest.FixtureRequest, worlds: Worlds, per_node: int | None
 ) -> Generator[ModuleType]:
-    """Be in a world."""
+    """Provide hpctrain in an initialized world."""
     overlap = "overlap" in request.fixturenames and request.getfixturevalue("overlap")
     yield from in_world(request, worlds, per_node, overlap or "")
 
 
 @pytest.fixture
 def hvd_nodes(request: pytest.FixtureRequest, world, worlds: Worlds) -> Generator[ModuleType]:
-    """Be in a world of nodes of 1 and 1, 2 and 1, or 2 and 2 ranks."""
+    """Provide a world of nodes of 1 and 1, 2 and 1, or 2 and 2 ranks."""
     yield from in_world(request, worlds, 1 if world.size == 2 else 2)
 
 
 @pytest.fixture
 def last() -> None:
-    """Have a world for this test alone, which breaks it or has settings of its own."""
+    """Provide a separate world for a test that breaks it or needs its own settings."""

@@ -1,4 +1,4 @@
-"""What a training script means: its ranks as replicas in one process, by plain torch alone."""
+"""Predict the result of a training script with replicas in one process and plain torch."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -18,27 +18,27 @@ def place_of(grad):
 
 
 class RefusedToOneError(Exception):
-    """Torch refuses a statement on some replicas alone: the script ends before it."""
+    """Torch raises for a statement on some replicas only, and the script ends before it."""
 
 
 class Oracle:
-    """All replicas of a script, carried out statement by statement.
+    """Run all replicas of a script, statement by statement.
 
-    A statement has a meaning: ``each``, the line itself on every replica; ``backward``: then the
-    gradients are reduced; ``partial``: they are not, as a rank has left backward out; ``step``:
-    they are reduced first; ``raw``: a step that takes gradients as they are; ``sync``: reduced.
+    A statement has a meaning: ``each`` runs the line on every replica; ``backward`` also reduces
+    the gradients; ``partial`` does not, because a rank has skipped backward; ``step`` reduces
+    first; ``raw`` steps without reducing; ``sync`` only reduces.
     """
 
     def __init__(self, prelude, size, nodes):
         self.size, self.nodes = size, nodes
-        self.may_refuse = ""  # why an error on all ranks is right as well
-        self.unclear = ""  # why more than one value is right; all ranks must have the same one
+        self.may_refuse = ""  # reason why an error on all ranks is also correct
+        self.unclear = ""  # reason why several values are correct, if equal on all ranks
         self.atol = 0.0
         self.makers, self.made = [[] for _ in range(size)], []
         self.shared = set()
         """Parameters of replica 0 whose gradients were reduced, and are alike since."""
-        self.replaced = set()  # those whose gradient is another tensor since
-        self.base = {}  # what was reduced already in gradients to which replicas have added
+        self.replaced = set()  # parameters whose gradient is now another tensor
+        self.base = {}  # reduced values in gradients to which replicas have added
         self.names = [{"hvd": Stub(self, rank)} for rank in range(size)]
         for names in self.names:
             exec(prelude, names)
@@ -89,7 +89,7 @@ class Oracle:
             raise raised[0]
 
     def _join(self, line, target, wrap):
-        """Train on 2, 3, 2 batches; who has none adds zeros, and takes over the last model."""
+        """Train on 2, 3, 2 batches; replicas without a batch add zeros and take the last model."""
         for k in range(3):
             active = [r for r in range(self.size) if k < 2 + r % 2]
             self.shared.clear()
@@ -175,7 +175,7 @@ def changed(parameter, old):
 
 
 class Stub:
-    """What ``hvd`` is to a replica: it notes what is asked for."""
+    """Replace ``hvd`` on a replica: record the calls."""
 
     Average, Sum, Adasum = "average", "sum", "adasum"
     Compression = SimpleNamespace(none=0.0, fp16=1e-3, bf16=1e-2)
@@ -192,10 +192,10 @@ class Stub:
         return self._oracle.size
 
     def broadcast_parameters(self, *_, **__):
-        """Replicas are equal when this is called."""
+        """Do nothing: replicas are equal when this is called."""
 
     def _nth(self, make):
-        """Return what all replicas make by this call."""
+        """Return the object that all replicas make in this call."""
         oracle, own = self._oracle, self._oracle.makers[self._rank]
         own.append(None)
         if len(own) > len(oracle.made):

@@ -1,4 +1,4 @@
-"""Training scripts drawn at random: a table of statements, and scripts made of them."""
+"""Draw random training scripts from a table of statements."""
 
 import random
 from dataclasses import dataclass
@@ -58,7 +58,7 @@ def params_of(optimizer):
 
 @dataclass(frozen=True)
 class Statement:
-    """A line of the script, and what it means to replicas; see ``Oracle``."""
+    """Hold a line of the script, and its meaning for replicas; see ``Oracle``."""
 
     line: str
     kind: str = "each"
@@ -69,7 +69,7 @@ class Statement:
 
 @dataclass(frozen=True)
 class Program:
-    """A script, and where it runs."""
+    """Hold a script and the settings of its run."""
 
     size: int
     per_node: int | None
@@ -82,7 +82,7 @@ class Program:
         return [list(range(self.size))[i : i + step] for i in range(0, self.size, step)]
 
     def says(self, *words):
-        """Say whether one of the words is in a statement."""
+        """Return True if one of the words occurs in a statement."""
         return any(word in statement.line for statement in self.statements for word in words)
 
     @property
@@ -90,7 +90,7 @@ class Program:
         return {"HPCTRAIN_OVERLAP": self.overlap, "HPCTRAIN_BUCKET_BYTES": "128 B"}
 
     def script(self, note=""):
-        """Return it as a script of its own, for ``hpctrain launch``."""
+        """Return the program as a standalone script for ``hpctrain launch``."""
         comment = "".join(f"# {line}\n" for line in note.splitlines())
         lines = "\n".join(statement.line for statement in self.statements)
         return (
@@ -102,7 +102,7 @@ class Program:
         )
 
 
-# -- the table of statements ---------------------------------------------------------------------
+# Table of statements
 
 FREE, PASS, AFTER, LOCAL = "free", "pass", "after", "local"
 """Between steps; between two passes; between backward and step; around a local method."""
@@ -182,7 +182,7 @@ OPTIMIZERS = (
 
 
 class Draw:
-    """One program's luck."""
+    """Hold the random state of one program."""
 
     def __init__(self, seed, size, *, sharded=False):
         self.luck = random.Random(f"{seed} of {size}")
@@ -196,7 +196,7 @@ class Draw:
         return self.luck.choices(rows, [row[0] for row in rows])[0]
 
     def fill(self, template):
-        """Put parts, parameters and numbers into a line."""
+        """Fill parts, parameters and numbers into a line."""
         luck = self.luck
         self.number += 1
         layer = luck.choice(LAYERS[:4])
@@ -226,7 +226,7 @@ class Draw:
 
 
 class Script:
-    """A script around one or two ``DistributedOptimizer``."""
+    """Draw a script with one or two ``DistributedOptimizer``."""
 
     def __init__(self, draw):
         self.draw, luck = draw, draw.luck
@@ -287,7 +287,7 @@ class Script:
         draw, luck = self.draw, self.draw.luck
         found = draw.edits(FREE, 2) if draw.chance(0.5) else []
         if any("set_backward_passes" in edit.line for edit in found):
-            self.passes = 0  # not known any more
+            self.passes = 0  # no longer known
         is_new = False
         if draw.chance(0.9):
             zero = luck.choice(
@@ -300,7 +300,7 @@ class Script:
             line = "{}.set_num_samples({} + hvd.rank())"
             number = luck.randint(1, 4)
             found += [Statement(line.format(name, number)) for name in self.optimizers]
-        # A rank that has left out its first backward cannot know what reentrant ones will bring.
+        # A rank that has skipped its first backward cannot know the gradients of reentrant ones.
         may_skip = is_new and "reentrant" not in draw.parts
         if self.shape == "one" and draw.chance(0.15) and may_skip:
             return [*found, *self.skipping()]
@@ -325,7 +325,7 @@ class Script:
         return "scaler.scale({})"
 
     def skipping(self):
-        """Let one rank leave backward out of a step in which nothing is reduced yet."""
+        """Let one rank skip backward in a step in which nothing has been reduced yet."""
         line = f"if hvd.rank() != 1:\n    {self.draw.fill(LOSS)}.backward()"
         backward = Statement(line, "partial")
         if self.draw.chance(0.5):
@@ -363,7 +363,7 @@ class Script:
             if form == "none":
                 continue
             if self.scaled:
-                if self.passes != 1:  # or the ranks may find different gradients to be finite
+                if self.passes != 1:  # ranks may disagree on finiteness
                     yield Statement(f"{name}.synchronize()", "sync", name)
                 yield Statement(f"scaler.step({name})", "step", name)
             elif form == "forced" and self.op != "Adasum":
@@ -389,7 +389,7 @@ JOIN = Statement(
 
 
 class LocalScript:
-    """A script around a local method."""
+    """Draw a script with a local method."""
 
     METHODS = (
         "LocalSGD(model, opt, {h})",
@@ -440,7 +440,7 @@ class LocalScript:
 
 
 def draw_program(seed, size, *, sharded=False):
-    """Draw a program, the same one on every rank; ``sharded`` ones have parameters once a node."""
+    """Draw a program, identical on all ranks; ``sharded`` stores parameters once per node."""
     draw = Draw(seed, size, sharded=sharded)
     kind = LocalScript if draw.chance(0.25) and not sharded else Script
     statements = tuple(kind(draw).statements())

@@ -1,4 +1,4 @@
-"""What ``DistributedOptimizer`` and the local methods mean, by replicas and plain torch alone."""
+"""Predict ``DistributedOptimizer`` and local methods with replicas and plain torch."""
 
 import torch
 
@@ -12,7 +12,7 @@ def dense(grad):
 
 
 class Wrap:
-    """The meaning of ``DistributedOptimizer``, or of a group of ranks that averages gradients."""
+    """Model ``DistributedOptimizer``, or a group of ranks that averages gradients."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Wrap:
 
     @torch.no_grad()
     def reduce(self):
-        """Let all gradients be those of all replicas; what was reduced stays as it is."""
+        """Average the gradients of all replicas, except those already reduced."""
         self.done = 0
         if self.op == "adasum" or self.optimizers[-1] is None:
             return
@@ -93,7 +93,7 @@ class Wrap:
 
     @torch.no_grad()
     def after_step(self):
-        """Add what is at right angles, average what is equal: two replicas' changes."""
+        """Combine two replicas by Adasum: add orthogonal changes, average equal ones."""
         self.done = 0
         if self.op != "adasum":
             return
@@ -105,11 +105,11 @@ class Wrap:
                 p.copy_(old + combined)
 
     def finish(self):
-        """Nothing is left to do."""
+        """Do nothing: no work is pending."""
 
 
 class Local:
-    """The meaning of the local methods: replicas step alone, and meet after some steps."""
+    """Model the local methods: replicas step alone, and synchronize after some steps."""
 
     sums, done = False, 0
 
@@ -176,7 +176,7 @@ class Local:
             wrap.reduce()
 
     def before_step(self):
-        """Gradients are all that is averaged before a step."""
+        """Average gradients only; no other state is averaged before a step."""
 
     def after_step(self):
         self.step += 1
@@ -257,7 +257,7 @@ class Local:
         self.sent = None
 
     def _weights(self, ranks, level):
-        """Return what replicas count by: samples since they met, once any were counted."""
+        """Return the weights: samples since the last synchronization, or 1 without counts."""
         sums = [self.samples[level][rank] for rank in ranks]
         return [n / (nominal or 1.0) if self.is_counted else 1.0 for n, nominal in sums]
 
@@ -278,7 +278,7 @@ class Local:
 
     @torch.no_grad()
     def _outer_step(self, means):
-        """Leave frozen parameters alone; one that was frozen begins anew with the mean."""
+        """Skip frozen parameters; a parameter that was frozen restarts from the mean."""
         lr, mu = self.options.get("outer_lr", 0.7), self.options.get("outer_momentum", 0.9)
         rows = zip(*(model.parameters() for model in self.models), strict=True)
         for i, (ps, mean) in enumerate(zip(rows, means, strict=True)):

@@ -1,4 +1,4 @@
-"""Steps combined by Adasum: equal ones count once, those at right angles are added."""
+"""Check steps combined by Adasum: equal steps count once, orthogonal steps are added."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def test_steps_at_right_angles_are_added(hvd, compression):
 
 
 @MANY
-def test_all_ranks_hold_the_same_weights_after_any_steps(hvd):
+def test_all_ranks_have_the_same_weights_after_any_steps(hvd):
     model, optimizer = wrapped(hvd, op=hvd.Adasum)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     for step in range(3):
@@ -64,12 +64,12 @@ def test_all_ranks_hold_the_same_weights_after_any_steps(hvd):
 @MANY
 @pytest.mark.parametrize("looks", [False, True])
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_ranks_whose_scaler_skips_take_the_step_of_the_others(hvd, kind, looks):
+def test_scaler_of_one_rank_does_not_skip_the_common_step(hvd, kind, looks):
     model, alone = make_model(), make_model()
     optimizer, plain = kind(model.parameters()), kind(alone.parameters())
     optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), op=hvd.Adasum)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (4 + hvd.rank()), growth_interval=2)
-    some, everyone = 2, 4  # steps in which others than rank 0, or all, find inf
+    some, everyone = 2, 4  # from here on, ranks other than 0, then all ranks, find inf
     x, last = torch.ones(2, 64).double(), []
     for step in range(5):
         flawed = step == everyone or (step == some and hvd.rank() > 0)
@@ -101,7 +101,7 @@ def test_ranks_whose_scaler_skips_take_the_step_of_the_others(hvd, kind, looks):
         ("steps once more", "must not take the gradients.*rank 1: step 2"),
     ],
 )
-def test_a_rank_that_parts_is_an_error_on_all_ranks_at_the_next_step(hvd, action, told):
+def test_divergence_of_one_rank_raises_on_all_ranks_at_the_next_step(hvd, action, told):
     model, optimizer = wrapped(hvd, op=hvd.Adasum)
 
     def train():
@@ -122,24 +122,24 @@ def test_a_rank_that_parts_is_an_error_on_all_ranks_at_the_next_step(hvd, action
 
 @MANY
 @pytest.mark.parametrize("to_none", [True, False])
-def test_ranks_may_have_nothing_to_add_and_all_leave_a_step_out(hvd, to_none):
+def test_ranks_without_gradients_and_skipped_steps_keep_replicas_equal(hvd, to_none):
     model, optimizer = wrapped(hvd, op=hvd.Adasum)
     for step in range(6):
         optimizer.zero_grad(set_to_none=to_none)
-        if step != 1 or hvd.rank():  # one without samples
+        if step != 1 or hvd.rank():  # one rank has no samples
             backward(hvd, model, step)
-        if step == 2 and hvd.rank() == 1:  # whose own gradients are of no use
+        if step == 2 and hvd.rank() == 1:  # rank 1 discards its gradients
             optimizer.zero_grad(set_to_none=to_none)
         if step != 4:
             optimizer.step()
-        if step == 5:  # the same gradients once more
+        if step == 5:  # the same gradients again
             optimizer.step()
     sums = [p.sum().item() for p in model.parameters()]
     assert hvd.allgather_object(sums) == [sums] * hvd.size()
 
 
 def accumulates(hvd, model, optimizer):
-    """Add up two passes on every rank, and a third one on some."""
+    """Accumulate two passes on every rank, and a third one on some."""
     for step in range(2 + hvd.rank() % 2):
         backward(hvd, model, step)
     optimizer.step()
@@ -171,7 +171,7 @@ def loads_its_state(hvd, model, optimizer):
 
 
 def forgets_before_one_has_no_samples(hvd, model, optimizer):
-    backward(hvd, model)  # of a loss that is not finite, say
+    backward(hvd, model)  # as for a loss that is not finite
     optimizer.zero_grad()
     if hvd.rank() != 1:
         backward(hvd, model)
@@ -199,7 +199,7 @@ def steps_another_optimizer(hvd, model, optimizer):
         steps_another_optimizer,
     ],
 )
-def test_what_ranks_may_do_is_no_error_in_the_steps_that_follow(hvd, does):
+def test_permitted_differences_between_ranks_raise_in_no_later_step(hvd, does):
     model, optimizer = wrapped(hvd, op=hvd.Adasum)
     for step in range(6):
         optimizer.zero_grad()
@@ -213,7 +213,7 @@ def test_what_ranks_may_do_is_no_error_in_the_steps_that_follow(hvd, does):
 
 
 @pytest.mark.ranks(2, 3)
-def test_closures_of_ranks_may_be_called_unequally_often(hvd):
+def test_closures_may_be_called_a_different_number_of_times_per_rank(hvd):
     model, calls = make_model(), []
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2 + hvd.rank())
     optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), op=hvd.Adasum)
@@ -231,7 +231,7 @@ def test_closures_of_ranks_may_be_called_unequally_often(hvd):
 
 
 @MANY
-def test_what_adasum_cannot_do_is_refused(hvd):
+def test_options_unsupported_by_adasum_are_rejected(hvd):
     model = make_model()
     with pytest.raises(ConfigError, match="predivide"):
         distributed(hvd, model, op=hvd.Adasum, gradient_predivide_factor=2.0)

@@ -1,4 +1,4 @@
-"""``SyncBatchNorm`` on many ranks is ``BatchNorm`` on one process with all samples."""
+"""Check that ``SyncBatchNorm`` on ranks equals ``BatchNorm`` on one process with all samples."""
 
 import copy
 
@@ -14,7 +14,7 @@ SHAPES = ((4,), (4, 5), (4, 3, 2))
 
 
 def samples(hvd, shape, dtype=torch.float64):
-    """Return the samples of all ranks, rank 0 none where there are more, and the own ones."""
+    """Return the samples of all ranks, and the slice of this rank; rank 0 of several has none."""
     sizes = [0 if rank == 0 and hvd.size() > 1 else 2 + rank for rank in range(hvd.size())]
     generator = torch.Generator().manual_seed(len(shape))
     every = torch.randn(sum(sizes), *shape, generator=generator, dtype=torch.float64)
@@ -111,7 +111,7 @@ def test_a_model_with_batch_norm_trains_as_on_one_process(hvd):
 
 
 @MANY
-def test_a_process_set_has_statistics_of_its_own(hvd):
+def test_process_set_has_separate_statistics(hvd):
     some = hvd.add_process_set(range(1, hvd.size()))
     if hvd.rank():
         norm = copy.deepcopy(hvd.SyncBatchNorm(1, process_set=some))
@@ -124,7 +124,7 @@ def test_a_process_set_has_statistics_of_its_own(hvd):
 
 
 @MANY
-def test_one_value_in_all_is_an_error_on_every_rank(hvd):
+def test_single_value_per_channel_raises_on_every_rank(hvd):
     norm = hvd.SyncBatchNorm(4)
     with pytest.raises(ConfigError, match="more than one value"):
         norm(torch.ones(int(hvd.rank() == 0), 4))

@@ -1,4 +1,4 @@
-"""Public calls in any order, some of them interrupted, train as one plain process does."""
+"""Check that public calls in any order, some interrupted, train as one plain process does."""
 
 import copy
 import itertools
@@ -15,9 +15,9 @@ from tests.gradients.training import ONE_NODE, OVERLAPS
 
 pytestmark = ONE_NODE
 NUM_SEQUENCES = int(os.environ.get("HPCTRAIN_TEST_SEQUENCES", "1"))
-"""Of each kind and way to send gradients."""
+"""Number of sequences for each kind and each method of sending gradients."""
 NUM_CALLS = 40
-FOUND = {"node": (17, 24)}  # seeds that have failed
+FOUND = {"node": (17, 24)}  # seeds that have failed before
 KINDS = {
     "average": {},
     "two passes": {"backward_passes_per_step": 2},
@@ -32,7 +32,7 @@ KINDS = {
 
 
 class Model(nn.Module):
-    """Rows, and layers of which some losses reach one part alone."""
+    """Define a model with rows and layers; some losses reach only one of the two."""
 
     def __init__(self, is_sparse):
         super().__init__()
@@ -45,7 +45,7 @@ class Model(nn.Module):
         if part == "rows":
             return hidden.square().sum(1)
         hidden = self.first(hidden if part == "all" else hidden.detach())
-        if self.breaks:  # in the middle of backward: one layer has its gradients then
+        if self.breaks:  # in the middle of backward: one layer already has its gradients
             hidden.register_hook(_break)
         return self.second(hidden.tanh()).square()
 
@@ -55,7 +55,7 @@ def _break(_):
 
 
 class Sequence:
-    """Calls drawn from a seed, alike on all ranks; carried out here and by a plain model."""
+    """Draw calls from a seed, the same on all ranks, and run them here and on a plain model."""
 
     def __init__(self, hvd, kind, seed):
         self.hvd, self.kind, self.draw = hvd, kind, random.Random(f"{kind} {seed}")
@@ -74,7 +74,7 @@ class Sequence:
         )
         self.alone = make(self.plain)
         self.has_backward, self.is_clear, self.saved = False, True, None
-        self.may_stay = False  # whether gradients set alike by hand are kept, not reduced
+        self.may_stay = False  # keep gradients set to equal values
         self.story = []
 
     def run(self):
@@ -91,7 +91,7 @@ class Sequence:
         self.compare()
 
     def possible(self):
-        """Names of the calls that are allowed at this point."""
+        """Return the names of the calls that are allowed at this point."""
         calls = ["zero", "save", "thaw", "freeze", "load", "interrupted"]
         calls += ["by_hand"] * (not self.may_stay)
         calls += ["pass_left_over"] * 4 * (self.passes > 1)
@@ -99,16 +99,17 @@ class Sequence:
             return [*["step"] * 3, "clip_value", "clip_norm", "synchronized_step", "zero"]
         return [*calls, *["backward"] * 8, *(["step"] if self.kind != "node" else [])]
 
-    # -- calls ----------------------------------------------------------------------------------
+    # Calls
 
     def backward(self):
         for _ in range(self.passes):
-            # With several passes each has to reach a trained parameter, or it does not count.
+            # With several passes, each must reach a trained parameter; otherwise it does not
+            # count.
             parts = ["all", "all", "layers", "rows"] if self.passes == 1 else ["all"]
             self._backward(self.draw.choice(parts))
 
     def pass_left_over(self):
-        """Take one pass of two; forget it, go back to a state, or step by it."""
+        """Run one pass of two, then discard it, restore a state, or step."""
         self.zero(is_none=True)
         what = self.draw.choice(["zero", "load", "step"])
         self._backward("all")
@@ -125,7 +126,7 @@ class Sequence:
             self.zero(is_none=True)
 
     def by_hand(self):
-        """Set gradients, alike on all ranks, in a step without backward."""
+        """Set equal gradients on all ranks, in a step without backward."""
         self.zero(is_none=True)
         share = self.hvd.size() if self.sums else 1
         for p, q in zip(self.model.parameters(), self.plain.parameters(), strict=True):
@@ -137,7 +138,7 @@ class Sequence:
         self.zero(is_none=True)
 
     def _backward(self, part):
-        """Some ranks may have no samples, in a backward of NaN or none at all."""
+        """Run backward; ranks without samples skip it or produce NaN."""
         size, is_weighted = self.hvd.size(), not (self.sums or self.is_alike)
         counts = [self.draw.randrange(3) for _ in range(size)] if self.passes == 1 else [2] * size
         counts[self.draw.randrange(size)] = 2
@@ -164,7 +165,7 @@ class Sequence:
             lone = [not n and one == "none" for n, one in zip(counts, how, strict=True)]
             is_waiting = self.kind == "node" and self.is_clear and any(lone)
             self.has_backward, self.is_clear, self.may_stay = True, False, True
-            if is_waiting:  # in synchronize(), for the step of the others
+            if is_waiting:  # in synchronize(), for the step of the other ranks
                 self.step()
 
     def reached(self, part):
@@ -173,7 +174,7 @@ class Sequence:
         return {"all": [*rows, *layers], "layers": layers, "rows": rows}[part]
 
     def interrupted(self):
-        """Let backward raise on all ranks; forget what it has left."""
+        """Let backward raise on all ranks; discard its gradients."""
         self.zero(is_none=True)
         rows, part = torch.tensor([self.draw.randrange(7)]), self.draw.choice(["all", "layers"])
         if any(p.requires_grad for p in self.model.second.parameters()) and any(
@@ -186,7 +187,7 @@ class Sequence:
             self.optimizer.load_state_dict(self.optimizer.state_dict())
             self.model.zero_grad()
         if self.draw.random() < 0.5:
-            self.step()  # nothing
+            self.step()
         self.zero(is_none=True)
 
     def zero(self, *, is_none=None):
@@ -199,7 +200,7 @@ class Sequence:
         self.optimizer.step()
         self.alone.step()
         self.has_backward = self.may_stay = False
-        if self.kind == "node":  # where gradients that were clipped must not be kept
+        if self.kind == "node":  # clipped gradients must not be kept with shard=node
             self.zero()
 
     def synchronized_step(self):
@@ -247,7 +248,7 @@ class Sequence:
         ]
 
     def load(self):
-        """Go back to what was saved; gradients stay."""
+        """Restore the saved state; keep the gradients."""
         if self.saved:
             for one, state in zip(
                 (self.model, self.optimizer, self.plain, self.alone), self.saved, strict=True
@@ -256,7 +257,7 @@ class Sequence:
         if self.kind == "node":
             self.zero()
 
-    # -- laws -----------------------------------------------------------------------------------
+    # Comparison
 
     def compare(self):
         for (name, p), q in zip(
@@ -265,7 +266,7 @@ class Sequence:
             text, close = f"{name} differs", {"rtol": 1e-9, "atol": 1e-12}
             torch.testing.assert_close(p.detach(), q.detach(), **close)
             if self.kind == "node":
-                continue  # gradients are each rank's own
+                continue  # gradients differ between ranks
             assert (p.grad is None) == (q.grad is None), text
             if p.grad is not None:
                 torch.testing.assert_close(p.grad.to_dense(), q.grad.to_dense(), **close)
@@ -290,11 +291,11 @@ def test_calls_in_any_order_train_as_one_process_does(hvd, kind):
 @pytest.mark.parametrize("op", ["Average", "Sum"])
 @pytest.mark.parametrize(
     ("clears", "what"),
-    # Only the optimizer can notice that a replaced sum is gone.
+    # Only the optimizer can notice that a sum was replaced.
     [*itertools.product(["model", "optimizer"], ["raises", "loads"]), ("optimizer", "replaced")],
 )
-def test_passes_begin_anew_after_gradients_are_cleared(hvd, op, clears, what):
-    """One pass of two does not count if the second raises, a sum was replaced, or state loaded."""
+def test_passes_restart_after_gradients_are_cleared(hvd, op, clears, what):
+    """Discard one pass of two if the second raises, a sum was replaced, or state was loaded."""
     model = Model(is_sparse=False).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer = hvd.DistributedOptimizer(
@@ -330,8 +331,8 @@ def test_passes_begin_anew_after_gradients_are_cleared(hvd, op, clears, what):
 
 
 @pytest.mark.ranks(2, 3)
-def test_a_layer_frozen_with_zeros_as_gradients_is_one_on_all_ranks(hvd):
-    """Momentum moves it as in one process, though one rank had no samples and so no gradient."""
+def test_frozen_layer_with_zero_gradients_is_equal_on_all_ranks(hvd):
+    """Momentum moves the layer as in one process, although one rank had no gradient."""
     sgd = {"lr": 0.1, "momentum": 0.9}
     model, optimizer = wrapped(hvd, settings=sgd, shard="node")
     plain = make_model(torch.float64)

@@ -1,4 +1,4 @@
-"""Leaves, micro-shards and the tree over them, without ranks."""
+"""Check leaves, micro-shards and the tree over them, without ranks."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ COUNTS = st.integers(0, 7).map(lambda power: 2**power)
 
 
 def tree_sum(leaves: torch.Tensor) -> torch.Tensor:
-    """The definition: pairs, then pairs of pairs."""
+    """Return the sum by definition: pairs, then pairs of pairs."""
     while len(leaves) > 1:
         leaves = leaves[0::2] + leaves[1::2]
     return leaves[0]
@@ -35,7 +35,7 @@ def summed(leaves: list[Node]) -> list[Node]:
 
 
 @given(COUNTS, st.data())
-def test_any_ranges_sum_to_the_bits_of_the_tree(count, data):
+def test_sums_of_any_ranges_are_bitwise_equal_to_the_tree(count, data):
     size = data.draw(st.integers(1, count))
     values = torch.randn(count, 3, generator=torch.Generator().manual_seed(count))
     nodes = []
@@ -59,7 +59,7 @@ def test_every_sample_and_every_micro_shard_is_in_one_rank(count, num_samples, d
     assert [i for part in parts for i in part] == list(range(num_samples))
 
 
-def test_what_is_missing_counts_as_what_stands_for_it():
+def test_missing_nodes_are_replaced_by_the_given_default():
     leaves = [None, 1.0, None, None]
     nodes = [
         Node(0, i, [None if x is None else torch.full((1,), x)]) for i, x in enumerate(leaves)
@@ -72,7 +72,7 @@ def test_what_is_missing_counts_as_what_stands_for_it():
     assert pending[0].values == [None]
 
 
-def test_parts_lie_in_aligned_memory_of_their_own():
+def test_parts_are_copied_to_aligned_memory():
     memory = torch.arange(1000, dtype=torch.float32)
     batch = {"x": memory[3:903].view(90, 10), "more": [memory[1:91].to(torch.int16), memory[:90]]}
     assert num_samples_of(batch) == 90
@@ -93,7 +93,7 @@ def test_a_batch_is_made_of_tensors_of_one_length(batch):
         num_samples_of(batch)
 
 
-def test_seeds_differ_and_stay_what_they_are():
+def test_seeds_are_distinct_and_fixed():
     seeds = {seed_of(*key) for key in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 11, 1))}
     assert len(seeds) == 5
     assert seed_of(0, 0, 0) == 14680368682093457738

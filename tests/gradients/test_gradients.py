@@ -1,4 +1,4 @@
-"""When ``backward()`` returns, every gradient is the average over all samples of all ranks."""
+"""Check that ``backward()`` leaves the average over all samples of all ranks in every gradient."""
 
 import pytest
 import torch
@@ -71,7 +71,7 @@ def test_shared_layers_under_reentrant_checkpointing(hvd, whole):
         loss = cross_entropy(forward(model, images.requires_grad_(), reentrant=True), labels)
         loss.backward()
         if whole and step == 0:
-            optimizer.synchronize()  # the end of the first such backward shows only in step()
+            optimizer.synchronize()  # the end shows only in step()
         assert_close(gradients(model), gradients(alone))
 
 
@@ -96,7 +96,7 @@ def test_averages_in_float16_do_not_overflow_where_the_average_does_not(hvd):
     assert kept
 
 
-# -- gradients that travel in another form --
+# Compression
 
 
 @EVERY_SIZE
@@ -117,7 +117,7 @@ def test_compressed_gradients_are_averages_to_their_precision(hvd, name):
 
 
 class Doubled:
-    """A compressor as Horovod's users write it: a class, never made an object."""
+    """Define a compressor as Horovod's users do: a class that is never instantiated."""
 
     @staticmethod
     def compress(tensor):
@@ -130,7 +130,7 @@ class Doubled:
 
 @MANY
 @ONE_NODE
-def test_a_compressor_of_somebody_else_is_used_tensor_by_tensor(hvd):
+def test_custom_compressor_is_applied_to_each_tensor(hvd):
     model, optimizer = wrapped(hvd, compression=Doubled)
     backward(hvd, model)
     for grad, exact in zip(gradients(model), expected_gradients(), strict=True):
@@ -155,12 +155,12 @@ def test_gradients_beyond_float16_stay_finite_in_a_node_with_and_without_predivi
         del optimizer
 
 
-# -- whole trainings --
+# Whole trainings
 
 
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_one_rank_is_the_plain_loop_bit_for_bit(hvd, dtype):
+def test_one_rank_is_bitwise_equal_to_the_plain_loop(hvd, dtype):
     together, alone = train_together(hvd, 20, dtype), train_alone(20, dtype)
     assert all(map(torch.equal, together.parameters(), alone.parameters()))
 
@@ -186,7 +186,8 @@ def test_two_runs_and_all_ranks_have_the_same_bits(world, hvd):
 @OVERLAPS
 def test_unequal_batches_are_weighted_by_their_samples(hvd):
     images, labels = global_batch(0)
-    # Rank 0 has no sample at all, the others ever more; alone it has them all.
+    # Rank 0 has no sample, and each rank has more than the previous one; ``alone`` has all
+    # samples.
     weights = list(range(hvd.size())) if hvd.size() > 1 else [1]
     ends = [0, *(GLOBAL_BATCH * sum(weights[: r + 1]) // sum(weights) for r in range(hvd.size()))]
     own = slice(ends[hvd.rank()], ends[hvd.rank() + 1])
@@ -252,6 +253,6 @@ def test_flags_of_any_rank_are_seen_by_all_after_the_step(hvd):
         optimizer.zero_grad()
 
 
-def test_other_flags_are_refused(hvd):
+def test_flags_beyond_bit_3_are_rejected(hvd):
     with pytest.raises(ConfigError, match="bits 0 to 3"):
         distributed(hvd, make_model()).raise_flags(0b10000)

@@ -1,4 +1,4 @@
-"""Ranks with fewer batches than others: ``join`` takes part in the steps of the others."""
+"""Check ranks with fewer batches than others: ``join`` takes part in the steps of the others."""
 
 import time
 
@@ -12,12 +12,12 @@ from tests.gradients.training import LAST, MANY, OVERLAPS
 
 
 def batches_of(rank: int, unit: float = 1.0) -> list[torch.Tensor]:
-    """Return ever more batches: two on rank 0, three on rank 1, ..."""
+    """Return two batches on rank 0, three on rank 1, and so on."""
     return [torch.full((1, 3), unit * (1 + rank + 10 * i)).double() for i in range(2 + rank)]
 
 
 def trained(hvd, **options):
-    """Make a model, the same on every rank, and its optimizer."""
+    """Make a model, identical on every rank, and its optimizer."""
     model = nn.Linear(3, 2).double()
     hvd.broadcast_parameters(model.state_dict())
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -32,7 +32,7 @@ def test_ranks_that_have_joined_add_zeros_to_the_steps_of_the_others(hvd, how):
     model, optimizer = trained(hvd, op=hvd.Sum if how == "Sum" else hvd.Average)
     for step, x in enumerate(batches_of(hvd.rank())):
         optimizer.zero_grad()
-        if how == "counted":  # then ranks that have joined have no samples
+        if how == "counted":  # ranks that have joined then have no samples
             optimizer.set_num_samples(1)
         model(x).sum().backward()
         there = [r for r in range(hvd.size()) if step < len(batches_of(r))]
@@ -50,7 +50,7 @@ def test_ranks_that_have_joined_add_zeros_to_the_steps_of_the_others(hvd, how):
 
 
 @MANY
-def test_several_optimizers_are_told_apart(hvd):
+def test_join_works_with_several_optimizers(hvd):
     pairs = [trained(hvd), trained(hvd)]
     for step, x in enumerate(batches_of(hvd.rank())):
         for index in (0, 1) if step % 2 else (1, 0, 1):
@@ -62,9 +62,7 @@ def test_several_optimizers_are_told_apart(hvd):
 
 
 @MANY
-def test_the_last_rank_is_the_one_that_took_the_last_step_whoever_is_heard_of_last(
-    hvd, monkeypatch
-):
+def test_join_returns_the_rank_of_the_last_step_despite_late_messages(hvd, monkeypatch):
     model, optimizer = trained(hvd)
     for _ in range(2 if hvd.rank() == 0 else 1):
         optimizer.zero_grad()
@@ -82,7 +80,7 @@ def test_the_last_rank_is_the_one_that_took_the_last_step_whoever_is_heard_of_la
 
 @MANY
 @LAST
-def test_steps_of_adasum_are_refused_once_a_rank_has_joined(hvd):
+def test_adasum_steps_are_rejected_after_a_rank_has_joined(hvd):
     model, optimizer = trained(hvd, op=hvd.Adasum)
     model(torch.ones(1, 3).double()).sum().backward()
     with pytest.raises(MismatchError, match="has joined"):

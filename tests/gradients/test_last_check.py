@@ -1,4 +1,4 @@
-"""At the end the ranks compare what the last step has left: all of them raise, or none does."""
+"""Check that the ranks compare replicas at shutdown, and that all ranks raise or none does."""
 
 import gc
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ MANY = pytest.mark.ranks(2, 3)
 
 
 class Training:
-    """A world of its own, in which the ranks train alike."""
+    """Train identically on all ranks of a separate world."""
 
     def __init__(self, **options):
         self.model = make_model()
@@ -44,7 +44,7 @@ def world_of_its_own(**options):
 
 @contextmanager
 def two_steps(op="Average"):
-    """Give a training that has taken two steps, in a world of its own."""
+    """Yield a training that has taken two steps in a separate world."""
     with world_of_its_own():
         training = Training(op=getattr(hpctrain, op))
         training.step(2)
@@ -60,7 +60,7 @@ def at_the_end(function):
 
 
 def end(world):
-    """End the world; return what that raises on every rank, empty for nothing. Collective."""
+    """Shut the world down; return the message raised on every rank, or ''. Collective."""
     said = ""
     try:
         hpctrain.shutdown()
@@ -99,13 +99,16 @@ CHANGES = [
         )
         for op in ("Average", "Sum")
     ),
-    (edits_a_weight_behind_it, "Adasum"),  # which compares in step(), and combines any rates
+    (
+        edits_a_weight_behind_it,
+        "Adasum",
+    ),  # compares in step()
 ]
 
 
 @MANY
 @pytest.mark.parametrize(("change", "op"), CHANGES)
-def test_a_weight_that_a_rank_changes_in_the_last_step_is_told_at_the_end(world, change, op):
+def test_weight_changed_by_one_rank_in_the_last_step_is_reported_at_shutdown(world, change, op):
     with two_steps(op) as training:
         (change if world.rank == 1 else Training.step)(training)
     said = end(world)
@@ -129,7 +132,7 @@ def leaves_out_the_step(training):
         (edits_a_weight_behind_it, "Average", "2.bias"),
     ],
 )
-def test_it_is_told_though_the_optimizer_and_the_model_are_gone(world, change, op, told):
+def test_divergence_is_reported_after_optimizer_and_model_are_deleted(world, change, op, told):
     def train():
         training = Training(op=getattr(hpctrain, op))
         training.step(2)
@@ -142,7 +145,7 @@ def test_it_is_told_though_the_optimizer_and_the_model_are_gone(world, change, o
 
 
 @MANY
-def test_when_a_rank_collects_its_garbage_makes_no_difference(world):
+def test_time_of_garbage_collection_does_not_change_the_comparison(world):
     with two_steps() as training:
         training.optimizer.itself = training.optimizer
         del training.optimizer
@@ -263,7 +266,7 @@ HEALTHY = (
 @MANY
 @pytest.mark.sweep
 @pytest.mark.parametrize("does", HEALTHY)
-def test_what_ranks_do_alike_or_for_a_purpose_is_not_told(world, does):
+def test_equal_or_intended_changes_are_not_reported(world, does):
     with two_steps() as training:
         does(training)
     assert not end(world)
@@ -271,7 +274,7 @@ def test_what_ranks_do_alike_or_for_a_purpose_is_not_told(world, does):
 
 @MANY
 @pytest.mark.parametrize("op", ["Average", "Adasum"])
-def test_a_scaler_that_skips_on_one_rank_or_all_is_not_told(world, op):
+def test_scaler_that_skips_on_one_or_all_ranks_is_not_reported(world, op):
     with world_of_its_own():
         training = Training(op=getattr(hpctrain, op))
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -286,7 +289,7 @@ def test_a_scaler_that_skips_on_one_rank_or_all_is_not_told(world, op):
 
 @MANY
 @pytest.mark.parametrize("setting", ["warn", "off"])
-def test_the_comparison_may_only_tell_or_be_off(world, setting, monkeypatch, caplog):
+def test_comparison_at_shutdown_can_warn_only_or_be_disabled(world, setting, monkeypatch, caplog):
     monkeypatch.setenv("HPCTRAIN_CHECK_WEIGHTS", setting)
     with two_steps() as training:
         training.model[2].bias.data[0] += world.rank
@@ -296,7 +299,7 @@ def test_the_comparison_may_only_tell_or_be_off(world, setting, monkeypatch, cap
 
 
 @MANY
-def test_an_exception_on_its_way_on_one_rank_is_what_is_told(world):
+def test_pending_exception_of_one_rank_takes_precedence(world):
     with two_steps() as training:
         training.model[2].bias.data[0] += world.rank
     if world.rank == 1:
@@ -307,7 +310,7 @@ def test_an_exception_on_its_way_on_one_rank_is_what_is_told(world):
 
 
 @MANY
-def test_weights_that_never_were_alike_were_told_before(world):
+def test_weights_that_never_were_equal_are_not_reported_again(world):
     with world_of_its_own():
         training = Training()
         with torch.no_grad():
@@ -352,7 +355,7 @@ ENDS = {
 @pytest.mark.launches
 @pytest.mark.limit(150)
 @pytest.mark.parametrize("what", ENDS)
-def test_a_script_that_ends_by_itself_has_an_exit_code_that_tells(tmp_path, what):
+def test_exit_code_of_a_script_reflects_the_comparison(tmp_path, what):
     does, then, op, code, said = ENDS[what]
     outcome = run_ranks(tmp_path, BODY.format(does=does, then=then, op=op))
     assert outcome.code == code, outcome.err

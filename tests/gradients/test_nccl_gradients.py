@@ -1,6 +1,6 @@
-"""Gradients that NCCL sums obey the laws of all gradients; where it cannot all ranks hear of it.
+"""Check that gradients summed by NCCL obey the same laws, and that all ranks report failures.
 
-What stands in for NCCL, and for an accelerator, is in ``tests/nccl_stand_in`` and ``stand_in``.
+``tests/nccl_stand_in`` replaces NCCL, and ``tests/stand_in`` replaces an accelerator.
 """
 
 import time
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.requires("compiler")
 
 @pytest.fixture(autouse=True, scope="module")
 def _by_nccl(tmp_path_factory):
-    """Let tensors of the host count as those of an accelerator, which NCCL sums."""
+    """Treat host tensors as tensors of an accelerator, summed by NCCL."""
     load(MPI.COMM_WORLD, tmp_path_factory.mktemp("nccl"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bucket_storage, "device_of", StandIn)
@@ -42,13 +42,13 @@ def _by_nccl(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=("thread",))
 def overlap(request):
-    """Let gradients travel while backward runs, as they do where that runs on accelerators."""
+    """Send gradients during backward, as on accelerators."""
     return request.param
 
 
 @pytest.fixture(scope="module", params=(None,), ids=("one node",))
 def per_node(request):
-    """Have one node: NCCL finds out by itself."""
+    """Use one node: NCCL determines the nodes itself."""
     return request.param
 
 
@@ -67,7 +67,7 @@ def test_nccl_sums_buckets(hvd):
 
 @pytest.mark.ranks(2)
 @LAST
-def test_where_nccl_cannot_all_ranks_hear_why_and_what_to_do(hvd):
+def test_unusable_nccl_raises_reason_and_remedy_on_all_ranks(hvd):
     last, whom = hvd.rank() == hvd.size() - 1, f"rank {hvd.size() - 1}: "
     faults = [
         (
@@ -95,7 +95,7 @@ def test_where_nccl_cannot_all_ranks_hear_why_and_what_to_do(hvd):
 
 
 @MANY
-def test_ranks_that_ask_for_other_ways_are_told(hvd):
+def test_ranks_with_different_device_sums_raise(hvd):
     with pytest.MonkeyPatch.context() as patch:
         if hvd.rank() == 0:
             patch.setenv("HPCTRAIN_DEVICE_SUMS", "auto")
@@ -112,21 +112,21 @@ def test_ranks_that_ask_for_other_ways_are_told(hvd):
         ((23007, 22809), (True, True), "the same version on all ranks, got rank 0: 23007; rank 1"),
     ],
 )
-def test_a_card_is_shared_where_nccl_can_and_may(version, may_share, said):
+def test_gpu_is_shared_if_nccl_supports_and_permits_it(version, may_share, said):
     offers = [Offer("", *each, "", "") for each in zip(version, "aa", may_share, strict=True)]
     assert said in why_not(offers)
     assert bool(said) == bool(why_not(offers))
 
 
 class Queued(Passed):
-    """What no stream has passed yet."""
+    """Represent work that no stream has passed yet."""
 
     def query(self) -> bool:
         return False
 
 
 def wait():
-    """Wait as for a stream that goes on when what is queued is broken off."""
+    """Wait as for a stream that continues when queued work is aborted."""
     for _ in range(1000):
         time.sleep(0.01)
 
@@ -154,7 +154,7 @@ def test_values_of_each_dtype_are_added(world, comm):
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("is_queued", [True, False], ids=["by its stream", "to queue"])
-def test_who_waits_for_a_sum_hears_of_a_rank_that_has_failed(world, comm, is_queued, monkeypatch):
+def test_failed_rank_raises_on_ranks_that_wait_for_its_sum(world, comm, is_queued, monkeypatch):
     monkeypatch.setattr(nccl_communicator, "LOOK_S", 0.1)
     made, values = comm[1], torch.ones(3)
     made.ends_with(Queued() if is_queued or world.rank == 1 else Passed())
@@ -228,7 +228,7 @@ for step in range(20):
         ("os.environ['NCCL_STAND_IN'] = 'sum'", "remote process exited"),
     ],
 )
-def test_a_rank_that_fails_in_a_sum_of_nccl_ends_all(tmp_path, failure, said):
+def test_failure_of_a_rank_in_an_nccl_sum_ends_the_job(tmp_path, failure, said):
     library = str(compiled(tmp_path))
     ended = run_ranks(tmp_path, BODY.format(library=library, failure=failure), num_ranks=3)
     assert ended.code != 0

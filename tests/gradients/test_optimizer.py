@@ -1,4 +1,4 @@
-"""What scripts, schedulers and scalers do with an optimizer: averages, or a telling error."""
+"""Check optimizers with scripts, schedulers and scalers: averages, or a clear error."""
 
 import copy
 import warnings
@@ -78,7 +78,7 @@ def test_foreach_and_fused_optimizers_step_on_averages(hvd, kind):
 
 
 @EVERY_SIZE
-def test_schedulers_made_before_and_after_go_on_to_work(hvd):
+def test_schedulers_made_before_and_after_the_wrap_work(hvd):
     model = make_model()
     plain = sgd(model)
     before = torch.optim.lr_scheduler.StepLR(plain, 1, gamma=0.5)
@@ -94,7 +94,7 @@ def test_schedulers_made_before_and_after_go_on_to_work(hvd):
 
 
 @MANY
-def test_a_step_after_synchronize_warns_once_and_keeps_what_was_clipped(hvd):
+def test_step_after_synchronize_warns_once_and_keeps_clipped_gradients(hvd):
     model, optimizer = wrapped(hvd)
     backward(hvd, model)
     optimizer.synchronize()
@@ -197,7 +197,7 @@ def test_a_process_set_averages_among_its_ranks_only(hvd):
 
 
 @EVERY_SIZE
-def test_state_goes_to_and_from_a_plain_optimizer(hvd):
+def test_state_is_exchanged_with_a_plain_optimizer(hvd):
     model, other = make_model(), make_model()
     optimizer = distributed(hvd, model)
     for step in range(2):
@@ -252,7 +252,7 @@ def test_arguments_are_checked(hvd):
 @pytest.mark.requires("torch-2.7")
 @pytest.mark.limit(180)
 @pytest.mark.parametrize("local", [False, pytest.param(True, marks=pytest.mark.conformance)])
-def test_a_compiled_step_is_the_plain_one(hvd, local):
+def test_compiled_step_is_equal_to_the_plain_step(hvd, local):
     torch.compiler.reset()
     models = [nn.Linear(4, 3).double() for _ in range(2)]
     hvd.broadcast_parameters(models[0].state_dict())

@@ -1,4 +1,4 @@
-"""Gradients of accelerators obey the laws of those of the host, wherever they are summed."""
+"""Check that accelerator gradients obey the laws of host gradients, wherever summed."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from tests.gradients.test_gradients import (  # noqa: F401 - the same laws
     test_unequal_batches_are_weighted_by_their_samples,
 )
 from tests.gradients.test_sparse_gradients import (  # noqa: F401
-    test_they_are_averages_whoever_has_them_and_when,
+    test_sparse_gradients_are_averages_on_any_ranks_at_any_time,
 )
 from tests.gradients.training import MANY, wrapped
 from tests.stand_in import StandIn
@@ -22,7 +22,7 @@ from tests.stand_in import StandIn
 
 @pytest.fixture(autouse=True, scope="module", params=("StagedBucket", "PeerBucket"))
 def way(request):
-    """Let tensors of the host count as those of an accelerator; say where they are summed."""
+    """Treat host tensors as tensors of an accelerator; return the bucket class that sums them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bucket_storage, "device_of", StandIn)
         patch.setenv("HPCTRAIN_DEVICE_SUMS", "host" if request.param == "StagedBucket" else "auto")
@@ -31,7 +31,7 @@ def way(request):
 
 @pytest.fixture(scope="module", params=("thread",))
 def overlap(request):
-    """Let gradients travel while backward runs, as they do where that runs on accelerators."""
+    """Send gradients during backward, as on accelerators."""
     return request.param
 
 
@@ -44,7 +44,7 @@ def test_scripts_train_as_replicas_of_plain_torch_do(world, worlds, seed):
 
 
 @MANY
-def test_the_way_is_taken_and_left_where_a_codec_has_to_act(hvd, way):
+def test_bucket_class_is_selected_and_codecs_use_the_host(hvd, way):
     for compression, expected in (("none", way), ("int8", "StagedBucket")):
         _, optimizer = wrapped(hvd, compression=compression)
         buckets = optimizer._exchange.reduction.layout.buckets
@@ -52,7 +52,7 @@ def test_the_way_is_taken_and_left_where_a_codec_has_to_act(hvd, way):
 
 
 @MANY
-def test_memory_of_a_wrap_that_is_gone_serves_the_next_one(hvd, way):
+def test_memory_of_a_deleted_wrap_is_reused(hvd, way):
     if way == "StagedBucket":
         return
     seen = []

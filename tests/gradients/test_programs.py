@@ -1,4 +1,4 @@
-"""Scripts drawn at random train as replicas of plain torch do, or stop on all ranks alike."""
+"""Check that random scripts train as replicas of plain torch do, or raise on all ranks."""
 
 import os
 import traceback
@@ -17,12 +17,12 @@ from tests.gradients.program_wraps import dense
 
 @dataclass
 class Trace:
-    """What a script has done on one rank, or on all replicas: the models, and an error."""
+    """Hold the result of a script on one rank, or on all replicas: the models, and an error."""
 
     models: list  # after each statement: parameters and gradients by name
     between_passes: list = field(default_factory=list)
-    """After each statement: whether passes have added to what was reduced. No rank's gradient
-    means something then."""
+    """After each statement: whether passes have added to reduced gradients, so that no gradient
+    is comparable."""
     error: BaseException | None = None
     story: str = ""
 
@@ -38,7 +38,7 @@ def snapshot(model):
 
 
 def carry_out(program):
-    """Run the script of one rank by hpctrain. Collective."""
+    """Run the script of one rank with hpctrain. Collective."""
     names, trace = {"hvd": hpctrain}, Trace([])
     exec(PRELUDE, names)
     try:
@@ -52,7 +52,7 @@ def carry_out(program):
 
 
 def foretell(program):
-    """Return what the script does to each replica, the oracle, and the script up to its end."""
+    """Return the traces of all replicas, the oracle, and the script up to its end."""
     oracle = Oracle(PRELUDE, program.size, program.nodes)
     traces = [Trace([]) for _ in range(program.size)]
     try:
@@ -70,7 +70,7 @@ def foretell(program):
 
 
 def distance(one, other):
-    """Return how far two models are apart, by what, and by which dtype that is excused."""
+    """Return the distance of two models, its place, and the dtype that explains it."""
     worst, what = 0.0, ""
     for name, (p, grad) in one.items():
         theirs, their_grad = other[name]
@@ -98,7 +98,7 @@ def tolerance_of(program, oracle):
 
 
 def compare(program, mine, traces, oracle, rank):
-    """Return what is wrong on this rank: nothing, or a kind of finding and a sentence."""
+    """Return the kind of a failure on this rank and its description, or empty strings."""
     expected = traces[rank]
     at, end = len(mine.models), len(expected.models)
     refused = isinstance(mine.error, HpctrainError)
@@ -108,7 +108,7 @@ def compare(program, mine, traces, oracle, rank):
     half_a_step = program.says("closure") and program.says("backward_passes_per_step")
     sharded = program.says("shard=")
     own = sharded and program.says(".grad", "clip_grad", "join()", ".float()", ".half()")
-    # Refused, too, where gradients of a step before would count otherwise now.
+    # An error is also correct where gradients of an earlier step would now have another weight.
     own |= sharded and program.says("set_num_samples", "hvd.rank() !=", "scaler")
     may_refuse = oracle.may_refuse or changes_graph or half_a_step or own
     if refused and not may_refuse:
@@ -124,9 +124,10 @@ def compare(program, mine, traces, oracle, rank):
         if program.statements[number].kind in ("partial", "each"):
             continue
         got, due = mine.models[number], expected.models[number]
-        # Gradients of before; or those of a step that a scaler left out, so nothing was reduced.
+        # These are gradients of an earlier step, or of a step that the scaler skipped: nothing was
+        # reduced.
         is_old = program.statements[number].kind == "join" or program.says("scaler.step")
-        # A backward inside backward that reaches no gradient outside is reduced by step() alone.
+        # A backward inside backward that reaches no gradient outside is reduced only by step().
         if is_old or sharded or changes_graph or expected.between_passes[number]:
             got, due = without_gradients(got), without_gradients(due)
         apart, what = distance(got, due)
@@ -144,10 +145,10 @@ def freezes(program):
 
 
 def check(world, program):
-    """Carry a program out and compare it with the oracle. Collective over ``world``.
+    """Run a program and compare it with the oracle. Collective over ``world``.
 
     Returns:
-        The kind of finding and what each rank found, the same on every rank; empty if all is well.
+        The kind of failure and its description, the same on every rank; empty strings if none.
     """
     warnings.simplefilter("ignore")
     with pytest.MonkeyPatch.context() as patch:
@@ -162,7 +163,7 @@ def check(world, program):
     kind, what = compare(program, mine, traces, oracle, world.rank)
     mark = f"{len(mine.models)} statements, then {type(mine.error).__name__}"
     if mine.error is not None and program.says("shard="):
-        mark = "stopped"  # by what was heard in synchronize(), or what torch has raised elsewhere
+        mark = "stopped"  # raised by synchronize(), or by torch elsewhere
     last = mine.models[-1] if mine.models else {}
     last = without_gradients(last)
     kinds, words, marks, models = zip(*world.allgather((kind, what, mark, last)), strict=True)
@@ -183,7 +184,7 @@ def check(world, program):
 
 
 def left_apart(program):
-    """Say whether the script may end in mid-round."""
+    """Return True if the script may end in the middle of a round."""
     return program.says("method = ") and program.statements[-1].kind != "finish"
 
 
@@ -225,7 +226,7 @@ def replicas(*lines, size=2):
 
 
 @pytest.mark.parametrize("op", ["Average", "Sum"])
-def test_the_oracle_reduces_once_and_statements_act_on_what_was_reduced(op):
+def test_oracle_reduces_once_and_statements_act_on_reduced_gradients(op):
     wrap = f"opt = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters()), op=hvd.{op})"
     made = [("model = Model()", "each"), (wrap, "each")]
     lines = [f"loss_of(model, 'lone', {number}).backward()" for number in (1, 2)]
@@ -240,7 +241,7 @@ def test_the_oracle_reduces_once_and_statements_act_on_what_was_reduced(op):
     assert bool(oracle.may_refuse) == (op == "Sum")
 
 
-def test_most_scripts_come_to_their_end_and_few_may_be_refused():
+def test_most_scripts_complete_and_few_may_be_rejected():
     ended = refusable = 0
     for seed in range(NUM_PROGRAMS):
         traces, oracle, _ = foretell(draw_program(seed, 2))

@@ -1,4 +1,4 @@
-"""``shard="node"`` between nodes: sums begin in backward, and are those of the step."""
+"""Check ``shard="node"`` between nodes: sums begin in backward and equal those of the step."""
 
 import time
 
@@ -13,7 +13,7 @@ from tests.harness.pace import scaled
 
 
 class Gate(torch.autograd.Function):
-    """Lets a gradient through once something has happened."""
+    """Block a gradient until an event has occurred."""
 
     @staticmethod
     def forward(ctx, values, happened):
@@ -30,7 +30,7 @@ class Gate(torch.autograd.Function):
 
 
 def in_thread(world, worlds, overlap="thread"):
-    """Be in a world of nodes of 1 and 1, 2 and 1, or 2 and 2 ranks."""
+    """Enter a world of nodes of 1 and 1, 2 and 1, or 2 and 2 ranks."""
     worlds.enter(1 if world.size == 2 else 2, overlap)
 
 
@@ -43,7 +43,7 @@ def num_early(optimizer):
 
 
 @MANY
-def test_the_sum_of_a_bucket_is_there_before_backward_comes_to_the_next(world, worlds):
+def test_sum_of_a_bucket_completes_before_backward_reaches_the_next(world, worlds):
     in_thread(world, worlds)
     models = []
     for shard in (None, "node"):
@@ -70,13 +70,13 @@ def test_the_sum_of_a_bucket_is_there_before_backward_comes_to_the_next(world, w
 
 
 def again(model, _, step):
-    """Gradients come more often than in the step before, or less often."""
+    """Compute gradients more often than in the step before, or less often."""
     for number in range(1 + step % 3):
         backward(hvd, model, 3 * step + number)
 
 
 def throw_away(model, optimizer, step):
-    """Gradients of another batch take the place of those that were there."""
+    """Replace existing gradients by those of another batch."""
     if step % 2:
         backward(hvd, model, 50 + step)
         optimizer.zero_grad(set_to_none=step < 3)
@@ -84,7 +84,7 @@ def throw_away(model, optimizer, step):
 
 
 def drop(model, _, step):
-    """A rank drops a gradient that was on its way."""
+    """Drop a gradient on one rank while it is in flight."""
     backward(hvd, model, step)
     if step == 2 and hvd.rank() == 1:
         model[3].weight.grad = None
@@ -92,13 +92,13 @@ def drop(model, _, step):
 
 
 def leave_out(model, _, step):
-    """In each step another rank has no backward."""
+    """Skip backward on another rank in each step."""
     if (hvd.rank() + step) % hvd.size():
         backward(hvd, model, step)
 
 
 def count(model, optimizer, step):
-    """Samples are counted, too late in one step."""
+    """Set sample counts, too late in one step."""
     if step == 3:
         backward(hvd, model, step)
     optimizer.set_num_samples((hvd.rank() + step) % 3 + 1, nominal=2)
@@ -107,7 +107,7 @@ def count(model, optimizer, step):
 
 
 def freeze(model, optimizer, step):
-    """Parameters freeze after their gradients have left, thaw, and come late."""
+    """Freeze parameters after their gradients were sent, thaw them, and add one late."""
     model[0].requires_grad_(step != 1)
     backward(hvd, model, step)
     if step == 2:
@@ -118,7 +118,7 @@ def freeze(model, optimizer, step):
 
 
 def hear(model, optimizer, step):
-    """Ranks hear of the step between two backwards."""
+    """Synchronize between two backwards."""
     backward(hvd, model, step)
     if step > 1:
         optimizer.synchronize()
@@ -127,7 +127,7 @@ def hear(model, optimizer, step):
 
 
 def load(model, optimizer, step):
-    """State is loaded while gradients are on their way."""
+    """Load state while gradients are in flight."""
     backward(hvd, model, step)
     if step == 2:
         optimizer.load_state_dict(optimizer.state_dict())
@@ -135,7 +135,7 @@ def load(model, optimizer, step):
 
 @pytest.mark.ranks(3)
 @pytest.mark.limit(180)
-def test_whatever_becomes_of_gradients_on_their_way_the_bits_are_those_of_the_step(world, worlds):
+def test_changes_of_gradients_in_flight_keep_the_bits_of_the_step(world, worlds):
 
     scripts = (again, throw_away, drop, leave_out, count, freeze, hear, load)
     found = {}
@@ -146,7 +146,7 @@ def test_whatever_becomes_of_gradients_on_their_way_the_bits_are_those_of_the_st
             rails, early = rails_of(optimizer), 0
             for step in range(6):
                 optimizer.zero_grad()
-                rails._num_late = 0  # nobody has learned from the step before
+                rails._num_late = 0  # no late gradients are known from the step before
                 script(model, optimizer, step)
                 early += num_early(optimizer) > 0
                 optimizer.step()
@@ -157,7 +157,7 @@ def test_whatever_becomes_of_gradients_on_their_way_the_bits_are_those_of_the_st
 
 
 @MANY
-def test_a_rank_whose_sums_were_void_begins_later_for_a_while(world, worlds):
+def test_rank_with_discarded_sums_starts_later_in_the_next_steps(world, worlds):
     in_thread(world, worlds)
     model, optimizer = wrapped(hvd, shard="node")
     seen = []
@@ -171,7 +171,7 @@ def test_a_rank_whose_sums_were_void_begins_later_for_a_while(world, worlds):
 
 
 @MANY
-def test_sums_of_several_optimizers_travel_in_no_order_and_are_lent_again(world, worlds):
+def test_sums_of_several_optimizers_need_no_order_and_reuse_communicators(world, worlds):
     in_thread(world, worlds)
     comm, lent = None, []
     for _ in range(3):
@@ -183,7 +183,7 @@ def test_sums_of_several_optimizers_travel_in_no_order_and_are_lent_again(world,
             one.zero_grad()
             backward(hvd, model, step)
             other.zero_grad()
-            if (hvd.rank() + step) % 2:  # others step it with nothing
+            if (hvd.rank() + step) % 2:  # the other ranks step this optimizer without gradients
                 backward(hvd, other_model, step)
             if step % 2:
                 assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
@@ -201,7 +201,7 @@ def assert_same_on_all_ranks(world, *models):
 
 
 @MANY
-def test_an_error_while_gradients_are_on_their_way_holds_nobody_up(world, worlds):
+def test_error_with_gradients_in_flight_blocks_no_rank(world, worlds):
     in_thread(world, worlds)
     model, optimizer = wrapped(hvd, shard="node")
     for step in range(3):
@@ -218,7 +218,7 @@ def test_an_error_while_gradients_are_on_their_way_holds_nobody_up(world, worlds
     optimizer.zero_grad()
     if hvd.rank():
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        backward(hvd, model, 3)  # nobody steps on it
+        backward(hvd, model, 3)  # no step uses these gradients
     start = time.monotonic()
     worlds.leave()
     assert time.monotonic() - start < scaled(20)

@@ -1,4 +1,4 @@
-"""Means weighted by sample counts are finite and close to float64 over the range of a dtype."""
+"""Check that means weighted by sample counts are finite and close to float64 for each dtype."""
 
 import math
 
@@ -9,7 +9,7 @@ from torch import nn
 import hpctrain
 from hpctrain.gradients.sample_count import exponent_of, exponent_of_peaks, peak_of
 
-# Of each dtype: the part of its range that gradients fill, and how far a mean may be off. Sums of
+# Per dtype: the part of its range that gradients fill, and the tolerance of a mean. Sums of
 # float32 over ranks must fit; between nodes they may begin before all weights are known.
 DTYPES = {torch.float16: (0.99, 3e-3), torch.bfloat16: (0.2, 2e-2), torch.float32: (1e-5, 1e-5)}
 COUNTS = {
@@ -67,7 +67,7 @@ def test_a_weighted_mean_is_finite_and_close_to_float64(worlds, kind, world_of):
         model = (Sparse() if kind == "sparse" else Dense()).to(dtype)
         optimizer, method = wrapped(kind, model)
         for name, count in COUNTS.items():
-            if kind == "anchored":  # the anchor stays where a program writes to parameters
+            if kind == "anchored":  # writes to parameters keep the anchor
                 method.close()
                 model = Dense().to(dtype)
                 optimizer, method = wrapped(kind, model)
@@ -90,7 +90,7 @@ def test_a_weighted_mean_is_finite_and_close_to_float64(worlds, kind, world_of):
 
 
 @pytest.mark.parametrize("weights", [[1.0], [0.0, 3.0], [1e-9, 1e9], [2.0**60] * 1000, [0.0]])
-def test_the_largest_exponent_comes_out_of_a_sum(weights):
+def test_largest_exponent_is_recovered_from_a_sum(weights):
     exponent = exponent_of_peaks(math.fsum(map(peak_of, weights)))
     assert exponent == exponent_of(max(weights))
     assert max(weights) <= 2.0**exponent

@@ -1,4 +1,4 @@
-"""What would go wrong in silence: every rank gets the right average, or an error."""
+"""Check faults that would otherwise be silent: every rank gets the right average, or an error."""
 
 import copy
 import gc
@@ -57,7 +57,7 @@ def test_optimizers_that_come_in_another_order_are_an_error_on_every_rank(hvd):
 
 
 @MANY
-def test_hooks_go_with_the_optimizer(hvd):
+def test_hooks_are_removed_with_the_optimizer(hvd):
     model = make_model()
     first = weakref.ref(distributed(hvd, model))
     gc.collect()
@@ -76,19 +76,19 @@ def test_hooks_go_with_the_optimizer(hvd):
 def test_after_a_backward_that_raised_the_next_step_is_right(hvd, loads):
     model, optimizer = wrapped(hvd)
     state = optimizer.state_dict()
-    backward(hvd, model)  # the first backward only learns
+    backward(hvd, model)  # the first backward only records the hooks
     optimizer.zero_grad()
     broken = model[-1].weight.register_hook(lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         backward(hvd, model)
     broken.remove()
-    if loads:  # a new start, whatever had travelled
+    if loads:  # a new start, whatever was sent
         optimizer.load_state_dict(state)
     for step in range(3):
         try:
             optimizer.zero_grad()
             backward(hvd, model, step)
-        except CommError as error:  # where buckets travel early there is no way back
+        except CommError as error:  # buckets that are sent early cannot be taken back
             assert not loads
             assert "travelled" in str(error)  # noqa: PT017
             return
@@ -96,7 +96,7 @@ def test_after_a_backward_that_raised_the_next_step_is_right(hvd, loads):
 
 
 @MANY
-def test_passes_of_one_step_have_one_count(hvd):
+def test_passes_of_one_step_must_have_one_sample_count(hvd):
     model, optimizer = wrapped(hvd, backward_passes_per_step=2)
     optimizer.set_num_samples(5)
     backward(hvd, model)
@@ -142,7 +142,7 @@ def test_models_that_differ_between_ranks_are_an_error_on_every_rank(hvd, words,
 
 
 @MANY
-def test_a_wrap_that_failed_can_be_tried_again(hvd):
+def test_failed_wrap_can_be_repeated(hvd):
     model = nn.Linear(4, 3)
     optimizer = sgd(model)
     if hvd.rank() == 0:
@@ -157,7 +157,7 @@ def test_a_wrap_that_failed_can_be_tried_again(hvd):
 
 @MANY
 @LAST
-def test_a_bucket_of_a_world_that_was_shut_down_is_refused(hvd):
+def test_bucket_of_a_world_that_was_shut_down_is_rejected(hvd):
     assert current().plan.node_memory != "none"
     _, optimizer = wrapped(hvd)
     hvd.shutdown()
@@ -184,6 +184,6 @@ def test_a_checkpointed_part_that_looks_like_a_whole_backward_does_not_end_it(hv
         optimizer.zero_grad()
         if hvd.rank():  # two hooks inside, then two more
             checkpoint(model[1], model[0](x), use_reentrant=True).sum().backward()
-        optimizer.step()  # in place of a backward on rank 0, which meets the others once
+        optimizer.step()  # replaces a backward on rank 0, which synchronizes once
     sums = [p.sum().item() for p in model.parameters()]
     assert hvd.allgather_object(sums) == [sums] * hvd.size()

@@ -1,4 +1,4 @@
-"""``check_replicas`` names what differs, on every rank."""
+"""Check that ``check_replicas`` reports differences on every rank."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def trained(hvd):
     return model, optimizer
 
 
-def test_replicas_that_are_equal_are_told_apart_by_nothing_but_a_small_message(hvd, trained):
+def test_check_of_equal_replicas_sends_only_a_small_message(hvd, trained):
     model, optimizer = trained
     assert not all(
         torch.equal(model[1].running_mean, other)
@@ -38,7 +38,7 @@ def test_replicas_that_are_equal_are_told_apart_by_nothing_but_a_small_message(h
 
 @torch.no_grad()
 @pytest.mark.parametrize("what", ["parameter", "state", "group", "buffer", "missing", "sign"])
-def test_what_differs_is_named_with_its_ranks_on_every_rank(hvd, trained, what):
+def test_differences_are_reported_with_their_ranks_on_every_rank(hvd, trained, what):
     model, optimizer = trained
     last = hvd.size() - 1
     others = "rank 0" if last == 1 else "ranks 0-1"
@@ -79,7 +79,7 @@ def test_buffers_that_all_ranks_calculate_together_are_compared(hvd):
     hvd.check_replicas(model, buffers=False)
 
 
-def test_ranks_outside_a_process_set_are_not_asked(hvd):
+def test_ranks_outside_a_process_set_are_not_compared(hvd):
     few = hvd.add_process_set([0])
     model = nn.Linear(2, 2)
     with torch.no_grad():
@@ -94,14 +94,14 @@ def flip_a_bit(values, place=5):
 
 
 @torch.no_grad()
-def test_who_differs_takes_bit_for_bit_what_most_have(hvd, trained, caplog):
+def test_heal_copies_the_majority_bitwise(hvd, trained, caplog):
     model, optimizer = trained
     weight, momentum = model[2].weight, optimizer.state[model[0].weight]["momentum_buffer"]
     expected = [value.clone() for value in (weight, momentum)]
     if hvd.rank() == hvd.size() - 1:
         flip_a_bit(weight)
         flip_a_bit(momentum)
-    if hvd.size() == 2:  # nobody knows who is right, and nothing is changed
+    if hvd.size() == 2:  # with two ranks there is no majority, so nothing is changed
         with pytest.raises(ReplicaError, match=r"is not the same tensor on more than half"):
             hvd.check_replicas(model, optimizer, heal=True)
         assert torch.equal(weight, expected[0]) == (hvd.rank() == 0)
@@ -113,7 +113,7 @@ def test_who_differs_takes_bit_for_bit_what_most_have(hvd, trained, caplog):
 
 
 @torch.no_grad()
-def test_what_is_no_tensor_is_not_healed(hvd, trained):
+def test_differences_outside_tensors_are_not_healed(hvd, trained):
     model, optimizer = trained
     before = model[2].weight.clone()
     if hvd.rank() == hvd.size() - 1:

@@ -1,4 +1,4 @@
-"""Reproducible steps have the same bits on any number of ranks."""
+"""Check that reproducible steps are bitwise equal on any number of ranks."""
 
 import hashlib
 import pickle
@@ -24,7 +24,7 @@ CLASSES = 5
 
 
 class Attention(nn.Module):
-    """A transformer of one layer over 6 tokens."""
+    """Define a transformer of one layer over 6 tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {"mlp": mlp, "conv": conv, "transfo
 
 
 def batch_of(kind: str, step: int, samples: range) -> tuple[Tensor, Tensor]:
-    """Return some samples of the global batch of a step, at a place in memory of its own."""
+    """Return some samples of the global batch of a step, in separate memory."""
     generator = torch.Generator().manual_seed(step)
     labels = torch.randint(CLASSES, (64,), generator=generator)
     if kind == "transformer":
@@ -76,7 +76,7 @@ def own_batch(steps: Reproducible, num_samples: int = 16, step: int = 0):
 
 
 def make(kind: str, comm: Communicator, micro_shards: int, optimizer=torch.optim.AdamW):
-    """Make a model, its optimizer and what takes the steps, the same on every rank."""
+    """Make a model, its optimizer and ``Reproducible``, identical on every rank."""
     torch.manual_seed(0)
     model = MODELS[kind]()
     stepping = optimizer(model.parameters(), lr=0.01)
@@ -85,7 +85,7 @@ def make(kind: str, comm: Communicator, micro_shards: int, optimizer=torch.optim
 
 
 def loss_of(model: nn.Module) -> Callable[[tuple[Tensor, Tensor]], Tensor]:
-    """Return the loss of a micro-shard, whose inputs lie in aligned memory."""
+    """Return the loss of a micro-shard, and assert that its inputs are aligned."""
 
     def loss(part: tuple[Tensor, Tensor]) -> Tensor:
         assert part[0].data_ptr() % ALIGNMENT == 0
@@ -116,14 +116,14 @@ def train(
 
 
 def digest(tensors: list[Tensor]) -> str:
-    """Return a hash of tensors by other means than ours."""
+    """Return a hash of tensors, independent of the library."""
     data = b"".join(tensor.detach().contiguous().numpy().tobytes() for tensor in tensors)
     return hashlib.sha256(data).hexdigest()
 
 
 @pytest.fixture(autouse=True)
 def threads() -> Generator[None]:
-    """Leave the number of threads as it was, and begin with another one than the rule's."""
+    """Start with two threads, and restore the number of threads after the test."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
@@ -155,7 +155,7 @@ def test_training_has_the_bits_of_one_rank(comm, kind):
     ("kind", "micro_shards", "num_samples"),
     [("mlp", 8, 64), ("mlp", 16, 11), ("conv", 8, 43), ("transformer", 32, 61)],
 )
-def test_ranges_that_are_no_whole_nodes_and_unequal_micro_shards(
+def test_ranges_without_whole_nodes_and_unequal_micro_shards_have_the_same_bits(
     comm, kind, micro_shards, num_samples
 ):
     same_as_alone(comm, kind, num_steps=4, micro_shards=micro_shards, num_samples=num_samples)
@@ -196,7 +196,7 @@ def test_gradient_and_loss_are_those_of_the_global_batch(comm, num_samples):
 
 @EVERY_SIZE
 @ONE_NODE
-def test_statistics_move_to_the_mean_of_those_of_the_micro_shards(comm):
+def test_running_statistics_use_the_mean_over_micro_shards(comm):
     torch.manual_seed(0)
     model = nn.Sequential(nn.BatchNorm1d(19), nn.Linear(19, 5))
     steps = Reproducible(model, sgd(model), comm, num_micro_shards=4, seed=0)
@@ -211,7 +211,7 @@ def test_statistics_move_to_the_mean_of_those_of_the_micro_shards(comm):
 
 
 class Odd(nn.Module):
-    """Parameters that some or all micro-shards leave out, a shared gradient, a buffer set anew."""
+    """Define unused and partly used parameters, a shared gradient, and a replaced buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,7 +225,9 @@ class Odd(nn.Module):
     def forward(self, inputs):
         self.largest = self.largest + 1
         self.last = (inputs[0, :3] * 1000).long()
-        both = self.left.view(5, 1) + self.right.view(5, 1)  # autograd makes one gradient of it
+        both = self.left.view(5, 1) + self.right.view(
+            5, 1
+        )  # autograd computes one gradient for both
         scores = both.view(5) + self.table(inputs[:, 0].long() % 8)
         if inputs[0, 0] > 0.5:
             self.seen = self.seen + inputs[0, :3]
@@ -235,7 +237,7 @@ class Odd(nn.Module):
 
 @EVERY_SIZE
 @ONE_NODE
-def test_what_only_some_micro_shards_use_has_the_same_bits(comm):
+def test_parameters_used_by_some_micro_shards_have_the_same_bits(comm):
     def odd(comm):
         torch.manual_seed(0)
         model = Odd()
@@ -270,7 +272,7 @@ DRAWS = {
 @EVERY_SIZE
 @ONE_NODE
 @pytest.mark.parametrize("name", DRAWS)
-def test_random_numbers_depend_on_micro_shard_and_step_and_leave_those_of_others_alone(comm, name):
+def test_random_numbers_depend_on_micro_shard_and_step_only(comm, name):
     def numbers(comm):
         drawn = []
 
@@ -292,7 +294,7 @@ def test_random_numbers_depend_on_micro_shard_and_step_and_leave_those_of_others
 
 @EVERY_SIZE
 @ONE_NODE
-def test_its_state_goes_on_with_the_random_numbers(comm):
+def test_state_dict_resumes_the_random_numbers(comm):
     def steps_after(num_before, state=None):
         model, _, steps = make("mlp", comm, 4)
         if state:
@@ -309,7 +311,7 @@ def test_its_state_goes_on_with_the_random_numbers(comm):
 
 @EVERY_SIZE
 @ONE_NODE
-def test_one_thread_is_the_rule_and_every_rank_sees_the_flags_of_all(comm):
+def test_one_thread_is_the_default_and_every_rank_sees_the_flags_of_all(comm):
     model, _, steps = make("mlp", comm, 4)
     steps.raise_flags(2 if comm.rank == comm.size - 1 else 0)
     steps.backward(own_batch(steps), loss_of(model))
@@ -321,7 +323,7 @@ def test_one_thread_is_the_rule_and_every_rank_sees_the_flags_of_all(comm):
 
 @EVERY_SIZE
 @ONE_NODE
-def test_a_part_that_does_not_fit_is_an_error_on_every_rank(comm):
+def test_part_of_a_wrong_size_raises_on_every_rank(comm):
     model, _, steps = make("mlp", comm, 4)
     bad = comm.rank == comm.size - 1
     samples = range(4 * len(steps.own))
@@ -336,7 +338,7 @@ def test_a_part_that_does_not_fit_is_an_error_on_every_rank(comm):
 
 @MANY
 @ONE_NODE
-def test_ranks_take_the_same_steps(comm):
+def test_ranks_must_take_the_same_steps(comm):
     model, _, steps = make("mlp", comm, 4)
     steps.next_step = comm.rank
     with pytest.raises(MismatchError, match=r"rank 0: step 0 of .*; rank"):

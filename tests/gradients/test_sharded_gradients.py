@@ -1,4 +1,4 @@
-"""``shard="node"``: what is done to gradients, which stay each rank's own, parts nobody."""
+"""Check that changes of local gradients with ``shard="node"`` keep replicas equal."""
 
 import math
 
@@ -11,7 +11,7 @@ from tests.gradients.test_sharded_step import MANY, assert_same_bits, backward, 
 
 
 @MANY
-def test_gradients_that_are_kept_count_as_they_did_or_all_ranks_raise(hvd):
+def test_kept_gradients_keep_their_sample_count_or_all_ranks_raise(hvd):
     model, optimizer = wrapped(hvd, shard="node")
     for step, first in enumerate((1, 1, 2)):  # samples of rank 0
         optimizer.set_num_samples(first + hvd.rank())
@@ -25,13 +25,13 @@ def test_gradients_that_are_kept_count_as_they_did_or_all_ranks_raise(hvd):
 @MANY
 @pytest.mark.parametrize("scales", [False, True])
 @pytest.mark.parametrize("clips", ["", "norm", "value"])
-def test_synchronize_stands_in_for_a_backward_that_a_rank_skips(hvd, scales, clips):
-    """In place of backward, once or twice, on one rank or all but one; or on all ranks."""
+def test_synchronize_replaces_a_skipped_backward(hvd, scales, clips):
+    """Call it instead of backward, once or twice, on one rank, all but one, or all ranks."""
 
     def train(shard):
         model, optimizer = wrapped(hvd, shard=shard)
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=scales)
-        scaler.scale(torch.ones(()))  # makes the scale on a rank without samples
+        scaler.scale(torch.ones(()))  # creates the scale on a rank without samples
         for step in range(5):
             lone = step % hvd.size()
             has_samples = (hvd.rank() != lone) if step < 3 else (hvd.rank() == lone)
@@ -61,8 +61,8 @@ def test_synchronize_stands_in_for_a_backward_that_a_rank_skips(hvd, scales, cli
 
 
 @MANY
-def test_a_gradient_of_no_samples_adds_nothing_though_it_is_not_a_number(hvd):
-    """The mean over no samples is NaN, and zero times that too."""
+def test_nan_gradient_of_no_samples_adds_nothing(hvd):
+    """The mean over no samples is NaN, and so is zero times that mean."""
     models = []
     for shard in (None, "node"):
         model, optimizer = wrapped(hvd, shard=shard)
@@ -83,7 +83,7 @@ def test_a_gradient_of_no_samples_adds_nothing_though_it_is_not_a_number(hvd):
 
 
 @MANY
-def test_gradients_set_by_hand_after_a_clipped_step_are_averaged(hvd):
+def test_gradients_set_manually_after_a_clipped_step_are_averaged(hvd):
     models = []
     for shard in (None, "node"):
         model, optimizer = wrapped(hvd, shard=shard)
@@ -99,7 +99,7 @@ def test_gradients_set_by_hand_after_a_clipped_step_are_averaged(hvd):
 
 
 @MANY
-def test_a_change_between_two_backwards_is_forgotten_with_the_gradients(hvd):
+def test_change_between_two_backwards_is_discarded_with_the_gradients(hvd):
     model, optimizer = wrapped(hvd, shard="node")
     backward(hvd, model, 0)
     model[0].weight.grad.mul_(2.0)
@@ -114,7 +114,7 @@ def test_a_change_between_two_backwards_is_forgotten_with_the_gradients(hvd):
 
 
 @MANY
-def test_gradients_that_were_clipped_and_then_moved_are_an_error_on_all_ranks(hvd):
+def test_clipped_and_moved_gradients_raise_on_all_ranks(hvd):
     model, optimizer = wrapped(hvd, shard="node")
     backward(hvd, model, 0)
     nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
@@ -124,7 +124,7 @@ def test_gradients_that_were_clipped_and_then_moved_are_an_error_on_all_ranks(hv
 
 
 @MANY
-def test_gradients_that_are_kept_after_a_clipped_step_are_an_error_on_all_ranks(hvd):
+def test_gradients_kept_after_a_clipped_step_raise_on_all_ranks(hvd):
     model, optimizer = wrapped(hvd, shard="node")
     backward(hvd, model, 0)
     optimizer.clip_grad_norm_(1e-3)
@@ -135,7 +135,7 @@ def test_gradients_that_are_kept_after_a_clipped_step_are_an_error_on_all_ranks(
 
 @MANY
 @pytest.mark.parametrize("clears", [None, False, True])
-def test_parameters_that_are_laid_out_anew_before_backward_keep_their_bits(hvd, clears):
+def test_parameters_with_a_new_layout_before_backward_keep_their_bits(hvd, clears):
     def train(**options):
         torch.manual_seed(0)
         weight = nn.Parameter(torch.randn(3, 5).t())
@@ -175,7 +175,7 @@ def train_scaled(hvd, kind, settings, unscales, clears, **options):
 @MANY
 @pytest.mark.parametrize("per_node", [2], indirect=True)
 @pytest.mark.parametrize("unscales", [False, True])
-def test_a_scaler_unscales_averages_and_leaves_a_step_out_on_all_ranks(hvd, unscales):
+def test_scaler_unscales_averages_and_skips_a_step_on_all_ranks(hvd, unscales):
     for kind, settings, options in (
         (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, {}),
         (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "fused": True}, {}),
@@ -193,7 +193,7 @@ def test_a_scaler_unscales_averages_and_leaves_a_step_out_on_all_ranks(hvd, unsc
 
 
 @MANY
-def test_a_norm_behind_a_scaler_is_that_of_the_unscaled_average(hvd):
+def test_norm_after_unscale_is_the_norm_of_the_unscaled_average(hvd):
     models = []
     for shard in (None, "node"):
         model, optimizer = wrapped(hvd, shard=shard)

@@ -1,6 +1,6 @@
-"""A rank of ``shard="node"`` is killed in the middle of an update: no half step survives.
+"""Check that a rank of ``shard="node"`` killed during an update leaves no partial step.
 
-Here are ten kills, each of a run that goes on afterwards; ``HPCTRAIN_TEST_KILLS=50`` makes it 50.
+Ten kills are the default, each of a run that is resumed; ``HPCTRAIN_TEST_KILLS=50`` runs 50.
 """
 
 import os
@@ -85,7 +85,7 @@ _OF_A_RUN = 10
 
 
 @pytest.mark.launches
-def test_who_is_interrupted_before_its_update_has_no_half_step_of_others(tmp_path, monkeypatch):
+def test_rank_interrupted_before_its_update_has_no_partial_step(tmp_path, monkeypatch):
     monkeypatch.setenv("HPCTRAIN_OVERLAP", "thread")
     outcome = run_ranks(tmp_path, INTERRUPTED)
     assert "start again from a checkpoint" in outcome.err
@@ -96,7 +96,7 @@ def test_who_is_interrupted_before_its_update_has_no_half_step_of_others(tmp_pat
 @pytest.mark.conformance
 @pytest.mark.limit(900)
 @pytest.mark.parametrize("run", range(-(-KILLS // _OF_A_RUN)))
-def test_a_run_whose_ranks_are_killed_in_mid_update_ends_with_the_same_bits(tmp_path, run):
+def test_run_with_ranks_killed_during_updates_ends_with_the_same_bits(tmp_path, run):
     alone, killed = tmp_path / "alone", tmp_path / "killed"
     for folder in (alone, killed):
         folder.mkdir()
@@ -118,6 +118,6 @@ def test_a_run_whose_ranks_are_killed_in_mid_update_ends_with_the_same_bits(tmp_
 
 
 def segments():
-    """Return what is left in memory that has a name; Open MPI's own stays when it is killed."""
+    """Return the names in shared memory, without the segments that Open MPI leaves when killed."""
     names = {file.name for file in Path("/dev/shm").iterdir()}
     return {name for name in names if not name.startswith(("sm_segment", "vader_segment"))}

@@ -1,4 +1,4 @@
-"""``shard="node"``: what a node has once, of which masters of parameters of 16 bits are a part."""
+"""Check the memory that a node stores once with ``shard="node"``, master parameters included."""
 
 import copy
 import gc
@@ -36,7 +36,7 @@ KINDS = {
 
 
 class Oracle:
-    """Masters of one process, which an optimizer of torch steps on all ranks' gradients."""
+    """Step master parameters in one process with torch, on the gradients of all ranks."""
 
     def __init__(self, hvd, kind, dtype):
         self.hvd, self.model = hvd, make_model(dtype)
@@ -91,7 +91,7 @@ def test_masters_take_the_steps_of_32_bits_and_are_rounded_once(hvd):
 
 @EVERY_SIZE
 @pytest.mark.parametrize("per_node", [2], indirect=True)
-def test_masters_go_to_a_file_and_on_with_the_same_bits(hvd, world):
+def test_masters_resume_from_a_file_with_the_same_bits(hvd, world):
     for kind in KINDS:
         model, optimizer = with_masters(hvd, kind)
         for number in range(2):
@@ -114,7 +114,7 @@ def test_masters_go_to_a_file_and_on_with_the_same_bits(hvd, world):
 
 @EVERY_SIZE
 @pytest.mark.parametrize("per_node", [None], indirect=True)
-def test_masters_follow_what_a_program_writes_to_parameters(hvd):
+def test_masters_follow_writes_to_parameters(hvd):
     model, optimizer = with_masters(hvd, torch.optim.SGD)
     step(hvd, model, optimizer, 0)
     kept = optimizer.state[model[0].weight]["master"].clone()
@@ -130,7 +130,7 @@ def test_masters_follow_what_a_program_writes_to_parameters(hvd):
 
 @EVERY_SIZE
 @pytest.mark.parametrize("per_node", [None], indirect=True)
-def test_state_without_masters_goes_on_with_masters_of_its_parameters(hvd):
+def test_state_without_masters_resumes_with_masters_of_its_parameters(hvd):
     plain_model, plain = wrapped(hvd, torch.optim.AdamW, torch.bfloat16, {"lr": 0.01})
     step(hvd, plain_model, plain, 0)
     model, optimizer = with_masters(hvd, torch.optim.AdamW)
@@ -143,7 +143,7 @@ def test_state_without_masters_goes_on_with_masters_of_its_parameters(hvd):
 
 
 @EVERY_SIZE
-def test_masters_that_nobody_keeps_are_refused(hvd):
+def test_unsupported_master_dtypes_are_rejected(hvd):
     for options in (
         {"master_dtype": torch.float32},
         {"master_dtype": torch.bfloat16, "shard": "node"},
@@ -152,11 +152,11 @@ def test_masters_that_nobody_keeps_are_refused(hvd):
             wrapped(hvd, torch.optim.SGD, torch.bfloat16, **options)
 
 
-# -- memory --------------------------------------------------------------------------------------
+# Memory
 
 
 def bytes_of_tensors(world):
-    """Return the bytes of memory that the live tensors of all ranks of the node lie in."""
+    """Return the bytes of memory of the live tensors of all ranks of the node."""
     gc.collect()
     maps = []
     for line in Path("/proc/self/maps").read_text().splitlines():
@@ -190,7 +190,7 @@ def length_of_union(ranges):
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("per_node", [None], indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_node_has_parameters_and_state_once_and_gradients_of_each_rank(hvd, world, dtype):
+def test_node_stores_parameters_and_state_once_and_gradients_per_rank(hvd, world, dtype):
     before = bytes_of_tensors(world)
     model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(5))).to(dtype)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
@@ -226,7 +226,7 @@ def test_copies_and_children_are_private(hvd, world):
     model, optimizer = train(hvd, 1, shard="node")
     copied = copy.deepcopy(model)
     reading, writing = os.pipe()
-    halve(model)  # a change that no step has taken over
+    halve(model)  # a change that no step has used yet
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     later = [child_of(model, before, lambda: os.read(reading, 1)) for _ in range(2)]
     assert os.waitpid(child_of(model, before, lambda: None), 0)[1] == 0
@@ -243,7 +243,7 @@ def test_copies_and_children_are_private(hvd, world):
     assert_one_model(world, model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for p in model.parameters():  # when it is sent to a worker that is started anew
+        for p in model.parameters():  # when it is sent to a restarted worker
             warn_if_has_hooks(p)
     world.barrier()
     os.write(writing, b"12")
@@ -254,9 +254,9 @@ def test_copies_and_children_are_private(hvd, world):
 
 @MANY
 @pytest.mark.parametrize("per_node", [2], indirect=True)
-def test_parameters_without_elements_have_the_state_of_the_ordinary_way(hvd):
+def test_parameters_without_elements_have_the_same_state_as_unsharded(hvd):
     kinds = KINDS | {LAMB: {"lr": 0.1}}
-    del kinds[torch.optim.Adafactor]  # it divides by the number of elements
+    del kinds[torch.optim.Adafactor]  # Adafactor divides by the number of elements
     for kind, settings in kinds.items():
         found = []
         for shard in (None, "node"):

@@ -1,4 +1,4 @@
-"""``shard="node"``: the bits of the ordinary way, from parameters that a node has once."""
+"""Check that ``shard="node"`` gives the same bits as unsharded steps."""
 
 import copy
 import io
@@ -25,7 +25,7 @@ OPTIMIZERS = {
 
 
 def make_model(dtype=torch.float32):
-    """Make a network whose tensors are cut in odd places, one of which no loss reaches."""
+    """Make a network whose tensors are split at odd places; no loss reaches one of them."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(70, 257), nn.Tanh(), nn.Linear(257, 131), nn.Linear(131, 3))
     model.unused = nn.Parameter(torch.ones(5))
@@ -81,7 +81,7 @@ def assert_one_model(world, model):
     assert all(map(torch.equal, mine, world.bcast(mine)))
 
 
-# -- bits ----------------------------------------------------------------------------------------
+# Bits
 
 
 @MANY
@@ -168,12 +168,12 @@ def test_parameters_that_freeze_thaw_and_come_late_have_the_same_bits(hvd, kind)
 
 
 @MANY
-def test_state_goes_to_a_plain_optimizer_and_back(hvd):
+def test_state_is_exchanged_with_a_plain_optimizer_and_back(hvd):
     model, optimizer = train(hvd, 2, shard="node", kind=torch.optim.AdamW)
     file = io.BytesIO()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
     num_bytes = sum(3 * p.nbytes for p in model.parameters())
-    assert file.tell() < 1.2 * num_bytes + 20_000  # and not the memory of the node for each
+    assert file.tell() < 1.2 * num_bytes + 20_000  # and not once per rank of the node
     file.seek(0)
     saved = torch.load(file)
     resumed = []
@@ -195,7 +195,7 @@ def test_state_goes_to_a_plain_optimizer_and_back(hvd):
 
 @MANY
 @pytest.mark.parametrize("order", [2.0, 1.0, float("inf")])
-def test_clipping_is_that_of_the_average(hvd, world, order):
+def test_clipping_uses_the_average(hvd, world, order):
     norms = []
 
     def clip(_, optimizer, step):
@@ -222,7 +222,7 @@ def spoil_and_clip(model, optimizer):
 
 
 @MANY
-def test_gradients_stay_each_ranks_own_and_are_there_after_the_step(hvd):
+def test_gradients_stay_local_and_are_kept_after_the_step(hvd):
     model, optimizer = wrapped(hvd, shard="node")
     alone = make_model(torch.float64)
     for step in range(2):
@@ -239,7 +239,7 @@ def test_gradients_stay_each_ranks_own_and_are_there_after_the_step(hvd):
                 optimizer.step()
 
 
-# -- parameters that a node has once -------------------------------------------------------------
+# Parameters stored once per node
 
 
 @torch.no_grad()
@@ -281,7 +281,7 @@ def drop_state(_, optimizer, step):
 
 @MANY
 @pytest.mark.parametrize("per_node", [2], indirect=True)
-def test_what_a_program_does_to_parameters_acts_once(hvd, world):
+def test_changes_of_parameters_act_once(hvd, world):
     for edit in (
         halve,
         halve_silently,
@@ -295,14 +295,14 @@ def test_what_a_program_does_to_parameters_acts_once(hvd, world):
         options = {"kind": torch.optim.AdamW, "settings": {"lr": 0.01}}
         ordinary, sharded = (train(hvd, 4, edit, shard=s, **options)[0] for s in (None, "node"))
         for one, other in zip(ordinary.parameters(), sharded.parameters(), strict=True):
-            # Not to the bit: after load_state_dict() the ordinary way averages averages again.
+            # Not bitwise: after load_state_dict() the ordinary method averages averages again.
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
         assert_one_model(world, sharded)
 
 
 @MANY
 @pytest.mark.parametrize("per_node", [2], indirect=True)
-def test_stores_that_torch_does_not_count_are_found(hvd, monkeypatch):
+def test_writes_that_torch_does_not_count_are_found(hvd, monkeypatch):
     monkeypatch.setattr(node_values, "_LOOK", 16)
     monkeypatch.setattr(node_values, "_MOST_LOOKS", 1)
     model, optimizer = train(hvd, 1, shard="node")
@@ -320,7 +320,7 @@ def test_stores_that_torch_does_not_count_are_found(hvd, monkeypatch):
 
 @MANY
 @pytest.mark.parametrize("per_node", [None], indirect=True)
-def test_parameters_and_state_are_there_once(hvd, world):
+def test_parameters_and_state_are_stored_once(hvd, world):
     model, optimizer = train(hvd, 2, shard="node", kind=torch.optim.AdamW)
     num_bytes = sum(3 * p.nbytes for p in model.parameters() if p.grad is not None)
     found = own_share_of(optimizer)
@@ -329,14 +329,14 @@ def test_parameters_and_state_are_there_once(hvd, world):
 
 
 def own_share_of(optimizer):
-    """Return the bytes that this rank brings for parameters and state."""
+    """Return the bytes that this rank contributes for parameters and state."""
     values = optimizer._exchange.reduction.values
     tensors = [t for b in values.buckets for t in (b.values, *b.state.values())]
     return sum(len(t._region.shared) for t in tensors) // values._node.local_size
 
 
 @MANY
-def test_a_graph_of_before_the_step_is_stale(hvd):
+def test_graph_from_before_the_step_is_stale(hvd):
     model, optimizer = wrapped(hvd, shard="node")
     loss = model(batch(hvd, 0, torch.float64)).square().mean()
     loss.backward(retain_graph=True)
@@ -345,11 +345,11 @@ def test_a_graph_of_before_the_step_is_stale(hvd):
         loss.backward()
 
 
-# -- what is refused -----------------------------------------------------------------------------
+# Rejected uses
 
 
 class Elementwise(torch.optim.Optimizer):
-    """A user's own: the sign of the gradient, with a memory that is replaced in each step."""
+    """Step by the sign of the gradient, as a user's optimizer that replaces its state."""
 
     elementwise = True
 
@@ -367,11 +367,11 @@ class Elementwise(torch.optim.Optimizer):
 
 
 class Child(Elementwise):
-    """Says nothing of itself, though its parent does."""
+    """Declare nothing itself, unlike its parent."""
 
 
 @MANY
-def test_an_own_optimizer_says_that_it_goes_by_elements(hvd):
+def test_custom_optimizer_must_declare_that_it_is_elementwise(hvd):
     ordinary, sharded = (train(hvd, 3, shard=s, kind=Elementwise)[0] for s in (None, "node"))
     assert_same_bits(ordinary, sharded)
     with pytest.raises(ConfigError, match=r"test_sharded_step\.Child does is not known"):
@@ -379,7 +379,7 @@ def test_an_own_optimizer_says_that_it_goes_by_elements(hvd):
 
 
 @MANY
-def test_what_cannot_be_right_is_an_error_on_all_ranks(hvd, world):
+def test_unsupported_uses_raise_on_all_ranks(hvd, world):
     def other_rate(_, optimizer, __):
         optimizer.param_groups[0]["lr"] += 0.1 * (hvd.rank() == 1)
 
@@ -411,7 +411,7 @@ def test_what_cannot_be_right_is_an_error_on_all_ranks(hvd, world):
 
 
 @MANY
-def test_different_weights_are_refused_before_the_first_step(hvd):
+def test_different_weights_are_rejected_before_the_first_step(hvd):
     model, optimizer = wrapped(hvd, shard="node")
     with torch.no_grad():
         model[2].bias += hvd.rank()
@@ -423,7 +423,7 @@ def test_different_weights_are_refused_before_the_first_step(hvd):
 
 
 @MANY
-def test_ranks_clip_alike_or_all_raise(hvd):
+def test_ranks_clip_identically_or_all_raise(hvd):
     def by_value(_, optimizer, __):
         if hvd.rank() == 0:
             optimizer.clip_grad_value_(0.01)
@@ -438,7 +438,7 @@ def test_ranks_clip_alike_or_all_raise(hvd):
 
 @MANY
 @pytest.mark.parametrize("per_node", [None], indirect=True)
-def test_who_alone_clips_by_the_norm_has_no_half_step_of_others(hvd):
+def test_rank_that_alone_clips_by_norm_has_no_partial_step(hvd):
     model, optimizer = train(hvd, 1, shard="node")
     optimizer.zero_grad()
     backward(hvd, model, 1)
@@ -451,7 +451,7 @@ def test_who_alone_clips_by_the_norm_has_no_half_step_of_others(hvd):
 
 
 @MANY
-def test_a_step_that_fails_in_the_middle_leaves_no_model(hvd):
+def test_step_that_fails_halfway_invalidates_the_model(hvd):
     model, optimizer = train(hvd, 1, shard="node")
     rule = optimizer._exchange._rule
     whole, calls = rule.step, []

@@ -1,4 +1,4 @@
-"""``shard="node"`` for optimizers that look at whole tensors: each rank steps some of them."""
+"""Check ``shard="node"`` with optimizers that read whole tensors: each rank steps some of them."""
 
 from itertools import product
 
@@ -24,7 +24,7 @@ from tests.gradients.test_sharded_step import (
 
 
 class Ratio(torch.optim.Optimizer):
-    """A user's own: as long a step as the weights are, with state of three forms."""
+    """Define a user's optimizer: steps as long as the weights, with state of three shapes."""
 
     tensorwise = True
 
@@ -48,11 +48,11 @@ class Ratio(torch.optim.Optimizer):
 
 
 class Child(Ratio):
-    """Says nothing of itself, though its parent does."""
+    """Declare nothing itself, unlike its parent."""
 
 
 class Joint(Ratio):
-    """Looks beyond a tensor if it is told so."""
+    """Read several tensors together if ``is_joint``."""
 
     @property
     def tensorwise(self):
@@ -60,7 +60,7 @@ class Joint(Ratio):
 
 
 class Counting(Ratio):
-    """Keeps what no node can share."""
+    """Keep state that ranks of a node cannot share."""
 
     tensorwise = True
 
@@ -79,7 +79,7 @@ KINDS = [
 
 
 def optimizers(hvd, kind, settings, dtype, **options):
-    """Make a model and its optimizers, of two groups each; of Muon one more for the rest."""
+    """Make a model and its optimizers of two groups each; Muon needs a second one for vectors."""
     model = make_model(dtype)
     matrices = [p for p in model.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if p.ndim != 2]
@@ -131,7 +131,7 @@ def test_passes_and_clipped_gradients_have_the_same_bits(hvd):
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("per_node", [None], indirect=True)
-def test_a_checkpoint_goes_on_with_other_owners_and_on_every_way(hvd, world, tmp_path):
+def test_checkpoint_resumes_with_other_owners_and_methods(hvd, world, tmp_path):
     folder = world.bcast(tmp_path)
     fewer = hvd.add_process_set(range(1, hvd.size()))
     for kind, settings in (KINDS[0], KINDS[2]):
@@ -156,7 +156,7 @@ def test_a_checkpoint_goes_on_with_other_owners_and_on_every_way(hvd, world, tmp
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("per_node", [None], indirect=True)
-def test_a_node_has_tensors_and_their_state_once(hvd, world):
+def test_node_stores_tensors_and_their_state_once(hvd, world):
     before = bytes_of_tensors(world)
     model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(16)))
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
@@ -190,7 +190,7 @@ def test_state_of_another_shape_is_an_error_on_all_ranks(hvd):
 
 
 @MANY
-def test_who_looks_beyond_a_tensor_or_says_nothing_is_refused_on_all_ranks(hvd):
+def test_undeclared_or_joint_optimizers_are_rejected_on_all_ranks(hvd):
     for kind in (Child, torch.optim.LBFGS):
         with pytest.raises(ConfigError, match=f"{kind.__name__} does is not known.*tensorwise"):
             wrapped(hvd, kind, shard="node")

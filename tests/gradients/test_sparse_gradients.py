@@ -1,4 +1,4 @@
-"""Gradients of embeddings stay sparse, and are averages all the same."""
+"""Check that gradients of embeddings stay sparse and are averages."""
 
 import pytest
 import torch
@@ -40,8 +40,8 @@ def assert_gradients(model, gradients):
 @MANY
 @OVERLAPS
 @EITHER
-def test_they_are_averages_whoever_has_them_and_when(hvd, as_dense):
-    """One rank alone has some; rank 0 has no samples; nobody forgets them; they come later."""
+def test_sparse_gradients_are_averages_on_any_ranks_at_any_time(hvd, as_dense):
+    """Cover one rank alone, a rank without samples, accumulated and late gradients."""
     for how in ("all", "one alone", "counted", "added up", "later"):
         compare(hvd, as_dense, how)
 
@@ -93,7 +93,7 @@ def test_optimizers_for_sparse_gradients_step_on_every_rank(hvd, as_dense):
 @EITHER
 @pytest.mark.parametrize("is_sparse", [False, True])
 def test_a_gradient_that_is_kept_over_steps_is_reduced_once(hvd, is_sparse, as_dense):
-    """No backward, or one that reaches other parameters, leaves what was reduced as it is."""
+    """No backward, or one that reaches other parameters, leaves the reduced gradient unchanged."""
     for op, share, groups in (
         (hvd.Sum, 1, None),
         (hvd.Sum, 1, 1),

@@ -1,4 +1,4 @@
-"""The opening message of a step tells ranks that part, and what they have in common by mistake."""
+"""Check that the header of a step detects ranks that diverge, or that share data by mistake."""
 
 import logging
 from copy import deepcopy
@@ -34,7 +34,7 @@ def warnings_of(caplog, text):
 
 
 @MANY
-def test_equal_gradients_in_the_first_step_are_told_once_by_one_rank(hvd, caplog):
+def test_equal_gradients_in_the_first_step_are_reported_once_by_rank_0(hvd, caplog):
     model, optimizer = wrapped(hvd)
     for _ in range(3):
         step(hvd, model, optimizer, value=0.5)
@@ -44,7 +44,7 @@ def test_equal_gradients_in_the_first_step_are_told_once_by_one_rank(hvd, caplog
 
 @MANY
 @pytest.mark.parametrize("value", [None, 0.0], ids=["own samples", "zeros"])
-def test_gradients_of_own_samples_and_zeros_are_not_told(hvd, caplog, value):
+def test_gradients_of_different_samples_and_zeros_are_not_reported(hvd, caplog, value):
     model = nn.Linear(64, 2, bias=False).double()
     hvd.broadcast_parameters(model.state_dict())
     step(hvd, model, distributed(hvd, model), value=value)
@@ -55,7 +55,7 @@ def test_gradients_of_own_samples_and_zeros_are_not_told(hvd, caplog, value):
 @pytest.mark.parametrize(
     ("change", "told"), [(1e-9, r"rank 1: \w+"), (torch.nan, r"rank 1: \w+ \(not finite\)")]
 )
-def test_a_replica_that_parts_is_named_at_the_next_step(hvd, change, told):
+def test_diverged_replica_is_reported_at_the_next_step(hvd, change, told):
     model, optimizer = wrapped(hvd)
     step(hvd, model, optimizer)
     if hvd.rank() == 1:
@@ -69,7 +69,7 @@ def test_a_replica_that_parts_is_named_at_the_next_step(hvd, change, told):
 @MANY
 @OVERLAPS
 @pytest.mark.parametrize("op", ["Average", "Sum"])
-def test_one_more_step_on_old_gradients_is_an_error_that_names_rank_and_step(hvd, op):
+def test_second_step_on_old_gradients_raises_with_rank_and_step(hvd, op):
     model, optimizer = wrapped(hvd, op=getattr(hvd, op))
     for _ in range(2):
         step(hvd, model, optimizer)
@@ -79,7 +79,7 @@ def test_one_more_step_on_old_gradients_is_an_error_that_names_rank_and_step(hvd
 
 
 @MANY
-def test_a_step_without_gradients_or_once_more_on_all_ranks_is_none(hvd):
+def test_step_without_or_with_old_gradients_on_all_ranks_is_permitted(hvd):
     model, alone = make_model(), make_model()
     optimizer = distributed(hvd, model)
     plain = torch.optim.SGD(alone.parameters(), lr=0.01, momentum=0.9)
@@ -97,7 +97,7 @@ def test_a_step_without_gradients_or_once_more_on_all_ranks_is_none(hvd):
 
 
 def step_with_other_parameters_on_rank_1(hvd, num_steps, has_samples=None, **arguments):
-    """Step a model that gets other parameters on one rank at the start of the fourth step."""
+    """Step a model whose parameters are replaced on one rank at the start of the fourth step."""
     model, optimizer = wrapped(hvd, **arguments)
     for number in range(num_steps):
         if number == 3 and hvd.rank() == 1:
@@ -112,7 +112,7 @@ def step_with_other_parameters_on_rank_1(hvd, num_steps, has_samples=None, **arg
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("op", ["Average", "Adasum"])
 @OVERLAPS
-def test_a_model_that_got_other_parameters_on_one_rank_is_told_once(hvd, caplog, op):
+def test_parameters_replaced_on_one_rank_are_reported_once(hvd, caplog, op):
     step_with_other_parameters_on_rank_1(hvd, 50, op=getattr(hvd, op))
     told = warnings_of(caplog, "assign=True")
     assert len(told) == (hvd.rank() == 0)
@@ -120,11 +120,11 @@ def test_a_model_that_got_other_parameters_on_one_rank_is_told_once(hvd, caplog,
 
 
 @MANY
-def test_what_no_rank_trains_and_ranks_that_say_they_have_no_samples_are_not_told(hvd, caplog):
+def test_untrained_parameters_and_ranks_without_samples_are_not_reported(hvd, caplog):
     model, optimizer = wrapped(hvd)
     for _ in range(50):
         optimizer.zero_grad()
-        optimizer.set_num_samples(hvd.rank() != 1)  # not the others' first gradients either
+        optimizer.set_num_samples(hvd.rank() != 1)  # also before the first gradients of others
         if hvd.rank() != 1:
             model[:3](torch.full((2, 64), 0.1).double()).square().sum().backward()
         optimizer.step()
@@ -132,13 +132,13 @@ def test_what_no_rank_trains_and_ranks_that_say_they_have_no_samples_are_not_tol
 
 
 @pytest.mark.ranks(2)
-def test_it_is_told_though_that_rank_has_no_samples_now_and_then(hvd, caplog):
+def test_replaced_parameters_are_reported_if_the_rank_lacks_samples_in_some_steps(hvd, caplog):
     step_with_other_parameters_on_rank_1(hvd, 70, lambda number: not (hvd.rank() and number % 2))
     assert len(warnings_of(caplog, "assign=True")) == (hvd.rank() == 0)
 
 
 @MANY
-def test_equal_gradients_of_a_rank_without_samples_are_not_told(hvd, caplog):
+def test_equal_gradients_of_a_rank_without_samples_are_not_reported(hvd, caplog):
     model, optimizer = wrapped(hvd)
     optimizer.set_num_samples(hvd.rank() == 0)
     step(hvd, model, optimizer, value=0.5)
@@ -148,8 +148,8 @@ def test_equal_gradients_of_a_rank_without_samples_are_not_told(hvd, caplog):
 @MANY
 @OVERLAPS
 @pytest.mark.parametrize("passes", [1, 2])
-def test_results_that_ranks_write_to_in_place_are_averaged_once_more(hvd, passes):
-    """Also in the last step; where all write the same, as in clipping, that stays."""
+def test_results_modified_in_place_are_averaged_again(hvd, passes):
+    """Also in the last step; equal changes on all ranks, as in clipping, are kept."""
     model, optimizer = wrapped(hvd, backward_passes_per_step=passes)
     for factor, wanted in [(2.0, 2.0), (1.0 + hvd.rank(), (1 + hvd.size()) / 2)]:
         before = [p.detach().clone() for p in model.parameters()]
@@ -169,7 +169,7 @@ def test_results_that_ranks_write_to_in_place_are_averaged_once_more(hvd, passes
 
 
 @MANY
-def test_weights_that_never_were_the_same_are_told_and_then_an_error(hvd, caplog):
+def test_weights_that_never_were_equal_warn_and_then_raise(hvd, caplog):
     model = make_model()
     with torch.no_grad():
         model[0].weight.add_(hvd.rank())
@@ -183,7 +183,7 @@ def test_weights_that_never_were_the_same_are_told_and_then_an_error(hvd, caplog
 
 
 @MANY
-def test_once_broadcast_they_may_not_part_again(hvd):
+def test_broadcast_weights_must_not_diverge_again(hvd):
     model = make_model()
     with torch.no_grad():
         model[0].weight.add_(hvd.rank())
@@ -224,7 +224,7 @@ def setting(request, monkeypatch):
 @MANY
 @LAST
 @pytest.mark.parametrize("setting", ["warn", "off"], indirect=True)
-def test_the_check_may_only_tell_or_be_off(setting, hvd, caplog):
+def test_check_of_weights_can_warn_only_or_be_disabled(setting, hvd, caplog):
     model, optimizer = wrapped(hvd)
     step(hvd, model, optimizer)
     with torch.no_grad():
@@ -236,7 +236,7 @@ def test_the_check_may_only_tell_or_be_off(setting, hvd, caplog):
 
 
 @MANY
-def test_every_byte_of_the_weights_is_compared_in_turn(hvd):
+def test_every_byte_of_the_weights_is_compared_eventually(hvd):
     model = nn.Linear(200, 1, bias=False).double()
     hvd.broadcast_parameters(model.state_dict())
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0))
@@ -252,7 +252,7 @@ def test_every_byte_of_the_weights_is_compared_in_turn(hvd):
 
 
 @MANY
-def test_the_later_of_two_wraps_averages_and_the_earlier_one_is_refused(hvd):
+def test_later_of_two_wraps_averages_and_the_earlier_is_rejected(hvd):
     model, earlier = wrapped(hvd)
     later = distributed(hvd, model)
     step(hvd, model, later)

@@ -1,4 +1,4 @@
-"""The words of the message that opens a step."""
+"""Check the words of the header message of a step."""
 
 import dataclasses
 
@@ -9,11 +9,11 @@ from hpctrain.gradients.step_header import NUM_WORDS, StepMessage, agreement_of,
 pytestmark = pytest.mark.ranks(1)
 
 VALUES = {int: 3, float: 0.5, bool: True, str: "layer.weight", int | None: 3}
-BY_SUMS = {"weight", "loss"}  # share a word: the loss is weighted
+BY_SUMS = {"weight", "loss"}  # both fields use one word: the loss is weighted
 
 
 def changed_messages():
-    """Yield the name of each fact, and a message in which only this fact is changed."""
+    """Yield the name of each field, and a message in which only this field is changed."""
     empty = StepMessage()
     for place, record in enumerate(empty):
         for field in dataclasses.fields(record):
@@ -25,7 +25,7 @@ def changed_messages():
             yield field.name, StepMessage(*records)
 
 
-def test_each_fact_of_a_step_has_words_of_its_own_and_each_word_a_fact():
+def test_each_field_of_a_step_has_separate_words_and_each_word_a_field():
     empty, owner = words_of(StepMessage()), {}
     for name, message in changed_messages():
         words = words_of(message)
@@ -39,7 +39,7 @@ def test_each_fact_of_a_step_has_words_of_its_own_and_each_word_a_fact():
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 1000])
-def test_what_all_ranks_report_is_agreed_on_and_nothing_else(size):
+def test_agreement_contains_exactly_the_reports_of_all_ranks(size):
     for name, message in changed_messages():
         sums = [size * word for word in words_of(message)]
         agreement, _ = agreement_of(sums, size)

@@ -1,4 +1,4 @@
-"""What all ranks learn of a step beside its gradients is right, and the same on every rank."""
+"""Check the additional values of a step: correct, and the same on every rank."""
 
 import math
 import random
@@ -21,7 +21,7 @@ def test_the_mean_loss_is_that_of_all_samples(hvd, shard):
     for step in range(4):
         optimizer.zero_grad()
         counts = [2 * (other + step) % (2 * size) or 2 * (size == 1) for other in range(size)]
-        num = counts[rank]  # one rank has no samples, of several
+        num = counts[rank]  # one of several ranks has no samples
         optimizer.set_num_samples(num, nominal=1)
         if step > 1:
             optimizer.tell_loss(10.0 * rank + step if num else math.nan)
@@ -40,7 +40,7 @@ def test_the_mean_loss_is_that_of_all_samples(hvd, shard):
 @pytest.mark.sweep
 @OVERLAPS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.complex64])
-def test_what_is_not_finite_is_seen_by_all_ranks_while_it_is_summed(hvd, dtype):
+def test_values_that_are_not_finite_are_detected_on_all_ranks_during_the_sum(hvd, dtype):
     model = nn.ParameterList(nn.Parameter(torch.zeros(n, dtype=dtype)) for n in (1, 700, 9001, 0))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0))
     optimizer.look_at_sums()
@@ -52,7 +52,7 @@ def test_what_is_not_finite_is_seen_by_all_ranks_while_it_is_summed(hvd, dtype):
         given = [torch.ones_like(p) for p in model]
         if whose == hvd.rank():
             given[which][place] = value
-        if value == most and which == 1:  # finite, though the sum of its elements is not
+        if value == most and which == 1:  # finite, although the sum of its elements is not
             given[1].fill_(most / hvd.size())
         optimizer.zero_grad()
         torch.autograd.backward([*model], given)
@@ -66,7 +66,7 @@ def test_what_is_not_finite_is_seen_by_all_ranks_while_it_is_summed(hvd, dtype):
 
 @ONE_NODE
 @pytest.mark.ranks(2, 3)
-def test_sums_that_nobody_can_look_at_are_unknown(hvd):
+def test_finiteness_of_sums_that_cannot_be_inspected_is_unknown(hvd):
     for options in ({"compression": hvd.Compression.bf16}, {"op": hvd.Adasum}, {}):
         model = make_model(torch.float32)
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters()), **options)

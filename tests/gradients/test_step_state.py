@@ -1,4 +1,4 @@
-"""States of a step: its table of transitions is what the methods do."""
+"""Check that the documented table of step states matches the methods."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from hpctrain.gradients.step_state import StepState
 pytestmark = pytest.mark.ranks(1)
 
 
-def test_the_table_of_transitions_is_what_the_methods_do():
+def test_table_of_transitions_matches_the_methods():
     rows = [line.split() for line in StepState.__doc__.splitlines() if line.strip()]
     table = {row[0]: row[1:] for row in rows if row[0] in StepState.__members__ and len(row) == 4}
     assert table.keys() == StepState.__members__.keys()

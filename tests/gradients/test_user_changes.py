@@ -1,8 +1,8 @@
-"""Whatever a program does to gradients, parameters, wraps and steps: the average, or an error.
+"""Check that any change to gradients, parameters, wraps and steps gives the average, or an error.
 
 Each case is a short program. All ranks run it, and one process runs its counterpart on the whole
-batch; afterwards the weights are the same on all ranks and those of the one process, or every rank
-has raised the same error.
+batch. Afterwards the weights of all ranks equal those of the one process, or every rank has raised
+the same error.
 """
 
 from collections.abc import Callable
@@ -17,13 +17,13 @@ from hpctrain.core.errors import HpctrainError, MismatchError
 from tests.gradients import cases_of_gradients, cases_of_parameters
 from tests.gradients.cases import CAN, CASES, OPS, REFUSED, Side
 
-assert cases_of_gradients, cases_of_parameters  # they enter their cases
+assert cases_of_gradients, cases_of_parameters  # importing them registers the cases
 
 SIZES = pytest.mark.ranks(2, 3)
 
 
 def finish(side: Side) -> list[Tensor]:
-    """Take one more step, so that what has parted before is found; return the weights."""
+    """Take one more step, which detects diverged ranks, and return the weights."""
     if side.net.body.weight.dtype is torch.float64:
         for p in side.net.parameters():
             p.requires_grad_()
@@ -33,13 +33,13 @@ def finish(side: Side) -> list[Tensor]:
 
 @pytest.fixture(scope="module", params=["thread", "end", "node"])
 def way(request):
-    """Let gradients travel in each way, or have parameters once per node."""
+    """Parametrize over the methods of sending gradients, and parameters stored once per node."""
     return request.param
 
 
 @pytest.fixture(scope="module")
 def hvd(way):
-    """Initialise a world for all cases of one way: after an error the next case goes on."""
+    """Initialize a world for all cases of one method; the next case can run after an error."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HPCTRAIN_OVERLAP", "inline" if way == "node" else way)
         patch.setenv("HPCTRAIN_BUCKET_BYTES", "64 B")
@@ -62,7 +62,7 @@ REFUSED_ON_NODES |= {
     "own_gradient_of_one_after_a_backward",
     "an_average_that_is_replaced_between_two_losses",
     "some_synchronized_clipped_and_skipped",
-    "only_what_was_frozen_gets_a_gradient",  # it is clipped
+    "only_what_was_frozen_gets_a_gradient",  # the gradient is clipped
     "swapped_by_a_conversion",
     "several_closures_of_one_step",  # LBFGS
     "single_precision_between_backward_and_step",
@@ -71,14 +71,14 @@ REFUSED_ON_NODES |= {
 }
 OTHER_ON_NODES = {
     ("gradient_of_a_frozen_parameter", "Sum"),
-    ("surgery_on_gradients_of_two_losses", "Average"),  # it clamps
+    ("surgery_on_gradients_of_two_losses", "Average"),  # the surgery clamps gradients
     ("surgery_on_gradients_of_two_losses", "Sum"),
 }
-"""Cases in which what is set by hand is each rank's own, and is averaged or summed."""
+"""Cases that set gradients to local values, which are then averaged or summed."""
 
 
 def error_of(script: Callable[[], None], world) -> HpctrainError | None:
-    """Run a script; it ends on all ranks, or every rank has an error of the same kind."""
+    """Run a script; return its error, which must be of the same kind on all ranks."""
     error: HpctrainError | None = None
     try:
         script()
@@ -90,7 +90,7 @@ def error_of(script: Callable[[], None], world) -> HpctrainError | None:
 
 
 def wrap_of(hvd, way, op):
-    """Return how a side wraps its optimizer."""
+    """Return the function that wraps a side's optimizer."""
     options = {"op": getattr(hvd, op), "shard": "node" if way == "node" else None}
     return partial(hvd.DistributedOptimizer, **options)
 
@@ -98,7 +98,7 @@ def wrap_of(hvd, way, op):
 @SIZES
 @pytest.mark.sweep
 @pytest.mark.parametrize(("name", "op"), [(name, op) for name in CASES for op in CAN[name]])
-def test_a_change_ends_with_the_average_everywhere(hvd, way, world, name, op):
+def test_change_gives_the_average_on_every_rank(hvd, way, world, name, op):
     if way == "node" and (name, op) in OTHER_ON_NODES:
         return
     refused = REFUSED_ON_NODES if way == "node" else REFUSED
@@ -124,7 +124,7 @@ def test_a_change_ends_with_the_average_everywhere(hvd, way, world, name, op):
     assert all(torch.equal(weights[0], other) for other in world.allgather(weights[0]))
 
 
-# --- what only some ranks do ---
+# Calls on some ranks only
 
 
 @torch.no_grad()
@@ -150,7 +150,7 @@ def nothing(side):
 
 
 PARTINGS: dict[str, tuple[Callable[[Side], object], Callable[[Side], object]]] = {
-    # name: what rank 0 does before a backward, and after it
+    # name: calls of rank 0 before a backward, and after it
     "drops_one": (nothing, lambda side: set_head(side, lambda _: None)),
     "replaces_one": (nothing, lambda side: set_head(side, torch.ones_like)),
     "changes_one_in_place": (nothing, lambda side: side.net.head.weight.grad.mul_(2)),
@@ -187,7 +187,7 @@ def replace_by_its_rank(side: Side) -> None:
 
 
 def forget_and_let_rank_0_go_on(side: Side) -> None:
-    """Skip a step, as for a NaN, and the next backward on other ranks."""
+    """Skip a step, as for a NaN, and the next backward on ranks other than 0."""
     side.backward()
     side.net.zero_grad()
     if side.rank == 0:
@@ -203,7 +203,7 @@ SCRIPTS |= {one.__name__: one for one in (replace_by_its_rank, forget_and_let_ra
 @pytest.mark.sweep
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_what_only_some_ranks_do_is_an_error_on_all_or_has_no_effect(hvd, way, world, name, op):
+def test_calls_of_some_ranks_raise_on_all_or_have_no_effect(hvd, way, world, name, op):
     side = Side(hvd.rank(), hvd.size(), wrap_of(hvd, way, op), 1)
 
     def script():
@@ -220,9 +220,7 @@ def test_what_only_some_ranks_do_is_an_error_on_all_or_has_no_effect(hvd, way, w
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
-def test_lbfgs_with_a_loss_of_each_rank_is_an_error_and_with_the_mean_is_not(
-    world, hvd, line_search
-):
+def test_lbfgs_raises_with_local_losses_and_accepts_their_mean(world, hvd, line_search):
     x = torch.randn(12, 5, generator=torch.Generator().manual_seed(world.rank)).double()
     for of_all in (True, False):
         net = torch.nn.Linear(5, 1).double()

@@ -1,4 +1,4 @@
-"""The small training job that the laws of this folder are stated on: scikit-learn's digits."""
+"""Define the training job of these tests: a small network on scikit-learn's digits."""
 
 from functools import cache
 
@@ -27,7 +27,7 @@ def digits(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
 
 
 def make_model(dtype: torch.dtype = torch.float64) -> nn.Module:
-    """Make the same network every time."""
+    """Make a network, identical in every call."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 32), nn.ReLU(), nn.Linear(32, 10)
@@ -50,13 +50,13 @@ def part_of(batch: tuple[Tensor, Tensor], rank: int, size: int) -> tuple[Tensor,
 
 
 def sgd(model: nn.Module, **options) -> torch.optim.SGD:
-    """Make the optimizer of the laws."""
+    """Make the optimizer that the tests use."""
     return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, **options)
 
 
 @cache
 def train_alone(num_steps: int, dtype: torch.dtype = torch.float64) -> nn.Module:
-    """Train by the plain loop, on one process, on global batches; many tests compare with it."""
+    """Train with the plain loop in one process on global batches; many tests compare with this."""
     model = make_model(dtype)
     optimizer = sgd(model)
     for step in range(num_steps):
@@ -101,7 +101,7 @@ def expected_gradients(step: int = 0) -> list[Tensor | None]:
 
 
 def distributed(hvd, model: nn.Module, **options):
-    """Make the optimizer of the laws a distributed one."""
+    """Make a distributed optimizer of the model."""
     return hvd.DistributedOptimizer(sgd(model), model.named_parameters(), **options)
 
 
@@ -118,7 +118,7 @@ def backward(hvd, model: nn.Module, step: int = 0) -> None:
 
 
 def assert_averages(hvd, model: nn.Module, optimizer) -> None:
-    """Find the average when backward returns, in three steps."""
+    """Assert that gradients are averages when backward returns, in three steps."""
     for step in range(3):
         optimizer.zero_grad()
         backward(hvd, model, step)
@@ -126,7 +126,7 @@ def assert_averages(hvd, model: nn.Module, optimizer) -> None:
 
 
 def assert_close(found: list[Tensor | None], expected: list[Tensor | None]) -> None:
-    """Compare gradients to rounding; None equals only None."""
+    """Assert that gradients are equal up to rounding; None equals only None."""
     for one, other in zip(found, expected, strict=True):
         assert (one is None) == (other is None)
         if one is not None:

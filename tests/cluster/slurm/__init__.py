@@ -1,7 +1,7 @@
-"""A real Slurm on one machine: controller, virtual nodes and jobs, private and ready in a second.
+"""Run a real Slurm on one machine: a private controller, virtual nodes and jobs.
 
 It needs root and the packages slurm-wlm, munge and libpmix-dev; ``slurm_obstacle()`` of
-``vcluster.check`` says what is missing.
+``vcluster.check`` returns the missing parts.
 """
 
 from tests.cluster.slurm.cluster import SlurmCluster

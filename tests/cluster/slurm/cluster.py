@@ -1,4 +1,4 @@
-"""A private Slurm: its daemons on the hosts, and the commands of its users."""
+"""Run a private Slurm: its daemons on the hosts, and the commands of its users."""
 
 import contextlib
 import errno
@@ -22,9 +22,9 @@ from tests.cluster.vcluster.check import search_path, slurm_obstacle
 from tests.cluster.vcluster.cluster import LOGIN
 from tests.cluster.vcluster.host import Host
 
-BLOCK = 64  # ports of a cluster: the controller's and one for each node
+BLOCK = 64  # ports of a cluster: one for the controller and one for each node
 
-RANGE = range(15000, 32000 - BLOCK, BLOCK)  # below the ports that the kernel hands out
+RANGE = range(15000, 32000 - BLOCK, BLOCK)  # below the ephemeral ports of the kernel
 
 BROOM = """
 import shutil, sys, time
@@ -42,7 +42,7 @@ for _ in range(100):  # daemons that are about to end may still write
 
 @contextlib.contextmanager
 def folder() -> Iterator[Path]:
-    """Make a directory in /tmp: paths of sockets have at most 107 letters."""
+    """Make a directory in /tmp, because paths of sockets have at most 107 bytes."""
     directory = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
     broom = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", BROOM, str(directory)],
@@ -50,7 +50,7 @@ def folder() -> Iterator[Path]:
         start_new_session=True,
     )
     try:
-        directory.chmod(0o755)  # munged wants to be reached by all users
+        directory.chmod(0o755)  # all users must reach munged
         yield directory
     finally:
         broom.communicate()
@@ -58,15 +58,15 @@ def folder() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def ports() -> Iterator[int]:
-    """Claim a block of free ports, and give the first.
+    """Claim a block of free ports, and yield the first.
 
     Raises:
-        RuntimeError: there is none.
+        RuntimeError: no block is free.
     """
     for first in random.Random().sample(RANGE, len(RANGE)):
         with socket.socket(socket.AF_UNIX) as claim:
             try:
-                # An abstract name is free again the moment its owner ends.
+                # An abstract name is free again as soon as its owner ends.
                 claim.bind(f"\0hpctrain-slurm-{first}")
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
@@ -94,10 +94,10 @@ POWER_CUT = "rm -rf /dev/shm/* /var/tmp/?*; kill -KILL -1"
 
 @contextlib.contextmanager
 def booted(nodes: Sequence[str]) -> Iterator[dict[str, Host]]:
-    """Start ``login`` and the nodes, with all of their own but the network.
+    """Start ``login`` and the nodes, which share only the network.
 
     Raises:
-        RuntimeError: the kernel refused; says why.
+        RuntimeError: the kernel refused; the message has the reason.
     """
     own = [f"127.0.0.1 {name}" for name in (LOGIN, *nodes)]
     table = [*Path("/etc/hosts").read_text().splitlines(), *own]
@@ -107,12 +107,12 @@ def booted(nodes: Sequence[str]) -> Iterator[dict[str, Host]]:
             hosts[name] = Host.boot(name, table, inside=hosts.get(LOGIN), network=False)
         yield hosts
     finally:
-        while hosts:  # the one last that the others are inside of
+        while hosts:  # the host that contains the others comes last
             hosts.popitem()[1].end()
 
 
 class Daemons:
-    """``munged`` and ``slurmctld`` on ``login``, and a ``slurmd`` on each node."""
+    """Run ``munged`` and ``slurmctld`` on ``login``, and a ``slurmd`` on each node."""
 
     def __init__(self, directory: Path, hosts: dict[str, Host]) -> None:
         self._directory, self.hosts = directory, hosts
@@ -124,10 +124,10 @@ class Daemons:
         """All that a daemon, or a client, must know."""
 
     def start(self) -> None:
-        """Start all.
+        """Start all daemons.
 
         Raises:
-            RuntimeError: one does not start; says why.
+            RuntimeError: a daemon does not start; the message has the reason.
         """
         folder = self._directory / "munge"
         (folder / "key").touch(mode=0o600)
@@ -141,11 +141,11 @@ class Daemons:
                 self.start_node(node)
 
     def start_node(self, node: str) -> None:
-        """Start the one of a node."""
+        """Start the daemon of a node."""
         self._on(node, "slurmd", "-f", self._conf, "-N", node)
 
     def cut(self, node: str) -> None:
-        """Cut the power of a node: its processes are gone, and nobody was told."""
+        """Cut the power of a node: kill its processes without notice to Slurm."""
         line = self.hosts[node].enter(["sh", "-c", POWER_CUT])
         subprocess.run(line, check=False, capture_output=True)
 
@@ -155,7 +155,7 @@ class Daemons:
         return "\n".join(f"{path.name}: {path.read_text()[-500:]}" for path in logs)
 
     def _on(self, host: str, *argv: str) -> None:
-        """Start a daemon, by a command that puts it in the background and ends."""
+        """Start a daemon with a command that forks into the background."""
         done = subprocess.run(
             self.hosts[host].enter(argv),
             env=self.environ,
@@ -173,14 +173,14 @@ class Daemons:
 
 ROOT = Path(__file__).parents[3]
 
-UP_S = 60.0  # time that the nodes get to report to the controller; they take a second
+UP_S = 60.0  # time for nodes to report to the controller; usually a second
 
 
 class SlurmCluster:
-    """A Slurm of its own on nodes ``n0``, ``n1``, ..., with partitions ``main`` and ``low``.
+    """Run a private Slurm on nodes ``n0``, ``n1``, ..., with partitions ``main`` and ``low``.
 
-    ``main`` takes nodes from jobs of ``low``, which are queued again. A requeued job starts anew
-    some 6 s later. Several clusters may be up at once. All ends with the block, and with this
+    ``main`` takes nodes from jobs of ``low``, which are queued again. A requeued job restarts
+    some 6 s later. Several clusters may run concurrently. All ends with the block, and with this
     process, however it ends.
 
         with SlurmCluster(nodes=2) as slurm:
@@ -194,15 +194,15 @@ class SlurmCluster:
         Args:
             nodes: how many, 1 to 60.
             cpus: of each node; more than the machine has, if wanted.
-            gpus: of each node; they stand in for real ones: Slurm counts them and tells jobs
-                their numbers.
+            gpus: of each node; simulated: Slurm counts them and passes their numbers to
+                jobs.
         """
         self.nodes = tuple(f"n{number}" for number in range(nodes))
         self._cpus, self._gpus = cpus, gpus
         self._stack = contextlib.ExitStack()
         self._lost: set[str] = set()  # nodes that were killed and not restored
         self.directory: Path
-        self.environ: dict[str, str]  # for programs that are to reach the cluster
+        self.environ: dict[str, str]  # environment of programs that use the cluster
 
     def __enter__(self) -> Self:
         if reason := slurm_obstacle():
@@ -230,13 +230,13 @@ class SlurmCluster:
 
         Args:
             line: the command.
-            environ: variables beside ``self.environ``.
+            environ: variables in addition to ``self.environ``.
             cwd: where it runs; by default ``directory/home``.
             timeout_s: after that it is ended.
             check: whether its failure is an error.
 
         Raises:
-            RuntimeError: it failed; says what it printed.
+            RuntimeError: it failed; the message has its output.
             TimeoutError: it took longer.
         """
         command = ["env", "-C", str(cwd or self.directory / "home"), *map(str, line)]
@@ -252,7 +252,7 @@ class SlurmCluster:
         try:
             stdout, stderr = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # with all that it has started
+            os.killpg(process.pid, signal.SIGKILL)  # with all processes that it has started
             said = "".join(process.communicate())
             raise TimeoutError(
                 f"`{shlex.join(command[3:])}` took more than {timeout_s:g} s; it printed:\n{said}"
@@ -295,7 +295,7 @@ class SlurmCluster:
     def restore(self) -> None:
         """Bring every node back that a test took out of service."""
         for name in sorted(self._lost):
-            self._daemons.cut(name)  # what may be left of its processes
+            self._daemons.cut(name)  # remaining processes
             self._daemons.start_node(name)
             self._lost.discard(name)
             self._wait_until_up(resume=name)
@@ -320,7 +320,7 @@ class SlurmCluster:
         while down := self._out_of_service():
             if time.monotonic() > give_up:
                 raise RuntimeError(f"nodes do not come up: {down}; {self._daemons.last_words()}")
-            if resume in down:  # one that was set down waits to be told
+            if resume in down:  # a node that was set down must be resumed
                 self.run(["scontrol", "update", f"nodename={resume}", "state=resume"], check=False)
             time.sleep(0.1)
 
@@ -335,11 +335,11 @@ class SlurmCluster:
 
 
 def environment() -> dict[str, str]:
-    """Make the environment of a user: this process's, without marks of a job it may be part of."""
+    """Return the environment of a user: this process's, without variables of its job."""
     environ = {k: v for k, v in mpiexec.environment().items() if not k.startswith("SLURM_")}
     return environ | {
         "PYTHONPATH": str(ROOT),
-        "TMPDIR": "/var/tmp",  # each node's own: launchers of two clusters must not meet there
+        "TMPDIR": "/var/tmp",  # local to each node: launchers of two clusters must not share it
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     }

@@ -1,4 +1,4 @@
-"""A job of the cluster."""
+"""Query and control a job of the cluster."""
 
 import re
 import time
@@ -16,7 +16,7 @@ POLL_S = 0.1
 
 
 class Job:
-    """A job, asked about with ``scontrol``."""
+    """Represent a job, queried with ``scontrol``."""
 
     def __init__(self, cluster: "SlurmCluster", number: int) -> None:
         self.id = number
@@ -26,9 +26,9 @@ class Job:
         return f"Job({self.id}: {self.state()})"
 
     def facts(self) -> dict[str, str]:
-        """Return what ``scontrol show job`` says, by name: ``JobState``, ``NodeList``, ``Reason``.
+        """Return the fields of ``scontrol show job``: ``JobState``, ``NodeList``, ``Reason``.
 
-        Of an array only the first one that is listed; see ``tasks``.
+        For an array, only the fields of the first listed job; see ``tasks``.
         """
         line = ["scontrol", "--oneliner", "show", "job", str(self.id)]
         text = self._cluster.run(line).stdout.partition("\n")[0]
@@ -39,31 +39,31 @@ class Job:
         return self.facts()["JobState"]
 
     def nodes(self) -> list[str]:
-        """List the nodes that it runs on, or ran on last."""
+        """Return the nodes of the current or last run."""
         listed = self.facts().get("NodeList", "(null)")
         if listed == "(null)":
             return []
         return self._cluster.run(["scontrol", "show", "hostnames", listed]).stdout.split()
 
     def tasks(self) -> list["Job"]:
-        """List the jobs of an array, each by its own number; those that wait count as one."""
+        """Return the jobs of an array, each by its own number; pending ones count as one."""
         line = ["scontrol", "--oneliner", "show", "job", str(self.id)]
         numbers = re.findall(r"^JobId=(\d+)", self._cluster.run(line).stdout, re.MULTILINE)
         return [Job(self._cluster, int(number)) for number in numbers]
 
     def wait(self, timeout_s: float = 120) -> str:
-        """Wait for its end, through any number of requeues, and return the state of the end.
+        """Wait for the end, through any number of requeues, and return the final state.
 
         Raises:
-            TimeoutError: it has not ended; says what it printed.
+            TimeoutError: the job has not ended; the message has its output.
         """
         return self._wait(ENDS, timeout_s)
 
     def wait_for(self, state: str, timeout_s: float = 60) -> None:
-        """Wait until it is in a state.
+        """Wait until the job is in a state.
 
         Raises:
-            TimeoutError: it is not, or has ended in another one; says what it printed.
+            TimeoutError: the job is not, or ended in another state; the message has its output.
         """
         if (ended := self._wait(ENDS | {state}, timeout_s)) != state:
             raise TimeoutError(
@@ -72,12 +72,12 @@ class Job:
             )
 
     def output(self) -> str:
-        """Return what it has printed so far."""
+        """Return the output so far."""
         path = Path(self.facts()["StdOut"])
         return path.read_text(errors="replace") if path.exists() else ""
 
     def restarts(self) -> int:
-        """Return how often it was requeued."""
+        """Return the number of requeues."""
         return int(self.facts()["Restarts"])
 
     def exit_code(self) -> int:
@@ -85,7 +85,7 @@ class Job:
         return int(self.facts()["ExitCode"].partition(":")[0])
 
     def signal(self, name: str) -> None:
-        """Send a signal to its tasks, as ``scancel --signal`` does: ``USR1``."""
+        """Send a signal such as ``USR1`` to the tasks, like ``scancel --signal``."""
         self._cluster.run(["scancel", f"--signal={name}", str(self.id)])
 
     def _wait(self, states: frozenset[str], timeout_s: float) -> str:

@@ -1,4 +1,4 @@
-"""The files that configure Slurm, as functions of what the cluster is."""
+"""Write the configuration files of Slurm."""
 
 import os
 import pwd
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-NODE_MB = 4000  # memory that Slurm lends of each node; what the machine has is not looked at
+NODE_MB = 4000  # memory per node for Slurm, independent of the machine
 
 CRED_EXPIRE_S = 5
 """Least that Slurm accepts. A requeued job waits as long and a second before it starts again."""
@@ -66,11 +66,11 @@ PartitionName=low PriorityTier=1 PreemptMode=REQUEUE GraceTime=5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What a cluster is."""
+    """Describe a cluster."""
 
     directory: Path
     nodes: Sequence[str]
-    port: int  # of the controller; those of the nodes follow
+    port: int  # of the controller; ports of nodes follow
     cpus: int  # of each node
     gpus: int = 0
 
@@ -106,7 +106,7 @@ class Settings:
         (directory / "slurm.conf").write_text(self.slurm_conf())
         if self.gpus:
             (directory / "dev").mkdir()
-            for number in range(self.gpus):  # slurmd wants character devices
+            for number in range(self.gpus):  # slurmd needs character devices
                 (directory / "dev" / f"gpu{number}").symlink_to("/dev/null")
             devices = f"Name=gpu File={directory}/dev/gpu[0-{self.gpus - 1}]\n"
             (directory / "gres.conf").write_text(devices)

@@ -1,7 +1,8 @@
-"""A cluster on one machine: virtual nodes joined by links of a set rate and latency.
+"""Simulate a cluster on one machine: virtual nodes joined by links of a set rate and latency.
 
-``VirtualCluster`` is for tests and benchmarks; ``python -m tests.cluster.vcluster`` for people.
-It needs root on Linux, ``iproute2`` and ``util-linux``; ``obstacle()`` says what is missing.
+Tests and benchmarks use ``VirtualCluster``; ``python -m tests.cluster.vcluster`` is the command
+line. It needs root on Linux, ``iproute2`` and ``util-linux``; ``obstacle()`` returns the missing
+parts.
 """
 
 from tests.cluster.vcluster.check import obstacle

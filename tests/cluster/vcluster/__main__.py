@@ -4,7 +4,7 @@ import sys
 
 from tests.cluster.vcluster.check import obstacle
 
-SKIPPED = 77  # exit code of what this machine cannot do, as Automake has it
+SKIPPED = 77  # exit code of Automake for unsupported machines
 
 if __name__ == "__main__":
     reason = obstacle()

@@ -1,7 +1,8 @@
-"""A long cable: hands frames from one network device to another, some time later.
+"""Simulate a long cable: forward frames between two network devices after a delay.
 
 Started as a program on the switch, ``python cable.py LEFT RIGHT SECONDS``: it makes two TAP
-devices, says ``ready`` and carries every frame in both directions, each SECONDS late, in order.
+devices, prints ``ready`` and forwards every frame in both directions, each SECONDS later, in
+order.
 """
 
 import errno
@@ -17,13 +18,13 @@ TUNSETIFF, TUNSETOFFLOAD = 0x400454CA, 0x400454D0
 IFF_TAP, IFF_NO_PI, IFF_VNET_HDR = 0x0002, 0x1000, 0x4000
 TUN_F_CSUM, TUN_F_TSO4 = 0x01, 0x02  # of ``linux/if_tun.h``
 
-FRAME_BYTES = 1 << 17  # more than the largest frame with its header of virtio
+FRAME_BYTES = 1 << 17  # more than the largest frame with its virtio header
 
 
 def open_tap(name: str) -> int:
-    """Make a TAP device and return its file; it is gone when the file is closed.
+    """Make a TAP device and return its file; closing the file removes the device.
 
-    Frames pass as the sender's kernel left them: large, with unfinished checksums.
+    Frames pass as the sender's kernel left them: large, with incomplete checksums.
     """
     tap = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     flags = IFF_TAP | IFF_NO_PI | IFF_VNET_HDR
@@ -33,18 +34,18 @@ def open_tap(name: str) -> int:
 
 
 class Direction:
-    """One direction of the cable: the frames under way, and when each is due."""
+    """Hold one direction of the cable: the frames in flight, and their due times."""
 
     def __init__(self, source: int, target: int, delay_s: float) -> None:
         self.source, self.target, self.delay_s = source, target, delay_s
         self.frames: deque[tuple[float, bytes]] = deque()
 
     def take(self) -> None:
-        """Take in a frame that waits at the source."""
+        """Read a frame from the source."""
         self.frames.append((time.monotonic() + self.delay_s, os.read(self.source, FRAME_BYTES)))
 
     def deliver(self) -> float | None:
-        """Hand out what is due and return the seconds until the next frame; None without one."""
+        """Write the frames that are due and return the seconds until the next one, or None."""
         while self.frames:
             left_s = self.frames[0][0] - time.monotonic()
             if left_s > 0:
@@ -58,7 +59,7 @@ class Direction:
 
 
 def carry(left: int, right: int, delay_s: float) -> None:
-    """Carry frames for ever."""
+    """Forward frames without end."""
     directions = Direction(left, right, delay_s), Direction(right, left, delay_s)
     with selectors.DefaultSelector() as selector:
         for direction in directions:

@@ -1,4 +1,4 @@
-"""Whether this machine can be a cluster."""
+"""Check whether this machine can simulate a cluster."""
 
 import os
 import shutil
@@ -39,19 +39,19 @@ ip tuntap add dev tap0 mode tap vnet_hdr
 
 
 def search_path() -> str:
-    """Return the PATH with the folders of daemons: users seldom have them on theirs."""
+    """Return the PATH with the folders of daemons, which users often lack."""
     return f"{os.environ.get('PATH', os.defpath)}:/usr/local/sbin:/usr/sbin:/sbin"
 
 
 def obstacle() -> str:
-    """Say what keeps this machine from being a cluster; empty if nothing does."""
+    """Return the reason why this machine cannot simulate a cluster, or an empty string."""
     rights = "root, CAP_SYS_ADMIN and CAP_NET_ADMIN"
     return _missing(PROGRAMS) or _refused(("--net", *NAMESPACES), TRIAL, rights)
 
 
 def slurm_obstacle() -> str:
-    """Say what keeps this machine from running a private Slurm; empty if nothing does."""
-    # Slurm opens the file without a version, which only this package brings.
+    """Return the reason why this machine cannot run a private Slurm, or an empty string."""
+    # Slurm opens the file without a version, which only this package contains.
     files = ("/usr/lib*/libpmix.so", "/usr/lib/*-gnu/libpmix.so", "/usr/local/lib/libpmix.so")
     return _missing(SLURM_PROGRAMS, files=files) or _refused(
         NAMESPACES, MOUNT, "root and CAP_SYS_ADMIN"

@@ -32,7 +32,7 @@ def environment(mpi: Mpi, num_ranks: int, given: Mapping[str, str]) -> dict[str,
     """Make the environment of the launcher and, by ``command``, of the ranks."""
     environ = mpiexec.environment() | {
         "OMP_NUM_THREADS": "1",
-        "TMPDIR": "/var/tmp",  # each node's own: launchers of two clusters must not meet there
+        "TMPDIR": "/var/tmp",  # local to each node: launchers of two clusters must not share it
         "PATH": f"{BIN[mpi]}:{os.environ['PATH']}",
     }
     if mpi == "mpich":
@@ -63,13 +63,13 @@ def command(
     line += ["--mca", "btl_tcp_if_include", network]
     if mpiexec.RECOVER in environ:
         line += mpiexec.RECOVERING
-    for name in environ:  # all of them, as Hydra does by itself
+    for name in environ:  # all variables, as Hydra does itself
         line += ["-x", name]
     return [*line, *num_ranks, *argv]
 
 
 def agent(pids: Mapping[str, int], enter: Sequence[str]) -> str:
-    """Write the script that stands for ssh; ``enter`` runs a program where process ``$pid`` is."""
+    """Return the script that replaces ssh; ``enter`` runs a program at process ``$pid``."""
     cases = "\n".join(f"{name}) pid={pid} ;;" for name, pid in pids.items())
     return f"""#!/bin/sh
 while [ "${{1#-}}" != "$1" ]; do shift; done
@@ -83,7 +83,7 @@ exec {" ".join(enter)} sh -c "$*"
 
 
 def place(ranks_per_node: Sequence[int], order: Order = "block", seed: int = 0) -> list[int]:
-    """Return the node of each rank: node after node, in turn, or mixed, alike for one seed."""
+    """Return the node of each rank: in blocks, cyclic, or random, equal for equal seeds."""
     block = [node for node, ranks in enumerate(ranks_per_node) for _ in range(ranks)]
     if order == "block":
         return block
@@ -94,20 +94,20 @@ def place(ranks_per_node: Sequence[int], order: Order = "block", seed: int = 0) 
     return block
 
 
-NETWORK = "10.77.0"  # of every cluster: none sees another one
+NETWORK = "10.77.0"  # used by every cluster: clusters are isolated
 
-LOGIN = "login"  # the host that starts programs; it is the switch as well
+LOGIN = "login"  # the host that starts programs, which is also the switch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finished:
-    """How a program on the cluster ended."""
+    """Hold the result of a program on the cluster."""
 
     returncode: int
     stdout: str
     stderr: str
     seconds: float  # from its start to its end
-    sent_bytes: dict[str, int]  # what left each node by ``eth0`` meanwhile, with all headers
+    sent_bytes: dict[str, int]  # bytes sent by each node on ``eth0``, with all headers
 
 
 class VirtualCluster:
@@ -146,7 +146,7 @@ class VirtualCluster:
         self._latency_s = {name: seconds(given.get(name) or "0s") for name in self.nodes}
         self._hosts: dict[str, Host] = {}
         self._links: dict[str, Link] = {}
-        self._builders: set[int] = set()  # processes on the login host that the cluster is made of
+        self._builders: set[int] = set()  # processes on the login host that implement the cluster
 
     def __enter__(self) -> Self:
         if reason := obstacle():
@@ -165,8 +165,8 @@ class VirtualCluster:
         """Run a program on ranks to its end; the other arguments are those of ``start``.
 
         Raises:
-            TimeoutError: it ran for more than ``timeout_s`` seconds and was ended; says what it
-                had printed.
+            TimeoutError: it ran for more than ``timeout_s`` seconds and was ended; the message
+                has its output.
         """
         return self.finish(self.start(argv, **how), timeout_s)
 
@@ -181,8 +181,8 @@ class VirtualCluster:
     ) -> subprocess.Popen[str]:
         """Start a program on ranks, one on each node by default, and return at once.
 
-        ``python`` is the one that belongs to the MPI; ``env`` are variables for the ranks beside
-        those of this process.
+        ``python`` is the one that belongs to the MPI; ``env`` are variables for the ranks in
+        addition to this process's.
         """
         placed = place(ranks_per_node or [1] * len(self.nodes), order)
         hosts = [self.nodes[node] for node in placed]
@@ -234,7 +234,7 @@ class VirtualCluster:
         self._links[node].set_rate(rate)
 
     def silence(self, node: str) -> None:
-        """Drop all frames from and to a node, until ``restore``; no program is told."""
+        """Drop all frames from and to a node, until ``restore``; programs are not notified."""
         self._links[node].silence()
 
     def restore(self, node: str) -> None:
@@ -254,7 +254,7 @@ class VirtualCluster:
         return [pid for name in self.nodes for pid in self._hosts[name].processes()]
 
     def kill(self) -> None:
-        """End every program on the cluster at once; none of their processes is left afterwards.
+        """End every program on the cluster at once; none of their processes exists afterwards.
 
         Raises:
             TimeoutError: the kernel keeps one of them.
@@ -272,8 +272,8 @@ class VirtualCluster:
         table = ["127.0.0.1 localhost", f"{NETWORK}.254 {LOGIN}"]
         table += [f"{self.address(name)} {name}" for name in self.nodes]
         login = self._hosts[LOGIN] = Host.boot(LOGIN, table)
-        # Its own address: by itself it has the least of its ports, and another one when a node is
-        # lost, where nobody would find it for half a minute.
+        # A fixed address: by default the bridge has the lowest of its ports, and changes it when a
+        # node is lost, so that no node would find it for half a minute.
         login.do("ip", "link", "add", "eth0", "address", "02:00:00:00:00:fe", "type", "bridge")
         login.do("ip", "link", "set", "eth0", "up")
         login.do("ip", "address", "add", f"{NETWORK}.254/24", "dev", "eth0")
@@ -287,7 +287,7 @@ class VirtualCluster:
         self._builders = set(login.processes())
 
     def _tear_down(self) -> None:
-        with contextlib.ExitStack() as stack:  # every one of them, even if another fails
+        with contextlib.ExitStack() as stack:  # all of them, even if one fails
             for link in self._links.values():
                 stack.callback(link.close)
             for host in self._hosts.values():  # the last first, and the switch before the links

@@ -1,6 +1,6 @@
-"""A host made of namespaces of the kernel: its own network, name, processes, mounts and IPC.
+"""Run a host made of kernel namespaces: separate network, name, processes, mounts and IPC.
 
-``/dev/shm`` and ``/var/tmp`` are its own as well; all other files, ``/tmp`` among them, are those
+``/dev/shm`` and ``/var/tmp`` are separate as well; all other files, ``/tmp`` included, are those
 of the machine, as on a cluster with a network file system.
 """
 
@@ -18,14 +18,14 @@ from tests.processes import ended
 FRAME_BYTES = 16384
 """Largest frame that a host hands to its link: the switch works as fast with few large frames."""
 
-BURST, QUEUE = "32kb", "4mb"  # what may pass at once, and what may wait at either end of a link
+BURST, QUEUE = "32kb", "4mb"  # burst and queue length of a link
 
 DISABLED, FORWARDING = "0", "3"  # states of a port of the switch
 
 NAMESPACES = ("--net", "--uts", "--mount", "--ipc", "--pid")
 
-# The first process of a host must collect the orphans of the host, and end with its owner: when
-# the pipe to it closes, for whatever reason, the kernel ends all processes of the host.
+# The first process of a host must reap the orphans of the host, and end with its owner: when the
+# pipe to it closes, the kernel ends all processes of the host.
 INIT = (
     "import signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); "
     "print('ready', flush=True); sys.stdin.read()"
@@ -51,7 +51,7 @@ RETRIES = 5
 """A host gives up a peer that has not answered for 13 s, as administrators of clusters set it:
 the kernel's own 15 minutes would keep a launcher waiting for a node that is gone."""
 
-END_S = 5.0  # time that the kernel gets to end the processes of a host
+END_S = 5.0  # time for the kernel to end the processes of a host
 
 
 class Host:
@@ -78,7 +78,7 @@ class Host:
             name: what ``hostname`` says on it.
             table: lines of its ``/etc/hosts``.
             inside: the host that sees its processes, and takes it along at the end.
-            network: whether it has a network of its own, or that of who starts it.
+            network: whether it has a separate network, or that of the starting process.
 
         Raises:
             RuntimeError: the kernel refused; says why.
@@ -99,7 +99,7 @@ class Host:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            start_new_session=True,  # Ctrl-C is for the owner, who ends the host in order
+            start_new_session=True,  # Ctrl-C goes to the owner, which ends the host in order
         )
         assert process.stdout is not None
         if (said := process.stdout.readline()) != "ready\n":
@@ -123,7 +123,7 @@ class Host:
         """Run a short command on this host and return its output.
 
         Raises:
-            RuntimeError: it failed; says how.
+            RuntimeError: it failed; the message has its error output.
         """
         done = ended(self.enter(argv), input=text)
         if done.returncode:
@@ -136,7 +136,7 @@ class Host:
         return [p for p in everyone if p != self.pid and _namespace(p) == self._namespace]
 
     def sent_bytes(self) -> int:
-        """Return how many bytes have left it by ``eth0``, with all headers of the link."""
+        """Return the bytes sent on ``eth0``, with all link headers."""
         for line in Path(f"/proc/{self.pid}/net/dev").read_text().splitlines():
             card, _, counters = line.partition(":")
             if card.strip() == "eth0":
@@ -158,7 +158,7 @@ class Host:
 
 
 class Link:
-    """A cable from a port of the switch to ``eth0`` of a node."""
+    """Join a port of the switch with ``eth0`` of a node."""
 
     def __init__(self, switch: Host, node: Host, number: int, address: str) -> None:
         self.port = f"port{number}"
@@ -190,7 +190,7 @@ class Link:
             host.do("tc", "qdisc", "replace", "dev", card, "root", *shape)
 
     def silence(self) -> None:
-        """Drop every frame; neither end can tell this from a peer that is merely slow."""
+        """Drop every frame; neither end can distinguish this from a slow peer."""
         self._switch.do("bridge", "link", "set", "dev", self.port, "state", DISABLED)
 
     def restore(self) -> None:
@@ -198,7 +198,7 @@ class Link:
         self._switch.do("bridge", "link", "set", "dev", self.port, "state", FORWARDING)
 
     def close(self) -> None:
-        """Let go of the process that carries the frames; the end of the switch has ended it."""
+        """Wait for the process that forwards the frames; the end of the switch has ended it."""
         if self._cable is not None:
             assert self._cable.stdout is not None
             self._cable.wait()
@@ -220,12 +220,12 @@ class Link:
 
 
 def enter(pid: str, folder: str, argv: Sequence[str]) -> list[str]:
-    """Write the command line that runs ``argv`` where process ``pid`` lives."""
+    """Return the command line that runs ``argv`` in the namespaces of process ``pid``."""
     return ["nsenter", f"--target={pid}", *NAMESPACES, f"--wdns={folder}", "--", *argv]
 
 
 def _innermost(pid: int) -> int:
-    """Follow the only children down from ``unshare``: the last one is the host's first process."""
+    """Follow the only children of ``unshare``: the last one is the first process of the host."""
     while children := Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         pid = int(children[0])
     return pid

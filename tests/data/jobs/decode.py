@@ -1,4 +1,4 @@
-"""A script as users write it: MPI at its top, no guard, threads and a decode pool side by side."""
+"""Run a user's script: MPI at its top, no main guard, threads and a decode pool."""
 
 from mpi4py import MPI  # noqa: I001 - before everything else, as many scripts have it
 
@@ -24,7 +24,7 @@ def decode(columns):
 
 
 dataset = ShardedDataset(sys.argv[1])
-pool = DecodePool(dataset, decode, 2)  # and nobody closes it
+pool = DecodePool(dataset, decode, 2)  # the script does not close it
 with ThreadPoolExecutor(2) as threads:
     for epoch in range(3):
         steps = np.split(np.random.default_rng(epoch + rank).permutation(len(dataset)), 5)

@@ -1,4 +1,4 @@
-"""What was packed, read by plain h5py."""
+"""Read packed data sets with plain h5py."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +12,7 @@ from tests.data.plain import read_whole
 
 @pytest.fixture
 def packed(tmp_path: Path) -> Callable[..., tuple[Packed, dict[str, list[Any]]]]:
-    """Pack a source, and read what came of it."""
+    """Pack a source, and read the result."""
 
     def run(source: object, **config: Any) -> tuple[Packed, dict[str, list[Any]]]:
         directory = tmp_path / "packed"

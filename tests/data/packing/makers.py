@@ -1,4 +1,4 @@
-"""Sources of every kind, as the bytes of their files."""
+"""Make sources of every kind, as the bytes of their files."""
 
 import struct
 import tarfile
@@ -25,7 +25,7 @@ def npz(*, save=np.savez, **arrays):
 
 
 def hdf5(**datasets):
-    """Datasets by name: values, or what makes a dataset of the file and its name."""
+    """Make a file of datasets by name: values, or functions of the file and the name."""
     out = BytesIO()
     with h5py.File(out, "w") as file:
         for name, values in datasets.items():
@@ -74,7 +74,7 @@ def claiming(side):
 
 
 def tar(*members, mode="w"):
-    """Archive of names with contents, or of what is known of a member instead."""
+    """Make an archive of names with contents, or with tar information of members."""
     out = BytesIO()
     with tarfile.open(fileobj=out, mode=mode) as archive:
         for name, content in members:
@@ -90,7 +90,7 @@ def tar(*members, mode="w"):
 
 
 def samples_tar(samples, mode="w"):
-    """Archive of samples: key -> ending -> content."""
+    """Make an archive of samples: key -> extension -> content."""
     members = [
         (f"./folder/{key}.{ending}", content)
         for key, files in samples.items()
@@ -100,7 +100,7 @@ def samples_tar(samples, mode="w"):
 
 
 def sparse(claimed):
-    """Return an archive of some KB with a file that claims to be large: holes take no room."""
+    """Return an archive of some KB with a file that claims to be large: holes need no space."""
     info = tarfile.TarInfo("a.bin")
     info.type = tarfile.GNUTYPE_SPARSE
     header = bytearray(info.tobuf(tarfile.GNU_FORMAT))
@@ -112,7 +112,7 @@ def sparse(claimed):
 
 
 def write(root, files):
-    """Write contents by the paths of their files."""
+    """Write contents to the paths of their files."""
     for name, content in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_bytes(content.encode() if isinstance(content, str) else content)

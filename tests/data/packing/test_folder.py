@@ -1,4 +1,4 @@
-"""Folders of images and arrays: samples sorted by name, classes numbered by name."""
+"""Check folders of images and arrays: samples sorted by name, classes numbered by name."""
 
 import os
 import socket
@@ -105,7 +105,7 @@ def test_a_class_without_images_never_shifts_the_numbers_of_others(photos, packe
 
 
 @pytest.mark.parametrize("name", ["cow", "cow.v2", "dog/more", "dog/z.png"])
-def test_a_link_to_a_folder_that_is_gone_is_told(photos, packed, name):
+def test_broken_link_to_a_folder_raises(photos, packed, name):
     (photos / name).symlink_to("/nowhere/cow")
     with pytest.raises(DataError, match=rf"{name} leads to /nowhere/cow, which is missing; "):
         packed(photos)
@@ -121,7 +121,7 @@ def test_files_that_are_no_images_are_counted(photos, packed):
 
 @pytest.mark.parametrize("name", ["photos/dog/a.png", "photos/dog/a", "t.csv", "t.tar", "t.h5"])
 @pytest.mark.parametrize("make", [os.mkfifo, bind])
-def test_a_pipe_or_a_socket_is_told_before_it_is_opened(photos, packed, monkeypatch, name, make):
+def test_pipe_or_socket_raises_before_it_is_opened(photos, packed, monkeypatch, name, make):
     monkeypatch.chdir(photos.parent)
     (photos.parent / name).unlink(missing_ok=True)
     make(name)
@@ -129,7 +129,7 @@ def test_a_pipe_or_a_socket_is_told_before_it_is_opened(photos, packed, monkeypa
         packed(photos.parent / name.partition("/")[0])
 
 
-def test_a_pattern_leaves_out_no_file_that_is_gone(tmp_path, packed):
+def test_pattern_that_matches_a_broken_link_raises(tmp_path, packed):
     np.save(tmp_path / "0.npy", np.arange(3))
     (tmp_path / "1.npy").symlink_to(tmp_path / "gone.npy")
     with pytest.raises(DataError, match=r"1.npy leads to .*gone.npy, which is missing"):

@@ -1,4 +1,4 @@
-"""CSV files with line breaks and quotes, drawn at random, hold what Python's csv module reads."""
+"""Check random CSV files with line breaks and quotes against Python's csv module."""
 
 import csv
 import random
@@ -65,7 +65,7 @@ def check(tmp_path, packed, seeds):
             assert len(found[name]) == len(rows), f"seed {seed}"
             for value, row in zip(found[name], rows, strict=True):
                 assert is_same(field, value, row[name]), f"seed {seed}: {value}, {row[name]!r}"
-            # What is no longer as it is written is said.
+            # Changed spellings are reported.
             lost = not field.ragged and any(row[name].startswith("0") for row in rows[:50])
             noted = any(f"column {name} " in note for note in done.notes)
             assert noted or not (lost and name.startswith("zeros")), f"seed {seed}"

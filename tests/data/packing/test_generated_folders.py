@@ -1,4 +1,4 @@
-"""Folders with links, drawn at random, hold what a walk by real paths finds, or are refused."""
+"""Check random folders with links: packed as a walk by real paths, or rejected."""
 
 import random
 from collections import Counter
@@ -38,7 +38,7 @@ def make(root, draw):
 
 
 def expected(root):
-    """Return class and number of each file; None where a folder comes twice."""
+    """Return class and number of each file, or None where a folder occurs twice."""
     found, seen = [], set()
 
     def walk(path, label, above):

@@ -1,4 +1,4 @@
-"""Archives and HDF5 files with traps, drawn at random, are packed as they are or refused."""
+"""Check random malicious archives and HDF5 files: packed exactly or rejected."""
 
 import random
 import tarfile
@@ -16,7 +16,7 @@ N = 12
 
 
 def write_tar(path, draw):
-    """Return the samples of an archive, and whether it must be refused."""
+    """Return the samples of an archive, and whether it must be rejected."""
     trap = draw.choice([None, None, "link", "symlink", "claim", "twice", "cut", "lacks"])
     endings = draw.sample(["cls", "npy", "bin", "seg.txt"], draw.randrange(1, 5))
     folder, at, samples = draw.choice(["", "./", "a/b/"]), draw.randrange(N), []
@@ -37,7 +37,7 @@ def write_tar(path, draw):
             archive.addfile(member)
     if trap == "cut":
         path.write_bytes(path.read_bytes()[: path.stat().st_size * draw.randrange(1, 9) // 20])
-    # A sample without its only ending is none.
+    # A sample without its only extension does not count.
     if trap == "lacks" and len(endings) == 1:
         del samples[at]
         trap = None
@@ -54,7 +54,7 @@ def add(archive, member, content, trap):
 
 
 def write_hdf5(path, draw):
-    """Return which datasets are asked for, and whether that must be refused."""
+    """Return the requested datasets, and whether they must be rejected."""
     asked = {}
     trap = draw.choice([None, None, "storage", "virtual", "link", "soft", "dangling", "cut"])
     with h5py.File(path, "w") as file:

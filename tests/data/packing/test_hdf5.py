@@ -1,4 +1,4 @@
-"""Datasets of HDF5 files are those of the files themselves, not what links and maps lead to."""
+"""Check datasets of HDF5 files: values of the file itself, not of links and mappings."""
 
 import pickle
 

@@ -1,4 +1,4 @@
-"""What cannot be packed as it is, is refused: the error says why, and no data set appears."""
+"""Check sources that cannot be packed exactly: an error with the reason, and no data set."""
 
 import tarfile
 
@@ -153,7 +153,7 @@ TAR = [
         ({"0.tar": samples_tar(NUMBERS | {at: {"txt": b"1", "cls": b"3"}})}, {}, f"{at} has cls")
         for at in ("0001", "0090")
     ),
-    # Inside a content, inside a header, behind a header, and between two samples.
+    # Inside a content, inside a header, after a header, and between two samples.
     *(
         ({"0.tar": WHOLE[:size]}, {}, r"0.tar cannot be read as an archive")
         for size in (40_000, 40_960 + 100, 512, 1024 * 70, len(WHOLE) - 10_240)
@@ -274,7 +274,7 @@ FILES = [*ARRAYS, *HDF5, *CSV, *PARQUET, *TAR, *FOLDERS, *TEXTS, *OPTIONS]
 @pytest.mark.parametrize(
     ("files", "config", "words"), [pytest.param(*case, id=case[-1]) for case in FILES]
 )
-def test_files_that_cannot_be_packed_are_refused(tmp_path, monkeypatch, files, config, words):
+def test_unsupported_files_are_rejected(tmp_path, monkeypatch, files, config, words):
     write(tmp_path / "folder", files)
     monkeypatch.chdir(tmp_path / "folder")
     # One file is packed by itself, several as a pattern or a folder of one kind.
@@ -311,7 +311,7 @@ def test_files_that_cannot_be_packed_are_refused(tmp_path, monkeypatch, files, c
         (__file__, "must end in one of .*give its kind"),
     ],
 )
-def test_what_else_cannot_be_packed_is_refused(tmp_path, source, words):
+def test_other_unsupported_sources_are_rejected(tmp_path, source, words):
     with pytest.raises(DataError, match=words):
         pack(source, tmp_path / "set")
     assert not (tmp_path / "set" / MANIFEST).exists()

@@ -1,4 +1,4 @@
-"""The same samples, in the same order, come out of a source of any kind."""
+"""Check that sources of every kind give the same samples in the same order."""
 
 import csv
 import io
@@ -42,7 +42,7 @@ def chunked(values, **options):
 
 
 def narrow(file, name):
-    """12 bits of each 16: the bytes in the file are not those of numpy's type."""
+    """Store 12 of each 16 bits: the bytes in the file differ from numpy's dtype."""
     kind = h5py.h5t.STD_I16LE.copy()
     kind.set_precision(12)
     kind.set_offset(4)
@@ -83,7 +83,7 @@ IN_TARS = {"fields": {"x": "x.npy", "y": ".cls", "t": "bin"}}
 IN_TABLES = {"fields": {"x": "a,b,c:f4", "y": "y", "t": "t"}}
 PARTS = [slice(0, 25), slice(25, 26), slice(26, N)]
 
-# Files, which of them is the source, and options.
+# Files, the one that is the source, and options.
 SOURCES = {
     "npz": ({"a.npz": npz(x=X, y=Y)}, "a.npz", {}),
     "npz, packed": ({"a.npz": npz(save=np.savez_compressed, x=X, y=Y)}, "a.npz", {}),
@@ -164,7 +164,7 @@ def test_objects_of_the_program_itself(packed):
     assert [len(x) for x in found["x"]] == [3] * 70 + [5]
 
 
-def test_an_error_of_the_users_own_code_stays_what_it_is(packed):
+def test_error_of_user_code_is_raised_unchanged(packed):
     def fails():
         yield {"x": 1}
         raise RuntimeError("my own")
@@ -217,7 +217,7 @@ def test_a_source_of_any_kind_is_stored_in_the_type_that_a_field_asks_for_and_fl
     (note,) = [each for each in done.notes if "float64 is stored for x" in each]
     options = dict(each.split("=") for each in re.findall(r"--field (\S+)", note))
     assert options == {"x": config["fields"]["x"], "y": untyped["y"]}
-    done, _ = packed(source, fields=options)  # the remedy works
+    done, _ = packed(source, fields=options)  # the remedy of the message
     assert done.manifest.fields["x"].dtype == "<f4"
 
 

@@ -1,4 +1,4 @@
-"""Columns of tables become fields: numbers as they are, texts and lists as ragged fields."""
+"""Check columns of tables: numbers unchanged, texts and lists as ragged fields."""
 
 import numpy as np
 import pyarrow as pa
@@ -52,7 +52,7 @@ NO_NUMBERS += ["0x10", "nan(1)", f"{2**64 - 1}", f"+{2**53 + 1}"]
 
 
 @pytest.mark.parametrize("text", NO_NUMBERS)
-def test_what_only_looks_like_a_number_is_text(tmp_path, packed, text):
+def test_text_that_resembles_a_number_stays_text(tmp_path, packed, text):
     (tmp_path / "t.csv").write_text(f'a\n"{text}"\n')
     _, found = packed(tmp_path / "t.csv")
     assert [bytes(one).decode() for one in found["a"]] == [text]
@@ -149,7 +149,7 @@ def test_the_way_out_of_a_column_of_another_type_keeps_all_columns(tmp_path, pac
 
 
 def test_zeros_before_a_number_are_kept_or_said_wherever_they_stand(tmp_path, packed):
-    """The first rows are those of a MiB, and of the first file."""
+    """The first rows are the first MiB of the first file."""
     (tmp_path / "0.csv").write_text("id\n" + "90210\n" * 200_000 + " 007\n")
     (tmp_path / "t").mkdir()
     (tmp_path / "t/0.csv").write_text("id\n90210\n")

@@ -1,4 +1,4 @@
-"""Archives of webdataset: a sample is what differs in its ending alone."""
+"""Check archives of webdataset: files of a sample differ only in their extension."""
 
 import gzip
 import json
@@ -56,7 +56,7 @@ def test_images_may_stay_as_they_are_and_do_where_their_sizes_differ(tmp_path, p
 
 
 def test_a_packed_archive_agrees_with_its_checksum_to_its_last_byte(tmp_path, packed):
-    # Stored, so that a flip stays in the content and nothing but a checksum can tell it.
+    # Stored, so that a flip stays in the content and only a checksum can detect it.
     samples = {f"{i:04}": {"bin": b"%04d" % i} for i in range(3)}
     whole = gzip.compress(samples_tar(samples), compresslevel=0)
     path = tmp_path / "0.tar.gz"

@@ -1,4 +1,4 @@
-"""Text is packed by line, or cut to one length; as bytes or as tokens."""
+"""Check text packed by line, or split to one length; as bytes or as tokens."""
 
 import numpy as np
 import pytest
