@@ -264,9 +264,7 @@ class ProgressEngine:
     def _announce_many(self) -> None:
         """Announce the submitted operations in one step, if all of them are repeated."""
         queue = self.submitted
-        many = [
-            queue.popleft() for _ in range(len(queue))
-        ]  # other threads may append concurrently
+        many = [queue.popleft() for _ in range(len(queue))]  # other threads may append
         repeated = [handle.repeated for handle in many]
         if None in repeated or not self._negotiator.announce_many(repeated):
             queue.extendleft(reversed(many))

@@ -260,9 +260,7 @@ class StallWatch:
         recorder: FlightRecorder | None = None,
     ) -> None:
         self.last_call = last_call
-        self.answer_s = (
-            ANSWER_S + len(members).bit_length()
-        )  # longest wait of the root for answers
+        self.answer_s = ANSWER_S + len(members).bit_length()  # longest wait for answers
         self._abort_s = settings.stall_abort_s
         self._first_s = min(settings.stall_s, settings.stall_abort_s)
         self._number, self._members, self._end = number, members, end
@@ -386,9 +384,7 @@ class StallWatch:
     def _mark(self, ages_s: Mapping[str, float], oldest: Mapping[str, float]) -> None:
         for name, age_s in ages_s.items():
             if name in oldest:
-                is_last = (
-                    age_s < self._abort_s < 3 * age_s
-                )  # no question shortly before the final one
+                is_last = age_s < self._abort_s < 3 * age_s  # the next question is the final one
                 again_s = self._abort_s if is_last else 2 * age_s
                 self._asked[name] = (oldest[name], again_s)
 

@@ -337,9 +337,8 @@ class ProcessSets:
             if made.inside is not None:
                 made.controller = self._controller_over(made.inside, ranks)
                 made.comm = beside(made.inside, self._controllers.plan)
-        except (
-            NodeMemoryError
-        ) as error:  # raised on every rank of the set; reported to the others below
+        except NodeMemoryError as error:
+            # Raised on every rank of the set; ``agree`` reports it to the ranks outside.
             refusal = str(error)
         try:
             self._in_order(lambda inside: inside.agree(not refusal, refusal))

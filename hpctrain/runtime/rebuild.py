@@ -31,9 +31,7 @@ class Rebuild:
 
     def __init__(self) -> None:
         self._holders: list[_Registered] = []
-        self._left_behind: list[
-            _Registered
-        ] = []  # objects of the previous world that have not moved yet
+        self._left_behind: list[_Registered] = []  # of the previous world, until they move
 
     def register(
         self,
