@@ -212,7 +212,8 @@ class Controller:
             return
         self._is_open = False
         self._refusal = self._refusal or HorovodInternalError(
-            "the process set was shut down; call hpctrain.init() or add_process_set() again"
+            "a named operation must use an open process set, but this one was shut down; call "
+            "hpctrain.init() or add_process_set() again"
         )
         # The other ranks execute operations that are decided, and would wait for this rank.
         last = self._progress.closing = Handle(self, Request(Kind.BARRIER, None, ()), CLOSE)
@@ -249,9 +250,9 @@ class Controller:
         def is_over() -> bool:
             if not handle.is_done and (waited_s := time.monotonic() - since) > limit_s:
                 raise RankLostError(
-                    f"rank {self.comm.rank} has waited {waited_s:.0f} s for the others to "
-                    f"submit {handle.name}, longer than HPCTRAIN_TIMEOUT={limit_s:g} "
-                    f"allows; see what they do, or set HPCTRAIN_TIMEOUT to more seconds"
+                    f"all ranks must submit {handle.name} within HPCTRAIN_TIMEOUT={limit_s:g} "
+                    f"seconds, but rank {self.comm.rank} has waited {waited_s:.0f} s for the "
+                    f"others; see the report of missing ranks, or increase HPCTRAIN_TIMEOUT"
                 )
             return handle.is_done
 
@@ -343,7 +344,9 @@ class Controller:
     def drop(self) -> None:
         """Close without the other ranks, which may be lost. Not collective."""
         self._is_open = False
-        self._refusal = self._refusal or HorovodInternalError("ranks of this process set are lost")
+        self._refusal = self._refusal or HorovodInternalError(
+            "a named operation needs all ranks of its process set, but some are lost"
+        )
         self._progress.shut_down()
         self._end_driving()
 

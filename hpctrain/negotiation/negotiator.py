@@ -63,8 +63,9 @@ class Negotiator:
         tally = self._tally
         if tally.joined[OWN]:
             raise CommError(
-                f'a rank that has joined takes no part until all have joined, got "{name}" on '
-                f"rank {self._tree.rank}; submit it before join() or after join() has returned"
+                f"a rank that has joined must not submit operations until all have joined, but "
+                f'rank {self._tree.rank} submitted "{name}"; submit it before join() or after '
+                f"join() has returned"
             )
         assert name not in self._announced
         self._is_changed = True
@@ -302,8 +303,8 @@ def missing_root(name: str, signature: Signature, given: Sequence[int]) -> str |
     if signature.kind is not Kind.BROADCAST or signature.root in given:
         return None
     return (
-        f'the root of a broadcast must take part in it, "{name}" is to come from rank '
-        f"{signature.root}, which has joined; let that rank join after its last broadcast, or "
+        f'the root of a broadcast must submit it, but the root of "{name}" is rank '
+        f"{signature.root}, which has joined; call join() there after its last broadcast, or "
         f"choose another root rank"
     )
 

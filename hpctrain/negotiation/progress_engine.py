@@ -105,8 +105,8 @@ class ProgressEngine:
         if handle.name and handle.name is not JOIN and handle.name is not CLOSE:
             if self._under_way.setdefault(handle.name, handle) is not handle:
                 raise DuplicateNameError(
-                    f"an operation named {handle.name!r} is under way on this rank already; wait "
-                    f"for it first, or give another name"
+                    f"operations in flight must have different names, but {handle.name!r} is "
+                    f"already in flight on this rank; wait for it first, or use another name"
                 )
             self.submitted.append(handle)
             return
@@ -198,8 +198,9 @@ class ProgressEngine:
         """Fail all pending and later operations after an error; called by the driving thread."""
         if not isinstance(error, CommError):
             error = HorovodInternalError(
-                f"named operations of rank {self._comm.rank} were cut short by {error!r}; end the "
-                f"program, or call hpctrain.shutdown() and hpctrain.init() on every rank"
+                f"named operations must not be interrupted, but {error!r} was raised in those of "
+                f"rank {self._comm.rank}; end the program, or call hpctrain.shutdown() and "
+                f"hpctrain.init() on every rank"
             )
         self._comm.fail()
         self.broken = error
@@ -212,7 +213,8 @@ class ProgressEngine:
     def shut_down(self) -> None:
         """Fail all pending and later operations."""
         self.broken = self.broken or HorovodInternalError(
-            "the process set was shut down before this was done"
+            "an operation must complete before its process set is shut down, but this one was "
+            "pending; wait for it before shutdown() or remove_process_set()"
         )
         self.fail_all(self.broken)
 

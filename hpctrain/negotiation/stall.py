@@ -28,7 +28,7 @@ _LOG = logging.getLogger(__name__)
 
 MAX_LINES = 8  # maximum number of operations, and of groups of ranks, in a report
 
-_SILENT = "stopped, or in code that keeps Python's lock"
+_SILENT = "stopped, or in code that holds the GIL"
 
 
 class Question(NamedTuple):
@@ -86,7 +86,7 @@ def describe(inquiry: Inquiry, members: Sequence[SetMember], abort_s: float = ma
     for numbers in groups[:MAX_LINES]:
         lines += _doing(numbers, inquiry.answers, members)
     if rest := list(chain.from_iterable(groups[MAX_LINES:])):
-        lines.append(f"  {_who(rest, members)}: something else again")
+        lines.append(f"  {_who(rest, members)}: at other places, which are not shown")
     if silent:
         lines.append(f"  {_who(silent, members)}: no answer; {_SILENT}")
     lines.append(_outlook(inquiry.question, abort_s))
@@ -99,20 +99,20 @@ def unanswered(
     """Return the report of a rank whose question the root has not forwarded."""
     eldest = max(question.ages_s, key=question.ages_s.__getitem__)
     return (
-        f'"{eldest}" has waited {question.ages_s[eldest]:.0f} s on {_who([number], members)}; who '
-        f"lacks it is not known, for {_who([0], members)}, or a rank on the way to it, does not "
-        f"answer: {_SILENT}\n{_outlook(question, abort_s)}"
+        f'"{eldest}" has waited {question.ages_s[eldest]:.0f} s on {_who([number], members)}; '
+        f"the ranks that lack it are unknown, because {_who([0], members)}, or a rank between "
+        f"them, does not answer: {_SILENT}\n{_outlook(question, abort_s)}"
     )
 
 
 def _outlook(question: Question, abort_s: float) -> str:
     if question.is_final:
-        return "all ranks end now, as HPCTRAIN_STALL_ABORT_S asks"
+        return "all ranks end now, because of HPCTRAIN_STALL_ABORT_S"
     left_s = abort_s - max(question.ages_s.values())
     ends = "HPCTRAIN_STALL_ABORT_S=SECONDS ends such a run"
     if math.isfinite(abort_s):
-        ends = f"in {left_s:.0f} s all ranks end, by HPCTRAIN_STALL_ABORT_S={abort_s:g}"
-    return f"they are waited for; {ends}; HPCTRAIN_STALL_S=SECONDS reports it later"
+        ends = f"in {left_s:.0f} s all ranks end, because of HPCTRAIN_STALL_ABORT_S={abort_s:g}"
+    return f"the ranks continue to wait; {ends}; HPCTRAIN_STALL_S=SECONDS reports it later"
 
 
 def _operations(inquiry: Inquiry, members: Sequence[SetMember], silent: list[int]) -> list[str]:
@@ -200,7 +200,7 @@ def main_stack() -> str:
     """Return the stack of the main thread, outermost first, with one line of libraries."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001
     if frame is None:
-        return "it has no main thread any more"
+        return "the main thread has ended"
     return _shown(list(traceback.StackSummary.extract(traceback.walk_stack(frame)))[::-1])
 
 

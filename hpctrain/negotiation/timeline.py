@@ -58,7 +58,7 @@ class Timelines:
         try:
             self.current = Timeline(path, self._rank, self._size, mark_cycles=mark_cycles)
         except OSError as error:
-            _LOG.warning("there will be no timeline: %s; name a file that can be made", error)
+            _LOG.warning("the timeline file must be writable, got: %s; choose another", error)
             return
         atexit.register(self.stop)
 
@@ -146,7 +146,9 @@ class Timeline:
             try:
                 self._append(events)
             except OSError as error:
-                _LOG.warning("the timeline %s ends here: %s", self.path, error)
+                _LOG.warning(
+                    "the timeline %s ends here, because writing failed: %s", self.path, error
+                )
                 self._is_open = False
 
     def close(self) -> None:

@@ -232,7 +232,7 @@ class FailureHooks:
         if computes(args.exc_traceback) or self.communicates(ident):
             self.end(args.exc_value, where)
         details = f"{where}{''.join(traceback.format_exception(args.exc_value))}"
-        details += "the thread neither computes nor communicates: the ranks go on without it\n"
+        details += "the thread neither computes nor communicates: the ranks continue without it\n"
         self._write_log(details)
         self._say(details)
         if self._previous_thread is not threading.__excepthook__:  # the user's own
@@ -253,16 +253,16 @@ def computes(trace: TracebackType | None) -> bool:
 
 
 _MPI_RULE = (
-    "a communicator of MPI is lost with any of its ranks, MPI.COMM_WORLD too; hpctrain train and "
-    "hpctrain.elastic.run go on: communicate by hpctrain in the function, or by a communicator "
-    "that is made there with each call, hpctrain.current().ranks.Dup()"
+    "an MPI communicator, such as MPI.COMM_WORLD, must not be used after the loss of a rank; "
+    "in hpctrain train and hpctrain.elastic.run communicate by hpctrain, or by a communicator "
+    "that each call of the function creates, hpctrain.current().ranks.Dup()"
 )
 
 
 _OUTSIDE_RULE = (
-    "under launch --recover the others go on where a rank dies inside the function of "
-    "hpctrain.elastic.run, or while hpctrain train trains, and this was outside: communicate "
-    "inside, or let launch --restart N start again from a checkpoint"
+    "under launch --recover the others continue after a death inside the function of "
+    "hpctrain.elastic.run, or while hpctrain train trains, but this was outside; communicate "
+    "inside, or restart from a checkpoint by launch --restart N"
 )
 
 

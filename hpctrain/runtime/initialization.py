@@ -42,8 +42,9 @@ if TYPE_CHECKING:
 
 
 SPARES_RULE = (
-    "with --spares nothing but DistributedOptimizer communicates before elastic.run, which is "
-    "called once, for a spare does that alone; move it into the function, or leave --spares out"
+    "with --spares only DistributedOptimizer may communicate before elastic.run, which must be "
+    "called once, because a spare runs this part alone; move the call into the function, or leave "
+    "out --spares"
 )
 
 
@@ -91,7 +92,7 @@ def init(
     if isinstance(process_sets, str):
         if process_sets.lower() != "dynamic":
             raise ConfigError(
-                f"process_sets is a list of ProcessSet or 'dynamic', got {process_sets!r}"
+                f"process_sets must be a list of ProcessSet or 'dynamic', got {process_sets!r}"
             )
         process_sets = None
     if process_sets or others:
@@ -114,7 +115,7 @@ def _communicators(comm: object) -> list[object]:
 def _register(comms: Sequence[object], process_sets: "Sequence[ProcessSet]") -> None:
     """Register the process sets passed to ``init``, and bind the objects. Collective."""
     if current().origin.spares is not None:
-        raise ConfigError(f"{SPARES_RULE}: process sets are made by add_process_set()")
+        raise ConfigError(f"{SPARES_RULE}; register process sets by add_process_set()")
     of_comms = [(numbers_of(one), True) for one in comms]
     wanted = of_comms + [one.wanted() for one in process_sets]
     found = current().sets.register(wanted)[len(of_comms) :]
@@ -122,8 +123,8 @@ def _register(comms: Sequence[object], process_sets: "Sequence[ProcessSet]") -> 
     for number, (one, registered) in enumerate(zip(process_sets, found, strict=True)):
         if registered.number in seen:
             raise ConfigError(
-                f"entry {number} of process_sets has the ranks of an earlier one, or all: "
-                f"{list(registered.ranks)}; leave it out"
+                f"process_sets must have different ranks, and not all, but entry {number} has "
+                f"{list(registered.ranks)} again; leave it out"
             )
         seen.add(registered.number)
         one.bind(registered)
@@ -161,14 +162,16 @@ def _spares_of(settings: Settings, chosen: object) -> "Spares":
     """Divide all ranks into workers and spares. Collective."""
     if chosen is not None:
         raise ConfigError(
-            "spares are of all ranks that were started together, and init was given some of them; "
-            "call it without comm, or leave --spares out"
+            "the world must have all ranks of the launch with --spares, but init got comm; call "
+            "it without comm, or leave out --spares"
         )
     from hpctrain.comm.spares import Spares  # noqa: PLC0415 - a world of one needs no MPI
 
     with start_guard(settings):
         if (whole := find_world(timeout_s=settings.timeout)) is None:
-            raise ConfigError("spares need ranks whose place they take, and this process is alone")
+            raise ConfigError(
+                "--spares needs at least two other ranks, but this one is alone; start more ranks"
+            )
         return Spares(whole, settings.spares, settings.timeout)
 
 

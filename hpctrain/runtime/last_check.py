@@ -165,9 +165,9 @@ def _difference(
     name, which = next(iter(found.items()))
     others = f" and {len(found) - 1} more" if len(found) > 1 else ""
     fault = (
-        f"the ranks have parted in the last step: {name} ({which}){others}; take equally many "
-        f"steps, and change weights, gradients and settings of the optimizer on all ranks; "
-        f"HPCTRAIN_CHECK_WEIGHTS=warn goes on"
+        f"all ranks must be equal after the last step, but differ: {name} ({which}){others}; take "
+        f"the same number of steps, and change weights, gradients and settings of the optimizer "
+        f"on all ranks; HPCTRAIN_CHECK_WEIGHTS=warn only warns"
     )
     return fault, is_error
 

@@ -179,12 +179,13 @@ class ProcessSets:
         found = process_set.registered
         if found is None or not found.is_open:
             raise ConfigError(
-                f"{process_set} is not registered, or was removed; give it to init() or to "
-                f"add_process_set() on every rank first"
+                f"a process set must be registered before use, but {process_set} is not, or was "
+                f"removed; pass it to init() or add_process_set() on every rank first"
             )
         if found.rank is None:
             raise ConfigError(
-                f"rank {self._me} is not in {process_set}; only its ranks take part in it"
+                f"a rank must be in the process set that it uses, but rank {self._me} is not in "
+                f"{process_set}; call this on its ranks only"
             )
         return found
 
@@ -311,20 +312,20 @@ class ProcessSets:
     def _check(self, ranks: Sequence[int], *, new: bool) -> None:
         if not ranks or len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(self._size)):
             raise ConfigError(
-                f"a process set has one or more ranks from 0 to {self._size - 1}, each once, got "
-                f"{list(ranks)}"
+                f"a process set must have one or more different ranks from 0 to "
+                f"{self._size - 1}, got {list(ranks)}"
             )
         known = self.find(ranks)
         if new and known is not None:
             raise ConfigError(
-                f"a process set of ranks {list(ranks)} is there already, with number "
+                f"process sets must have different ranks, but {list(ranks)} already are set "
                 f"{known.number}; use that one{', or remove it first' if known.number else ''}"
             )
         if known is None and len(ranks) > 1 and not calls_from_threads():
             raise ConfigError(
-                f"process sets communicate at the same time, from threads of their own, and MPI "
-                f"was started without MPI_THREAD_MULTIPLE, so {list(ranks)} cannot be one; let "
-                f"mpi4py start MPI with its default, mpi4py.rc.thread_level = 'multiple'"
+                f"MPI must support concurrent calls for process sets, but it was started "
+                f"without MPI_THREAD_MULTIPLE, so {list(ranks)} cannot be one; let mpi4py start "
+                f"MPI with its default, mpi4py.rc.thread_level = 'multiple'"
             )
 
     def _add(self, ranks: Sequence[int]) -> None:

@@ -40,7 +40,7 @@ class ProcessSet:
         ranks = list(ranks_or_comm) if isinstance(ranks_or_comm, Iterable) else None
         if ranks is None or not all(isinstance(rank, int) for rank in ranks):
             raise ConfigError(
-                f"a ProcessSet is made of a list of ranks or of an mpi4py communicator, got "
+                f"a ProcessSet must be made of a list of ranks or an mpi4py communicator, got "
                 f"{ranks_or_comm!r}"
             )
         self._ranks = sorted(ranks)
@@ -203,8 +203,8 @@ def in_set(process_set: ProcessSet | None, rank: int, name: str = "root_rank") -
     ranks = (process_set or global_process_set).ranks or []
     if rank not in ranks:
         raise ConfigError(
-            f"{name} is a rank of the world in the process set, one of {format_numbers(ranks)}, "
-            f"got {rank}"
+            f"{name} must be a rank of the world in the process set, one of "
+            f"{format_numbers(ranks)}, got {rank}"
         )
     return ranks.index(rank)
 

@@ -71,7 +71,7 @@ def attempt(function: Callable[[], T], *, moves: bool = True) -> Attempt:
         return Attempt(result, [], None)
     lost = _shrink(lambda ranks: initialization.go_on(ranks, moves=moves))
     if not lost:  # no rank is lost: an ordinary error
-        raise error or CommError("the attempt has failed on another rank, see what that says")
+        raise error or CommError("all ranks must succeed, but another one failed; see its error")
     return Attempt(None, lost, error)
 
 
@@ -127,7 +127,7 @@ def give_up(error: Exception) -> NoReturn:
 def _died(lost: list[int]) -> str:
     who = f"{format_ranks(lost)} of {world.size()}" if lost else f"one of {world.size()} ranks"
     return (
-        f"{who} died, and the others cannot go on without what was there; begin again from the "
+        f"{who} died, and the others cannot continue without the lost state; restart from the "
         f"last commit or checkpoint"
     )
 
@@ -196,7 +196,7 @@ def _shrink(
     if world.rank() == 0:
         num_spares = world.size() - before.topology.size + len(lost)
         logger.warning(
-            "%s of %d died; the %d that are left go on%s",
+            "%s of %d died; the %d survivors continue%s",
             *(format_ranks(lost), before.topology.size, world.size() - num_spares),
             f", with {num_spares} of the spares" if num_spares else "",
         )
@@ -213,11 +213,11 @@ def _limited(limit_s: float) -> Iterator[None]:
     def end() -> None:
         stopped = presence.stopped()
         logger.error(
-            "the ranks that are left have not agreed in %g s: %s; all ranks end",
+            "the survivors must agree within %g s, but %s; all ranks end",
             limit_s,
-            f"{format_ranks(stopped)} of this node stopped by a signal"
+            f"a signal has stopped {format_ranks(stopped)} of this node"
             if stopped
-            else "a rank stands still, or has ended by an exit code of its own",
+            else "a rank is stopped, or has exited with its own exit code",
         )
         hooks.abort(RANK_LOST)
 

@@ -120,7 +120,7 @@ def results_in(folder: Path, num_ranks: int) -> dict[int, Any]:
 def _require_all(missing: list[str], code: int) -> None:
     if missing or code:
         raise LaunchError(
-            f"every rank must return from the function, mpirun ended with code {code} and "
+            f"every rank must return from the function, but mpirun ended with code {code} and "
             f"{'no result of rank ' + ', '.join(missing) if missing else 'all results'}; "
             "see the output above"
         )

@@ -61,9 +61,10 @@ def create(options: Any) -> HpctrainGroup:
         told, found = (options.group_rank, options.group_size), (topology.rank, topology.size)
         if told != found:
             raise LaunchError(
-                f"torch.distributed says that this is rank {told[0]} of {told[1]}, MPI that it is "
-                f"rank {found[0]} of {found[1]}; start the ranks with mpirun, srun or hpctrain "
-                f"launch, and leave out RANK, WORLD_SIZE and what init_process_group is told"
+                f"torch.distributed and MPI must have the same ranks, but this is rank {told[0]} "
+                f"of {told[1]} in torch.distributed and rank {found[0]} of {found[1]} in MPI; "
+                f"start the ranks with mpirun, srun or hpctrain launch, and leave out RANK, "
+                f"WORLD_SIZE and the arguments rank and world_size of init_process_group"
             )
     limit = _limit_of(options.timeout)
     group = HpctrainGroup(

@@ -65,7 +65,9 @@ def current() -> World:
         NotInitializedError: ``init`` was not called.
     """
     if _world is None:
-        raise NotInitializedError("this needs the world of all ranks; call hpctrain.init() first")
+        raise NotInitializedError(
+            "a world must exist for this call, got none; call hpctrain.init() first"
+        )
     return _world
 
 

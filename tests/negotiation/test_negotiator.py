@@ -143,8 +143,8 @@ def test_a_broadcast_needs_its_root_among_those_that_announced_it():
     early, late = batch.entries
     assert early == Entry("early", FROM_1, None)
     assert late.error == (
-        'the root of a broadcast must take part in it, "late" is to come from rank 1, which has '
-        "joined; let that rank join after its last broadcast, or choose another root rank"
+        'the root of a broadcast must submit it, but the root of "late" is rank 1, which has '
+        "joined; call join() there after its last broadcast, or choose another root rank"
     )
 
 

@@ -78,7 +78,7 @@ OF_FOUR = [
 
 def require_an_error(world, layout, change, who, **options):
     said = end_of(world, layout, change, who=who, **options)
-    assert said.startswith("the ranks have parted in the last step: ")
+    assert said.startswith("all ranks must be equal after the last step, but differ: ")
     assert re.match(TOLD[change], said.partition(": ")[2]), said
     assert f"rank {who}: " in said, said
 
@@ -121,5 +121,5 @@ def test_replicas_of_processors_that_round_differently_are_a_warning(
         hpctrain.shutdown()
     is_told = setting == "warn" and world.rank == 0
     assert ("the same values of replicated parameters" in caplog.text) == is_told
-    assert ("the ranks have parted in the last step" in caplog.text) == is_told
+    assert ("all ranks must be equal after the last step" in caplog.text) == is_told
     del program

@@ -66,8 +66,8 @@ def test_a_reproducible_run_that_loses_ranks_has_the_bits_of_one_that_does_not(t
     assert lost[-1]["event"] == whole[-1]["event"] == "finished"
     assert lost[-1]["state_hash"] == whole[-1]["state_hash"]
     assert sizes(lost) == [3, 2]  # without a finished step it began again
-    assert "rank 1 of 4 died; the 3 that are left go on" in said
-    assert "rank 0 of 3 died; the 2 that are left go on" in said
+    assert "rank 1 of 4 died; the 3 survivors continue" in said
+    assert "rank 0 of 3 died; the 2 survivors continue" in said
 
 
 def sizes(records):
@@ -81,7 +81,7 @@ def test_a_run_keeps_its_size_and_bits_while_there_are_spares(tmp_path):
     assert lost[-1]["event"] == whole[-1]["event"] == "finished"
     assert lost[-1]["state_hash"] == whole[-1]["state_hash"]
     assert sizes(lost) == [4, 4, 3]
-    assert "rank 1 of 4 died; the 3 that are left go on, with 1 of the spares" in said
+    assert "rank 1 of 4 died; the 3 survivors continue, with 1 of the spares" in said
 
 
 WITH_SPARE = [sys.executable, "-m", "hpctrain", "launch", "-n", "2", "--recover", "--spares", "1"]

@@ -44,5 +44,5 @@ def test_all_end_at_once_and_say_where_a_lost_rank_is_survived(monkeypatch, when
     assert done.returncode not in (0, 124), done.stderr
     assert "died" in done.stderr
     assert "inside the function of hpctrain.elastic.run" in done.stderr
-    assert "let launch --restart N start again" in done.stderr
+    assert "restart from a checkpoint by launch --restart N" in done.stderr
     assert "MPI_ERR" not in done.stderr

@@ -30,7 +30,7 @@ def test_a_world_keeps_its_size_and_bits_while_there_are_spares_and_shrinks_then
     assert sorted(ends) == [2, 3]
     check(ends)
     assert ends[3]["sizes"] == [3, 3, 2]
-    assert "rank 0 of 3 died; the 2 that are left go on, with 1 of the spares" in said
+    assert "rank 0 of 3 died; the 2 survivors continue, with 1 of the spares" in said
     expected, found = saved(whole, 9, 3), saved(lost, 9, 3)
     assert {*expected} == {*found}
     assert all(torch.equal(found[name], expected[name]) for name in expected)
@@ -95,7 +95,7 @@ def train(state):
 train(elastic.ObjectState(step=0))
 AFTER
 """
-RULE = "with --spares nothing but DistributedOptimizer communicates before elastic.run"
+RULE = "with --spares only DistributedOptimizer may communicate before elastic.run"
 REFUSED = {
     "a named operation": {"before": "if is_spare(): hvd.barrier()", "said": RULE},
     "a call": {
@@ -105,7 +105,7 @@ REFUSED = {
     "twice": {
         "before": "number = 0",
         "after": "train(elastic.ObjectState(step=0))",
-        "said": "leave --spares out; got barrier",
+        "said": "leave out --spares; got barrier",
     },
     "process sets": {
         "before": "hvd.init(process_sets=[hvd.ProcessSet([0])])",
