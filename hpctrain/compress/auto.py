@@ -104,7 +104,7 @@ class Auto(Codec):
             self.reason = "all ranks are on one node, where gradients are summed in its memory"
             return Identity()
         if not dtype.is_floating_point or dtype.itemsize < 4:
-            self.reason = f"gradients of {dtype} are small already"
+            self.reason = f"gradients of {dtype} need no compression"
             return Identity()
         numel = min(bucket.numel, _MOST_BYTES // dtype.itemsize)
         trial = comm.new_bucket(numel, dtype)

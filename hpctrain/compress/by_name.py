@@ -81,8 +81,8 @@ def _made(compression: Compressing | None) -> Codec:
     if isinstance(compression, str):
         if compression not in CODECS:
             raise ConfigError(
-                f"compression is one of {', '.join(CODECS)}, or a codec of hpctrain.compress, got "
-                f"{compression!r}"
+                f"compression must be one of {', '.join(CODECS)}, or a codec of "
+                f"hpctrain.compress, got {compression!r}"
             )
         return _maker(compression)()
     if hasattr(compression, "allreduce_") and not isinstance(compression, type):
@@ -91,8 +91,8 @@ def _made(compression: Compressing | None) -> Codec:
         return HalfCodec(compression.dtype)
     if not hasattr(compression, "compress"):
         raise ConfigError(
-            f"compression is a codec such as Int8(), the name of one, or what has compress and "
-            f"decompress, got {compression!r}"
+            f"compression must be a codec such as Int8(), the name of a codec, or an object with "
+            f"compress and decompress, got {compression!r}"
         )
     made: Any = compression
     return TensorByTensor(made)
@@ -109,6 +109,6 @@ def compressor_for(compression: Compressing | None) -> Compressor:
         made = getattr(Compression, made, made)
     if not hasattr(made, "compress"):
         raise ConfigError(
-            f"op=Adasum sends steps by Compression.none, fp16 or bf16, got {compression!r}"
+            f"compression of op=Adasum must be Compression.none, fp16 or bf16, got {compression!r}"
         )
     return cast("Compressor", made)

@@ -99,8 +99,8 @@ class TopK(Sparse):
         if self.keeps_unsent or self._density == 1.0:
             return ""
         return (
-            "without error feedback values that are never among the largest never arrive, and "
-            "training ends elsewhere; leave error_feedback on"
+            "without error feedback values that are never among the largest are never sent, so "
+            "training converges to another result; use error_feedback=True"
         )
 
     def reduce_(self, share: CodedShare, values: Tensor, link: Internode) -> None:
@@ -152,8 +152,8 @@ class DeepGradientCompression(Sparse):
             checked("density", each, Fraction)
         if not (0 <= momentum <= 1 and (clip_norm is None or clip_norm > 0)):
             raise ConfigError(
-                f"momentum is 0 to 1, and clip_norm above 0 or None, got momentum={momentum} and "
-                f"clip_norm={clip_norm}"
+                f"momentum must be 0 to 1, and clip_norm above 0 or None, got momentum={momentum} "
+                f"and clip_norm={clip_norm}"
             )
         self._momentum, self._clip_norm, self._masks = momentum, clip_norm, masks_momentum
         self._warmup, self._warmup_steps = tuple(warmup), warmup_steps
@@ -168,8 +168,8 @@ class DeepGradientCompression(Sparse):
         if not any(group.get("momentum") or "betas" in group for group in optimizer.param_groups):
             return ""
         return (
-            f"the momentum is summed up before values are chosen, and {type(optimizer).__name__} "
-            f"adds its own to it; take SGD with momentum=0"
+            f"the codec already applies momentum, and {type(optimizer).__name__} applies it "
+            f"again; use SGD with momentum=0"
         )
 
     def is_exact(self, tensor: Tensor) -> bool:

@@ -226,8 +226,8 @@ class RailCodec:
         """Restore a state of ``state_dict`` for the same buckets; see ``Codec``."""
         if not self.fits(state):
             raise ConfigError(
-                f"the state of a codec is that of the buckets that it was saved with, got one of "
-                f"{len(state)} for {len(self._shares)}; keep ranks, parameters and bucket size"
+                f"the state of a codec must be of the same buckets, but the {len(state)} saved "
+                f"ones do not fit its {len(self._shares)}; keep ranks, parameters and bucket size"
             )
         for kept, share in zip(state.values(), self._shares, strict=True):
             share.num_steps = kept["steps"]

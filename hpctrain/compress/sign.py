@@ -59,8 +59,8 @@ class SignSGD(Quantized):
         if not any("betas" in group for group in optimizer.param_groups):
             return ""
         return (
-            f"{type(optimizer).__name__} divides by the magnitude of gradients, and signs have "
-            f"none: every weight moves by the whole rate in every step; take SGD, or OneBit"
+            f"{type(optimizer).__name__} divides by the magnitude of gradients, which is 1 for "
+            f"signs, so each weight changes by the learning rate in each step; use SGD, or OneBit"
         )
 
 

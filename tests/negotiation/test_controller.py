@@ -107,7 +107,7 @@ def test_a_name_under_way_is_refused(controller):
         return  # there it is done at once
     if controller.comm.rank == 0:
         first = controller.submit(allreduce("twice", torch.ones(2)))
-        with pytest.raises(HorovodInternalError, match="'twice' is under way"):
+        with pytest.raises(HorovodInternalError, match="'twice' is already in flight"):
             controller.submit(allreduce("twice", torch.ones(2)))
         controller.run(Request(Kind.BARRIER, "go", ()))
     else:

@@ -57,7 +57,7 @@ def agree(mine: Ending) -> Ending:
     """
     here = world.current()
     if mine.end is not AttemptEnd.DONE:  # interrupts ranks that wait for a named operation
-        here.sets.break_off(f"rank {here.comm.rank} left for its last commit: {mine.error}")
+        here.sets.break_off(f"rank {here.comm.rank} returned to its last commit: {mine.error}")
     told = (mine.end, mine.skip_sync, None if mine.error is None else str(mine.error))
     endings = _gather(here.comm, told)
     worst = max(end for end, _, _ in endings)
@@ -214,8 +214,9 @@ class Resets:
             raise ConfigError(f"{error}\n{SPARES_RULE}") from error
         if not has_state:
             raise RankLostError(
-                f"all ranks that had the state are lost, and {here.topology.size} are left that "
-                f"were spares; start again from the last checkpoint, with more ranks or spares"
+                f"a rank must have the state, but all that had it are lost, and only "
+                f"{here.topology.size} spares remain; restart from the last checkpoint, with more "
+                f"ranks or spares"
             )
         here.last_call.note("elastic.run")
 
@@ -232,15 +233,15 @@ class Resets:
         self._in_vain += ending.end is AttemptEnd.FAILED  # the same rank cannot be lost again
         if self._limit is not None and self.number >= self._limit:
             raise CommError(
-                f"training may be taken up again {self._limit} times and should be once more: "
-                f"{ending.text}; remove the cause or raise HPCTRAIN_ELASTIC_RESET_LIMIT"
+                f"training must not be reset more than {self._limit} times, but must be once "
+                f"more: {ending.text}; remove the cause or increase HPCTRAIN_ELASTIC_RESET_LIMIT"
             ) from ending.error
         if self._in_vain > MAX_IN_VAIN:
             raise CommError(
-                f"training was taken up again {MAX_IN_VAIN} times from the same commit and failed "
-                f"each time, the last time with: {ending.text}; remove the cause, a retry does not"
+                f"training must reach a commit in {MAX_IN_VAIN} resets, but failed each time from "
+                f"the same commit, the last time with: {ending.text}; remove the cause"
             ) from ending.error
         self.number += 1
         if world.rank() == 0:
-            how = "from the last commit" if is_failure else "as it stands"
-            logger.warning("training is taken up again %s: %s", how, ending.text)
+            how = "from the last commit" if is_failure else "from the current state"
+            logger.warning("training resumes %s: %s", how, ending.text)

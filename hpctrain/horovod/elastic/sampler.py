@@ -91,8 +91,8 @@ class ElasticSampler(Sampler[int]):
         """
         if self.processed_indices:
             raise ConfigError(
-                f"an epoch is recorded by record_batch or by record_indices, not by both; epoch "
-                f"{self.epoch} has {len(self.processed_indices)} recorded indices"
+                f"an epoch must be recorded by record_batch or record_indices, not by both, but "
+                f"epoch {self.epoch} has {len(self.processed_indices)} recorded indices"
             )
         self.processed_num += batch_size * self.num_replicas
 
@@ -108,8 +108,8 @@ class ElasticSampler(Sampler[int]):
         """
         if self.processed_num:
             raise ConfigError(
-                f"an epoch is recorded by record_batch or by record_indices, not by both; epoch "
-                f"{self.epoch} has {self.processed_num} indices recorded by batches"
+                f"an epoch must be recorded by record_batch or record_indices, not by both, but "
+                f"epoch {self.epoch} has {self.processed_num} indices recorded by batches"
             )
         self.processed_indices.update(int(index) for index in indices)
 

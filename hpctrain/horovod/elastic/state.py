@@ -38,7 +38,7 @@ class HostsUpdatedInterrupt(HpctrainError, RuntimeError):  # noqa: N818 - Horovo
 
     def __init__(self, skip_sync: bool = False) -> None:  # noqa: FBT001, FBT002 - Horovod's
         super().__init__(
-            "the hosts of this job change; let hpctrain.elastic.run call the function that commits"
+            "the hosts of this job change; call commit() in a function of hpctrain.elastic.run"
         )
         self.skip_sync = skip_sync
 
@@ -235,7 +235,9 @@ class ObjectState(State):
 
     def _require_free(self, name: str) -> None:
         if hasattr(type(self), name) or name.startswith("_"):
-            raise ConfigError(f"an attribute cannot be called {name}, the state uses that name")
+            raise ConfigError(
+                f"the state itself uses this name of an attribute: {name}; use another"
+            )
 
     if TYPE_CHECKING:
 
@@ -250,8 +252,8 @@ def _copied(name: str, value: Any) -> Any:
         return copy.deepcopy(value)
     except Exception as error:
         raise ConfigError(
-            f"attributes of a state are copied by each commit and sent to others, and {name}, "
-            f"of type {type(value).__name__}, cannot be: {error}; keep it elsewhere, or as _{name}"
+            f"attributes of a state must support deepcopy and pickle, but {name}, of type "
+            f"{type(value).__name__}, does not: {error}; store it elsewhere, or as _{name}"
         ) from error
 
 
@@ -422,8 +424,9 @@ class TorchState(ObjectState):
         first = self._bcast_object(names)
         world.current().comm.agree(
             names == first,
-            f"this state keeps {', '.join(names)} by their state_dict(), that of rank 0 "
-            f"{', '.join(first)}; give them to the state where it is made, on all ranks",
+            f"the states of all ranks must have the same objects with state_dict(), but this one "
+            f"has {', '.join(names)}, and that of rank 0 {', '.join(first)}; pass them to the "
+            f"constructor on all ranks",
         )
         self._is_shared = True
         for name in names:
@@ -452,15 +455,14 @@ class TorchState(ObjectState):
                     self._saved_state.pop(name, None)
             elif is_kept:
                 raise ConfigError(
-                    f"{name} is kept by its state_dict(), so another {name} needs one too, got a "
-                    f"{type(value).__name__}; give plain values a name of their own"
+                    f"a new {name} must have a state_dict() like the old one, got a "
+                    f"{type(value).__name__}; use another name for plain values"
                 )
         super().__setattr__(name, value)
 
     def _refuse_where_spares_lack(self, name: str, *, is_known: bool) -> None:
         if self._is_shared and not is_known and world.current().origin.spares is not None:
             raise ConfigError(
-                f"a spare that takes the place of a lost rank has what the state was made with, "
-                f"and could not take over {name}, which has a state_dict(); give it to the state "
-                f"where that is made, or leave --spares out"
+                f"with --spares each object with state_dict() must be passed to the constructor "
+                f"of the state, but {name} was set later; pass it there, or leave out --spares"
             )

@@ -52,7 +52,7 @@ def run(
         name for name in others.keys() - HARMLESS if others[name] not in (None, False)
     ):
         raise ConfigError(
-            f"horovod.run starts its ranks by hpctrain.run, which has no {', '.join(asked)}; "
+            f"horovod.run must have arguments of hpctrain.run only, got {', '.join(asked)}; "
             "leave them out, or start the ranks by `hpctrain launch` or mpirun"
         )
     _require_this_host(hosts, ranks)
@@ -75,8 +75,8 @@ def _require_this_host(hosts: str | None, ranks: int) -> None:
     others = [entry for entry in hosts.split(",") if entry.partition(":")[0] not in here]
     if others:
         raise ConfigError(
-            f"horovod.run starts ranks on this host only, got {', '.join(others)}; "
-            f"say `hpctrain launch -n {ranks} --hosts {hosts} python SCRIPT`"
+            f"horovod.run must start ranks on this host only, got {', '.join(others)}; "
+            f"use `hpctrain launch -n {ranks} --hosts {hosts} python SCRIPT`"
         )
 
 

@@ -91,12 +91,12 @@ def refusal(name: str) -> str:
     framework = FRAMEWORKS.get(".".join(name.split(".")[:2]), "")
     if framework:
         return (
-            f"hpctrain trains PyTorch models and has nothing for {framework}, so there is no "
-            f"{name}; run this script with Horovod itself, or see {GUIDE}"
+            f"hpctrain supports PyTorch only, not {framework}, so it has no {name}; run this "
+            f"script with Horovod itself, or see {GUIDE}"
         )
     return (
         f"hpctrain has no counterpart of {last!r} of Horovod's module {module}; "
-        f"{GUIDE} tells what it has, and what to do without"
+        f"{GUIDE} lists the supported names and alternatives"
     )
 
 
@@ -190,8 +190,8 @@ def install() -> None:
     loaded = sys.modules.get(TOP)
     if loaded is not None and not hasattr(loaded, MARK):
         raise ConfigError(
-            "the shim stands for Horovod only where that was not imported before, it has come "
-            f"from {getattr(loaded, '__file__', None)}; call hpctrain.horovod.shim.install() first"
+            "the shim must be installed before Horovod is imported, but it was imported from "
+            f"{getattr(loaded, '__file__', None)}; call hpctrain.horovod.shim.install() first"
         )
     sys.meta_path.insert(0, AliasFinder())
 

@@ -114,12 +114,12 @@ REFUSED = {
     "no state": {
         "before": "if is_spare(): Path('here').touch(); time.sleep(1)",
         "inside": "number or threading.Thread(target=wait_and_die, daemon=True).start()",
-        "said": "all ranks that had the state are lost, and 1 are left",
+        "said": "all that had it are lost, and only 1 spares remain",
     },
     "a model that it has not": {
         "before": "elastic.ObjectState = elastic.TorchState",
         "inside": "state.model = torch.nn.Linear(1, 1)",
-        "said": "a spare that takes the place of a lost rank has what the state was made with",
+        "said": "must be passed to the constructor of the state, but model was set later",
     },
     "a call of mpi4py": {
         "inside": "check_mpi()",
