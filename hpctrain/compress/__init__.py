@@ -1,6 +1,6 @@
-"""Codecs: what crosses between nodes in fewer bytes.
+"""Codecs: compression of gradients that are sent between nodes.
 
-Every name is loaded at its first use.
+Every name is imported at its first use.
 """
 
 from hpctrain.core.lazy import exports

@@ -1,4 +1,4 @@
-"""The codec that is fastest on the link at hand: each is tried on it before training begins."""
+"""Automatic choice of the fastest codec, measured on the link before training begins."""
 
 import logging
 import time
@@ -22,8 +22,8 @@ from hpctrain.core.units import MIB, format_bytes
 _LOG = logging.getLogger(__name__)
 
 _ROUNDS = 3
-_MOST_BYTES = 4 * MIB  # of a trial
-_WORTH = 0.9  # of the time without: what saves less loses precision for nothing
+_MOST_BYTES = 4 * MIB  # maximum size of a trial
+_WORTH = 0.9  # maximum relative time for which the loss of precision is worthwhile
 
 
 _TRIED: Mapping[str, Callable[[], Codec]] = {
@@ -34,23 +34,23 @@ _TRIED: Mapping[str, Callable[[], Codec]] = {
 
 
 class Auto(Codec):
-    """Sends as is, in bfloat16 or in int8, whichever a trial finds fastest between the nodes.
+    """Send gradients uncompressed, in bfloat16 or in int8, whichever a trial finds fastest.
 
-    The first bucket is reduced some times by each, and the slowest rank counts. Inside one node
-    nothing is tried and nothing coded. Codecs that change how training converges are not among
-    them: choose those by hand.
+    The trial reduces the first bucket several times by each codec and takes the time of the
+    slowest rank. On a single node there is no trial and no compression. Codecs that change the
+    convergence of training are excluded and must be chosen manually.
     """
 
     def __init__(self) -> None:
         self.reason = ""
-        """Why the codec was chosen; empty before buckets are there."""
+        """Reason of the choice; empty before the first bucket."""
         self.name = "none"
         self._codec: Codec | None = None
         self._prepared: list[tuple[Bucket, Sequence[Tensor], Communicator]] = []
 
     @property
     def rail_s(self) -> float:  # type: ignore[override]
-        """Those of the codec; see ``Codec``."""
+        """Seconds of the chosen codec; see ``Codec``."""
         return 0.0 if self._codec is None else self._codec.rail_s
 
     @property
@@ -59,7 +59,7 @@ class Auto(Codec):
         return f"{self.name}: {self.reason}" if self.reason else ""
 
     def prepare(self, bucket: Bucket, parts: Sequence[Tensor], comm: Communicator) -> None:
-        """Choose with the first bucket, then prepare what was chosen; see ``Codec``."""
+        """Choose a codec at the first bucket, and prepare the bucket with it; see ``Codec``."""
         if self._codec is None:
             self._codec = self._choose(bucket, comm)
             if comm.rank == 0:
@@ -68,43 +68,43 @@ class Auto(Codec):
         self._codec.prepare(bucket, parts, comm)
 
     def forget(self) -> None:
-        """Let the codec forget; the choice stays. See ``Codec``."""
+        """Drop the state of the codec, but keep the choice; see ``Codec``."""
         self._prepared.clear()
         if self._codec is not None:
             self._codec.forget()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the choice, which another trial might not make again."""
+        """Return the choice, as another trial may choose another codec; see ``Codec``."""
         return {"name": self.name}
 
     def fits(self, state: Mapping[str, Any]) -> bool:
-        """Say whether it is one that a trial could make."""
+        """Return True if a state contains a possible choice; see ``Codec``."""
         return state.get("name") in _TRIED
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take a choice over. Collective where ranks share no memory."""
+        """Restore a choice. Collective if ranks share no memory."""
         self.name, self.reason = state["name"], "chosen before the run was stopped"
         self._codec = _TRIED[self.name]()
         for bucket, parts, comm in self._prepared:
             self._codec.prepare(bucket, parts, comm)
 
     def num_bytes(self, bucket: Bucket) -> int:
-        """Return the bytes of the codec; see ``Codec``."""
+        """Return the size by the chosen codec in bytes; see ``Codec``."""
         return bucket.flat.nbytes if self._codec is None else self._codec.num_bytes(bucket)
 
     def allreduce_(self, bucket: Bucket, comm: Communicator, *, scale: float | None) -> Work:
-        """Do what the codec does; see ``Codec``."""
+        """Reduce by the chosen codec; see ``Codec``."""
         assert self._codec is not None, "a bucket is prepared before"
         return self._codec.allreduce_(bucket, comm, scale=scale)
 
     def _choose(self, bucket: Bucket, comm: Communicator) -> Codec:
-        """Return the fastest, after a trial. Collective."""
+        """Return the fastest codec of a trial. Collective."""
         dtype = bucket.flat.dtype
         if not comm.num_rails:
             self.reason = "all ranks are on one node, where gradients are summed in its memory"
             return Identity()
         if not dtype.is_floating_point or dtype.itemsize < 4:
-            self.reason = f"gradients of {dtype} are small already"
+            self.reason = f"gradients of {dtype} need no compression"
             return Identity()
         numel = min(bucket.numel, _MOST_BYTES // dtype.itemsize)
         trial = comm.new_bucket(numel, dtype)

@@ -1,4 +1,4 @@
-"""Codecs by name, and the one that a program's ``compression`` asks for."""
+"""Codecs by name, and creation of the codec of an argument ``compression``."""
 
 import copy
 import warnings
@@ -28,16 +28,22 @@ CODECS: Mapping[str, str | Callable[..., Codec]] = {
     "dgc": "largest:DeepGradientCompression",
     "power_sgd": "power_sgd:PowerSGD",
 }
-"""By name; arguments are those of the class. A module is imported when its codec is used."""
+"""Classes by name; a module is imported when its codec is used."""
 
 Compressing = Compressor | Codec | str
-"""What a program may give as ``compression``."""
+"""Types of the argument ``compression``."""
 
 
 def codec_named(name: str, args: Mapping[str, Any], key: str) -> Codec:
-    """Return a new codec by its name, with arguments that a configuration has under ``key``.
+    """Return a new codec.
 
-    Raises ``ConfigError``: it does not take them.
+    Args:
+        name: name in ``CODECS``.
+        args: keyword arguments of the class.
+        key: key of ``args`` in the configuration, for error messages.
+
+    Raises:
+        ConfigError: the class does not accept the arguments.
     """
     make = _maker(name)
     check_arguments(make, 0, args, key)
@@ -56,10 +62,12 @@ def _maker(name: str) -> Callable[..., Codec]:
 
 
 def codec_for(compression: Compressing | None, optimizer: Optimizer | None = None) -> Codec:
-    """Return a new codec for a compressor of Horovod's form, a codec, or the name of one.
+    """Return a new codec for a Horovod compressor, a codec, or the name of a codec.
 
-    Warns where training by ``optimizer`` is known not to converge with it. Raises
-    ``ConfigError``: there is none of this name.
+    Warns if training by ``optimizer`` is known not to converge with the codec.
+
+    Raises:
+        ConfigError: ``compression`` is none of these.
     """
     codec = _made(compression)
     if optimizer is not None and (warning := codec.warning(optimizer)):
@@ -73,33 +81,34 @@ def _made(compression: Compressing | None) -> Codec:
     if isinstance(compression, str):
         if compression not in CODECS:
             raise ConfigError(
-                f"compression is one of {', '.join(CODECS)}, or a codec of hpctrain.compress, got "
-                f"{compression!r}"
+                f"compression must be one of {', '.join(CODECS)}, or a codec of "
+                f"hpctrain.compress, got {compression!r}"
             )
         return _maker(compression)()
     if hasattr(compression, "allreduce_") and not isinstance(compression, type):
-        return copy.deepcopy(cast("Codec", compression))  # each optimizer has its own memory
+        return copy.deepcopy(cast("Codec", compression))  # each optimizer has separate state
     if isinstance(compression, Half):
         return HalfCodec(compression.dtype)
     if not hasattr(compression, "compress"):
         raise ConfigError(
-            f"compression is a codec such as Int8(), the name of one, or what has compress and "
-            f"decompress, got {compression!r}"
+            f"compression must be a codec such as Int8(), the name of a codec, or an object with "
+            f"compress and decompress, got {compression!r}"
         )
     made: Any = compression
     return TensorByTensor(made)
 
 
 def compressor_for(compression: Compressing | None) -> Compressor:
-    """Return what Adasum sends steps by: a codec has no form for one tensor.
+    """Return the compressor for Adasum, which cannot use a codec, as it sends single tensors.
 
-    Raises ``ConfigError``: it is one.
+    Raises:
+        ConfigError: ``compression`` is a codec.
     """
     made = Compression.none if compression is None else compression
     if isinstance(made, str):
         made = getattr(Compression, made, made)
     if not hasattr(made, "compress"):
         raise ConfigError(
-            f"op=Adasum sends steps by Compression.none, fp16 or bf16, got {compression!r}"
+            f"compression of op=Adasum must be Compression.none, fp16 or bf16, got {compression!r}"
         )
     return cast("Compressor", made)

@@ -1,4 +1,4 @@
-"""Codecs, between a full bucket and the ranks' sum of it; and Horovod's form of compression."""
+"""Protocols of codecs, which reduce whole buckets, and of Horovod's compressors."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -14,95 +14,100 @@ from hpctrain.comm.operation_result import FINISHED, Work
 
 
 class Codec(Protocol):
-    """Owns the middle of the all-reduce of buckets: it may send less, or in several rounds.
+    """Reduce buckets over the ranks, with fewer bytes or in several rounds.
 
-    Where ranks share memory it acts on what crosses the rail alone: inside a node nothing is lost.
-    One codec serves the buckets of one optimizer. The methods below that do nothing are those of a
-    codec of which no step depends on another.
+    If ranks share memory, a codec compresses only the data sent between nodes; sums inside a node
+    are exact. One codec serves the buckets of one optimizer. The default methods suit a codec
+    without state.
     """
 
     rail_s: float = 0.0
-    """Seconds that this rank has spent so far on coding, and between nodes."""
+    """Seconds that this rank has spent on coding and on communication between nodes."""
 
     def prepare(self, bucket: Bucket, parts: Sequence[Tensor], comm: Communicator) -> None:
-        """Make what is needed to reduce a new bucket, which lives as long as it is reduced.
+        """Allocate the state for a new bucket.
 
-        Collective: every rank calls it, for the same buckets, in the same order. ``parts`` are
-        views of the bucket: its tensors in their shapes, then their marks, a zero or one for each,
-        of which only "more than zero" matters after the sum.
+        Collective: every rank calls it, for the same buckets, in the same order.
+
+        Args:
+            bucket: exists until ``forget``.
+            parts: views of the bucket: its tensors in their shapes, then one tensor of marks, 0 or
+                1 for each tensor. After the sum, only whether a mark exceeds 0 matters.
+            comm: communicator that reduces the bucket.
         """
         del bucket, parts, comm
 
     def forget(self) -> None:
-        """Drop all that was prepared: other buckets will come, perhaps alike. Not collective."""
+        """Drop the state of all prepared buckets, before new ones are prepared. Not collective."""
         return
 
     def num_bytes(self, bucket: Bucket) -> int:
-        """Return how many bytes stand for a bucket, the same on all ranks. Not collective."""
+        """Return the compressed size of a bucket in bytes, the same on all ranks. Local."""
 
     def allreduce_(self, bucket: Bucket, comm: Communicator, *, scale: float | None) -> Work:
-        """Replace the bucket by (an approximation of) its sum over ``comm``, times ``scale``.
+        """Replace the bucket by its sum over ``comm``, or an approximation, times ``scale``.
 
         Collective: every rank calls it, for the same buckets, in the same order.
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this rank's next step depends on: an unsent error, say. Not collective."""
+        """Return the state of this rank, such as unsent errors. Not collective."""
         return {}
 
     def fits(self, state: Mapping[str, Any]) -> bool:
-        """Say whether ``load_state_dict`` can go on from a state: its buckets are these."""
+        """Return True if a state has the same buckets, so that it can be loaded. Local."""
         return not state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what ``state_dict`` has given. Not collective.
+        """Restore a state of ``state_dict``. Not collective.
 
-        ``ConfigError`` if it does not fit.
+        Raises:
+            ConfigError: the state has other buckets.
         """
         del state
 
     def shared_state(self, comm: Communicator) -> dict[str, Any]:
-        """Return what other numbers of ranks can go on from; the same on all ranks. Collective.
+        """Return a state for other numbers of ranks; the same on all ranks. Collective.
 
-        What was not sent yet arrives all the same. Other things that it remembers begin anew.
+        The state contains the sums of unsent errors; other state is reset.
         """
         del comm
         return {}
 
     def load_shared_state(self, state: Mapping[str, Any], comm: Communicator) -> None:
-        """Go on from what ``shared_state`` has given. Collective."""
+        """Restore a state of ``shared_state``. Collective."""
         del state, comm
 
     def warning(self, optimizer: Optimizer) -> str:
-        """Return why training by this optimizer would not converge, empty if nothing is known."""
+        """Return why training by this optimizer may not converge; empty if no reason is known."""
         del optimizer
         return ""
 
 
 class Identity(Codec):
-    """The codec that loses nothing: what is there is sent."""
+    """Codec without compression."""
 
     def num_bytes(self, bucket: Bucket) -> int:
-        """Return all its bytes."""
+        """Return the size of the bucket in bytes."""
         return bucket.flat.nbytes
 
     def allreduce_(self, bucket: Bucket, comm: Communicator, *, scale: float | None) -> Work:
-        """Sum the bucket where it lies."""
+        """Sum the bucket in place."""
         return comm.allreduce_(bucket, scale=scale)
 
 
 class Compressor(Protocol):
-    """Makes another tensor of each one, which travels and is summed in its place."""
+    """Horovod's compressor: replaces each tensor by another one, which the ranks sum."""
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
-        """Return what travels, and what ``decompress`` needs to know."""
+        """Return the tensor to send, and the context for ``decompress``."""
 
     def decompress(self, tensor: Tensor, ctx: Any) -> Tensor:
-        """Return the sum of what has travelled, in the form of the original tensors."""
+        """Convert the sum of the compressed tensors to the form of the original tensor."""
 
 
 class TensorByTensor(Codec):
-    """The codec for a compressor of somebody else: every tensor of a bucket is sent by itself."""
+    """Codec for a user-defined compressor, which sends each tensor of a bucket separately."""
 
     def __init__(self, compressor: Compressor) -> None:
         self._compressor = compressor
@@ -110,21 +115,21 @@ class TensorByTensor(Codec):
 
     @override
     def prepare(self, bucket: Bucket, parts: Sequence[Tensor], comm: Communicator) -> None:
-        """Keep the parts."""
+        """Store the parts of the bucket; see ``Codec``."""
         self._parts_of[id(bucket)] = parts
 
     def forget(self) -> None:
-        """Drop all parts."""
+        """Drop the parts of all buckets; see ``Codec``."""
         self._parts_of.clear()
 
     def num_bytes(self, bucket: Bucket) -> int:
-        """Return the bytes of what the compressor makes of each tensor."""
+        """Return the size of the compressed tensors in bytes."""
         return sum(
             self._compressor.compress(part)[0].nbytes for part in self._parts_of[id(bucket)]
         )
 
     def allreduce_(self, bucket: Bucket, comm: Communicator, *, scale: float | None) -> Work:
-        """Sum what the compressor makes of each tensor; the marks travel as they are."""
+        """Sum the compressed tensors, and the uncompressed marks; see ``Codec``."""
         *tensors, marks = self._parts_of[id(bucket)]
         for tensor in tensors:
             compressed, ctx = self._compressor.compress(tensor)
@@ -135,7 +140,7 @@ class TensorByTensor(Codec):
 
 
 def settings_of(codec: object) -> str:
-    """Say what a codec was made with, for ranks to compare; of a user's own the class."""
+    """Return the settings of a codec as text to compare; for a user's codec its class name."""
     if isinstance(codec, bool | int | float | str | tuple | torch.dtype):
         return repr(codec)
     if not type(codec).__module__.startswith(__package__):
@@ -143,6 +148,6 @@ def settings_of(codec: object) -> str:
     settings = [
         f"{name.strip('_')}={settings_of(value)}"
         for name, value in vars(codec).items()
-        if name != "rail_s" and not isinstance(value, dict | list)  # what changes by steps
+        if name != "rail_s" and not isinstance(value, dict | list)  # not the state of steps
     ]
     return f"{type(codec).__name__}({', '.join(settings)})"

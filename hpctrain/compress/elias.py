@@ -1,7 +1,6 @@
-"""Elias' omega code: positive integers of any size as bits, small ones shortest.
+"""Elias omega code: variable-length codes of positive integers, shortest for small ones.
 
-Many streams are decoded at once, one symbol of each per turn: a stream of its own is what a block
-of values has.
+Each block of values is a separate stream; the reader decodes one symbol of many streams per call.
 
 Source: Elias 1975, "Universal codeword sets and representations of the integers".
 """
@@ -16,13 +15,13 @@ Integers: TypeAlias = npt.NDArray[np.int64]
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 LARGEST = 1 << 20
-_MOST_BITS = 21  # of an integer
-_FEW = 1 << 12  # integers whose codes are kept
-_WINDOW = 16  # bits that are looked up at once
+_MOST_BITS = 21  # maximum bits of an integer
+_FEW = 1 << 12  # integers whose codes are cached
+_WINDOW = 16  # bits per table lookup
 
 
 def codes_of(numbers: Integers) -> tuple[Integers, Integers]:
-    """Return the codes of integers from 1 to ``LARGEST``, and how many bits each has, up to 32."""
+    """Return the codes of integers from 1 to ``LARGEST``, and their lengths of up to 32 bits."""
     if not len(numbers) or int(numbers.max()) >= _FEW:
         return _calculated(numbers)
     codes, lengths = _codes_of_few()
@@ -35,7 +34,7 @@ def _codes_of_few() -> tuple[Integers, Integers]:
 
 
 def _calculated(numbers: Integers) -> tuple[Integers, Integers]:
-    codes = np.zeros_like(numbers)  # the 0 that ends it
+    codes = np.zeros_like(numbers)  # the final 0 of a code
     lengths = np.ones_like(numbers)
     rest = numbers.copy()
     while (more := rest > 1).any():
@@ -47,7 +46,7 @@ def _calculated(numbers: Integers) -> tuple[Integers, Integers]:
 
 
 def packed(codes: Integers, lengths: Integers) -> Bytes:
-    """Return codes of up to 33 bits one behind the other, the highest bit first."""
+    """Return the concatenation of codes of up to 33 bits, the highest bit first."""
     ends = np.cumsum(lengths)
     num_bits = int(ends[-1]) if len(ends) else 0
     words = np.zeros(num_bits // 32 + 2, np.uint64)
@@ -56,24 +55,28 @@ def packed(codes: Integers, lengths: Integers) -> Bytes:
         word = starts >> 5
         moved = codes.astype(np.uint64) << (64 - (starts & 31) - lengths).astype(np.uint64)
         first = np.flatnonzero(np.diff(word, prepend=-1))
-        both = np.bitwise_or.reduceat(moved, first)  # of a word, and what goes on in the next
+        both = np.bitwise_or.reduceat(moved, first)  # of a word and its continuation
         words[word[first]] = both >> np.uint64(32)
         words[word[first] + 1] |= both & np.uint64(0xFFFFFFFF)
     return words.astype(">u4").view(np.uint8)[: -(-num_bits // 8)]
 
 
 class Reader:
-    """Reads gaps and levels of blocks, the next ones of many blocks per call."""
+    """Decode gaps and levels of many blocks, one pair of each block per call.
+
+    Args:
+        data: bytes of all blocks.
+        starts: first bit of each block.
+    """
 
     def __init__(self, data: Bytes, starts: Integers) -> None:
-        """Take all bytes, and at which bit each block begins."""
         data = np.concatenate([data, np.zeros(16, np.uint8)])
         self._bytes = data.astype(np.int32)
         self._three = self._bytes[:-2] << 16 | self._bytes[1:-1] << 8 | self._bytes[2:]
         self.positions = starts.copy()
 
     def read(self, num_blocks: int) -> tuple[Integers, Integers]:
-        """Return the next gap and signed level of each of the first blocks."""
+        """Return the next gap and signed level of each of the first ``num_blocks`` blocks."""
         positions = self.positions[:num_blocks]
         bits, gaps, levels = _looked_up()
         window = self._three[positions >> 3] >> (8 - (positions & 7)) & 0xFFFF
@@ -85,14 +88,14 @@ class Reader:
         return gap, level
 
     def gap_at(self, streams: Integers) -> Integers:
-        """Return the next number of these streams."""
+        """Decode an integer from each stream."""
         numbers = np.ones(len(streams), np.int64)
         going = np.arange(len(streams))
         while len(going):
             going = going[self._bit(streams[going]) == 1]
             if not len(going):
                 break
-            lengths = np.minimum(numbers[going] + 1, 32)  # more where it is no code
+            lengths = np.minimum(numbers[going] + 1, 32)  # invalid codes may exceed this
             read = np.zeros(len(going), np.int64)
             for place in range(min(int(lengths.max()), _MOST_BITS)):
                 inside = place < lengths
@@ -103,7 +106,7 @@ class Reader:
         return numbers
 
     def level_at(self, streams: Integers) -> Integers:
-        """Read a signed level from each stream."""
+        """Decode a signed level from each stream."""
         signs = 1 - 2 * self._bit(streams)
         self.positions[streams] += 1
         return signs * self.gap_at(streams)
@@ -116,7 +119,7 @@ class Reader:
 
 @cache
 def _looked_up() -> tuple[Integers, Integers, Integers]:
-    """Return the bits, gap and level with which each window begins; no bits if it is too short."""
+    """Return the bits, gap and level at the start of each window; 0 bits if it is too short."""
     windows = np.zeros((1 << _WINDOW, 16), np.uint8)
     windows[:, :2] = np.arange(1 << _WINDOW, dtype=">u2")[:, None].view(np.uint8)
     starts = np.arange(len(windows)) * 128

@@ -1,4 +1,4 @@
-"""Gradients of 8 bits: blocks of values, each with a scale and a smallest value."""
+"""Compression of gradients to 8 bits, in blocks with a step and a smallest value."""
 
 from enum import IntEnum
 
@@ -10,13 +10,13 @@ from hpctrain.compress.quantized import Format, Quantized, is_finite
 from hpctrain.compress.rail_codec import CodedShare
 from hpctrain.core.checks import Number, checked
 
-_CHUNK = 1 << 18  # values that are worked on while they lie in the cache
-_HEAD = 8  # bytes of a block beside those of its values: its step and its smallest
+_CHUNK = 1 << 18  # values per pass, which fit into the CPU cache
+_HEAD = 8  # bytes per block for its step and its smallest value
 _LEAST_STEP = 1e-7
 _FACTORS = 2.0**64, 2.0**120
-"""Of blocks whose steps are smaller, and of those that are still too small times the first one."""
+"""Factors for blocks with smaller steps; the second if a step is too small after the first."""
 _QUARTER = 0.25
-"""Of values of which the largest minus the smallest exceeds the range of float32."""
+"""Factor of values whose range exceeds that of float32."""
 
 
 class _Kind(IntEnum):
@@ -25,15 +25,18 @@ class _Kind(IntEnum):
     PLAIN = 0
     NOT_FINITE = 1
     QUARTERED = 2
-    """The blocks are of a quarter of the values."""
+    """The blocks contain a quarter of each value."""
 
 
 class Int8Blocks(Format):
-    """The format of one byte per value, and eight per block.
+    """Format with one byte per value and eight bytes per block.
 
-    A value is rounded to the nearest of 256 between the smallest and the largest of its block.
-    Values of which one is not finite are NaN. Steps below 1e-45 are 0: such a block is its
-    smallest value.
+    A value is rounded to the nearest of 256 levels between the smallest and the largest value of
+    its block. If any value is not finite, all values of the packet become NaN. Steps below 1e-45
+    become 0, so that all values of the block equal its smallest one.
+
+    Args:
+        unit: values per block.
     """
 
     def __init__(self, unit: int) -> None:
@@ -41,12 +44,12 @@ class Int8Blocks(Format):
 
     @override
     def num_bytes(self, share: CodedShare, piece: slice) -> int:
-        """Return a byte per value, eight per block, and one."""
+        """Return one byte per value, eight per block, and one; see ``Format``."""
         numel: int = piece.stop - piece.start
         return 1 + numel + _HEAD * -(-numel // self.unit)
 
     def pack(self, share: CodedShare, piece: slice, values: Tensor) -> Tensor:
-        """Return one of ``_Kind`` behind all blocks."""
+        """Return the blocks, followed by a byte of ``_Kind``; see ``Format``."""
         packet = torch.empty(self.num_bytes(share, piece), dtype=torch.uint8)
         kind = _Kind.PLAIN
         for chunk, packed in self._chunks(values, packet):
@@ -65,7 +68,7 @@ class Int8Blocks(Format):
 
     @override
     def unpack(self, share: CodedShare, piece: slice, packet: Tensor, out: Tensor) -> None:
-        """Write the rounded values, or NaN."""
+        """Write the rounded values, or NaN; see ``Format``."""
         kind = _Kind(int(packet[-1]))
         if kind is _Kind.NOT_FINITE:
             out.fill_(torch.nan)
@@ -77,7 +80,7 @@ class Int8Blocks(Format):
             out.clamp_(-largest, largest).div_(_QUARTER)
 
     def _chunks(self, values: Tensor, packet: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return pieces of values in rows of a block, and the bytes of each row."""
+        """Return pieces of values with one block per row, and the bytes of the rows."""
         unit, whole = self.unit, values.numel() // self.unit * self.unit
         rows, step = values[:whole].view(-1, unit), max(_CHUNK // unit, 1)
         packed = packet[: len(rows) * (unit + _HEAD)].view(-1, unit + _HEAD)
@@ -89,7 +92,7 @@ class Int8Blocks(Format):
 
 
 def _packed(blocks: Tensor) -> Tensor:
-    """Return the bytes of rows. Torch adds 1e-8 to a range, so what is as small is made larger."""
+    """Return the bytes of rows; small values are scaled, since torch adds 1e-8 to ranges."""
     packed: Tensor = torch.ops.quantized.embedding_bag_byte_prepack(blocks)
     step, least = _heads_of(packed)[:, 0].clone(), _LEAST_STEP
     for factor in _FACTORS:
@@ -104,7 +107,7 @@ def _packed(blocks: Tensor) -> Tensor:
 
 
 def _heads_of(packed: Tensor) -> Tensor:
-    """Return the step and the smallest value of each row, to be read."""
+    """Return the step and the smallest value of each row; read-only."""
     if packed.shape[1] % 4 == 0:
         return packed.view(torch.float32)[:, -2:]
     heads = packed[:, -_HEAD:].clone(memory_format=torch.contiguous_format)
@@ -112,12 +115,12 @@ def _heads_of(packed: Tensor) -> Tensor:
 
 
 class Int8(Quantized):
-    """Sends a byte for each value: about a quarter of float32.
+    """Codec that sends one byte per value, about a quarter of float32.
 
     Args:
-        block: values that are rounded together.
-        error_feedback: whether what rounding leaves out is added in the next step. Costs as much
-            memory as the gradients of a rank's slice, twice; rarely needed at 8 bits.
+        block: values that share a step and a smallest value.
+        error_feedback: whether rounding errors are added in the next step. Costs twice the memory
+            of the gradients of a rank's slice; rarely needed with 8 bits.
     """
 
     def __init__(self, block: int = 512, *, error_feedback: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Few values of many: the largest ones, with their places."""
+"""Sparse codecs: send the values of largest magnitude with their indices."""
 
 from collections.abc import Sequence
 
@@ -15,10 +15,13 @@ from hpctrain.core.errors import ConfigError
 
 
 class Sparse(RailCodec):
-    """The base of codecs that send the largest values; a subclass says of what, in ``reduce_``.
+    """Base class of codecs that send the largest values; subclasses implement ``reduce_``.
 
-    Every rank sends its ``density`` of the values, with four bytes more for the place of each, to
-    all others: an all-gather, whose bytes grow with the number of nodes.
+    Every rank sends the fraction ``density`` of its values, with a four-byte index for each, to
+    all others. The bytes of this all-gather grow with the number of nodes.
+
+    Args:
+        density: fraction of the values to send.
     """
 
     def __init__(self, density: float) -> None:
@@ -27,17 +30,17 @@ class Sparse(RailCodec):
         self._density = density
 
     def density_at(self, step: int) -> float:  # noqa: ARG002 - for subclasses
-        """Return the part of values that is sent in a step, counted from 0."""
+        """Return the fraction of values to send in a step, counted from 0."""
         return self._density
 
     def bytes_of(self, share: CodedShare) -> int:
-        """Return eight bytes for each value that is sent next."""
+        """Return the size of the next message in bytes: eight per value in float32."""
         return self._num_sent(share) * (4 + share.dtype.itemsize)
 
     def send_largest(
         self, share: CodedShare, wanted: Tensor, result: Tensor, link: Internode
     ) -> Tensor:
-        """Let ``result`` be the sum of all ranks' largest values; return places of the own."""
+        """Set ``result`` to the sum of all ranks' largest values; return this rank's indices."""
         places = largest(wanted, self._num_sent(share))
         values = wanted[places]
         packet = torch.cat([values.view(torch.uint8), places.int().view(torch.uint8)])
@@ -53,10 +56,10 @@ class Sparse(RailCodec):
 
 
 def largest(values: Tensor, number: int) -> Tensor:
-    """Return the places of so many values of the largest magnitude, in increasing order.
+    """Return the indices of the ``number`` values of largest magnitude, in increasing order.
 
-    The values of a sample say above which magnitude to look for them; then those are sorted. What
-    is not a number counts as largest.
+    A sample of the values gives a threshold; only values above the threshold are sorted. NaN
+    counts as largest.
     """
     magnitudes = values.abs()
     candidates = None
@@ -75,12 +78,12 @@ _SAMPLE = 1 << 14
 
 
 class TopK(Sparse):
-    """Sends the largest values, and adds what was not sent in the next step.
+    """Codec that sends the largest values, and adds the unsent ones in the next step.
 
     Args:
-        density: part of the values that is sent.
-        error_feedback: whether what is not sent is kept; without it the small ones are lost for
-            ever, and training ends elsewhere.
+        density: fraction of the values to send.
+        error_feedback: whether unsent values are kept. Without error feedback, small values are
+            lost, and training converges to another result.
 
     Source: Stich, Cordonnier and Jaggi 2018, "Sparsified SGD with memory".
     """
@@ -92,16 +95,16 @@ class TopK(Sparse):
 
     @override
     def warning(self, optimizer: Optimizer) -> str:
-        """Say that small values are lost without feedback; see ``Codec``."""
+        """Return a warning if small values are lost; see ``Codec``."""
         if self.keeps_unsent or self._density == 1.0:
             return ""
         return (
-            "without error feedback values that are never among the largest never arrive, and "
-            "training ends elsewhere; leave error_feedback on"
+            "without error feedback values that are never among the largest are never sent, so "
+            "training converges to another result; use error_feedback=True"
         )
 
     def reduce_(self, share: CodedShare, values: Tensor, link: Internode) -> None:
-        """Send the largest of values and what was left; see ``RailCodec``."""
+        """Send the largest sums of values and unsent values; see ``RailCodec``."""
         if not self.keeps_unsent:
             self.send_largest(share, values.clone(), values, link)
             return
@@ -110,23 +113,24 @@ class TopK(Sparse):
 
 
 class DeepGradientCompression(Sparse):
-    """Sends the largest of summed momenta; biases and normalisation travel as they are.
+    """Codec that sends the largest accumulated momenta; vectors are summed exactly.
 
-    The momentum is in here, so the optimizer has none. A value that was sent begins anew, with its
-    momentum. Gradients are clipped before they are summed up, each node's by its part.
+    The codec applies the momentum, so the optimizer must not. The accumulated value of a sent
+    element, and its momentum, are reset to 0. Gradients are clipped before they are accumulated,
+    each node's to its share of the norm.
 
     Args:
-        density: part of the values that is sent after the warm-up.
-        momentum: 0 to 1; also of what travels as it is.
-        clip_norm: largest norm of what this codec is given in a step, times the root of the
-            number of nodes; None for any.
-        masks_momentum: whether the momentum of what was sent begins anew. At density 1 then
-            nothing of it is left, and without it training is SGD with momentum.
-        warmup: densities of the first steps, each for ``warmup_steps`` of them.
+        density: fraction of the values to send after the warm-up.
+        momentum: 0 to 1; applied to exact values, such as biases, too.
+        clip_norm: maximum norm of the gradients of all nodes. Each node clips its gradients to
+            this norm divided by the square root of the number of nodes. None for no clipping.
+        masks_momentum: whether the momentum of sent values is reset. With density 1, True disables
+            the momentum, and False gives SGD with momentum.
+        warmup: densities of the first steps, each used for ``warmup_steps`` steps.
         warmup_steps: 0 for no warm-up.
 
-    Source: Lin et al. 2018, "Deep gradient compression". Unlike there a norm is that of a slice of
-    a bucket.
+    Source: Lin et al. 2018, "Deep gradient compression".
+    Differs: the norm is that of a slice of a bucket.
     """
 
     keeps_unsent, unsent = True, "sum"
@@ -148,32 +152,32 @@ class DeepGradientCompression(Sparse):
             checked("density", each, Fraction)
         if not (0 <= momentum <= 1 and (clip_norm is None or clip_norm > 0)):
             raise ConfigError(
-                f"momentum is 0 to 1, and clip_norm above 0 or None, got momentum={momentum} and "
-                f"clip_norm={clip_norm}"
+                f"momentum must be 0 to 1, and clip_norm above 0 or None, got momentum={momentum} "
+                f"and clip_norm={clip_norm}"
             )
         self._momentum, self._clip_norm, self._masks = momentum, clip_norm, masks_momentum
         self._warmup, self._warmup_steps = tuple(warmup), warmup_steps
 
     def density_at(self, step: int) -> float:
-        """Return the part of values that is sent in a step, counted from 0."""
+        """Return the fraction of values to send in a step, counted from 0."""
         stage = step // self._warmup_steps if self._warmup_steps else len(self._warmup)
         return self._warmup[stage] if stage < len(self._warmup) else self._density
 
     def warning(self, optimizer: Optimizer) -> str:
-        """Say that momentum counts twice; see ``Codec``."""
+        """Return a warning if the optimizer applies momentum again; see ``Codec``."""
         if not any(group.get("momentum") or "betas" in group for group in optimizer.param_groups):
             return ""
         return (
-            f"the momentum is summed up before values are chosen, and {type(optimizer).__name__} "
-            f"adds its own to it; take SGD with momentum=0"
+            f"the codec already applies momentum, and {type(optimizer).__name__} applies it "
+            f"again; use SGD with momentum=0"
         )
 
     def is_exact(self, tensor: Tensor) -> bool:
-        """Say yes of vectors."""
+        """Return True for vectors; see ``RailCodec``."""
         return tensor.dim() < 2
 
     def reduce_(self, share: CodedShare, values: Tensor, link: Internode) -> None:
-        """Sum momenta up and send the largest sums; see ``RailCodec``."""
+        """Accumulate momenta and send the largest; see ``RailCodec``."""
         momenta, sums = share.remembered("momentum"), share.remembered("sum")
         if self._clip_norm is not None:
             [norm] = norms([values]).tolist()
@@ -186,6 +190,6 @@ class DeepGradientCompression(Sparse):
             momenta[sent] = 0.0
 
     def after_exact(self, share: CodedShare, values: Tensor) -> None:
-        """Add the momentum to what has travelled as it is."""
+        """Apply the momentum to exact values; see ``RailCodec``."""
         momenta = share.memory.setdefault("exact momentum", torch.zeros_like(values))
         values.copy_(momenta.mul_(self._momentum).add_(values))

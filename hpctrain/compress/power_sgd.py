@@ -1,4 +1,4 @@
-"""PowerSGD: matrices as products of two thin ones, which can be summed."""
+"""PowerSGD: low-rank approximation of matrices, by factors that can be summed."""
 
 import math
 from collections.abc import Sequence
@@ -14,27 +14,29 @@ from hpctrain.compress.rail_codec import CodedShare, CodedTensor, RailCodec
 from hpctrain.core.checks import AtLeast0, Count, Number, checked
 
 _SEED = 0x9E3779B9
-_SMALLER = 2.0**-64  # of values whose products overflow
+_SMALLER = 2.0**-64  # factor of values whose products overflow
 
 
 class PowerSGD(RailCodec):
-    """Sends ``rank`` columns and rows for each matrix, found by a step of power iteration.
+    """Codec that sends two factors of ``rank`` columns for each matrix, by power iteration.
 
-    The first dimension of a tensor has the rows. Vectors, and matrices that two thin ones would
-    not make smaller, travel as they are. Each rail carries whole matrices. What the product leaves
-    out is added in the next step; as all is linear, K nodes do what one would with their mean.
+    The first dimension of a tensor is the row dimension; the other dimensions are flattened.
+    Vectors, and matrices for which the factors are not smaller, are summed exactly. Each rail
+    sends whole matrices. The approximation error is added in the next step. The method is linear:
+    K nodes give the same result as one node with the mean of their gradients.
 
     Args:
-        rank: of the products.
-        warmup_steps: so many first steps are exact.
-        min_gain: matrices that would shrink by less than this factor travel as they are.
-        warm_start: whether a step begins where the last one has ended; without it products stay
-            worse than the best ones.
-        error_feedback: whether what is left out is kept.
+        rank: rank of the approximation.
+        warmup_steps: number of first steps that are exact.
+        min_gain: minimum ratio of the sizes of matrix and factors; other matrices are exact.
+        warm_start: whether a step starts from the factor of the previous step. Without a warm
+            start, the approximation is worse than the best one of this rank.
+        error_feedback: whether the approximation error is kept.
 
     Source: Vogels, Karimireddy and Jaggi 2019, "PowerSGD: practical low-rank gradient compression
-    for distributed optimization". The thin matrices are orthogonalised by QR, with the same bits
-    on all ranks where their processors are alike; the weights that ranks compare show it if not.
+    for distributed optimization". The factors are orthogonalised by QR, whose result is bitwise
+    identical on all ranks if their processors are identical; the comparison of weights between
+    ranks detects a difference.
     """
 
     takes_tensors = True
@@ -58,7 +60,7 @@ class PowerSGD(RailCodec):
         self._warm_start, self.keeps_unsent = warm_start, error_feedback
 
     def is_exact(self, tensor: Tensor) -> bool:
-        """Say yes of vectors, and of matrices that would not shrink."""
+        """Return True for vectors, and for matrices that would not shrink; see ``RailCodec``."""
         if tensor.dim() < 2 or not tensor.numel():
             return True
         rows, columns = len(tensor), tensor.numel() // len(tensor)
@@ -66,14 +68,14 @@ class PowerSGD(RailCodec):
         return thin * self._min_gain > tensor.numel()
 
     def bytes_of(self, share: CodedShare) -> int:
-        """Return the bytes of both thin matrices."""
+        """Return the size of both factors in bytes; see ``RailCodec``."""
         thin = sum(
             (rows + columns) * self._width(rows, columns) for rows, columns in _shapes(share)
         )
         return thin * share.dtype.itemsize
 
     def reduce_(self, share: CodedShare, values: Tensor, link: Internode) -> None:
-        """Sum both thin matrices, one after the other; see ``RailCodec``."""
+        """Sum both factors, one after the other; see ``RailCodec``."""
         if share.num_steps < self._warmup_steps:
             link.allreduce_(values).wait()
             return
@@ -82,7 +84,7 @@ class PowerSGD(RailCodec):
             wanted = share.remembered("error").add_(values)
         alike = _alike(share.places)
         left, right = self._thin(share, wanted, alike, link)
-        # Products of large values overflow, in the sums of all ranks alike.
+        # Products of large values overflow, and then in the sums on all ranks.
         overflows = not all(thin.isfinite().all() for thin in right)
         if overflows:
             left, right = self._thin(share, wanted * _SMALLER, alike, link)
@@ -103,7 +105,7 @@ class PowerSGD(RailCodec):
         alike: Sequence[list[CodedTensor]],
         link: Internode,
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Return both thin matrices of the sums over the link, for each batch. Collective."""
+        """Return both factors of the sums over ``link``, for each batch. Collective."""
         batches = [(places, _stacked(wanted, places)) for places in alike]
         right = self._right(share, batches)
         left = [_times(each, thin) for (_, each), thin in zip(batches, right, strict=True)]
@@ -114,11 +116,11 @@ class PowerSGD(RailCodec):
     def _right(
         self, share: CodedShare, batches: Sequence[tuple[Sequence[CodedTensor], Tensor]]
     ) -> list[Tensor]:
-        """Return orthogonal columns to begin with, for each batch: those of the last step."""
+        """Return orthogonal columns to start from, for each batch, by default the last ones."""
         shapes = [(len(m), self._width(*m.shape[1:]), m.shape[2]) for _, m in batches]
         sizes = [math.prod(shape) for shape in shapes]
         flat = share.memory.get("right")
-        if flat is None or len(flat) != sum(sizes) or not flat.any():  # of another rank, too
+        if flat is None or len(flat) != sum(sizes) or not flat.any():  # or another rank
             generator = torch.Generator().manual_seed(_SEED + share.num_steps)
             drawn = [
                 torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes
@@ -135,7 +137,7 @@ class PowerSGD(RailCodec):
 
 
 def _safe(columns: Tensor) -> Tensor:
-    """Return columns of the same directions whose norms do not overflow."""
+    """Return columns of the same directions, scaled so that their norms do not overflow."""
     return columns * _SMALLER if columns.abs().max() > 1 / _SMALLER else columns
 
 
@@ -144,7 +146,7 @@ def _shapes(share: CodedShare) -> list[tuple[int, int]]:
 
 
 def _alike(places: Sequence[CodedTensor]) -> list[list[CodedTensor]]:
-    """Return matrices of the same shape together."""
+    """Group matrices of the same shape."""
     batches: dict[tuple[int, int], list[CodedTensor]] = {}
     for place in places:
         batches.setdefault((place.numel, place.row), []).append(place)
@@ -152,13 +154,13 @@ def _alike(places: Sequence[CodedTensor]) -> list[list[CodedTensor]]:
 
 
 def _times(matrices: Tensor, thin: Tensor) -> Tensor:
-    """Return the products; libraries take half as long for sixteen columns as for four."""
+    """Return the products; padding to 16 columns halves the time of the BLAS for 4."""
     width = thin.shape[-1]
     return (matrices @ pad(thin, (0, -width % 16)))[..., :width]
 
 
 def _stacked(values: Tensor, places: Sequence[CodedTensor]) -> Tensor:
-    """Return matrices of the same shape as a batch; without a copy where they lie in a row."""
+    """Return matrices of the same shape as a batch; a view if they are contiguous."""
     first, row = places[0].first, places[0].row
     if all(one.end == other.first for one, other in pairwise(places)):
         return values[first : places[-1].end].view(len(places), -1, row)
@@ -170,7 +172,7 @@ def _matrix(values: Tensor, place: CodedTensor) -> Tensor:
 
 
 def _summed(thin: list[Tensor], link: Internode) -> list[Tensor]:
-    """Return the sums of some matrices over the link, which travel as one message."""
+    """Return the sums of some matrices over ``link``, in one message."""
     packed = PackedTensors.copied(thin)
     link.allreduce_(packed.flat).wait()
     return packed.places

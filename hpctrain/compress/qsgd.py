@@ -1,4 +1,4 @@
-"""QSGD: each value is rounded at random to a level of its block's norm, so that none is biased."""
+"""QSGD: stochastic rounding of values to levels of the norm of their block, without bias."""
 
 import zlib
 
@@ -13,20 +13,20 @@ from hpctrain.compress.rail_codec import CodedShare, RailCodec, exchanged
 from hpctrain.core.checks import Number, checked
 from hpctrain.core.errors import ConfigError
 
-_CHUNK = 1 << 18  # values whose codes are made at once, in the cache
+_CHUNK = 1 << 18  # values per pass, which fit into the CPU cache
 
 
 class QSGD(RailCodec):
-    """Sends levels of values in Elias' code; all ranks decode those of all.
+    """Codec that sends quantized levels in Elias' omega code; all ranks decode all codes.
 
-    The expectation of what arrives is what was sent. Codes cannot be added, so they go to all:
-    bytes grow with the number of nodes, and their number differs from step to step.
+    The rounding is unbiased. Codes cannot be added, so each rank sends its codes to all others:
+    the bytes grow with the number of nodes, and differ from step to step.
 
     Args:
-        levels: steps between zero and the norm of a block; the root of ``block`` makes about 2.8
-            bits of a value, 1 the fewest.
+        levels: number of steps between zero and the norm of a block. The square root of ``block``
+            gives about 2.8 bits per value, 1 the fewest.
         block: values that share a norm.
-        seed: of the random numbers; each rank, bucket and step has its own.
+        seed: seed of the random numbers, which differ by rank, bucket and step.
 
     Source: Alistarh et al. 2017, "QSGD: communication-efficient SGD via gradient quantization
     and encoding", with its norm of two.
@@ -43,11 +43,11 @@ class QSGD(RailCodec):
         self._levels, self._block, self._seed = levels, block, seed
 
     def bytes_of(self, share: CodedShare) -> int:
-        """Return those of 3 bits per value, about; how many there are is known when they are."""
+        """Return an estimate of 3 bits per value, as the size depends on the values."""
         return share.numel * 3 // 8
 
     def reduce_(self, share: CodedShare, values: Tensor, link: Internode) -> None:
-        """Send codes to all; see ``RailCodec``."""
+        """Exchange the codes with all ranks, and sum them; see ``RailCodec``."""
         name = f"{self._seed} {link.rank} {share.bucket} {share.places[0].start} {share.num_steps}"
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         parts = values.split(max(_CHUNK // self._block, 1) * self._block)
@@ -65,26 +65,26 @@ class QSGD(RailCodec):
         """Return the norm of each block, and signed levels of its values as int32."""
         blocks = _blocks_of(values, self._block)
         norms = row_norms(blocks)
-        # A norm may exceed the range of its dtype; every bound of the values is as unbiased.
+        # A norm may exceed the range of its dtype; any upper bound of the values is unbiased too.
         largest = torch.finfo(blocks.dtype).max
         norms = torch.where(norms.isinf(), norms, norms.clamp(max=largest)).to(blocks.dtype)
         exact = (blocks.abs() / norms.where(norms > 0, 1.0)[:, None]).mul_(self._levels)
-        exact.clamp_(max=self._levels)  # a norm is rounded
+        exact.clamp_(max=self._levels)  # the norm is rounded, so a value may exceed it
         below = exact.floor()
         drawn = torch.rand(exact.shape, generator=generator, dtype=exact.dtype)
         levels = below + (drawn < exact - below)
         return norms, torch.copysign(levels, blocks).nan_to_num_(0.0).to(torch.int32)
 
     def restored(self, norms: Tensor, levels: Tensor) -> Tensor:
-        """Return the values that levels stand for, in rows of a block each."""
+        """Return the values of quantized levels, one block per row."""
         return (levels.to(norms.dtype) / self._levels) * norms[:, None]
 
     def num_code_bits(self, levels: Tensor) -> int:
-        """Return how many bits the codes of levels have, without norms and lengths."""
+        """Return the number of bits of the codes, without norms and lengths."""
         return int(self._codes(levels)[1].sum())
 
     def _codes(self, levels: Tensor) -> "tuple[np.ndarray, np.ndarray, np.ndarray]":
-        """Return the codes of gaps, and of signs with levels; their lengths, and their blocks."""
+        """Return the codes of gaps and of signed levels, their lengths, and their blocks."""
         flat, length = levels.numpy().ravel(), levels.shape[1]
         at = np.flatnonzero(flat)
         found, block = flat[at].astype(np.int64), at // length
@@ -98,7 +98,7 @@ class QSGD(RailCodec):
         return codes.ravel(), lengths.ravel(), np.repeat(block, 2)
 
     def _packed(self, norms: Tensor, levels: Tensor) -> Tensor:
-        """Return norms, how many values of each block are not zero, bits of each, and all bits."""
+        """Return norms, numbers of nonzero values and of bits of each block, and all codes."""
         codes, lengths, block = self._codes(levels)
         num_bits = np.bincount(block, lengths, minlength=len(levels)).astype(np.int32)
         numbers = np.bincount(block[::2], minlength=len(levels)).astype(np.int32)
@@ -106,13 +106,13 @@ class QSGD(RailCodec):
         return torch.from_numpy(np.concatenate([part.view(np.uint8) for part in parts]))
 
     def _unpacked(self, packet: Tensor, like: Tensor) -> Tensor:
-        """Return flat values, as many as ``like`` has."""
+        """Return the flat values of a packet, with the size and dtype of ``like``."""
         num_blocks, raw = -(-like.numel() // self._block), packet.numpy()
         first = num_blocks * like.itemsize
         norms = torch.from_numpy(raw[:first].copy()).view(like.dtype)
         numbers, num_bits = raw[first : first + 8 * num_blocks].view(np.int32).reshape(2, -1)
         starts = np.cumsum(num_bits, dtype=np.int64) - num_bits
-        order = np.argsort(-numbers, kind="stable")  # those that go on are always the first
+        order = np.argsort(-numbers, kind="stable")  # unfinished blocks are always the first ones
         reader = Reader(raw[first + 8 * num_blocks :], starts[order])
         num_left = num_blocks - np.cumsum(np.bincount(numbers, minlength=1))
         levels = np.zeros(num_blocks * self._block, np.int32)
@@ -126,7 +126,7 @@ class QSGD(RailCodec):
 
 
 def _blocks_of(values: Tensor, block: int) -> Tensor:
-    """Return values in rows of a block each; zeros fill the last one up."""
+    """Return values with one block per row, the last one padded by zeros."""
     missing = -values.numel() % block
     if missing:
         values = torch.cat([values, values.new_zeros(missing)])

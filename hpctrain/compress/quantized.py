@@ -1,12 +1,13 @@
-"""Codecs whose codes cannot be added: each rank decodes a piece of all, and sends its sum on.
+"""Base of codecs whose codes cannot be added: each rank sums one piece and sends the sum.
 
-    values   -> K pieces; piece r, coded, goes to rank r     (reduce-scatter)
+    values   -> K pieces; coded piece r is sent to rank r    (reduce-scatter)
     rank r   -> decodes K codes, sums them, codes the sum
-    sum      -> goes to all, who decode the same codes       (all-gather)
+    sum      -> is sent to all ranks, which decode it        (all-gather)
 
-So 2 (K - 1) / K codes leave a rank, as of a ring, and all ranks end with the same bits. With error
-feedback both codings remember what they have left out, and add it the next time. Long values go
-chunk by chunk: the next one is coded, and an earlier one decoded, while one travels.
+Each rank sends 2 (K - 1) / K codes, as in a ring, and the results are bitwise identical on all
+ranks. With error feedback, both codings keep their errors and add them in the next step. Long
+values are divided into chunks: a rank codes one chunk and decodes another while a third is in
+flight.
 """
 
 from collections import deque
@@ -24,7 +25,7 @@ from hpctrain.compress.rail_codec import CodedShare, RailCodec
 from hpctrain.core.checks import Count, checked
 
 _CHUNK = 1 << 18
-"""Values of a piece: a rank codes some while others travel."""
+"""Values per piece of a chunk."""
 
 
 @cache
@@ -34,32 +35,35 @@ def _zeros(dtype: torch.dtype) -> Tensor:
 
 def is_finite(values: Tensor) -> bool:
     """Return True if all values are finite."""
-    # 0 times what is not finite is NaN; a sum takes three times as long and may overflow.
+    # 0 times a non-finite value is NaN; a sum takes three times as long and may overflow.
     zeros = _zeros(values.dtype)
     parts = values.reshape(-1).split(_CHUNK)
     return not any(torch.dot(part, zeros[: part.numel()]) for part in parts)
 
 
 class Format(Protocol):
-    """Bytes that stand for values of a share; as many for as many values from there on."""
+    """Encoding of the values of a share; the size depends only on the span of the values."""
 
     unit: int
-    """Values are cut at multiples of it."""
+    """Pieces are cut at multiples of this number of values."""
 
     def num_bytes(self, share: CodedShare, piece: slice) -> int:
-        """Return how many bytes stand for these values of a share."""
+        """Return the size of the encoded values of ``piece`` in bytes."""
 
     def pack(self, share: CodedShare, piece: slice, values: Tensor) -> Tensor:
-        """Return the bytes of flat values, of float32 or float64, as uint8."""
+        """Encode flat values of float32 or float64, as uint8."""
 
     def unpack(self, share: CodedShare, piece: slice, packet: Tensor, out: Tensor) -> None:
-        """Write the values that bytes stand for."""
+        """Decode a packet into ``out``."""
 
 
 class Quantized(RailCodec):
-    """Sends the bytes of a format; ``feedback`` says whether both ends remember their errors.
+    """Base class of codecs that send values in a ``Format``.
 
-    The first ``warmup_steps`` of every bucket are exact.
+    Args:
+        form: encoding of the values.
+        feedback: whether both codings keep their errors.
+        warmup_steps: number of first steps of every bucket that are exact.
 
     Source: Seide et al. 2014, "1-bit stochastic gradient descent and its application to
     data-parallel distributed training of speech DNNs", for the two codings with their residuals.
@@ -71,7 +75,7 @@ class Quantized(RailCodec):
         self._form, self.keeps_unsent, self._warmup_steps = form, feedback, warmup_steps
 
     def bytes_of(self, share: CodedShare) -> int:
-        """Return the bytes of one coding of all values."""
+        """Return the size of all encoded values in bytes; see ``RailCodec``."""
         return self._form.num_bytes(share, slice(0, share.numel))
 
     def reduce_(self, share: CodedShare, values: Tensor, link: Internode) -> None:
@@ -84,7 +88,7 @@ class Quantized(RailCodec):
             slice(start, min(start + length, share.numel))
             for start in range(0, share.numel, length)
         )
-        under_way: deque[Iterator[None]] = deque(maxlen=3)  # a chunk is over after three turns
+        under_way: deque[Iterator[None]] = deque(maxlen=3)  # a chunk is complete after three turns
         for chunk in chain(chunks, (None, None)):
             under_way.appendleft(
                 iter(()) if chunk is None else self._turns(share, chunk, values, link)
@@ -95,7 +99,7 @@ class Quantized(RailCodec):
     def _turns(
         self, share: CodedShare, chunk: slice, values: Tensor, link: Internode
     ) -> Iterator[None]:
-        """Exchange the pieces of a chunk, sum one, exchange the sums; yield while they travel."""
+        """Exchange the pieces of a chunk, sum one, exchange the sums; yield while in flight."""
         form, numel = self._form, chunk.stop - chunk.start
         bounds = (slice_bounds(numel, link.size, rank, form.unit) for rank in range(link.size))
         pieces = [slice(chunk.start + b.start, chunk.start + b.stop) for b in bounds]
@@ -116,7 +120,7 @@ class Quantized(RailCodec):
     def _coded(
         self, share: CodedShare, piece: slice, values: Tensor, memory: Tensor | None
     ) -> Tensor:
-        """Return the bytes of a piece, and let ``memory`` be what they leave out."""
+        """Encode a piece, and store the error in ``memory``."""
         form, wanted = self._form, values[piece]
         if memory is None:
             return form.pack(share, piece, wanted)
@@ -130,7 +134,7 @@ class Quantized(RailCodec):
     def _sum(
         self, share: CodedShare, own: slice, packets: Sequence[Tensor], values: Tensor
     ) -> None:
-        """Let the own piece be the sum of what the packets of all ranks stand for, in order."""
+        """Set this rank's piece to the sum of the decoded packets, in the order of the ranks."""
         total = values[own]
         value = torch.empty_like(total)
         self._form.unpack(share, own, packets[0], total)

@@ -1,11 +1,11 @@
-"""The part that lossy codecs share: a node sums exactly, and only what crosses the rail is coded.
+"""Base of lossy codecs: sums inside a node are exact, and only data between nodes are coded.
 
     part = comm.reduce_node(bucket, scale=scale)     # exact, inside the node
-    codec.reduce_(share, values, comm.internode)     # what the codec is: it sends less
+    codec.reduce_(share, values, comm.internode)     # lossy, between nodes
     comm.publish(bucket)                             # the same bits on every rank of the node
 
-``values`` are the elements of this rank's slice that may lose something. The others, marks above
-all, are summed as they are. Without node memory each rank is a node of its own.
+``values`` are the coded elements of this rank's slice. The other elements, such as marks, are
+summed exactly. Without node memory each rank is a separate node.
 """
 
 import math
@@ -27,28 +27,36 @@ from hpctrain.core.errors import ConfigError
 
 
 class CodedTensor(NamedTuple):
-    """A tensor of a bucket, or the part of it that is coded on this rank."""
+    """Tensor of a bucket, or the part of the tensor that this rank codes."""
 
-    number: int  # of the tensor in its bucket
-    start: int  # its first element in the bucket
+    number: int  # index of the tensor in its bucket
+    start: int  # first element in the bucket
     numel: int
-    row: int  # elements of a row of the tensor: all weights into one output
-    offset: int = 0  # elements of the tensor before it
-    first: int = 0  # its first element among those that are coded
+    row: int  # elements per row of the tensor: all weights of one output
+    offset: int = 0  # elements of the tensor before this part
+    first: int = 0  # first element among the coded elements
 
     @property
     def stop(self) -> int:
-        """The element of the bucket behind its last one."""
+        """End in the bucket, exclusive."""
         return self.start + self.numel
 
     @property
     def end(self) -> int:
-        """The coded element behind its last one."""
+        """End among the coded elements, exclusive."""
         return self.first + self.numel
 
 
 class CodedShare:
-    """What one rank codes of one bucket, and what it remembers of it."""
+    """Elements of one bucket that one rank codes, and their state.
+
+    Args:
+        slots: all tensors of the bucket.
+        places: the coded parts of tensors.
+        exact: spans that are summed exactly: elements of tensors, then marks.
+        num_exact: number of elements of tensors in ``exact``.
+        dtype: dtype of the bucket.
+    """
 
     def __init__(
         self,
@@ -58,41 +66,37 @@ class CodedShare:
         num_exact: int,
         dtype: torch.dtype,
     ) -> None:
-        """Take all tensors, what is coded of them, and the spans that are summed as they are.
-
-        Of those the first ``num_exact`` elements are of tensors, the rest are marks.
-        """
         self.slots, self.places = slots, places
         self.exact, self.num_exact = exact, num_exact
         self.spans = _joined(places)
         self.dtype = dtype if dtype is torch.float64 else torch.float32
-        """In which it is calculated; 16 bits are widened."""
+        """Dtype of the computation: float64 or float32."""
         self.numel = _length(self.spans)
         self.bucket = 0
-        """Number of the bucket, in the order in which they were prepared."""
+        """Number of the bucket, in the order of ``prepare``."""
         self.memory: dict[str, Tensor] = {}
-        """What the next step depends on, by name."""
+        """State for the next step, by name."""
         self.num_steps = 0
 
     def remembered(self, name: str) -> Tensor:
-        """Return what is remembered of the coded values by this name, zeros at first."""
+        """Return the state of the coded values by name; zeros at first."""
         if name not in self.memory:
             self.memory[name] = torch.zeros(self.numel, dtype=self.dtype)
         return self.memory[name]
 
     def forget_what_is_not_finite(self, result: Tensor) -> None:
-        """Keep what a step that is not finite has left out of the next ones."""
+        """Replace non-finite values of the state by zeros if ``result`` is not finite."""
         if self.memory and not math.isfinite(result.sum().item()):
             for value in self.memory.values():
                 value.nan_to_num_(0.0, 0.0, 0.0)
 
 
 _UNSENT = ("error", "late error", "sum")
-"""What shares remember that would have been sent by a codec without loss."""
+"""Names of state that a lossless codec would have sent."""
 
 
 class _Prepared(NamedTuple):
-    """A bucket, what this rank codes of it, and what all rails of a node do."""
+    """A bucket, the share of this rank, and the union of the shares of a node."""
 
     bucket: Bucket
     share: CodedShare
@@ -101,14 +105,14 @@ class _Prepared(NamedTuple):
 
 
 class RailCodec:
-    """The base of codecs; a subclass has ``reduce_`` and ``bytes_of``, all else is here."""
+    """Base class of lossy codecs; subclasses implement ``reduce_`` and ``bytes_of``."""
 
     keeps_unsent = False
-    """Whether shares remember what was not sent yet,"""
+    """Whether shares keep unsent values."""
     unsent = "error"
-    """and by which name."""
+    """Name of the state with the unsent values."""
     takes_tensors = False
-    """Whether a rail takes whole tensors; else a slice of each bucket."""
+    """Whether each rail sends whole tensors, instead of a slice of each bucket."""
 
     def __init__(self) -> None:
         self._prepared: dict[int, _Prepared] = {}
@@ -116,30 +120,34 @@ class RailCodec:
         self.rail_s = 0.0
 
     def reduce_(self, share: CodedShare, values: Tensor, link: Internode) -> None:
-        """Replace flat ``values`` by what the codec makes of the sum over ``link``.
+        """Replace ``values`` by the codec's approximation of their sum over ``link``.
 
-        Collective over it. Called in every step with the same share for the same values; ranks of
-        the link have the same spans.
+        Collective over ``link``. Called once per share and step.
+
+        Args:
+            share: state of the values, the same object in every step.
+            values: flat; the same spans of the bucket on all ranks of ``link``.
+            link: ranks to sum over, one per node.
         """
         raise NotImplementedError
 
     def bytes_of(self, share: CodedShare) -> int:
-        """Return how many bytes stand for the values of a share, in one message."""
+        """Return the size in bytes of the coded values of a share, in one message."""
         raise NotImplementedError
 
     def after_exact(self, share: CodedShare, values: Tensor) -> None:
-        """Change the sums of what was summed as it is, if a codec does more than to sum."""
+        """Process the sums of the exact values, if the codec does more than sum."""
 
     def warning(self, optimizer: Optimizer) -> str:  # noqa: ARG002 - for subclasses
-        """Return why training by this optimizer would not converge; see ``Codec``."""
+        """Return why training by this optimizer may not converge; see ``Codec``."""
         return ""
 
     def is_exact(self, tensor: Tensor) -> bool:  # noqa: ARG002 - for subclasses
-        """Say whether a tensor is summed as it is, as small ones may be; marks are in any case."""
+        """Return True if a tensor is summed exactly; marks always are."""
         return False
 
     def prepare(self, bucket: Bucket, parts: Sequence[Tensor], comm: Communicator) -> None:
-        """Divide the bucket, if anything of it is to be coded; see ``Codec``."""
+        """Divide the bucket into coded and exact spans; see ``Codec``."""
         dtype = bucket.flat.dtype
         if not (dtype.is_floating_point and comm.num_rails):
             return
@@ -171,7 +179,7 @@ class RailCodec:
         self._prepared[id(bucket)] = _Prepared(bucket, share, whole, marks)
 
     def forget(self) -> None:
-        """Drop all shares; new ones for the same tensors remember what these did."""
+        """Drop all shares; new shares of the same tensors take over their state."""
         self._before = self._shares or self._before
         self._prepared.clear()
 
@@ -180,7 +188,7 @@ class RailCodec:
         return [each.share for each in self._prepared.values()]
 
     def num_bytes(self, bucket: Bucket) -> int:
-        """Return the bytes of a node's codes; see ``Codec``."""
+        """Return the compressed size for one node in bytes; see ``Codec``."""
         prepared = self._prepared.get(id(bucket))
         if prepared is None:
             return bucket.flat.nbytes
@@ -189,14 +197,14 @@ class RailCodec:
         return self.bytes_of(whole) + _length(whole.exact) * bucket.flat.itemsize
 
     def allreduce_(self, bucket: Bucket, comm: Communicator, *, scale: float | None) -> Work:
-        """Sum inside the node, code what crosses the rail; see ``Codec``."""
+        """Sum exactly inside the node and coded between nodes; see ``Codec``."""
         prepared = self._prepared.get(id(bucket))
         if prepared is None:
             return comm.allreduce_(bucket, scale=scale)
         return start_on(comm, self._step, prepared, comm, scale)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of what the shares remember, by number of bucket."""
+        """Return copies of the state of the shares, by number of bucket."""
         return {
             str(number): {
                 "steps": share.num_steps,
@@ -207,7 +215,7 @@ class RailCodec:
         }
 
     def fits(self, state: Mapping[str, Any]) -> bool:
-        """Say whether a state is that of these buckets; see ``Codec``."""
+        """Return True if a state has the same buckets; see ``Codec``."""
         shares = self._shares
         return len(state) == len(shares) and all(
             kept["numel"] == share.numel
@@ -215,18 +223,18 @@ class RailCodec:
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what ``state_dict`` has given, for the same buckets."""
+        """Restore a state of ``state_dict`` for the same buckets; see ``Codec``."""
         if not self.fits(state):
             raise ConfigError(
-                f"the state of a codec is that of the buckets that it was saved with, got one of "
-                f"{len(state)} for {len(self._shares)}; keep ranks, parameters and bucket size"
+                f"the state of a codec must be of the same buckets, but the {len(state)} saved "
+                f"ones do not fit its {len(self._shares)}; keep ranks, parameters and bucket size"
             )
         for kept, share in zip(state.values(), self._shares, strict=True):
             share.num_steps = kept["steps"]
             share.memory = {name: value.clone() for name, value in kept["memory"].items()}
 
     def shared_state(self, comm: Communicator) -> dict[str, Any]:
-        """Return the sums over nodes of what was not sent yet, by tensor; see ``Codec``."""
+        """Return the unsent values, summed over nodes, by tensor; see ``Codec``."""
         sums: list[Tensor] = []
         for bucket, share, *_ in self._prepared.values() if self.keeps_unsent else ():
             waiting = torch.zeros(bucket.numel, dtype=share.dtype)
@@ -239,12 +247,12 @@ class RailCodec:
         return {"steps": steps, "unsent": sums}
 
     def load_shared_state(self, state: Mapping[str, Any], comm: Communicator) -> None:
-        """Share what was not sent among the nodes of today; see ``Codec``."""
+        """Distribute the unsent values over the current nodes; see ``Codec``."""
         for share in self._shares:
             share.num_steps, share.memory = state["steps"], {}
         slots = [slot for share in self._shares for slot in share.slots]
         if [slot.numel for slot in slots] != [each.numel() for each in state["unsent"]]:
-            return  # nothing was kept, as on one node
+            return  # the state has no unsent values, as on one node
         unsent = iter(state["unsent"])
         num_nodes = comm.size if comm.internode is None else comm.internode.size
         for share in self._shares:
@@ -257,7 +265,7 @@ class RailCodec:
     def _step(self, prepared: _Prepared, comm: Communicator, scale: float | None) -> None:
         bucket, node, link = prepared.bucket, comm.node, comm.internode
         comm.reduce_node(bucket, scale=scale)
-        if node is not None and self.takes_tensors:  # in slices of several ranks
+        if node is not None and self.takes_tensors:  # the reduced slices are of several ranks
             node.barrier()
         if link is not None:
             self._over(prepared.share, bucket.peers[0] if bucket.peers else bucket.flat, link)
@@ -268,7 +276,7 @@ class RailCodec:
             self._take_back(prepared, link.size)
 
     def _take_back(self, prepared: _Prepared, num_nodes: int) -> None:
-        """Keep what came of tensors without a gradient on any rank: nobody will see it."""
+        """Keep the results of tensors without a gradient on any rank, which are not used."""
         bucket, share, _, marks = prepared
         unsent = share.memory.get(self.unsent)
         if unsent is None or not len(marks) or marks.all():
@@ -279,7 +287,7 @@ class RailCodec:
                 unsent[place.first : place.end].add_(came, alpha=1 / num_nodes)
 
     def _over(self, share: CodedShare, flat: Tensor, link: Internode) -> None:
-        """Reduce this rank's share of a bucket over the link."""
+        """Reduce this rank's share of a bucket over ``link``."""
         start = time.perf_counter()
         if share.exact:
             with gathered(flat, share.exact, flat.dtype) as exact:
@@ -296,7 +304,7 @@ class RailCodec:
 
 @contextmanager
 def gathered(bucket: Tensor, spans: Sequence[slice], dtype: torch.dtype) -> Iterator[Tensor]:
-    """Give the elements of some spans as one flat tensor, and put changes back."""
+    """Yield the elements of some spans as one flat tensor, and write changes back."""
     views = [bucket[span] for span in spans]
     if len(views) == 1 and bucket.dtype is dtype:
         yield views[0]
@@ -307,19 +315,19 @@ def gathered(bucket: Tensor, spans: Sequence[slice], dtype: torch.dtype) -> Iter
 
 
 def exchanged(link: Internode, outgoing: Sequence[Tensor], numels: Sequence[int]) -> list[Tensor]:
-    """Send ``outgoing[r]`` to rank r; return what came from each, ``numels[r]`` elements."""
+    """Send ``outgoing[r]`` to rank r; return ``numels[r]`` elements received from each rank."""
     return link.start_alltoall(outgoing, numels)()
 
 
 def _slot(bucket: Bucket, number: int, tensor: Tensor) -> CodedTensor:
-    """Say where a tensor lies in its bucket, by rows of memory."""
+    """Return the position of a tensor in its bucket, and the length of its rows in memory."""
     start = tensor.storage_offset() - bucket.flat.storage_offset()
     row = max(map(int, tensor.stride())) if tensor.dim() > 1 else tensor.numel()
     return CodedTensor(number, int(start), tensor.numel(), max(row, 1))
 
 
 def _whole(slots: Sequence[CodedTensor], num_rails: int, rail: int) -> list[CodedTensor]:
-    """Return the tensors that a rail takes, about as many elements as the others."""
+    """Return the tensors of a rail, balanced by number of elements."""
     loads, mine = [0] * num_rails, []
     for slot in sorted(slots, key=lambda slot: -slot.numel):
         least = loads.index(min(loads))
@@ -330,7 +338,7 @@ def _whole(slots: Sequence[CodedTensor], num_rails: int, rail: int) -> list[Code
 
 
 def _places(slots: Sequence[CodedTensor], own: slice) -> list[CodedTensor]:
-    """Return what of tensors lies in a slice, one behind the other."""
+    """Return the parts of tensors in a slice, in order."""
     places, first = [], 0
     for slot in slots:
         start, stop = max(slot.start, own.start), min(slot.stop, own.stop)
@@ -342,7 +350,7 @@ def _places(slots: Sequence[CodedTensor], own: slice) -> list[CodedTensor]:
 
 
 def _joined(places: Sequence[CodedTensor]) -> list[slice]:
-    """Return the spans of a bucket that places take, as few as possible."""
+    """Return the spans of a bucket that contain ``places``, merged if adjacent."""
     spans: list[slice] = []
     for place in places:
         start = spans.pop().start if spans and spans[-1].stop == place.start else place.start
@@ -351,7 +359,7 @@ def _joined(places: Sequence[CodedTensor]) -> list[slice]:
 
 
 def _spans_between(slots: Sequence[CodedTensor], own: slice) -> list[slice]:
-    """Return the spans of a slice in which no tensor lies."""
+    """Return the spans of a slice outside of all tensors."""
     edges = [own.start]
     for span in _joined(_places(slots, own)):
         edges += [span.start, span.stop]

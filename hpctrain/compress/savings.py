@@ -1,4 +1,4 @@
-"""The bytes that a codec spares between nodes, and the seconds, over the link that was probed."""
+"""Bytes and seconds that a codec saves between nodes, from measurements of the link."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,18 +10,18 @@ from hpctrain.compress.codec import Codec
 
 
 class Savings(NamedTuple):
-    """What travels between nodes in a step, by a codec and without one."""
+    """Cost of the communication between nodes, with and without a codec."""
 
     plain_bytes: int
-    """Bytes that leave all nodes together in a step without a codec."""
+    """Bytes that all nodes together send in a step without a codec."""
     plain_s: float | None
-    """Seconds that these take, of this rank; None where the link was not probed."""
+    """Seconds per step of this rank without a codec; None if the link was not measured."""
     rail_s: float
-    """Seconds of this rank for what the codec has made of them, in all steps so far."""
+    """Seconds of this rank with the codec, summed over all steps."""
 
 
 def savings_of(codec: Codec, buckets: Sequence[Bucket], comm: Communicator, plan: Plan) -> Savings:
-    """Compare a codec with what the plan's measurements say of none. Not collective."""
+    """Compare a codec with the time without one, from measurements of the plan. Local."""
     sizes = [bucket.flat.nbytes for bucket in buckets]
     num_nodes = 1 if comm.internode is None else comm.internode.size
     if num_nodes == 1:

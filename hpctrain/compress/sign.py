@@ -1,4 +1,4 @@
-"""Gradients of one bit: the majority of signs; or a bit, and two values for each row."""
+"""One-bit codecs: the majority of signs, or one bit per value and two values per row."""
 
 import numpy as np
 import torch
@@ -11,21 +11,21 @@ from hpctrain.compress.rail_codec import CodedShare
 
 
 class Signs(Format):
-    """The format of one bit per value, which says +1 or -1; zero is +1.
+    """Format with one bit per value, for +1 or -1; zero becomes +1.
 
-    Values of which one is not finite are NaN.
+    If any value is not finite, all values of the packet become NaN.
     """
 
     unit = 8
 
     @override
     def num_bytes(self, share: CodedShare, piece: slice) -> int:
-        """Return a bit per value, and a byte."""
+        """Return one bit per value, and a byte; see ``Format``."""
         numel: int = piece.stop - piece.start
         return 1 + -(-numel // 8)
 
     def pack(self, share: CodedShare, piece: slice, values: Tensor) -> Tensor:
-        """Return whether something is not finite, then the bits."""
+        """Return a byte, 1 if a value is not finite, then the bits; see ``Format``."""
         packet = torch.empty(self.num_bytes(share, piece), dtype=torch.uint8)
         packet[0] = not is_finite(values)
         packet[1:] = _bits_of(values)
@@ -33,7 +33,7 @@ class Signs(Format):
 
     @override
     def unpack(self, share: CodedShare, piece: slice, packet: Tensor, out: Tensor) -> None:
-        """Write 1 and -1, or NaN."""
+        """Write 1 and -1, or NaN; see ``Format``."""
         if packet[0]:
             out.fill_(torch.nan)
         else:
@@ -41,58 +41,59 @@ class Signs(Format):
 
 
 class SignSGD(Quantized):
-    """Lets nodes vote on the sign of each value; what comes of it is +1 or -1, whatever the scale.
+    """Codec whose result is the majority sign of each value over the nodes: +1 or -1.
 
-    A tie counts as +1. Takes an optimizer that adds no scale of its own, such as plain SGD with a
-    small rate: Adam divides by the magnitude, which is 1.
+    A tie gives +1. The optimizer must not scale gradients, so use plain SGD with a small learning
+    rate: Adam divides by the magnitude, which is 1. Convergence is not guaranteed; ``OneBit``
+    keeps its errors and converges.
 
     Source: Bernstein et al. 2018, "signSGD with majority vote is communication efficient and
-    fault tolerant". It converges only under conditions; ``OneBit`` keeps its errors, and does.
+    fault tolerant".
     """
 
     def __init__(self) -> None:
         super().__init__(Signs(), feedback=False)
 
     def warning(self, optimizer: Optimizer) -> str:
-        """Say that a second moment of signs is 1; see ``Codec``."""
+        """Return a warning for optimizers with a second moment, which is 1; see ``Codec``."""
         if not any("betas" in group for group in optimizer.param_groups):
             return ""
         return (
-            f"{type(optimizer).__name__} divides by the magnitude of gradients, and signs have "
-            f"none: every weight moves by the whole rate in every step; take SGD, or OneBit"
+            f"{type(optimizer).__name__} divides by the magnitude of gradients, which is 1 for "
+            f"signs, so each weight changes by the learning rate in each step; use SGD, or OneBit"
         )
 
 
 class TwoValues:
-    """The format of one bit per value, and two values for each row of a tensor.
+    """Format with one bit per value, and two values for each row of a tensor.
 
-    A row has all weights into one output. A bit says whether a value is at least zero; it stands
-    for the mean of those of its row that are, or that are not.
+    A row has all weights of one output. A bit is 1 if the value is at least zero. It is decoded to
+    the mean of the values of its row with the same bit.
     """
 
     unit = 8
 
     def num_bytes(self, share: CodedShare, piece: slice) -> int:
-        """Return a bit per value, and eight bytes per row."""
+        """Return one bit per value, and eight bytes per row; see ``Format``."""
         numel: int = piece.stop - piece.start
         return 8 * sum(rows for _, rows, _ in _rows_in(share, piece)) + -(-numel // 8)
 
     def pack(self, share: CodedShare, piece: slice, values: Tensor) -> Tensor:
-        """Return both means of each row, then the bits."""
+        """Return both means of each row, then the bits; see ``Format``."""
         means = []
         for first, rows, numel in _rows_in(share, piece):
             matrix = values[first : first + rows * numel].view(rows, numel)
             high = (matrix >= 0).sum(1)
             counts = high.clamp(min=1), (numel - high).clamp(min=1)
             pair = _parts(matrix, counts)
-            if not pair.isfinite().all():  # sums overflow before means do
+            if not pair.isfinite().all():  # a sum may overflow although the mean does not
                 pair = _parts(matrix.double(), counts)
             means.append(pair.float().view(-1))
         bits = _bits_of(values)
         return torch.cat([*(each.view(torch.uint8) for each in means), bits])
 
     def unpack(self, share: CodedShare, piece: slice, packet: Tensor, out: Tensor) -> None:
-        """Write the mean that each bit stands for."""
+        """Write the mean of each bit; see ``Format``."""
         spans = _rows_in(share, piece)
         num_rows = sum(rows for _, rows, _ in spans)
         means = packet[: 8 * num_rows].view(torch.float32).view(-1, 2).to(out.dtype)
@@ -101,24 +102,24 @@ class TwoValues:
         for first, rows, numel in spans:
             high, low = means[at : at + rows].unsqueeze(2).unbind(1)
             matrix = out[first : first + rows * numel].view(rows, numel)
-            high, low = high / 2, low / 2  # before the sum, which may overflow
+            high, low = high / 2, low / 2  # halved first, since the sum may overflow
             matrix.mul_(high - low).add_(high + low)
             at += rows
 
 
 def _parts(matrix: Tensor, counts: tuple[Tensor, Tensor]) -> Tensor:
-    """Return for each row the sums of its values from zero on and of the others, by counts."""
+    """Return for each row the means of its nonnegative and of its negative values."""
     sums = matrix.clamp(min=0).sum(1), matrix.clamp(max=0).sum(1)
     pair = [total / count for total, count in zip(sums, counts, strict=True)]
     return torch.stack(pair, dim=1)
 
 
 class OneBit(Quantized):
-    """Sends a bit for each value and two values for each row, and keeps both ends' errors.
+    """Codec that sends one bit per value and two values per row, with error feedback.
 
     Args:
-        warmup_steps: so many first steps are exact: at the start of a training gradients change
-            faster than errors are made good.
+        warmup_steps: number of first steps that are exact, because gradients change faster at the
+            start of training than the error feedback corrects.
 
     Source: Seide et al. 2014, "1-bit stochastic gradient descent and its application to
     data-parallel distributed training of speech DNNs".
@@ -129,9 +130,9 @@ class OneBit(Quantized):
 
 
 def _rows_in(share: CodedShare, piece: slice) -> list[tuple[int, int, int]]:
-    """Return the rows of tensors in a piece: the first element, how many rows, how long.
+    """Return the rows of tensors in a piece: first element, number of rows, length of a row.
 
-    A row that is cut is one of what is left of it.
+    A partial row counts as a shorter row.
     """
     found = []
     for place in share.places:
@@ -146,7 +147,7 @@ def _rows_in(share: CodedShare, piece: slice) -> list[tuple[int, int, int]]:
 
 
 def _bits_of(values: Tensor) -> Tensor:
-    """Return one bit per value, set if it is at least zero, the first one highest."""
+    """Return one bit per value, 1 if it is at least zero; the first is the highest bit."""
     # NumPy compares in 0.6 of the time that torch takes.
     return torch.from_numpy(np.packbits(values.numpy() >= 0))
 
@@ -155,7 +156,7 @@ _SIGNS = torch.from_numpy(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None],
 
 
 def _signs_to(bits: Tensor, out: Tensor) -> None:
-    """Write 1 for each bit that is set, else -1: eight values that a byte stands for at once."""
+    """Write 1 for each set bit, else -1; a table maps each byte to eight values."""
     table, whole = _SIGNS.to(out.dtype), out.numel() // 8
     torch.index_select(table, 0, bits[:whole].int(), out=out[: whole * 8].view(-1, 8))
     if out.numel() % 8:

@@ -1,1 +1,1 @@
-"""Horovod's other doors: its module names, its elastic training."""
+"""Horovod's interfaces: its module names and its elastic training."""

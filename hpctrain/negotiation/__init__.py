@@ -1,1 +1,1 @@
-"""Named operations: submitted in any order on any rank, carried out in one order on all."""
+"""Named operations: submitted in any order on each rank, executed in one order on all ranks."""

@@ -1,6 +1,7 @@
-"""The named operations of one process set: in any order on any rank, in one order on all.
+"""Controller of one process set: executes named operations in the same order on all ranks.
 
-A waiting caller drives them; else a thread that sleeps in between.
+A caller that waits for an operation drives the progress engine; otherwise a background thread
+does.
 """
 
 import threading
@@ -37,22 +38,34 @@ if TYPE_CHECKING:
     from hpctrain.negotiation.stall import StallWatch
     from hpctrain.negotiation.timeline import Timelines
 
-TICK_S = 1.0  # between two looks for what has lasted too long, and for questions of other ranks
+TICK_S = 1.0  # interval of the stall checks, and of the checks for questions of other ranks
 _BURST_S, _MOST_PAUSES = 100e-6, 6
-"""Between two operations of a burst, at most; and pauses in it, each twice as long as the last."""
+"""Maximum interval between two operations of a burst, and maximum number of pauses in a burst,
+each twice as long as the one before."""
 _LONGEST_S = 2e-3
-"""Until the thread looks up, where all that it has looked up for lately was waited for."""
+"""Maximum delay of the thread while every recent operation had a caller that waited for it."""
 _CLOSE_S = 10.0
-"""Longest wait at the end for ranks whose operations have broken down, and for a caller whose
-operation does not come back."""
+"""Longest wait in ``close`` for ranks whose operations have failed, and for a caller whose
+operation does not return."""
 
 
 class Controller:
-    """Takes requests from any thread and carries each out once all ranks have made it.
+    """Accept requests from any thread and execute each once all ranks have submitted it.
 
-    One thread at a time drives the ``ProgressEngine``. A caller who waits drives on his own
-    thread: no other has to wake up for it. The controller's thread takes over what nobody waits
-    for, and lets go as soon as a caller comes.
+    One thread at a time drives the ``ProgressEngine``. A caller that waits drives the engine on
+    its own thread, so no other thread has to wake up. The controller's thread drives the engine
+    for operations without a waiting caller, and stops as soon as a caller waits.
+
+    The constructor is collective over ``comm``: it creates mailboxes.
+
+    Args:
+        comm: used by this controller only; ``close`` closes it.
+        timelines: timelines of this rank.
+        stalls: detects operations that some rank does not submit.
+        fusion_bytes: maximum size of a fused message.
+        cycle_s: time that operations without a waiting caller are delayed, so that later
+            operations can share their message.
+        timeout_s: longest wait for other ranks.
     """
 
     def __init__(
@@ -65,11 +78,6 @@ class Controller:
         cycle_s: float = 0.0,
         timeout_s: float = float("inf"),
     ) -> None:
-        """Make mailboxes. Collective over ``comm``: nobody else may use it, ``close`` closes it.
-
-        Operations wait ``cycle_s`` for others to travel with, unless somebody waits for them, and
-        at most ``timeout_s`` for other ranks.
-        """
         self.comm = comm
         self._post, self._stalls = comm.new_mailbox(), stalls
         self._progress = ProgressEngine(
@@ -78,19 +86,19 @@ class Controller:
         self._timeout_s = timeout_s
         self._is_open = self._may_drive = True
         self._refusal: HorovodInternalError | None = None
-        """Why nothing more is taken on this rank, though others may not know yet."""
+        """Error of new operations on this rank; other ranks may not have it yet."""
         self._repeated: dict[str, Repeated] = {}
         self._owner = Owner()
         self._lock = threading.Lock()
         self._given_up = threading.Condition(self._lock)
-        """Told when nobody drives any more, and when something was carried out."""
+        """Notified when the driver stops and when an operation is complete."""
         self._is_driven = self._is_asleep = False
         self._num_callers = 0
         self._next_look = time.monotonic() + TICK_S
         self._burst_s = self._delay_s = max(cycle_s, _BURST_S)
         self._timer: Timer | None = None
-        """Goes off when what nobody waits for has waited for a burst; set when that begins, and
-        left so when that is over: setting it takes as long as an operation."""
+        """Expires when operations without a waiting caller have waited for ``_delay_s``. The timer
+        is not cancelled when a caller waits: setting it takes as long as an operation."""
         self._is_set = False
         self._thread: threading.Thread | None = None
         if comm.size > 1 and calls_from_threads():
@@ -104,10 +112,16 @@ class Controller:
     def submit(
         self, request: Request, take: Take | None = None, *, is_awaited: bool = False
     ) -> Handle:
-        """Start an operation; ``take`` makes what its handle gives of the result.
+        """Start an operation and return its handle. Not collective.
 
-        One that ``is_awaited`` at once begins when its handle is waited for.
-        ``DuplicateNameError`` if an operation of this name is under way on this rank.
+        Args:
+            request: the operation.
+            take: converts the result to the return value of ``wait``.
+            is_awaited: True if the caller waits for the handle at once; the operation starts
+                then.
+
+        Raises:
+            DuplicateNameError: an operation of this name is in flight on this rank.
         """
         if not all(tensor.is_cpu for tensor in request.tensors):
             request, take = through_host(request, take)
@@ -126,9 +140,9 @@ class Controller:
         *,
         is_awaited: bool = False,
     ) -> Handle | None:
-        """Start a reduction in place that was started as such before; None if none was.
+        """Start a reduction that was passed to ``repeat`` before; None if no such one fits.
 
-        ``name`` is what ``repeat`` was told; see ``submit``.
+        ``name`` is the name passed to ``repeat``; see ``submit`` for the rest.
         """
         repeated = self._repeated.get(name)
         if repeated is None or not repeated.fits(tensor, op, prescale, postscale):
@@ -138,7 +152,7 @@ class Controller:
         return handle
 
     def repeat(self, name: str, request: Request) -> None:
-        """Know a reduction in place of one tensor again, by the name that the user gave."""
+        """Store the signature of an in-place reduction of one tensor, for ``submit_tensor``."""
         if len(self._repeated) >= NUM_SLOTS:
             self._repeated.clear()
         assert request.name is not None
@@ -155,51 +169,53 @@ class Controller:
         return result
 
     def start_join(self) -> Handle:
-        """Take part in everything with nothing until all ranks do; the result is the last to come.
+        """Contribute neutral values to all operations until all ranks have joined.
 
-        Where MPI takes calls from several threads this goes on without anybody who waits.
+        The result is the rank that joined last. If MPI supports calls from several threads, the
+        controller's thread executes the operations without a waiting caller.
         """
         handle = Handle(self, Request(Kind.BARRIER, None, ()), JOIN)
         self._enter(handle)
         return handle
 
     def break_off(self, reason: str) -> None:
-        """Let all that is under way fail on every rank, and all that comes. Not collective.
+        """Fail all pending and all future operations on every rank. Not collective.
 
-        A new controller on the same communicator goes on, see ``abandon``.
+        A new controller can use the same communicator, see ``abandon``.
         """
         self._refusal = HorovodInternalError(reason)
         self._progress.to_ask.append(BreakOff(reason))
         self._nudge()
 
     def refuse(self, reason: str) -> None:
-        """Take nothing more on this rank; empty for all again. Not collective."""
+        """Reject new operations on this rank; an empty ``reason`` accepts them again. Local."""
         self._refusal = HorovodInternalError(reason) if reason else None
 
     @property
     def is_broken(self) -> bool:
-        """Whether nothing goes on any more on this rank, though others may not know."""
+        """Whether the operations of this rank have failed; other ranks may not know."""
         return self._progress.broken is not None
 
     def give_up(self) -> None:
-        """Let the end come without a last operation. Collective."""
+        """Shut down without a final operation. Collective."""
         self._progress.shut_down()
 
     def close(self) -> None:
-        """End; what only some ranks have submitted fails. Collective; no error on any rank."""
-        if self._owner.is_here:  # a forked child has no part in it
+        """Close; operations that only some ranks have submitted fail. Collective; never raises."""
+        if self._owner.is_here:  # a forked child must not close
             self.abandon()
             self.comm.close()
 
     def abandon(self) -> None:
-        """Do what ``close`` does, but leave the communicator to another controller. Collective."""
+        """Close, but keep the communicator open for another controller. Collective."""
         if not self._is_open:
             return
         self._is_open = False
         self._refusal = self._refusal or HorovodInternalError(
-            "the process set was shut down; call hpctrain.init() or add_process_set() again"
+            "a named operation must use an open process set, but this one was shut down; call "
+            "hpctrain.init() or add_process_set() again"
         )
-        # What has been decided the others carry out, and would wait for this rank.
+        # The other ranks execute operations that are decided, and would wait for this rank.
         last = self._progress.closing = Handle(self, Request(Kind.BARRIER, None, ()), CLOSE)
         self._enter(last, is_awaited=True)
         with suppress(CommError):
@@ -210,16 +226,21 @@ class Controller:
 
     @dynamo_disable
     def finish(self, handle: Handle, timeout_s: float | None = None) -> None:
-        """Return when an operation is done; drive until then, unless another thread does.
+        """Wait for an operation; drive the engine, unless another thread does.
 
-        ``RankLostError`` if it was not done within ``timeout_s``, by default that of all.
+        Args:
+            handle: the operation.
+            timeout_s: longest wait; by default ``timeout_s`` of the constructor.
+
+        Raises:
+            RankLostError: the operation is not complete after ``timeout_s``.
         """
         try:
             self._start(handle)
             if not handle.is_done:
                 self._await(handle, self._timeout_s if timeout_s is None else timeout_s)
         except BaseException:
-            if not handle.is_done:  # the caller may use its tensors again
+            if not handle.is_done:  # the caller may change its tensors
                 self.comm.fail()
             raise
 
@@ -229,9 +250,9 @@ class Controller:
         def is_over() -> bool:
             if not handle.is_done and (waited_s := time.monotonic() - since) > limit_s:
                 raise RankLostError(
-                    f"rank {self.comm.rank} has waited {waited_s:.0f} s for the others to "
-                    f"submit {handle.name}, longer than HPCTRAIN_TIMEOUT={limit_s:g} "
-                    f"allows; see what they do, or set HPCTRAIN_TIMEOUT to more seconds"
+                    f"all ranks must submit {handle.name} within HPCTRAIN_TIMEOUT={limit_s:g} "
+                    f"seconds, but rank {self.comm.rank} has waited {waited_s:.0f} s for the "
+                    f"others; see the report of missing ranks, or increase HPCTRAIN_TIMEOUT"
                 )
             return handle.is_done
 
@@ -253,7 +274,7 @@ class Controller:
                 self._pass_on(drives=drives)
 
     def look(self) -> None:
-        """Do what can be done without waiting, where there is no thread for it."""
+        """Make progress without waiting, if there is no background thread."""
         with self._given_up:
             if self._is_driven or self._thread is not None:
                 return
@@ -265,7 +286,7 @@ class Controller:
                 self._pass_on(drives=True)
 
     def _fail_after(self, error: BaseException) -> None:
-        """Fail the communicator after an interrupt: the caller may use its tensors again."""
+        """Fail the communicator after an interrupt, because the caller may change its tensors."""
         if not isinstance(error, CommError):
             self.comm.fail()
 
@@ -278,7 +299,7 @@ class Controller:
             raise refusal
         try:
             progress.enter(handle)
-            if progress.broken is not None:  # meanwhile
+            if progress.broken is not None:  # another thread has failed meanwhile
                 progress.fail_all(progress.broken)
             if not is_awaited:
                 self._nudge()
@@ -287,7 +308,7 @@ class Controller:
             raise
 
     def _nudge(self) -> None:
-        """See to what has just been submitted, without waiting for it."""
+        """Make sure that a submitted operation is executed, without waiting for it."""
         if self._is_driven:
             if self._is_asleep:
                 self._post.ring()
@@ -298,12 +319,12 @@ class Controller:
                 self._set_timer(self._timer)
 
     def _set_timer(self, timer: Timer) -> None:
-        """Let the thread see to what is under way, unless somebody waits for it before."""
+        """Wake the thread after ``_delay_s``."""
         self._is_set = True
         timer.set(self._delay_s)
 
     def _start(self, handle: Handle) -> None:
-        """Carry out a repeated operation, or begin to, where nothing else is under way here."""
+        """Start a repeated operation on the fast path, if no other operation is in flight."""
         progress = self._progress
         if progress.fast_path is None:
             return
@@ -313,7 +334,7 @@ class Controller:
             self._is_driven = True
         try:
             progress.start(handle)
-        except BaseException as error:  # the others may go on with this rank or not
+        except BaseException as error:  # the other ranks may have committed the operation
             progress.break_down(error)
             raise
         finally:
@@ -321,17 +342,19 @@ class Controller:
                 self._pass_on(drives=True)
 
     def drop(self) -> None:
-        """End without the others, who may be lost. Not collective."""
+        """Close without the other ranks, which may be lost. Not collective."""
         self._is_open = False
-        self._refusal = self._refusal or HorovodInternalError("ranks of this process set are lost")
+        self._refusal = self._refusal or HorovodInternalError(
+            "a named operation needs all ranks of its process set, but some are lost"
+        )
         self._progress.shut_down()
         self._end_driving()
 
     def _end_driving(self) -> None:
-        """End the thread and wait for callers to go, as nothing can go on; nobody drives then."""
+        """End the thread, wait for callers to return, and let no other thread drive afterwards."""
         with self._given_up:
             self._may_drive = False
-            self._num_callers += 1  # so that this one is told
+            self._num_callers += 1  # the driver notifies only if there are callers
         self._post.ring()
         if self._thread is not None and self._timer is not None:
             self._timer.set(_BURST_S)
@@ -344,10 +367,10 @@ class Controller:
                 self._given_up.wait(TICK_S)
             self._is_driven = True
 
-    # -- for who has set _is_driven ---------------------------------------------------------
+    # -- called by the thread that has set _is_driven ---------------------------------------
 
     def _drive(self, is_over: Callable[[], bool]) -> None:
-        """Turn until it is over, or ``is_over`` raises; sleep while nothing happens."""
+        """Run the engine until ``is_over`` is True or raises; sleep while there is no work."""
         progress, post = self._progress, self._post
         if progress.broken is not None:
             progress.fail_all(progress.broken)
@@ -361,11 +384,11 @@ class Controller:
                     self._turn()
                 if is_over():
                     return
-                self._is_asleep = True  # from here on whoever submits rings
+                self._is_asleep = True  # from here on ``submit`` rings the doorbell
                 if not (progress.submitted or progress.to_ask):
                     post.sleep(TICK_S)
                 self._is_asleep = False
-        except BaseException as error:  # messages may be lost: nothing can go on
+        except BaseException as error:  # messages may be lost, so no later operation is safe
             progress.break_down(error)
             raise
 
@@ -375,7 +398,7 @@ class Controller:
                 self._given_up.notify_all()
 
     def _pass_on(self, *, drives: bool) -> None:
-        """Let another drive, if this one does or nobody; for who holds the lock."""
+        """Wake the next driver, unless another thread drives. The caller holds the lock."""
         if drives:
             self._is_driven = self._is_asleep = False
         if self._is_driven:
@@ -408,7 +431,7 @@ class Controller:
                 self._is_driven = True
             try:
                 self._drive(self._is_unneeded)
-            except Exception as error:  # those who wait are told, and whoever asks next
+            except Exception as error:  # waiting and later callers get it from the engine
                 if not (isinstance(error, CommError) or is_loss(error)):
                     raise
             finally:
@@ -416,7 +439,7 @@ class Controller:
                     self._pass_on(drives=True)
 
     def _let_burst_pass(self) -> None:
-        """Wait while more and more is submitted: a program that submits needs Python's lock."""
+        """Wait until the burst of submissions ends: the program needs the GIL to submit."""
         for number in range(_MOST_PAUSES):
             last = [*self._progress.submitted][-1:]
             if not last or self._is_driven or self._num_callers:
@@ -426,7 +449,7 @@ class Controller:
             time.sleep(self._burst_s * 2**number)
 
     def _is_unneeded(self) -> bool:
-        """Say whether the thread lets go: for good, for a caller, or for a cycle."""
+        """Return True if the thread must stop driving: for a caller, a burst, or at the end."""
         progress = self._progress
         has_work = self._may_drive and progress.is_awaited
         return bool(self._num_callers or progress.submitted or not has_work)

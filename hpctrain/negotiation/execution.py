@@ -1,4 +1,4 @@
-"""Execution of what the ranks have decided: small reductions together, all else one by one."""
+"""Execution of decided operations: small reductions fused, all other operations one by one."""
 
 import math
 from collections import OrderedDict
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
     from hpctrain.negotiation.timeline import Timeline
 
 DIRECT_BYTES = 1 << 20
-"""Tensors from this size on are not fused: to copy them costs more than a message saves."""
+"""Minimum size of tensors that are not fused: the copy costs more than the saved message."""
 BUCKET_BYTES = 128 * KIB
-"""From here on a message lies in node memory: one copy less for two more meetings."""
-_MOST_VIEWS = 1 << 14  # views that are kept: making one costs as much as copying some KiB
+"""Minimum size of messages in node memory: one copy less, two more synchronizations."""
+_MOST_VIEWS = 1 << 14  # cached views; creating one costs as much as copying some KiB
 
 
 def runs(requests: Sequence[Request], fusion_bytes: int) -> list[list[int]]:
-    """Return the numbers of requests that are carried out together, each once, in order.
+    """Return the indices of the requests that are executed together, each once, in order.
 
-    A function of the signatures alone, so the same on all ranks. All-reduces of one dtype,
-    operation and factors are put together, in their order, up to ``fusion_bytes``, where the first
-    of them has its place; everything else is alone, and so is a request of several dtypes. A
-    request is never cut.
+    The result depends on the signatures only, so it is the same on all ranks. All-reduces of the
+    same dtype, operation and factors are fused up to ``fusion_bytes``, at the position of the
+    first of them. All other requests, and requests of several dtypes, are executed alone. A
+    request is never split.
     """
     found: list[list[int]] = []
     filling: dict[Hashable, tuple[list[int], int]] = {}
@@ -59,7 +59,7 @@ def runs(requests: Sequence[Request], fusion_bytes: int) -> list[list[int]]:
 
 
 def fusible_bytes(request: Request) -> int | None:
-    """Return the bytes of a request that may share a message with others; None if it may not."""
+    """Return the bytes of a request that can be fused with others; None if it cannot."""
     signature = request.signature
     if signature.kind is not Kind.ALLREDUCE or signature.op is ReduceOp.ADASUM:
         return None
@@ -73,10 +73,13 @@ def fusible_bytes(request: Request) -> int | None:
 
 
 class FusionBuffer:
-    """Memory that holds buckets of tensors of some dtype, one bucket at a time."""
+    """Memory for one bucket of tensors of one dtype at a time; allocated when first used.
+
+    Args:
+        comm: communicator that reduces the buckets.
+    """
 
     def __init__(self, comm: "Communicator") -> None:
-        """Take the communicator over which messages are reduced; nothing is made yet."""
         self._comm = comm
         self._memory: Bucket | None = None
         self._buckets: OrderedDict[Hashable, TensorBucket] = OrderedDict()
@@ -85,14 +88,20 @@ class FusionBuffer:
     def bucket_for(self, tensors: Sequence[Tensor], shapes: Hashable) -> TensorBucket:
         """Return a bucket for ``tensors`` of one dtype; valid until the next call.
 
-        Collective: the buffer grows where it has to, on all ranks at once. ``NodeMemoryError``, on
-        every rank, if there is not enough memory.
+        Collective: the buffer grows on all ranks at once, if necessary.
+
+        Args:
+            tensors: tensors of one dtype.
+            shapes: hashable value that identifies their shapes; key of the cache.
+
+        Raises:
+            NodeMemoryError: on every rank, if a node has not enough memory.
         """
         dtype = tensors[0].dtype
         key = (dtype, shapes)
         found = self._buckets.get(key)
         if found is None:
-            # Made outside of inference mode: what is made inside it cannot be written later.
+            # Tensors that are created in inference mode cannot be written outside of it.
             with torch.inference_mode(mode=False):
                 found = self._lay_out(dtype, tensors)
             self._keep(key, found)
@@ -109,9 +118,9 @@ class FusionBuffer:
         return bucket
 
     def _enough(self, num_bytes: int) -> Bucket:
-        """Return a bucket that has at least so many bytes."""
+        """Return a bucket of at least ``num_bytes`` bytes."""
         if self._memory is None or self._memory.numel < num_bytes:
-            self._buckets.clear()  # they look at the memory that goes
+            self._buckets.clear()  # they are views of the memory that is freed
             self._num_views = 0
             self._memory = None
             size = MIB
@@ -131,12 +140,17 @@ class FusionBuffer:
 
 
 class Phases:
-    """The operations that are carried out together, from their start to their end."""
+    """Record the phases of operations that are executed together in a timeline.
+
+    Args:
+        comm: communicator whose traffic is recorded.
+        timeline: None records nothing.
+        handles: the operations.
+    """
 
     def __init__(
         self, comm: "Communicator", timeline: "Timeline | None", handles: Sequence["Handle"]
     ) -> None:
-        """Begin; without a timeline nobody hears of it."""
         self._comm, self._timeline, self._handles = comm, timeline, handles
         self._before: Traffic | None = None
         if timeline is None:
@@ -145,10 +159,10 @@ class Phases:
             request = handle.request
             num_bytes = sum(tensor.nbytes for tensor in request.tensors)
             timeline.begin(handle.name, request.kind.name, num_bytes)
-        timeline.flush()  # it may be the last that this process does
+        timeline.flush()  # the process may die in the operation
 
     def enter(self, phase: str) -> None:
-        """Leave the phase before, if there was one, for this one."""
+        """End the previous phase, if any, and begin ``phase``."""
         if self._timeline is not None:
             self._leave(self._timeline)
             for handle in self._handles:
@@ -156,12 +170,12 @@ class Phases:
             self._before = self._comm.traffic()
 
     def end(self) -> None:
-        """Say that it is over."""
+        """Record the end of the operations."""
         if self._timeline is not None:
             self._leave(self._timeline)
             for handle in self._handles:
                 self._timeline.end(handle.name)
-            self._timeline.flush()  # before anybody hears of the result
+            self._timeline.flush()  # before a caller gets the result
 
     def _leave(self, timeline: "Timeline") -> None:
         if self._before is not None:
@@ -172,10 +186,14 @@ class Phases:
 
 
 class Executor:
-    """Carries out batches that are the same on all ranks; used by one thread at a time."""
+    """Execute batches of operations, which are the same on all ranks. Not thread-safe.
+
+    Args:
+        comm: communicator of the operations.
+        fusion_bytes: maximum size of a fused message, the same on all ranks; 0 disables fusion.
+    """
 
     def __init__(self, comm: "Communicator", *, fusion_bytes: int = 64 * MIB) -> None:
-        """Fuse reductions into messages of ``fusion_bytes``, the same on all ranks; 0 for none."""
         self._fusion_bytes = fusion_bytes
         self._comm = comm
         self._buffer = FusionBuffer(comm)
@@ -187,17 +205,21 @@ class Executor:
         timeline: "Timeline | None" = None,
         batch: "OperationBatch | None" = None,
     ) -> None:
-        """Carry out the requests of ``handles`` and give each its result, or its error.
+        """Execute the requests of ``handles`` and store each result, or error, in its handle.
 
-        Collective: the requests of all ranks have the same signatures, in the same order. An
-        operation that fails takes those along with which it shared a message; the others go on,
-        except after the loss of a rank. ``batch``, which may come again, remembers what shares a
-        message.
+        Collective: the requests of all ranks have the same signatures, in the same order. If an
+        operation fails, all operations of the same message fail; later ones are executed, unless
+        a rank was lost.
+
+        Args:
+            handles: the operations.
+            timeline: timeline to record, or None.
+            batch: batch of the operations; caches which of them share a message.
         """
         found = batch.runs if batch is not None else None
         if found is None:
             found = runs([handle.request for handle in handles], self._fusion_bytes)
-            if batch is not None and len(batch.entries) == len(handles):  # nothing has failed
+            if batch is not None and len(batch.entries) == len(handles):  # no operation has failed
                 batch.runs = found
         lost: RankLostError | None = None
         for run in found:
@@ -226,8 +248,8 @@ class Executor:
                     function, phase = _ALONE[request.kind]
                     phases.enter(phase)
                     results = [function(self._comm, request)]
-        except Exception as error:  # for those who wait
-            if not isinstance(error, CommError):  # the other ranks may have carried it out
+        except Exception as error:  # ``wait`` raises the error
+            if not isinstance(error, CommError):  # the other ranks may have executed the operation
                 self._comm.fail()
             for handle in handles:
                 handle.fail(error)
@@ -241,7 +263,7 @@ class Executor:
     # -- reductions -------------------------------------------------------------------------
 
     def _repeated(self, handles: "list[TensorHandle]", phases: Phases) -> None:
-        """Reduce small tensors in place, of which there may be thousands; see ``runs``."""
+        """Reduce thousands of small tensors in place with little overhead; see ``runs``."""
         tensors = [handle.tensor for handle in handles]
         how = self._recipe(handles[0].request)
         shapes = tuple([handle.repeated.signature.shapes for handle in handles])
@@ -250,8 +272,8 @@ class Executor:
             handle.is_done = True
 
     def _allreduce(self, requests: Sequence[Request], phases: Phases) -> list[Result]:
-        """Reduce requests of one operation and factors; of several dtypes only if it is one."""
-        results: list[Result] = [  # where they will be
+        """Reduce requests of one operation and factors; several dtypes only of one request."""
+        results: list[Result] = [
             each.tensors if each.in_place else [_empty(tensor) for tensor in each.tensors]
             for each in requests
         ]
@@ -270,7 +292,7 @@ class Executor:
     def _together(
         self, given: list[Tensor], taken: list[Tensor], request: Request, phases: Phases
     ) -> None:
-        """Reduce ``given``, of one dtype, into ``taken``, as ``request`` wants it."""
+        """Reduce ``given``, of one dtype, into ``taken``, with the operation of ``request``."""
         how = self._recipe(request, given[0].dtype)
         if request.signature.op is ReduceOp.ADASUM:
             self._adasum(given, taken, how, phases)
@@ -288,7 +310,7 @@ class Executor:
             reduce_(self._comm, taken[number], how)
 
     def _recipe(self, request: Request, dtype: torch.dtype | None = None) -> Recipe:
-        """Return how to do it; ``dtype`` if there are several."""
+        """Return the recipe of a request; ``dtype`` selects one of several dtypes."""
         _, dtypes, _, op, prescale, postscale, _, _ = request.signature
         assert op is not None
         return recipe(dtype or dtypes[0], op, prescale, postscale, self._comm.size)
@@ -301,7 +323,7 @@ class Executor:
         phases: Phases,
         shapes: Hashable,
     ) -> None:
-        """Reduce ``given``, of these shapes, as one into ``taken``."""
+        """Reduce ``given`` in one message and store the results in ``taken``."""
         bucket = self._buffer.bucket_for(given, shapes)
         phases.enter("MEMCPY_IN_FUSION_BUFFER")
         bucket.pack(given)
@@ -326,12 +348,12 @@ class Executor:
 
 
 def _empty(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor of the same shape, whatever is in it."""
+    """Return an uninitialized contiguous tensor of the same shape and dtype."""
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
 def _portions(tensors: Sequence[Tensor], most_bytes: int) -> list[list[int]]:
-    """Cut the numbers of tensors into runs of ``most_bytes``; a large one is by itself."""
+    """Split the indices of tensors into runs of at most ``most_bytes``; large ones are alone."""
     portions: list[list[int]] = []
     filling: list[int] | None = None
     filled = 0
@@ -349,12 +371,12 @@ def _portions(tensors: Sequence[Tensor], most_bytes: int) -> list[list[int]]:
 
 
 def _allgather(comm: "Communicator", request: Request) -> Result:
-    """Return the rows of all ranks, by rank."""
+    """Return the rows of all ranks, in the order of the ranks."""
     return [_joined(comm.all_gather(tensor.detach())) for tensor in request.tensors]
 
 
 def _alltoall(comm: "Communicator", request: Request) -> Result:
-    """Return the rows that the ranks have for this one, by rank, and how many each had."""
+    """Return the rows received from all ranks, and the number of rows from each rank."""
     rows = request.tensors[0].detach()
     splits = request.splits
     if splits is None:
@@ -365,7 +387,7 @@ def _alltoall(comm: "Communicator", request: Request) -> Result:
 
 
 def _broadcast(comm: "Communicator", request: Request) -> Result:
-    """Return the tensors of the root."""
+    """Return the tensors of the root rank."""
     root = request.signature.root
     assert root is not None
     results = []
@@ -381,7 +403,7 @@ def _broadcast(comm: "Communicator", request: Request) -> Result:
 
 
 def _reducescatter(comm: "Communicator", request: Request) -> Result:
-    """Return this rank's rows of the reduced tensors; the first ranks have one more."""
+    """Return this rank's rows of the reduced tensors; the first ranks get the remainder."""
     _, _, _, op, prescale, postscale, _, _ = request.signature
     assert op is not None
     results = []
@@ -395,7 +417,7 @@ def _reducescatter(comm: "Communicator", request: Request) -> Result:
 
 
 def _barrier(comm: "Communicator", _: Request) -> Result:
-    """Return nothing, when all ranks are here."""
+    """Wait for all ranks; return no tensors."""
     comm.barrier()
     return []
 
@@ -411,4 +433,4 @@ _ALONE: dict[Kind, tuple[Callable[["Communicator", Request], Result], str]] = {
     Kind.REDUCESCATTER: (_reducescatter, "MPI_REDUCESCATTER"),
     Kind.BARRIER: (_barrier, "BARRIER"),
 }
-"""What carries out an operation that shares no message, and what a timeline calls it."""
+"""Function of each kind of operation that is not fused, and its title in a timeline."""

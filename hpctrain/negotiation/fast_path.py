@@ -6,7 +6,7 @@ one word for all; else it aborts, by a word for each. A commit costs one word up
 no rank waits for another afterwards. The most frequent operation, a reduction of one tensor, is
 complete then except for the sum, as each rank has written its values into its slot before. An
 aborted operation is announced by control messages, as is everything while a rank waits for an
-answer to one; rank 0 takes part in both, so all operations have one order.
+answer to one. Rank 0 participates in both protocols, so all operations have one order.
 
 Between nodes their first ranks vote: an all-reduce of small messages that carry the number of the
 prepared operation and partial sums. A rank that receives another number, or a refusal, sends a
@@ -72,31 +72,35 @@ _NOTHING, _WAITS, _ABORTED = 0, -1, -2  # words of ranks that have prepared noth
 _VOTE_ALGORITHM = "doubling"
 """It sends as many messages for any size: a node that refuses does not know the size."""
 _REFUSED = -1
-_CALL = b""  # of a node that receives votes before it votes
+_CALL = b""  # sent by a node that receives before it sends
 _NUMBER_BYTES = 8
 
-_MAX_KNOWN = 4096  # operations that are kept, with their views of the slots
-_NUM_POLLS = 20  # at least, before a rank that shares its core sleeps
+_MAX_KNOWN = 4096  # cached operations, with their views of the slots
+_NUM_POLLS = 20  # minimum, before a rank that shares its core sleeps
 _MOVE_BYTES = 4 * KIB
-"""Up to this size values are moved as bytes: torch takes half a microsecond more to dispatch."""
-_PLAIN = Tensor, torch.nn.Parameter  # classes that have their values where ``data_ptr`` says
+"""Maximum size of values that are copied as bytes: dispatch by torch takes 0.5 us more."""
+_PLAIN = Tensor, torch.nn.Parameter  # classes whose values are stored at ``data_ptr``
 _VOTE_BYTES = 128 * KIB
-"""Up to this size, over all its ranks, a node's sum is sent with its vote: larger messages wait
-for each other on slow links."""
+"""Maximum size, summed over the ranks of a node, of values that are sent with a vote: larger
+messages delay each other on slow links."""
 
 
 class Ballot(NamedTuple):
-    """Values of a node to be combined with those of all others; flat and contiguous."""
+    """Values of a node, to be combined with the values of all other nodes; flat, contiguous."""
 
     values: Tensor
     how: Combination
 
 
-_BLANK = Ballot(torch.zeros(1), combination(torch.float32, Op.SUM))  # of a vote without values
+_BLANK = Ballot(torch.zeros(1), combination(torch.float32, Op.SUM))  # for a vote without values
 
 
 class NodeVotes(Wire):
-    """The votes of one node, on its first rank; one thread at a time."""
+    """The votes of one node, on its first rank. Not thread-safe.
+
+    Args:
+        channel: channel of the node, with a network to the first ranks of the other nodes.
+    """
 
     def __init__(self, channel: NodeChannel) -> None:
         assert channel.network is not None
@@ -111,11 +115,11 @@ class NodeVotes(Wire):
         self.is_open = False  # this node has voted, and the outcome is not known
 
     def start(self, number: int, ballot: Ballot = _BLANK) -> None:
-        """Vote for ``number``; its values are combined with those of all nodes, in place."""
+        """Vote for ``number``; combine the values of all nodes in place."""
         self.is_open, self._number = True, number
         self._steps, sent = allreduce_steps(_VOTE_ALGORITHM, self, *ballot), self.num_bytes_sent
         self._awaited = next(self._steps, None)
-        if self.num_bytes_sent == sent:  # the other end waits for nobody, and could not know
+        if self.num_bytes_sent == sent:  # the peer does not wait yet, and must learn of the vote
             self._network.send(self._leaders[self._awaited[1]], _CALL, is_vote=True)
 
     def outcome(self) -> bool | None:
@@ -130,7 +134,7 @@ class NodeVotes(Wire):
         return self._number != _REFUSED
 
     def continue_refused(self, *, refuse: bool) -> None:
-        """Continue a vote that was refused; ``refuse`` one that others have started, if any."""
+        """Continue a refused vote; with ``refuse``, refuse a vote that others have started."""
         self._network.read_votes()
         if refuse and not self.is_open and any(self._inboxes):
             self.start(_REFUSED)
@@ -153,11 +157,11 @@ class NodeVotes(Wire):
         return tensor, source
 
     def finish(self, transfer: tuple[Tensor, int]) -> None:
-        """Raise: no caller waits for a vote here."""
+        """Raise: votes are polled, never waited for."""
         raise NotImplementedError
 
     def is_finished(self, transfer: tuple[Tensor, int]) -> bool:
-        """Take a vote, if it has arrived."""
+        """Process the next vote of the source; return False if it has not arrived."""
         tensor, source = transfer
         inbox, message = self._inboxes[source], _CALL
         while message is _CALL:
@@ -173,7 +177,7 @@ class NodeVotes(Wire):
 
 
 class PathState(enum.Enum):
-    """What a rank does on the fast path; see the module."""
+    """State of a rank on the fast path; see the module docstring."""
 
     IDLE = enum.auto()
     BUSY = enum.auto()
@@ -181,15 +185,18 @@ class PathState(enum.Enum):
     VOTING = enum.auto()
 
 
-_IDLE, _BUSY, _PREPARED, _VOTING = PathState  # to look one up in an Enum takes 50 ns
+_IDLE, _BUSY, _PREPARED, _VOTING = PathState  # a lookup in an Enum takes 50 ns
 
 
 class NodeCommit:
-    """This rank's part of the agreement; one thread at a time.
+    """This rank's part of the agreement on one node. Not thread-safe.
 
-    The word of a rank holds what it has prepared, and the number of commits before, which is the
-    same on all ranks, so a word of the past has no effect. That rank stores the word, or rank 0
-    while the rank waits. The word of rank 0 is the number of commits.
+    The word of a rank contains the number of its prepared operation and the number of earlier
+    commits, which is the same on all ranks, so an old word has no effect. The rank stores the
+    word, or rank 0 while the rank waits. The word of rank 0 is the number of commits.
+
+    Args:
+        channel: words, doorbells and tree of the node.
     """
 
     def __init__(self, channel: NodeChannel) -> None:
@@ -203,28 +210,33 @@ class NodeCommit:
         self._ballot: Callable[[], Ballot] | None = None
         self._is_root = channel.tree.parent is None
         self._place = WORDS * channel.tree.rank
-        self._others = channel.words[WORDS::WORDS]  # one read of all: some 30 ns a rank
+        self._others = channel.words[WORDS::WORDS]  # read in one copy, about 30 ns per rank
         self._num_others = len(self._others)
         self._word = _NOTHING
 
     def prepare(self, number: int, ballot: Callable[[], Ballot] | None = None) -> None:
-        """Publish that this rank is ready for operation ``number``: its data are written.
+        """Publish that this rank is ready for an operation and has written its data. Local.
 
-        Until ``poll`` returns a verdict this rank starts nothing in which others take part. Rank 0
-        calls ``ballot`` for the values of the node's vote once all its ranks are ready.
+        Until ``poll`` returns a verdict, this rank must not start any collective operation.
+
+        Args:
+            number: number of the operation.
+            ballot: returns the values of the node's vote; rank 0 calls it once all ranks of the
+                node are ready.
         """
         self._ballot, self.state = ballot, _PREPARED
         self._word = word = self.num_commits << _NUMBER_BITS | number + 1
         if not self._is_root:
             if self._fence is not None:
-                self._fence()  # the data first; before them, the loads of those of the others
+                self._fence()  # own data, and loads of other ranks' data, before the word
             self._words[self._place] = word
             self._ring_root()
 
     def poll(self) -> bool | None:
-        """Return True once this rank's operation is committed, False if it never will be.
+        """Return True if this rank's operation is committed, False if aborted, None if neither.
 
-        After a commit the data of all ranks may be read, until each prepares the next but one.
+        After a commit, the data of all ranks are valid until a rank prepares the next operation
+        but one.
         """
         if self.state is not _PREPARED:
             return self._outcome() if self.state is _VOTING else False
@@ -236,17 +248,18 @@ class NodeCommit:
         return None if self._words[self._place] == self._word else self._aborted()
 
     def withdraw(self) -> bool:
-        """Take back what rank 0 has prepared, if that is possible; return whether it was."""
+        """Withdraw the operation that rank 0 has prepared; return False if that is impossible."""
         if not self._is_root or self.state is not _PREPARED:
             return False
         self.state = _IDLE
         return True
 
     def set_busy(self, *, busy: bool) -> None:
-        """Publish whether this rank waits for control messages; nothing is committed meanwhile.
+        """Publish whether this rank waits for control messages, which prevents commits. Local.
 
-        To be called before the message is sent, before others can know the answer, and whenever
-        rank 0 was woken meanwhile: it aborts what would wait for it in vain.
+        The caller must call this method before the message is sent, before other ranks can
+        receive the answer, and whenever rank 0 was woken while busy: rank 0 then aborts
+        operations that other ranks have prepared.
         """
         was_busy = self.state is _BUSY
         if not (busy or was_busy) and self._votes is None:
@@ -260,7 +273,7 @@ class NodeCommit:
                 self._votes.continue_refused(refuse=busy)
         elif busy is not was_busy:
             self._words[self._place] = _WAITS if busy else _NOTHING
-            if busy and not self._is_child_of_root:  # else rank 0 gets the control message
+            if busy and not self._is_child_of_root:  # a child sends its control message to rank 0
                 self._ring_root()
 
     def _poll_words(self) -> bool | None:
@@ -276,7 +289,7 @@ class NodeCommit:
         return None
 
     def _vote(self, votes: NodeVotes) -> bool | None:
-        """Vote, once no earlier vote is in flight, which this node has refused."""
+        """Vote, unless an earlier vote that this node has refused is still in flight."""
         if votes.is_open and votes.outcome() is None:
             return None
         self.state = _VOTING
@@ -322,34 +335,34 @@ class NodeCommit:
 
 
 class Known(NamedTuple):
-    """A repeated operation, the same on all ranks."""
+    """Repeated operation, the same on all ranks."""
 
-    entry: Entry  # what all ranks know it as
-    signature: Signature  # the same as in requests of this rank
+    entry: Entry  # entry of the operation in the cache
+    signature: Signature  # the same object as in requests of this rank
     number: int
     slots: tuple[tuple[Tensor, ...], ...] = ()
-    """By turn and rank, in the shape of the tensor, of a reduction that is only a sum; else none,
-    and a commit means that all ranks start."""
+    """Views of the slots, by turn and rank, in the shape of the tensor, for a plain sum of one
+    tensor. Otherwise empty: all ranks execute the operation after the commit."""
     how: Combination | None = None
     scale: float | None = None
     num_bytes: int = 0
-    own: tuple[int, ...] = ()  # addresses of this rank's slots, by turn, if few bytes go there
+    own: tuple[int, ...] = ()  # addresses of this rank's slots, by turn, for small values
 
 
 class FastPath:
-    """The operations of this rank that use the fast path; for the thread that drives the engine.
+    """Operations of this rank on the fast path; used by the thread that drives the engine.
 
     Args:
         comm: communicator whose ranks share node memory.
-        post: its mailboxes, which have a ``channel``.
-        cache: the numbers of operations.
+        post: mailboxes of ``comm``, with a ``channel``.
+        cache: numbers of the operations.
     """
 
     def __init__(self, comm: "Communicator", post: "Mailbox", cache: "ResponseCache") -> None:
         assert post.channel is not None
         assert comm.node is not None
         self.commit = NodeCommit(post.channel)
-        # A listener is called for each method of the communicator, so sums take those.
+        # Listeners are called by methods of the communicator, so sums must use these methods.
         self._is_observed = isinstance(comm, ObservedCommunicator)
         self._size, self._node, self._pace, self._cache = comm.size, comm.node, post.pace, cache
         self._plan: Plan = post.channel.plan
@@ -357,7 +370,7 @@ class FastPath:
         self._known: dict[str, Known] = {}
 
     def known(self, name: str, signature: Signature) -> Known | None:
-        """Return what all ranks know of an operation of this name; None if it is new."""
+        """Return the known operation of this name and signature; None if it is new."""
         known = self._known.get(name)
         if (
             known is not None
@@ -375,7 +388,7 @@ class FastPath:
         return known
 
     def prepare(self, known: Known, handle: Handle) -> None:
-        """Prepare an operation; then nothing else until ``commit.poll`` returns a verdict."""
+        """Prepare an operation; prepare no other until ``commit.poll`` returns a verdict."""
         if not known.slots:
             self.commit.prepare(known.number)
             return
@@ -393,7 +406,7 @@ class FastPath:
         self.commit.prepare(known.number, ballot)
 
     def poll_awake(self) -> bool | None:
-        """Return what ``commit.poll`` returns within the time that a rank stays awake."""
+        """Call ``commit.poll`` until it returns a verdict or the spin time of the rank is over."""
         poll, pace = self.commit.poll, self._pace
         for _ in range(_NUM_POLLS):
             if (verdict := poll()) is not None:
@@ -401,21 +414,21 @@ class FastPath:
         start = time.perf_counter()
         while (waited_s := time.perf_counter() - start) < pace.spin_s + pace.yield_s:
             if waited_s > pace.spin_s and self.commit.state is not _VOTING:
-                yield_core()  # MPI yields by itself, if it should
+                yield_core()  # during a vote MPI yields the core
             if (verdict := poll()) is not None:
                 return verdict
         return None
 
     def reduced(self, known: Known, handle: Handle) -> Result:
-        """Return the sum of what all ranks have prepared and rank 0 has committed."""
+        """Return the sum of the committed values of all ranks."""
         node, tensor, how = self._node, handle.tensor, known.how
         parts = list(known.slots[node.turn])
         node.end_turn((1 + len(parts)) * known.num_bytes)
         given = tensor.detach() if tensor.requires_grad else tensor
         if self._num_nodes > 1:
-            del parts[1:]  # the first is the sum
+            del parts[1:]  # the first part is the sum
         elif node.local_rank < 2:
-            parts[node.local_rank] = given  # one stream less than from the slot
+            parts[node.local_rank] = given  # the tensor is read anyway: one memory stream less
         result, is_in_place = given, handle.is_in_place
         if not is_in_place:
             result = torch.empty_like(given, memory_format=torch.contiguous_format)
@@ -424,14 +437,14 @@ class FastPath:
         return (tensor if is_in_place else result,)
 
     def _ballot(self, known: Known) -> Ballot:
-        """Sum over the node, into the first rank's slot."""
+        """Sum the values of the node into the slot of its first rank."""
         parts = known.slots[self._node.turn]
         assert known.how is not None
         combine_to(parts[0], parts, known.how, None)
         return Ballot(parts[0].view(-1), known.how)
 
     def _reduction(self, known: Known) -> Known:
-        """Add what a reduction needs that is only a sum, of values that fit a slot."""
+        """Add the slots, if the operation is a plain sum of values that fit a slot."""
         kind, dtypes, shapes, op, prescale, postscale, _, _ = known.signature
         if kind is not Kind.ALLREDUCE or op is None or op is ReduceOp.ADASUM or len(dtypes) > 1:
             return known
@@ -450,7 +463,7 @@ class FastPath:
         return known._replace(slots=views, how=how, scale=what.scale, num_bytes=num_bytes, own=own)
 
     def _is_direct(self, num_bytes: int, how: Combination) -> bool:
-        """Return whether the plan sums so many bytes in the order in which it is done here."""
+        """Return True if the plan sums this size in the same order as the fast path."""
         path = self._plan.tensors.at(num_bytes)
         if self._num_nodes == 1:
             return path == "direct"

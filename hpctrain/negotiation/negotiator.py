@@ -1,4 +1,4 @@
-"""The negotiator: announcements in, decisions out, the same on every rank."""
+"""Negotiator: collects announcements, and returns the same decisions on every rank."""
 
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
@@ -15,15 +15,19 @@ if TYPE_CHECKING:
 
 
 class Negotiator:
-    """This rank's part of a protocol along a tree of ranks; it sends and waits for nothing itself.
+    """Agree on the order of operations along a tree of ranks; performs no communication itself.
 
-    A rank reports an operation to its parent once it and all ranks below have announced it. What
-    reaches the root so is ready; the root decides, and tells everybody downwards. Operations that
-    were decided before have numbers (``ResponseCache``), so that any number of them are one vector
-    of bits: of 1000 ranks and 100 operations, 1998 messages of 18 bytes. A rank that has joined
-    counts as having announced everything.
+    A rank reports an operation to its parent once the rank and all ranks below have announced the
+    operation. Operations that are complete at the root are ready; the root sends its decision down
+    the tree. Operations that were decided before have numbers (``ResponseCache``), so that any
+    number of them is one bit vector: for 1000 ranks and 100 operations, 1998 messages of 18 bytes.
+    A rank that has joined counts as having announced every operation.
 
     Messages between two ranks must arrive in the order in which they were sent. Not thread-safe.
+
+    Args:
+        tree: this rank's place in the tree.
+        num_slots: maximum number of operations that have numbers.
     """
 
     def __init__(self, tree: "Tree", *, num_slots: int = NUM_SLOTS) -> None:
@@ -33,12 +37,12 @@ class Negotiator:
         self.cache = ResponseCache(num_slots)
         """The numbers of operations."""
         self._tally = PendingTable(tree.rank, len(tree.children), self.cache)
-        self._announced: dict[str, int] = {}  # in order; the number, or -1
-        self._own_slots: list[int] = []  # of them, those that the table has not got yet
+        self._announced: dict[str, int] = {}  # in order of announcement; the number, or -1
+        self._own_slots: list[int] = []  # announced, not added to the table
         self._is_changed = False
         self._out: list[tuple[int, bytes]] = []
         self._batches: list[OperationBatch] = []
-        self._joins: list[int] = []  # at the root all so far, elsewhere those not yet reported
+        self._joins: list[int] = []  # at the root all, elsewhere not reported
         self._is_join_reported = False
         self._is_introduced = False
         self._ready_bits, self._ready_names = 0, dict[str, list[Part]]()  # at the root
@@ -49,15 +53,19 @@ class Negotiator:
     # -- this rank --------------------------------------------------------------------------
 
     def announce(self, name: str, signature: Signature) -> None:
-        """Say that this rank has submitted an operation; the last one of this name is decided.
+        """Announce that this rank has submitted an operation. Local.
 
-        ``CommError`` if this rank has joined.
+        No earlier operation of this name may be undecided.
+
+        Raises:
+            CommError: this rank has joined.
         """
         tally = self._tally
         if tally.joined[OWN]:
             raise CommError(
-                f'a rank that has joined takes no part until all have joined, got "{name}" on '
-                f"rank {self._tree.rank}; submit it before join() or after join() has returned"
+                f"a rank that has joined must not submit operations until all have joined, but "
+                f'rank {self._tree.rank} submitted "{name}"; submit it before join() or after '
+                f"join() has returned"
             )
         assert name not in self._announced
         self._is_changed = True
@@ -70,7 +78,7 @@ class Negotiator:
             tally.add_name(OWN, name, [(signature, None)])
 
     def announce_many(self, repeated: Sequence[Repeated | None]) -> bool:
-        """Do what ``announce`` does for operations that all have numbers, else nothing."""
+        """Announce operations if all of them have numbers; return False otherwise."""
         known = None if self._tally.joined[OWN] else self.cache.numbers_of(repeated)
         if known is None:
             return False
@@ -80,27 +88,27 @@ class Negotiator:
         return True
 
     def join(self) -> None:
-        """Count this rank for everything, until all ranks have joined."""
+        """Count this rank as having announced every operation, until all ranks have joined."""
         if not self._tally.joined[OWN]:
             self._is_changed = True
             self._joins.append(self._tree.rank)
             self._tally.join(OWN)
 
     def ask(self, question: object) -> None:
-        """Bring a (picklable) question to all ranks."""
+        """Queue a picklable question to all ranks."""
         self._asked.append(question)
 
     def answer(self, answer: object) -> None:
-        """Bring a (picklable) answer to the root."""
+        """Queue a picklable answer to the root."""
         self._answers.append((self._tree.rank, answer))
 
     def decided(self) -> list[OperationBatch]:
-        """Return the batches to carry out now, each once."""
+        """Return the batches to execute now; each batch is returned once."""
         batches, self._batches = self._batches, []
         return batches
 
     def pending(self) -> Collection[str]:
-        """Return what this rank has announced and is not decided, oldest first; a live view."""
+        """Return a live view of the announced, undecided operations, oldest first."""
         return self._announced.keys()
 
     @property
@@ -109,12 +117,12 @@ class Negotiator:
         return bool(self._announced or self._batches) or self._tally.joined[OWN]
 
     def questions(self) -> list[object]:
-        """Return what was asked, each question once."""
+        """Return the received questions; each question is returned once."""
         questions, self._questions = self._questions, []
         return questions
 
     def answers(self) -> list[tuple[int, object]]:
-        """Return the answers and who gave them, each once; on the root."""
+        """Return the received answers and their ranks, each once; empty except on the root."""
         if not self._is_root:
             return []
         answers, self._answers = self._answers, []
@@ -123,7 +131,7 @@ class Negotiator:
     # -- messages ---------------------------------------------------------------------------
 
     def receive(self, source: int, message: bytes) -> None:
-        """Take what a neighbour has sent."""
+        """Process a message of a neighbour in the tree."""
         kind = message[0]
         if kind == messages.BITS:
             self._is_changed = True
@@ -140,7 +148,7 @@ class Negotiator:
                 self._apply_slots(message, messages.unpack_slots(message))
 
     def outbox(self, *, decide: bool = True) -> list[tuple[int, bytes]]:
-        """Return what to send now: receivers and messages; the root decides what is ready."""
+        """Return receivers and messages to send now; on the root, decide ready operations."""
         if self._own_slots:
             self._tally.add_bits(OWN, bits_of(self._own_slots))
             self._own_slots = []
@@ -152,7 +160,7 @@ class Negotiator:
                 self._ready_names.update(names)
             if decide:
                 self._decide()
-            if self._asked:  # after the decision: a question may end what is not decided
+            if self._asked:  # after the decision: a question may fail undecided operations
                 self._send_down(messages.pack(messages.QUESTIONS, self._asked))
                 self._questions += self._asked
                 self._asked = []
@@ -182,7 +190,7 @@ class Negotiator:
         self._answers += report.answers
 
     def _report(self) -> None:
-        """Tell the parent what is complete here."""
+        """Report to the parent the operations that all ranks of this subtree have announced."""
         parent = self._tree.parent
         assert parent is not None
         self._is_changed = False
@@ -207,7 +215,7 @@ class Negotiator:
     # -- the root ---------------------------------------------------------------------------
 
     def _decide(self) -> None:
-        """Make one batch of everything that is ready, in the order of this rank."""
+        """Make one batch of all ready operations, in the order of announcement on this rank."""
         join_over = self._joins[-1] if self._joins and self._is_all_joined() else None
         bits, names = self._ready_bits, self._ready_names
         if not (bits or names or join_over is not None):
@@ -244,7 +252,7 @@ class Negotiator:
     # -- downwards --------------------------------------------------------------------------
 
     def _apply_slots(self, message: bytes, slots: list[int]) -> None:
-        """Take a batch of operations that have numbers, announced by all."""
+        """Apply a decision on operations with numbers."""
         batch = self.cache.batch(message, slots)
         for entry in batch.entries:
             del self._announced[entry.name]
@@ -252,7 +260,7 @@ class Negotiator:
         self._batches.append(batch)
 
     def _apply(self, items: "Sequence[Entry | int]", join_over: int | None) -> None:
-        """Take any batch, of entries and numbers: first forget what it decides, then number."""
+        """Apply a decision on entries and numbers: clear the decided operations, then number."""
         known, numbers = self.cache.entries, self.cache.numbers
         entries = [known[item] if isinstance(item, int) else item for item in items]
         names = [entry.name for entry in entries]
@@ -268,13 +276,13 @@ class Negotiator:
                 self.cache.put(item.name, item.signature)
 
 
-_NUM_SHOWN = 3  # tensors of a group that are described: the first ones that differ
+_NUM_SHOWN = 3  # maximum number of differing tensors in a message
 
 Given = Sequence[tuple[Signature, Sequence[int]]]  # each description and the ranks that gave it
 
 
 def disagreement(name: str, given: Given) -> str:
-    """Say who gave what for ``name``."""
+    """Return an error message with the description of ``name`` on each rank."""
     signatures, note = _differing([signature for signature, _ in given])
     texts = [signature.describe() for signature in signatures]
     if len(set(texts)) < len(texts):
@@ -291,18 +299,18 @@ def disagreement(name: str, given: Given) -> str:
 
 
 def missing_root(name: str, signature: Signature, given: Sequence[int]) -> str | None:
-    """Say that the root of a broadcast has joined, if ``given`` lacks it."""
+    """Return an error message if the root of a broadcast has joined, else None."""
     if signature.kind is not Kind.BROADCAST or signature.root in given:
         return None
     return (
-        f'the root of a broadcast must take part in it, "{name}" is to come from rank '
-        f"{signature.root}, which has joined; let that rank join after its last broadcast, or "
+        f'the root of a broadcast must submit it, but the root of "{name}" is rank '
+        f"{signature.root}, which has joined; call join() there after its last broadcast, or "
         f"choose another root rank"
     )
 
 
 def _differing(signatures: list[Signature]) -> tuple[list[Signature], str]:
-    """Leave out of large groups the tensors on which all agree; say which are left."""
+    """Remove equal tensors from the signatures of a large group; return a note on the others."""
     counts = {len(signature.dtypes) for signature in signatures}
     total = max(counts)
     if total <= _NUM_SHOWN or len(counts) > 1:

@@ -1,4 +1,4 @@
-"""Operations that this rank and all ranks below it have announced."""
+"""Table of the operations that this rank and all ranks below it have announced."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, cast
@@ -6,27 +6,30 @@ from typing import NamedTuple, cast
 from hpctrain.negotiation.messages import Entry, OperationBatch, Part, bits_of, slots_of
 from hpctrain.negotiation.request import Repeated, Signature
 
-NUM_SLOTS = 16384  # most names that have a number: a vector of as many bits is 2 KiB
-_MOST_BATCHES = 16  # batches that are kept, for a program that repeats them
+NUM_SLOTS = 16384  # maximum number of numbered names; a bit vector of them has 2 KiB
+_MOST_BATCHES = 16  # cached batches
 
 
 class Numbers(NamedTuple):
-    """Those of some operations."""
+    """Numbers of some operations."""
 
     slots: dict[str, int]  # by name
     bits: int
 
 
 class ResponseCache:
-    """Keeps the first operations of so many names; a later name has no number.
+    """Assign numbers to the names of operations.
 
-    It changes by decisions alone, so after the same decisions it is the same on every rank. A
-    number never goes to another name, and gets another signature only when all ranks have
-    announced that: whatever is under way means what its sender meant.
+    Only decisions change the cache, so after the same decisions it is the same on every rank. The
+    name of a number never changes, and its signature changes only after all ranks have announced
+    the new one, so receivers interpret a message in flight as its sender does.
+
+    Args:
+        num_slots: maximum number of names, at most 65536, the same on all ranks; later names get
+            no number.
     """
 
     def __init__(self, num_slots: int = NUM_SLOTS) -> None:
-        """Start empty; ``num_slots``, at most 65536, is the same on all ranks."""
         self.numbers: dict[str, int] = {}  # by name
         self.entries: list[Entry] = []  # by number
         self._num_slots = num_slots
@@ -34,7 +37,7 @@ class ResponseCache:
         self._last: tuple[Sequence[object], Numbers] | None = None
 
     def number(self, name: str, signature: Signature) -> int | None:
-        """Return the number of an operation; None if it has none, or is not what that says."""
+        """Return the number of an operation; None if it has none, or another signature."""
         slot = self.numbers.get(name)
         if slot is None:
             return None
@@ -42,7 +45,7 @@ class ResponseCache:
         return slot if known is signature or known == signature else None
 
     def numbers_of(self, repeated: Sequence[Repeated | None]) -> Numbers | None:
-        """Return the numbers of operations; None if not all have one. The last are remembered."""
+        """Return the numbers of operations; None if one has none. The last result is cached."""
         if self._last is not None and self._last[0] == repeated:
             return self._last[1]
         slots = {each.name: self.number(each.name, each.signature) for each in repeated if each}
@@ -54,7 +57,7 @@ class ResponseCache:
         return found
 
     def put(self, name: str, signature: Signature) -> None:
-        """Give an operation a number, or its number another meaning."""
+        """Assign a number to an operation, or a new signature to its number."""
         self._batches.clear()
         self._last = None
         slot = self.numbers.get(name)
@@ -65,7 +68,7 @@ class ResponseCache:
             self.entries.append(Entry(name, signature))
 
     def batch(self, decision: bytes, slots: Sequence[int]) -> OperationBatch:
-        """Return the operations of these numbers, which a message said: the same object again."""
+        """Return the batch of a decision; a repeated decision returns the same object."""
         batch = self._batches.get(decision)
         if batch is None:
             if len(self._batches) >= _MOST_BATCHES:
@@ -80,20 +83,24 @@ OWN = 0  # the source that is this rank; its children are sources 1, 2, ...
 
 
 class PendingTable:
-    """Counts by source: the announcements of this rank, and of each child's whole subtree.
+    """Count announcements by source: this rank, and the subtree of each child.
 
-    Operations that have a number, and are announced as all know them, are bits; the others are
-    kept by name, with the ranks of each description. ``take()`` returns each operation once, as
-    soon as every source has announced it or has joined.
+    Operations with a number and its signature are bits; other operations are stored by name, with
+    the ranks of each signature. ``take()`` returns each operation once, as soon as every source
+    has announced the operation or has joined.
+
+    Args:
+        rank: this rank.
+        num_children: number of children in the tree.
+        slots: numbers of the operations; the owner updates them.
     """
 
     def __init__(self, rank: int, num_children: int, slots: ResponseCache) -> None:
-        """Take the numbers, which somebody else keeps up to date."""
         self.bits = [0] * (1 + num_children)
-        """By source, the operations it has announced that are not decided."""
+        """By source, the announced, undecided operations."""
         self.joined = [False] * (1 + num_children)  # by source, whether all its ranks have joined
         self.ranks: list[Sequence[int]] = [(rank,), *((),) * num_children]
-        """By source, its ranks; known before its first operation is complete."""
+        """By source, its ranks; set before its first operation is complete."""
         self._slots = slots
         self._parts: dict[str, dict[int, list[Part]]] = {}
         self._taken_bits = 0
@@ -101,7 +108,7 @@ class PendingTable:
         self._touched: dict[str, None] = {}
 
     def add_bits(self, source: int, bits: int) -> None:
-        """Count operations that have a number."""
+        """Count operations with a number."""
         self.bits[source] |= bits
         if self._parts:
             for name in self._parts:
@@ -110,24 +117,24 @@ class PendingTable:
                     self._touched[name] = None
 
     def add_name(self, source: int, name: str, parts: list[Part]) -> None:
-        """Count an operation that is new, or another than its number says."""
+        """Count an operation that is new, or whose signature differs from that of its number."""
         self._parts.setdefault(name, {})[source] = parts
         self._touched[name] = None
 
     def join(self, source: int) -> None:
-        """Count the source for everything from now on."""
+        """Count the source as having announced every operation from now on."""
         self.joined[source] = True
         self._touched.update(dict.fromkeys(self._parts))
 
     def unjoin(self) -> None:
-        """Let all sources announce again."""
+        """End the join of all sources."""
         self.joined = [False] * len(self.joined)
 
     def take(self) -> tuple[int, list[tuple[str, list[Part]]]]:
-        """Return what is complete since the last call: as bits, and by name.
+        """Return the operations that are complete since the last call: as bits, and by name.
 
-        Bits are operations that every rank here has announced, alike. A part without ranks means
-        all of them too.
+        Bits are operations that every rank of the subtree has announced with the same signature.
+        Ranks of None mean all ranks of the subtree.
         """
         every = some = self.bits[OWN]
         for bits in self.bits[1:]:
@@ -143,7 +150,7 @@ class PendingTable:
         return fresh, self._take_names() if self._touched else []
 
     def clear(self, bits: int, names: Sequence[str]) -> None:
-        """Forget what has been decided: all operations of ``bits``, and those of ``names``."""
+        """Remove decided operations: all in ``bits`` and in ``names``."""
         keep = ~bits
         self.bits = [others & keep for others in self.bits]
         self._taken_bits &= keep
@@ -164,7 +171,7 @@ class PendingTable:
         return taken
 
     def _complete(self, name: str) -> list[Part] | None:
-        """Return what the sources have announced for ``name``; None if one of them is missing."""
+        """Return the announcements of ``name`` by all sources; None if one is missing."""
         slot = self._slots.numbers.get(name)
         known = None if slot is None else self._slots.entries[slot]
         by_source = self._parts.get(name, {})

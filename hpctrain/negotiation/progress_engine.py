@@ -1,4 +1,4 @@
-"""Progress engine of named operations, one turn after another; one thread at a time."""
+"""Progress engine of named operations; one thread drives it at a time."""
 
 import threading
 import time
@@ -25,27 +25,35 @@ if TYPE_CHECKING:
     from hpctrain.negotiation.fast_path import FastPath, Known
     from hpctrain.negotiation.timeline import Timelines
 
-JOIN = "<join>"  # the name of the handles that wait until all ranks have joined
-CLOSE = "<close>"  # the name of the last operation of all
+JOIN = "<join>"  # name of handles that wait until all ranks have joined
+CLOSE = "<close>"  # name of the final operation
 NUM_UNNAMED = 1024
-"""Operations without a name get numbers, which come again so that they become known ones: so many
-are under way at once, those that follow wait until the one of their number is done."""
+"""Operations without a name get numbers modulo this one, so that the names repeat and are cached.
+A later operation of the same number is held until the earlier one is complete."""
 
 
-_ALLREDUCE = Kind.ALLREDUCE.value  # looked up once: an attribute of an Enum is a call
-_MANY = 8  # from here on it pays to announce operations all at once
+_ALLREDUCE = Kind.ALLREDUCE.value  # stored, because ``Enum.value`` is a function call
+_MANY = 8  # minimum number of operations for which ``announce_many`` is faster
 
 
 class BreakOff(NamedTuple):
-    """Tells all ranks that nothing of what is under way will be carried out."""
+    """Control message: all pending operations fail on all ranks."""
 
     reason: str
 
 
 class ProgressEngine:
-    """This rank's operations from their announcement to their end.
+    """Run this rank's operations from announcement to completion.
 
-    ``enter``, ``submitted`` and ``to_ask`` may be used by any thread; ``turn`` by one at a time.
+    Any thread may use ``enter``, ``submitted`` and ``to_ask``; one thread at a time calls
+    ``turn``.
+
+    Args:
+        comm: communicator of the operations.
+        post: mailbox of the control messages.
+        fusion_bytes: maximum size of a fused message.
+        timelines: timelines of this rank.
+        stalls: detects operations that some rank does not submit.
     """
 
     def __init__(
@@ -61,43 +69,44 @@ class ProgressEngine:
         self._unnamed = _from_zero()
         self._numbering = threading.Lock()
         self._held = deque[Handle]()
-        """Whose number is under way still, by age, and what must not come before them."""
-        self.submitted: deque[Handle] = deque()  # submitted and not announced yet
+        """Operations whose number is in flight, oldest first, and the join or close after them."""
+        self.submitted: deque[Handle] = deque()  # submitted, not announced
         self.to_ask: deque[object] = deque()  # questions for all ranks
-        self.broken: BaseException | None = None  # why nothing goes on any more
+        self.broken: BaseException | None = None  # error of all later operations
         self._comm, self._post = comm, post
         self._executor = Executor(comm, fusion_bytes=fusion_bytes)
         self._negotiator = Negotiator(post.tree)
         self.fast_path = _fast_path(comm, post, self._negotiator)
         self._prepared: tuple[Handle, Known] | None = None
-        """What waits for rank 0 to commit or abort it."""
-        self._aborted: Handle | None = None  # the last one that goes by mail therefore
+        """Operation that waits for rank 0 to commit or abort it."""
+        self._aborted: Handle | None = None  # the last aborted one: uses control messages
         self.closing: Handle | None = None
-        """An operation after which nothing is announced any more."""
-        self._is_closed = False  # by the others, beside this rank, which has joined
+        """Operation after which this rank announces no other."""
+        self._is_closed = False  # by the other ranks, while this rank has joined
         self._joining: list[Handle] = []
         self._in_hand: list[Handle] = []
         self._timelines, self._stalls = timelines, stalls
 
     def has_work(self) -> bool:
-        """Say whether something of this rank is under way."""
+        """Return True if this rank has pending operations or questions."""
         return bool(self._under_way or self._joining or self.submitted or self.to_ask)
 
     @property
     def is_awaited(self) -> bool:
-        """Whether something of this rank is announced, a join included."""
+        """Whether this rank has an operation or a join in flight."""
         return bool(self._under_way or self._joining)
 
     def enter(self, handle: Handle) -> None:
-        """Note an operation, and give it a name if it has none.
+        """Add an operation, and name it if it has no name.
 
-        ``DuplicateNameError`` if one of this name, which the user gave, is under way.
+        Raises:
+            DuplicateNameError: an operation of this user-defined name is in flight.
         """
         if handle.name and handle.name is not JOIN and handle.name is not CLOSE:
             if self._under_way.setdefault(handle.name, handle) is not handle:
                 raise DuplicateNameError(
-                    f"an operation named {handle.name!r} is under way on this rank already; wait "
-                    f"for it first, or give another name"
+                    f"operations in flight must have different names, but {handle.name!r} is "
+                    f"already in flight on this rank; wait for it first, or use another name"
                 )
             self.submitted.append(handle)
             return
@@ -110,13 +119,13 @@ class ProgressEngine:
                 self._let_go()
 
     def _let_go_some(self) -> None:
-        """Look whether others can go now that something has a name no more."""
+        """Queue held operations whose name is free now."""
         if self._held:
             with self._numbering:
                 self._let_go()
 
     def _let_go(self) -> None:
-        """Queue the held operations that may proceed; the caller holds the lock of the numbers."""
+        """Queue the held operations whose name is free; the caller holds ``_numbering``."""
         held, self._held = self._held, deque()
         names = set[str]()
         for handle in held:
@@ -131,13 +140,14 @@ class ProgressEngine:
                 names.add(name)
 
     def oldest(self) -> dict[str, float]:
-        """Return since when each operation is under way, by name, as ``time.monotonic`` says."""
+        """Return the ``time.monotonic()`` of submission of each operation in flight, by name."""
         return {handle.name: handle.since for handle in list(self._under_way.values())}
 
     def turn(self) -> bool:
-        """Announce, read the mail, send mail and carry out what is decided, while there is any.
+        """Receive and send control messages and execute decided operations, until none remain.
 
-        Returns whether anything came to its end.
+        Returns:
+            True if an operation has completed or failed.
         """
         post, negotiator = self._post, self._negotiator
         is_done = False
@@ -155,7 +165,7 @@ class ProgressEngine:
             batches = negotiator.decided()
             if batches:
                 self._tell_if_busy()
-                post.flush(down=True)  # who has not heard of it could not come
+                post.flush(down=True)  # the ranks below need the decision to take part
                 for batch in batches:
                     self._carry_out(batch)
                 is_done = True
@@ -166,7 +176,7 @@ class ProgressEngine:
                 return is_done
 
     def start(self, handle: Handle) -> None:
-        """Carry out at once what all ranks know, or prepare it, if nothing else is under way."""
+        """Prepare a known operation and try to complete it, if no other is in flight."""
         queue = self.submitted
         if len(queue) != 1 or queue[0] is not handle or len(self._under_way) != 1 or self._held:
             return
@@ -177,7 +187,7 @@ class ProgressEngine:
         self._settle(verdict=self.fast_path.poll_awake())
 
     def check_stalls(self) -> None:
-        """Ask, with the next turn, about operations that have waited for long."""
+        """Queue a question about operations that have waited for long."""
         now = time.monotonic()
         self._stalls.tell(now)
         question = self._stalls.due(now, self.oldest())
@@ -185,11 +195,12 @@ class ProgressEngine:
             self.to_ask.append(question)
 
     def break_down(self, error: BaseException) -> None:
-        """Let nothing go on after an error in a turn; for who drives."""
+        """Fail all pending and later operations after an error; called by the driving thread."""
         if not isinstance(error, CommError):
             error = HorovodInternalError(
-                f"named operations of rank {self._comm.rank} were cut short by {error!r}; end the "
-                f"program, or call hpctrain.shutdown() and hpctrain.init() on every rank"
+                f"named operations must not be interrupted, but {error!r} was raised in those of "
+                f"rank {self._comm.rank}; end the program, or call hpctrain.shutdown() and "
+                f"hpctrain.init() on every rank"
             )
         self._comm.fail()
         self.broken = error
@@ -200,14 +211,15 @@ class ProgressEngine:
         self.fail_all(error)
 
     def shut_down(self) -> None:
-        """Let nothing go on any more."""
+        """Fail all pending and later operations."""
         self.broken = self.broken or HorovodInternalError(
-            "the process set was shut down before this was done"
+            "an operation must complete before its process set is shut down, but this one was "
+            "pending; wait for it before shutdown() or remove_process_set()"
         )
         self.fail_all(self.broken)
 
     def fail_all(self, error: BaseException) -> None:
-        """Let all that is under way fail on this rank."""
+        """Fail all pending operations of this rank."""
         self._prepared = None
         joining, self._joining = self._joining, []
         with self._numbering:
@@ -219,7 +231,7 @@ class ProgressEngine:
                 handle.fail(error)
 
     def _announce_submitted(self) -> bool:
-        """Announce what was submitted; say whether anything could not be."""
+        """Announce the submitted operations; return True if one failed."""
         submitted = self.submitted
         if not submitted or self._prepared is not None:
             return False
@@ -242,19 +254,19 @@ class ProgressEngine:
                 announce(handle.name, handle.signature)
             except CommError as error:  # this rank has joined
                 if handle is self.closing:
-                    continue  # so it counts as having announced that
+                    continue  # a rank that has joined counts as having announced it
                 self._under_way.pop(handle.name, None)
                 self._let_go_some()
                 handle.fail(error)
                 has_failed = True
         if timeline is not None:
-            timeline.flush()  # it may wait for ever
+            timeline.flush()  # the operation may never complete
         return has_failed
 
     def _announce_many(self) -> None:
-        """Announce the submitted operations all at once, if all of them are repeated."""
+        """Announce the submitted operations in one step, if all of them are repeated."""
         queue = self.submitted
-        many = [queue.popleft() for _ in range(len(queue))]  # other threads may submit meanwhile
+        many = [queue.popleft() for _ in range(len(queue))]  # other threads may append
         repeated = [handle.repeated for handle in many]
         if None in repeated or not self._negotiator.announce_many(repeated):
             queue.extendleft(reversed(many))
@@ -262,7 +274,7 @@ class ProgressEngine:
     # -- without control messages, see fast_path --------------------------------------------
 
     def _prepare(self, handle: Handle) -> bool:
-        """Prepare an operation, if nothing else is under way here and all know it."""
+        """Prepare an operation on the fast path, if that is possible; return True if so."""
         fast_path = self.fast_path
         if fast_path is None or self._negotiator.takes_part or handle is self._aborted:
             return False
@@ -271,17 +283,17 @@ class ProgressEngine:
             return False
         try:
             fast_path.prepare(known, handle)
-        except Exception:  # by mail it fails after the others have heard of it
+        except Exception:  # announced instead, so that the error is raised on all ranks
             return False
         self._prepared = handle, known
         return True
 
     def _look_at_prepared(self) -> bool:
-        """Carry out what was committed, and say so; announce by mail what was aborted."""
+        """Execute a committed operation and return True; announce an aborted one."""
         if self.fast_path is None or self._prepared is None:
             return False
         is_committed = self._settle(verdict=self.fast_path.commit.poll())
-        self._announce_submitted()  # the rest, if nothing is prepared any more
+        self._announce_submitted()  # the rest, if no operation is prepared
         return is_committed
 
     def _settle(self, *, verdict: bool | None) -> bool:
@@ -295,11 +307,10 @@ class ProgressEngine:
             self.submitted.appendleft(handle)
             return False
         self._carry_out_known(handle, known)
-        self._post.drain()  # who rang for something else has sent it: the next turn finds it
+        self._post.drain()  # clears the doorbell; the next turn receives all messages
         return True
 
     def _carry_out_known(self, handle: Handle, known: "Known") -> None:
-        """Carry out what was committed."""
         if not known.slots or self._timelines.current is not None:
             self._carry_out(OperationBatch((known.entry,)), known)
             return
@@ -313,7 +324,7 @@ class ProgressEngine:
         assert self.fast_path is not None
         try:
             handle.succeed(self.fast_path.reduced(known, handle))
-        except Exception as error:  # for who waits
+        except Exception as error:  # ``wait`` raises the error
             handle.fail(error)
 
     def _tell_if_busy(self) -> None:
@@ -340,7 +351,7 @@ class ProgressEngine:
             self._stalls.last_call.note(handles[-1].request.kind.value, handles[-1].name)
         if batch.join_over is not None:
             joined, self._joining = self._joining, []
-            self._unnamed = _from_zero()  # who has joined has missed some
+            self._unnamed = _from_zero()  # ranks that had joined have not counted
             for handle in joined:
                 handle.succeed([batch.join_over])
             if self.closing is not None:
@@ -349,7 +360,7 @@ class ProgressEngine:
             self.shut_down()
 
     def _of_this_rank(self, batch: OperationBatch) -> list[Handle]:
-        """Return what this rank has of a batch, without what has failed."""
+        """Return this rank's handles of a batch, without failed operations."""
         found = []
         for entry in batch.entries:
             handle = self._under_way.pop(entry.name, None)
@@ -366,12 +377,12 @@ class ProgressEngine:
         return found
 
     def _talk(self) -> bool:
-        """Answer questions of other ranks, if there are any; on the root, hear their answers."""
+        """Answer questions of other ranks; on the root rank, store the answers."""
         negotiator = self._negotiator
         questions = negotiator.questions()
         for question in questions:
             if isinstance(question, BreakOff):
-                self._post.flush(down=True)  # nobody drives this rank any more
+                self._post.flush(down=True)  # no later turn sends the message
                 self.broken = HorovodInternalError(question.reason)
                 self.fail_all(self.broken)
             else:
@@ -386,7 +397,7 @@ class ProgressEngine:
 
 
 def _fast_path(comm: "Communicator", post: "Mailbox", negotiator: Negotiator) -> "FastPath | None":
-    """Return the path through node memory; None without that memory."""
+    """Return the fast path; None without node memory."""
     if post.channel is None:
         return None
     from hpctrain.negotiation.fast_path import FastPath  # noqa: PLC0415 - one rank needs no MPI

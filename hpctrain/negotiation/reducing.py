@@ -1,6 +1,6 @@
 """Reduction of values over all ranks, with the factors and the averages of Horovod.
 
-And what is neutral to it, of a rank that has joined.
+Also the neutral elements that a rank contributes after it has joined.
 """
 
 from collections.abc import Sequence
@@ -29,28 +29,32 @@ _SMALL_INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.uint16)
 
 
 class Recipe(NamedTuple):
-    """What to do with values of one dtype, in this order."""
+    """Steps of the reduction of values of one dtype, in this order."""
 
-    accumulate_dtype: torch.dtype | None  # in which to calculate; None for their own
-    before: float | None  # factor of this rank's values
+    accumulate_dtype: torch.dtype | None  # None for the dtype of the values
+    before: float | None  # factor of the local values
     op: Op
     scale: float | None
-    """Factor that the communicator applies in the last pass; floating point and complex."""
+    """Factor that the communicator applies in its last pass, if floating point or complex."""
     after: float | None
-    """Factor of the result of integers, calculated in float64 and rounded towards zero."""
-    divisor: int  # of integers, also rounded towards zero; 1 for none
-    is_plain: bool  # whether the communicator does it all
+    """Factor of an integer result, computed in float64 and rounded towards zero."""
+    divisor: int  # of an integer result, rounded towards zero; 1 for none
+    is_plain: bool  # whether the communicator performs all steps
 
 
 @lru_cache(maxsize=1024)
 def recipe(
     dtype: torch.dtype, op: ReduceOp, prescale: float, postscale: float, size: int
 ) -> Recipe:
-    """Return how to reduce values of ``dtype`` over ``size`` ranks, else ``CommError``.
+    """Return the recipe to reduce values of ``dtype`` over ``size`` ranks. Local.
 
-    The factor before the sum is applied before it, as Horovod does: it may be there because the
-    sum would overflow. The other one, and that of an average, cost no pass of their own. Averages
-    of integers are exact, rounded towards zero; those of 8 and 16 bits are summed in 32.
+    ``prescale`` is applied before the sum, as in Horovod, since it may prevent an overflow of the
+    sum. ``postscale`` and the divisor of an average need no separate pass. Averages of integers
+    are exact and rounded towards zero; averages of 8-bit and 16-bit integers are summed in 32
+    bits.
+
+    Raises:
+        CommError: the operation does not support ``dtype``.
     """
     how = combination(dtype, _OPS[op])
     before = None if prescale == 1.0 else prescale
@@ -70,7 +74,7 @@ def recipe(
 
 
 def reduce_(comm: "Communicator", values: Tensor | Bucket, how: Recipe) -> None:
-    """Replace ``values``, of any layout, by what all ranks make of them. Collective."""
+    """Replace ``values``, of any strides, by their reduction over all ranks. Collective."""
     if how.is_plain:
         comm.allreduce_(values, op=how.op, scale=how.scale).wait()
         return
@@ -87,7 +91,7 @@ def reduce_(comm: "Communicator", values: Tensor | Bucket, how: Recipe) -> None:
 def reduce_scatter(
     comm: "Communicator", values: Tensor, numels: Sequence[int], how: Recipe
 ) -> Tensor:
-    """Return this rank's part of what all ranks make of ``values``, flat. Collective."""
+    """Return this rank's part of the reduced ``values``, flat. Collective."""
     work = values.detach()
     if how.accumulate_dtype is not None:
         work = work.to(how.accumulate_dtype)
@@ -100,7 +104,7 @@ def reduce_scatter(
 
 
 def multiply_(values: Tensor, factor: float | None) -> None:
-    """Multiply; integers in float64, rounded towards zero."""
+    """Multiply in place; integers in float64, rounded towards zero."""
     if factor is None:
         return
     if values.is_floating_point() or values.is_complex():
@@ -110,7 +114,7 @@ def multiply_(values: Tensor, factor: float | None) -> None:
 
 
 def finish_(values: Tensor, how: Recipe) -> None:
-    """Do to integers what the communicator does to other numbers in its last pass."""
+    """Apply the postscale factor and the divisor to integers, in place."""
     if how.after is not None:
         values.copy_(values.to(torch.float64).mul_(how.after).div_(how.divisor))
     elif how.divisor == 1:
@@ -122,7 +126,7 @@ def finish_(values: Tensor, how: Recipe) -> None:
 
 
 def _divide_uint64_(values: Tensor, divisor: int) -> None:
-    """Divide numbers that torch has no division for, by way of their halves as int64."""
+    """Divide uint64, for which torch has no division, through their halves as int64."""
     signed = values.view(torch.int64)
     quotient = signed.bitwise_right_shift(1).bitwise_and_((1 << 63) - 1)
     quotient.div_(divisor, rounding_mode="trunc").mul_(2)
@@ -131,10 +135,10 @@ def _divide_uint64_(values: Tensor, divisor: int) -> None:
 
 
 def stand_in(signature: Signature, size: int) -> Request:
-    """Return a request with this signature that changes nothing for the other ranks of the set.
+    """Return a request with this signature that does not affect the results of other ranks.
 
-    To reductions neutral elements; to gathers and exchanges no rows; room for a broadcast from
-    another rank: nobody can replace the root.
+    The request has neutral elements for reductions, no rows for all-gather and all-to-all, and an
+    output buffer for a broadcast, whose root must be another rank.
     """
     kind, dtypes, shapes, op, prescale, *_ = signature
     tensors = []
@@ -150,7 +154,7 @@ def stand_in(signature: Signature, size: int) -> Request:
 
 
 def _neutral(shape: tuple[int, ...], dtype: torch.dtype, op: ReduceOp, prescale: float) -> Tensor:
-    """Return elements that are neutral once they are multiplied by ``prescale``."""
+    """Return elements that are neutral after the multiplication by ``prescale``."""
     value: float = 0
     if op is ReduceOp.PRODUCT:
         value = 1 / (prescale or 1)
@@ -169,6 +173,6 @@ def _range(dtype: torch.dtype) -> tuple[float, float]:
     if not dtype.is_floating_point:
         return torch.iinfo(dtype).min, torch.iinfo(dtype).max
     infinity = torch.tensor(torch.inf, device="cpu")
-    if infinity.to(dtype).to(torch.float32).isinf():  # not all of those with 8 bits
+    if infinity.to(dtype).to(torch.float32).isinf():  # some 8-bit dtypes have no infinity
         return -torch.inf, torch.inf
     return torch.finfo(dtype).min, torch.finfo(dtype).max

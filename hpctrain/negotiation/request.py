@@ -1,4 +1,4 @@
-"""Request of one rank, the part of it that all ranks must have in common, and its handle."""
+"""Request of one rank, its signature, which is the same on all ranks, and its handle."""
 
 import enum
 import time
@@ -13,7 +13,7 @@ from hpctrain.core.python_compat import Self
 
 
 class ReduceOp(enum.Enum):
-    """How the values of all ranks become one; Horovod's names."""
+    """Reduction over the ranks; the members have Horovod's names."""
 
     AVERAGE = "average"
     SUM = "sum"
@@ -22,17 +22,17 @@ class ReduceOp(enum.Enum):
     MAX = "max"
     PRODUCT = "product"
 
-    __hash__ = object.__hash__  # Enum's own is a function in Python, in the way of every call
+    __hash__ = object.__hash__  # Enum's hash is a Python function, which is slow
 
 
 Average, Sum, Adasum = ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.ADASUM
 """``op`` of a reduction over the ranks: the mean, the sum, or the adaptive sum of gradients."""
 Min, Max, Product = ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT
-"""``op`` of a reduction over the ranks, element by element."""
+"""``op`` of an elementwise reduction over the ranks."""
 
 
 class Kind(enum.Enum):
-    """What a named operation does."""
+    """Kind of a named operation."""
 
     ALLREDUCE = "allreduce"
     ALLGATHER = "allgather"
@@ -45,16 +45,16 @@ class Kind(enum.Enum):
 
 
 _FREE_ROWS = (Kind.ALLGATHER, Kind.ALLTOALL)
-"""Here the first dimension may differ from rank to rank."""
+"""Kinds whose first dimension may differ between ranks."""
 
 
 class Signature(NamedTuple):
-    """What must be equal on all ranks of an operation of one name; picklable and small."""
+    """Properties of an operation that must be equal on all ranks; picklable."""
 
     kind: Kind
     dtypes: tuple[torch.dtype, ...]
     shapes: tuple[tuple[int, ...], ...]
-    """Of the tensors; without the first dimension where that may differ."""
+    """Shapes of the tensors, without the first dimension if that may differ."""
     op: ReduceOp | None
     prescale: float
     postscale: float
@@ -62,7 +62,7 @@ class Signature(NamedTuple):
     devices: tuple[str, ...]
 
     def describe(self) -> str:
-        """Return it in words, for messages: ``allreduce (sum) of float32 [3, 4]``."""
+        """Return a description for messages: ``allreduce (sum) of float32 [3, 4]``."""
         what = self.kind.value if self.op is None else f"{self.kind.value} ({self.op.value})"
         some = [
             f"{str(dtype).removeprefix('torch.')} {'[..., ' if self.is_free else '['}"
@@ -78,12 +78,24 @@ class Signature(NamedTuple):
 
     @property
     def is_free(self) -> bool:
-        """Whether the first dimension is not in the shapes."""
+        """Whether the shapes lack the first dimension."""
         return self.kind in _FREE_ROWS
 
 
 class Request:
-    """One operation of one rank; several tensors are a group, which travels together."""
+    """One operation of one rank; several tensors are a group and complete together.
+
+    Args:
+        kind: kind of the operation.
+        name: name, the same on all ranks; None for the next number of the kind.
+        tensors: inputs. Dense tensors must not be used until the operation is complete.
+        in_place: True if the operation stores its results in ``tensors``.
+        op: reduction over the ranks, if the operation reduces.
+        prescale: factor before the reduction.
+        postscale: factor after the reduction.
+        root: source of a broadcast, as a rank of the process set.
+        splits: number of rows of an all-to-all for each rank.
+    """
 
     __slots__ = ("in_place", "kind", "name", "signature", "splits", "tensors")
 
@@ -100,12 +112,6 @@ class Request:
         root: int | None = None,
         splits: Sequence[int] | None = None,
     ) -> None:
-        """Take what the caller gave; arguments were checked before.
-
-        A ``name`` of None means the next number of a kind. Dense tensors belong to the operation
-        until it is done, which replaces them if it is ``in_place``. The ``root`` is numbered in
-        the process set; ``splits`` are the rows of an all-to-all for each rank.
-        """
         self.kind, self.name, self.in_place, self.splits = kind, name, in_place, splits
         self.tensors = tensors = tuple(tensors)
         start = 1 if kind in _FREE_ROWS else 0
@@ -124,7 +130,7 @@ class Request:
         in_place: bool,
         splits: Sequence[int] | None = None,
     ) -> Self:
-        """Return a request whose signature is known already."""
+        """Return a request with an existing signature."""
         self = cls.__new__(cls)
         self.kind, self.name, self.signature = signature.kind, name, signature
         self.tensors, self.in_place, self.splits = tensors, in_place, splits
@@ -132,18 +138,18 @@ class Request:
 
 
 Result = Sequence[Any]
-"""A tensor for each one of the request; of an all-to-all a tensor and the received splits. Nothing
-for a barrier."""
+"""One tensor for each tensor of the request; for an all-to-all, a tensor and the received splits;
+empty for a barrier."""
 
 
-Take = Callable[[Result], Any]  # makes what the user gets of the result of a request
+Take = Callable[[Result], Any]  # converts a result to the return value of ``wait``
 
 
 def through_host(request: Request, take: Take | None) -> tuple[Request, Take]:
-    """Return what is to be done instead where tensors are on devices: the same on the host.
+    """Return a request with host copies of device tensors, and a ``take`` that copies back.
 
-    What the program has queued for them is waited for. The result goes to where each tensor is,
-    when it is taken for the first time.
+    The copies wait for kernels in flight on the devices. The first call of ``take`` copies each
+    result to the device of its tensor.
     """
     tensors, found = request.tensors, list[Any]()
     signature = request.signature._replace(devices=("cpu",) * len(tensors))
@@ -166,21 +172,28 @@ def through_host(request: Request, take: Take | None) -> tuple[Request, Take]:
 
 
 class Driver(Protocol):
-    """Carries operations out while a caller waits for them: the ``Controller``."""
+    """Executes operations while a caller waits; implemented by the ``Controller``."""
 
     def look(self) -> None:
-        """Do what can be done without waiting."""
+        """Make progress without waiting."""
 
     def finish(self, handle: "Handle") -> None:
-        """Return when an operation is done."""
+        """Wait until an operation is complete."""
 
 
 class Handle:
-    """One operation of this rank: ask ``done()``, or ``wait()`` for its result."""
+    """Handle of one operation of this rank.
+
+    Args:
+        driver: makes progress while a caller waits; None if the creator completes the handle.
+        request: the operation.
+        name: name of the operation; by default that of the request.
+        take: converts the result to the return value of ``wait``.
+    """
 
     __slots__ = ("_driver", "_error", "_request", "_result", "_take", "is_done", "name", "since")
 
-    repeated: "Repeated | None" = None  # what it is one of
+    repeated: "Repeated | None" = None  # signature of a repeated operation
 
     def __init__(
         self,
@@ -189,7 +202,6 @@ class Handle:
         name: str | None = None,
         take: Take | None = None,
     ) -> None:
-        """Begin; without a ``driver``, which drives while somebody waits, nobody will."""
         self._request = request
         self.name = (request.name or "") if name is None else name
         self.since = time.monotonic()
@@ -201,35 +213,36 @@ class Handle:
 
     @property
     def request(self) -> Request:
-        """What is to be done."""
+        """Request of the operation."""
         return self._request
 
     @property
     def signature(self) -> Signature:
-        """What the ranks compare of the request."""
+        """Signature of the request, which the ranks compare."""
         return self._request.signature
 
     @property
     def tensor(self) -> Tensor:
-        """The tensor of the request, of one that has a single one."""
+        """The tensor of a request that has exactly one."""
         return self._request.tensors[0]
 
     @property
     def is_in_place(self) -> bool:
-        """Whether the result takes the place of what was given."""
+        """Whether the result replaces the input."""
         return self._request.in_place
 
     def done(self) -> bool:
-        """Say whether ``wait()`` would return, or raise, at once."""
+        """Return True if ``wait()`` would return, or raise, at once. Not collective."""
         if not self.is_done and self._driver is not None:
             self._driver.look()
         return self.is_done
 
     def wait(self) -> Any:
-        """Return the result, or raise what went wrong; the caller's thread drives meanwhile.
+        """Wait for the result; the caller's thread drives the engine. May be called repeatedly.
 
-        It may be called again. ``HorovodInternalError``, on every rank, if the ranks disagree
-        about this operation; ``RankLostError`` if another rank died.
+        Raises:
+            HorovodInternalError: on every rank, if the ranks disagree about this operation.
+            RankLostError: another rank died.
         """
         if not self.is_done and self._driver is not None:
             self._driver.finish(self)
@@ -239,34 +252,38 @@ class Handle:
         return list(self._result) if self._take is None else self._take(self._result)
 
     def __call__(self) -> Any:
-        """Do what ``wait`` does, as Horovod's handles of sparse tensors."""
+        """Call ``wait``, as Horovod's handles of sparse tensors do."""
         return self.wait()
 
     def succeed(self, result: Result) -> None:
-        """Give the result; called once, by the controller."""
+        """Store the result; called once, by the controller."""
         self._result = result
         self.is_done = True
 
     def fail(self, error: BaseException) -> None:
-        """Give the error; called once, by the controller."""
+        """Store the error; called once, by the controller."""
         self._error = error
         self.is_done = True
 
 
 class Repeated:
-    """A named reduction in place of one dense tensor on the CPU: what was checked once."""
+    """A checked, named in-place reduction of one dense CPU tensor.
+
+    Args:
+        name: full name.
+        signature: signature with one tensor.
+    """
 
     __slots__ = ("_dtype", "_op", "_postscale", "_prescale", "_shape", "name", "signature")
 
     def __init__(self, name: str, signature: Signature) -> None:
-        """Take the whole name, and the signature of one tensor."""
         self.name, self.signature = name, signature
         (self._dtype,), (self._shape,) = signature.dtypes, signature.shapes
         self._op, self._prescale = signature.op, signature.prescale
         self._postscale = signature.postscale
 
     def fits(self, tensor: Tensor, op: ReduceOp, prescale: float, postscale: float) -> bool:
-        """Say whether this is what is asked for with ``tensor``."""
+        """Return True if a reduction with these arguments has this signature."""
         return (
             isinstance(tensor, Tensor)  # type: ignore[redundant-expr]
             and tensor.dtype is self._dtype
@@ -280,7 +297,7 @@ class Repeated:
 
 
 class TensorHandle(Handle):
-    """The handle of something repeated: there may be thousands, so it holds what it must."""
+    """Handle of a repeated operation, with minimal state: there may be thousands."""
 
     __slots__ = ("_made", "repeated", "tensor")
 
@@ -300,19 +317,19 @@ class TensorHandle(Handle):
 
     @property
     def signature(self) -> Signature:
-        """What the ranks compare."""
+        """Signature of the operation, which the ranks compare."""
         return self.repeated.signature
 
     @property
     def request(self) -> Request:
-        """What is to be done."""
+        """Request of the operation."""
         if self._made is None:
             what = self.repeated.signature, self.name, (self.tensor,)
             self._made = Request.signed(*what, in_place=True)
         return self._made
 
     def wait(self) -> Tensor:
-        """Return the tensor, or raise what went wrong; see ``Handle``."""
+        """Wait for the operation and return the tensor; see ``Handle``."""
         if not self.is_done and self._driver is not None:
             self._driver.finish(self)
         if self._error is not None:
@@ -321,5 +338,5 @@ class TensorHandle(Handle):
 
     @override
     def succeed(self, result: Result) -> None:
-        """Say that it is done; called once, by the controller."""
+        """Mark the operation as complete; called once, by the controller."""
         self.is_done = True

@@ -1,7 +1,7 @@
-"""Stall inspector: named operations that some rank does not submit, and what it does instead.
+"""Stall inspector: reports named operations that some rank does not submit, with its stack.
 
-A rank that has waited for long asks all ranks, by way of the root, which collects the answers and
-reports.
+A rank that has waited for long sends a question to all ranks through the root, which collects the
+answers and logs a report.
 """
 
 import logging
@@ -26,30 +26,30 @@ from hpctrain.core.units import format_ranks
 
 _LOG = logging.getLogger(__name__)
 
-MAX_LINES = 8  # operations that are named, and groups of ranks that are told of
+MAX_LINES = 8  # maximum number of operations, and of groups of ranks, in a report
 
-_SILENT = "stopped, or in code that keeps Python's lock"
+_SILENT = "stopped, or in code that holds the GIL"
 
 
 class Question(NamedTuple):
-    """Who has not submitted these operations?"""
+    """Question which ranks have not submitted some operations."""
 
-    key: tuple[int, int]  # number of the asking rank, and of its question
+    key: tuple[int, int]  # asking rank, and number of its question
     ages_s: dict[str, float]  # how long that rank has waited for each
-    is_final: bool  # whether all ranks are to end once it is known
+    is_final: bool  # whether all ranks end after the report
 
 
 class Answer(NamedTuple):
-    """What a rank says to a question."""
+    """Answer of a rank to a question."""
 
     key: tuple[int, int]
     waiting: tuple[str, ...]
-    """Of the operations asked about, those that this rank has submitted and waits for."""
-    lacking: tuple[str, ...]  # those that it has not submitted
-    others: tuple[str, ...]  # some that it has submitted and nobody asked about
-    last: str  # its last collective
-    last_ago_s: float | None  # how long ago that was
-    stack: str  # where its main thread is; empty if it lacks nothing
+    """Operations of the question that this rank has submitted and waits for."""
+    lacking: tuple[str, ...]  # operations of the question that it has not submitted
+    others: tuple[str, ...]  # some other operations that it has submitted
+    last: str  # last collective of the rank
+    last_ago_s: float | None  # age of that collective; None without one
+    stack: str  # stack of its main thread; empty if ``lacking`` is
 
 
 class SetMember(NamedTuple):
@@ -61,17 +61,18 @@ class SetMember(NamedTuple):
 
 @dataclass(slots=True)
 class Inquiry:
-    """A question and the answers so far, by numbers of ranks in the process set."""
+    """A question and the answers received, by rank in the process set."""
 
     question: Question
-    until: float  # when answers are not waited for any more
+    until: float  # deadline of the answers
     answers: dict[int, Answer] = field(default_factory=dict)
 
 
 def describe(inquiry: Inquiry, members: Sequence[SetMember], abort_s: float = math.inf) -> str:
-    """Return the report: which operations, which ranks lack them, and what these do.
+    """Return the report on the operations, the ranks that lack them, and their stacks.
 
-    Empty if everything has turned out well meanwhile. ``abort_s`` is when all ranks end.
+    The report is empty if no operation is stalled any more. ``abort_s`` is the age of an operation
+    after which all ranks end.
     """
     silent = [number for number in range(len(members)) if number not in inquiry.answers]
     lines = _operations(inquiry, members, silent)
@@ -85,7 +86,7 @@ def describe(inquiry: Inquiry, members: Sequence[SetMember], abort_s: float = ma
     for numbers in groups[:MAX_LINES]:
         lines += _doing(numbers, inquiry.answers, members)
     if rest := list(chain.from_iterable(groups[MAX_LINES:])):
-        lines.append(f"  {_who(rest, members)}: something else again")
+        lines.append(f"  {_who(rest, members)}: at other places, which are not shown")
     if silent:
         lines.append(f"  {_who(silent, members)}: no answer; {_SILENT}")
     lines.append(_outlook(inquiry.question, abort_s))
@@ -95,27 +96,27 @@ def describe(inquiry: Inquiry, members: Sequence[SetMember], abort_s: float = ma
 def unanswered(
     question: Question, number: int, members: Sequence[SetMember], abort_s: float = math.inf
 ) -> str:
-    """Return the report of a rank whose question the root has not passed on."""
+    """Return the report of a rank whose question the root has not forwarded."""
     eldest = max(question.ages_s, key=question.ages_s.__getitem__)
     return (
-        f'"{eldest}" has waited {question.ages_s[eldest]:.0f} s on {_who([number], members)}; who '
-        f"lacks it is not known, for {_who([0], members)}, or a rank on the way to it, does not "
-        f"answer: {_SILENT}\n{_outlook(question, abort_s)}"
+        f'"{eldest}" has waited {question.ages_s[eldest]:.0f} s on {_who([number], members)}; '
+        f"the ranks that lack it are unknown, because {_who([0], members)}, or a rank between "
+        f"them, does not answer: {_SILENT}\n{_outlook(question, abort_s)}"
     )
 
 
 def _outlook(question: Question, abort_s: float) -> str:
     if question.is_final:
-        return "all ranks end now, as HPCTRAIN_STALL_ABORT_S asks"
+        return "all ranks end now, because of HPCTRAIN_STALL_ABORT_S"
     left_s = abort_s - max(question.ages_s.values())
     ends = "HPCTRAIN_STALL_ABORT_S=SECONDS ends such a run"
     if math.isfinite(abort_s):
-        ends = f"in {left_s:.0f} s all ranks end, by HPCTRAIN_STALL_ABORT_S={abort_s:g}"
-    return f"they are waited for; {ends}; HPCTRAIN_STALL_S=SECONDS reports it later"
+        ends = f"in {left_s:.0f} s all ranks end, because of HPCTRAIN_STALL_ABORT_S={abort_s:g}"
+    return f"the ranks continue to wait; {ends}; HPCTRAIN_STALL_S=SECONDS reports it later"
 
 
 def _operations(inquiry: Inquiry, members: Sequence[SetMember], silent: list[int]) -> list[str]:
-    """A line for each operation that somebody waits for and somebody lacks."""
+    """Return a line for each operation that some ranks wait for and others lack."""
     lines = []
     for name, age_s in inquiry.question.ages_s.items():
         waiting = [n for n, answer in inquiry.answers.items() if name in answer.waiting]
@@ -133,7 +134,7 @@ def _operations(inquiry: Inquiry, members: Sequence[SetMember], silent: list[int
 def _doing(
     numbers: Sequence[int], answers: Mapping[int, Answer], members: Sequence[SetMember]
 ) -> list[str]:
-    """Lines about ranks that are at the same place."""
+    """Return lines about ranks with the same stack."""
     answer = answers[numbers[0]]
     text = f"  {_who(numbers, members)}: last collective: {answer.last}"
     if answer.last_ago_s is not None:
@@ -156,7 +157,7 @@ def _who(numbers: Sequence[int], members: Sequence[SetMember]) -> str:
     return f"{_ranks(numbers, members)} on {where}"
 
 
-MAX_FRAMES = 10  # lines of a stack; of a deeper one the innermost
+MAX_FRAMES = 10  # maximum number of lines of a stack, innermost kept
 
 _OURS = str(Path(hpctrain.__file__).parent)
 _INSTALLED = ("stdlib", "platstdlib", "scripts")
@@ -165,7 +166,7 @@ _PACKAGES = {"site-packages", "dist-packages"}
 
 
 class LastCall:
-    """Remembers the last collective of this process, and which threads had one."""
+    """Last collective of this process, and the threads that have called collectives."""
 
     __slots__ = ("_noted", "_threads")
 
@@ -174,20 +175,20 @@ class LastCall:
         self._threads: set[int] = set()
 
     def enter(self) -> None:
-        """Note that this thread communicates."""
+        """Record that this thread communicates."""
         self._threads.add(get_ident())
 
     def note(self, what: str, name: str = "") -> None:
-        """Note one that is over: ``note("allreduce", "allreduce.loss")``."""
+        """Record a complete collective: ``note("allreduce", "allreduce.loss")``."""
         self._noted = (what, name, time.monotonic())
         self.enter()
 
     def was_on(self, thread: int | None) -> bool:
-        """Say whether a thread, by its identifier, has communicated."""
+        """Return True if a thread, by its identifier, has communicated."""
         return thread in self._threads
 
     def describe(self) -> tuple[str, float | None]:
-        """Return its name and how many seconds ago it was noted; None if there was none."""
+        """Return the name of the last collective and its age in seconds; None without one."""
         if self._noted is None:
             return "none so far", None
         what, name, when = self._noted
@@ -196,10 +197,10 @@ class LastCall:
 
 
 def main_stack() -> str:
-    """Return where the main thread is, outermost first; of libraries the innermost line alone."""
+    """Return the stack of the main thread, outermost first, with one line of libraries."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001
     if frame is None:
-        return "it has no main thread any more"
+        return "the main thread has ended"
     return _shown(list(traceback.StackSummary.extract(traceback.walk_stack(frame)))[::-1])
 
 
@@ -207,7 +208,7 @@ def _shown(stack: Sequence[traceback.FrameSummary]) -> str:
     users = [place for place, each in enumerate(stack) if not _is_library(each.filename)]
     kept = [stack[place] for place in users] or list(stack)
     if users:
-        # What was called of hpctrain last stands in the line that calls it.
+        # The line of the user already names the function of hpctrain that it calls.
         inside = [each for each in stack[users[-1] + 1 :] if not each.filename.startswith(_OURS)]
         kept += inside[-1:]
     hidden = ["..."] if len(kept) > MAX_FRAMES else []
@@ -223,21 +224,30 @@ def _line(frame: traceback.FrameSummary) -> str:
     return f"{frame.filename}:{frame.lineno} in {frame.name}{code}"
 
 
-HANG = 86  # exit code of ranks that are ended because one of them keeps the others waiting
+HANG = 86  # exit code of ranks that end because an operation is stalled
 
 ANSWER_S = 4.0
-"""How long the root waits for answers, and a second for each level of a tree of the ranks: those
-that have nothing to do look for messages once a second."""
+"""Longest wait of the root for answers, plus a second for each level of the tree of ranks: idle
+ranks check for messages once a second."""
 
-MAX_NAMES = 50  # operations that one question asks about; those that have waited longest
+MAX_NAMES = 50  # maximum number of operations in a question, oldest first
 
 _OTHERS = 3
 
 
 class StallWatch:
-    """Asks, answers and, on the root, reports. Not thread-safe.
+    """Create questions and answers about stalled operations and, on the root, reports.
 
-    It is told the time, and somebody else carries questions and answers between the ranks.
+    Not thread-safe. Performs no communication: the caller passes the time and transfers questions
+    and answers between the ranks.
+
+    Args:
+        settings: intervals of the reports, and log directory.
+        number: this rank in the process set; 0 is the root.
+        members: ranks of the process set.
+        last_call: updated by the caller for every operation.
+        end: ends all ranks with an exit code.
+        recorder: records the unnamed collectives, which are watched too.
     """
 
     def __init__(
@@ -249,29 +259,27 @@ class StallWatch:
         end: Callable[[int], object] | None = None,
         recorder: FlightRecorder | None = None,
     ) -> None:
-        """Take what is needed to speak of ranks, of which this has ``number`` and 0 is the root.
-
-        ``end`` ends all ranks with an exit code. ``recorder`` has the collectives without a name
-        that are watched, too.
-        """
-        self.last_call = last_call  # to be told of every operation
-        self.answer_s = ANSWER_S + len(members).bit_length()  # how long the root waits for answers
+        self.last_call = last_call
+        self.answer_s = ANSWER_S + len(members).bit_length()  # longest wait for answers
         self._abort_s = settings.stall_abort_s
         self._first_s = min(settings.stall_s, settings.stall_abort_s)
         self._number, self._members, self._end = number, members, end
         self._recorder, self._log_dir = recorder or FlightRecorder(), settings.log_dir
         self._asked: dict[str, tuple[float, float]] = {}
-        """When each was submitted, and from what age on it is to be asked about."""
+        """Time of submission of each operation, and its age at the next question."""
         self._num_questions = 0
         self._unheard: dict[tuple[int, int], tuple[Question, float]] = {}
         self._inquiries: dict[tuple[int, int], Inquiry] = {}
 
     def due(self, now: float, oldest: Mapping[str, float]) -> Question | None:
-        """Return a question if there is one to ask; to be called every second or so.
+        """Return a question if one is due, else None; call about once a second.
 
-        A question is asked again whenever the wait has become twice as long, but not shortly
-        before all ranks end by it. ``oldest`` says when this rank has submitted each operation
-        that is not decided, on the clock of ``now``.
+        A question is repeated when the wait has doubled, but not shortly before the age at which
+        all ranks end.
+
+        Args:
+            now: ``time.monotonic()``.
+            oldest: time of submission of each undecided operation of this rank.
         """
         oldest = {**oldest, **self._recorder.waiting()}
         self._asked = {
@@ -294,9 +302,10 @@ class StallWatch:
     def heard(
         self, now: float, question: Question, oldest: Mapping[str, float], *, joined: bool = False
     ) -> Answer:
-        """Answer a question, this rank's own too; it need not be asked by another rank now.
+        """Return the answer to a question, also to this rank's own question.
 
-        A rank that has ``joined`` takes part in everything with nothing, so lacks nothing.
+        The caller's own questions about the same operations are postponed. A rank that has
+        ``joined`` contributes to every named operation, so it lacks none.
         """
         oldest = {**oldest, **self._recorder.waiting()}
         self._mark(question.ages_s, oldest)
@@ -324,13 +333,13 @@ class StallWatch:
         )
 
     def _last(self) -> tuple[str, float | None]:
-        """Return the last collective, with a name or without, and its age."""
+        """Return the last collective, named or unnamed, and its age in seconds."""
         named, recorded = self.last_call.describe(), self._recorder.last()
         ages_s = [math.inf if ago_s is None else ago_s for _, ago_s in (named, recorded)]
         return recorded if ages_s[1] < ages_s[0] else named
 
     def _write_calls(self) -> None:
-        """Write the last collectives of this rank where its log is."""
+        """Write the last collectives of this rank to the log directory."""
         if self._log_dir is not None:
             rank = self._members[self._number].rank
             with suppress(OSError):
@@ -338,22 +347,22 @@ class StallWatch:
                 file.write_text(self._recorder.report(), encoding="utf-8")
 
     def take(self, number: int, answer: Answer) -> None:
-        """Note the answer of a rank of the set; on the root."""
+        """Store the answer of a rank; on the root."""
         if answer.key in self._inquiries:
             self._inquiries[answer.key].answers[number] = answer
 
     def tell(self, now: float) -> None:
-        """Log what has been found out, and end all ranks where that is asked."""
+        """Log the finished reports, and end all ranks after a final one."""
         for text, is_final in self.reports(now):
             _LOG.log(logging.ERROR if is_final else logging.WARNING, "%s", text)
             if is_final and self._end is not None:
                 self._end(HANG)
 
     def reports(self, now: float) -> list[tuple[str, bool]]:
-        """Return what has been found out, and whether all ranks are to end by that.
+        """Return the finished reports, each with True if all ranks must end.
 
-        On the root once all have answered, or time is over; on a rank whose question has not come
-        back from the root, that.
+        On the root, a report is finished when all ranks have answered or its deadline is over. On
+        any rank, a question that the root has not forwarded in time gives a report.
         """
         lost = [question for question, until in self._unheard.values() if now >= until]
         for question in lost:
@@ -375,7 +384,7 @@ class StallWatch:
     def _mark(self, ages_s: Mapping[str, float], oldest: Mapping[str, float]) -> None:
         for name, age_s in ages_s.items():
             if name in oldest:
-                is_last = age_s < self._abort_s < 3 * age_s  # before the end, which tells it again
+                is_last = age_s < self._abort_s < 3 * age_s  # the next question is the final one
                 again_s = self._abort_s if is_last else 2 * age_s
                 self._asked[name] = (oldest[name], again_s)
 

@@ -1,6 +1,6 @@
-"""Trace of named operations in a file; records are cheap, and written when asked for.
+"""Trace of named operations in a file, with one row per tensor, as in Horovod's timeline.
 
-One row per tensor, as Horovod's timeline has them.
+Records are kept in memory until ``flush``, so recording is cheap.
 """
 
 import atexit
@@ -19,26 +19,34 @@ from typing import Any, NamedTuple
 from hpctrain.comm.operation_result import Traffic
 from hpctrain.core.paths import absolute
 
-RANK = "{rank}"  # where a path has this, every rank writes a file of its own
+RANK = "{rank}"  # if a path contains this, every rank writes a separate file
 
 _END = b"\n]\n"
 _LOG = logging.getLogger(__name__)
 
 
 class Timelines:
-    """Begins and ends timelines of this rank, one at a time. Not collective."""
+    """Start and stop timelines of this rank, one at a time. Not collective.
+
+    Args:
+        rank: this rank.
+        size: number of ranks.
+    """
 
     def __init__(self, rank: int, size: int) -> None:
         self.current: Timeline | None = None
-        """What to record in; to be asked for again for every operation."""
+        """Timeline that records, or None; may change between two operations."""
         self._rank, self._size = rank, size
 
     def start(self, path: str | Path, *, mark_cycles: bool = False) -> None:
-        """Record from now on; another timeline ends, the same one goes on.
+        """Start a timeline, and stop the current one, unless it has the same path. Local.
 
-        Rank 0 alone records, unless ``path`` has ``{rank}``, for which the number of each rank is
-        put in. A file that cannot be made is a warning. ``mark_cycles`` marks each round of the
-        controller.
+        Logs a warning if the file cannot be created.
+
+        Args:
+            path: file to write. Only rank 0 records, unless ``path`` contains ``{rank}``, which
+                each rank replaces by its number.
+            mark_cycles: mark each cycle of the controller.
         """
         name = str(absolute(path))
         if RANK not in name and self._rank != 0:
@@ -50,12 +58,12 @@ class Timelines:
         try:
             self.current = Timeline(path, self._rank, self._size, mark_cycles=mark_cycles)
         except OSError as error:
-            _LOG.warning("there will be no timeline: %s; name a file that can be made", error)
+            _LOG.warning("the timeline file must be writable, got: %s; choose another", error)
             return
         atexit.register(self.stop)
 
     def stop(self) -> None:
-        """Write what there is and end the timeline. Harmless without one."""
+        """Write all records and end the timeline, if there is one."""
         ending, self.current = self.current, None
         if ending is not None:
             atexit.unregister(self.stop)
@@ -63,25 +71,33 @@ class Timelines:
 
 
 class _Row(NamedTuple):
-    """A tensor in the file."""
+    """Row of a tensor in the file."""
 
     number: int
-    open: list[int]  # when each slice that has not ended began, the outermost first
+    open: list[int]  # begin of each open slice in ns, outermost first
 
 
 class Timeline:
-    """A trace of the named operations of one rank; every method may be called from any thread.
+    """Trace of the named operations of one rank. Thread-safe.
 
-    Slices of one operation lie inside each other. What one of communication moved is drawn inside
-    it: ``WAIT`` for other ranks, ``RAIL`` between nodes, ``NODE`` in the memory of the node.
+    Slices of one operation are nested. A slice of communication contains slices for its parts:
+    ``WAIT`` for other ranks, ``RAIL`` between nodes, ``NODE`` in the memory of the node.
 
-    The file is an array of events in Chrome's trace format, which Perfetto opens too. What follows
-    the last event is written anew with every batch of events: a process that is killed leaves a
-    file that any JSON reader takes.
+    The file is an array of events in Chrome's trace format, which Perfetto also opens. Each batch
+    of events overwrites the end of the array and writes it again, so the file is valid JSON even
+    if the process is killed.
+
+    Args:
+        path: file to create or truncate.
+        rank: this rank.
+        size: number of ranks.
+        mark_cycles: record ``cycle`` events.
+
+    Raises:
+        OSError: the file cannot be written.
     """
 
     def __init__(self, path: Path, rank: int, size: int, *, mark_cycles: bool = False) -> None:
-        """Make the file, or empty it; OSError if it cannot be written."""
         self.path = path
         self._mark_cycles = mark_cycles
         self._origin_ns = perf_counter_ns()
@@ -94,33 +110,33 @@ class Timeline:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         self._num_bytes = 0
         self._append(_head(0, f"rank {rank}", about))
-        # When in nanoseconds, phase of Chrome's format, name of the tensor, title, details.
+        # Time in ns, phase of Chrome's format, name of the tensor, title, details.
         self._records: deque[tuple[int, str, str, Any, Any]] = deque()
         self._writing = threading.Lock()
         self._is_open, self._is_over = True, False
         self._owner = os.getpid()
 
     def begin(self, name: str, title: str, num_bytes: int | None = None) -> None:
-        """Note that a slice of an operation begins, with ``num_bytes`` of this rank."""
+        """Record that a slice of an operation begins, with ``num_bytes`` of this rank."""
         self._add("B", name, title, num_bytes)
 
     def end(self, name: str, moved: Traffic | None = None) -> None:
-        """Note that its innermost slice is over; ``moved`` is what the communicator did in it."""
+        """Record that the innermost slice ends; ``moved`` is the traffic in the slice."""
         self._add("E", name, None, moved)
 
     def rank_ready(self, name: str, rank: int) -> None:
-        """Note that ``rank`` is now known to have announced an operation."""
+        """Record that ``rank`` has announced an operation."""
         self._add("X", name, rank, None)
 
     def cycle(self) -> None:
-        """Note that the controller begins another round, if that is wanted."""
+        """Record that the controller begins a cycle, if ``mark_cycles``."""
         if self._mark_cycles:
             self._add("i", "", None, None)
 
     def flush(self) -> None:
-        """Write what there is: it stays in the file however this process ends."""
+        """Write all records to the file."""
         if os.getpid() != self._owner:
-            return  # a forked child must not write between the lines of its parent
+            return  # a forked child must not write to the file of its parent
         with self._writing:
             if self._is_over:
                 return
@@ -130,11 +146,13 @@ class Timeline:
             try:
                 self._append(events)
             except OSError as error:
-                _LOG.warning("the timeline %s ends here: %s", self.path, error)
+                _LOG.warning(
+                    "the timeline %s ends here, because writing failed: %s", self.path, error
+                )
                 self._is_open = False
 
     def close(self) -> None:
-        """Write what there is and end; nothing is recorded any more. Harmless when repeated."""
+        """Write all records and close the file; later records are ignored. Idempotent."""
         self._is_open = False
         self.flush()
         with self._writing:
@@ -143,7 +161,7 @@ class Timeline:
                 os.close(self._file)
 
     def _append(self, events: Sequence[str]) -> None:
-        """Write some events; after an OSError, such as a full disk, those before are whole."""
+        """Append events; after an OSError, such as a full disk, the earlier events remain."""
         if not events:
             return
         data = ((",\n" if self._num_bytes else "[\n") + ",\n".join(events)).encode()
@@ -156,7 +174,7 @@ class Timeline:
         self._num_bytes += len(data)
 
     def _write(self, data: bytes) -> None:
-        """Write behind the last event."""
+        """Write after the last event."""
         written = 0
         while written < len(data):
             written += os.pwrite(self._file, data[written:], self._num_bytes + written)
@@ -181,7 +199,7 @@ class Timeline:
             row.open.append(when)
             size = "" if details is None else f',"args":{{"bytes":{details}}}'
             yield f'{{"ph":"B","name":{_quoted(title)},{place}{size}}}'
-        elif row.open:  # else it began before the timeline did
+        elif row.open:  # a slice may have begun before the timeline
             began, args = row.open.pop(), ""
             if details is not None and any(details):
                 args = f',"args":{json.dumps(details._asdict())}'
@@ -195,10 +213,9 @@ class Timeline:
 
 
 def _parts(began: int, ended: int, moved: Traffic) -> Iterator[tuple[str, int, int]]:
-    """Divide a slice into what it waited, what its rail took and the rest.
+    """Divide a slice into waits, rail transfers and node memory.
 
-    Their lengths are what was measured, all in all; that they follow each other is not: a slice
-    may have many waits.
+    The lengths are measured sums; the order is not measured, as a slice may contain several waits.
     """
     whole = ended - began
     waited = min(int(moved.waited_s * 1e9), whole)

@@ -1,1 +1,1 @@
-"""The world of this process: init, shutdown, named functions, what happens when a rank fails."""
+"""The world of this process: init and shutdown, calls of functions, and failures of ranks."""

@@ -1,4 +1,4 @@
-"""Abilities of this package, in Horovod's questions."""
+"""Features of this package, as functions with Horovod's names."""
 
 import importlib.util
 import sys
@@ -8,27 +8,27 @@ from hpctrain.runtime.world import current, is_initialized
 
 
 def mpi_threads_supported() -> bool:
-    """Say whether several threads of this process may call MPI at once.
+    """Return True if several threads of this process may call MPI concurrently.
 
     Raises:
-        NotInitializedError: there is no world yet.
+        NotInitializedError: ``init`` was not called.
     """
     current()
     return calls_from_threads()
 
 
 def mpi_enabled() -> bool:
-    """Say whether there is a world, and MPI is loaded: a world of one goes without it."""
+    """Return True if ``init`` was called and MPI is loaded; one rank alone needs no MPI."""
     return is_initialized() and "mpi4py.MPI" in sys.modules
 
 
 def mpi_built() -> bool:
-    """Say whether mpi4py is here, which finds the MPI library when it is loaded."""
+    """Return True if mpi4py is installed; it finds the MPI library at run time."""
     return importlib.util.find_spec("mpi4py") is not None
 
 
 def gloo_enabled() -> bool:
-    """Say no: ranks talk through MPI and the memory of the node, and nothing is compiled in."""
+    """Return False: ranks communicate through MPI and shared memory, without compiled code."""
     return False
 
 
@@ -36,5 +36,5 @@ gloo_built = ddl_built = ccl_built = cuda_built = rocm_built = gloo_enabled
 
 
 def nccl_built() -> int:
-    """Return 0: NCCL is not compiled in; ``HPCTRAIN_DEVICE_SUMS=nccl`` takes what torch ships."""
+    """Return 0: NCCL is not compiled in; ``HPCTRAIN_DEVICE_SUMS=nccl`` uses torch's NCCL."""
     return 0

@@ -1,4 +1,4 @@
-"""One rank fails: it says why, under its rank, and all ranks end at once."""
+"""Failure of one rank: the rank prints its error with its number, and all ranks end."""
 
 import atexit
 import contextlib
@@ -34,36 +34,43 @@ if TYPE_CHECKING:
 FAILED = 1
 INTERRUPTED = 130
 
-ABORT_S = 2.0  # how long ``MPI_Abort`` may take before the process ends without it
+ABORT_S = 2.0  # longest wait for ``MPI_Abort`` before the process exits
 ROOT_SPEAKS_S = 5.0  # for rank 0 to print an error, and its launcher to end the other ranks
 STAGGER_S, LONGEST_STAGGER_S = 1.0, 1.5
-"""What strikes all ranks at once is told in rank order: the first abort silences the others."""
+"""Delays in rank order before an error is printed: the first abort ends all other ranks."""
 
 
 def leave(
     presence: "Liveness", hooks: "FailureHooks", compare: "Callable[[Gather], str]" = lambda _: ""
 ) -> str:
-    """Wait until every rank has come to its end; end all ranks if one of them never will.
+    """Wait until every rank has reached its end; end all ranks if that is impossible.
 
-    Then all ``compare`` what they have, and what that returns is returned.
+    Collective. Called by ``shutdown()`` and at exit of the interpreter, before any resource is
+    freed.
 
-    Collective. ``shutdown()`` calls it, and the interpreter at exit, before anything is freed.
+    Args:
+        presence: checks that the other ranks are alive.
+        hooks: end all ranks after an error.
+        compare: called when all ranks have arrived.
+
+    Returns:
+        The result of ``compare``.
     """
-    with contextlib.suppress(Exception):  # a rank that is killed while it waits has printed all
+    with contextlib.suppress(Exception):  # a rank may be killed while it waits
         sys.stdout.flush()
     try:
         return presence.farewell(compare)
-    except BaseException as error:  # at exit Python would print it and go on
+    except BaseException as error:  # at exit Python would only print the error
         hooks.end(error)
 
 
 @contextlib.contextmanager
 def start_guard(settings: "Settings") -> "Iterator[None]":
-    """Handle errors of the block, in which ranks join the world, that no caller catches.
+    """Handle uncaught errors of the block, in which ranks join the world.
 
-    A ``LaunchError`` is raised by every process of a launch and printed in one line, by rank 0
-    first, since most launchers end the others then. A ``RankLostError`` ends all ranks: without
-    that ``MPI_Finalize`` would wait for the lost rank.
+    A ``LaunchError`` is raised by every process of a launch and printed in one line, first by
+    rank 0, since most launchers then end the other ranks. A ``RankLostError`` ends all ranks:
+    otherwise ``MPI_Finalize`` would wait for the lost rank.
     """
     try:
         yield
@@ -93,41 +100,41 @@ def _print_once(own: LaunchError) -> None:
 
 
 class FailureHooks:
-    """The hooks of one process for exceptions that nobody catches, and for crashes.
+    """Hooks of one process that end all ranks after an uncaught exception, and report crashes.
 
-    For worlds of more than one rank: a world of one has nobody to end.
+    Not collective. Used in worlds of more than one rank. An exception in a thread that neither
+    computes nor communicates, such as that of a progress bar, is only printed.
+
+    Args:
+        world: ranks to end.
+        log_dir: directory of ``rank-N.log``, which receives the output to stderr too.
+        recovers: True if the world survives the loss of a rank; the launcher then ends the ranks.
     """
 
     def __init__(self, world: "MpiComm", log_dir: Path | None, *, recovers: bool = False) -> None:
-        """Let an exception that nobody catches end all ranks from now on. Not collective.
-
-        In a thread that neither computes nor communicates, such as that of a progress bar, it is
-        only told. All that stderr gets ``rank-N.log`` in the folder ``log_dir`` gets too. A world
-        that ``recovers`` outlives a rank, so its launcher ends it.
-        """
         self._world, self._rank, self._recovers = world, world.rank, recovers
         self._owner = os.getpid()
         self._log = log_dir and log_dir / f"rank-{world.rank}.log"
         self._ending = threading.Lock()
         self.last_words: list[Callable[[], object]] = []
-        """Called before this rank ends all ranks: what writes down what is not on disk yet."""
+        """Functions called before this rank ends all ranks; they write unsaved records to disk."""
         self.communicates: Callable[[int | None], bool] = lambda _thread: False
-        """Says whether a thread, by its identifier, communicates with other ranks."""
-        # Bound once: uninstall() compares by identity.
+        """Returns True if a thread, by its identifier, communicates with other ranks."""
+        # Stored, because each access creates a bound method and uninstall() compares by identity.
         self._hook, self._thread_hook = self._on_exception, self._on_thread_exception
         if self._log is not None:
             self._log.parent.mkdir(parents=True, exist_ok=True)
         self.install()
-        atexit.register(self.end_blocked)  # before the leave is registered, which comes first
+        atexit.register(self.end_blocked)  # registered before ``leave``, so called after it
 
     def install(self) -> None:
-        """Take the place of the hooks that are there, as at first; after ``uninstall``."""
+        """Install the hooks again after ``uninstall``."""
         self._previous, self._previous_thread = sys.excepthook, threading.excepthook
         sys.excepthook, threading.excepthook = self._hook, self._thread_hook
         self._crash = CrashReport(self._rank, self._log)
 
     def uninstall(self) -> None:
-        """Put back the hooks that were there, unless somebody took them over after us."""
+        """Restore the previous hooks, unless other code has replaced these hooks."""
         if sys.excepthook is self._hook:
             sys.excepthook = self._previous
         if threading.excepthook is self._thread_hook:
@@ -137,27 +144,26 @@ class FailureHooks:
     def end(self, error: BaseException, where: str = "") -> NoReturn:
         """Report ``error`` and end all ranks."""
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C changes nothing
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C has no effect
         if not self._ending.acquire(blocking=False):
-            time.sleep(2 * ABORT_S)  # another thread is at it
+            time.sleep(2 * ABORT_S)  # another thread ends the ranks
             os._exit(FAILED)
         code, summary = _verdict(error, self._world, recovers=self._recovers)
         details = f"{where}{''.join(traceback.format_exception(error))}"
         self._write_log(details)
         time.sleep(min(STAGGER_S * self._rank, LONGEST_STAGGER_S))
         own = ""
-        with contextlib.suppress(Exception):  # whatever a user's object does when it is looked at
+        with contextlib.suppress(Exception):  # ``repr`` of a user's object may raise
             own = folded(error, self._log)
         self._say(summary or (f"{where}{own}" if own else details))
         self.abort(code)
 
     def end_blocked(self) -> None:
-        """End all ranks if a thread is still inside a call of MPI that was given up.
+        """End all ranks if a thread is still inside an abandoned MPI call.
 
-        Called at exit, after the ranks have taken leave: ``MPI_Finalize`` would free what that
-        thread uses.
+        Called at exit, after ``leave``: ``MPI_Finalize`` would free memory that the thread uses.
         """
-        # Not imported here: the interpreter shuts down. Without the module no call was made.
+        # No import: the interpreter shuts down. If the module is not loaded, no call was made.
         calls = sys.modules.get("hpctrain.comm.watched_calls")
         if os.getpid() == self._owner and calls is not None and calls.is_blocked():
             rank = f"rank {self._rank}"
@@ -170,16 +176,17 @@ class FailureHooks:
             )
 
     def abort(self, code: int) -> NoReturn:
-        """End all ranks with exit code ``code``, this one within two seconds, come what may."""
-        # A timer in C: a Python thread could not run while MPI_Abort holds the GIL.
-        with contextlib.suppress(Exception):  # out of descriptors, MPI_Abort must do
+        """End all ranks with exit code ``code``; this process exits after two seconds at most."""
+        # faulthandler has a timer in C; a Python thread could not run while MPI_Abort holds the
+        # GIL.
+        with contextlib.suppress(Exception):  # without free file descriptors there is no timer
             nowhere = os.open(os.devnull, os.O_WRONLY)
             faulthandler.dump_traceback_later(ABORT_S, exit=True, file=nowhere)
         for say in (*self.last_words, sys.stdout.flush):
             with contextlib.suppress(Exception):
                 say()
         try:
-            if self._recovers:  # MPI_Abort would end this rank alone
+            if self._recovers:  # MPI_Abort would end this rank only
                 self._say(f"{ENDING}{code}")
                 end_launch()
             else:
@@ -197,8 +204,8 @@ class FailureHooks:
 
     def _say(self, text: str) -> None:
         with contextlib.suppress(Exception):
-            # One write: the lines of one rank stay together among those of the others. Not into
-            # the buffer of torch.distributed's hook, which prints it when this process is gone.
+            # One write keeps the lines of a rank together. The hook of torch.distributed replaces
+            # stderr by a buffer that it prints too late, after this process has ended.
             hidden = isinstance(sys.stderr, io.StringIO) and sys.__stderr__
             stream = hidden or sys.stderr
             stream.write(self._tagged(text))
@@ -210,7 +217,7 @@ class FailureHooks:
     def _on_exception(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        if os.getpid() != self._owner:  # a forked child is no rank
+        if os.getpid() != self._owner:  # a forked child is not a rank
             self._previous(kind, error, trace)
             return
         self.end(error)
@@ -225,7 +232,7 @@ class FailureHooks:
         if computes(args.exc_traceback) or self.communicates(ident):
             self.end(args.exc_value, where)
         details = f"{where}{''.join(traceback.format_exception(args.exc_value))}"
-        details += "the thread neither computes nor communicates: the ranks go on without it\n"
+        details += "the thread neither computes nor communicates: the ranks continue without it\n"
         self._write_log(details)
         self._say(details)
         if self._previous_thread is not threading.__excepthook__:  # the user's own
@@ -233,9 +240,10 @@ class FailureHooks:
 
 
 def computes(trace: TracebackType | None) -> bool:
-    """Say whether an exception comes from code of torch or hpctrain, or from code with tensors.
+    """Return True if an exception was raised by code of torch or hpctrain, or that uses either.
 
-    Code that holds a model, an optimizer or anything else of the two counts as well.
+    A frame uses either if a local variable is a tensor, a model, an optimizer or another object
+    of the two packages.
     """
     frames = [frame for frame, _ in traceback.walk_tb(trace)]
     names = [str(frame.f_globals.get("__name__")) for frame in frames]
@@ -245,21 +253,21 @@ def computes(trace: TracebackType | None) -> bool:
 
 
 _MPI_RULE = (
-    "a communicator of MPI is lost with any of its ranks, MPI.COMM_WORLD too; hpctrain train and "
-    "hpctrain.elastic.run go on: communicate by hpctrain in the function, or by a communicator "
-    "that is made there with each call, hpctrain.current().ranks.Dup()"
+    "an MPI communicator, such as MPI.COMM_WORLD, must not be used after the loss of a rank; "
+    "in hpctrain train and hpctrain.elastic.run communicate by hpctrain, or by a communicator "
+    "that each call of the function creates, hpctrain.current().ranks.Dup()"
 )
 
 
 _OUTSIDE_RULE = (
-    "under launch --recover the others go on where a rank dies inside the function of "
-    "hpctrain.elastic.run, or while hpctrain train trains, and this was outside: communicate "
-    "inside, or let launch --restart N start again from a checkpoint"
+    "under launch --recover the others continue after a death inside the function of "
+    "hpctrain.elastic.run, or while hpctrain train trains, but this was outside; communicate "
+    "inside, or restart from a checkpoint by launch --restart N"
 )
 
 
 def _verdict(error: BaseException, world: "MpiComm", *, recovers: bool) -> tuple[int, str]:
-    """Return the exit code, and the lines that say it all where no traceback is needed."""
+    """Return the exit code, and the lines to print instead of a traceback, if any."""
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, "interrupted; all ranks end"
     is_of_mpi = is_loss(error)
@@ -274,25 +282,29 @@ def _verdict(error: BaseException, world: "MpiComm", *, recovers: bool) -> tuple
         with contextlib.suppress(Exception):  # MPI may be over
             if is_of_mpi and (dead := failed(world)):
                 text = f"{format_ranks(dead)} of {world.size} died"
-        if "died" in text:  # a rank that has left is no lost one
+        if "died" in text:  # a rank that has left is not lost
             rule = _OUTSIDE_RULE
     lines = user_lines(error) if rule else []
     return RANK_LOST, "\n".join([*lines, f"{text}; {rule}{'; ' if rule else ''}all ranks end"])
 
 
-FAREWELL_S = 1.0  # time for the tagger to end once nobody can write to it any more
+FAREWELL_S = 1.0  # longest wait for the end of the tagger after its pipe is closed
 
 
 class CrashReport:
-    """Sends what ``faulthandler`` writes to stderr and the rank's log, each line with its rank.
+    """Report crashes to stderr and the rank's log, each line with the rank.
 
-    ``faulthandler`` writes to one file and knows no ranks, and a crashed process can do nothing
-    more: so it writes into a pipe, and a sleeping ``sed`` on the other end does the rest. It
-    ends with this process, however that ends. Without ``sed`` the stack is on stderr, untagged.
+    ``faulthandler`` writes to a single file and without ranks, and a crashed process cannot run
+    Python code. So ``faulthandler`` writes to a pipe, and a ``sed`` process adds the rank. The
+    ``sed`` process ends with this process. Without ``sed``, the stack is printed to stderr
+    without the rank. A ``faulthandler`` that the user has enabled is not changed.
+
+    Args:
+        rank: this rank.
+        log: log file of the rank, or None.
     """
 
     def __init__(self, rank: int, log: Path | None) -> None:
-        """Catch crashes from now on, unless the user has enabled ``faulthandler`` himself."""
         self._tagger: subprocess.Popen[bytes] | None = None
         self._enabled = not faulthandler.is_enabled()
         if not self._enabled:
@@ -305,7 +317,7 @@ class CrashReport:
             faulthandler.enable(sys.__stderr__.fileno())
 
     def stop(self) -> None:
-        """Stop catching crashes."""
+        """Stop reporting crashes."""
         if not self._enabled:
             return
         self._enabled = False
@@ -313,7 +325,7 @@ class CrashReport:
         if self._tagger and self._tagger.stdin:
             self._tagger.stdin.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                # A forked child of ours may still hold the pipe: then the tagger outlives us.
+                # A forked child may keep the pipe open; the tagger then ends with the child.
                 self._tagger.wait(FAREWELL_S)
         self._tagger = None
 
@@ -322,14 +334,14 @@ def _start_tagger(rank: int, log: Path | None) -> subprocess.Popen[bytes] | None
     sed = shutil.which("sed")
     if sed is None:
         return None
-    # stdout appends to the log; sed's own "w" would truncate it.
+    # stdout appends to the log, whereas the "w" command of sed would truncate it.
     out = os.open(log or os.devnull, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
-        return subprocess.Popen(  # noqa: S603 - nothing of it comes from a user
+        return subprocess.Popen(  # noqa: S603 - no part is user input
             [sed, "-u", "-e", f"s/^/[rank {rank}] /", "-e", "w /dev/stderr"],
             stdin=subprocess.PIPE,
             stdout=out,
-            # Not in our process group: a Ctrl-C or the launcher's kill must not silence it.
+            # A separate process group, so that Ctrl-C and signals of the launcher do not end it.
             start_new_session=True,
         )
     finally:

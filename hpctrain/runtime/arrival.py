@@ -1,4 +1,4 @@
-"""What a rank takes and tells when it has joined a world."""
+"""Steps of a rank after it has joined a world: threads, device, log and records."""
 
 import json
 from pathlib import Path
@@ -15,9 +15,10 @@ from hpctrain.core.torch_compat import warn_if_untested
 
 
 def take_place(found: Connection) -> None:
-    """Let torch have the threads of this rank, and the accelerator of its number on its host.
+    """Set the number of threads and the accelerator of this rank in torch. Local.
 
-    Where it sees one, as by ``srun --gpus-per-task=1``, or has taken another already, that stays.
+    The accelerator is the one with the rank's number on its host. The current device is kept if
+    only one is visible, as with ``srun --gpus-per-task=1``, or if it is not device 0.
     """
     torch.set_num_threads(found.plan.threads)
     count = torch.accelerator.device_count()
@@ -26,9 +27,9 @@ def take_place(found: Connection) -> None:
 
 
 def tell_place(here: Topology) -> None:
-    """Let variables of torchrun, where they are set, say what is so in this world.
+    """Update the environment variables of torchrun, if they are set, to this world.
 
-    Of those that were started together some may wait, or be lost.
+    The world may be smaller than the launch, because spares wait and ranks may be lost.
     """
     set_torch_ranks(here.rank, here.size, here.host_rank, len(here.host_ranks))
 
@@ -43,7 +44,7 @@ def report(found: Connection) -> None:
 
 
 def tell_study(folder: Path, found: Connection) -> None:
-    """Let a scaling study know how the ranks of this point communicate."""
+    """Write ``plan.json`` with the topology and the plan for a scaling study."""
     mpi = version() if found.topology.size > 1 else None  # one rank loads no MPI
     topology = {"mpi": mpi, "topology": dict(found.topology.describe())}
     facts = {**topology, **StoredPlan.of(found.topology, found.plan).as_dict()}

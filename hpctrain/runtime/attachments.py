@@ -1,4 +1,4 @@
-"""Parts of the record of a world: how this process came to it, and what it changed here."""
+"""Parts of ``World``: how this process joined, and the hooks that it installed."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Origin:
-    """How this process came to its world."""
+    """How this process joined its world."""
 
-    given: "MpiComm | None"  # the communicator that ``init`` was given
-    is_first: bool = True  # whether no ranks were lost before
+    given: "MpiComm | None"  # communicator passed to ``init``
+    is_first: bool = True  # False after ranks were lost
     spares: "Spares | None" = None  # ranks that wait to replace lost ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attachments:
-    """Hooks and records of a world in this process; they end with it."""
+    """Hooks and records of a world in this process, removed with the world."""
 
     hooks: FailureHooks | None  # end all ranks when this one fails; None in a world of one
     before_finalize: "BeforeFinalize | None"
-    """Takes leave where the program ends MPI itself; None in a world of one."""
+    """Leaves the world if the program calls ``MPI.Finalize``; None in a world of one."""
     statistics: Statistics | None  # costs of the collectives, if the settings ask for them
     timelines: Timelines  # the timeline that this rank records, if any
     owner: Owner = field(default_factory=Owner)  # a forked child does not end the world
     requests: RequestThread = field(default_factory=RequestThread)
-    """Serves the requests to parameter servers of this process."""
+    """Serves requests to the parameter servers of this process."""
     last_states: LastStates = field(default_factory=LastStates)
-    """States of divided models after their last step, for the comparison at the end."""
+    """States of sharded models after their last step, compared at the end."""

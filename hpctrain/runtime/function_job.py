@@ -24,13 +24,17 @@ _ENDS = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEM
 
 
 class Job:
-    """A function call in a job of Slurm, made by ``hpctrain.submit``.
+    """Function call in a Slurm job, created by ``hpctrain.submit``.
 
-    The names are submitit's. Every method asks Slurm, or reads files that all nodes see.
+    The names are submitit's. Every method queries Slurm or reads files that all nodes see.
+
+    Args:
+        number: number of the Slurm job.
+        folder: folder of the call and its results.
+        num_ranks: number of ranks that write results.
     """
 
     def __init__(self, number: int, folder: Path, num_ranks: int) -> None:
-        """Store the job's number, its folder, and the number of ranks that write results."""
         self.id, self.folder = number, absolute(folder)
         self._num_ranks = num_ranks
 
@@ -42,8 +46,8 @@ class Job:
     def state(self) -> str:
         """State by Slurm's name: ``PENDING``, ``RUNNING``, ``COMPLETED``, ``FAILED``, ...
 
-        For a job that Slurm no longer knows, the exit code that its batch script wrote decides.
-        Raises ``LaunchError``: Slurm does not answer.
+        For a job that Slurm no longer knows, the state is derived from the exit code that its
+        batch script wrote. Raises ``LaunchError``: Slurm does not answer.
         """
         if said := scheduler.state_of(self.id):
             return said
@@ -69,7 +73,7 @@ class Job:
             time.sleep(POLL_S)
 
     def result(self, timeout_s: float | None = None) -> Any:
-        """Return the function's result on rank 0; raises as ``results``."""
+        """Wait for the end of the job; return the function's result on rank 0. See ``results``."""
         return self.results(timeout_s)[0]
 
     def results(self, timeout_s: float | None = None) -> list[Any]:
@@ -103,7 +107,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resources(CheckedFields):
-    """What a job of ``hpctrain.submit`` asks Slurm for.
+    """Resources of a job of ``hpctrain.submit``.
 
     Raises ``ConfigError``: a value breaks the rule of its field.
     """
@@ -136,8 +140,8 @@ def submit(fn: Callable[..., Any], resources: Resources, /, *args: Any, **kwargs
     rank calls ``hpctrain.init()`` first. Function and arguments are sent by cloudpickle.
 
     Args:
-        fn: the function; what it returns must be picklable.
-        resources: of the job.
+        fn: the function; its result must be picklable.
+        resources: resources of the job.
         args: positional arguments of ``fn``, the same on every rank.
         kwargs: keyword arguments of ``fn``.
 

@@ -1,4 +1,4 @@
-"""Making, leaving and replacing the world of this process: ``init`` and ``shutdown``."""
+"""Creation, end and replacement of the world of this process: ``init`` and ``shutdown``."""
 
 import atexit
 import sys
@@ -42,8 +42,9 @@ if TYPE_CHECKING:
 
 
 SPARES_RULE = (
-    "with --spares nothing but DistributedOptimizer communicates before elastic.run, which is "
-    "called once, for a spare does that alone; move it into the function, or leave --spares out"
+    "with --spares only DistributedOptimizer may communicate before elastic.run, which must be "
+    "called once, because a spare runs this part alone; move the call into the function, or leave "
+    "out --spares"
 )
 
 
@@ -54,29 +55,29 @@ def init(
     ranks_per_node: int | None = None,
     engine: str | None = None,
 ) -> None:
-    """Join the world of all ranks that were started together. Collective.
+    """Join the world of all ranks of a launch. Collective.
 
-    A second call only registers ``process_sets``, if there are any. Without a launcher this is a
-    world of one, in which everything works and nothing is sent. At the end of the program the
-    ranks take leave of each other by themselves.
+    A second call only registers ``process_sets``, if any. Without a launcher the world has one
+    rank; all functions work and send no messages. At the end of the program the ranks call
+    ``shutdown`` automatically.
 
     Args:
-        comm: another world than all ranks: a list of some of them, of which the i-th becomes
-            rank i, and which alone call this; or an mpi4py communicator, whose ranks are the
-            world, so that several can train side by side; or several of those, of which the
-            first is the world and every other one a process set of it.
-        process_sets: what else than all ranks together shall communicate, the same on every
-            rank; ``"dynamic"`` means none yet.
-        ranks_per_node: declares nodes on one host, so that a laptop runs the two-level path;
-            else what ``HPCTRAIN_RANKS_PER_NODE`` says.
-        engine: what moves tensors: ``hpctrain``, or ``horovod`` where that is installed; else
-            what ``HPCTRAIN_ENGINE`` says. Rank 0 decides for all.
+        comm: ranks of the world, if not all. A list of ranks: the i-th becomes rank i, and only
+            these ranks call ``init``. An mpi4py communicator: its ranks are the world, so that
+            several worlds can train concurrently. A list of communicators: the first is the
+            world, each other one a process set.
+        process_sets: process sets to register, the same on every rank; ``"dynamic"`` registers
+            none.
+        ranks_per_node: declares nodes of this size on one host, so that a laptop runs the
+            two-level path; default ``HPCTRAIN_RANKS_PER_NODE``.
+        engine: implementation of the collectives: ``hpctrain``, or ``horovod`` if installed;
+            default ``HPCTRAIN_ENGINE``. The choice of rank 0 is used on all ranks.
 
     Raises:
         ConfigError: a setting or an argument is not valid, or a process set is given twice.
-        LaunchError: launcher, MPI library and world do not match, or a rank has no Horovod.
-        NodeMemoryError: shared memory was forced and cannot be had.
-        MismatchError: the ranks give different process sets; on every rank.
+        LaunchError: launcher, MPI library and world do not match, or Horovod is missing on a rank.
+        NodeMemoryError: shared memory was forced and is not available.
+        MismatchError: the ranks pass different process sets; on every rank.
     """
     chosen, *others = _communicators(comm)
     if not is_initialized():
@@ -91,7 +92,7 @@ def init(
     if isinstance(process_sets, str):
         if process_sets.lower() != "dynamic":
             raise ConfigError(
-                f"process_sets is a list of ProcessSet or 'dynamic', got {process_sets!r}"
+                f"process_sets must be a list of ProcessSet or 'dynamic', got {process_sets!r}"
             )
         process_sets = None
     if process_sets or others:
@@ -99,7 +100,7 @@ def init(
 
 
 def _refuse_operations() -> None:
-    """Let a spare have no named operations, which nobody shares, before ``elastic.run``."""
+    """Reject named operations of a spare before ``elastic.run``: no other rank submits them."""
     origin = current().origin
     if origin.spares is not None and not origin.is_first:
         current().sets.global_controller.refuse(SPARES_RULE)
@@ -112,9 +113,9 @@ def _communicators(comm: object) -> list[object]:
 
 
 def _register(comms: Sequence[object], process_sets: "Sequence[ProcessSet]") -> None:
-    """Make the process sets that ``init`` was given, and let each know its own. Collective."""
+    """Register the process sets passed to ``init``, and bind the objects. Collective."""
     if current().origin.spares is not None:
-        raise ConfigError(f"{SPARES_RULE}: process sets are made by add_process_set()")
+        raise ConfigError(f"{SPARES_RULE}; register process sets by add_process_set()")
     of_comms = [(numbers_of(one), True) for one in comms]
     wanted = of_comms + [one.wanted() for one in process_sets]
     found = current().sets.register(wanted)[len(of_comms) :]
@@ -122,17 +123,17 @@ def _register(comms: Sequence[object], process_sets: "Sequence[ProcessSet]") -> 
     for number, (one, registered) in enumerate(zip(process_sets, found, strict=True)):
         if registered.number in seen:
             raise ConfigError(
-                f"entry {number} of process_sets has the ranks of an earlier one, or all: "
-                f"{list(registered.ranks)}; leave it out"
+                f"process_sets must have different ranks, and not all, but entry {number} has "
+                f"{list(registered.ranks)} again; leave it out"
             )
         seen.add(registered.number)
         one.bind(registered)
 
 
 def join(settings: Settings, chosen: object = None) -> None:
-    """Join the world as ``init`` does, with settings that are complete. Collective.
+    """Join the world with complete settings. Collective.
 
-    A spare waits inside until it takes the place of a lost rank, or ends the program.
+    A spare waits in this function until it replaces a lost rank, or exits.
     """
     if is_initialized():
         return
@@ -148,7 +149,7 @@ def join(settings: Settings, chosen: object = None) -> None:
             return
 
     def make(ranks: "MpiComm") -> None:
-        if is_initialized():  # in vain: a rank died before all had made this world
+        if is_initialized():  # again: a rank died before all ranks had created this world
             go_on(ranks)
         else:
             _join(settings, ranks, Origin(given=None, spares=spares, is_first=False))
@@ -158,17 +159,19 @@ def join(settings: Settings, chosen: object = None) -> None:
 
 
 def _spares_of(settings: Settings, chosen: object) -> "Spares":
-    """Divide all ranks in those that work and those that wait. Collective."""
+    """Divide all ranks into workers and spares. Collective."""
     if chosen is not None:
         raise ConfigError(
-            "spares are of all ranks that were started together, and init was given some of them; "
-            "call it without comm, or leave --spares out"
+            "the world must have all ranks of the launch with --spares, but init got comm; call "
+            "it without comm, or leave out --spares"
         )
     from hpctrain.comm.spares import Spares  # noqa: PLC0415 - a world of one needs no MPI
 
     with start_guard(settings):
         if (whole := find_world(timeout_s=settings.timeout)) is None:
-            raise ConfigError("spares need ranks whose place they take, and this process is alone")
+            raise ConfigError(
+                "--spares needs at least two other ranks, but this one is alone; start more ranks"
+            )
         return Spares(whole, settings.spares, settings.timeout)
 
 
@@ -177,12 +180,12 @@ def _join(settings: Settings, chosen: object, origin: Origin) -> None:
     lazy_dynamo.install()
     with start_guard(settings):
         ranks = find_world(chosen, settings.timeout)
-    # From here on nobody fails alone.
+    # From here on, a failure of one rank ends all ranks.
     hooks = FailureHooks(ranks, settings.log_dir, recovers=settings.recover) if ranks else None
     try:
         _make(settings, ranks, hooks, origin)
     except BaseException:
-        if hooks is not None and not origin.is_first:  # there may be another try
+        if hooks is not None and not origin.is_first:  # the survivors may try again
             if (begun := replace_current(None)) is not None:
                 _depart(begun)
             hooks.uninstall()
@@ -199,7 +202,7 @@ def _make(
         arrival.take_place(found)
     if settings.recover:
         arrival.tell_place(here)
-    # All ranks count, or none does: as rank 0 wants it.
+    # The setting of rank 0 holds for all ranks, as statistics are collective.
     statistics = Statistics(found.comm) if found.settings.stats else None
     inside = observed(found.comm, trace if settings.trace else None, statistics)
     comm = beside(inside, found.plan)
@@ -241,7 +244,7 @@ def _make(
 
 
 def _begin(made: World, found: Connection) -> None:
-    """Let people and files know of a world, and its end come with that of the program."""
+    """Start logs, records and the timeline of a world, and register its shutdown at exit."""
     settings, mine, rank = made.settings, made.attachments, made.topology.rank
     logs.setup(rank, made.topology.size, settings.log_dir, level=settings.log_level)
     arrival.report(found)
@@ -265,21 +268,21 @@ def _leave_before_finalize() -> "BeforeFinalize":
 
 
 def shutdown() -> None:
-    """Take leave of the other ranks; nothing but ``init`` may be called afterwards.
+    """Leave the world; afterwards only ``init`` may be called.
 
-    Collective in the end: it waits for all ranks, at most ``HPCTRAIN_TIMEOUT``. Harmless before
-    ``init`` and when called twice. A program that calls ``MPI.Finalize()`` takes leave by that.
+    Collective: waits for all ranks, at most ``HPCTRAIN_TIMEOUT``. A no-op before ``init`` and in a
+    second call. ``MPI.Finalize()`` calls it automatically.
 
-    Then the ranks compare what the last step of each ``DistributedOptimizer`` has left: how many
-    steps it has taken, and its weights; of a model that ranks divide replicated values, their
-    optimizer state, and settings. Left out are replicas of whole models to which a rank has
-    written since, as under ``torch.no_grad()``; torch does not count ``.data``. An optimizer that
-    some ranks no longer have, after an error or a state that was loaded, is left out, too, and the
-    ranks compare nothing while an exception is on its way on one of them.
+    The ranks compare the state after the last step of each ``DistributedOptimizer``: the number of
+    steps and the weights; for a sharded model the replicated values, their optimizer state, and
+    the settings. The comparison skips replicas of whole models that a rank has modified since the
+    step, as under ``torch.no_grad()``; torch does not detect writes to ``.data``. The comparison
+    also skips an optimizer that some ranks no longer have, after an error or after loading a
+    state. The ranks compare no states while one of them handles an exception.
 
     Raises:
-        ReplicaError: it differs, on every rank; the world is over all the same. At the end of a
-            program that does not call this, all ranks end with exit code 1 and the message.
+        ReplicaError: the states differ; on every rank, after the world has ended. If the program
+            does not call ``shutdown``, all ranks end with exit code 1 and the message.
     """
     _shut_down(raises=True)
 
@@ -298,7 +301,7 @@ def _leave(leaving: World, *, raises: bool) -> None:
     atexit.unregister(_shut_down)
     for comm in leaving.sets.communicators().values():
         if isinstance(comm, ThreadedCommunicator):
-            comm.drain()  # while lost ranks are still looked for
+            comm.drain()  # while the loss of ranks is still detected
     fault, mine = "", leaving.attachments
     if leaving.presence is not None and mine.hooks is not None:
         strictness = leaving.settings.check_weights
@@ -308,7 +311,7 @@ def _leave(leaving: World, *, raises: bool) -> None:
         if fault and not raises:
             mine.hooks.end(ReplicaError(fault))
     if mine.statistics is not None:
-        mine.statistics.report()  # nobody waits in vain: from `leave` all return, or none
+        mine.statistics.report()  # collective: ``leave`` returns on all ranks, or on none
     leaving.stop.close()
     leaving.rebuild.close()
     leaving.comm.close()
@@ -317,9 +320,9 @@ def _leave(leaving: World, *, raises: bool) -> None:
     is_well = not fault and sys.exc_info()[0] is None and not hasattr(sys, "last_value")
     _tell_end(leaving, is_well=is_well)
     if fault:
-        raise ReplicaError(fault)  # with the hooks, for who does not catch it
+        raise ReplicaError(fault)  # the hooks remain installed, for an uncaught error
     if mine.hooks is not None and sys.exc_info()[0] is None:
-        mine.hooks.uninstall()  # an error on its way out still needs them to end all ranks
+        mine.hooks.uninstall()  # an error that is being handled needs the hooks to end all ranks
 
 
 def _tell_end(leaving: World, *, is_well: bool) -> None:
@@ -331,17 +334,21 @@ def _tell_end(leaving: World, *, is_well: bool) -> None:
 
 
 def go_on(ranks: "MpiComm", *, moves: bool = True) -> None:
-    """Leave a world of which ranks are lost for one of ``ranks``, which are left. Collective.
+    """Replace a world with lost ranks by a world of the survivors. Collective.
 
-    What has registered with ``rebuild`` to outlive its world follows, if it ``moves``. After an
-    error this rank is in the world before, and may leave it for another one.
+    After an error this rank is in the previous world, and the caller may try again.
+
+    Args:
+        ranks: the survivors.
+        moves: True to keep the objects registered with ``rebuild`` for their move to the new
+            world.
     """
     before = current()
     replace_current(None)
     hooks = before.attachments.hooks
     assert before.presence is not None
     assert hooks is not None
-    if before.presence.is_open:  # else one more rank has died while the next world was made
+    if before.presence.is_open:  # closed if another rank has died in an earlier attempt
         _depart(before)
     hooks.uninstall()
     try:
@@ -355,7 +362,7 @@ def go_on(ranks: "MpiComm", *, moves: bool = True) -> None:
 
 
 def _depart(leaving: World) -> None:
-    """Let nothing of a world go on of which ranks are lost. Not collective."""
+    """Stop all activity of a world with lost ranks. Not collective."""
     atexit.unregister(_shut_down)
     if leaving.presence is not None:
         leaving.presence.abandon()

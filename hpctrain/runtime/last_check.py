@@ -1,6 +1,7 @@
-"""Comparison of all ranks at the end: whether the last steps have left the same on each.
+"""Comparison of the states after the last step, by all ranks, at the end of a program.
 
-Before each step the ranks compare what the step before has left; after the last one nobody would.
+Before each step the ranks compare the states after the previous step. This module compares the
+states after the last one.
 """
 
 import gc
@@ -22,25 +23,28 @@ if TYPE_CHECKING:
     from hpctrain.runtime.process_set_table import ProcessSets
 
 Left = tuple[Sequence[int], Mapping[str, str]]
-"""Of an optimizer: its ranks, and what its last step has left on this one, as text by name."""
+"""Ranks of an optimizer, and its state after the last step on this rank, as text by name."""
 _MAX_KEPT = 16  # states of models that no longer exist
 
 
 class LeavesState(Protocol):
-    """The steps of an optimizer, or of a model that several ranks divide."""
+    """Steps of an optimizer, or of a model that is sharded over ranks."""
 
     def left(self, ranks: tuple[int, ...], /, *, has_weights: bool = True) -> Mapping[str, str]:
-        """Return what these ranks compare at the end, as text by name. Not collective."""
+        """Return the state that these ranks compare, as text by name. Not collective."""
 
 
 class Collection:
-    """Whether Python collects garbage at the moment, which it does at any time."""
+    """Record whether Python's garbage collector is running.
+
+    Args:
+        owner: object whose deletion ends the observation.
+    """
 
     def __init__(self, owner: object) -> None:
-        """Observe the collector until the owner is deleted."""
         self.is_running = False
         gc.callbacks.append(self._note)
-        # Not at exit: the last collection comes after it, and must be noted.
+        # Not at exit: the last collection runs later and must be recorded.
         weakref.finalize(owner, gc.callbacks.remove, self._note).atexit = False
 
     def _note(self, phase: str, _: object) -> None:
@@ -48,9 +52,9 @@ class Collection:
 
 
 class LastStates:
-    """States after the last step, of models or optimizers, by the ranks that compare them.
+    """States of models or optimizers after the last step, with the ranks that compare them.
 
-    The steps call ``keep`` when they are deleted: a program may drop a model before its end.
+    The steps call ``keep`` when they are deleted, as a program may delete a model before its end.
     """
 
     def __init__(self) -> None:
@@ -60,16 +64,17 @@ class LastStates:
         self._collection, self._owner = Collection(self), Owner()
 
     def enter(self, ranks: tuple[int, ...], steps: LeavesState) -> str:
-        """Return a name for more steps; all of these ranks enter theirs in the same order."""
+        """Register steps and return their name; same order on all of ``ranks``. Local."""
         name = f"{ranks} {self._num_of[ranks]}"
         self._num_of[ranks] += 1
         self._living[name] = ranks, weakref.ref(steps)
         return name
 
     def keep(self, name: str, steps: LeavesState) -> None:
-        """Keep the state that is left by steps that are about to be deleted; of the last few.
+        """Store the state of steps that are about to be deleted; the last 16 are kept.
 
-        Python collects garbage at a different time on each rank: then only numbers of steps.
+        During a garbage collection only the numbers of steps are stored, since each rank collects
+        at a different time.
         """
         if name in self._living and self._owner.is_here:  # not in a forked child
             ranks, _ = self._living.pop(name)
@@ -79,7 +84,7 @@ class LastStates:
                 del self._kept[next(iter(self._kept))]
 
     def hand_over(self) -> dict[str, Left]:
-        """Return all states by name; once, at the end. Not collective."""
+        """Return all states by name; called once, at the end. Not collective."""
         living, self._living = self._living, {}
         found = {name: (ranks, steps()) for name, (ranks, steps) in living.items()}
         states = {name: (ranks, one.left(ranks)) for name, (ranks, one) in found.items() if one}
@@ -87,15 +92,16 @@ class LastStates:
 
 
 class OpenedSteps(Protocol):
-    """The opening messages of steps, as a rank that has joined knows them."""
+    """Step protocol of the distributed optimizers on one communicator."""
 
     last_states: LastStates | None
-    """What the last step of each optimizer has left; None where that is not compared."""
+    """State of each optimizer after its last step; None if states are not compared."""
 
     def take_part(self, comm: "Communicator") -> bool:
-        """Take part in the next step of the other ranks with nothing. Collective.
+        """Contribute no samples to the next step of the other ranks. Collective.
 
-        False if all ranks do so: there is no other step.
+        Returns:
+            False if all ranks have joined, so that there is no next step.
         """
 
     def last_to_step(self, comm: "Communicator") -> Sequence[int]:
@@ -109,10 +115,10 @@ def compare(
     check_weights: str,
     gather: "Gather",
 ) -> str:
-    """Say what differs between the ranks of a world, where that is an error. Collective.
+    """Return a message on states that differ between the ranks, if that is an error. Collective.
 
-    What this rank has counts as missing while an exception is on its way here. Named operations
-    that have broken down on some rank end on all, too.
+    The states of a rank that handles an exception count as missing. If named operations have
+    failed on some rank, they are shut down on all ranks.
     """
     sets.give_up_broken(gather)
     ranks = sets.by_number()
@@ -135,10 +141,10 @@ def compare(
 def _difference(
     gather: "Gather", mine: Mapping[str, Left], *, is_strict: bool
 ) -> tuple[str, bool]:
-    """Say what differs, empty for nothing, and whether a rank is strict. Collective.
+    """Return a message on differing states, or "", and whether a rank is strict. Collective.
 
-    Compared is what all ranks of an optimizer have: not one that some of them lack, nor a name
-    that is missing on some. One small message while all is well.
+    The ranks compare states that all ranks of an optimizer have; an optimizer or a name that is
+    missing on some rank is skipped. Costs one small message per rank if all states are equal.
     """
     digests = {one: hashlib.sha256(_packed(left)).hexdigest()[:16] for one, left in mine.items()}
     heard = [json.loads(text) for text in gather(_packed([is_strict, digests]))]
@@ -159,15 +165,15 @@ def _difference(
     name, which = next(iter(found.items()))
     others = f" and {len(found) - 1} more" if len(found) > 1 else ""
     fault = (
-        f"the ranks have parted in the last step: {name} ({which}){others}; take equally many "
-        f"steps, and change weights, gradients and settings of the optimizer on all ranks; "
-        f"HPCTRAIN_CHECK_WEIGHTS=warn goes on"
+        f"all ranks must be equal after the last step, but differ: {name} ({which}){others}; take "
+        f"the same number of steps, and change weights, gradients and settings of the optimizer "
+        f"on all ranks; HPCTRAIN_CHECK_WEIGHTS=warn only warns"
     )
     return fault, is_error
 
 
 def _differing(of_ranks: Sequence[Left | None]) -> dict[str, str]:
-    """Return what differs of one optimizer, with the ranks."""
+    """Return the differing values of one optimizer by name, with the ranks."""
     having = {rank: left for rank, left in enumerate(of_ranks) if left is not None}
     members, _ = next(iter(having.values()))
     if set(having) != set(members):

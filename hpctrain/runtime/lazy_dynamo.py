@@ -1,10 +1,10 @@
-"""``torch._dynamo`` loaded by those who compile, and not by every optimizer.
+"""Lazy import of ``torch._dynamo``: only programs that compile load the package.
 
 ``torch.optim`` calls ``torch._dynamo.disable`` at the first call of four methods of an optimizer
-and ``torch._dynamo.graph_break`` around each step. Outside of what is compiled both do nothing,
-and importing the package for them takes a second of processor time and 70 MB on every rank. A
-stand-in in ``sys.modules`` answers these two; any other name of it, any import of one of its
-modules, and so ``torch.compile``, loads the package itself in its place.
+and ``torch._dynamo.graph_break`` around each step. Outside of compiled code both are no-ops, but
+the import of the package takes one second of CPU time and 70 MB on every rank. A stub in
+``sys.modules`` implements these two functions. Access to any other name, or the import of a
+submodule, as by ``torch.compile``, replaces the stub by the package.
 """
 
 import importlib
@@ -19,38 +19,38 @@ from hpctrain.core.torch_compat import DYNAMO, set_dynamo
 
 
 class StandIn(ModuleType):
-    """What lies in ``sys.modules`` until more of the package is needed."""
+    """Stub of ``torch._dynamo`` in ``sys.modules`` until the package is needed."""
 
     def __init__(self) -> None:
         super().__init__(DYNAMO)
         self.__dict__.update(__path__=[], undecided=[], lock=threading.RLock())
 
     def graph_break(self, msg: str = "") -> None:
-        """Do nothing, as the package does where nothing is compiled."""
+        """No-op, as in the package outside of compiled code."""
 
     def disable(self, fn: Any = None, *args: Any, **options: Any) -> Any:
-        """Hand back a function that torch marks at its first call; the package marks any other."""
+        """Return a function that torch wraps at its first call; other uses load the package."""
         if fn is None or options.get("wrapping", True):
             return load(self).disable(fn, *args, **options)
         self.undecided.append(fn)
         return fn
 
     def __getattr__(self, name: str) -> Any:
-        """Answer with the package; the import system itself asks only for names it may lack."""
+        """Load the package, except for dunder names, which only the import system reads."""
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(load(self), name)
 
 
 class Finder:
-    """Loads the package as soon as one of its modules is imported, which is there then."""
+    """Import hook: load the package when one of its submodules is imported."""
 
     def __init__(self, stand_in: StandIn) -> None:
         self.stand_in = stand_in
         self.specs: dict[str, ModuleSpec | None] = {}
 
     def find_spec(self, name: str, *_path_and_target: object) -> ModuleSpec | None:
-        """Return nothing, unless the stand-in was taken for the package of this module."""
+        """Return None, unless ``name`` is a submodule and the stub is in ``sys.modules``."""
         if not name.startswith(f"{DYNAMO}.") or sys.modules.get(DYNAMO) is not self.stand_in:
             return None
         load(self.stand_in)
@@ -60,16 +60,16 @@ class Finder:
         return importlib.util.spec_from_loader(name, self)  # type: ignore[arg-type]
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return the module that came with the package."""
+        """Return the module, which the import of the package has loaded."""
         return sys.modules[spec.name]
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give it back the description that it had; it has run."""
+        """Restore the spec of the module, which is already executed."""
         module.__spec__ = self.specs.pop(module.__name__)
 
 
 def load(stand_in: StandIn) -> ModuleType:
-    """Put the package in the place of its stand-in; it decides anew on what was handed back."""
+    """Replace the stub by the package, and clear the marks of functions that it returned."""
     with stand_in.lock:
         if sys.modules.get(DYNAMO) is stand_in:
             set_dynamo(None)
@@ -80,7 +80,7 @@ def load(stand_in: StandIn) -> ModuleType:
 
 
 def install() -> None:
-    """Put the stand-in there, unless the package has been loaded already."""
+    """Install the stub, unless the package is loaded."""
     if DYNAMO not in sys.modules:
         stand_in = StandIn()
         set_dynamo(stand_in)

@@ -1,4 +1,4 @@
-"""Process sets of a world: what ranks ask for, and what each communicates through."""
+"""Table of the process sets of a world, with their communicators and controllers."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -27,19 +27,21 @@ T = TypeVar("T")
 
 
 class Wanted(NamedTuple):
-    """A process set that a rank asks for."""
+    """Process set that a rank requests."""
 
-    ranks: tuple[int, ...]  # of the world, sorted
+    ranks: tuple[int, ...]  # ranks of the world, sorted
     by_communicator: bool
-    """Whether the ranks are those of a communicator, of which each rank of the world has its own:
-    then there are as many sets as communicators."""
+    """Whether the set was created from a communicator. Ranks may then pass different
+    communicators, each of which becomes a set."""
 
 
 def wanted_by_all(lists: Sequence[Sequence[Wanted]]) -> list[tuple[int, ...]]:
-    """Return the sets that all ranks ask for, of what each does, in the order of their numbers.
+    """Merge the requests of all ranks; return the sets in the order of their numbers.
 
-    As in Horovod, those of communicators come before those of ranks. ``MismatchError`` if the
-    ranks ask for different sets.
+    As in Horovod, sets of communicators precede sets of ranks.
+
+    Raises:
+        MismatchError: the ranks request different sets.
     """
     shown = [
         ", ".join("a communicator" if by else str(list(ranks)) for ranks, by in wanted)
@@ -58,18 +60,18 @@ def wanted_by_all(lists: Sequence[Sequence[Wanted]]) -> list[tuple[int, ...]]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Controllers:
-    """What the controllers of a world have in common."""
+    """Common arguments of the controllers of a world."""
 
     topology: Topology
     plan: Plan
     settings: Settings
     timelines: Timelines
     last_call: LastCall
-    recorder: FlightRecorder  # of the collectives that have no name
+    recorder: FlightRecorder  # of unnamed collectives
     end: Callable[[int], object] | None  # ends all ranks with an exit code; None in a world of one
 
     def make(self, comm: Communicator, ranks: Sequence[int]) -> Controller:
-        """Make the controller of a process set, which closes ``comm``. Collective over that."""
+        """Create the controller of a process set; the controller closes ``comm``. Collective."""
         settings, plan = self.settings, self.plan
         nodes = zip(self.topology.nodes, self.topology.hosts, strict=True)
         hosts = {rank: host for members, host in nodes for rank in members}
@@ -94,7 +96,7 @@ class Controllers:
 
 
 class Registered:
-    """One process set, as this rank sees it."""
+    """One process set, from the view of this rank."""
 
     __slots__ = ("comm", "controller", "inside", "is_open", "number", "rank", "ranks")
 
@@ -102,32 +104,35 @@ class Registered:
         self.number = number
         self.ranks = tuple(ranks)
         self.rank = self.ranks.index(me) if me in self.ranks else None
-        """This rank's number in the set; None outside of it."""
+        """This rank's number in the set; None outside of the set."""
         self.is_open = True
         self.inside: Communicator | None = None
-        """Of the set, for buckets, in the thread of the caller; None outside of it."""
-        self.comm: Communicator | None = None  # the same with the thread that the plan wants
+        """Communicator for buckets in the thread of the caller; None outside of the set."""
+        self.comm: Communicator | None = None  # the same in the thread of the plan, if any
         self.controller: Controller | None = None
-        """Carries out named operations; None outside of the set."""
+        """Executes named operations; None outside of the set."""
 
 
 class Registrable(Protocol):
-    """A process set that the table may know: a ``ProcessSet``."""
+    """Process set that can be registered: a ``ProcessSet``."""
 
     @property
     def registered(self) -> "Registered | None":
-        """What the table knows of the set; None before it is registered."""
+        """Entry of the set in the table; None before it is registered."""
 
 
 class ProcessSets:
-    """All process sets of a world; set 0 has all its ranks."""
+    """All process sets of a world; set 0 contains all ranks.
+
+    The constructor is collective: it creates the controller of set 0.
+
+    Args:
+        inside: communicator of all ranks in the thread of the caller; the world closes it.
+        comm: communicator of all ranks in the thread of the plan; the world closes it.
+        controllers: common arguments of the controllers.
+    """
 
     def __init__(self, inside: Communicator, comm: Communicator, controllers: Controllers) -> None:
-        """Make the set of all ranks. Collective.
-
-        Of all ranks ``inside`` is in the thread of the caller, ``comm`` in the one that the plan
-        wants; the world closes them.
-        """
         self._me, self._size = inside.rank, inside.size
         self._controllers = controllers
         self._next_number = 1
@@ -136,14 +141,11 @@ class ProcessSets:
         self.everyone.inside, self.everyone.comm = inside, comm
         self.everyone.controller = self._controller_over(inside, self.everyone.ranks)
         self.global_controller = self.everyone.controller
-        """What carries out the named operations of all ranks."""
+        """Controller of the named operations of all ranks."""
         self._sets = {0: self.everyone}
 
     def controller(self, process_set: Registrable | None) -> Controller:
-        """Return what carries out the named operations of a set; None is the set of all ranks.
-
-        ``ConfigError`` as ``registered``.
-        """
+        """Return the controller of a set (None: all ranks). Raises as ``registered``."""
         if process_set is None:
             return self.global_controller
         controller = self.registered(process_set).controller
@@ -151,54 +153,63 @@ class ProcessSets:
         return controller
 
     def controllers(self) -> list[Controller]:
-        """Return those of all sets that this rank is in; the first is that of all ranks."""
+        """Return the controllers of all sets of this rank; the set of all ranks first."""
         found = [one.controller for one in self._in_turn()]
         return [controller for controller in found if controller is not None]
 
     def communicators(self) -> dict[int, Communicator]:
-        """Return those for buckets of all sets that this rank is in, by the set's number."""
+        """Return the communicators for buckets of all sets of this rank, by number of the set."""
         return {one.number: one.comm for one in self._in_turn() if one.comm is not None}
 
     def communicator(self, process_set: Registrable | None) -> Communicator:
-        """Return the communicator of a set for buckets, apart from that of its controller.
+        """Return the communicator of a set for buckets, which its controller does not use.
 
-        ``ConfigError`` as ``registered``.
+        Raises as ``registered``; None is the set of all ranks.
         """
         found = self.everyone if process_set is None else self.registered(process_set)
         assert found.comm is not None
         return found.comm
 
     def registered(self, process_set: Registrable) -> Registered:
-        """Return what is known of a set; ``ConfigError`` if it is none, or not of this rank."""
+        """Return the entry of a set.
+
+        Raises:
+            ConfigError: the set is not registered, or does not contain this rank.
+        """
         found = process_set.registered
         if found is None or not found.is_open:
             raise ConfigError(
-                f"{process_set} is not registered, or was removed; give it to init() or to "
-                f"add_process_set() on every rank first"
+                f"a process set must be registered before use, but {process_set} is not, or was "
+                f"removed; pass it to init() or add_process_set() on every rank first"
             )
         if found.rank is None:
             raise ConfigError(
-                f"rank {self._me} is not in {process_set}; only its ranks take part in it"
+                f"a rank must be in the process set that it uses, but rank {self._me} is not in "
+                f"{process_set}; call this on its ranks only"
             )
         return found
 
     def find(self, ranks: Sequence[int]) -> Registered | None:
-        """Return the set of exactly these ranks, sorted; None where there is none."""
+        """Return the set of exactly these sorted ranks; None if there is none."""
         return next((one for one in self._sets.values() if one.ranks == tuple(ranks)), None)
 
     def by_number(self) -> dict[int, list[int]]:
-        """Return the ranks of every set by the number of the set."""
+        """Return the ranks of every set, by number of the set."""
         return {number: list(one.ranks) for number, one in sorted(self._sets.items())}
 
     def register(
         self, asked: Sequence[tuple[tuple[int, ...], bool]], *, new: bool = False
     ) -> list[Registered]:
-        """Return a set for each entry, made where it is not there yet. Collective over the world.
+        """Return a set for each entry, and create missing ones. Collective over the world.
 
-        ``asked`` is the same on every rank, but for the ranks of communicators; of those a rank
-        gets the set that it is in. On every rank: ``MismatchError`` if the ranks want different
-        sets, ``ConfigError`` if one cannot be made, or all are to be ``new`` and it is there
-        already.
+        Args:
+            asked: ranks of each set, and whether a communicator defines them; the same on
+                every rank, except for communicators, for which each rank gets its own set.
+            new: True if existing sets are an error.
+
+        Raises:
+            MismatchError: the ranks request different sets; on every rank.
+            ConfigError: a set cannot be created, or exists although ``new``; on every rank.
         """
         wanted = [Wanted(*one) for one in asked]
         lists = self._in_order(lambda inside: inside.allgather_object(wanted))
@@ -212,11 +223,15 @@ class ProcessSets:
         return [one for one in found if one is not None]
 
     def remove(self, registered: Registered | None) -> bool:
-        """Close a set, once all that all of its ranks have started is done.
+        """Close a set after the operations that all of its ranks have submitted are complete.
 
-        Collective over the world. What only some of its ranks have started fails there. False if
-        there is no such set, or it has all ranks. ``MismatchError``, on every rank, if the ranks
-        name different sets: none is closed.
+        Collective over the world. Operations that only some ranks of the set have submitted fail.
+
+        Returns:
+            False if the set is not registered, or is the set of all ranks.
+
+        Raises:
+            MismatchError: the ranks pass different sets, and no set is closed; on every rank.
         """
         known = registered is not None and registered.is_open
         number = registered.number if registered is not None and known else None
@@ -230,25 +245,25 @@ class ProcessSets:
             return False
         removed = self._sets.pop(number)
         if removed.controller is not None:
-            with suppress(HorovodInternalError):  # broken off: nothing is under way
+            with suppress(HorovodInternalError):  # after ``break_off`` no operation is in flight
                 removed.controller.run(Request(Kind.BARRIER, "barrier.removal", ()))
         self._close(removed)
         self._free_numbers.append(number)
         return True
 
     def break_off(self, reason: str) -> None:
-        """Let all that is under way fail, on all ranks of this rank's sets; see ``Controller``.
+        """Fail all pending operations, and all operations until ``renew``, of this rank's sets.
 
-        Not collective. Until ``renew``, all that comes fails as well.
+        Not collective; the operations fail on all ranks of these sets.
         """
         for one in self._in_turn():
             if one.controller is not None:
                 one.controller.break_off(reason)
 
     def renew(self) -> None:
-        """Throw away what the controllers hold and make them anew. Collective over the world.
+        """Rebuild all controllers without their operations. Collective over the world.
 
-        No rank is in a named operation. Numbers and ranks of the sets stay.
+        No rank may wait for a named operation. Numbers and ranks of the sets do not change.
         """
         for one in self._in_turn():
             if one.controller is not None:
@@ -258,7 +273,7 @@ class ProcessSets:
         self.global_controller = self.everyone.controller
 
     def drop(self) -> None:
-        """End all sets without the others, who may be lost. Not collective."""
+        """Close all sets without the other ranks, which may be lost. Not collective."""
         for one in self._in_turn():
             one.is_open = False
             if one.controller is not None:
@@ -267,7 +282,7 @@ class ProcessSets:
                 one.comm.drop()
 
     def give_up_broken(self, gather: "Gather") -> None:
-        """Let all sets end at once where one has broken down on some rank, which takes no part.
+        """Shut down all controllers if one has failed on some rank, which cannot participate.
 
         Collective over the world.
         """
@@ -285,7 +300,7 @@ class ProcessSets:
         return [self._sets[number] for number in sorted(self._sets)]
 
     def _in_order(self, function: Callable[[Communicator], T]) -> T:
-        """Use the communicator of the world after all that was started on it."""
+        """Call ``function`` after all operations in flight on the communicator of the world."""
         inside, comm = self.everyone.inside, self.everyone.comm
         assert inside is not None
         if not isinstance(comm, ThreadedCommunicator):
@@ -297,20 +312,20 @@ class ProcessSets:
     def _check(self, ranks: Sequence[int], *, new: bool) -> None:
         if not ranks or len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(self._size)):
             raise ConfigError(
-                f"a process set has one or more ranks from 0 to {self._size - 1}, each once, got "
-                f"{list(ranks)}"
+                f"a process set must have one or more different ranks from 0 to "
+                f"{self._size - 1}, got {list(ranks)}"
             )
         known = self.find(ranks)
         if new and known is not None:
             raise ConfigError(
-                f"a process set of ranks {list(ranks)} is there already, with number "
+                f"process sets must have different ranks, but {list(ranks)} already are set "
                 f"{known.number}; use that one{', or remove it first' if known.number else ''}"
             )
         if known is None and len(ranks) > 1 and not calls_from_threads():
             raise ConfigError(
-                f"process sets communicate at the same time, from threads of their own, and MPI "
-                f"was started without MPI_THREAD_MULTIPLE, so {list(ranks)} cannot be one; let "
-                f"mpi4py start MPI with its default, mpi4py.rc.thread_level = 'multiple'"
+                f"MPI must support concurrent calls for process sets, but it was started "
+                f"without MPI_THREAD_MULTIPLE, so {list(ranks)} cannot be one; let mpi4py start "
+                f"MPI with its default, mpi4py.rc.thread_level = 'multiple'"
             )
 
     def _add(self, ranks: Sequence[int]) -> None:
@@ -323,7 +338,8 @@ class ProcessSets:
             if made.inside is not None:
                 made.controller = self._controller_over(made.inside, ranks)
                 made.comm = beside(made.inside, self._controllers.plan)
-        except NodeMemoryError as error:  # on every rank of the set: the others must hear of it
+        except NodeMemoryError as error:
+            # Raised on every rank of the set; ``agree`` reports it to the ranks outside.
             refusal = str(error)
         try:
             self._in_order(lambda inside: inside.agree(not refusal, refusal))
@@ -334,7 +350,7 @@ class ProcessSets:
         self._sets[number] = made
 
     def _controller_over(self, inside: Communicator, ranks: Sequence[int]) -> Controller:
-        """Make a controller with a communicator of its own. Collective over ``inside``."""
+        """Create a controller with a separate communicator. Collective over ``inside``."""
         comm = inside.group(range(inside.size))
         assert comm is not None
         return self._controllers.make(comm, ranks)
@@ -348,7 +364,7 @@ class ProcessSets:
 
 
 def beside(comm: Communicator, plan: Plan) -> Communicator:
-    """Give a communicator the thread that the plan wants, if any: one, for all optimizers."""
+    """Return ``comm`` with a thread for all optimizers, if the plan overlaps by threads."""
     if plan.overlap != "thread":
         return comm
     return cast("Communicator", ThreadedCommunicator(comm))

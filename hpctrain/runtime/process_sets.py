@@ -1,4 +1,4 @@
-"""Process sets: some of the ranks, with operations of their own beside those of all ranks."""
+"""Process sets: subsets of the ranks with separate operations."""
 
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -14,23 +14,23 @@ if TYPE_CHECKING:
 
 
 class ProcessSet:
-    """Some of the ranks, for the argument ``process_set`` of operations and optimizers.
+    """Subset of the ranks, for the argument ``process_set`` of operations and optimizers.
 
-    It takes effect once every rank has given it to ``init(process_sets=...)`` or to
-    ``add_process_set``, also the ranks that are not in it. Sets may overlap and contain each
-    other. After ``remove_process_set`` or ``shutdown`` it can be registered again.
+    Every rank, including the ranks outside of the set, must register the set by
+    ``init(process_sets=...)`` or ``add_process_set``. Sets may overlap and contain each other.
+    After ``remove_process_set`` or ``shutdown`` a set can be registered again.
+
+    The constructor is not collective.
+
+    Args:
+        ranks_or_comm: ranks of the world in any order, the same on every rank; or an mpi4py
+            communicator of ranks of the world that contains the calling rank.
+
+    Raises:
+        ConfigError: the argument is neither.
     """
 
     def __init__(self, ranks_or_comm: "Iterable[int] | MpiComm") -> None:
-        """Take the ranks of the set; their order does not matter. Not collective.
-
-        Args:
-            ranks_or_comm: ranks of the world, the same on every rank; or an mpi4py communicator
-                of ranks of the world, on every rank one that it is in.
-
-        Raises:
-            ConfigError: it is neither.
-        """
         self._ranks: list[int] | None = None
         self._comm: MpiComm | None = None
         self._registered: Registered | None = None
@@ -40,41 +40,41 @@ class ProcessSet:
         ranks = list(ranks_or_comm) if isinstance(ranks_or_comm, Iterable) else None
         if ranks is None or not all(isinstance(rank, int) for rank in ranks):
             raise ConfigError(
-                f"a ProcessSet is made of a list of ranks or of an mpi4py communicator, got "
+                f"a ProcessSet must be made of a list of ranks or an mpi4py communicator, got "
                 f"{ranks_or_comm!r}"
             )
         self._ranks = sorted(ranks)
 
     @property
     def ranks(self) -> list[int] | None:
-        """Ranks of the world; None while a set of a communicator is not registered."""
+        """Ranks of the world; None for an unregistered set of a communicator."""
         return self._ranks
 
     @property
     def mpi_comm(self) -> "MpiComm | None":
-        """The communicator that it was made of."""
+        """Communicator that the set was created from; None for a set of ranks."""
         return self._comm
 
     @property
     def process_set_id(self) -> int | None:
-        """Number of the set, from 1; None while it is not registered."""
+        """Number of the set, from 1; None if the set is not registered."""
         found = self.registered
         return found.number if found is not None and found.is_open else None
 
     @property
     def registered(self) -> "Registered | None":
-        """What the world knows of it, perhaps a world that was shut down."""
+        """Entry in the table of a world, which may have been shut down."""
         return self._registered
 
     def size(self) -> int | None:
-        """Return the number of ranks in the set; None while it is not registered."""
+        """Return the number of ranks in the set; None if the set is not registered."""
         found = self.registered
         return len(found.ranks) if found is not None and found.is_open else None
 
     def rank(self) -> int | None:
-        """Return this rank's number in the set, from 0; None while it is not registered.
+        """Return this rank's number in the set, from 0; None if the set is not registered.
 
-        Arguments such as ``root_rank`` are numbers in the world all the same.
+        Arguments such as ``root_rank`` are always ranks of the world.
 
         Raises:
             ConfigError: this rank is not in the set.
@@ -84,20 +84,20 @@ class ProcessSet:
         return world.current().sets.registered(self).rank
 
     def included(self) -> bool | None:
-        """Say whether this rank is in the set; None while nobody knows.
+        """Return whether this rank is in the set; None for an unregistered set of a communicator.
 
         Raises:
-            NotInitializedError: there is no world yet.
+            NotInitializedError: ``init`` was not called.
         """
         return None if self.ranks is None else world.rank() in self.ranks
 
     def bind(self, found: "Registered") -> None:
-        """Take note of what the world knows of it; for the world."""
+        """Store the entry of this set in the table of the world; called by the world."""
         self._registered = found
         self._ranks = list(found.ranks)
 
     def wanted(self) -> tuple[tuple[int, ...], bool]:
-        """Return the ranks, and whether they are those of a communicator.
+        """Return the ranks, and whether the set was created from a communicator.
 
         Raises ``ConfigError``: the world lacks one of the ranks.
         """
@@ -117,14 +117,14 @@ class ProcessSet:
         return self
 
     def __deepcopy__(self, memo: dict[int, object]) -> "ProcessSet":
-        return self  # a copy of a module that has it takes part in the same set
+        return self  # copies of a module use the same set
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         return type(self), (self._ranks,)
 
 
 class _GlobalProcessSet(ProcessSet):
-    """All ranks of whatever world there is: it holds nothing itself."""
+    """All ranks of the current world; stores no state."""
 
     @property
     def ranks(self) -> list[int]:
@@ -156,16 +156,16 @@ global_process_set: ProcessSet = _GlobalProcessSet([])
 def add_process_set(process_set: "ProcessSet | Sequence[int]") -> ProcessSet:
     """Register a process set, and return it. Collective: every rank of the world calls it.
 
-    Sets can come and go at any time; Horovod's HOROVOD_DYNAMIC_PROCESS_SETS is not needed.
+    Sets can be added and removed at any time, without Horovod's HOROVOD_DYNAMIC_PROCESS_SETS.
 
     Args:
-        process_set: the same ranks on every rank; or one made of a communicator on each.
+        process_set: the same ranks on every rank, or a set of a communicator on each.
 
     Raises:
-        NotInitializedError: there is no world yet.
-        MismatchError: the ranks want different sets; on every rank.
-        ConfigError: it has no ranks, or some that do not exist; there is a set of these ranks
-            already; or the MPI library does not allow calls from several threads.
+        NotInitializedError: ``init`` was not called.
+        MismatchError: the ranks request different sets; on every rank.
+        ConfigError: the set is empty or has ranks that do not exist; a set of these ranks exists;
+            or the MPI library does not allow calls from several threads.
     """
     sets = world.current().sets
     asked = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
@@ -175,37 +175,44 @@ def add_process_set(process_set: "ProcessSet | Sequence[int]") -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Take a process set away. Collective: every rank of the world calls it.
+    """Remove a process set. Collective: every rank of the world calls it.
 
-    What the ranks of the set have started on it is finished first.
+    Operations that all ranks of the set have submitted complete first.
 
     Returns:
-        Whether it was registered and is not the global one, which stays.
+        True if the set was removed; False if it was not registered, or is the global set.
 
     Raises:
-        NotInitializedError: there is no world yet.
-        MismatchError: the ranks name different sets, and none is taken away; on every rank.
+        NotInitializedError: ``init`` was not called.
+        MismatchError: the ranks pass different sets, and none is removed; on every rank.
     """
     return world.current().sets.remove(process_set.registered)
 
 
 def in_set(process_set: ProcessSet | None, rank: int, name: str = "root_rank") -> int:
-    """Return the number of a rank of the world in a process set (None: all), else ``ConfigError``.
+    """Return the number in a process set of a rank of the world. Local.
 
-    ``name`` is that of the argument that says it, for the error.
+    Args:
+        process_set: the set; None for all ranks.
+        rank: rank of the world.
+        name: name of the argument, for the error message.
+
+    Raises:
+        ConfigError: ``rank`` is not in the set.
     """
     ranks = (process_set or global_process_set).ranks or []
     if rank not in ranks:
         raise ConfigError(
-            f"{name} is a rank of the world in the process set, one of {format_numbers(ranks)}, "
-            f"got {rank}"
+            f"{name} must be a rank of the world in the process set, one of "
+            f"{format_numbers(ranks)}, got {rank}"
         )
     return ranks.index(rank)
 
 
 def numbers_of(comm: object) -> tuple[int, ...]:
-    """Return the ranks of the world that a communicator has. Not collective.
+    """Return the ranks of the world in a communicator. Not collective.
 
-    Raises ``ConfigError``: it has others.
+    Raises:
+        ConfigError: the communicator has ranks outside of the world.
     """
     return tuple(numbers_in(world.current().ranks, cast("MpiComm", comm)))

@@ -1,9 +1,9 @@
 """Registry of the objects that depend on the ranks, in the order of rebuilding and closing.
 
-Communicators are reached through the current world, and no object keeps one. Other objects that
-depend on the ranks register here: numbers of ranks, operations in flight, shares of data. When
-the ranks change, or operations in flight are cancelled, all objects are rebuilt in one order; at
-the end they are closed in the reverse order.
+Objects get communicators from the current world and store none. Other state that depends on the
+ranks registers here: numbers of ranks, operations in flight, shares of data. When the ranks
+change, or operations in flight are cancelled, all objects are rebuilt in one order; at the end
+they are closed in the reverse order.
 """
 
 import enum
@@ -27,12 +27,11 @@ class _Registered(NamedTuple):
 
 
 class Rebuild:
-    """The holders of one world."""
+    """Registered objects of one world; empty at first."""
 
     def __init__(self) -> None:
-        """Start with none."""
         self._holders: list[_Registered] = []
-        self._left_behind: list[_Registered] = []  # of a world before, until they move
+        self._left_behind: list[_Registered] = []  # of the previous world, until they move
 
     def register(
         self,
@@ -45,11 +44,11 @@ class Rebuild:
         """Add an object; in the same order on every rank, as the functions may be collective.
 
         Args:
-            stage: when it is rebuilt; objects of one stage in the order of registration.
-            renew: rebuilds it; None if it does not depend on the ranks.
-            close: closes it; None if nothing has to be done.
-            move: rebuilds it in a world of other ranks, where it registers again; None if it ends
-                with this world.
+            stage: stage of rebuilding; objects of one stage in the order of registration.
+            renew: rebuilds the object; None if it does not depend on the ranks.
+            close: closes the object; None if no action is needed.
+            move: rebuilds the object in a world of other ranks, where it registers again; None if
+                it ends with this world.
         """
         self._holders.append(_Registered(stage, renew, close, move))
         self._holders.sort(key=lambda holder: holder.stage)  # stable
@@ -68,18 +67,18 @@ class Rebuild:
         )
 
     def leave(self) -> list[_Registered]:
-        """Give up what has registered or not moved yet: its world is over. Not collective."""
+        """Remove and return all objects, including those not moved yet. Not collective."""
         left, self._holders, self._left_behind = [*self._holders, *self._left_behind], [], []
         return left
 
     def follow(self, left: list[_Registered]) -> None:
-        """Take over what the world before has left, until it moves. Not collective."""
+        """Store objects of the previous world until ``move``. Not collective."""
         self._left_behind = left
 
     def move(self) -> None:
         """Move the objects of the previous world into this one. Collective.
 
-        After an error the remaining objects are kept for another attempt, or world.
+        After an error, the remaining objects are kept for the next attempt or world.
         """
         while self._left_behind:
             if (move := self._left_behind[0].move) is not None:

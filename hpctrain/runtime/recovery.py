@@ -1,8 +1,8 @@
-"""In-place recovery: when ranks die, those that are left go on as a smaller world.
+"""In-place recovery: after the death of ranks, the survivors continue as a smaller world.
 
-Each of them keeps its process, its data and its model. Who finds that a rank is lost revokes the
-world, so that all others stop waiting for it; all that are left agree that they cannot go on as
-they are, shrink the world, and make anew what depends on who the ranks are.
+Each survivor keeps its process, its data and its model. A rank that detects a loss revokes the
+world, so that no rank waits for the lost one. The survivors agree that the world has failed,
+shrink the world, and rebuild the objects that depend on the ranks.
 
 Source: Bland, Bouteiller, Herault, Bosilca and Dongarra 2013, "Post-failure recovery of MPI
 communication capability: design and rationale".
@@ -27,29 +27,37 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LIMIT_S = 60.0
-"""Longest time for the ranks that are left to make their world: if one stands still, all end."""
+"""Longest time in which the survivors must create their world; all ranks end after that."""
 
 
 def is_on() -> bool:
-    """Say whether this world recovers, see ``hpctrain launch --recover``."""
+    """Return True if this world recovers from lost ranks, see ``hpctrain launch --recover``."""
     here = world.current()
     return here.settings.recover and here.ranks is not None
 
 
 class Attempt(NamedTuple):
-    """How something that all ranks do together has ended."""
+    """Outcome of a collective attempt."""
 
-    result: Any  # of the function; None where ranks were lost
-    lost: list[int]  # their numbers, in the world before
-    error: Exception | None  # that this rank has met then
+    result: Any  # result of the function; None if ranks were lost
+    lost: list[int]  # ranks of the previous world
+    error: Exception | None  # error on this rank, if any
 
 
 def attempt(function: Callable[[], T], *, moves: bool = True) -> Attempt:
-    """Call a function on all ranks; shrink the world if ranks are lost meanwhile, see ``_shrink``.
+    """Call a function on all ranks; shrink the world if ranks are lost in the call.
 
-    Collective over those that are left. Any other error passes through, and ends all ranks.
+    Collective over the survivors.
+
+    Args:
+        function: function to call.
+        moves: True to move registered objects to the new world, see ``Rebuild``.
+
+    Raises:
+        Exception: any other error of ``function``; uncaught, it ends all ranks.
+        CommError: the call failed on another rank, and no rank is lost.
     """
-    if not is_on():  # one rank is left, or there was but one
+    if not is_on():  # a world of one rank
         return Attempt(function(), [], None)
     result: T | None = None
     error: Exception | None = None
@@ -62,17 +70,22 @@ def attempt(function: Callable[[], T], *, moves: bool = True) -> Attempt:
     if _all_are_well(am_well=error is None):
         return Attempt(result, [], None)
     lost = _shrink(lambda ranks: initialization.go_on(ranks, moves=moves))
-    if not lost:  # all are there: it is an error like any other
-        raise error or CommError("the attempt has failed on another rank, see what that says")
+    if not lost:  # no rank is lost: an ordinary error
+        raise error or CommError("all ranks must succeed, but another one failed; see its error")
     return Attempt(None, lost, error)
 
 
 def survive(error: Exception, allows: Callable[[list[int]], object]) -> list[int]:
-    """Go on from an ``error`` by which a rank was lost, in a smaller world; return who is lost.
+    """Shrink the world after an error caused by lost ranks; return these ranks.
 
-    Collective over those that are left, all of which have met such an error. It is raised again
-    where the world does not recover, or nobody is lost; ``RankLostError``, which names those that
-    are, where ``allows`` says no of them.
+    Collective over the survivors, each of which has caught such an error.
+
+    Args:
+        error: the caught error; raised again if the world does not recover or no rank is lost.
+        allows: returns False if the program cannot continue without these ranks.
+
+    Raises:
+        RankLostError: ``allows`` returned False; names the lost ranks.
     """
     if not is_on() or world.current().origin.spares is not None or not _is_of_loss(error):
         raise error
@@ -92,10 +105,7 @@ def survive(error: Exception, allows: Callable[[list[int]], object]) -> list[int
 
 @contextmanager
 def ends_with_losses(remedy: str) -> Iterator[None]:
-    """Add a rule and a remedy to the error of a lost rank that the ranks left cannot survive.
-
-    Local. For work inside that does not run in ``attempt``.
-    """
+    """Add a remedy to the error of a lost rank, for blocks outside of ``attempt``. Local."""
     try:
         yield
     except Exception as error:
@@ -105,9 +115,9 @@ def ends_with_losses(remedy: str) -> Iterator[None]:
 
 
 def give_up(error: Exception) -> NoReturn:
-    """Raise an ``error`` of MPI by which a rank was lost as ``RankLostError``, others as they are.
+    """Raise an MPI error that reports a lost rank as ``RankLostError``, other errors unchanged.
 
-    Not collective: it names those that are known here to have died.
+    Not collective: the error names the ranks that this rank knows to be lost.
     """
     if not is_loss(error) or not is_on():
         raise error
@@ -117,23 +127,23 @@ def give_up(error: Exception) -> NoReturn:
 def _died(lost: list[int]) -> str:
     who = f"{format_ranks(lost)} of {world.size()}" if lost else f"one of {world.size()} ranks"
     return (
-        f"{who} died, and the others cannot go on without what was there; begin again from the "
+        f"{who} died, and the others cannot continue without the lost state; restart from the "
         f"last commit or checkpoint"
     )
 
 
 def _may_be_loss(error: BaseException) -> bool:
-    """Say whether an error may come of a lost rank: all that are left then ask each other.
+    """Return True if a lost rank may be the cause of an error, so that the ranks must agree.
 
-    MPI has several for it: a call in which it is found may say that it knows no better.
+    MPI reports a lost rank by several errors, some of them unspecific.
     """
     return isinstance(error, CommError) or is_of_mpi(error) or _is_of_loss(error)
 
 
 def _is_of_loss(error: BaseException) -> bool:
-    """Say whether an error says that a rank is lost, or one is known to be.
+    """Return True if an error reports a lost rank, or a rank is known to be lost.
 
-    What a collective returns as one of its ranks dies may be anything, and any error come of that.
+    The results of a collective in which a rank dies are undefined and may cause any error.
     """
     return (
         isinstance(error, RankLostError) or is_loss(error) or _survivors().knows_of_loss(_ranks())
@@ -141,11 +151,11 @@ def _is_of_loss(error: BaseException) -> bool:
 
 
 def _all_are_well(*, am_well: bool) -> bool:
-    """Say whether all ranks are there and well; the same on every rank that is left. Collective.
+    """Return True if no rank has failed or is lost; the same on all survivors. Collective.
 
-    Those that wait for one that is not well, in whatever they do, stop waiting by an error. All
-    end with exit code 87 after ``HPCTRAIN_TIMEOUT`` seconds: to MPI a rank is not dead that stands
-    still, or has ended by an exit code of its own.
+    If this rank has failed, ranks that wait in this world raise an error. All ranks end with exit
+    code 87 after ``HPCTRAIN_TIMEOUT`` seconds: MPI does not detect ranks that are stopped, or that
+    have exited with their own exit code.
     """
     if not am_well:
         _end_waits()
@@ -156,11 +166,13 @@ def _all_are_well(*, am_well: bool) -> bool:
 def _shrink(
     make: "Callable[[MpiComm], object]", check: Callable[[list[int]], object] = lambda _: None
 ) -> list[int]:
-    """Make the world of those that are left, and return who is lost. Collective over those left.
+    """Create the world of the survivors and return the lost ranks. Collective over the survivors.
 
-    Nothing is made where nobody is lost, or ``check`` raises for those who are, the same on all.
-    ``make`` is told the ranks of the next world, and is called again if more of them die in it.
-    All end with exit code 87 where that takes longer than ``LIMIT_S`` seconds.
+    All ranks end with exit code 87 after ``LIMIT_S`` seconds.
+
+    Args:
+        make: creates the next world from its ranks; called again if more ranks die in the call.
+        check: raises, on all ranks, if the program cannot continue without the lost ranks.
     """
     before, ranks, survivors = world.current(), _ranks(), _survivors()
     lost: list[int] = []
@@ -171,7 +183,7 @@ def _shrink(
         check(lost)
         make(left)
 
-    _end_waits()  # of whoever has not heard of it yet
+    _end_waits()
     with _limited(LIMIT_S):
         left = survivors.shrink(ranks)
         if left.size == ranks.size:
@@ -184,7 +196,7 @@ def _shrink(
     if world.rank() == 0:
         num_spares = world.size() - before.topology.size + len(lost)
         logger.warning(
-            "%s of %d died; the %d that are left go on%s",
+            "%s of %d died; the %d survivors continue%s",
             *(format_ranks(lost), before.topology.size, world.size() - num_spares),
             f", with {num_spares} of the spares" if num_spares else "",
         )
@@ -193,7 +205,7 @@ def _shrink(
 
 @contextmanager
 def _limited(limit_s: float) -> Iterator[None]:
-    """End all ranks with exit code 87 where what is done inside lasts longer: MPI has no limit."""
+    """End all ranks with exit code 87 if the block takes longer, as MPI has no time limit."""
     hooks, presence = world.current().attachments.hooks, world.current().presence
     assert hooks is not None
     assert presence is not None
@@ -201,11 +213,11 @@ def _limited(limit_s: float) -> Iterator[None]:
     def end() -> None:
         stopped = presence.stopped()
         logger.error(
-            "the ranks that are left have not agreed in %g s: %s; all ranks end",
+            "the survivors must agree within %g s, but %s; all ranks end",
             limit_s,
-            f"{format_ranks(stopped)} of this node stopped by a signal"
+            f"a signal has stopped {format_ranks(stopped)} of this node"
             if stopped
-            else "a rank stands still, or has ended by an exit code of its own",
+            else "a rank is stopped, or has exited with its own exit code",
         )
         hooks.abort(RANK_LOST)
 
@@ -231,6 +243,6 @@ def _survivors() -> ModuleType:
 
 
 def _end_waits() -> None:
-    """Let nobody wait in this world any more, on whichever rank. Not collective."""
+    """Interrupt all waits in this world, on all ranks. Not collective."""
     _survivors().revoke(_ranks())
     _survivors().end_waits()

@@ -25,7 +25,7 @@ _WORKER = "from hpctrain.runtime.run import work; work()"
 
 
 class RankError(HpctrainError):
-    """A function raised on a rank; the exception itself is the cause, where it could travel."""
+    """A function raised on a rank; the cause is the exception itself, if it can be pickled."""
 
     def __init__(self, rank: int, summary: str, remote_traceback: str):
         super().__init__(f"rank {rank}: {summary}\n\n{remote_traceback.rstrip()}")
@@ -34,7 +34,7 @@ class RankError(HpctrainError):
 
 
 class Failure(NamedTuple):
-    """An exception on its way from a rank to the caller."""
+    """Exception of a rank, as sent to the caller."""
 
     rank: int
     when_s: float  # wall-clock time: the first failure is the cause of the others
@@ -54,27 +54,27 @@ def run(
 ) -> list[T]:
     """Call ``fn(*args, **kwargs)`` on ``np`` new ranks of this host and wait for them.
 
-    Each rank is a process started by ``mpirun`` that calls ``hpctrain.init()`` first. Function
-    and arguments travel by cloudpickle, so functions of a notebook or script do as well;
-    what the ranks print appears here. Not collective: one process calls it.
+    Each rank is a process started by ``mpirun`` that calls ``hpctrain.init()`` first. The function
+    and the arguments are sent by cloudpickle, so functions of notebooks and scripts are supported.
+    The output of the ranks appears in this process. Not collective.
 
     Args:
-        fn: the function; what it returns must be picklable.
+        fn: the function; its result must be picklable.
         args: its positional arguments, the same on every rank.
         kwargs: its keyword arguments.
         np: number of ranks.
-        nodes: declare so many nodes on this host.
-        timeout_s: end the ranks after so many seconds.
+        nodes: number of nodes to declare on this host.
+        timeout_s: end the ranks after this number of seconds.
 
     Returns:
-        What the function returned, by rank.
+        The results of the function, by rank.
 
     Raises:
-        RankError: the function raised; names the first rank that did, with its traceback.
+        RankError: the function raised; names the first rank that raised, with its traceback.
         LaunchError: the ranks could not be started, ran past ``timeout_s`` or died.
-        KeyboardInterrupt: Ctrl-C came, the ranks have ended.
+        KeyboardInterrupt: Ctrl-C; the ranks have ended.
 
-    Source: the call is Horovod's ``horovod.run``.
+    Source: the interface is Horovod's ``horovod.run``.
     """
     with tempfile.TemporaryDirectory(prefix="hpctrain-run-") as name:
         folder = Path(name)
@@ -92,26 +92,26 @@ def run(
 def write_call(
     folder: Path, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[str]:
-    """Write a call into a folder, and return the command of a rank that makes it."""
+    """Write a function call to a folder, and return the command of a rank that executes it."""
     (folder / CALL).write_bytes(cloudpickle.dumps((fn, tuple(args), dict(kwargs))))
     return [sys.executable, "-c", _WORKER, str(folder)]
 
 
 def environment_of_ranks() -> dict[str, str]:
-    """Return an environment in which ranks import what this process can, beside a notebook too."""
+    """Return an environment in which ranks can import the same modules as this process."""
     path = os.pathsep.join(map(os.path.abspath, sys.path))
     return mpiexec.environment() | {"PYTHONPATH": path}
 
 
 def results_in(folder: Path, num_ranks: int) -> dict[int, Any]:
-    """Return what ranks have left in a folder, by rank; some may have left nothing.
+    """Return the results in a folder, by rank; results may be missing.
 
-    Raises ``RankError``: the function raised on one; the first failure is told.
+    Raises ``RankError``: the function raised on a rank; reports the first failure.
     """
     files = {rank: _outcome(folder, rank) for rank in range(num_ranks)}
     results = {rank: unpickled(file.read_bytes()) for rank, file in files.items() if file.exists()}
     failures = [result for result in results.values() if isinstance(result, Failure)]
-    if failures:  # says more than the exit code
+    if failures:  # more informative than the exit code
         first = min(failures, key=lambda failure: failure.when_s)
         raise RankError(first.rank, first.summary, first.traceback) from _exception(first)
     return results
@@ -120,14 +120,14 @@ def results_in(folder: Path, num_ranks: int) -> dict[int, Any]:
 def _require_all(missing: list[str], code: int) -> None:
     if missing or code:
         raise LaunchError(
-            f"every rank must return from the function, mpirun ended with code {code} and "
+            f"every rank must return from the function, but mpirun ended with code {code} and "
             f"{'no result of rank ' + ', '.join(missing) if missing else 'all results'}; "
             "see the output above"
         )
 
 
 def _exception(failure: Failure) -> BaseException | None:
-    """Unpickle the exception; one that cannot be built again here is described well enough."""
+    """Return the exception; None if unpickling fails."""
     try:
         exception = unpickled(failure.exception)
     except Exception:  # its class may raise anything
@@ -140,16 +140,16 @@ def _outcome(folder: Path, rank: int) -> Path:
 
 
 def work() -> None:
-    """Be one rank of ``run``: call the function and leave its result, or its failure.
+    """Run one rank of ``run``: call the function and write its result, or its failure.
 
-    Both lie in the folder that the command line names.
+    The command line names the folder of the call and of the results.
     """
-    from hpctrain.runtime import initialization, world  # noqa: PLC0415 - who calls run() needs no torch
+    from hpctrain.runtime import initialization, world  # noqa: PLC0415 - run() needs no torch
 
     folder = Path(sys.argv[1])
     initialization.init()
     rank = world.rank()
-    _outcome(folder, rank).unlink(missing_ok=True)  # of a job that is queued again
+    _outcome(folder, rank).unlink(missing_ok=True)  # from before a requeue of the job
     try:
         fn, args, kwargs = unpickled((folder / CALL).read_bytes())
         result = cloudpickle.dumps(fn(*args, **kwargs))
@@ -161,7 +161,7 @@ def work() -> None:
 
 def _describe(rank: int, error: BaseException) -> Failure:
     exception = b""
-    with contextlib.suppress(Exception):  # an exception may hold what cannot be pickled
+    with contextlib.suppress(Exception):  # an exception may contain objects that cannot be pickled
         exception = cloudpickle.dumps(error)
     return Failure(
         rank=rank,
@@ -173,7 +173,7 @@ def _describe(rank: int, error: BaseException) -> Failure:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all: this rank may be killed any moment."""
+    """Write a file atomically, as this rank may be killed at any time."""
     half = path.with_suffix(".half")
     half.write_bytes(content)
     half.replace(path)

@@ -1,4 +1,4 @@
-"""Requests to stop a run: signals, a time limit, a file. They are recorded, nothing more."""
+"""Requests to stop a run: signals, a time limit, or a file. Requests are only recorded."""
 
 import os
 import signal
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
-ECHO_S = 1.0  # a launcher and a batch system may both deliver the same request: that is one signal
-LOOK_S = 1.0  # between two looks at the file
-MARGIN_S = 60.0  # time to save in, before a job ends, for loops that do not say theirs
+ECHO_S = 1.0  # a launcher and Slurm may both send a signal for one request
+LOOK_S = 1.0  # interval of the checks for the file
+MARGIN_S = 60.0  # default time to save before a job ends
 
 _END = b"\0"  # ends the thread that reads numbers of signals
 
@@ -33,10 +33,14 @@ _END = b"\0"  # ends the thread that reads numbers of signals
 def deadline(
     started: float, after_s: float | None, job_end: float | None, margin_s: float
 ) -> float | None:
-    """Return when to stop a run of ``after_s`` seconds, in seconds since 1970; None for never.
+    """Return the time to stop a run, in seconds since 1970; None for never.
 
-    ``job_end`` is when the batch system ends the job; of the ``margin_s`` to save before that, at
-    most a tenth of what the job has left counts.
+    Args:
+        started: start of the run, in seconds since 1970.
+        after_s: time limit of the run in seconds, or None.
+        job_end: end of the batch job, in seconds since 1970, or None.
+        margin_s: time to save before ``job_end``; at most a tenth of the time from ``started`` to
+            ``job_end``.
     """
     ends = []
     if after_s is not None:
@@ -48,10 +52,10 @@ def deadline(
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """Keep a SIGUSR1 that comes in the block until ``StopRequests`` is entered there.
+    """Block SIGUSR1 until ``StopRequests`` is entered in the block.
 
-    Before a program has its handlers, while it still imports, the signal would end it. Enter it
-    before there are other threads: one that does not block the signal gets it.
+    The signal would end a program that has not installed its handlers. Enter this context before
+    the program starts threads, since a thread that does not block the signal receives it.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     try:
@@ -60,11 +64,11 @@ def held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-_entered: "list[StopRequests]" = []  # those that handle the signals of this process, in order
+_entered: "list[StopRequests]" = []  # the entered ones, in order
 
 
 def _leave_signals_to_parent() -> None:
-    """Let a forked child handle signals as its parent did before: it is ended by them."""
+    """Restore the previous signal handlers in a forked child, so that signals end the child."""
     while _entered:
         _entered.pop().leave_to_parent()
 
@@ -75,14 +79,20 @@ os.register_at_fork(after_in_child=_leave_signals_to_parent)
 class StopRequests:
     """Records requests to stop; the training loop reads ``reason`` between steps.
 
-    While it is entered, the first SIGTERM, SIGUSR1 or SIGINT sets a flag, and calls the handler
-    that the program had installed for it, if any. A second one, more than a second later, ends the
-    process at once with 128 plus its number, also while it is stuck in native code. A launcher or
-    Slurm may send the same request twice: what follows within the second counts as one. ``hpctrain
-    launch`` sends SIGUSR1 for SIGINT, SIGTERM and SIGHUP, and the ranks on its host find out which
-    of them it got. Signals that were ignored before stay ignored, and forked children handle
-    signals as the program did before. Only the main thread can take signals: entered in another
-    thread, this looks at the file and the deadline alone.
+    While this context is entered, the first SIGTERM, SIGUSR1 or SIGINT sets a flag and calls the
+    previous handler of the program, if any. A second signal, more than one second later, ends the
+    process at once with exit code 128 plus its number, even if the process hangs in native code.
+    Signals within one second count as one, since a launcher and Slurm may send the same request
+    twice. ``hpctrain launch`` sends SIGUSR1 for SIGINT, SIGTERM and SIGHUP, and the ranks on its
+    host report which of them the launcher received. Ignored signals remain ignored. Forked
+    children use the previous handlers. Only the main thread can handle signals: entered in another
+    thread, this context checks only the file and the deadline.
+
+    Args:
+        stop_file: file whose existence requests a stop.
+        deadline: time to stop, in seconds since 1970.
+        look_s: minimum interval of the checks for the file, in seconds.
+        clock: returns the current time, in seconds since 1970.
     """
 
     def __init__(
@@ -93,10 +103,6 @@ class StopRequests:
         look_s: float = LOOK_S,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Look at a file, every ``look_s`` seconds at most, and at a deadline by ``clock``.
-
-        Whoever makes ``stop_file`` asks for a stop; the deadline is in seconds since 1970.
-        """
         self._stop_file, self._deadline = stop_file, deadline
         self._look_s, self._clock = look_s, clock
         self._looked_at = float("-inf")
@@ -107,7 +113,7 @@ class StopRequests:
 
     @property
     def reason(self) -> str:
-        """Why this process should stop: ``SIGTERM``, ``budget``, ...; empty while it need not."""
+        """Reason of a request to stop: ``SIGTERM``, ``budget``, ...; empty without one."""
         if not self._reason:
             self._reason = self._look()
         return self._reason
@@ -123,13 +129,13 @@ class StopRequests:
         return ""
 
     def describe(self) -> str:
-        """Say when the time is over, for people."""
+        """Return the remaining time in words."""
         if self._deadline is None:
             return "no limit"
         return f"in {format_seconds(max(0.0, self._deadline - self._clock()))}"
 
     def __enter__(self) -> Self:
-        """Handle the signals from now on."""
+        """Install the signal handlers."""
         if threading.current_thread() is threading.main_thread():
             taken = [n for n in SIGNALS if signal.getsignal(n) not in (signal.SIG_IGN, None)]
             self._start_watcher()
@@ -141,9 +147,9 @@ class StopRequests:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Install the handlers that were there before.
+        """Restore the previous handlers.
 
-        In another thread than the main one that is not possible: they stay, and a second signal
+        Outside of the main thread that is impossible: the handlers remain, and a second signal
         ends the process.
         """
         if self in _entered and threading.current_thread() is threading.main_thread():
@@ -155,13 +161,13 @@ class StopRequests:
             self._close_pipe()
 
     def leave_to_parent(self) -> None:
-        """In a forked child, which has no watcher: do what ``__exit__`` does."""
+        """Restore the previous handlers in a forked child, which has no watcher thread."""
         self._install_before()
         self._close_pipe()
 
     def _install_before(self) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]  # what getsignal() returned
+            signal.signal(number, handler)  # type: ignore[arg-type]  # from getsignal()
         self._before = {}
         signal.set_wakeup_fd(self._fd_before)
 
@@ -176,9 +182,9 @@ class StopRequests:
         if callable(before) and before is not signal.default_int_handler:
             before(number, frame)
 
-    # Python runs a handler only between two of its instructions, so a second signal could not
-    # end a process that hangs in native code. The C part of Python's handlers also writes the
-    # number of each signal to a descriptor, at once; a sleeping thread reads it there.
+    # Python runs handlers only between bytecode instructions, so a second signal could not end a
+    # process that hangs in native code. The C handler of Python writes the number of each signal
+    # to a file descriptor at once, and a watcher thread reads it.
 
     def _start_watcher(self) -> None:
         self._read, self._write = os.pipe()
@@ -206,17 +212,23 @@ _NOT_IN_MAIN = (
 
 
 class CommonStop:
-    """The agreement of the ranks of a world on whether they stop."""
+    """Agreement of the ranks of a world to stop.
+
+    Signals, file and deadline are checked from the first call of ``is_asked``.
+
+    Args:
+        comm: communicator of all ranks.
+        budget_s: time limit in seconds from the construction, or None.
+    """
 
     def __init__(self, comm: "Communicator", budget_s: float | None) -> None:
-        """Look at nothing before the first question."""
         self._comm, self._budget_s = comm, budget_s
         self._started = time.time()
         self._requests: StopRequests | None = None
         self._is_over = False
 
     def is_asked(self) -> bool:
-        """Ask all ranks. Collective; one small all-reduce while no rank was asked."""
+        """Return True if a rank has a request. Collective; costs one small all-reduce."""
         fault = ""
         if self._requests is None:
             if threading.current_thread() is threading.main_thread():
@@ -234,7 +246,7 @@ class CommonStop:
         return self._is_over
 
     def _is_any(self, *, is_mine: bool) -> bool:
-        import torch  # noqa: PLC0415 - not for a launcher, or before ``held_back``
+        import torch  # noqa: PLC0415 - slow, and a launcher needs no torch
 
         from hpctrain.comm.ops import Op  # noqa: PLC0415 - it needs torch
 
@@ -243,7 +255,7 @@ class CommonStop:
         return bool(flag.item())
 
     def close(self) -> None:
-        """Give the signals back."""
+        """Restore the previous signal handlers."""
         if self._requests is not None:
             self._requests.__exit__()
             self._requests = None

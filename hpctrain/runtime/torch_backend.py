@@ -1,7 +1,7 @@
-"""The backend ``hpctrain`` of torch.distributed: its groups are ranks of the world.
+"""The backend ``hpctrain`` of torch.distributed, whose groups consist of ranks of the world.
 
-Imported with torch, by the entry point ``torch.backends``: other modules are imported when a group
-is made.
+The entry point ``torch.backends`` imports this module with torch, so other modules are imported
+only when a group is created.
 """
 
 from datetime import timedelta
@@ -32,11 +32,11 @@ def register() -> None:
 
 
 def _create(options: Any, _: object = None) -> Any:
-    """Make a group of the ranks that torch names, all of the world for none. Collective."""
+    """Create a group of the ranks that torch passes; of all ranks if none. Collective."""
     return imported("hpctrain.runtime.torch_groups:create")(options)
 
 
 def _find_ranks(timeout: timedelta) -> "tuple[Store, int, int]":
-    """Join the world of all ranks, and make a store for them. Collective."""
+    """Join the world of all ranks, and create a store for them. Collective."""
     found: tuple[Store, int, int] = imported("hpctrain.runtime.torch_groups:find_ranks")(timeout)
     return found

@@ -1,4 +1,4 @@
-"""Groups of torch.distributed over the ranks of the world."""
+"""Process groups of torch.distributed over the ranks of the world."""
 
 import math
 import weakref
@@ -25,9 +25,10 @@ from hpctrain.runtime.rebuild import RebuildStage
 
 
 def find_ranks(timeout: timedelta) -> tuple[Store, int, int]:
-    """Join the world of all ranks, and make a store for them. Collective.
+    """Join the world of all ranks, and create a store for them. Collective.
 
-    ``RankLostError`` if a rank does not come within ``timeout``.
+    Raises:
+        RankLostError: a rank does not arrive within ``timeout``.
     """
     if not world.is_initialized():
         with start_guard(Settings.from_env()):
@@ -42,7 +43,7 @@ def find_ranks(timeout: timedelta) -> tuple[Store, int, int]:
 
 
 def _limit_of(timeout: timedelta) -> Limit:
-    """Return the limit of waits of a group; that of the world holds for torch's default, too."""
+    """Return the limit of waits of a group; with torch's default, at most that of the world."""
     if timeout != dist.default_pg_timeout:
         return Limit(timeout.total_seconds(), "timeout")
     settings = world.current().settings if world.is_initialized() else Settings.from_env()
@@ -50,7 +51,7 @@ def _limit_of(timeout: timedelta) -> Limit:
 
 
 def create(options: Any) -> HpctrainGroup:
-    """Make a group of the ranks that torch names, all of the world for none. Collective."""
+    """Create a group of the ranks that torch passes; of all ranks if none. Collective."""
     initialization.init()
     here = world.current()
     topology, ranks = here.topology, list(options.global_ranks_in_group)
@@ -60,9 +61,10 @@ def create(options: Any) -> HpctrainGroup:
         told, found = (options.group_rank, options.group_size), (topology.rank, topology.size)
         if told != found:
             raise LaunchError(
-                f"torch.distributed says that this is rank {told[0]} of {told[1]}, MPI that it is "
-                f"rank {found[0]} of {found[1]}; start the ranks with mpirun, srun or hpctrain "
-                f"launch, and leave out RANK, WORLD_SIZE and what init_process_group is told"
+                f"torch.distributed and MPI must have the same ranks, but this is rank {told[0]} "
+                f"of {told[1]} in torch.distributed and rank {found[0]} of {found[1]} in MPI; "
+                f"start the ranks with mpirun, srun or hpctrain launch, and leave out RANK, "
+                f"WORLD_SIZE and the arguments rank and world_size of init_process_group"
             )
     limit = _limit_of(options.timeout)
     group = HpctrainGroup(
@@ -88,7 +90,7 @@ def _communicator(comm: Any, ranks: list[int], limit: Limit, purpose: str) -> Co
 
     if len(ranks) == 1:
         return SerialCommunicator()
-    # The purpose is not the name, which ranks count by the groups that each of them is in.
+    # The name of a group depends on the groups of each rank, so it cannot serve as the purpose.
     try:
         made: Communicator = comm.group_by_members(ranks, purpose=purpose, limit=limit)
     except RankLostError as error:

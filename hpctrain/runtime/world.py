@@ -1,4 +1,4 @@
-"""The world of this process: the only module of hpctrain with state that changes."""
+"""The world of this process: the only module of hpctrain with mutable global state."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -24,27 +24,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class World:
-    """What ``init`` found and made."""
+    """State of the world, created by ``init``."""
 
-    comm: "Communicator"  # all ranks, for buckets; named operations have one of their own
-    sets: "ProcessSets"  # what named operations go through
+    comm: "Communicator"  # all ranks, for buckets; named operations have a separate one
+    sets: "ProcessSets"  # process sets, with the controllers of named operations
     topology: "Topology"
     plan: "Plan"
-    plan_origin: str  # what the plan was chosen by, for people
+    plan_origin: str  # human-readable origin of the plan
     settings: "Settings"
-    presence: "Liveness | None"  # who is still there; None in a world of one
+    presence: "Liveness | None"  # detects lost ranks; None in a world of one
     attachments: "Attachments"
-    ranks: "MpiComm | None"  # the same ranks for MPI; None in a world of one
+    ranks: "MpiComm | None"  # MPI communicator of all ranks; None in a world of one
     origin: "Origin"
-    rebuild: "Rebuild"  # who holds state about the ranks
-    last_call: "LastCall"  # what this rank has communicated last
-    stop: "CommonStop"  # whether the ranks of a loop of the user's own are to stop
+    rebuild: "Rebuild"  # objects that depend on the ranks
+    last_call: "LastCall"  # last collective of this rank
+    stop: "CommonStop"  # stop requests, for training loops of the user
     step_checks: "MutableMapping[Communicator, OpenedSteps]"
-    """What opens the steps of distributed optimizers, by the ranks that take them."""
+    """Step protocols of distributed optimizers, by communicator."""
 
     @property
     def is_first(self) -> bool:
-        """Whether no ranks were lost before this world."""
+        """True if no ranks were lost before this world."""
         return self.origin.is_first
 
 
@@ -52,30 +52,32 @@ _world: World | None = None
 
 
 def replace_current(world: World | None) -> World | None:
-    """Make ``world`` the current one; return the one before. Not collective."""
+    """Make ``world`` the current world; return the previous one. Not collective."""
     global _world
     before, _world = _world, world
     return before
 
 
 def current() -> World:
-    """Return the world.
+    """Return the current world.
 
     Raises:
-        NotInitializedError: there is none yet.
+        NotInitializedError: ``init`` was not called.
     """
     if _world is None:
-        raise NotInitializedError("this needs the world of all ranks; call hpctrain.init() first")
+        raise NotInitializedError(
+            "a world must exist for this call, got none; call hpctrain.init() first"
+        )
     return _world
 
 
 def is_initialized() -> bool:
-    """Say whether ``init`` was called and ``shutdown`` was not."""
+    """Return True if ``init`` was called and ``shutdown`` was not."""
     return _world is not None
 
 
 def rank() -> int:
-    """Return the number of this process, from 0."""
+    """Return the rank of this process, from 0."""
     return current().topology.rank
 
 
@@ -95,27 +97,28 @@ def local_size() -> int:
 
 
 def cross_rank() -> int:
-    """Return the number of this node among those that have a rank of this ``local_rank``."""
+    """Return the number of this node among the nodes with a rank of this ``local_rank``."""
     return current().topology.cross_rank
 
 
 def cross_size() -> int:
-    """Return the number of nodes that have a rank of this ``local_rank``."""
+    """Return the number of nodes with a rank of this ``local_rank``."""
     return current().topology.cross_size
 
 
 def is_homogeneous() -> bool:
-    """Say whether every node has the same number of ranks."""
+    """Return True if every node has the same number of ranks."""
     return current().topology.is_homogeneous
 
 
 def should_stop() -> bool:
     """Return whether all ranks should save their state and end with exit code ``STOPPED``, 85.
 
-    Collective: call it between two steps of your own loop, on every rank. True on all ranks if one
-    of them was asked: by SIGTERM, SIGUSR1 or Ctrl-C; by a file STOP in the run directory; or
-    because ``HPCTRAIN_BUDGET`` or the job ends within a minute. The first call must be made in the
-    main thread: from then on these signals only ask, before they end the process as usual.
+    Collective: call it between two steps of a training loop, on every rank. Returns True on all
+    ranks if one of them has a request to stop: SIGTERM, SIGUSR1 or Ctrl-C; a file STOP in the run
+    directory; the end of ``HPCTRAIN_BUDGET``; or the end of the job within a minute. The first
+    call must be made in the main thread. From then on the first of these signals only requests a
+    stop, and a second one ends the process.
 
         if hvd.should_stop():
             checkpoints.save(state, step=step, wait=True)
@@ -128,14 +131,14 @@ def should_stop() -> bool:
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:  # noqa: FBT001, FBT002
-    """Record what named operations do from now on, in a file that Perfetto and Chrome open.
+    """Start a trace of named operations, in a file that Perfetto and Chrome open.
 
-    Not collective. A timeline that is being recorded in another file ends.
+    Not collective. Ends a timeline that is recorded in another file.
 
     Args:
-        file_path: the file of rank 0, the only one that records; with ``{rank}`` in it, which
-            becomes the number of each, every rank that calls this writes a file.
-        mark_cycles: whether to mark where each round of the controller begins.
+        file_path: file of rank 0, the only rank that records. If the path contains ``{rank}``,
+            each calling rank writes a file, with its rank in the name.
+        mark_cycles: whether to mark the begin of each cycle of the controller.
 
     Raises:
         NotInitializedError: ``init`` was not called; a ``ValueError``.
@@ -144,7 +147,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:  # noqa: 
 
 
 def stop_timeline() -> None:
-    """End the timeline: its file is complete. Not collective; harmless without one.
+    """End the timeline and complete its file. Not collective; a no-op without a timeline.
 
     Raises:
         NotInitializedError: ``init`` was not called; a ``ValueError``.

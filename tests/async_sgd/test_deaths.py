@@ -156,7 +156,7 @@ def test_lost_server_is_reported_in_a_run_with_recovery(tmp_path, what, dying):
     done = launched(tmp_path, SCRIPT, "-n", "3", "--recover", "--", "AsyncSGD", what, dying)
     assert done.returncode != 0
     assert "whole" not in done.stdout
-    assert f"] rank {dying} of 3 died, and the others cannot go on" in done.stderr, done.stderr
+    assert f"] rank {dying} of 3 died, and the others cannot continue" in done.stderr, done.stderr
     assert "MPI_ERR" not in done.stderr
 
 
@@ -182,7 +182,7 @@ if alone == 3:  # the server
     done = launched(tmp_path, script, *words)
     assert done.returncode not in (0, 124), done.stdout + done.stderr
     assert "rank 0 of" not in done.stdout
-    assert "died, and the others cannot go on" in done.stderr, done.stderr
+    assert "died, and the others cannot continue" in done.stderr, done.stderr
     assert "MPI_ERR" not in done.stderr
 
 
@@ -222,4 +222,4 @@ def test_run_that_loses_a_rank_resumes_from_its_checkpoint(tmp_path):
     lost, said = trained(tmp_path, "lost", "sync.method=ssp", kills="1:20")
     assert lost[-1]["event"] == "finished"
     assert [r["world_size"] for r in lost if r["event"] in ("started", "resumed")] == [4, 3]
-    assert "rank 1 of 4 died; the 3 that are left go on" in said
+    assert "rank 1 of 4 died; the 3 survivors continue" in said

@@ -240,7 +240,7 @@ def test_a_training_goes_down_by_any_codec_and_replicas_stay_equal(hvd, name):
     state = optimizer.codec.state_dict()
     optimizer.codec.load_state_dict(state)
     if state and name != "auto":
-        with pytest.raises(ConfigError, match="of the buckets that it was saved with, got one of"):
+        with pytest.raises(ConfigError, match="must be of the same buckets, but the"):
             optimizer.codec.load_state_dict({**state, "more": {"numel": 1}})
 
 
@@ -250,7 +250,7 @@ def test_a_training_goes_down_by_any_codec_and_replicas_stay_equal(hvd, name):
     [
         ("sign", torch.optim.Adam, "divides by the magnitude of gradients"),
         (TopK(0.1, error_feedback=False), torch.optim.SGD, "values that are never among"),
-        ("dgc", torch.optim.AdamW, "momentum is summed up before"),
+        ("dgc", torch.optim.AdamW, "codec already applies momentum"),
     ],
 )
 def test_codecs_that_do_not_converge_warn(hvd, codec, kind, said):
@@ -263,7 +263,7 @@ def test_codecs_that_do_not_converge_warn(hvd, codec, kind, said):
 def test_adasum_takes_no_codec(hvd):
     model = torch.nn.Linear(4, 4)
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ConfigError, match=r"op=Adasum sends steps by .* got 'int8'"):
+    with pytest.raises(ConfigError, match=r"compression of op=Adasum must be .* got 'int8'"):
         hvd.DistributedOptimizer(plain, compression="int8", op=hvd.Adasum)
 
 
@@ -303,7 +303,7 @@ def test_codecs_have_names_and_a_wrong_one_is_told():
         assert codec_for(name) is not codec_for(name)
     kept = Int8(32)
     assert codec_for(kept) is not kept
-    with pytest.raises(ConfigError, match=r"compression is one of none, auto, .*got 'int9'"):
+    with pytest.raises(ConfigError, match=r"compression must be one of none, auto, .*got 'int9'"):
         codec_for("int9")
 
 
@@ -321,10 +321,10 @@ def test_codecs_have_names_and_a_wrong_one_is_told():
         (lambda: DeepGradientCompression(masks_momentum="no"), "masks_momentum must be true or"),
         (lambda: PowerSGD(2.5), "rank must be an integer"),
         (lambda: PowerSGD(min_gain=-1), "min_gain must be at least 0"),
-        (lambda: DeepGradientCompression(0.1, 3.0), "momentum is 0 to 1"),
+        (lambda: DeepGradientCompression(0.1, 3.0), "momentum must be 0 to 1"),
         (lambda: DeepGradientCompression(clip_norm=-1.0), "clip_norm above 0 or None"),
         (lambda: DeepGradientCompression(warmup=(2.0,)), "density must be"),
-        (lambda: codec_for(Int8), r"compression is a codec such as Int8\(\), .*got <class"),
+        (lambda: codec_for(Int8), r"compression must be a codec such as Int8\(\), .*got <class"),
         (lambda: codec_for(5), "got 5"),
     ],
 )

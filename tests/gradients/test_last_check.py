@@ -113,7 +113,7 @@ def test_weight_changed_by_one_rank_in_the_last_step_is_reported_at_shutdown(wor
         (change if world.rank == 1 else Training.step)(training)
     said = end(world)
     others = "rank 0" if world.size == 2 else "ranks 0,2"
-    assert said.startswith("the ranks have parted in the last step: ")
+    assert said.startswith("all ranks must be equal after the last step, but differ: ")
     assert "2.bias" in said or change is takes_another_rate
     assert f"{others}: " in said
     assert "; rank 1: " in said
@@ -294,7 +294,7 @@ def test_comparison_at_shutdown_can_warn_only_or_be_disabled(world, setting, mon
     with two_steps() as training:
         training.model[2].bias.data[0] += world.rank
     assert not end(world)
-    told = [r for r in caplog.records if "parted in the last step" in r.getMessage()]
+    told = [r for r in caplog.records if "equal after the last step" in r.getMessage()]
     assert len(told) == (setting == "warn" and world.rank == 0)
 
 
@@ -342,7 +342,7 @@ now()
 main(hvd.{op}, may_part=True)
 """
 EDIT = "model.bias.data[0] += 1"
-PARTED = "ReplicaError: the ranks have parted in the last step: bias (rank 0: "
+PARTED = "ReplicaError: all ranks must be equal after the last step, but differ: bias (rank 0: "
 ENDS = {
     "nothing": ("pass", "pass", "Average", 0, ""),
     "a weight": ("pass", EDIT, "Adasum", 1, PARTED),

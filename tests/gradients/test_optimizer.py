@@ -192,7 +192,7 @@ def test_a_process_set_averages_among_its_ranks_only(hvd):
     removed = distributed(hvd, nn.Linear(1, 1), process_set=some)
     del removed
     hvd.remove_process_set(some)
-    with pytest.raises(ConfigError, match="not registered"):
+    with pytest.raises(ConfigError, match="must be registered before use"):
         distributed(hvd, model, process_set=some)
 
 

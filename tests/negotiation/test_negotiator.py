@@ -143,8 +143,8 @@ def test_a_broadcast_fails_if_its_root_has_joined():
     early, late = batch.entries
     assert early == Entry("early", FROM_1, None)
     assert late.error == (
-        'the root of a broadcast must take part in it, "late" is to come from rank 1, which has '
-        "joined; let that rank join after its last broadcast, or choose another root rank"
+        'the root of a broadcast must submit it, but the root of "late" is rank 1, which has '
+        "joined; call join() there after its last broadcast, or choose another root rank"
     )
 
 

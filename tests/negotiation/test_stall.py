@@ -71,7 +71,7 @@ def test_the_report_names_operation_rank_host_last_collective_and_place():
         "rank 7 on node1: last collective: broadcast weights, 0 s ago; waits for allgather" in text
     )
     assert "in a_telling_place: return ranks.ask(now, rank)" in text
-    assert "in 69 s all ranks end, by HPCTRAIN_STALL_ABORT_S=100" in text
+    assert "in 69 s all ranks end, because of HPCTRAIN_STALL_ABORT_S=100" in text
     assert not ranks.watches[0].reports(31.0)
     ranks = Ranks(2, Settings())
     ranks.submit("a", (0,))
@@ -165,7 +165,7 @@ def test_a_report_has_a_limited_length():
     text = ranks.report(40.0)[0]
     assert '"a0" has waited 40 s' in text
     assert f"and {MAX_NAMES - MAX_LINES} more operations" in text
-    assert ": something else again" in text
+    assert ": at other places, which are not shown" in text
     assert text.count("last collective") == MAX_LINES
 
 
@@ -191,7 +191,7 @@ def test_a_rank_reports_and_aborts_itself_if_the_root_does_not_answer(now, is_fi
     assert watch.reports(now + 0.9 * watch.answer_s) == []
     ((text, ends),) = watch.reports(now + watch.answer_s)
     assert f'"a" has waited {now:.0f} s on rank 1 on node0' in text
-    assert "rank 0 on node0, or a rank on the way to it, does not answer" in text
+    assert "rank 0 on node0, or a rank between them, does not answer" in text
     assert ends is is_final
     assert watch.reports(now + 2 * watch.answer_s) == []
 

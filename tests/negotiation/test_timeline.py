@@ -172,5 +172,5 @@ def test_a_file_that_cannot_be_created_is_a_warning(tmp_path, caplog):
     timelines = Timelines(0, 1)
     timelines.start(tmp_path / "missing" / "t.json")
     assert timelines.current is None
-    assert "there will be no timeline" in caplog.text
+    assert "the timeline file must be writable" in caplog.text
     assert str(tmp_path) in caplog.text

@@ -78,7 +78,7 @@ OF_FOUR = [
 
 def require_an_error(world, layout, change, who, **options):
     said = end_of(world, layout, change, who=who, **options)
-    assert said.startswith("the ranks have parted in the last step: ")
+    assert said.startswith("all ranks must be equal after the last step, but differ: ")
     assert re.match(TOLD[change], said.partition(": ")[2]), said
     assert f"rank {who}: " in said, said
 
@@ -123,5 +123,5 @@ def test_with_check_weights_warn_a_difference_is_a_warning(world, monkeypatch, c
         hpctrain.shutdown()
     is_told = setting == "warn" and world.rank == 0
     assert ("the same values of replicated parameters" in caplog.text) == is_told
-    assert ("the ranks have parted in the last step" in caplog.text) == is_told
+    assert ("all ranks must be equal after the last step" in caplog.text) == is_told
     del program

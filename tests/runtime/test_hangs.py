@@ -32,7 +32,7 @@ def hang(tmp_path, monkeypatch, body, *, num_ranks):
     outcome = run_ranks(tmp_path, body, num_ranks=num_ranks)
     assert outcome.code == 86, outcome.err
     assert outcome.left_over == []
-    assert "all ranks end now, as HPCTRAIN_STALL_ABORT_S asks" in outcome.err
+    assert "all ranks end now, because of HPCTRAIN_STALL_ABORT_S" in outcome.err
     return outcome
 
 
@@ -81,4 +81,4 @@ def test_stalls_in_groups_of_torch_distributed_are_reported(tmp_path, monkeypatc
     outcome = hang(tmp_path, monkeypatch, body, num_ranks=3)
     assert "of ranks 1-2: sum of 7 float32" in outcome.err
     assert "submitted by rank 1, not by rank 2 on " in outcome.err
-    assert "no answer; stopped, or in code that keeps Python's lock" in outcome.err
+    assert "no answer; stopped, or in code that holds the GIL" in outcome.err

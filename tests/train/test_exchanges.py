@@ -257,7 +257,7 @@ def with_a_lost_rank(exchange: str, folder: Path) -> subprocess.CompletedProcess
 def test_steps_after_a_lost_rank_equal_those_of_one_process(here, configure, exchange, tmp_path):
     done = with_a_lost_rank(exchange, tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "rank 1 of 3 died; the 2 that are left go on" in done.stderr
+    assert "rank 1 of 3 died; the 2 survivors continue" in done.stderr
     records = read(tmp_path / "run" / "metrics.jsonl")
     assert [r["world_size"] for r in records if "world_size" in r] == [3, 2, 2]
     _, state = newest_state(tmp_path / "run", "model")

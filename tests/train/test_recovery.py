@@ -65,10 +65,9 @@ def test_a_reproducible_run_that_loses_ranks_has_the_same_bits(tmp_path):
     lost, said = trained(tmp_path, "lost", *REPRODUCIBLE[:1], kills="1:1 0:20")
     assert lost[-1]["event"] == whole[-1]["event"] == "finished"
     assert lost[-1]["state_hash"] == whole[-1]["state_hash"]
-    # no step had finished, so the run started again on 3 ranks
-    assert sizes(lost) == [3, 2]
-    assert "rank 1 of 4 died; the 3 that are left go on" in said
-    assert "rank 0 of 3 died; the 2 that are left go on" in said
+    assert sizes(lost) == [3, 2]  # without a finished step it began again
+    assert "rank 1 of 4 died; the 3 survivors continue" in said
+    assert "rank 0 of 3 died; the 2 survivors continue" in said
 
 
 def sizes(records):
@@ -82,7 +81,7 @@ def test_spares_keep_the_size_and_the_bits_of_a_run(tmp_path):
     assert lost[-1]["event"] == whole[-1]["event"] == "finished"
     assert lost[-1]["state_hash"] == whole[-1]["state_hash"]
     assert sizes(lost) == [4, 4, 3]
-    assert "rank 1 of 4 died; the 3 that are left go on, with 1 of the spares" in said
+    assert "rank 1 of 4 died; the 3 survivors continue, with 1 of the spares" in said
 
 
 WITH_SPARE = [sys.executable, "-m", "hpctrain", "launch", "-n", "2", "--recover", "--spares", "1"]

@@ -1,1 +1,1 @@
-"""Training that survives a failed operation: return to the last commit, agree, go on."""
+"""Elastic training: after a failed operation, all ranks continue from the last commit."""

@@ -1,4 +1,4 @@
-"""``elastic.run``: take training up again after a failed operation, on all ranks or on none."""
+"""``elastic.run``: resume training after a failed operation, on all ranks or on none."""
 
 import contextlib
 import enum
@@ -25,41 +25,39 @@ R = TypeVar("R")
 T = TypeVar("T")
 S = TypeVar("S", bound=State)
 
-MAX_STRAYS = 1000  # operations that other ranks may still have under way when one wants to agree
+MAX_STRAYS = 1000  # maximum number of mismatched operations of other ranks before an agreement
 
 
 class AttemptEnd(enum.IntEnum):
-    """How an attempt has ended, the gravest last."""
+    """Outcome of an attempt, in order of severity."""
 
     DONE = 0
-    UPDATED = 1  # hosts come or go
-    MET_OTHERS = 2  # an operation of this rank has met another one of a rank that had left the way
+    UPDATED = 1  # hosts are added or removed
+    MET_OTHERS = 2  # an operation did not match that of another rank, which had failed before
     FAILED = 3
-    LOST = 4  # ranks have died, those that are left are a smaller world
+    LOST = 4  # ranks have died, and the survivors are a smaller world
 
 
 class Ending(NamedTuple):
-    """The end of an attempt on one rank, or on all together."""
+    """Outcome of an attempt on one rank, or on all ranks."""
 
     end: AttemptEnd
     error: Exception | None = None
     skip_sync: bool = False
-    text: str = ""  # what went wrong, by rank; of all ranks together
+    text: str = ""  # errors by rank, in the outcome of all ranks
     result: Any = None
 
 
 def agree(mine: Ending) -> Ending:
-    """Return how the attempt has ended on all ranks together: as on the rank it is worst on.
+    """Return the most severe outcome of an attempt over all ranks.
 
-    Collective, the same result on every rank. A rank that comes here meets others that are still
-    training in whatever they do next: both raise, the others come here as well, and this one
-    tries again.
+    Collective; the same outcome on every rank. If other ranks are still training, the all-gather
+    of this rank does not match their next operation: both ranks raise, the other ranks call
+    ``agree``, and this rank tries again.
     """
     here = world.current()
-    if (
-        mine.end is not AttemptEnd.DONE
-    ):  # fetches those who wait for a named operation of this rank
-        here.sets.break_off(f"rank {here.comm.rank} left for its last commit: {mine.error}")
+    if mine.end is not AttemptEnd.DONE:  # interrupts ranks that wait for a named operation
+        here.sets.break_off(f"rank {here.comm.rank} returned to its last commit: {mine.error}")
     told = (mine.end, mine.skip_sync, None if mine.error is None else str(mine.error))
     endings = _gather(here.comm, told)
     worst = max(end for end, _, _ in endings)
@@ -76,36 +74,38 @@ def _gather(comm: Communicator, told: T) -> list[T]:
 
 
 def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Let a training function survive failed operations; a decorator. The result is collective.
+    """Decorate a training function so that it resumes after failed operations.
 
-    Its first argument is the ``State``, which is synchronized before the function runs. When an
-    operation fails by a ``HorovodInternalError``, on one rank or on all, every rank returns to
-    its last commit, the reset callbacks run, the state is synchronized, and the function is
-    called again. When hosts come or go (``HostsUpdatedInterrupt``), the same happens without the
-    way back. The function returns when it has returned on all ranks; it must find in the state
-    where it stands, and no operation with other ranks may come between ``init()`` and its call.
+    The decorated function is collective. Its first argument is the ``State``, which is
+    synchronized before each call of ``func``. If an operation raises ``HorovodInternalError`` on
+    any rank, all ranks restore their last commit, call the reset callbacks, synchronize the state,
+    and call ``func`` again. If hosts are added or removed (``HostsUpdatedInterrupt``), the ranks
+    do the same without the restore. The decorated function returns after ``func`` has returned on
+    all ranks. ``func`` must derive its position from the state. Between ``init()`` and the call,
+    the program must not communicate.
 
-    Any other exception passes through. A lost rank ends all ranks with exit code 87
-    (``RankLostError``): the job goes on from its checkpoint, not from a commit. Under ``hpctrain
-    launch --recover`` those that are left go on from their last commit instead, in the same
-    processes, as a smaller world: ``rank()`` and ``size()`` are other ones, process sets of some
-    ranks are gone, and ``DistributedOptimizer`` over all ranks goes along, but with ``shard`` or
-    Adasum. With ``--spares`` others take the place of lost ranks: they run the program from
-    ``init()`` on, and get the state by its ``sync()``. Another end of all ranks, on several nodes
-    and after ``HPCTRAIN_TIMEOUT``, is a ``HorovodInternalError`` that one rank raises by itself
-    while others are averaging gradients: what is on its way between nodes cannot be taken back.
+    Other exceptions are raised unchanged. The loss of a rank ends all ranks with exit code 87
+    (``RankLostError``): the job must resume from a checkpoint, not from a commit. With ``hpctrain
+    launch --recover`` the survivors resume from their last commit instead, in the same processes,
+    as a smaller world: ``rank()`` and ``size()`` change, process sets of some ranks are removed,
+    and a ``DistributedOptimizer`` over all ranks is rebuilt, except with ``shard`` or Adasum. With
+    ``--spares`` spare ranks replace lost ones: spares run the program from ``init()``, and receive
+    the state in ``sync()``. On several nodes, all ranks also end, after ``HPCTRAIN_TIMEOUT``, if
+    one rank alone raises ``HorovodInternalError`` while others average gradients, because messages
+    in flight between nodes cannot be cancelled.
 
     Raises:
-        CommError: training fails again and again without another commit, or more often than
-            ``HPCTRAIN_ELASTIC_RESET_LIMIT`` allows; the last failure is its cause.
-        ConfigError: with spares this is called twice, or more than optimizers communicate before.
-        MismatchError: the ranks went different ways through the program; on every rank.
+        CommError: training fails repeatedly without a new commit, or more often than
+            ``HPCTRAIN_ELASTIC_RESET_LIMIT`` allows; the cause is the last failure.
+        ConfigError: with spares, the function is called twice, or other objects than optimizers
+            communicate before.
+        MismatchError: the ranks execute different operations; on every rank.
         NotInitializedError: ``hpctrain.init()`` was not called.
-        RankLostError: all ranks are lost that had the state, and spares alone are left.
+        RankLostError: all ranks that had the state are lost, and only spares remain.
 
     Source: Horovod 0.28, ``horovod.torch.elastic.run``.
-    Differs: MPI is not started again, and who replaces a rank was started with the others; the
-    ranks agree how each attempt has ended, so none returns while another tries again.
+    Differs: MPI is not started again, and spares are started with the other ranks; the ranks agree
+    on the outcome of each attempt, so no rank returns while another tries again.
     """
 
     @functools.wraps(func)
@@ -138,7 +138,7 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
 
 
 def _require_no_calls() -> None:
-    """Refuse what a spare could not do alone on its way here; where there are spares."""
+    """Raise ConfigError if a rank has communicated before, which spares could not do."""
     here = world.current()
     if here.origin.spares is None:
         return
@@ -152,9 +152,9 @@ def _require_no_calls() -> None:
 
 
 def _agreed_in_place(attempt: Callable[[], object]) -> Ending:
-    """Return how the attempt has ended on all ranks that are left; shrink the world if need be.
+    """Return the outcome of an attempt over the survivors; shrink the world if ranks are lost.
 
-    Collective over those. A program's own error passes through, and ends all ranks.
+    Collective over the survivors. Errors of the program are raised unchanged.
     """
     together, lost, error = recovery.attempt(lambda: agree(_ending_of(attempt)))
     return together or Ending(AttemptEnd.LOST, error, text=f"{format_ranks(lost)} died")
@@ -165,34 +165,39 @@ def _ending_of(attempt: Callable[[], object]) -> Ending:
         return Ending(AttemptEnd.DONE, result=attempt())
     except HorovodInternalError as error:
         return Ending(AttemptEnd.FAILED, error)
-    except MismatchError as error:  # perhaps met ranks that had failed already
+    except MismatchError as error:  # the other rank may have failed before
         return Ending(AttemptEnd.MET_OTHERS, error)
     except HostsUpdatedInterrupt as interrupt:
         return Ending(AttemptEnd.UPDATED, interrupt, interrupt.skip_sync)
 
 
 MAX_IN_VAIN = 3
-"""Failures in a row with no commit between them, after which the same would happen for ever."""
+"""Maximum number of consecutive failures without a commit in between."""
 
 
 class Resets:
-    """Takes the training of one state up on all ranks, and counts how often that was again."""
+    """Synchronize and count the attempts to train one state.
+
+    Args:
+        state: the state of the training.
+    """
 
     def __init__(self, state: "State") -> None:
         self.number = 0
-        self.has_state = world.current().is_first  # a spare has none until the first sync
+        self.has_state = world.current().is_first  # a spare has no state until the first sync
         self._state = state
         self._in_vain = 0
         self._commits = state.num_commits
         self._limit = world.current().settings.elastic_reset_limit
 
     def take_up(self) -> None:
-        """Let all ranks come together that there are now, spares as well. Collective.
+        """Synchronize the current ranks, including new spares. Collective.
 
-        From here on all that had it have the same last commit.
+        Afterwards, all ranks that have the state have the same last commit.
 
-        ``ConfigError``: a spare does something else until it is here than the others have done.
-        ``RankLostError``, on every rank: none has the state.
+        Raises:
+            ConfigError: a spare has executed other operations before than the other ranks.
+            RankLostError: no rank has the state; on every rank.
         """
         here = world.current()
         has_state = True
@@ -209,29 +214,34 @@ class Resets:
             raise ConfigError(f"{error}\n{SPARES_RULE}") from error
         if not has_state:
             raise RankLostError(
-                f"all ranks that had the state are lost, and {here.topology.size} are left that "
-                f"were spares; start again from the last checkpoint, with more ranks or spares"
+                f"a rank must have the state, but all that had it are lost, and only "
+                f"{here.topology.size} spares remain; restart from the last checkpoint, with more "
+                f"ranks or spares"
             )
         here.last_call.note("elastic.run")
 
     def count(self, ending: Ending) -> None:
-        """Count one more, and say on rank 0 why; ``CommError``, on all ranks, if one too many."""
+        """Count a reset, and log its reason on rank 0.
+
+        Raises:
+            CommError: a limit of resets is exceeded; on every rank.
+        """
         is_failure = ending.end in (AttemptEnd.FAILED, AttemptEnd.LOST)
         if self._state.num_commits != self._commits or not is_failure:
             self._in_vain = 0
         self._commits = self._state.num_commits
-        self._in_vain += ending.end is AttemptEnd.FAILED  # who is lost is not lost again
+        self._in_vain += ending.end is AttemptEnd.FAILED  # the same rank cannot be lost again
         if self._limit is not None and self.number >= self._limit:
             raise CommError(
-                f"training may be taken up again {self._limit} times and should be once more: "
-                f"{ending.text}; remove the cause or raise HPCTRAIN_ELASTIC_RESET_LIMIT"
+                f"training must not be reset more than {self._limit} times, but must be once "
+                f"more: {ending.text}; remove the cause or increase HPCTRAIN_ELASTIC_RESET_LIMIT"
             ) from ending.error
         if self._in_vain > MAX_IN_VAIN:
             raise CommError(
-                f"training was taken up again {MAX_IN_VAIN} times from the same commit and failed "
-                f"each time, the last time with: {ending.text}; remove the cause, a retry does not"
+                f"training must reach a commit in {MAX_IN_VAIN} resets, but failed each time from "
+                f"the same commit, the last time with: {ending.text}; remove the cause"
             ) from ending.error
         self.number += 1
         if world.rank() == 0:
-            how = "from the last commit" if is_failure else "as it stands"
-            logger.warning("training is taken up again %s: %s", how, ending.text)
+            how = "from the last commit" if is_failure else "from the current state"
+            logger.warning("training resumes %s: %s", how, ending.text)

@@ -1,4 +1,4 @@
-"""The order of an epoch, shared out among ranks whose number may change in the middle of it."""
+"""Sampler that distributes an epoch over ranks whose number may change during the epoch."""
 
 import random
 from collections.abc import Collection, Iterable, Iterator, Sequence, Sized
@@ -11,7 +11,7 @@ from hpctrain.runtime import world
 
 
 def epoch_order(num_samples: int, seed: int | None) -> list[int]:
-    """Return all indices in the order of an epoch; a ``seed`` of None shuffles nothing."""
+    """Return all indices in the order of an epoch; a ``seed`` of None disables shuffling."""
     order = list(range(num_samples))
     if seed is not None:
         random.Random(seed).shuffle(order)  # noqa: S311 - an order, no secret
@@ -19,18 +19,18 @@ def epoch_order(num_samples: int, seed: int | None) -> list[int]:
 
 
 def left_of(order: Sequence[int], num_done: int, done: Collection[int] = ()) -> list[int]:
-    """Return what is left of an epoch once its first ``num_done`` and those in ``done`` went."""
+    """Return the indices of an epoch without its first ``num_done`` and without ``done``."""
     left = list(order[num_done:])
     return [index for index in left if index not in done] if done else left
 
 
 def part_of(left: Sequence[int], rank: int, size: int, order: Sequence[int]) -> list[int]:
-    """Return the indices of one rank: every ``size``-th, as many as any other rank gets.
+    """Return the indices of one rank: every ``size``-th, the same number on all ranks.
 
-    Where ``left`` cannot be divided, the last round is filled up from the beginning of the
-    epoch's ``order``, so an epoch that was interrupted is filled up as one that was not. After k
-    indices on every rank the first ``k * size`` of ``left`` are done: a count is all that must be
-    remembered.
+    If ``size`` does not divide the length of ``left``, the last round is padded from the start of
+    the epoch's ``order``, so that interrupted and uninterrupted epochs have the same padding.
+    After k indices on every rank the first ``k * size`` of ``left`` are done, so a count suffices
+    as state.
     """
     mine = list(left[rank::size])
     num_rounds = -(-len(left) // size)
@@ -40,29 +40,28 @@ def part_of(left: Sequence[int], rank: int, size: int, order: Sequence[int]) -> 
 
 
 class ElasticSampler(Sampler[int]):
-    """Shares a data set out among all ranks, and what is left of it among other ranks later.
+    """Distribute a data set over all ranks, and the rest of an epoch over other ranks later.
 
-    A ``TorchState`` that holds it keeps its place in the epoch: after ``restore()`` and
-    ``sync()``, on the same or another number of ranks, every index that no commit has recorded is
-    delivered, and no other one. All ranks get equally many, so the last round of an epoch
-    repeats fewer than ``size`` indices where the data set cannot be divided. On as many ranks as
-    before, the batches are those of an epoch that nothing interrupts.
+    A ``TorchState`` that contains the sampler saves its position in the epoch. After ``restore()``
+    and ``sync()``, on the same or another number of ranks, the sampler returns each index that no
+    commit has recorded. All ranks get the same number of indices, so the last round of an epoch
+    repeats fewer than ``size`` indices if ``size`` does not divide the data set. On the same
+    number of ranks, the batches are the same as in an uninterrupted epoch.
 
-    Call ``record_batch`` after each batch, and ``set_epoch`` at the end of each epoch, not at
-    its beginning: a restored epoch would start anew. The order is Horovod's for the same seed.
+    Call ``record_batch`` after each batch, and ``set_epoch`` at the end of each epoch, not at its
+    beginning: otherwise a restored epoch would start from its first index. The order is Horovod's
+    for the same seed.
+
+    Args:
+        dataset: data set of constant length. ``hpctrain.init()`` must be called before.
+        shuffle: whether each epoch has a separate random order.
+        seed: seed of the order; the same on every rank.
 
     Source: Horovod 0.28, ``horovod.torch.elastic.ElasticSampler``.
-    Differs: fewer indices than ranks may be left (Horovod fails); ``record_indices``.
+    Differs: the rest may have fewer indices than ranks (Horovod fails); ``record_indices``.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:  # noqa: FBT001, FBT002 - Horovod's
-        """Share out ``dataset``, whose length must not change. ``hpctrain.init()`` comes first.
-
-        Args:
-            dataset: what to share out.
-            shuffle: whether each epoch has an order of its own.
-            seed: of the order; the same on every rank.
-        """
         self.dataset = dataset
         self.shuffle = shuffle
         self.seed = seed
@@ -72,47 +71,50 @@ class ElasticSampler(Sampler[int]):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin another epoch, of which nothing is done."""
+        """Begin another epoch at its first index. Local."""
         self.epoch = epoch
         self.processed_num = 0
         self.processed_indices = set()
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:  # noqa: ARG002 - Horovod's
-        """Remember that every rank has done a batch of ``batch_size`` indices.
+        """Record that every rank has processed a batch. Local.
 
-        Takes effect at the next ``reset()``. The number of the batch does not matter: batches are
-        recorded one after the other.
+        Takes effect at the next ``reset()``.
+
+        Args:
+            batch_idx: ignored, as batches are recorded in order.
+            batch_size: number of indices of the batch on each rank.
 
         Raises:
             ConfigError: this epoch is recorded by ``record_indices``.
         """
         if self.processed_indices:
             raise ConfigError(
-                f"an epoch is recorded by record_batch or by record_indices, not by both; epoch "
-                f"{self.epoch} has {len(self.processed_indices)} recorded indices"
+                f"an epoch must be recorded by record_batch or record_indices, not by both, but "
+                f"epoch {self.epoch} has {len(self.processed_indices)} recorded indices"
             )
         self.processed_num += batch_size * self.num_replicas
 
     def record_indices(self, indices: Iterable[int]) -> None:
-        """Remember that this rank has done ``indices``, where batches are not all alike.
+        """Record that this rank has processed ``indices``, for batches of different sizes. Local.
 
-        Takes effect at the next ``reset()``; ``TorchState.sync()`` puts together what all ranks
-        have recorded, and delivers again what only a rank that died has. Costs memory for each
-        index; ``record_batch`` counts, and loses nothing.
+        Takes effect at the next ``reset()``. ``TorchState.sync()`` merges the records of all
+        ranks; indices that only a lost rank has recorded are returned again. Needs memory for each
+        index, whereas ``record_batch`` stores a count and loses no record.
 
         Raises:
             ConfigError: this epoch is recorded by ``record_batch``.
         """
         if self.processed_num:
             raise ConfigError(
-                f"an epoch is recorded by record_batch or by record_indices, not by both; epoch "
-                f"{self.epoch} has {self.processed_num} indices recorded by batches"
+                f"an epoch must be recorded by record_batch or record_indices, not by both, but "
+                f"epoch {self.epoch} has {self.processed_num} indices recorded by batches"
             )
         self.processed_indices.update(int(index) for index in indices)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place in the epoch, in plain values."""
+        """Return the position in the epoch, as picklable values. Local."""
         return {
             "epoch": self.epoch,
             "processed_num": self.processed_num,
@@ -120,14 +122,14 @@ class ElasticSampler(Sampler[int]):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up the place in the epoch that ``state_dict()`` of any number of ranks tells."""
+        """Restore a position in the epoch, saved on any number of ranks. Local."""
         self.epoch = state_dict["epoch"]
         self.processed_num = state_dict["processed_num"]
         self.processed_indices = set(state_dict.get("processed_indices", ()))
         self.reset()
 
     def reset(self) -> None:
-        """Share out what is left of the epoch among the ranks of today."""
+        """Distribute the rest of the epoch over the current ranks. Local."""
         self.rank, self.num_replicas = world.rank(), world.size()
         seed = self.seed + self.epoch if self.shuffle else None
         self._order = epoch_order(len(self.dataset), seed)

@@ -1,4 +1,4 @@
-"""State that all ranks must hold alike to go on together, and its last commit."""
+"""State of a training that is identical on all ranks, with its last commit."""
 
 import copy
 import enum
@@ -22,7 +22,7 @@ Broadcast = Callable[[Any], Any]  # returns the object of rank 0 on every rank
 
 
 class HostUpdate(enum.IntFlag):
-    """What has happened to the hosts of a job."""
+    """Change of the hosts of a job, as bits."""
 
     NONE = 0
     REMOVED = 1
@@ -30,80 +30,84 @@ class HostUpdate(enum.IntFlag):
 
 
 class HostsUpdatedInterrupt(HpctrainError, RuntimeError):  # noqa: N818 - Horovod's name
-    """The hosts of the job change; ``elastic.run`` takes training up again, nothing is lost."""
+    """The hosts of the job change; ``elastic.run`` resumes training from the current state.
+
+    Args:
+        skip_sync: True if all remaining ranks have the same state, as when hosts are only removed.
+    """
 
     def __init__(self, skip_sync: bool = False) -> None:  # noqa: FBT001, FBT002 - Horovod's
-        """Say whether the ranks that stay hold the same state already: hosts only leave."""
         super().__init__(
-            "the hosts of this job change; let hpctrain.elastic.run call the function that commits"
+            "the hosts of this job change; call commit() in a function of hpctrain.elastic.run"
         )
         self.skip_sync = skip_sync
 
 
 class State(ABC):
-    """Base of all states: subclass it where ``TorchState`` does not fit.
+    """Base class of states, for programs that cannot use ``TorchState``.
 
-    A subclass supplies ``save``, ``restore`` and ``sync``, and ``reset`` if it has something to
-    adapt to another world.
+    A subclass implements ``save``, ``restore`` and ``sync``, and ``reset`` if it depends on the
+    ranks.
+
+    Args:
+        bcast_object: returns the object of rank 0 on every rank; by default that of hpctrain.
+        get_rank: returns the rank of this process; by default ``hpctrain.rank``.
 
     Source: Horovod 0.28, ``horovod.common.elastic.State``.
-    Differs: both arguments may be left out; news of hosts that any rank has count, not only those
-    of rank 0; a commit counts on all ranks or on none.
+    Differs: both arguments are optional; changes of hosts reported on any rank are used, not only
+    on rank 0; a commit counts on all ranks or on none.
     """
 
     def __init__(
         self, bcast_object: Broadcast | None = None, get_rank: Callable[[], int] | None = None
     ) -> None:
-        """Take Horovod's two functions, or ours.
-
-        Args:
-            bcast_object: returns the object of rank 0 on every rank.
-            get_rank: returns the number of this rank.
-        """
         self._bcast_object = bcast_object or _broadcast
         self._rank = get_rank or world.rank
         self._host_messages: queue.SimpleQueue[tuple[float, int]] = queue.SimpleQueue()
         self._last_updated_timestamp = 0.0
         self._reset_callbacks: list[Callable[[], object]] = []
-        self.num_commits = 0  # how often this state was committed here
-        self._num_begun = 0  # and how often that was begun: the last time perhaps in vain
+        self.num_commits = 0  # commits of this state on this rank
+        self._num_begun = 0  # commits begun; the last may be incomplete
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], object]]) -> None:
-        """Have functions called, in this order, each time training is taken up again.
+        """Register functions to call, in this order, each time training resumes. Local.
 
-        They run on every rank after the ranks have agreed and before ``sync()``: the place to fit
-        a learning rate to ``size()``.
+        Every rank calls the functions after the agreement of the ranks and before ``sync()``, for
+        example to adapt the learning rate to ``size()``.
+
+        Args:
+            callbacks: functions without arguments.
         """
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """Adapt to the world of today, then call the callbacks; ``elastic.run`` calls this."""
+        """Adapt to the current world, then call the callbacks; called by ``elastic.run``."""
         self._host_messages = queue.SimpleQueue()
         self.reset()
         for callback in self._reset_callbacks:
             callback()
 
     def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
-        """Take the news that hosts come or go; from any thread, on any rank.
+        """Report that hosts are added or removed, from any thread of any rank. Local.
 
-        Nothing in hpctrain calls it yet: it is for a program that learns of such news itself. All
-        ranks stop at their next ``commit()``.
+        hpctrain does not call this method; a program calls it if it detects such changes. All
+        ranks are interrupted at their next ``commit()``.
 
         Args:
-            timestamp: seconds; news that are not younger than the last known ones are old.
-            update_res: ``HostUpdate`` bits: 1 hosts go, 2 hosts come, 3 both.
+            timestamp: seconds; a report is ignored unless it is later than the last known one.
+            update_res: ``HostUpdate`` bits: 1 for removed hosts, 2 for added hosts, 3 for both.
         """
         self._host_messages.put((timestamp, update_res))
 
     def commit(self) -> None:
-        """Save the state once all ranks are here, then see whether hosts come or go. Collective.
+        """Save the state after all ranks have called ``commit``. Collective.
 
-        A failed operation costs what was done since the last commit; a commit costs a copy of the
-        state in memory. It counts on all ranks or on none: ``elastic.run`` completes one that an
-        error has kept some ranks from.
+        After a failed operation, training resumes from the last commit. A commit copies the state
+        in memory. A commit counts on all ranks or on none: if an error has prevented it on some
+        ranks, ``elastic.run`` completes it.
 
         Raises:
-            HostsUpdatedInterrupt: they do; on every rank.
+            HostsUpdatedInterrupt: hosts are added or removed; on every rank.
         """
         self._num_begun = self.num_commits + 1
         interrupt = self._news_of_hosts()
@@ -113,9 +117,13 @@ class State(ABC):
             raise interrupt
 
     def settle(self, of_ranks: Sequence[int]) -> None:
-        """Count the commit that any rank has last, of the ``num_commits`` of all. Not collective.
+        """Complete the newest commit of any rank. Not collective.
 
-        Who has that one begun only saves it now: nothing was done since.
+        A rank that has only begun this commit saves its state now; the state has not changed
+        since.
+
+        Args:
+            of_ranks: ``num_commits`` of all ranks.
         """
         newest = max(of_ranks)
         if self.num_commits < newest == self._num_begun:
@@ -123,10 +131,10 @@ class State(ABC):
         self.num_commits = self._num_begun = newest
 
     def check_host_updates(self) -> None:
-        """See whether any rank was told that hosts come or go. Collective, 24 bytes.
+        """Raise if a change of hosts was reported on any rank. Collective; sends 24 bytes.
 
         Raises:
-            HostsUpdatedInterrupt: one was; on every rank.
+            HostsUpdatedInterrupt: hosts are added or removed; on every rank.
         """
         if (interrupt := self._news_of_hosts()) is not None:
             raise interrupt
@@ -148,26 +156,34 @@ class State(ABC):
 
     @abstractmethod
     def save(self) -> None:
-        """Keep a copy of the state in memory. Not collective."""
+        """Copy the state in memory. Not collective."""
 
     @abstractmethod
     def restore(self) -> None:
-        """Return to the copy of the last ``save``. Not collective."""
+        """Restore the copy of the last ``save``. Not collective."""
 
     @abstractmethod
     def sync(self) -> None:
-        """Give every rank the state of rank 0. Collective."""
+        """Broadcast the state of rank 0 to all ranks. Collective."""
 
-    def reset(self) -> None:  # noqa: B027 - most states have nothing to do
-        """Adapt to the world of today, before ``sync()``."""
+    def reset(self) -> None:  # noqa: B027 - optional in subclasses
+        """Adapt to the current world, before ``sync()``."""
 
 
 class ObjectState(State):
-    """A state of plain values, which are its attributes: given to it, or set later.
+    """State of plain values, which are attributes: passed to the constructor, or set later.
+
+    Args:
+        bcast_object: see ``State``.
+        get_rank: see ``State``.
+        kwargs: attributes and their picklable values.
+
+    Raises:
+        ConfigError: the state itself uses the name of an attribute.
 
     Source: Horovod 0.28, ``horovod.common.elastic.ObjectState``.
-    Differs: values are copied, so a list that is changed in place is restored too; attributes
-    that are set later are kept as well, unless their name begins with ``_``.
+    Differs: values are copied, so in-place changes of a list are restored too; attributes that are
+    set later are saved as well, unless their name begins with ``_``.
     """
 
     def __init__(
@@ -176,11 +192,6 @@ class ObjectState(State):
         get_rank: Callable[[], int] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Make an attribute of each of ``kwargs``; the values can be pickled.
-
-        Raises:
-            ConfigError: a name is taken by the state itself.
-        """
         super().__init__(bcast_object, get_rank)
         self._saved_state: dict[str, Any] = {}
         for name, value in kwargs.items():
@@ -189,26 +200,30 @@ class ObjectState(State):
             setattr(self, name, value)
 
     def save(self) -> None:
-        """Copy the attributes; ``ConfigError`` if one cannot be copied."""
+        """Copy the attributes in memory. Not collective.
+
+        Raises:
+            ConfigError: an attribute cannot be copied.
+        """
         names = self._saved_state
         self._saved_state = {name: _copied(name, getattr(self, name)) for name in names}
 
     def restore(self) -> None:
-        """Set the attributes to what was saved."""
+        """Set the attributes to copies of the saved values. Not collective."""
         for name, value in copy.deepcopy(self._saved_state).items():
             setattr(self, name, value)
 
     def sync(self) -> None:
-        """Set the attributes to those of rank 0, and save them. Collective."""
+        """Set the attributes to the values of rank 0, and save them. Collective."""
         values = {name: getattr(self, name) for name in self._saved_state}
         self._saved_state = self._bcast_object(values)
         self.restore()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; a new one that holds a plain value is saved at once.
+        """Set an attribute; the plain value of a new attribute is saved at once.
 
         Raises:
-            ConfigError: that cannot be copied; or the name is taken by the state itself.
+            ConfigError: the value cannot be copied, or the state itself uses the name.
         """
         saved = self.__dict__.get("_saved_state")
         if callable(getattr(type(self), name, None)) and not callable(value):
@@ -220,23 +235,25 @@ class ObjectState(State):
 
     def _require_free(self, name: str) -> None:
         if hasattr(type(self), name) or name.startswith("_"):
-            raise ConfigError(f"an attribute cannot be called {name}, the state uses that name")
+            raise ConfigError(
+                f"the state itself uses this name of an attribute: {name}; use another"
+            )
 
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """Tell type checkers that ``kwargs`` become attributes."""
+            """Declare for type checkers that ``kwargs`` become attributes."""
 
 
 def _copied(name: str, value: Any) -> Any:
     try:
-        if callable(value):  # it is not copied, but other ranks get it
+        if callable(value):  # deepcopy does not copy functions, but ``sync`` pickles them
             pickle.dumps(value)
         return copy.deepcopy(value)
     except Exception as error:
         raise ConfigError(
-            f"attributes of a state are copied by each commit and sent to others, and {name}, "
-            f"of type {type(value).__name__}, cannot be: {error}; keep it elsewhere, or as _{name}"
+            f"attributes of a state must support deepcopy and pickle, but {name}, of type "
+            f"{type(value).__name__}, does not: {error}; store it elsewhere, or as _{name}"
         ) from error
 
 
@@ -245,37 +262,41 @@ def _broadcast(value: Any) -> Any:
 
 
 class Handler:
-    """Keeps an object that has ``state_dict()`` and ``load_state_dict()``, such as a scheduler."""
+    """Save and restore an object with ``state_dict()`` and ``load_state_dict()``.
+
+    Args:
+        value: the object, such as a scheduler.
+    """
 
     def __init__(self, value: Any) -> None:
         self.value = value
         self.save()
 
     def save(self) -> None:
-        """Copy its state."""
+        """Copy the state of the object."""
         self._saved = copy.deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
-        """Give it a copy of what was saved: many objects keep what they load."""
+        """Load a copy of the saved state, since many objects keep references to loaded values."""
         self.value.load_state_dict(copy.deepcopy(self._saved))
 
     def sync(self) -> None:
-        """Give it the state of rank 0, and save that. Collective."""
+        """Load the state of rank 0, and save it. Collective."""
         self.value.load_state_dict(self._of_all_ranks())
         self.save()
 
     def reset(self) -> None:
-        """Adapt it to the world of today."""
+        """Adapt the object to the current world."""
 
     def _of_all_ranks(self) -> Any:
         return world.current().comm.broadcast_object(self.value.state_dict())
 
 
 class ModelHandler(Handler):
-    """Keeps a module; its tensors are replaced in place."""
+    """Save and restore a module; its tensors are overwritten in place."""
 
     def restore(self) -> None:
-        """Copy back what was saved."""
+        """Copy the saved tensors back."""
         self.value.load_state_dict(self._saved)
 
     def _of_all_ranks(self) -> Any:
@@ -289,25 +310,25 @@ class ModelHandler(Handler):
 
 
 class OptimizerHandler(Handler):
-    """Keeps an optimizer."""
+    """Save and restore an optimizer."""
 
     def restore(self) -> None:
-        """Load what was saved, and forget gradients, which are no part of it."""
+        """Load the saved state, and clear gradients, which are not saved."""
         super().restore()
         self.value.zero_grad()
 
     def sync(self) -> None:
-        """Take the state of rank 0, and forget gradients. Collective."""
+        """Load the state of rank 0, and clear gradients. Collective."""
         broadcast_optimizer_state(self.value, root_rank=0)
         self.value.zero_grad()
         self.save()
 
 
 class SamplerHandler(Handler):
-    """Keeps a sampler: what is done is what any rank has done."""
+    """Save and restore a sampler; ``sync`` merges the processed indices of all ranks."""
 
     def reset(self) -> None:
-        """Share out what is left among the ranks of today."""
+        """Distribute the rest of the epoch over the current ranks."""
         self.value.reset()
 
     def _of_all_ranks(self) -> Any:
@@ -324,7 +345,7 @@ _KINDS: tuple[tuple[type, type[Handler]], ...] = (
 
 
 def handler_of(value: object) -> Handler | None:
-    """Return what keeps ``value``; None for a plain one, which is copied as it is."""
+    """Return a handler for ``value``; None for a plain value, which is copied."""
     for kind, handler in _KINDS:
         if isinstance(value, kind):
             return handler(value)
@@ -332,41 +353,40 @@ def handler_of(value: object) -> Handler | None:
 
 
 def has_state(value: object) -> bool:
-    """Say whether ``value`` gives its state, and loads one."""
+    """Return True if ``value`` has ``state_dict()`` and ``load_state_dict()``."""
     gives = callable(getattr(value, "state_dict", None)) and hasattr(value, "load_state_dict")
     return gives and not isinstance(value, type)
 
 
 class TorchState(ObjectState):
-    """The state of a training; everything it is given becomes an attribute of that name.
+    """State of a training; each argument becomes an attribute of its name.
 
-    What is set as an attribute later is kept in the same way.
+    Attributes that are set later are saved in the same way. Of modules, optimizers, an
+    ``ElasticSampler`` and other objects with ``state_dict()`` and ``load_state_dict()``, the
+    contents are saved, restored and sent to other ranks; the objects themselves are not replaced.
+    Other values are copied and must be picklable.
 
-    Modules, optimizers, an ``ElasticSampler`` and whatever else has ``state_dict()`` and
-    ``load_state_dict()`` keep their identity: their contents are saved, restored and given to
-    other ranks. Other values are copied as they are, and must be picklable.
+    The constructor saves the state. Not collective.
+
+    Args:
+        model: any module.
+        optimizer: any optimizer, wrapped by ``DistributedOptimizer`` or not.
+        kwargs: further models, optimizers, samplers, and values such as ``epoch=0``.
+
+    Raises:
+        ConfigError: the state itself uses the name of an attribute.
 
     Source: Horovod 0.28, ``horovod.torch.elastic.TorchState``.
-    Differs: schedulers and scalers are kept by their state, where Horovod pickles them together
-    with the optimizer they know; ``sync()`` saves too; ``restore()`` drops gradients; a restored
-    optimizer does not share memory with the commit, so it can be restored again.
+    Differs: schedulers and scalers are saved by their state, whereas Horovod pickles them with the
+    optimizer that they reference; ``sync()`` also saves; ``restore()`` clears gradients; a
+    restored optimizer does not share memory with the commit, so it can be restored again.
     """
 
-    _is_shared = False  # whether the ranks have synchronized it
+    _is_shared = False  # whether ``sync`` was called
 
     def __init__(
         self, model: nn.Module | None = None, optimizer: Optimizer | None = None, **kwargs: Any
     ) -> None:
-        """Keep the objects, and save them at once. Not collective.
-
-        Args:
-            model: any module.
-            optimizer: any optimizer, wrapped by ``DistributedOptimizer`` or not.
-            kwargs: further models, optimizers, samplers, and values such as ``epoch=0``.
-
-        Raises:
-            ConfigError: a name is taken by the state itself.
-        """
         kept: dict[str, Handler] = {}
         plain: dict[str, Any] = {}
         for name, value in {"model": model, "optimizer": optimizer, **kwargs}.items():
@@ -381,31 +401,32 @@ class TorchState(ObjectState):
         self._handlers = kept
 
     def save(self) -> None:
-        """Copy everything in memory. Not collective."""
+        """Copy the state in memory. Not collective."""
         for handler in self._handlers.values():
             handler.save()
         super().save()
 
     def restore(self) -> None:
-        """Return everything to the last ``save``, ``commit`` or ``sync``. Not collective."""
+        """Restore the state of the last ``save``, ``commit`` or ``sync``. Not collective."""
         for handler in self._handlers.values():
             handler.restore()
         super().restore()
 
     def sync(self) -> None:
-        """Give every rank the state of rank 0, and save it. Collective.
+        """Broadcast the state of rank 0 to all ranks, and save it. Collective.
 
-        What an ``ElasticSampler`` has recorded index by index is put together from all ranks.
+        The indices recorded by ``ElasticSampler.record_indices`` are merged over all ranks.
 
         Raises:
-            MismatchError: the ranks have other models, optimizers, samplers; on every rank.
+            MismatchError: the ranks have different models, optimizers or samplers; on every rank.
         """
-        names = sorted(self._handlers)  # one that is set later has any place among them
+        names = sorted(self._handlers)  # attributes may be set later in any order
         first = self._bcast_object(names)
         world.current().comm.agree(
             names == first,
-            f"this state keeps {', '.join(names)} by their state_dict(), that of rank 0 "
-            f"{', '.join(first)}; give them to the state where it is made, on all ranks",
+            f"the states of all ranks must have the same objects with state_dict(), but this one "
+            f"has {', '.join(names)}, and that of rank 0 {', '.join(first)}; pass them to the "
+            f"constructor on all ranks",
         )
         self._is_shared = True
         for name in names:
@@ -413,16 +434,16 @@ class TorchState(ObjectState):
         super().sync()
 
     def reset(self) -> None:
-        """Share out anew what is left of the epoch of each sampler."""
+        """Distribute the rest of the epoch of each sampler over the current ranks."""
         for handler in self._handlers.values():
             handler.reset()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Keep what is new, and another object under a known name, and save it at once.
+        """Set an attribute, and save a new value, or a new object of a known name, at once.
 
         Raises:
-            ConfigError: an object that was kept by its state is replaced by a plain value, or a
-                new value cannot be copied.
+            ConfigError: a plain value replaces an object with ``state_dict()``, or a new value
+                cannot be copied.
         """
         kept = self.__dict__.get("_handlers")
         if kept is not None and not name.startswith("_") and not hasattr(type(self), name):
@@ -434,15 +455,14 @@ class TorchState(ObjectState):
                     self._saved_state.pop(name, None)
             elif is_kept:
                 raise ConfigError(
-                    f"{name} is kept by its state_dict(), so another {name} needs one too, got a "
-                    f"{type(value).__name__}; give plain values a name of their own"
+                    f"a new {name} must have a state_dict() like the old one, got a "
+                    f"{type(value).__name__}; use another name for plain values"
                 )
         super().__setattr__(name, value)
 
     def _refuse_where_spares_lack(self, name: str, *, is_known: bool) -> None:
         if self._is_shared and not is_known and world.current().origin.spares is not None:
             raise ConfigError(
-                f"a spare that takes the place of a lost rank has what the state was made with, "
-                f"and could not take over {name}, which has a state_dict(); give it to the state "
-                f"where that is made, or leave --spares out"
+                f"with --spares each object with state_dict() must be passed to the constructor "
+                f"of the state, but {name} was set later; pass it there, or leave out --spares"
             )

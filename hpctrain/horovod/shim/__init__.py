@@ -1,6 +1,6 @@
-"""Horovod's names for hpctrain, in this process: ``import horovod.torch as hvd`` finds ours.
+"""Horovod's module names for hpctrain: ``import horovod.torch as hvd`` imports hpctrain.
 
-``hpctrain shim train.py`` runs a script that is not changed at all. A program of its own says::
+``hpctrain shim train.py`` runs an unchanged script. A program can also install the names itself::
 
     import hpctrain.horovod.shim
 

@@ -1,4 +1,4 @@
-"""Functions of Horovod that need more than a name: ``run``, by ``hpctrain.run``, and ``env``."""
+"""Functions of Horovod that are not functions of hpctrain: ``run`` and ``env``."""
 
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ from hpctrain.launch.mpiexec import check_hosts
 from hpctrain.runtime.run import run as hpctrain_run
 
 HARMLESS = {"disable_cache", "ssh_port", "start_timeout", "use_gloo", "use_mpi", "verbose"}
-"""Arguments that concern Horovod's own messages and other hosts; ranks of one host need none."""
+"""Ignored arguments: they concern Horovod's output, or other hosts."""
 
 
 def run(
@@ -29,22 +29,22 @@ def run(
 ) -> list[Any]:
     """Call ``func(*args, **kwargs)`` on new ranks of this host, as ``horovod.run`` does.
 
-    Not collective: one process calls it.
+    Not collective.
 
     Args:
-        func: the function; what it returns must be picklable.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        num_proc: how many ranks.
-        np: the same, by its old name.
-        hosts: this host with places enough, ``"localhost:4"``.
-        others: what else ``horovod.run`` takes: None, or what matters on other hosts only.
+        func: the function; its result must be picklable.
+        args: positional arguments of ``func``.
+        kwargs: keyword arguments of ``func``.
+        num_proc: number of ranks.
+        np: old name of ``num_proc``.
+        hosts: this host with enough slots, such as ``"localhost:4"``.
+        others: other arguments of ``horovod.run``: None, False, or ignored ones, see ``HARMLESS``.
 
     Returns:
-        What the function returned, by rank.
+        The results of the function, by rank.
 
     Raises:
-        ConfigError: an argument asks for what ``hpctrain.run`` does not do.
+        ConfigError: an argument requests a feature that ``hpctrain.run`` does not have.
         RankError, LaunchError, KeyboardInterrupt: see ``hpctrain.run``.
     """
     ranks = num_proc if np is None else np
@@ -52,11 +52,11 @@ def run(
         name for name in others.keys() - HARMLESS if others[name] not in (None, False)
     ):
         raise ConfigError(
-            f"horovod.run starts its ranks by hpctrain.run, which has no {', '.join(asked)}; "
+            f"horovod.run must have arguments of hpctrain.run only, got {', '.join(asked)}; "
             "leave them out, or start the ranks by `hpctrain launch` or mpirun"
         )
     _require_this_host(hosts, ranks)
-    # Horovod's modules, to which the function may refer, must be there before it is unpickled.
+    # The function may refer to Horovod's modules, so each rank installs these before it unpickles.
     call = cloudpickle.dumps((func, tuple(args), dict(kwargs or {})))
     return hpctrain_run(_call, (call,), np=ranks)
 
@@ -75,14 +75,14 @@ def _require_this_host(hosts: str | None, ranks: int) -> None:
     others = [entry for entry in hosts.split(",") if entry.partition(":")[0] not in here]
     if others:
         raise ConfigError(
-            f"horovod.run starts ranks on this host only, got {', '.join(others)}; "
-            f"say `hpctrain launch -n {ranks} --hosts {hosts} python SCRIPT`"
+            f"horovod.run must start ranks on this host only, got {', '.join(others)}; "
+            f"use `hpctrain launch -n {ranks} --hosts {hosts} python SCRIPT`"
         )
 
 
 @contextmanager
 def env(**variables: str | None) -> Iterator[None]:
-    """Set variables of the environment inside of a block; those that are None stay as they are."""
+    """Set environment variables inside of a block; None leaves a variable unchanged."""
     values = {name: value for name, value in variables.items() if value is not None}
     with set_variables(values):
         yield

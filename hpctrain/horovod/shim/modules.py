@@ -1,4 +1,4 @@
-"""Table of modules: those of Horovod 0.28.1, and ours behind each of their names."""
+"""Modules of Horovod 0.28.1, with the object of hpctrain for each of their names."""
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -12,13 +12,13 @@ import hpctrain
 from hpctrain.core.errors import ConfigError
 
 VERSION = "0.28.1+hpctrain"
-"""What ``horovod.__version__`` says: the version whose names these are, and that it is not it."""
+"""``horovod.__version__``: Horovod's version with these names, marked as hpctrain."""
 
 GUIDE = "`hpctrain guide migrate`"
 
-MARK = "__hpctrain_shim__"  # attribute by which modules of the shim are known
+MARK = "__hpctrain_shim__"  # attribute of the modules of the shim
 
-Names = Mapping[str, str]  # names of a module, and ``"module:attribute"`` of what stands for each
+Names = Mapping[str, str]  # names of a module, each with its ``"module:attribute"``
 
 
 def _names(names: Iterable[str], home: str = "hpctrain") -> dict[str, str]:
@@ -35,10 +35,10 @@ _OWN |= {"DiLoCo", "HierarchicalLocalSGD", "LocalSGD", "PostLocalSGD", "StagedSG
 _OWN |= {"AsyncSGD", "Downpour", "Hogwild", "StaleSynchronous", "stable_rate", "ShardedEmbedding"}
 _OWN |= {name for name in hpctrain.__all__ if "all_gather" in name or "reduce_scatter" in name}
 _OWN |= {name for name in hpctrain.__all__ if name.endswith("Error")} - {"HorovodInternalError"}
-"""What ``hpctrain`` has and ``horovod.torch`` has not, or as a module."""
+"""Names of ``hpctrain`` that ``horovod.torch`` does not have, or has as modules."""
 _TORCH = _names(set(hpctrain.__all__) - _OWN)
 _BEHIND = {**_TORCH, **_names(("is_homogeneous",))}
-"""Names of the modules behind ``horovod.torch``: each of them has all, wherever Horovod has it."""
+"""Names of the submodules of ``horovod.torch``: each has all, whichever Horovod defines there."""
 _ELASTIC = _names(("ElasticSampler", "HostsUpdatedInterrupt", "ObjectState", "State"), _STATES)
 _ELASTIC |= {**_names(("TorchState", "run"), _STATES), **_names(("HorovodInternalError",))}
 _BUILT = ("ccl_built", "ddl_built", "gloo_built", "mpi_built", "nccl_built")
@@ -72,7 +72,7 @@ MODULES: Mapping[str, Names] = MappingProxyType(
         "horovod.torch.sync_batch_norm": _BEHIND,
     }
 )
-"""Every module that there is; what is in none of them is refused with an error that says so."""
+"""All modules of the shim; other modules and names of Horovod raise an error."""
 
 FRAMEWORKS = {
     "horovod._keras": "Keras",
@@ -82,26 +82,26 @@ FRAMEWORKS = {
     "horovod.spark": "Spark",
     "horovod.tensorflow": "TensorFlow",
 }
-"""Modules of Horovod for what hpctrain has nothing to do with."""
+"""Modules of Horovod for frameworks that hpctrain does not support."""
 
 
 def refusal(name: str) -> str:
-    """Say that there is no such module or name (``"horovod.torch.nonsense"``), and the way out."""
+    """Return the error message for an unknown module or name (``"horovod.torch.nonsense"``)."""
     module, _, last = name.rpartition(".")
     framework = FRAMEWORKS.get(".".join(name.split(".")[:2]), "")
     if framework:
         return (
-            f"hpctrain trains PyTorch models and has nothing for {framework}, so there is no "
-            f"{name}; run this script with Horovod itself, or see {GUIDE}"
+            f"hpctrain supports PyTorch only, not {framework}, so it has no {name}; run this "
+            f"script with Horovod itself, or see {GUIDE}"
         )
     return (
         f"hpctrain has no counterpart of {last!r} of Horovod's module {module}; "
-        f"{GUIDE} tells what it has, and what to do without"
+        f"{GUIDE} lists the supported names and alternatives"
     )
 
 
 def fill(module: ModuleType) -> None:
-    """Give an empty module of one of ``MODULES`` its names; each is looked up at its first use."""
+    """Add the names of ``MODULES`` to an empty module; each is imported at its first use."""
     name = module.__name__
     names = MODULES[name]
     parts = [each.rpartition(".")[2] for each in MODULES if each.rpartition(".")[0] == name]
@@ -113,8 +113,8 @@ def fill(module: ModuleType) -> None:
             "__dir__": lambda: sorted({*vars(module), *names, *parts}),
             "__doc__": f"hpctrain under the name of Horovod's {name}.",
             "__getattr__": _lookup(module, names, parts),
-            # A package: so that `from ... import` of a missing name asks the finder, whose
-            # error says why.
+            # Every module is a package, so that `from ... import` of a missing name calls the
+            # finder, which raises the error with the reason.
             "__path__": [],
         }
     )
@@ -134,7 +134,7 @@ def _lookup(module: ModuleType, names: Names, parts: list[str]) -> Callable[[str
 
 
 def resolve(place: str) -> Any:
-    """Return what lies at ``"module:attribute"``."""
+    """Return the object at ``"module:attribute"``."""
     home, _, path = place.partition(":")
     value: Any = import_module(home)
     for part in path.split("."):
@@ -146,52 +146,58 @@ TOP = "horovod"
 
 
 class AliasFinder(Loader):
-    """Finds the modules of ``MODULES``; others of Horovod's are an error that says why."""
+    """Import hook for ``MODULES``; other modules of Horovod raise an error with the reason."""
 
-    hpctrain_shim: ClassVar[bool] = True  # by this it is known to those who want the real Horovod
+    hpctrain_shim: ClassVar[bool] = True  # read by code that needs the real Horovod
 
     def find_spec(self, fullname: str, *_: object) -> ModuleSpec | None:
-        """Return how a module is made, else None; ImportError where nothing stands for it."""
+        """Return the spec of a module; None outside of Horovod.
+
+        Raises:
+            ImportError: hpctrain has no counterpart of the module of Horovod.
+        """
         if fullname in MODULES:
             return ModuleSpec(fullname, self, origin="hpctrain", is_package=True)
         if fullname.startswith(f"{TOP}."):
-            # No ModuleNotFoundError: Python would put a message of its own in its place where a
-            # name is imported from a module.
+            # Python would replace the message of a ModuleNotFoundError when a name is imported
+            # from a module.
             raise ImportError(refusal(fullname), name=fullname)
         return None
 
     def create_module(self, spec: ModuleSpec) -> None:
-        """Let Python make an ordinary module, which cloudpickle takes for one."""
+        """Return None, so that Python creates an ordinary module, as cloudpickle expects."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give it its names."""
+        """Add the names of the module."""
         fill(module)
 
 
 def is_installed() -> bool:
-    """Say whether ``import horovod`` finds ours in this process."""
+    """Return True if ``import horovod`` imports hpctrain in this process."""
     return any(isinstance(each, AliasFinder) for each in sys.meta_path)
 
 
 def install() -> None:
-    """Let ``import horovod`` find ours from now on, in this process.
+    """Make ``import horovod`` import hpctrain, in this process.
 
-    Not collective. Harmless when called again. Raises ``ConfigError``: Horovod itself was imported
-    before.
+    Not collective. A second call is a no-op.
+
+    Raises:
+        ConfigError: Horovod itself was imported before.
     """
     if is_installed():
         return
     loaded = sys.modules.get(TOP)
     if loaded is not None and not hasattr(loaded, MARK):
         raise ConfigError(
-            "the shim stands for Horovod only where that was not imported before, it has come "
-            f"from {getattr(loaded, '__file__', None)}; call hpctrain.horovod.shim.install() first"
+            "the shim must be installed before Horovod is imported, but it was imported from "
+            f"{getattr(loaded, '__file__', None)}; call hpctrain.horovod.shim.install() first"
         )
     sys.meta_path.insert(0, AliasFinder())
 
 
 def uninstall() -> None:
-    """Let ``import horovod`` find what is installed again; who has imported ours keeps it."""
+    """Make ``import horovod`` import Horovod again; modules imported before are kept."""
     sys.meta_path[:] = [each for each in sys.meta_path if not isinstance(each, AliasFinder)]
     for name in [name for name, module in sys.modules.items() if hasattr(module, MARK)]:
         del sys.modules[name]

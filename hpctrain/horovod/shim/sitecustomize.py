@@ -1,7 +1,8 @@
-"""Start of every Python process below ``hpctrain shim``: ``import horovod`` finds ours.
+"""Installs the shim at the start of every Python process below ``hpctrain shim``.
 
-``PYTHONPATH`` names this folder, so that a script, and Pythons that it starts, run as they would
-without the shim. It leaves ``sys.path`` at once; another ``sitecustomize``, of the site, follows.
+``PYTHONPATH`` contains this folder, so that a script, and Python processes that it starts, run as
+without the shim. The folder is removed from ``sys.path`` at once, and the ``sitecustomize`` of the
+site is imported next.
 """
 
 import importlib
@@ -11,15 +12,15 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 PYTHON = "HPCTRAIN_SHIM_PYTHON"
-"""The variable that says which Python has hpctrain; others are left alone."""
+"""Environment variable with the path of the Python that has hpctrain; others are unchanged."""
 
 
 def begin() -> None:
-    """Install the shim, where this is the Python that it was asked for."""
+    """Install the shim, if this is the Python of ``HPCTRAIN_SHIM_PYTHON``."""
     sys.path[:] = [folder for folder in sys.path if folder != str(HERE)]
     if os.environ.get(PYTHON) == sys.executable:
         before = list(sys.path)
-        sys.path.insert(0, str(HERE.parents[2]))  # hpctrain may be in the folder of a script alone
+        sys.path.insert(0, str(HERE.parents[2]))  # hpctrain may not be installed
         try:
             from hpctrain.horovod.shim.modules import install  # noqa: PLC0415
 

@@ -44,5 +44,5 @@ def test_a_death_outside_elastic_run_ends_all_ranks_with_a_remedy(monkeypatch, w
     assert done.returncode not in (0, 124), done.stderr
     assert "died" in done.stderr
     assert "inside the function of hpctrain.elastic.run" in done.stderr
-    assert "let launch --restart N start again" in done.stderr
+    assert "restart from a checkpoint by launch --restart N" in done.stderr
     assert "MPI_ERR" not in done.stderr

@@ -142,14 +142,14 @@ def test_ranks_may_die_while_survivors_create_the_next_world(tmp_path):
     kills = [(1, 4, 0), (0, "remaking", 3000), (3, "remaking", 6000)]
     ends, said = launched(tmp_path, kills, num_ranks=3, spares=2)
     check(ends)
-    assert "ranks 0-1 of 3 died; the 1 that are left go on, with 1 of the spares" in said
+    assert "ranks 0-1 of 3 died; the 1 survivors continue, with 1 of the spares" in said
     assert ends[2]["sizes"] == [3, 2]
 
 
 def test_survivors_continue_after_the_loss_of_a_node_and_rank_0(tmp_path):
     ends, said = launched(tmp_path, [(0, 4, 0), (1, 4, 0)], "--nodes", 2)
     check(ends)
-    assert "ranks 0-1 of 4 died; the 2 that are left go on" in said
+    assert "ranks 0-1 of 4 died; the 2 survivors continue" in said
     assert ends[2]["sizes"] == [4, 2]
 
 

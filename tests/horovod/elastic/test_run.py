@@ -167,7 +167,7 @@ def test_a_repeated_failure_ends_the_training(hvd):
         last_rank_alone(hvd)
         hvd.barrier()
 
-    with pytest.raises(CommError, match=r"3 times .* rank \d: the last rank has stumbled") as end:
+    with pytest.raises(CommError, match=r"in 3 resets, .* rank \d: the last rank has stumbled") as end:
         train(ObjectState(value=0))
     assert len(attempts) == 5
     assert not isinstance(end.value, HorovodInternalError)
@@ -187,7 +187,7 @@ def test_the_number_of_resets_can_be_limited(monkeypatch):
         state.commit()
         raise HorovodInternalError("again")
 
-    with pytest.raises(CommError, match=r"1 times and should be once more: .*again; remove"):
+    with pytest.raises(CommError, match=r"1 times, but must be once more: .*again; remove"):
         train(ObjectState(value=0))
     assert len(attempts) == 2
     hvd.shutdown()

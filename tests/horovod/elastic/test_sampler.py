@@ -125,11 +125,11 @@ def test_an_epoch_cannot_mix_recorded_batches_and_indices(monkeypatch):
     at(monkeypatch, 0, 1)
     sampler = ElasticSampler(range(10))
     sampler.record_indices([4, 5])
-    with pytest.raises(ConfigError, match="not by both; epoch 0 has 2 recorded indices"):
+    with pytest.raises(ConfigError, match="not by both, but epoch 0 has 2 recorded indices"):
         sampler.record_batch(0, 2)
     sampler.set_epoch(1)
     sampler.record_batch(0, 2)
-    with pytest.raises(ConfigError, match="not by both; epoch 1 has 2 indices recorded by batch"):
+    with pytest.raises(ConfigError, match="but epoch 1 has 2 indices recorded by batch"):
         sampler.record_indices([4])
 
 

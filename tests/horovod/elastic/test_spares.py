@@ -30,7 +30,7 @@ def test_spares_keep_size_and_bits_until_none_is_left(tmp_path):
     assert sorted(ends) == [2, 3]
     check(ends)
     assert ends[3]["sizes"] == [3, 3, 2]
-    assert "rank 0 of 3 died; the 2 that are left go on, with 1 of the spares" in said
+    assert "rank 0 of 3 died; the 2 survivors continue, with 1 of the spares" in said
     expected, found = saved(whole, 9, 3), saved(lost, 9, 3)
     assert {*expected} == {*found}
     assert all(torch.equal(found[name], expected[name]) for name in expected)
@@ -95,7 +95,7 @@ def train(state):
 train(elastic.ObjectState(step=0))
 AFTER
 """
-RULE = "with --spares nothing but DistributedOptimizer communicates before elastic.run"
+RULE = "with --spares only DistributedOptimizer may communicate before elastic.run"
 REFUSED = {
     "a named operation": {"before": "if is_spare(): hvd.barrier()", "said": RULE},
     "a call": {
@@ -105,7 +105,7 @@ REFUSED = {
     "twice": {
         "before": "number = 0",
         "after": "train(elastic.ObjectState(step=0))",
-        "said": "leave --spares out; got barrier",
+        "said": "leave out --spares; got barrier",
     },
     "process sets": {
         "before": "hvd.init(process_sets=[hvd.ProcessSet([0])])",
@@ -114,12 +114,12 @@ REFUSED = {
     "no state": {
         "before": "if is_spare(): Path('here').touch(); time.sleep(1)",
         "inside": "number or threading.Thread(target=wait_and_die, daemon=True).start()",
-        "said": "all ranks that had the state are lost, and 1 are left",
+        "said": "all that had it are lost, and only 1 spares remain",
     },
     "a model that it has not": {
         "before": "elastic.ObjectState = elastic.TorchState",
         "inside": "state.model = torch.nn.Linear(1, 1)",
-        "said": "a spare that takes the place of a lost rank has what the state was made with",
+        "said": "must be passed to the constructor of the state, but model was set later",
     },
     "a call of mpi4py": {
         "inside": "check_mpi()",
