@@ -134,7 +134,7 @@ class Count:
 
 
 class Statistics:
-    """A listener that counts the operations of this rank and reports those of all ranks.
+    """A listener that counts the operations of this rank and prints statistics of all ranks.
 
     Args:
         comm: gathers the counters for the report; not observed itself.
