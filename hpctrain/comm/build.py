@@ -62,8 +62,8 @@ def share_memory(
     requests.free(node)
     if wanted != "auto":
         raise NodeMemoryError(
-            f"node memory {wanted}, which HPCTRAIN_SHARED_MEMORY or the plan of HPCTRAIN_PLAN "
-            f"wants, cannot be had: {reason}; leave that out"
+            f"node memory {wanted} must be available if HPCTRAIN_SHARED_MEMORY or the plan of "
+            f"HPCTRAIN_PLAN selects it, but {reason}; remove that setting"
         )
     return None, reason
 

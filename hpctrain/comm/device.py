@@ -26,9 +26,9 @@ class Device:
         device: the accelerator.
     """
 
-    keeps_apart = "processes share no memory of it"
+    keeps_apart = "processes cannot share its memory"
     """Reason why processes cannot share memory of the device; empty if they can."""
-    without_nccl = "NCCL sums what is on CUDA"
+    without_nccl = "NCCL requires CUDA"
     """Reason why NCCL cannot sum on the device; empty if it can."""
 
     def __init__(self, device: torch.device) -> None:
@@ -217,8 +217,8 @@ class CudaDevice(Device):
             return
         if refused := int(runtime.cudaHostRegister(address, host.nbytes, 0)):
             _tell_once(
-                f"copies between {self.device} and the host wait for each other: memory of the "
-                f"host cannot be registered (error {refused}); see ulimit -l"
+                f"copies between {self.device} and the host are synchronous: host memory "
+                f"cannot be pinned (error {refused}); check ulimit -l"
             )
             return
 
@@ -273,8 +273,8 @@ def require_no_capture(device: torch.device) -> None:
     """Raise ``CommError`` during the capture of a CUDA graph, which cannot include other ranks."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise CommError(
-            "a CUDA graph captures a backward whose gradients travel to other ranks; capture the "
-            "model alone, by torch.cuda.make_graphed_callables, and step outside of it"
+            "a CUDA graph must not capture a backward whose gradients are sent to other ranks; "
+            "capture only the model, by torch.cuda.make_graphed_callables, and step outside of it"
         )
 
 

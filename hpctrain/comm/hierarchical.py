@@ -178,8 +178,9 @@ class HierarchicalCommunicator(MpiCommunicator):
     def _check_owned(self, bucket: Bucket) -> None:
         if bucket.owner is not self.node:
             raise CommError(
-                f"a bucket is reduced by the communicator whose new_bucket() made it, got one of "
-                f"{bucket.numel} elements that is not ours; make one here, or pass its tensor"
+                f"a bucket must be reduced by the communicator that created it, got a bucket of "
+                f"{bucket.numel} elements of another one; create it with new_bucket() of this "
+                f"communicator, or pass its tensor"
             )
 
     def _allreduce_bucket(self, bucket: Bucket, how: Combination, scale: float | None) -> None:

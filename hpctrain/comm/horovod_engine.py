@@ -129,8 +129,8 @@ class HorovodCommunicator(MpiCommunicator):
             return self._hvd.synchronize(handle)
         except (self._hvd.HorovodInternalError, ValueError) as error:
             raise CommError(
-                f"Horovod {self._library.version} could not do it: {error}; see what it has "
-                f"printed, or set HPCTRAIN_ENGINE=hpctrain"
+                f"an operation of Horovod {self._library.version} failed: {error}; see its "
+                f"output, or set HPCTRAIN_ENGINE=hpctrain"
             ) from error
 
 
@@ -209,9 +209,9 @@ def join(
         here = library()
         if here.torch.is_initialized():
             refusal = (
-                "Horovod serves one world of a process at a time, and it serves one already: "
-                "leave out this program's own call of Horovod's init(), shut the other world "
-                "down first, or set HPCTRAIN_ENGINE=hpctrain"
+                "Horovod must not be initialized twice in a process, but it already is; remove "
+                "the program's own call of Horovod's init(), shut the other world down first, "
+                "or set HPCTRAIN_ENGINE=hpctrain"
             )
     except LaunchError as error:
         refusal = str(error)
@@ -287,8 +287,8 @@ def _problem() -> str:
 
 def _remedy(what: str) -> str:
     return (
-        f"{what}, and the engine horovod needs it; `hpctrain horovod build` builds it for this "
-        f"Python and MPI, HPCTRAIN_ENGINE=hpctrain does without"
+        f"{what}, but the engine horovod requires it; run `hpctrain horovod build`, or set "
+        f"HPCTRAIN_ENGINE=hpctrain"
     )
 
 

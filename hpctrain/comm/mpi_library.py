@@ -117,6 +117,5 @@ def require_type(dtype: torch.dtype) -> None:
     """Raise ``CommError`` if MPI cannot reduce ``dtype``."""
     if dtype not in _TYPES:
         raise CommError(
-            f"MPI_Allreduce has no {name_of(dtype)} to compare with; "
-            f"take float32, or leave the comparison out"
+            f"MPI_Allreduce does not support {name_of(dtype)}; use float32, or omit the comparison"
         )

@@ -69,7 +69,7 @@ def numbers_in(world: "MpiComm | None", comm: "MpiComm") -> list[int]:
     ours.Free()
     if here.UNDEFINED in numbers:
         raise ConfigError(
-            "a process set is made of ranks of the world, got a communicator with others; "
-            "give init(comm=...) one that has them all"
+            "ranks of a process set must be in the world, got a communicator with other ranks; "
+            "pass a communicator with all of them to init(comm=...)"
         )
     return numbers

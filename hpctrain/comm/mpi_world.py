@@ -119,17 +119,17 @@ def _checked(chosen: object, world: "MPI.Intracomm | None") -> list[int]:
         return list(range(size))
     if ranks is None or not all(isinstance(number, int) for number in ranks):
         raise ConfigError(
-            f"init takes comm=None, a list of ranks or an mpi4py communicator that this rank is "
-            f"in, got {chosen!r}"
+            f"comm of init() must be None, a list of ranks or an mpi4py communicator with this "
+            f"rank, got {chosen!r}"
         )
     if len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(size)):
         raise ConfigError(
-            f"init(comm=...) names ranks from 0 to {size - 1}, each once, got {ranks}"
+            f"ranks of init(comm=...) must be from 0 to {size - 1}, each once, got {ranks}"
         )
     if rank not in ranks:
         raise ConfigError(
-            f"rank {rank} calls init(comm=...) with a list in which it is not: "
-            f"{format_numbers(ranks)}; only the ranks of the list call it"
+            f"the list of init(comm=...) must contain the calling rank, but rank {rank} is not in "
+            f"{format_numbers(ranks)}; call init() only on the ranks of the list"
         )
     return ranks
 
@@ -137,9 +137,9 @@ def _checked(chosen: object, world: "MPI.Intracomm | None") -> list[int]:
 def _join(launched: env.Launched | None) -> "MPI.Intracomm | None":
     if launched is not None and process.is_child():
         raise LaunchError(
-            f"the ranks of {launched.name} are the processes that it has started, and this one, "
-            "which calls init(), was started by one of them through multiprocessing, such as a "
-            "worker of a DataLoader; workers import the program anew: guard init() and all that "
+            f"init() must be called by a process that {launched.name} has started, but this one "
+            "was started by one of them through multiprocessing, such as a worker of a "
+            "DataLoader; workers import the program again, so guard init() and all that "
             'trains by `if __name__ == "__main__":`'
         )
     may_be_alone = config.setting("alone")
@@ -162,9 +162,8 @@ def _join(launched: env.Launched | None) -> "MPI.Intracomm | None":
         ) from error
     if (parent := _let_children_end()) != os.getpid():
         raise LaunchError(
-            f"the ranks of a launch are the processes that it has started, but this one, "
-            f"{os.getpid()}, was forked by {parent}, which has joined already; call init() in the "
-            f"parent alone"
+            f"init() must be called by a process of the launch, but this one, {os.getpid()}, was "
+            f"forked by {parent}, which has initialized MPI; call init() in the parent only"
         )
     expected = None if may_be_alone else launched
     preflight.check_world(expected, size, loaded_libmpi(), starter())

@@ -74,7 +74,7 @@ def clip_grad_norm_(
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"the norm of order {order} of the averaged gradients must be finite to clip them, "
-            f"got {float(total)}; leave this step out on all ranks"
+            f"got {float(total)}; skip this step on all ranks"
         )
     clip_grads_with_norm_(held, max_norm, total)
     return total

@@ -148,10 +148,12 @@ def _functions(dtype: torch.dtype) -> dict[Op, _Function]:
 def _refusal(dtype: torch.dtype, op: Op) -> str:
     name = name_of(dtype)
     if dtype in _COMPLEX and op in _ORDER:
-        return f"{op.value} needs values that have an order, got {name}; take view_as_real of it"
+        return f"{op.value} must be of ordered values, got {name}; use view_as_real of the tensor"
     if _functions(dtype):
-        return f"{op.value} takes integers and bool, got {name}; view it as integers first"
-    return f"{op.value} over ranks takes numbers and bool, got {name}; convert the tensor first"
+        return f"{op.value} must be of integers or bool, got {name}; view it as integers first"
+    return (
+        f"{op.value} over ranks must be of numbers or bool, got {name}; convert the tensor first"
+    )
 
 
 def _order_of_unsigned(

@@ -37,7 +37,7 @@ class Owner:
         """Raise ``CommError`` in a forked child, whose messages would seem to be its parent's."""
         if _process.pid != self._pid:
             raise CommError(
-                f"ranks communicate by the process that has called init(), here {self._pid}, this "
+                f"only the process that has called init(), {self._pid}, may communicate, but this "
                 f"is {os.getpid()}, a child forked from it, such as a worker of a DataLoader; "
-                "communicate in the training loop, and let workers prepare samples only"
+                "communicate in the training loop, and let workers only prepare samples"
             )

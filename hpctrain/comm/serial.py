@@ -95,12 +95,16 @@ class SerialCommunicator(Communicator):
     def send(self, tensor: Tensor, dest: int, tag: int = 0) -> NoReturn:
         """Raise ``CommError``: there is no other rank."""
         del tensor
-        raise CommError(f"a world of one rank has nobody to talk to, got dest={dest}, tag={tag}")
+        raise CommError(
+            f"a world must have two ranks or more to send, got one; dest={dest}, tag={tag}"
+        )
 
     def recv_(self, tensor: Tensor, source: int, tag: int = 0) -> NoReturn:
         """Raise ``CommError``: there is no other rank."""
         del tensor
-        raise CommError(f"a world of one rank has nobody to hear, got source={source}, tag={tag}")
+        raise CommError(
+            f"a world must have two ranks or more to receive, got one; {source=}, {tag=}"
+        )
 
     def barrier(self) -> None:
         """Return at once."""

@@ -51,8 +51,8 @@ class Spares:
         self._num_workers = whole.size - num_spares
         if self._num_workers < 2:
             raise ConfigError(
-                f"spares wait for two ranks or more that work, got {whole.size} ranks with "
-                f"{num_spares} spares; start more ranks, or leave --spares out"
+                f"two or more ranks must remain as workers, got {whole.size} ranks with "
+                f"{num_spares} spares; start more ranks, or omit --spares"
             )
         hosts = self._watched(whole).allgather(platform.node())
         turns = [(hosts[:rank].count(host), rank) for rank, host in enumerate(hosts)]
@@ -153,7 +153,7 @@ class Spares:
         lost = MPI.Group.Intersection(workers, self._whole.Get_failed())
         if lost.size == self._num_workers:
             raise RankLostError(
-                f"all {lost.size} ranks died that this spare waits for; their last output says why"
+                f"all {lost.size} workers died while this spare waited; see their last output"
             )
 
     def end(self) -> None:

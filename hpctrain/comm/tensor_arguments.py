@@ -25,8 +25,8 @@ def check_scale(tensor: Tensor, scale: float | None) -> None:
         return
     if not (tensor.is_floating_point() or tensor.is_complex()):
         raise CommError(
-            f"scale needs a floating point or complex tensor, got {name_of(tensor.dtype)} and "
-            f"{scale}; convert the tensor first"
+            f"scale must be used with a floating-point or complex tensor, got "
+            f"{name_of(tensor.dtype)} and {scale}; convert the tensor first"
         )
 
 
@@ -40,7 +40,8 @@ def check_group(ranks: Sequence[int], size: int) -> None:
     """Raise ``CommError`` unless ``ranks`` are one or more different ranks below ``size``."""
     if not ranks or len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(size)):
         raise CommError(
-            f"a group has one or more ranks from 0 to {size - 1}, each once, got {list(ranks)}"
+            f"a group must have one or more ranks from 0 to {size - 1}, each once, "
+            f"got {list(ranks)}"
         )
 
 
@@ -64,8 +65,8 @@ def check_alltoall(tensors: Sequence[Tensor], size: int) -> None:
     dtypes = sorted({name_of(tensor.dtype) for tensor in tensors})
     if len(tensors) != size or len(dtypes) != 1:
         raise CommError(
-            f"alltoall takes {size} tensors of one dtype, got {len(tensors)} of {dtypes}; "
-            f"send an empty one where there is nothing"
+            f"alltoall must have {size} tensors of one dtype, got {len(tensors)} of {dtypes}; "
+            f"pass an empty tensor for a rank that receives nothing"
         )
 
 

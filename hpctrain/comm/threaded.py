@@ -145,7 +145,7 @@ class ThreadedCommunicator:
         self.end_thread()
         for work in self._works:
             if not work.is_awaited and (error := work.error()) is not None:
-                _LOG.error("an operation that nobody waited for has failed: %s", error)
+                _LOG.error("an operation without a wait has failed: %s", error)
         self._works = []
 
     def drop(self) -> None:

@@ -458,13 +458,13 @@ class Watch:
         if waited_s > limit.timeout_s:
             raise RankLostError(
                 f"{self._who(waited_s, partner, over)}, longer than {limit.name}="
-                f"{limit.timeout_s:g} allows; see what that rank does and whether the link works, "
+                f"{limit.timeout_s:g} allows; check that rank and the link, "
                 f"or set {limit.name} to more seconds"
             )
         if partner is not None and over and waited_s > LATE_S and partner not in self._named:
             self._named.add(partner)
             _LOG.warning(
-                "%s; it is busy with something else, or the link is silent",
+                "%s; that rank is busy, or the link does not respond",
                 self._who(waited_s, partner, over),
             )
 

@@ -68,7 +68,7 @@ def test_a_forked_worker_is_refused_and_its_parent_goes_on(world, overlap, monke
         Asking(optimizer), num_workers=1, batch_size=None, multiprocessing_context="fork"
     )
     for said in loader:
-        assert said.startswith(f"{world.rank}: ranks communicate by the process"), said
+        assert said.startswith(f"{world.rank}: only the process that has called init()"), said
     mean = hpctrain.allreduce(torch.full((2,), float(world.rank)))
     assert mean.tolist() == [(world.size - 1) / 2] * 2
     (weight.sum() * world.rank).backward()

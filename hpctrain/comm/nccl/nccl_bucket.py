@@ -35,7 +35,9 @@ class NcclBucket(DeviceBucket):
     ) -> None:
         self._how = combination(dtype, Op.SUM)
         if self._how.storage_dtype not in TYPES:
-            raise CommError(f"NCCL adds {', '.join(map(name_of, TYPES))}, not {name_of(dtype)}")
+            raise CommError(
+                f"dtypes of NCCL are {', '.join(map(name_of, TYPES))}, got {name_of(dtype)}"
+            )
         super().__init__(device, device.zeros(numel, dtype, (nccl.stream,)), device.new_event())
         self._nccl = nccl
 

@@ -109,7 +109,7 @@ def slice_sum_of(parts: Sequence[Tensor], how: Combination) -> SliceSum | None:
     made = SliceSum(parts)
     refusal = _refusal(parts[0].device, **made.constants)
     if refusal:
-        _LOG.info("operations of torch sum what is on %s: %s", parts[0].device, refusal)
+        _LOG.info("operations of torch compute sums on %s: %s", parts[0].device, refusal)
     return None if refusal else made
 
 

@@ -226,7 +226,7 @@ def exchange(node: "WatchedCalls", descriptor: int) -> list[int]:
             others = [door for rank, door in enumerate(doors) if rank != owner]
             refusal = _send(descriptor, others) if owner == node.rank else None
             if refusal := node.bcast(refusal, owner):
-                raise OSError(f"local rank {owner} could not hand its memory on: {refusal}")
+                raise OSError(f"local rank {owner} could not send its descriptor: {refusal}")
             try:
                 mine = owner == node.rank
                 found.append(os.dup(descriptor) if mine else _receive(inbox, token))
@@ -290,4 +290,4 @@ def _receive(inbox: socket.socket, token: bytes) -> int:
             close(files)
             if message == token:
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-    raise TimeoutError(f"no rank handed its memory on within {TIMEOUT_S:g} s")
+    raise TimeoutError(f"no rank has sent its descriptor within {TIMEOUT_S:g} s")

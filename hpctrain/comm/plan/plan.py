@@ -29,7 +29,7 @@ class SizeTable:
     def __post_init__(self) -> None:
         sizes = [num_bytes for num_bytes, _ in self.steps]
         if not sizes or sizes[0] != 0 or sizes != sorted(set(sizes)):
-            raise ConfigError(f"sizes of a plan begin at 0 and grow, got {sizes}")
+            raise ConfigError(f"sizes of a plan must begin at 0 and increase, got {sizes}")
         object.__setattr__(self, "_sizes", tuple(sizes))
 
     def at(self, num_bytes: int) -> str:
@@ -109,13 +109,15 @@ class Plan:
         if missing or unknown:
             wrong = [f"{name} is missing" for name in missing]
             wrong += [f"{name} is unknown" for name in unknown]
-            raise ConfigError(f"a plan has the fields {', '.join(names)}; {', '.join(wrong)}")
+            raise ConfigError(
+                f"a plan must have the fields {', '.join(names)}, but {', '.join(wrong)}"
+            )
         return cls(**{name: _read(_READERS[name], name, value) for name, value in values.items()})
 
     def describe(self) -> list[tuple[str, str]]:
         """Return rows of name and value for a table."""
         if self.node_memory == "alone":
-            return [("gradients", "stay where they are: one rank"), ("threads", str(self.threads))]
+            return [("gradients", "are not sent: one rank"), ("threads", str(self.threads))]
         if self.engine == "horovod":
             path = f"Horovod, {_in_words(self.tensors)}"
         elif self.node_memory == "none":
@@ -127,13 +129,13 @@ class Plan:
             path = f"node memory ({self.node_memory})"
         buckets = f"in buckets of {format_bytes(self.bucket_bytes)}"
         when = {
-            "thread": f"beside backward, on a thread, {buckets}",
-            "inline": f"inside backward, {buckets}",
+            "thread": f"during backward, on a thread, {buckets}",
+            "inline": f"inline in backward, {buckets}",
             "end": "after backward, one bucket per dtype",
         }
         return [
-            ("gradients take", path),
-            ("they travel", when[self.overlap]),
+            ("gradient path", path),
+            ("gradients sent", when[self.overlap]),
             *(
                 [("between nodes", _in_words(self.rail) + self._chunks())]
                 if self.num_rails
@@ -190,14 +192,14 @@ def _read(reader: Callable[[Any], Any], name: str, value: object) -> Any:
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
-        raise TypeError("a text is needed")
+        raise TypeError("a string is required")
     return value
 
 
 def _one_of(*choices: str) -> Callable[[Any], str]:
     def read(value: Any) -> str:
         if value not in choices:
-            raise ValueError(f"one of {', '.join(choices)} is needed")
+            raise ValueError(f"one of {', '.join(choices)} is required")
         return _text(value)
 
     return read
@@ -206,7 +208,7 @@ def _one_of(*choices: str) -> Callable[[Any], str]:
 def _whole(least: int) -> Callable[[Any], int]:
     def read(value: Any) -> int:
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise TypeError(f"a whole number from {least} on is needed")
+            raise TypeError(f"an integer of at least {least} is required")
         return value
 
     return read
@@ -230,13 +232,13 @@ def _measured(value: Any) -> tuple[Measurement, ...]:
 
 def _time(value: object) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
-        raise TypeError("seconds from 0 on are needed")
+        raise TypeError("a non-negative number of seconds is required")
     return float(value)
 
 
 def _seconds(value: Any) -> tuple[float, ...]:
     if not value:
-        raise ValueError("at least one run is needed")
+        raise ValueError("at least one run is required")
     return tuple(map(_time, value))
 
 

@@ -65,7 +65,7 @@ class StoredPlan:
             ConfigError: a key is missing or its value is invalid.
         """
         if not isinstance(content, dict):
-            raise ConfigError("it is no table with the keys nodes and plan")
+            raise ConfigError("the content must be a table with the keys nodes and plan")
         nodes, plan = content.get("nodes"), content.get("plan")
         if (
             not nodes
@@ -88,30 +88,33 @@ class StoredPlan:
             return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
         except (OSError, UnicodeDecodeError, json.JSONDecodeError, ConfigError) as error:
             raise ConfigError(
-                f"{path} is no file with a plan: {reason_of(error)}; name the plan.json of a run "
-                f"directory, or leave HPCTRAIN_PLAN out"
+                f"{path} cannot be read as a plan: {reason_of(error)}; pass the plan.json of a "
+                f"run directory, or unset HPCTRAIN_PLAN"
             ) from None
 
     def misfit(self, topology: Topology, node_memory: str, engine: str = "hpctrain") -> str:
         """Return why a world cannot use the plan; empty if it can. Not collective."""
         plan, sizes = self.plan, _sizes(topology)
         if self.nodes != sizes:
-            return f"it is for {_nodes(self.nodes)}, and this world has {_nodes(sizes)}"
+            return f"it was made for {_nodes(self.nodes)}, and this world has {_nodes(sizes)}"
         if plan.engine != engine:
-            return f"it is for the engine {plan.engine}, and HPCTRAIN_ENGINE is {engine}"
+            return f"it was made for the engine {plan.engine}, and HPCTRAIN_ENGINE is {engine}"
         if plan.node_memory != node_memory:
-            return f"it wants node memory {plan.node_memory}, and this world has {node_memory}"
+            return f"it requires node memory {plan.node_memory}, and this world has {node_memory}"
         one_level = topology.num_nodes == 1 or node_memory in ("none", "alone")
         fewest, most = (0, 0) if one_level else (1, topology.max_rails)
         if not fewest <= plan.num_rails <= most:
-            return f"it wants {plan.num_rails} rails, and this world can have {fewest} to {most}"
+            return (
+                f"it requires {plan.num_rails} rails, and this world supports {fewest} to {most}"
+            )
         for name, table, known in (
             ("tensors", plan.tensors, _ways(topology, node_memory, engine)),
             ("rail", plan.rail, tuple(ALGORITHMS) if plan.num_rails else ("library",)),
         ):
             if unknown := sorted({algorithm for _, algorithm in table.steps} - {*known}):
                 return (
-                    f"its {name} go by {', '.join(unknown)}, and here there are {', '.join(known)}"
+                    f"its table {name} has {', '.join(unknown)}, and this world supports "
+                    f"{', '.join(known)}"
                 )
         return ""
 
@@ -172,8 +175,8 @@ def decide(
     if stored is not None:
         if problem := stored.misfit(topology, rule.node_memory, rule.engine):
             raise ConfigError(
-                f"the plan of {settings.plan} does not fit: {problem}; start the ranks that it "
-                f"is for, or leave HPCTRAIN_PLAN out"
+                f"the plan of {settings.plan} must match the world, but {problem}; start the "
+                f"world of the plan, or unset HPCTRAIN_PLAN"
             )
         return PlanDecision(plan=stored.plan, origin=str(settings.plan))
     by_rule = PlanDecision(plan=rule, origin="rule")
@@ -235,7 +238,7 @@ def load_cached(key: str) -> StoredPlan | None:
     try:
         return StoredPlan.read(path)
     except ConfigError as error:
-        _LOG.debug("a plan that was measured earlier is left aside: %s", error)
+        _LOG.debug("the plan of an earlier measurement is ignored: %s", error)
         return None
 
 
@@ -255,7 +258,7 @@ def store_cached(key: str, stored: StoredPlan) -> None:
         sync(Path(file.name))
         Path(file.name).replace(path)
     except OSError as error:
-        _LOG.debug("the plan is not remembered in %s: %s", path, reason_of(error))
+        _LOG.debug("the plan cannot be stored in %s: %s", path, reason_of(error))
 
 
 def _cached(key: str) -> Path | None:

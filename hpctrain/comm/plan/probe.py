@@ -250,7 +250,7 @@ class Stopwatch:
             MemoryError,
             RuntimeError,
         ) as error:  # torch raises RuntimeError if memory runs out
-            _LOG.debug("an algorithm cannot be had here: %s", error)
+            _LOG.debug("an algorithm does not work here: %s", error)
             failed = True
         slowest, failures, self.elapsed_s = self._largest(
             seconds, float(failed), time.perf_counter() - self._start

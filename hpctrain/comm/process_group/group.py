@@ -265,8 +265,8 @@ class HpctrainGroup(OrderedGroup):
         size, length = self.comm.size, tensor.shape[0] if tensor.dim() else 0
         if not sizes and length % size:
             raise ValueError(
-                f"all_to_all_single without split sizes needs a first dimension that {size} ranks "
-                f"divide, got {length}; give the sizes"
+                f"the first dimension must be divisible by {size} ranks in all_to_all_single "
+                f"without split sizes, got {length}; pass split sizes"
             )
         cut = list(sizes) or [length // size] * size
         if len(cut) != size or sum(cut) != length:
@@ -359,7 +359,7 @@ class HpctrainGroup(OrderedGroup):
         if not 0 <= tag <= _LARGEST_TAG:
             raise ValueError(f"tag must be from 0 to {_LARGEST_TAG}, got {tag}")
         if self._wire is None or self._watch is None:
-            raise ValueError("a group of one rank has nobody to send to, nor to receive from")
+            raise ValueError("a group must have two or more ranks to send and receive, got one")
         self._watch.require_in_step()
         return self._wire
 
@@ -382,18 +382,21 @@ class HpctrainGroup(OrderedGroup):
         if len(numels) != self.comm.size or set(checked) != {one.numel()}:
             whose = "each" if are_alike else "the rank's own"
             self._refuse(
-                f"{name} needs a list of {self.comm.size} tensors, {whose} with the "
-                f"{one.numel()} elements of the tensor beside it, got {numels}"
+                f"{name} must have a list of {self.comm.size} tensors, {whose} with "
+                f"{one.numel()} elements as the single tensor, got {numels}"
             )
 
     def _check_whole(self, name: str, whole: Tensor, part: Tensor) -> None:
         if whole.numel() != part.numel() * self.comm.size:
             self._refuse(
-                f"{name} needs a tensor for all {self.comm.size} ranks that is as many times as "
-                f"large as the one of each, got {whole.numel()} and {part.numel()} elements"
+                f"{name} must have a tensor for all ranks with {self.comm.size} times the "
+                f"elements of the tensor of each rank, "
+                f"got {whole.numel()} and {part.numel()} elements"
             )
         if whole.dtype != part.dtype:
-            self._refuse(f"{name} needs tensors of one dtype, got {whole.dtype} and {part.dtype}")
+            self._refuse(
+                f"{name} must have tensors of one dtype, got {whole.dtype} and {part.dtype}"
+            )
 
     # The names of before torch 2.13.
     _allgather_base = all_gather_single

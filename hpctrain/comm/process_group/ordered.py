@@ -74,7 +74,7 @@ def on_cpu(method: Method) -> Method:
                 return getattr(other, name)(given, *args, **options)
             if first.is_quantized:
                 raise GroupError(
-                    f"quantized tensors are not communicated, got {first.dtype}; send int_repr() "
+                    f"tensors must not be quantized, got {first.dtype}; send int_repr() "
                     f"and the scale"
                 )
         return method(self, given, *args, **options)
@@ -91,8 +91,8 @@ def _refusal(name: str, result: Any, *, averages: bool) -> str:
         return ""
     if averages and result.dtype is torch.bool:
         return (
-            "an average needs numbers, got bool; convert the tensor, or take ReduceOp.MIN (true "
-            "on all ranks) or MAX (true on any)"
+            "an average must be of numbers, got bool; convert the tensor, or use ReduceOp.MIN "
+            "(true on all ranks) or MAX (true on any)"
         )
     if result.layout is not torch.strided or result.is_contiguous() or name == "gather":
         return ""  # for gather, ``result`` is the input
@@ -215,7 +215,7 @@ class OrderedGroup(Base):  # type: ignore[misc]
                 self._watch.keep_in_step(operation.function)
         except CommError as error:
             lost = self._missing() if isinstance(error, RankLostError) else []
-            missing = f"; {format_ranks(lost)} did not come to {operation.name}" if lost else ""
+            missing = f"; {format_ranks(lost)} did not call {operation.name}" if lost else ""
             what = f"{operation.name}, number {operation.number}"
             raise self._named(what, error, missing) from error
 
@@ -327,8 +327,8 @@ class OrderedGroup(Base):  # type: ignore[misc]
         """
         if device.type != "cuda" or not dist.is_nccl_available():
             raise GroupError(
-                f"the backend hpctrain moves tensors on the CPU, and by NCCL, where torch has it, "
-                f"tensors on CUDA, got one on {device}; move it first"
+                f"tensors must be on the CPU, or on CUDA if torch has NCCL, got one on {device}; "
+                f"move it first"
             )
         if "cuda" not in self._others:
             self._others["cuda"] = self._by_nccl()

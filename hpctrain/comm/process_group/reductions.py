@@ -45,7 +45,7 @@ class GroupReduction:
         if found is not None:
             return found
         if kind != _Kind.PREMUL_SUM:
-            raise ValueError(f"{kind} is no reduction that hpctrain knows")
+            raise ValueError(f"hpctrain does not support the reduction {kind}")
         return cls(Op.SUM, factor=reduce_op.__getstate__()[1])
 
     def scale(self, dtype: torch.dtype, size: int) -> float | None:
@@ -87,7 +87,7 @@ def sparse_sum(comm: Communicator, tensor: Tensor, how: GroupReduction) -> None:
     """Replace a sparse tensor by its sum or average over the ranks. Collective."""
     if how.op is not Op.SUM or how.factor is not None:
         raise CommError(
-            f"sparse tensors are summed or averaged over ranks, got {how.op.value}; "
+            f"a reduction of sparse tensors must be a sum or an average, got {how.op.value}; "
             f"call to_dense() first"
         )
     mine = tensor.detach().coalesce()

@@ -55,8 +55,8 @@ def _refusing(of_torch: Callable[..., Any]) -> Callable[..., Any]:
     def register(self: Any, comm_hook_type: Any) -> Any:
         if isinstance(self.process_group, HpctrainGroup):
             raise CommError(
-                f"hooks that torch has in C++ read futures of backends in C++, got "
-                f"{comm_hook_type}; use the same of torch.distributed.algorithms.ddp_comm_hooks: "
+                f"communication hooks must be in Python for the backend hpctrain, got the C++ "
+                f"hook {comm_hook_type}; use that of torch.distributed.algorithms.ddp_comm_hooks: "
                 f"register_comm_hook(None, default_hooks.fp16_compress_hook)"
             )
         return of_torch(self, comm_hook_type)

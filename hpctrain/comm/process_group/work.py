@@ -95,8 +95,8 @@ class Operation(Base):  # type: ignore[misc]
             seconds = timeout.total_seconds() if timeout is not None else 0.0
             if not queue.wait_for(over, seconds if seconds > 0 else None):
                 raise torch.distributed.DistBackendError(
-                    f"{self.name} is not over after the {seconds:g} s that wait() was told; the "
-                    f"other ranks may not have called it: see what they do"
+                    f"{self.name} must complete within the timeout of wait(), {seconds:g} s, but "
+                    f"is still in progress; check whether the other ranks have called {self.name}"
                 )
         if self.error is not None:
             raise self.error
