@@ -46,9 +46,6 @@ IN_TURNS = IN_NODE._replace(spin_s=0.0, yield_s=200e-6)
 class SharedMemory:
     """Shared memory of one node; methods are collective over the node unless noted.
 
-    The constructor is collective and allocates the cells for comparisons, the semaphores and the
-    stage as one segment per rank.
-
     Args:
         node: MPI communicator of the ranks of the node; ``close`` frees it.
         spin: whether each rank has its own core, so that short waits may spin.
@@ -105,10 +102,7 @@ class SharedMemory:
 
         Dissemination barrier: in round k rank r posts the semaphore of rank r + 2^k and waits for
         the post of rank r - 2^k, modulo n, so each rank posts ceil(log2 n) times. The semaphores
-        count, so a post of the next barrier is not lost.
-
-        Raises:
-            CommError: the communicator is closed or has failed on a rank.
+        count, so a post of the next barrier is not lost. ``CommError`` as ``require_usable``.
 
         Source: Hensgen, Finkel and Manber 1988, "Two algorithms for barrier synchronization".
         """
@@ -123,10 +117,8 @@ class SharedMemory:
     def begin(self, call: Call) -> None:
         """Begin a ``call``, before this rank writes to node memory for it. Not collective.
 
-        Raises:
-            CommError: the communicator is closed or has failed on a rank, or this process is a
-                forked child of a rank. The caller must not write to node memory then, since
-                other ranks may still read it.
+        ``CommError`` if the communicator is closed or has failed on a rank, or in a forked child:
+        other ranks may still read node memory, which the caller must not write then.
         """
         self._owner.check()
         self.require_usable()
@@ -135,14 +127,8 @@ class SharedMemory:
     def await_others(self, call: Call, *, of_node: bool = False) -> None:
         """Wait until all ranks of the node have begun the same ``call``.
 
-        Args:
-            call: the call that this rank has begun.
-            of_node: whether ranks of other nodes are not members of the call. Otherwise a
-                mismatch fails the communicator also on other nodes.
-
-        Raises:
-            MismatchError: ranks of the node have begun different calls; on every rank.
-            CommError: the communicator has failed on a rank.
+        ``MismatchError``, on every rank, if the calls differ. This fails the communicator also on
+        other nodes, unless the call is ``of_node``, that is, without their ranks.
         """
         turn = self.turn
         self._calls[self.local_rank * _CELLS + turn] = call.number
@@ -183,8 +169,7 @@ class SharedMemory:
     def new_bucket(self, numel: int, dtype: torch.dtype) -> Bucket:
         """Create a bucket of ``numel`` zeros on every rank, mapped by all ranks of the node.
 
-        Raises:
-            NodeMemoryError: not enough memory; on every rank of the node.
+        ``NodeMemoryError``, on every rank of the node, if memory is short.
         """
         self._num_buckets += 1
         segments = self.allocate(max(numel * dtype.itemsize, 1))
@@ -206,8 +191,8 @@ class SharedMemory:
     def is_finite_after(self, reduce: Callable[[], object]) -> bool:
         """Call ``reduce``; return whether all sums that it writes to buckets are finite.
 
-        The result is the same on all ranks of the node. Each rank checks its slice while the
-        slice is in the cache; the barrier that ends a reduction publishes the result.
+        The same on all ranks of the node: each rank checks its slice while the slice is in the
+        cache, and the barrier that ends a reduction publishes the result.
         """
         before, self._looks = self._calls[_UNFINITE::_CELLS].tolist(), True
         try:
@@ -217,10 +202,7 @@ class SharedMemory:
         return self._calls[_UNFINITE::_CELLS].tolist() == before
 
     def sum_slice(self, bucket: Bucket, combination: Combination, scale: float | None) -> None:
-        """Store the sum of this rank's slice, times ``scale``, in the first rank's bucket.
-
-        Not synchronized: a barrier must follow before other ranks read the sum.
-        """
+        """Store the sum of this rank's slice, times ``scale``, in the first rank's bucket."""
         for parts in bucket.chunks:
             self.sum_chunk(parts, combination, scale)
 
@@ -252,10 +234,7 @@ class SharedMemory:
         """Create zeroed memory that all ranks of the node map as one contiguous range.
 
         Each rank allocates an equal part, on the NUMA node of its socket unless ``reserve``
-        allocates differently.
-
-        Raises:
-            NodeMemoryError: not enough memory; on every rank of the node.
+        allocates differently. ``NodeMemoryError``, on every rank of the node, if memory is short.
         """
         share = -(-max(num_bytes, 1) // (self.local_size * mmap.PAGESIZE)) * mmap.PAGESIZE
         map_all = partial(map_in_a_row, num_bytes=share)
@@ -266,10 +245,7 @@ class SharedMemory:
     def allocate(self, num_bytes: int) -> Sequence[Segment]:
         """Create a zeroed segment on every rank and map all; return them by local rank.
 
-        A segment exists while it is referenced.
-
-        Raises:
-            NodeMemoryError: not enough memory; on every rank of the node.
+        A segment exists while it is referenced. ``NodeMemoryError`` as for ``new_bucket``.
         """
         return self._agreed(lambda: node_memory.allocate(self._watched, num_bytes))
 
@@ -356,8 +332,7 @@ class SharedMemory:
 def combine(parts: Sequence[Tensor], combination: Combination, scale: float | None) -> Tensor:
     """Combine the chunks of all ranks in rank order, times ``scale``.
 
-    Returns:
-        The first chunk, overwritten; a new tensor if ``accumulate_dtype`` differs from its dtype.
+    Returns the first chunk, overwritten, or a new tensor of a wider ``accumulate_dtype``.
     """
     first, *others = (combination.view(part) for part in parts)
     dtype = combination.accumulate_dtype
@@ -418,10 +393,9 @@ def _polled(work: "InFlight", mine: Semaphore) -> bool:
 class SharedSlots:
     """Reductions of tensors that are not buckets, through the stage of ``node``.
 
-    Methods that synchronize are collective over the node. Each rank writes its own slot and reads
-    the slots of all ranks. Each rank has two slots and uses them alternately: before a slot is
-    written again, its readers have passed the barrier of the operation between, so a second
-    barrier per operation is not needed.
+    Methods that synchronize are collective over the node. Each rank writes its own two slots
+    alternately: before a slot is written again, its readers have passed the barrier of the
+    operation between, so one barrier per operation is enough.
     """
 
     def __init__(self, node: SharedMemory) -> None:
@@ -463,8 +437,7 @@ class SharedSlots:
     def enter(self, values: Tensor, call: Call) -> Bucket:
         """Copy ``values``, 1-D and at most a slot, to this rank's slot; synchronize for ``call``.
 
-        Returns:
-            The slots of all ranks as a bucket.
+        Returns the slots of all ranks as a bucket.
         """
         bucket = self._bucket(values, self._node.turn * self._num_bytes)
         self._node.begin(call)
@@ -481,12 +454,7 @@ class SharedSlots:
 
         The caller synchronizes the node before the first and after the last chunk.
 
-        Args:
-            number: number of the chunk, from 0.
-            values: the chunk, of at most ``chunk_numel`` elements.
-
-        Returns:
-            The chunks of all ranks as a bucket.
+        Returns the chunks of all ranks, of at most ``chunk_numel`` elements, as a bucket.
         """
         first_byte = number % NUM_PLACES * self._place_bytes
         bucket = self._bucket(values, first_byte)
