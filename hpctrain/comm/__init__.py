@@ -1,7 +1,4 @@
-"""Moving bytes between ranks.
-
-Every name is loaded at its first use.
-"""
+"""Communication between ranks. Names are imported at their first use."""
 
 from hpctrain.core.lazy import exports
 

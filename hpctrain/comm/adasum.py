@@ -1,4 +1,4 @@
-"""Adasum: gradients that say the same are averaged, those that say different things are added."""
+"""Adasum: an adaptive sum that averages parallel gradients and adds orthogonal ones."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -13,33 +13,39 @@ from hpctrain.core.errors import CommError
 from hpctrain.cost.schedules import NOBODY, Fold, fold
 
 _TAG = 23258
-_CHUNK = 1 << 16  # elements that are calculated on at a time, in float64: they stay in the cache
+_CHUNK = 1 << 16  # elements converted to float64 at a time, which fit the cache
 _SMALLEST = torch.finfo(torch.float64).tiny ** 0.5
-"""A squared norm below this is zero: a quotient by it may overflow."""
+"""A smaller squared norm counts as zero, since a division by it may overflow."""
 
 
 def adasum_(comm: Communicator, tensors: Sequence[Tensor]) -> None:
-    """Replace each tensor by the adaptive sum of that of all ranks. Collective.
+    """Replace each tensor by its adaptive sum over the ranks. Collective.
 
-    Two tensors a and b become ``(1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b``: their sum if they
-    are orthogonal, their mean if they are parallel. Ranks combine pairwise: first neighbours, then
-    pairs of neighbours, and so on. Every tensor has products of its own; the tensors travel
-    together. A factor common to all ranks is a factor of the result.
+    The adaptive sum of a and b is ``(1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b``: their sum if
+    they are orthogonal, their mean if they are parallel. Ranks combine in a binary tree. The
+    products are computed separately for each tensor, but all tensors are sent in one message. A
+    factor common to all ranks is a factor of the result.
 
-    By recursive halving of the vector, as a sum would be: 2 log2(N) messages of 2(N-1)/N of all
-    elements together, and at level k another k messages of three numbers for each tensor. Numbers
-    travel in float32, or float64 if a tensor is float64; products and sums are formed in float64
-    and rounded once at each level. All ranks get the same bits.
+    The algorithm is recursive halving, as for a sum: each rank sends 2 log2(N) messages with
+    2(N-1)/N of all elements in total, and at level k another k messages of three numbers per
+    tensor. Elements are sent in float32, or float64 if any tensor is float64. Products and sums
+    are computed in float64 and rounded once per level. Results are bitwise identical on all ranks.
 
-    Differs from the source where N is no power of two: the odd ones of the first 2r ranks (r above
-    the power of two) combine with their neighbours first, and where a stands for n ranks and b for
-    m the two halves above are n/(n+m) and m/(n+m). So N parallel tensors become their mean for
-    every N, where each rank counts the same.
+    Only ``send`` and ``recv_`` of ``comm`` are used.
 
-    Only ``send`` and ``recv_`` of ``comm`` are used. ``CommError`` if a tensor is not floating
-    point, dense and on the CPU, or the ranks give different sizes; any layout will do.
+    Args:
+        comm: the ranks.
+        tensors: floating-point tensors on the CPU, of any layout in memory, with the same sizes
+            on every rank.
+
+    Raises:
+        CommError: a tensor is not floating point, not dense or not on the CPU, or sizes differ
+            between ranks.
 
     Source: Maleki et al. 2021, "Scaling distributed training with adaptive summation", MLSys.
+    Differs: for N = 2^p + r ranks, the odd ranks of the first 2r combine with their neighbours
+    first. If a is the result of n ranks and b of m ranks, the weights 1/2 above are n/(n+m) and
+    m/(n+m), so that N parallel tensors give their mean for every N.
     """
     for tensor in tensors:
         check_tensor(tensor)
@@ -60,12 +66,12 @@ def adasum_(comm: Communicator, tensors: Sequence[Tensor]) -> None:
 
 
 class _Partner(NamedTuple):
-    """With whom this rank combines at one level."""
+    """The partner of this rank at one level."""
 
     rank: int
-    weight: float  # of this rank's side; the other one has what is missing to 1
+    weight: float  # of this rank's side; that of the partner is 1 - weight
     group: tuple[int, ...]
-    """Ranks to exchange with, one after the other, to sum over all that hold a part of the two."""
+    """Ranks with which products are exchanged, in this order, to sum them over both vectors."""
 
 
 class _Span(NamedTuple):
@@ -75,14 +81,20 @@ class _Span(NamedTuple):
     stop: int
 
     def halves(self, *, is_upper: bool) -> "tuple[_Span, _Span]":
-        """Return the half that a rank keeps, and the other."""
+        """Return the half that the rank keeps, then the half that it sends."""
         middle = self.start + (self.stop - self.start) // 2
         lower, upper = _Span(self.start, middle), _Span(middle, self.stop)
         return (upper, lower) if is_upper else (lower, upper)
 
 
 class _Combining:
-    """The vector of this rank on its way to the result."""
+    """The computation of one adaptive sum on this rank.
+
+    Args:
+        comm: the ranks.
+        flat: elements of all tensors, replaced by the result.
+        numels: number of elements of each tensor.
+    """
 
     def __init__(self, comm: Communicator, flat: Tensor, numels: Sequence[int]) -> None:
         self._comm = comm
@@ -91,7 +103,7 @@ class _Combining:
         self._inbox = torch.empty((flat.numel() + 1) // 2, dtype=flat.dtype)
 
     def run(self) -> None:
-        """Combine with all other ranks."""
+        """Compute the adaptive sum."""
         comm, flat = self._comm, self._flat
         folded = fold(comm.rank, comm.size)
         place, other = folded.place, folded.other
@@ -116,7 +128,7 @@ class _Combining:
             comm.send(flat, other, _TAG)
 
     def _combine_half(self, span: _Span, partner: _Partner) -> tuple[_Span, _Span]:
-        """Combine one half of ``span`` with the partner's, who combines the other half."""
+        """Combine one half of ``span`` with the partner, which combines the other half."""
         is_upper = partner.rank < self._comm.rank
         kept, given = span.halves(is_upper=is_upper)
         theirs = self._inbox[: kept.stop - kept.start]
@@ -130,7 +142,7 @@ class _Combining:
         return kept, given
 
     def _products(self, kept: _Span, theirs: Tensor, *, is_upper: bool) -> Tensor:
-        """Return, for each tensor, a.a, a.b and b.b of the elements here; a is the lower side."""
+        """Return a.a, a.b and b.b per tensor over ``kept``; a is the vector of the lower rank."""
         products = torch.zeros(len(self._ends), 3, dtype=torch.float64)
         for index, part, at in self._chunks(kept):
             both = torch.stack((part, theirs[at : at + part.numel()])).double()
@@ -148,14 +160,15 @@ class _Combining:
             mine, other = (b_b, a_a) if is_upper else (a_a, b_b)
             factors.append((_factor(a_b, mine, weight), _factor(a_b, other, 1.0 - weight)))
         for index, part, at in self._chunks(kept):
-            # In float64: where one side is tiny its factor may be beyond float32.
+            # In float64: if one side is tiny, its factor may exceed the range of float32.
             both = torch.stack((part, theirs[at : at + part.numel()])).double()
             part.copy_(torch.tensor(factors[index], dtype=torch.float64) @ both)
 
     def _chunks(self, span: _Span) -> Iterator[tuple[int, Tensor, int]]:
-        """Cut ``span`` at the ends of tensors and into chunks.
+        """Divide ``span`` at the ends of tensors and into chunks.
 
-        Yields the tensor's index, the elements, and where they start within the span.
+        Yields:
+            The index of the tensor, the elements, and their offset in the span.
         """
         start = 0
         for index, end in enumerate(self._ends):
@@ -171,7 +184,7 @@ class _Combining:
         return self._flat[span.start : span.stop]
 
     def _exchange(self, outgoing: Tensor, incoming: Tensor, partner: int) -> None:
-        # One after the other: a send may last until the other side receives.
+        # A send may block until the partner receives, so the lower rank sends first.
         if self._comm.rank < partner:
             self._comm.send(outgoing, partner, _TAG)
             self._comm.recv_(incoming, partner, _TAG)
@@ -181,7 +194,7 @@ class _Combining:
 
 
 def _partner(folded: Fold, distance: int) -> _Partner:
-    """Return with whom a rank combines; the first ``num_pairs`` stand for two."""
+    """Return the partner at a level; the first ``num_pairs`` places represent two ranks each."""
     place, num_pairs = folded.place, folded.num_pairs
 
     def weight(block: int) -> int:
@@ -194,5 +207,5 @@ def _partner(folded: Fold, distance: int) -> _Partner:
 
 
 def _factor(product: float, norm: float, weight: float) -> float:
-    """Return what is left of a vector when its share of what both have in common is taken off."""
+    """Return the factor of a vector with this squared norm in the adaptive sum."""
     return 1.0 - weight * product / norm if norm >= _SMALLEST else 1.0

@@ -1,4 +1,4 @@
-"""All ranks raise, or none does."""
+"""Agreement on errors: all ranks raise, or none does."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,23 +17,27 @@ T = TypeVar("T")
 
 @contextmanager
 def agreed(comm: "Communicator", error: type[HpctrainError] = MismatchError) -> Iterator[None]:
-    """Leave the block only if no rank raised in it; else all ranks raise an ``error``.
+    """Raise on all ranks at the end of the block if any rank has raised in it.
 
-    Collective at its end; what is collective inside must raise on all ranks or on none. The
-    ``error`` says what the ranks raised: once if all said the same, else with the ranks. Ranks
-    whose own error is none of ours, or is an ``error`` that all have, raise their own.
+    The end of the block is collective. Collectives in the block must raise on all ranks or on
+    none. A rank re-raises its own error if it is no ``HpctrainError``, or if all ranks have the
+    same ``error``.
+
+    Args:
+        comm: the ranks.
+        error: class of the error, with the messages of all ranks.
     """
     try:
         yield
     except RankLostError:
-        raise  # there is nobody to agree with
+        raise  # an agreement with a lost rank is impossible
     except HpctrainError as own:
         text = merge_messages(comm.allgather_object(str(own)))
         if isinstance(own, error) and text == str(own):
             raise
         raise error(text) from own
     except BaseException as own:
-        # A rank that is lost as well is not what the user must hear of first.
+        # The loss of a rank must not hide this error.
         with suppress(CommError):
             comm.allgather_object(str(own) or type(own).__name__)
         raise
@@ -43,9 +47,10 @@ def agreed(comm: "Communicator", error: type[HpctrainError] = MismatchError) -> 
 def on_root(
     comm: "Communicator", action: Callable[[], T], error: type[HpctrainError] = MismatchError
 ) -> T:
-    """Run an action on rank 0; return its result on every rank. Collective.
+    """Call ``action`` on rank 0; return its result on every rank. Collective.
 
-    Every rank raises an ``error`` with what it raised of ours, or of the system (OSError).
+    If ``action`` raises ``HpctrainError`` or ``OSError``, every rank raises ``error`` with its
+    message.
     """
     result, refusal = None, None
     if comm.rank == 0:
@@ -56,19 +61,19 @@ def on_root(
     result, refusal = comm.broadcast_object((result, refusal))
     if refusal is not None:
         raise error(refusal)
-    return result  # type: ignore[return-value]  # it did not fail
+    return result  # type: ignore[return-value]  # set, since ``action`` did not fail
 
 
 def raise_if_any(
     refusals: Sequence[str | None], error: type[HpctrainError] = MismatchError
 ) -> None:
-    """Raise an ``error`` if a rank refused: by rank, ``refusals`` holds None or a message."""
+    """Raise ``error`` if ``refusals``, a message or None per rank, contain a message."""
     if any(message is not None for message in refusals):
         raise error(merge_messages(refusals))
 
 
 def merge_messages(messages: Sequence[str | None]) -> str:
-    """Return the message that all ranks gave, else each one once, with its ranks."""
+    """Return the common message of all ranks, or each different message with its ranks."""
     if messages[0] is not None and len(set(messages)) == 1:
         return messages[0]
     return by_rank(messages)
@@ -80,9 +85,18 @@ def require_equal(
     what: str,
     way_out: str = "build the same model on every rank",
 ) -> None:
-    """Return if every rank gives the same lines. Collective; sends a digest while all is well.
+    """Raise unless ``lines`` are the same on every rank. Collective.
 
-    ``MismatchError`` names the first line that differs, by rank.
+    Ranks send the lines only if their digests differ.
+
+    Args:
+        comm: the ranks.
+        lines: the lines of this rank.
+        what: subject of the lines, for the message.
+        way_out: remedy, for the message.
+
+    Raises:
+        MismatchError: a line differs; names the first one by rank.
     """
     require_equal_by(comm.allgather_object, lines, what, way_out)
 
@@ -93,7 +107,7 @@ def require_equal_by(
     what: str,
     way_out: str = "build the same model on every rank",
 ) -> None:
-    """Do what ``require_equal`` does by a function that returns the objects of all ranks."""
+    """Check as ``require_equal``, with a function that gathers an object of each rank."""
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     if len(set(gather(digest))) == 1:
         return
@@ -101,15 +115,17 @@ def require_equal_by(
     rows = zip_longest(*columns, fillvalue="none")
     number, seen = next((i, row) for i, row in enumerate(rows) if len(set(row)) > 1)
     raise MismatchError(
-        f"{what} must be the same on every rank, number {number} differs: {by_rank(seen)}; "
+        f"{what} must be the same on every rank, but number {number} differs: {by_rank(seen)}; "
         f"{way_out}"
     )
 
 
 def differing(of_ranks: Sequence[Mapping[str, str]], lacking: str | None = None) -> dict[str, str]:
-    """Return by name what the ranks have, where they differ; ``lacking`` for those without.
+    """Return the values by rank, as text, of the names whose values differ. Not collective.
 
-    None: a rank without counts as none.
+    Args:
+        of_ranks: values by name, per rank.
+        lacking: value of ranks without the name; None to ignore these ranks.
     """
     names = dict.fromkeys(name for values in of_ranks for name in values)
     found = {name: [values.get(name, lacking) for values in of_ranks] for name in names}

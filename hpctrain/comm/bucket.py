@@ -1,4 +1,4 @@
-"""Buckets: the flat buffers in which gradients travel, and the layout of tensors in them."""
+"""Buckets: flat buffers in which gradients are reduced, and the layout of tensors in them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,24 +7,24 @@ import torch
 from torch import Tensor
 
 CHUNK_BYTES = 256 << 10
-"""One piece of every rank's bucket and the running sum stay in a core's L2 cache."""
-ALIGN = 64  # slices begin at a multiple of so many elements: no cache line has two writers
-_ALIGN_BYTES = 64  # tensors begin at a multiple of it, which is one of every element size
+"""Size of a chunk: the sum and the chunk being added fit the L2 cache of a core."""
+ALIGN = 64  # slices begin at multiples of this many elements: no cache line has two writers
+_ALIGN_BYTES = 64  # tensors begin at multiples of this, a multiple of every element size
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bucket:
-    """One message of many tensors, laid out alike on every rank."""
+    """A flat buffer of many tensors, with the same layout on every rank."""
 
-    flat: Tensor  # this rank's own elements, 1-D and contiguous. The sum comes back into it
+    flat: Tensor  # elements of this rank, 1-D and contiguous; replaced by the sum
     peers: tuple[Tensor, ...] = ()
-    """The same bucket of every rank of the node, by local rank, mapped into this process.
-    Empty when the bucket lies in private memory."""
+    """The bucket of every rank of the node, by local rank, mapped into this process; empty if the
+    bucket is in private memory."""
     chunks: tuple[tuple[Tensor, ...], ...] = ()
-    """The slice that this rank sums, cut into pieces that fit the cache: one view per peer."""
+    """The slice that this rank sums, in chunks that fit the cache, each with one view per peer."""
     number: int = 0
-    """Counts the buckets of a communicator: the ranks compare it before they reduce."""
-    owner: object = None  # the node level that made it; None in private memory
+    """Number of the bucket in its communicator, which ranks compare before a reduction."""
+    owner: object = None  # the ``SharedMemory`` that created it; None in private memory
 
     @property
     def numel(self) -> int:
@@ -33,13 +33,14 @@ class Bucket:
 
     @property
     def device(self) -> torch.device:
-        """Where its elements are."""
+        """Device of the elements."""
         return self.flat.device
 
     def part(self, numel: int, dtype: torch.dtype, first_byte: int = 0) -> "Bucket":
-        """Return ``numel`` values of ``dtype`` in the same memory. Not collective.
+        """Return a bucket of ``numel`` elements of ``dtype`` in the same memory. Not collective.
 
-        All ranks that reduce it have made it alike. It is valid as long as this bucket is.
+        All ranks that reduce the part must create it with the same arguments. The part is valid
+        as long as this bucket.
         """
         own = slice(first_byte, first_byte + numel * dtype.itemsize)
         flat = self.flat.view(torch.uint8)[own].view(dtype)
@@ -53,9 +54,9 @@ class Bucket:
 
 
 def slice_bounds(numel: int, num_parts: int, part: int, unit: int = ALIGN) -> slice:
-    """Cut ``numel`` elements into ``num_parts`` slices that differ by at most one ``unit``.
+    """Return slice ``part`` of ``numel`` elements divided into ``num_parts``.
 
-    By default that is a cache line. Slices begin at multiples of it.
+    Slices begin at multiples of ``unit`` elements, and their sizes differ by at most one unit.
     """
     units = -(-numel // unit)
     first, last = part * units // num_parts, (part + 1) * units // num_parts
@@ -65,7 +66,7 @@ def slice_bounds(numel: int, num_parts: int, part: int, unit: int = ALIGN) -> sl
 def chunks_of(
     peers: Sequence[Tensor], local_rank: int, num_bytes: int = CHUNK_BYTES
 ) -> tuple[tuple[Tensor, ...], ...]:
-    """Cut this rank's slice of a buffer that every peer has into pieces, one view per peer."""
+    """Divide this rank's slice of a bucket into chunks, each with one view per peer."""
     own = slice_bounds(peers[0].numel(), len(peers), local_rank)
     if own.start == own.stop:
         return ()
@@ -75,12 +76,12 @@ def chunks_of(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorSpec:
-    """What the planner needs to know of a tensor."""
+    """Properties of a tensor that determine its bucket."""
 
     name: str
     numel: int
     dtype: torch.dtype
-    device: int = 0  # which of the devices that a rank has tensors on; on all ranks the same
+    device: int = 0  # index among the devices of a rank; the same on all ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,17 +101,21 @@ def plan_buckets(
     marks_per_tensor: int = 0,
     groups: Sequence[int | None] = (),
 ) -> tuple[BucketPlan, ...]:
-    """Pack tensors into buckets, in the order in which they become ready and should travel.
+    """Assign tensors to buckets, in the order in which their gradients become ready.
 
-    Every tensor lies in exactly one bucket, whole, and starts at a multiple of 64 bytes. A bucket
-    holds one dtype of one device and takes tensors while it stays within ``bucket_bytes``; a
-    tensor that is larger has a bucket to itself. Tensors of one group share a bucket of any size,
-    apart from all others. Buckets are ordered by their first tensor; by their last one, which
-    completes them, where there are groups.
+    Every tensor is stored whole in one bucket and starts at a multiple of 64 bytes. A bucket
+    holds tensors of one dtype and device up to ``bucket_bytes``; a larger tensor has its own
+    bucket. The tensors of a group share a bucket of any size that contains no other tensors.
+    Buckets are ordered by their first tensor or, with groups, by their last tensor.
 
-    ``bucket_bytes`` is without marks, None for one bucket per dtype and device;
-    ``marks_per_tensor`` elements are kept free behind the last tensor for each of them; ``groups``
-    has the number of the group of each tensor, None where it has none; empty for none.
+    Args:
+        specs: the tensors.
+        bucket_bytes: largest bucket in bytes, without marks; None for one per dtype and device.
+        marks_per_tensor: elements reserved per tensor after the last tensor of a bucket.
+        groups: number of the group of each tensor, None for no group; empty without groups.
+
+    Returns:
+        The layout of each bucket.
     """
     members: list[list[int]] = []
     used_bytes: list[int] = []

@@ -1,13 +1,13 @@
-"""The places of a bucket's elements while gradients are made, and how they come to be summed.
+"""Storage of a bucket's elements on the device of the gradients, and the backend that sums them.
 
-On an accelerator they are summed where they are (``PeerBucket``, ``NcclBucket``) or by the host:
+Elements on an accelerator are summed there (``PeerBucket``, ``NcclBucket``) or by the host:
 
-    depart    device to host     ``down``, behind what the caller's stream has written
-    reduce    between the ranks  the host, once ``down`` has come so far
-              host to device     ``up``
-    arrive    nothing moves      the caller's stream goes on behind ``up``
+    depart    copy to the host    stream ``down``, after the work of the caller's stream
+    reduce    sum over the ranks  the host, after the copy
+              copy to the device  stream ``up``
+    arrive    wait                the caller's stream waits for ``up``
 
-Two streams, so that a bucket on its way back does not wait for one that is not full yet.
+With two streams, the copy of a sum to the device does not wait for a bucket that is not full yet.
 """
 
 from collections.abc import Callable, Collection
@@ -32,8 +32,9 @@ from hpctrain.core.units import by_rank
 T = TypeVar("T")
 
 ReduceBackend = Literal["host", "peers", "nccl"]
-"""Who sums elements of an accelerator: the host, each rank its slice in the memory of all
-accelerators of its node, or NCCL. What is on the host sums the host."""
+"""Backend that sums elements on an accelerator: ``host``; ``peers``, where each rank sums its
+slice in the memory of all accelerators of its node; or ``nccl``. Elements on the host are always
+summed by the host."""
 
 
 def new_storage(
@@ -45,14 +46,22 @@ def new_storage(
     *,
     backend: ReduceBackend,
 ) -> tuple[Bucket, BucketStorage | None]:
-    """Make room for ``numel`` elements on a device, and for marks, on the host. Collective.
+    """Allocate ``numel`` elements on a device, and marks on the host. Collective.
+
+    Args:
+        comm: ranks that sum the bucket.
+        device: device of the gradients.
+        numel: number of elements.
+        num_marks: number of additional elements, on the host.
+        dtype: dtype of elements and marks.
+        backend: backend that sums elements on an accelerator.
 
     Returns:
-        A bucket of the host, and the storage of the elements; None where these are in the bucket.
+        A bucket on the host, and the storage of the elements; None if they are in the bucket.
 
     Raises:
-        CommError: an accelerator cannot take that ``backend``; on all ranks. For ``peers`` the
-            ranks of a node share memory.
+        CommError: an accelerator does not support ``backend``; on all ranks. ``peers`` requires
+            that the ranks of a node share memory.
     """
     there = device_of(device)
     if there is not None and backend != "host":
@@ -74,10 +83,17 @@ def by_first_backend(
     make: Callable[[ReduceBackend], T],
     refusal: str,
 ) -> T:
-    """Return what ``make`` does, by the first backend that the setting allows. Collective.
+    """Return ``make(backend)`` for the first backend that is allowed and works. Collective.
 
-    ``refusal`` says why none but the host may sum what is on the ``devices``; empty if others
-    may. ``CommError``, on all ranks, where NCCL was asked for and cannot do it.
+    Args:
+        comm: ranks that sum the buckets.
+        devices: devices of the gradients of this rank.
+        make: creates the buckets; raises ``CommError`` if the backend does not work.
+        refusal: reason why only the host can sum these gradients; empty if there is none.
+
+    Raises:
+        CommError: ``HPCTRAIN_DEVICE_SUMS=nccl`` is set, but NCCL cannot sum; on all ranks.
+        MismatchError: ``HPCTRAIN_DEVICE_SUMS=nccl`` is set on some ranks only; on all ranks.
     """
     is_there = any(device_of(device) is not None for device in devices)
     against_nccl = refusal or ("" if is_there else "parameters are on the host")
@@ -117,7 +133,7 @@ def _made_by_nccl(make: Callable[[ReduceBackend], T], refusal: str) -> T:
 
 
 def _for_all_cores(bucket: Bucket) -> Bucket:
-    """Cut a bucket into chunks that are worth all threads: backward needs no cores here."""
+    """Divide a bucket into chunks for all threads: backward on a device leaves the cores idle."""
     if not bucket.peers:
         return bucket
     local_rank = next(rank for rank, peer in enumerate(bucket.peers) if peer is bucket.flat)
@@ -126,7 +142,7 @@ def _for_all_cores(bucket: Bucket) -> Bucket:
 
 
 def _why_by_host(comm: Communicator, devices: Collection[torch.device]) -> str:
-    """Say why the host sums what these devices have; empty if it need not."""
+    """Return why the host must sum elements of these devices; empty if peers may."""
     for device in devices:
         there = device_of(device)
         if there is None or there.keeps_apart:
@@ -137,17 +153,21 @@ def _why_by_host(comm: Communicator, devices: Collection[torch.device]) -> str:
 
 
 class StagedBucket(DeviceBucket):
-    """Elements on an accelerator that travel by a bucket of the host: a copy goes, and returns."""
+    """Elements on an accelerator that are copied to the host, summed there, and copied back.
+
+    Args:
+        device: the accelerator.
+        host: elements of the bucket on the host, 1-D.
+    """
 
     def __init__(self, device: Device, host: Tensor) -> None:
-        """Make as many elements on the device. Not collective."""
         flat = device.zeros(host.numel(), host.dtype, (device.down, device.up))
         super().__init__(device, flat, device.new_event())
         self.summed, self._on_host = host, device.new_event()
         device.pin(host, self, self._back)
 
     def depart(self) -> None:
-        """Start for the host, after all that the caller's stream has queued."""
+        """Start the copy to the host after all work queued on the caller's stream."""
         super().depart()
         device = self._device
         device.down.wait_event(self._full)
@@ -156,13 +176,13 @@ class StagedBucket(DeviceBucket):
         self._on_host.record(device.down)
 
     def weigh(self, factor: float) -> None:
-        """Multiply what has departed."""
+        """Multiply the elements on the host."""
         self._on_host.synchronize()
         scale_(self.summed, factor)
 
     def reduce(self, sum_on_host: Callable[[], object], scale: float | None) -> None:
-        """Let the host sum what has departed, and start for the device. Collective."""
-        del scale  # the host has it
+        """Sum on the host, then start the copy to the device. Collective."""
+        del scale  # applied by ``sum_on_host``
         device = self._device
         self._on_host.synchronize()
         sum_on_host()

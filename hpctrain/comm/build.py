@@ -1,4 +1,4 @@
-"""Building the communicator: ranks that share memory, ranks that share a rail."""
+"""Create communicators: ranks that share memory, and ranks that share a rail."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -20,18 +20,27 @@ from hpctrain.comm.watched_calls import WatchedCalls
 from hpctrain.core.errors import NodeMemoryError
 
 SLOT_BYTES = 1 << 20
-"""An ordinary tensor's part on one node: a few of them stay in the last-level cache."""
+"""Size of a slot of the stage on one node; a few slots fit the last-level cache."""
 LEVELS_SLOT_BYTES = 4 << 20
-"""An ordinary tensor's part between nodes: large enough to hide the latency of a rail."""
+"""Size of a slot of the stage with several nodes, large enough to hide network latency."""
 
 
 def share_memory(
     world: MPI.Intracomm, topology: Topology, wanted: str, watch: Watch
 ) -> tuple[SharedMemory | None, str]:
-    """Share memory on every node, or on none, in which case it says why. Collective.
+    """Allocate shared memory on every node, or on none. Collective.
 
-    ``wanted`` is one of ``config.SHARED_MEMORY``; ``NodeMemoryError``, on every rank, where it was
-    forced and cannot be had.
+    Args:
+        world: all ranks.
+        topology: nodes of the ranks.
+        wanted: one of ``config.SHARED_MEMORY``.
+        watch: performs all waits.
+
+    Returns:
+        The shared memory and an empty text, or None and the reason.
+
+    Raises:
+        NodeMemoryError: shared memory is required but not available; on every rank.
     """
     if wanted == "off":
         return None, "HPCTRAIN_SHARED_MEMORY=off"
@@ -53,8 +62,8 @@ def share_memory(
     requests.free(node)
     if wanted != "auto":
         raise NodeMemoryError(
-            f"node memory {wanted}, which HPCTRAIN_SHARED_MEMORY or the plan of HPCTRAIN_PLAN "
-            f"wants, cannot be had: {reason}; leave that out"
+            f"node memory {wanted} must be available if HPCTRAIN_SHARED_MEMORY or the plan of "
+            f"HPCTRAIN_PLAN selects it, but {reason}; remove that setting"
         )
     return None, reason
 
@@ -67,10 +76,15 @@ def join(
     watch: Watch,
     world_ranks: Sequence[int] = (),
 ) -> Communicator:
-    """Make the communicator of all ranks, flat where ``node`` is None. Collective.
+    """Create the communicator of the ranks of ``world``. Collective.
 
-    It keeps ``world``; ``world_ranks`` are the world's numbers of its ranks, empty where they are
-    the same.
+    Args:
+        world: MPI communicator, owned by the result.
+        node: memory shared by the ranks of this node; None for flat MPI.
+        topology: nodes of the ranks.
+        plan: algorithms by size.
+        watch: performs all waits.
+        world_ranks: rank in the world of each rank; empty if they are the same.
     """
     world_ranks = world_ranks or range(world.size)
     group = partial(_group, topology=topology, watch=watch, world_ranks=world_ranks)
@@ -112,7 +126,7 @@ def _rail(
     )
 
 
-def _group(  # noqa: PLR0913 - two of a group, and what all groups have in common
+def _group(  # noqa: PLR0913 - arguments of one group, and of all groups
     members: MPI.Intracomm,
     ranks: Sequence[int],
     limit: Limit | None,
@@ -122,7 +136,7 @@ def _group(  # noqa: PLR0913 - two of a group, and what all groups have in commo
     watch: Watch,
     world_ranks: Sequence[int],
 ) -> Communicator:
-    """Make a communicator of ``members``, which are these ``ranks`` of a larger one."""
+    """Create the communicator of ``members``, which are ``ranks`` of the parent."""
     if len(ranks) == 1:
         requests.free(members)
         return SerialCommunicator()

@@ -1,4 +1,4 @@
-"""The ranks meet before they do something, and see that all are about to do the same."""
+"""Synchronization before an operation, with a check that all ranks make the same call."""
 
 import hashlib
 from functools import lru_cache
@@ -18,12 +18,12 @@ from hpctrain.core.errors import MismatchError
 from hpctrain.core.units import by_rank
 
 TAGS_PER_CALL = 16
-"""Tags of messages of one collective on a rail: of reductions in flight at the same time."""
+"""Number of tags per collective on a rail, for its concurrent reductions."""
 
 
 @lru_cache(maxsize=1024)
 def call_of(text: str) -> Call:
-    """Return the call that is described so."""
+    """Return the call described by ``text``."""
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     number, largest = int.from_bytes(digest, "big") >> 2, MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
     return Call(text, number, number % (cast("int", largest) // TAGS_PER_CALL) * TAGS_PER_CALL)
@@ -31,13 +31,13 @@ def call_of(text: str) -> Call:
 
 @lru_cache(maxsize=1024)
 def tensor_call(op: Op, dtype: torch.dtype, numel: int, scale: float | None = None) -> Call:
-    """Return a reduction: ``sum of 10 float32 times 0.5``."""
+    """Return the call of a reduction, such as ``sum of 10 float32 times 0.5``."""
     return _reduction(op, f"{numel} {name_of(dtype)}", scale)
 
 
 @lru_cache(maxsize=1024)
 def bucket_call(number: int, op: Op = Op.SUM, scale: float | None = None) -> Call:
-    """Return a reduction of the bucket of this ``number``, counted from 1."""
+    """Return the call of a reduction of bucket ``number``, counted from 1."""
     return _reduction(op, f"bucket number {number}", scale)
 
 
@@ -46,10 +46,13 @@ def _reduction(op: Op, what: str, scale: float | None) -> Call:
 
 
 def meet(comm: MPI.Intracomm, call: Call, watch: Watch) -> None:
-    """Return when every rank is here; sleep meanwhile and look for lost ranks. Collective.
+    """Wait until every rank has begun the same ``call``. Collective.
 
-    Comparing what they are about to do costs no more messages than a barrier. ``MismatchError``,
-    on every rank, if another is about to do something else.
+    The comparison is an all-reduce and needs no more messages than a barrier.
+
+    Raises:
+        MismatchError: the calls differ; on every rank.
+        RankLostError: a rank is lost, or the wait exceeds the limit.
     """
     watch.require_in_step()
     watch.begin(call, is_compared=True)
@@ -62,9 +65,10 @@ def meet(comm: MPI.Intracomm, call: Call, watch: Watch) -> None:
 
 
 def disagreement(comm: MPI.Intracomm, call: Call, watch: Watch) -> MismatchError:
-    """Return the error for ranks that are about to make different calls. Collective.
+    """Return the error for ranks that have begun different calls. Collective.
 
-    ``RankLostError`` where another does not come here, since a wait of it has failed.
+    Raises:
+        RankLostError: another rank does not call this function, since its wait has failed.
     """
     texts = dict(WatchedCalls(comm, watch).allgather((watch.rank, call.text)))
     return different_calls(by_rank([texts.get(rank) for rank in range(max(texts) + 1)]))

@@ -1,4 +1,4 @@
-"""A block of the program that all ranks leave together, by ``with``."""
+"""Base of context managers whose block all ranks leave together."""
 
 from types import TracebackType
 
@@ -7,26 +7,27 @@ from hpctrain.core.python_compat import Self
 
 
 class CommonBlock:
-    """Brings the ranks together at the end of a block; who leaves it by an error tells the others.
+    """A context manager that synchronizes the ranks at the end of its block.
 
-    Collective: every rank enters and leaves it.
+    A rank that leaves the block by an error reports this to the others. Collective: every rank
+    enters and leaves the block.
     """
 
     _presence: Liveness | None
-    _block: int | None = None  # number of the one that this rank is in
+    _block: int | None = None  # number of the block that this rank is in
 
     def _steps_begun(self) -> int:
-        """Return how many steps this rank has begun in the block."""
+        """Return the number of steps that this rank has begun in the block."""
         return 0
 
     def _begin_block(self) -> None:
-        """Raise where there can be none."""
+        """Raise if a block cannot begin now."""
 
     def _end_block(self) -> None:
-        """Bring the ranks together. Collective; not where an error has led out."""
+        """Synchronize the ranks. Collective; not called after an error."""
 
     def _leave_block(self, error: BaseException | None) -> None:
-        """Take back what was done to the program's objects. Not collective."""
+        """Undo changes of the program's objects. Not collective."""
 
     def __enter__(self) -> Self:
         self._begin_block()
@@ -39,7 +40,7 @@ class CommonBlock:
             self._block = self._presence.enter(block)
 
     def _enter_again(self) -> None:
-        """Be in the block, if this rank is, in a world of those that are left."""
+        """Enter the block in the world of the survivors if this rank is in the block."""
         if self._block is not None:
             self._enter()
 

@@ -1,4 +1,4 @@
-"""The protocol of communicators."""
+"""The interface of communicators: collective and point-to-point operations on tensors."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -20,7 +20,7 @@ GATHER = "gather of objects everywhere"
 
 
 class Internode(Protocol):
-    """The ranks, one of each node, that reduce the same slice of a bucket between the nodes."""
+    """One rank per node: the ranks that reduce the same slice of a bucket between nodes."""
 
     rank: int
     size: int
@@ -31,57 +31,62 @@ class Internode(Protocol):
     def start_alltoall(
         self, tensors: Sequence[Tensor], numels: Sequence[int]
     ) -> Callable[[], list[Tensor]]:
-        """Start to send flat ``tensors[r]``, all of one dtype, to rank r.
+        """Start an exchange that sends ``tensors[r]`` to rank r.
 
-        Collective. Several may be in flight if all ranks start them in the same order.
+        Collective. Several exchanges may be in flight if all ranks start them in the same order.
+
+        Args:
+            tensors: one flat tensor per rank, all of one dtype.
+            numels: number of elements received from each rank.
 
         Returns:
-            A function that waits, and returns what each rank r sent here, ``numels[r]`` elements.
+            A function that waits and returns the received tensors, by rank.
         """
 
 
 class Communicator(Protocol):
-    """A fixed group of ranks that move tensors.
+    """A fixed group of ranks with collective operations on tensors.
 
-    Every method but ``send``, ``recv_``, ``fail``, ``traffic``, ``before_close`` and ``close`` is
-    collective: all ranks call it, in the same order. Tensors are dense and on the CPU, of any
-    dtype that torch calculates with, of any layout and size, also empty and scalar. A trailing
-    ``_`` means in place.
-    Reductions are formed in the same order in every run of a plan, so all ranks hold the same
-    bits, run after run.
+    Every method except ``part_of``, ``send``, ``recv_``, ``fail``, ``traffic``, ``before_close``
+    and ``close`` is collective: all ranks call it, in the same order. Tensors are dense and on
+    the CPU. Every dtype that torch can calculate with, every layout and every size, including
+    empty and scalar tensors, is accepted. A trailing ``_`` means in place.
+    Reductions combine the ranks in an order that the plan fixes, so results are bitwise identical
+    on all ranks and in all runs with the same plan.
 
-    Every method that waits for others raises ``RankLostError`` if one of them died or left the
-    program meanwhile, or kept it waiting for longer than ``HPCTRAIN_TIMEOUT``.
+    Every method that waits for other ranks raises ``RankLostError`` if one of them died, left the
+    program, or was late by more than ``HPCTRAIN_TIMEOUT``.
 
-    Ranks that make different calls all raise ``MismatchError``. One exception: the reductions of
-    several nodes compare inside each node only, and between nodes what fits by its size passes.
+    If ranks make different calls, all raise ``MismatchError``. Exception: reductions across
+    nodes compare calls only within each node; between nodes, a difference that leaves the
+    message sizes equal is not detected.
 
-    A codec replaces the middle of a bucket's all-reduce::
+    A codec replaces the second step of a bucket's all-reduce::
 
         part = comm.reduce_node(bucket)       # sum of this rank's slice over its node
         if comm.internode is not None:
             comm.internode.allreduce_(part)   # sum over the nodes
-        comm.publish(bucket)                  # the slices of all ranks, in every bucket
+        comm.publish(bucket)                  # copy the slices of all ranks to every bucket
 
-    Without node memory each rank counts as a node, and its slice is the whole bucket. Where
-    operations run on a thread, call these on that thread, by ``start_on``.
+    Without node memory each rank counts as a node, and its slice is the whole bucket. If
+    operations run on a thread, these functions must be called on that thread, with ``start_on``.
     """
 
     rank: int
     size: int
     node: "SharedMemory | None" = None
-    """Memory that the ranks of this node share; None if they share none."""
+    """Memory shared by the ranks of this node; None if they share none."""
     num_rails: int = 1
-    """Ranks of each node that send between nodes; 0 if all ranks share one memory."""
+    """Number of ranks per node that send between nodes; 0 if all ranks are on one node."""
 
     @property
     def internode(self) -> Internode | None:
-        """The ranks with the same slice on all nodes; None if another rank sends this slice."""
+        """The ranks with the same slice on all nodes; None if another rank sends the slice."""
         return self
 
     @property
     def node_ranks(self) -> Sequence[int]:
-        """Ranks that share memory with this one, by local rank."""
+        """Ranks that share memory with this rank, by local rank."""
         return (self.rank,)
 
     def part_of(self, bucket: Bucket) -> Tensor:
@@ -89,17 +94,17 @@ class Communicator(Protocol):
         return bucket.flat
 
     def reduce_node(self, bucket: Bucket, *, scale: float | None = None) -> Tensor:
-        """Sum a bucket inside the node, times ``scale``.
+        """Sum a bucket within the node, times ``scale``.
 
         Returns:
-            The part that this rank sends between nodes; empty if it sends none.
+            The slice that this rank sends between nodes; empty if it sends none.
         """
         if scale is not None:
             scale_(bucket.flat, scale)
         return self.part_of(bucket)
 
     def publish(self, bucket: Bucket, *, scale: float | None = None) -> None:
-        """Write the slices of the node's ranks, times ``scale``, into the bucket of each."""
+        """Copy the slices of the node's ranks, times ``scale``, to the bucket of each rank."""
         if scale is not None:
             scale_(bucket.flat, scale)
 
@@ -110,17 +115,17 @@ class Communicator(Protocol):
 
         Args:
             tensor: the same shape and dtype on every rank.
-                A ``Bucket`` of ``new_bucket`` is reduced where it lies, without a copy.
-            op: another operation than the sum. Integers wrap around; NaN stays NaN.
-            scale: factor of the result; floating point and complex only.
+                A ``Bucket`` from ``new_bucket`` is reduced in place, without a copy.
+            op: operation. Integer overflow wraps around; NaN is propagated.
+            scale: factor of the result; for floating-point and complex dtypes only.
 
         Raises:
-            CommError: ``op`` has no meaning for this dtype, or ``scale`` is given for integers.
-            MismatchError: the ranks give different numbers of elements, dtypes or operations.
+            CommError: ``op`` is not defined for the dtype, or ``scale`` is given for integers.
+            MismatchError: number of elements, dtype or operation differ between ranks.
         """
 
     def allreduce(self, tensor: Tensor, *, op: Op = Op.SUM, scale: float | None = None) -> Tensor:
-        """Return the sum of ``tensor`` over all ranks, times ``scale``, as ``allreduce_`` does.
+        """Return the sum of ``tensor`` over all ranks, times ``scale``; see ``allreduce_``.
 
         Returns:
             A new contiguous tensor of the same shape.
@@ -140,140 +145,139 @@ class Communicator(Protocol):
         """Return this rank's part of the sum of ``tensor`` over all ranks, times ``scale``.
 
         Args:
-            tensor: the same shape and dtype on every rank; cut in the order of its elements.
-            op: another operation than the sum.
-            scale: factor of the result; floating point and complex only.
-            numels: elements of each rank's part, the same on every rank; None for parts as even
-                as possible, the first ones larger.
+            tensor: the same shape and dtype on every rank; divided in the order of its elements.
+            op: operation.
+            scale: factor of the result; for floating-point and complex dtypes only.
+            numels: number of elements of each rank's part, the same on every rank; None for
+                parts whose sizes differ by at most one, larger parts first.
 
         Returns:
             A new flat tensor.
 
         Raises:
-            CommError: as ``allreduce_``, or ``numels`` does not cover the tensor.
-            MismatchError: as ``allreduce_``, or ``numels`` differs between ranks.
+            CommError: as for ``allreduce_``, or ``numels`` does not cover the tensor.
+            MismatchError: as for ``allreduce_``, or ``numels`` differs between ranks.
         """
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Return the tensors of all ranks, by rank, as new contiguous tensors.
 
         Args:
-            tensor: of the same dtype on every rank; shapes may differ, also in their number of
-                dimensions.
+            tensor: the same dtype on every rank; shapes and numbers of dimensions may differ.
 
         Raises:
-            MismatchError: the ranks give different dtypes.
+            MismatchError: the dtype differs between ranks.
         """
 
     def alltoall(self, tensors: Sequence[Tensor], call: str = "") -> list[Tensor]:
-        """Send ``tensors[r]`` to rank r; return what the ranks have sent here, by rank.
+        """Send ``tensors[r]`` to rank r; return the received tensors, by rank.
 
         Args:
-            tensors: one for each rank, all of one dtype, the same on every rank; any shapes.
-            call: text that the ranks compare first, by default that of an alltoall of the dtype.
+            tensors: one per rank, of any shapes, all of one dtype that is the same on every rank.
+            call: description of the call that the ranks compare first.
 
         Returns:
-            New contiguous tensors in the shapes of their senders.
+            New contiguous tensors with the shapes that the senders gave.
 
         Raises:
-            CommError: there is not one tensor for each rank, or they differ in dtype.
-            MismatchError: the ranks give different dtypes.
+            CommError: there is not one tensor per rank, or their dtypes differ.
+            MismatchError: the dtype differs between ranks.
         """
 
     def start_alltoall(
         self, tensors: Sequence[Tensor], numels: Sequence[int]
     ) -> Callable[[], list[Tensor]]:
-        """Exchange tensors as ``alltoall``; see ``Internode``."""
+        """Start an exchange as ``alltoall`` does; see ``Internode``."""
         del numels
         arrived = self.alltoall(tensors)
         return lambda: arrived
 
     def broadcast_(self, tensor: Tensor, root: int = 0) -> Work:
-        """Replace ``tensor`` by that of rank ``root``.
+        """Replace ``tensor`` by the tensor of rank ``root``.
 
         Args:
             tensor: the same shape and dtype on every rank.
-            root: a rank.
+            root: rank that sends.
 
         Raises:
-            CommError: ``root`` is no rank.
-            MismatchError: the ranks give different numbers of elements, dtypes or roots.
+            CommError: ``root`` is not a rank.
+            MismatchError: number of elements, dtype or root differ between ranks.
         """
 
     def broadcast_object(self, value: T, root: int = 0) -> T:
-        """Return the (picklable) ``value`` of rank ``root`` on every rank."""
+        """Return the ``value`` of rank ``root``, which must be picklable, on every rank."""
 
     def gather_object(self, value: T, root: int = 0) -> list[T] | None:
         """Return the values of all ranks, by rank, on ``root`` and None elsewhere."""
 
     def allgather_object(self, value: T, call: str = GATHER) -> list[T]:
-        """Return the values of all ranks, by rank, on every rank; ``call`` is what for."""
+        """Return the values of all ranks, by rank; ``call`` describes the purpose."""
 
     def send(self, tensor: Tensor, dest: int, tag: int = 0) -> None:
         """Send ``tensor`` to rank ``dest``, which calls ``recv_`` with the same tag."""
 
     def recv_(self, tensor: Tensor, source: int, tag: int = 0) -> None:
-        """Replace ``tensor`` by what rank ``source`` sends with the same tag.
+        """Replace ``tensor`` by the tensor that rank ``source`` sends with the same tag.
 
         Raises:
-            CommError: ``source`` sends more or less than ``tensor`` holds.
+            CommError: the size of the message differs from that of ``tensor``.
         """
 
     def barrier(self) -> None:
-        """Return when every rank has called this."""
+        """Return when every rank has called this method."""
 
     def agree(self, ok: bool, message: str = "") -> None:  # noqa: FBT001 - reads as a sentence
-        """Return if every rank says ok; otherwise every rank raises.
+        """Return if ``ok`` is true on every rank; otherwise raise on every rank.
 
         Raises:
-            MismatchError: some rank said no; names those ranks and their messages.
+            MismatchError: ``ok`` is false on a rank; names these ranks and their messages.
         """
 
     def group(self, ranks: Sequence[int]) -> "Communicator | None":
-        """Make a communicator of some of the ranks. All ranks of this one call it.
+        """Create a communicator of some of the ranks. All ranks of this communicator call it.
 
         Args:
-            ranks: of this communicator, each once, the same on every rank; the group numbers
-                them anew, from 0, in this order.
+            ranks: ranks of this communicator, each at most once, the same list on every rank.
+                The group numbers its ranks from 0 in this order.
 
         Returns:
             None on ranks that are not in the group.
 
         Raises:
-            CommError: ``ranks`` is empty, names a rank twice or one that does not exist.
-            MismatchError: the ranks name different groups.
+            CommError: ``ranks`` is empty, or contains a duplicate or an invalid rank.
+            MismatchError: ``ranks`` differs between ranks.
         """
 
     def new_mailbox(self) -> Mailbox:
-        """Make mailboxes between the ranks; each call makes others.
+        """Create a mailbox between the ranks, separate from earlier ones.
 
-        They may be used beside the operations of this communicator, from another thread too
-        where MPI allows it.
+        The mailbox may be used concurrently with the operations of this communicator, also from
+        another thread if MPI allows it.
 
         Raises:
-            NodeMemoryError: there is not enough memory for them; on every rank of the node.
+            NodeMemoryError: not enough memory; on every rank of the node.
         """
 
     def new_bucket(self, numel: int, dtype: dtype) -> Bucket:
-        """Make a bucket of ``numel`` zeros, in memory shared by the node where that is possible.
+        """Create a bucket of ``numel`` zeros, in memory shared by the node if available.
 
         Raises:
-            NodeMemoryError: there is not enough memory for it; on every rank.
+            NodeMemoryError: not enough memory; on every rank.
         """
 
     def fail(self) -> None:
-        """Let later calls raise, on all ranks: an error has ended a call of this rank halfway.
+        """Mark this communicator as failed, so that later calls raise on all ranks.
 
-        Not collective.
+        Called after an error has interrupted a collective on this rank. Not collective.
         """
         return
 
     def traffic(self) -> Traffic:
-        """Return what this rank has moved so far. Not collective."""
+        """Return the counters of bytes and seconds of this rank. Not collective."""
 
     def before_close(self, function: Callable[[], object]) -> None:
-        """Call a function in ``close``, before what it may need is freed."""
+        """Register a function that ``close`` calls before it frees resources. Not collective."""
         del function
 
     def close(self) -> None:
-        """Give back what this communicator holds; it cannot be used afterwards."""
+        """Free the resources of this communicator, which cannot be used afterwards."""

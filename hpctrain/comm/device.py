@@ -1,4 +1,4 @@
-"""Accelerators: their streams and events, and memory of the host that they copy by themselves."""
+"""Accelerators: streams, events, pinned host memory, and memory shared between processes."""
 
 import logging
 import weakref
@@ -20,64 +20,77 @@ _LOG = logging.getLogger(__name__)
 
 
 class Device:
-    """The streams and the memory of one accelerator, of whatever kind torch knows."""
+    """Streams and memory of one accelerator, of any type that torch supports.
 
-    keeps_apart = "processes share no memory of it"
-    """Why processes cannot map the memory of others; empty if they may."""
-    without_nccl = "NCCL sums what is on CUDA"
-    """Why NCCL cannot sum what is there; empty if it can."""
+    Args:
+        device: the accelerator.
+    """
+
+    keeps_apart = "processes cannot share its memory"
+    """Reason why processes cannot share memory of the device; empty if they can."""
+    without_nccl = "NCCL requires CUDA"
+    """Reason why NCCL cannot sum on the device; empty if it can."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.down, self.up = self.new_stream(), self.new_stream()
 
     def new_stream(self) -> torch.Stream:
-        """Make a queue of work that runs beside others."""
+        """Create a stream that runs concurrently with others."""
         return torch.Stream(self.device)
 
     def new_event(self) -> torch.Event:
-        """Make what a stream passes; a host that waits for it sleeps."""
+        """Create an event for which the host waits asleep."""
         return torch.Event(self.device, blocking=True)
 
     def current_stream(self) -> torch.Stream:
-        """Return the stream on which the caller's work is queued."""
+        """Return the current stream of the caller."""
         return torch.accelerator.current_stream(self.device)
 
     def on(self, stream: torch.Stream) -> AbstractContextManager[object]:
-        """Queue what is called inside on another stream."""
+        """Return a context in which ``stream`` is the current stream."""
         return stream
 
     def zeros(self, numel: int, dtype: torch.dtype, users: Sequence[torch.Stream]) -> Tensor:
-        """Make memory that is not used again before the ``users``, too, are through with it."""
+        """Allocate zeros; their memory is reused only after the work queued on ``users``."""
         made = torch.zeros(numel, dtype=dtype, device=self.device)
         for stream in users:
             self.record_use(made, stream)
         return made
 
     def record_use(self, tensor: Tensor, stream: torch.Stream) -> None:
-        """Keep memory from being used again before a stream is through with it."""
+        """Let the memory of ``tensor`` be reused only after the work queued on ``stream``."""
         tensor.record_stream(stream)
 
     def pin(self, host: Tensor, owner: object, last: torch.Event) -> None:
-        """Let copies to and from ``host`` run beside the host, as long as ``owner`` lives.
+        """Pin ``host``, so that copies to and from it are asynchronous, until ``owner`` is freed.
 
-        ``last`` is what the last of them has passed. Where that cannot be, they hold the host up.
+        If pinning is not possible, copies block the host.
+
+        Args:
+            host: host memory.
+            owner: the memory is unpinned when this object is freed.
+            last: event recorded after the last copy.
         """
 
     def pinned(self, like: Tensor) -> Tensor:
-        """Make memory of the host that streams copy from and to by themselves."""
+        """Allocate pinned host memory with the shape and dtype of ``like``."""
         return torch.empty_like(like, device="cpu", pin_memory=True)
 
     def card(self) -> str:
-        """Return a name of it that no other accelerator has, on whatever node."""
+        """Return a name that is unique among the accelerators of all nodes."""
         return str(self.device)
 
     def handle_of(self, stream: torch.Stream) -> int:
-        """Return what libraries of the accelerator know a stream by."""
+        """Return the native handle of a stream."""
         return stream.stream_id
 
     def new_segment(self, num_bytes: int) -> Segment:
-        """Make memory for other processes to map. Raises ``OSError``: that cannot be."""
+        """Allocate memory that other processes can map.
+
+        Raises:
+            OSError: the device or the system does not support this.
+        """
         raise OSError(f"{self.device.type}: {self.keeps_apart}, asked for {num_bytes} bytes")
 
     def sum_of(
@@ -85,9 +98,9 @@ class Device:
         parts: Sequence[Tensor],
         how: Combination,
     ) -> Callable[[float | None], None] | None:
-        """Return a function that replaces each part by their sum, times a factor, in one pass.
+        """Return a function that stores in each tensor of ``parts`` their sum, times a factor.
 
-        None where the accelerator has no kernel for it.
+        None if the accelerator has no kernel for this.
         """
         del parts, how
         return None
@@ -95,36 +108,46 @@ class Device:
     def shared_event(
         self, comm: Communicator, members: Sequence[int]
     ) -> tuple[torch.Event, list[torch.Event]]:
-        """Make an event, and return those of some ranks, too. Collective over all.
+        """Create an event that other processes can wait for. Collective over ``comm``.
 
-        ``CommError``, on all ranks, where a stream cannot wait for what another process does.
+        Returns:
+            The event of this rank, and the events of ``members``.
+
+        Raises:
+            CommError: events cannot be shared between processes; on all ranks.
         """
         del comm, members
         raise CommError(f"{self.device.type}: {self.keeps_apart}")
 
 
 class Makers:
-    """The streams on which parts of a whole were made; whoever takes the whole waits for all."""
+    """Streams on which tensors were computed, so that a consumer can wait for all of them.
+
+    Args:
+        device: the accelerator.
+    """
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._last: torch.Stream | None = None
-        self._left: dict[torch.Stream, torch.Event] = {}  # others, and when they were left
+        self._left: dict[
+            torch.Stream, torch.Event
+        ] = {}  # other streams, with an event recorded after their last tensor
 
     def note(self) -> None:
-        """Say that a part was made on the current stream."""
+        """Record that a tensor was computed on the current stream."""
         stream = self._device.current_stream()
         if self._last is None or not _are_same(stream, self._last):
             self._leave()
             self._last = stream
 
     def join(self, parts: Sequence[Tensor]) -> None:
-        """Let the current stream go on behind all of them, and forget them.
+        """Make the current stream wait for all recorded streams, and clear the record.
 
-        What it reads of the ``parts`` is not used again before.
+        The memory of ``parts`` is reused only after the work of the current stream.
         """
         stream = self._device.current_stream()
-        self.note()  # a stream that is left has recorded what it made
+        self.note()  # records the event of the previous stream
         others = [event for one, event in self._left.items() if not _are_same(one, stream)]
         self._left, self._last = {}, None
         for event in others:
@@ -140,11 +163,17 @@ class Makers:
 
 
 def _are_same(one: torch.Stream, other: torch.Stream) -> bool:
-    return one == other  # torch defines no right !=
+    return one == other  # ``!=`` of torch streams does not compare values
 
 
 class DeviceBucket(BucketStorage):
-    """Elements of a bucket on an accelerator, which the caller's stream fills and reads."""
+    """Elements of a bucket on an accelerator, written and read on the caller's stream.
+
+    Args:
+        device: the accelerator.
+        flat: the elements, 1-D.
+        full: event recorded when the bucket is full.
+    """
 
     def __init__(self, device: Device, flat: Tensor, full: torch.Event) -> None:
         super().__init__(flat)
@@ -152,44 +181,44 @@ class DeviceBucket(BucketStorage):
         self._full, self._back = full, device.new_event()
 
     def depart(self) -> None:
-        """Let the sum start after all that the caller's stream has queued."""
+        """Let the sum start after all work queued on the caller's stream."""
         self._full.record(self._device.current_stream())
 
     def arrive(self) -> None:
-        """Let the caller's stream continue once the sum is there, and not before."""
+        """Make the caller's stream wait for the sum."""
         self._device.current_stream().wait_event(self._back)
 
 
 class CudaDevice(Device):
-    """An accelerator of CUDA, or of ROCm, which torch calls so, too."""
+    """A CUDA device, or a ROCm device, which torch also names ``cuda``."""
 
     keeps_apart = without_nccl = ""
 
     def new_stream(self) -> torch.Stream:
-        """Make a queue of work that runs beside others."""
-        return torch.cuda.Stream(self.device, priority=-1)  # before what backward has queued
+        """Create a stream that runs concurrently with others."""
+        return torch.cuda.Stream(self.device, priority=-1)  # higher priority than backward
 
     def new_event(self) -> torch.Event:
-        """Make what a stream passes; a host that waits for it sleeps."""
+        """Create an event for which the host waits asleep."""
         return torch.cuda.Event(blocking=True)
 
     def current_stream(self) -> torch.Stream:
-        """Return the stream on which the caller's work is queued."""
+        """Return the current stream of the caller."""
         return torch.cuda.current_stream(self.device)
 
     def on(self, stream: Any) -> AbstractContextManager[object]:
-        """Queue what is called inside on another stream."""
+        """Return a context in which ``stream`` is the current stream."""
         return torch.cuda.stream(stream)
 
     def pin(self, host: Tensor, owner: object, last: torch.Event) -> None:
-        """Register it with the driver."""
+        """Register the memory with the driver."""
         runtime, address = torch.cuda.cudart(), host.data_ptr()
         if not host.numel():
             return
         if refused := int(runtime.cudaHostRegister(address, host.nbytes, 0)):
             _tell_once(
-                f"copies between {self.device} and the host wait for each other: memory of the "
-                f"host cannot be registered (error {refused}); see ulimit -l"
+                f"copies between {self.device} and the host are synchronous: host memory "
+                f"cannot be pinned (error {refused}); check ulimit -l"
             )
             return
 
@@ -200,21 +229,21 @@ class CudaDevice(Device):
         weakref.finalize(owner, let_go).atexit = False
 
     def card(self) -> str:
-        """Return the name that the driver gives it."""
+        """Return the UUID of the device."""
         return str(torch.cuda.get_device_properties(self.device).uuid)
 
     def handle_of(self, stream: Any) -> int:
-        """Return the address that CUDA knows a stream by."""
+        """Return the ``cudaStream_t`` of a stream as an integer."""
         return int(stream.cuda_stream)
 
     def new_segment(self, num_bytes: int) -> Segment:
-        """Make memory of CUDA's own, and a handle of it."""
+        """Allocate CUDA memory with an IPC handle."""
         return CudaSegment(num_bytes, self.device)
 
     def sum_of(
         self, parts: Sequence[Tensor], how: Combination
     ) -> Callable[[float | None], None] | None:
-        """Return a kernel of Triton's, which comes with torch for CUDA."""
+        """Return a Triton kernel that sums the parts; None without Triton."""
         try:
             from hpctrain.comm.node.device_sum import slice_sum_of  # noqa: PLC0415 - needs Triton
         except ImportError:
@@ -224,7 +253,7 @@ class CudaDevice(Device):
     def shared_event(
         self, comm: Communicator, members: Sequence[int]
     ) -> tuple[torch.Event, list[torch.Event]]:
-        """Make an event that other processes map."""
+        """Create an interprocess event."""
         made: Any = torch.cuda.Event(interprocess=True)
         try:
             with torch.cuda.device(self.device):
@@ -241,17 +270,17 @@ class CudaDevice(Device):
 
 
 def require_no_capture(device: torch.device) -> None:
-    """Raise ``CommError`` where a graph captures what is queued: other ranks are not in it."""
+    """Raise ``CommError`` during the capture of a CUDA graph, which cannot include other ranks."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise CommError(
-            "a CUDA graph captures a backward whose gradients travel to other ranks; capture the "
-            "model alone, by torch.cuda.make_graphed_callables, and step outside of it"
+            "a CUDA graph must not capture a backward whose gradients are sent to other ranks; "
+            "capture only the model, by torch.cuda.make_graphed_callables, and step outside of it"
         )
 
 
 @cache
 def device_of(device: torch.device) -> Device | None:
-    """Return the one of this process: it has two streams for all buckets. None is the host."""
+    """Return the ``Device`` of this process with streams for all buckets; None for the CPU."""
     if device.type == "cpu":
         return None
     return CudaDevice(device) if device.type == "cuda" else Device(device)

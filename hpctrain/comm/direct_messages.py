@@ -1,7 +1,7 @@
-"""Messages between any two ranks, with tensors, for those that serve and those that ask.
+"""Messages with tensors between any two ranks, for servers and their clients.
 
-Two-sided MPI, as one-sided calls make progress only inside other calls of the target, under Open
-MPI and MPICH alike: whoever is to answer while it computes needs a thread anyway.
+The messages use two-sided MPI: in Open MPI and MPICH, one-sided operations make progress only
+inside MPI calls of the target, so a target that computes would need a thread as well.
 """
 
 import contextlib
@@ -27,21 +27,21 @@ from hpctrain.core.errors import RankLostError
 from hpctrain.core.pickles import unpickled
 
 _ASKING = BY_MPI._replace(yield_s=200e-6, shortest_s=50e-6, longest_s=1e-3)
-"""Of who waits for servers, which nap: no sooner than they can answer."""
+"""Pace of waits for servers, which sleep themselves."""
 
 
 class Message(NamedTuple):
-    """What has come."""
+    """A received message."""
 
     source: int  # rank of the sender
-    content: Any  # what was pickled
+    content: Any  # the unpickled object
     tensors: Sequence[Tensor]
 
 
 @dataclass(eq=False)
 class _Arriving:
     source: int
-    request: MpiRequest | None  # of the content
+    request: MpiRequest | None  # receives the content
     packed: bytearray
     content: Any = None
     tensors: list[Tensor] = field(default_factory=list)
@@ -49,7 +49,14 @@ class _Arriving:
 
 
 class Channel:
-    """Messages of one kind. One thread of a rank sends them, one thread receives them."""
+    """Messages of one kind. On each rank one thread sends and one thread receives.
+
+    Args:
+        comm: no other code may use ``tag`` and ``tag + 1`` of this communicator.
+        tag: tag of the messages; the next one is used for tensors.
+        fence: on arm64, orders data in node memory before a message that announces them.
+        doorbells: doorbells of ranks of this node, rung after each message.
+    """
 
     def __init__(
         self,
@@ -59,17 +66,12 @@ class Channel:
         fence: Fence,
         doorbells: Mapping[int, Semaphore] | None = None,
     ) -> None:
-        """Take a communicator of which no other code uses this tag and the next one.
-
-        ``doorbells`` are those of the ranks of this node, rung after each message to them. A
-        message may announce data in node memory, which ``fence`` orders before it on arm64.
-        """
         self._comm, self._tag, self._doorbells, self._fence = comm, tag, doorbells or {}, fence
         self._leaving: list[MpiRequest] = []
         self._arriving: defaultdict[int, deque[_Arriving]] = defaultdict(deque)
 
     def send(self, to: int, content: object, tensors: Sequence[Tensor] = ()) -> None:
-        """Start to send; contiguous ``tensors`` stay as they are until the receiver has them."""
+        """Start sending; the contiguous ``tensors`` must not change until they are received."""
         self.prune()
         shapes = [(tensor.numel(), tensor.dtype) for tensor in tensors]
         packed = pickle.dumps((content, shapes))
@@ -83,11 +85,11 @@ class Channel:
             self._doorbells[to].post()
 
     def prune(self) -> None:
-        """Forget what has been sent. Called by the sending thread, or when no thread is left."""
+        """Free completed sends. Called by the sending thread, or after it has ended."""
         self._leaving = [one for one in self._leaving if not one.Test()]
 
     def receive(self) -> list[Message]:
-        """Return what has come whole, without waiting; in order for each sender."""
+        """Return complete messages without waiting, in order per sender."""
         status = MPI.Status()
         while (found := self._comm.Improbe(tag=self._tag, status=status)) is not None:
             packed = bytearray(status.Get_count(MPI.BYTE))
@@ -105,7 +107,7 @@ class Channel:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether nothing is under way at this rank, at the last look."""
+        """Whether no message was in flight on this rank at the last ``prune`` and ``receive``."""
         return not self._leaving and not any(self._arriving.values())
 
     def _send(self, buffer: list[object], to: int, tag: int, memory: Tensor | None = None) -> None:
@@ -114,7 +116,7 @@ class Channel:
             self._leaving.append(request)
 
     def _is_whole(self, one: _Arriving) -> bool:
-        """Go on receiving a message, which is the next of its sender; say whether it is there."""
+        """Advance the next message of a sender; return whether it is complete."""
         if one.request is not None:
             if not one.request.Test():
                 return False
@@ -129,11 +131,20 @@ class Channel:
                 for tensor in one.tensors
                 if tensor.numel()
             ]
-        return all([part.Test() for part in one.parts])  # noqa: C419 - each makes progress
+        return all([part.Test() for part in one.parts])  # noqa: C419 - each test makes progress
 
 
 class DirectMessages:
-    """Requests and replies between any two ranks of a world, also of a rank to itself."""
+    """Requests and replies between any two ranks of a world, including the rank itself.
+
+    The constructor is collective.
+
+    Args:
+        ranks: the ranks to which ``thread`` was connected; duplicated.
+        thread: receives requests.
+        look: raises if a rank is lost.
+        timeout_s: longest wait.
+    """
 
     def __init__(
         self,
@@ -142,10 +153,6 @@ class DirectMessages:
         look: Callable[[], None],
         timeout_s: float,
     ) -> None:
-        """Duplicate ``ranks``, those that ``thread`` was connected to. Collective.
-
-        ``look`` raises where a rank is lost; no wait may last longer than ``timeout_s``.
-        """
         self._thread, self._is_stopped = thread, False
         self._owner = Owner()
         self._watch = Watch(lambda _: look(), rank=ranks.rank, timeout_s=timeout_s)
@@ -154,44 +161,48 @@ class DirectMessages:
         self.replies = Channel(self._comm, 2, fence=thread.fence)
 
     def wait(self, done: Callable[[], object]) -> float:
-        """Sleep until it is done; return the seconds. ``RankLostError`` as all waits."""
+        """Wait until ``done`` is true; return the seconds waited. Not collective.
+
+        Raises:
+            RankLostError: a rank is lost, or the wait exceeds the limit.
+        """
         before = self._watch.waited_s
         if not done():
             self._watch.wait(done, _ASKING)
         return self._watch.waited_s - before
 
     def serve(self, work: Callable[[Sequence[Message]], bool]) -> None:
-        """Let the request thread call ``work`` with requests that arrive, until it is true."""
+        """Let the request thread call ``work`` with received requests until it returns True."""
         self._work = work
         self._thread.add(self)
 
     def poll(self) -> Polled:
-        """Carry out the requests that have arrived. Called by the request thread."""
+        """Process received requests. Called by the request thread."""
         try:
             came = self.requests.receive()
             is_over = bool(came) and self._work(came)
         except Exception as error:
             if not is_loss(error):
                 raise
-            return Polled(is_over=True)  # ranks that wait find by themselves that a rank is lost
+            return Polled(is_over=True)  # waiting ranks detect the loss themselves
         num_near = sum(one.source in self._thread.doorbells for one in came)
         return Polled(num_near, len(came) - num_near, is_over)
 
     def stop(self) -> None:
-        """Carry out no more requests. Harmless the second time. Not collective."""
+        """Stop processing requests. A no-op the second time. Not collective."""
         self._is_stopped = True
         self._thread.remove(self)
 
     def leave(self, ranks: Sequence[int], content: object) -> None:
-        """Send the last request of this rank to ``ranks``, if that is still possible.
+        """Send the last request of this rank to ``ranks``, unless stopped or in a forked child.
 
-        Not collective. Garbage collection calls it on any thread, also in a forked child.
+        Not collective. Garbage collection calls this method on any thread.
         """
         for rank in ranks if self._owner.is_here and not self._is_stopped else ():
             self.requests.send(rank, content)
 
     def close(self) -> None:
-        """Stop serving; free the communicator once nothing is in flight. Collective."""
+        """Stop serving; free the communicator once no message is in flight. Collective."""
         self.stop()
         channels = (self.requests, self.replies)
         with contextlib.suppress(RankLostError):

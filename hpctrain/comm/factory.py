@@ -1,4 +1,4 @@
-"""From a process to a communicator: what is here, who shares memory, which plan follows."""
+"""Create the communicator of a world: discover the topology, share memory, choose a plan."""
 
 import socket
 from dataclasses import dataclass, field
@@ -28,29 +28,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Connection:
-    """What ``connect`` found and made."""
+    """A communicator, with the topology, plan and settings that it was created for."""
 
     comm: Communicator
     topology: Topology
     plan: Plan
-    plan_origin: str  # what the plan was chosen by, for people
-    settings: Settings  # by which all ranks decide: those of rank 0
-    presence: "Liveness | None" = None  # who is still there; None in a world of one
+    plan_origin: str  # source of the plan, human-readable
+    settings: Settings  # settings of rank 0, used on all ranks
+    presence: "Liveness | None" = None  # detects lost ranks; None in a world of one rank
     notes: tuple[str, ...] = ()  # warnings of this rank, for the user
-    recorder: FlightRecorder = field(default_factory=FlightRecorder)  # of the collectives
+    recorder: FlightRecorder = field(default_factory=FlightRecorder)
 
 
 def connect(
     world: "MPI.Intracomm | None", settings: Settings, threads_wanted: int | None = None
 ) -> Connection:
-    """Make a communicator of the ranks of ``world``. Collective.
+    """Create a communicator of the ranks of ``world``. Collective.
 
-    The communicator keeps ``world``, which is from ``find_world``. Settings of rank 0 decide where
-    ranks must not differ. ``threads_wanted`` are torch's, where the user chose them.
+    Args:
+        world: MPI communicator from ``find_world``, owned by the result; None for one rank.
+        settings: settings of this rank; all ranks use the settings of rank 0.
+        threads_wanted: number of torch threads that the user chose; None to choose it here.
 
-    On every rank: ``ConfigError`` where the plan of ``settings.plan`` cannot be read or used,
-    ``NodeMemoryError`` where shared memory was forced and does not work, ``LaunchError`` where
-    Horovod is wanted and some rank has none that works.
+    Raises:
+        ConfigError: the plan of ``settings.plan`` cannot be read or used; on every rank.
+        NodeMemoryError: shared memory is required but does not work; on every rank.
+        LaunchError: Horovod is required but does not work on a rank; on every rank.
     """
     if world is None:
         return _alone(settings)
@@ -87,7 +90,7 @@ def _alone(settings: Settings) -> Connection:
         settings,
         planning.pinned(comm, settings),
         node_memory="alone",
-        num_threads=torch.get_num_threads(),  # torch's own: the plain loop, bit for bit
+        num_threads=torch.get_num_threads(),  # keeps results identical to a run without hpctrain
     )
     return Connection(
         comm=comm,
@@ -129,7 +132,7 @@ def _together(
     comm: Communicator
     if settings.engine == "horovod":
         decision = decide(node_memory="none")
-        engine = import_module("hpctrain.comm.horovod_engine")  # imports Horovod, if it is there
+        engine = import_module("hpctrain.comm.horovod_engine")  # imports Horovod
         comm = engine.join(world, topology, decision.plan, settings, watch)
     else:
         way = planning.memory_wanted(settings, stored)

@@ -1,6 +1,6 @@
-"""Two levels: inside the node through shared memory, then once over the slow link, by all cards.
+"""Two-level communicator: shared memory within a node, MPI between nodes.
 
-A bucket's all-reduce is three steps in a row, each callable by a codec that replaces the middle:
+The all-reduce of a bucket has three steps. A codec calls them separately and replaces the second:
 
     part = comm.reduce_node(bucket)          # each local rank sums its slice over the node
     comm.internode.allreduce_(part)          # each slice is all-reduced over its rail
@@ -32,12 +32,23 @@ if TYPE_CHECKING:
 
 
 class HierarchicalCommunicator(MpiCommunicator):
-    """Ranks on one or more nodes; what is reduced takes the levels, all else goes flat over MPI.
+    """Ranks on one or more nodes that reduce in two levels; other operations use flat MPI.
 
-    Needs no particular order of ranks, nor equal numbers of ranks per node.
+    The order of the ranks and the number of ranks per node are arbitrary. The algorithm of a
+    tensor that is not a bucket depends on its size: ``direct`` or ``slices`` in the memory of one
+    node, ``levels`` between nodes, or ``library``, flat MPI.
+
+    Args:
+        world: MPI communicator of all ranks; ``close`` frees it.
+        node: memory shared by the ranks of this node.
+        rail: ranks of all nodes that own the same slice; None if this rank sends no slice.
+        plan: algorithms by size.
+        watch: performs all waits.
+        world_ranks: rank in the world of each rank; empty if they are the same.
+        make_group: creates the communicators of groups; flat ones by default.
     """
 
-    def __init__(  # noqa: PLR0913 - the levels, and what all communicators take
+    def __init__(  # noqa: PLR0913 - the levels, and the arguments of all communicators
         self,
         world: "MPI.Intracomm",
         node: SharedMemory,
@@ -48,21 +59,14 @@ class HierarchicalCommunicator(MpiCommunicator):
         world_ranks: Sequence[int] = (),
         make_group: MakeGroup | None = None,
     ) -> None:
-        """Take the levels.
-
-        ``node`` shares memory with this rank; ``rail`` has the owners of the same slice, None
-        where another rank's rail carries it. Ordinary tensors travel as ``plan`` says: ``direct``
-        or ``slices`` through the memory of one node, ``levels`` between nodes, ``library`` flat
-        over MPI.
-        """
         super().__init__(world, watch=watch, world_ranks=world_ranks, make_group=make_group)
         self._rail = rail
         self.node: SharedMemory = node
-        self.plan = plan  # what algorithms are chosen by; ``use`` changes it
+        self.plan = plan  # replaced by ``use``
         self.num_rails = plan.num_rails
         self._one_node = plan.num_rails == 0
         if self._one_node:
-            self._watch.number = None  # the ranks see in node memory that one has failed
+            self._watch.number = None  # ranks of one node read failures from node memory
         self._ways: dict[str, Callable[[Tensor, Combination, float | None], None]] = {
             "levels": self._levels_
         }
@@ -76,13 +80,13 @@ class HierarchicalCommunicator(MpiCommunicator):
 
     @property
     def node_ranks(self) -> Sequence[int]:
-        """Numbers of the ranks of this node, by local rank."""
+        """Ranks of this node in this communicator, by local rank."""
         return self.node.ranks_of(self._comm)
 
     def use(self, plan: Plan) -> None:
-        """Choose algorithms by ``plan``, which has as many rails, from now on.
+        """Replace the plan by ``plan``, which must have the same number of rails.
 
-        All ranks call it between the same two operations.
+        All ranks must call it between the same two operations.
         """
         self.plan = plan
         if self._rail is not None:
@@ -90,13 +94,13 @@ class HierarchicalCommunicator(MpiCommunicator):
 
     @in_step
     def new_bucket(self, numel: int, dtype: torch.dtype) -> Bucket:
-        """Make a bucket in node memory."""
+        """Create a bucket in node memory."""
         self.meet(f"new bucket of {numel} {name_of(dtype)}")
         return self.node.new_bucket(numel, dtype)
 
     @in_step
     def new_mailbox(self) -> mailbox.Mailbox:
-        """Make mailboxes in node memory, and of MPI messages between nodes."""
+        """Create a mailbox in node memory, with MPI messages between nodes."""
         self.meet("new mailbox")
         return mailbox.by_node(self._comm, self.node, self._rail, self._watch, self.plan)
 
@@ -104,7 +108,7 @@ class HierarchicalCommunicator(MpiCommunicator):
     def allreduce_(
         self, tensor: Tensor | Bucket, *, op: Op = Op.SUM, scale: float | None = None
     ) -> Work:
-        """Sum a bucket where it lies, and a tensor by the way that the plan has for its size."""
+        """Sum a bucket in place, or a tensor by the algorithm of the plan for its size."""
         if isinstance(tensor, Bucket):
             check_scale(tensor.flat, scale)
             self._check_owned(tensor)
@@ -116,11 +120,11 @@ class HierarchicalCommunicator(MpiCommunicator):
     def allreduce_by(
         self, way: str, tensor: Tensor, *, op: Op = Op.SUM, scale: float | None = None
     ) -> Work:
-        """Sum an ordinary tensor by a way of this name, see ``__init__``."""
+        """Sum a tensor by the algorithm named ``way``; see the class."""
         check_scale(tensor, scale)
         how = combination(tensor.dtype, op)
         if way == "library":
-            if not self._one_node:  # a rank that takes another way meets the others here
+            if not self._one_node:  # a rank with another algorithm waits here, too
                 numel = tensor.numel() * tensor.itemsize // how.storage_dtype.itemsize
                 self.node.meet(tensor_call(op, how.storage_dtype, numel, scale))
             return super().allreduce_(tensor, op=op, scale=scale)
@@ -131,7 +135,7 @@ class HierarchicalCommunicator(MpiCommunicator):
         return FINISHED
 
     def meet(self, call: str = "barrier") -> None:
-        """Meet in the node's memory where there is only one node."""
+        """Wait for the same ``call`` on all ranks, in node memory if there is only one node."""
         if self._one_node:
             self.node.meet(call_of(call))
         else:
@@ -144,7 +148,7 @@ class HierarchicalCommunicator(MpiCommunicator):
         return self._reduce_bucket(bucket, combination(bucket.flat.dtype, Op.SUM), scale)
 
     def part_of(self, bucket: Bucket) -> Tensor:
-        """Return the part of a bucket that this rank sends over its rail; empty without one."""
+        """Return the slice of a bucket that this rank sends over its rail; empty if none."""
         if self._rail is None or not bucket.peers:
             return bucket.flat[:0]
         bounds = slice_bounds(bucket.numel, self.num_rails, self.node.local_rank)
@@ -152,11 +156,11 @@ class HierarchicalCommunicator(MpiCommunicator):
 
     @in_step
     def publish(self, bucket: Bucket, *, scale: float | None = None) -> None:
-        """Write this rank's slice into all buckets of the node."""
+        """Copy this rank's slice to all buckets of the node."""
         self._publish_bucket(bucket, combination(bucket.flat.dtype, Op.SUM), scale)
 
     def traffic(self) -> Traffic:
-        """Return the counters of all levels."""
+        """Return the counters of the node and of the rail."""
         moved = super().traffic()._replace(node_bytes=self.node.num_bytes)
         if self._rail is None:
             return moved
@@ -164,7 +168,7 @@ class HierarchicalCommunicator(MpiCommunicator):
         return moved._replace(rail_bytes=moved.rail_bytes + over.rail_bytes, rail_s=over.rail_s)
 
     def close(self) -> None:
-        """Free the MPI communicators; buckets live as long as something refers to them."""
+        """Free the MPI communicators; buckets remain valid while they are referenced."""
         if self.is_open:
             if self._rail is not None:
                 self._rail.close()
@@ -174,8 +178,9 @@ class HierarchicalCommunicator(MpiCommunicator):
     def _check_owned(self, bucket: Bucket) -> None:
         if bucket.owner is not self.node:
             raise CommError(
-                f"a bucket is reduced by the communicator whose new_bucket() made it, got one of "
-                f"{bucket.numel} elements that is not ours; make one here, or pass its tensor"
+                f"a bucket must be reduced by the communicator that created it, got a bucket of "
+                f"{bucket.numel} elements of another one; create it with new_bucket() of this "
+                f"communicator, or pass its tensor"
             )
 
     def _allreduce_bucket(self, bucket: Bucket, how: Combination, scale: float | None) -> None:
@@ -203,7 +208,7 @@ class HierarchicalCommunicator(MpiCommunicator):
     def _pipeline_bucket(
         self, bucket: Bucket, how: Combination, early: float | None, late: float | None
     ) -> None:
-        """Take the three steps for each chunk of this rank's slice, while others travel."""
+        """All-reduce a bucket in chunks, so that sums overlap with messages of other chunks."""
         node = self.node
         node.meet(bucket_call(bucket.number, how.op, early))
         chunks = chunks_of(bucket.peers, node.local_rank, self.plan.chunk_bytes)
@@ -220,7 +225,7 @@ class HierarchicalCommunicator(MpiCommunicator):
         node.barrier()
 
     def _pipeline_(self, values: Tensor, how: Combination, scale: float | None) -> None:
-        """Do what ``_levels_`` does, with several chunks on their way over the rails."""
+        """Reduce as ``_levels_`` does, with several chunks in flight on the rails."""
         early, late = scaled_when(scale, how)
         node, slots = self.node, self.node.slots
         chunks = values.split(slots.chunk_numel(self._chunk_bytes, values.dtype))
@@ -233,7 +238,7 @@ class HierarchicalCommunicator(MpiCommunicator):
         def summed() -> Iterator[Tensor]:
             for number, chunk in enumerate(chunks):
                 bucket = slots.enter_at(number, chunk)
-                leave()  # all ranks of the node came to the barrier with as much
+                leave()  # all ranks of the node passed the barrier with the same chunks reduced
                 entered.append((chunk, bucket))
                 yield self._sum_on_node(bucket, how, early)
 
@@ -244,7 +249,7 @@ class HierarchicalCommunicator(MpiCommunicator):
         self._watch.confirm()
         node.barrier()
         leave()
-        node.barrier()  # before slots are written again
+        node.barrier()  # before a rank overwrites slots
 
     def _levels_(self, values: Tensor, how: Combination, scale: float | None) -> None:
         if 0 < self._chunk_bytes < values.nbytes:
@@ -262,13 +267,13 @@ class HierarchicalCommunicator(MpiCommunicator):
 
     @property
     def _chunk_bytes(self) -> int:
-        """Bytes of an ordinary tensor of which each rail carries a chunk of the plan."""
+        """Bytes of a tensor that the rails split into one chunk each."""
         return self.plan.chunk_bytes * self.num_rails
 
     def _sum_on_node(self, bucket: Bucket, how: Combination, scale: float | None) -> Tensor:
         self.node.sum_slice(bucket, how, scale)
         if self.num_rails != self.node.local_size:
-            self.node.barrier()  # this rank's rail carries slices that other ranks summed
+            self.node.barrier()  # the rail sends slices that other ranks summed
         return self.part_of(bucket).view(how.storage_dtype)
 
     def _sum_over_rail(self, part: Tensor, how: Combination) -> None:

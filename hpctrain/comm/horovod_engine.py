@@ -1,4 +1,4 @@
-"""Horovod as an engine: its own operations behind the methods of a communicator."""
+"""The engine ``horovod``: a communicator that reduces with Horovod."""
 
 import functools
 import importlib
@@ -33,11 +33,19 @@ from hpctrain.launch.installed_horovod import needed_mpi
 
 
 class HorovodCommunicator(MpiCommunicator):
-    """All-reduces are Horovod's, as far as it has them; all else is MPI's.
+    """A communicator whose all-reduces use Horovod if supported; other operations use MPI.
 
-    The ranks meet before each operation, as they do over MPI: Horovod never waits for a rank
-    that is late, lost, or about to do something else. Groups of all ranks are Horovod's too, in
-    any order; groups of some go over MPI.
+    The ranks synchronize before each operation, as in ``MpiCommunicator``, so that Horovod does
+    not wait for a late or lost rank or for a different operation. Groups of all ranks, in any
+    order, use Horovod, too; groups of some ranks use MPI.
+
+    Args:
+        comm: all ranks that Horovod serves, in any order; ``close`` frees it.
+        library: the loaded Horovod.
+        watch: performs all waits.
+        world_ranks: rank in the world of each rank; empty if they are the same.
+        sums: algorithm of sums by size.
+        name: prefix of all names of operations; must differ from that of other communicators.
     """
 
     def __init__(
@@ -50,11 +58,6 @@ class HorovodCommunicator(MpiCommunicator):
         sums: "Sums",
         name: str = "hpctrain",
     ) -> None:
-        """Store the communicator of all ranks that Horovod serves, in any order.
-
-        ``close`` frees ``comm``. All names of operations begin with ``name``, which no other
-        communicator has.
-        """
         super().__init__(comm, watch=watch, world_ranks=world_ranks)
         self._library, self._hvd = library, library.torch
         self.sums = sums
@@ -77,7 +80,7 @@ class HorovodCommunicator(MpiCommunicator):
                 total.copy_(wire)
 
     def _sum_by_levels_(self, wire: Tensor, levels: "_Levels") -> None:
-        """Sum inside each node, each rank its part; over the nodes; and gather in each node."""
+        """Reduce-scatter within nodes, all-reduce between nodes, all-gather within nodes."""
         hvd, what = self._hvd, f"two-level {_size(wire)}"
         node, rail = {"process_set": levels.node}, {"process_set": levels.rail}
         part = self._run(hvd.reducescatter_async, wire, f"{what}: node", op=hvd.Sum, **node)
@@ -85,7 +88,7 @@ class HorovodCommunicator(MpiCommunicator):
         wire.copy_(self._run(hvd.allgather_async, part, f"{what}: publish", **node))
 
     def group(self, ranks: Sequence[int]) -> Communicator | None:
-        """Split the ranks off; all ranks count the groups, also those that they are not in."""
+        """Create a group and count it on all ranks, for unique names of operations."""
         self._num_groups += 1
         return super().group(ranks)
 
@@ -105,10 +108,18 @@ class HorovodCommunicator(MpiCommunicator):
         )
 
     def _run(self, start: Any, values: Tensor, what: str, **options: Any) -> Any:
-        """Let Horovod ``start`` an operation; sleep meanwhile and look for lost ranks.
+        """Start an operation of Horovod and wait for it with the watch.
 
-        What has the same name must be alike each time, since Horovod remembers it. ``CommError``
-        if Horovod refuses it, or fails; after a ``RankLostError`` it may still use the tensors.
+        After a ``RankLostError`` Horovod may still use the tensors.
+
+        Args:
+            start: function of Horovod.
+            values: input of the operation.
+            what: name; must imply size and dtype, since Horovod caches them by name.
+            options: further arguments of ``start``.
+
+        Raises:
+            CommError: the operation failed in Horovod.
         """
         name = f"{self._name} {what}"
         self._library_bytes += values.nbytes
@@ -118,8 +129,8 @@ class HorovodCommunicator(MpiCommunicator):
             return self._hvd.synchronize(handle)
         except (self._hvd.HorovodInternalError, ValueError) as error:
             raise CommError(
-                f"Horovod {self._library.version} could not do it: {error}; see what it has "
-                f"printed, or set HPCTRAIN_ENGINE=hpctrain"
+                f"an operation of Horovod {self._library.version} failed: {error}; see its "
+                f"output, or set HPCTRAIN_ENGINE=hpctrain"
             ) from error
 
 
@@ -128,7 +139,7 @@ def _size(values: Tensor) -> str:
 
 
 class _Levels(NamedTuple):
-    """Horovod's process sets of this rank's node, and of the ranks of its number on all nodes."""
+    """Process sets of the ranks of this node, and of the ranks with this local rank."""
 
     node: Any
     rail: Any
@@ -136,7 +147,7 @@ class _Levels(NamedTuple):
 
     @classmethod
     def make(cls, hvd: Any, nodes: Sequence[Sequence[int]], rank: int) -> "_Levels":
-        """Make the sets of all ``nodes``, which have equally many ranks. Collective."""
+        """Create the process sets of ``nodes``, which have equal numbers of ranks. Collective."""
         on_nodes = [sorted(ranks) for ranks in nodes]
         across = [list(ranks) for ranks in zip(*on_nodes, strict=True)]
         sets = [(ranks, hvd.add_process_set(ranks)) for ranks in (*on_nodes, *across)]
@@ -146,15 +157,15 @@ class _Levels(NamedTuple):
 
 @dataclass
 class Sums:
-    """The algorithm of sums by size, of a communicator of Horovod and all of its groups."""
+    """Algorithm of sums by size, shared by a communicator and its groups."""
 
     table: SizeTable
-    """``flat`` or ``two-level``; every rank changes it between the same two operations."""
+    """``flat`` or ``two-level``; all ranks must change it between the same two operations."""
     levels: _Levels | None = None
 
 
 class _World(HorovodCommunicator):
-    """All ranks, with which Horovod begins and ends; collective."""
+    """The communicator of all ranks, which starts and shuts down Horovod. Collective."""
 
     def __init__(
         self,
@@ -170,7 +181,7 @@ class _World(HorovodCommunicator):
             self._hvd.init(comm=self._world)
 
     def close(self) -> None:
-        """Free the MPI communicator, and end Horovod."""
+        """Free the MPI communicator, and shut down Horovod."""
         was_open = self.is_open
         super().close()
         if was_open:
@@ -181,18 +192,26 @@ class _World(HorovodCommunicator):
 def join(
     world: MPI.Intracomm, topology: Topology, plan: Plan, settings: Settings, watch: Watch
 ) -> HorovodCommunicator:
-    """Start Horovod and make the communicator of all ranks, which keeps ``world``. Collective.
+    """Start Horovod and create the communicator of all ranks. Collective.
 
-    ``LaunchError``, on every rank: some rank has no Horovod that works, or its Horovod is in use.
+    Args:
+        world: MPI communicator, owned by the result.
+        topology: nodes of the ranks.
+        plan: algorithms by size.
+        settings: settings of rank 0.
+        watch: performs all waits.
+
+    Raises:
+        LaunchError: Horovod does not work or is already initialized on a rank; on every rank.
     """
     refusal, here = None, None
     try:
         here = library()
         if here.torch.is_initialized():
             refusal = (
-                "Horovod serves one world of a process at a time, and it serves one already: "
-                "leave out this program's own call of Horovod's init(), shut the other world "
-                "down first, or set HPCTRAIN_ENGINE=hpctrain"
+                "Horovod must not be initialized twice in a process, but it already is; remove "
+                "the program's own call of Horovod's init(), shut the other world down first, "
+                "or set HPCTRAIN_ENGINE=hpctrain"
             )
     except LaunchError as error:
         refusal = str(error)
@@ -208,17 +227,17 @@ _WIRE = {torch.float32: torch.float32, torch.float64: torch.float64, torch.int64
 _WIRE |= dict.fromkeys(
     (torch.bool, torch.int8, torch.int16, torch.int32, torch.uint8), torch.int32
 )
-"""Small integers are summed in 32 bits, whose low ones are their sum that wraps around: Horovod's
-torch has no operations for some of them, and the MPI library below it saturates others."""
+"""dtype in which Horovod sums, by dtype. Small integers are summed in int32, whose low bits are
+the sum that wraps around: Horovod has no operations for some of them, and MPI saturates others."""
 _LOGICAL = {torch.bitwise_or: "Max", torch.bitwise_and: "Min"}
 _ORDER = {torch.minimum: "Min", torch.maximum: "Max"}
 
 
 def operation(how: Combination) -> str | None:
-    """Return the name of Horovod's operation that gives the same result in ``accumulate_dtype``.
+    """Return the name of the operation of Horovod with the same result in ``accumulate_dtype``.
 
-    None where there is none: MPI's minimum of NaN is no NaN, and of unsigned numbers Horovod knows
-    nothing.
+    None if there is no such operation: the minimum in MPI does not propagate NaN, and Horovod
+    would compare unsigned integers that are stored as signed ones in the wrong order.
     """
     if how.accumulate_dtype is torch.bool:
         return _LOGICAL.get(how.function)
@@ -230,7 +249,7 @@ def operation(how: Combination) -> str | None:
 
 
 class Library(NamedTuple):
-    """Horovod as it is loaded into this process."""
+    """The Horovod that is loaded in this process."""
 
     version: str
     torch: Any  # the module ``horovod.torch``
@@ -238,9 +257,10 @@ class Library(NamedTuple):
 
 @functools.cache
 def library() -> Library:
-    """Load Horovod, MPI being loaded; modules that stand in for it are left as they are.
+    """Load Horovod after MPI; leave modules that emulate Horovod in place.
 
-    ``LaunchError`` if it is not installed, does not load, or was built for another MPI.
+    Raises:
+        LaunchError: Horovod is not installed, does not load, or was built for another MPI.
     """
     if problem := _problem():
         raise LaunchError(_remedy(problem))
@@ -253,7 +273,7 @@ def library() -> Library:
 
 
 def _problem() -> str:
-    """Say what keeps Horovod from being loaded, before it brings another MPI; else empty."""
+    """Return why Horovod cannot be loaded, before it loads another MPI; empty if it can."""
     needed = needed_mpi()
     if needed is None:
         return "Horovod is not installed"
@@ -267,16 +287,17 @@ def _problem() -> str:
 
 def _remedy(what: str) -> str:
     return (
-        f"{what}, and the engine horovod needs it; `hpctrain horovod build` builds it for this "
-        f"Python and MPI, HPCTRAIN_ENGINE=hpctrain does without"
+        f"{what}, but the engine horovod requires it; run `hpctrain horovod build`, or set "
+        f"HPCTRAIN_ENGINE=hpctrain"
     )
 
 
 @contextmanager
 def _unveiled() -> Iterator[None]:
-    """Take away what stands in for Horovod, for a while; what was loaded then is kept apart.
+    """Hide modules that emulate Horovod during the block.
 
-    Where nothing stands in for it, what is loaded stays for all.
+    If there are such modules, modules loaded in the block are removed from ``sys.modules``
+    afterwards; otherwise they stay.
     """
     stands_in = {name: one for name, one in _modules() if not _is_real(name, one)}
     finders = list(sys.meta_path)
@@ -307,16 +328,15 @@ def _is_real(name: str, module: ModuleType) -> bool:
 
 
 def variables_for(settings: Settings) -> dict[str, str | None]:
-    """Return what Horovod must find in its environment, whatever the user has set.
+    """Return the environment variables to set for Horovod, None for those to remove.
 
-    Its own fusion and cycle are part of the settings, where ours are not set. None takes a
-    variable away.
+    The user's variables for fusion and cycle time apply if ``settings`` does not set them.
     """
     found: dict[str, str | None] = {
         "HOROVOD_CONTROLLER": "mpi",
         "HOROVOD_CPU_OPERATIONS": "mpi",
         "HOROVOD_DYNAMIC_PROCESS_SETS": "1",
-        "HOROVOD_TIMELINE": None,  # that timeline is ours: both cannot write one file
+        "HOROVOD_TIMELINE": None,  # hpctrain writes the timeline to this file
     }
     if settings.fusion_bytes is not None:
         found["HOROVOD_FUSION_THRESHOLD"] = str(settings.fusion_bytes)

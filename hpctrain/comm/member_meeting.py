@@ -1,8 +1,8 @@
-"""Meeting of some ranks of a communicator, which may give up and try again; by messages.
+"""Synchronization of some ranks of a communicator, which a rank may give up and try again.
 
-The first member collects the others and then lets all continue. A member that has given up must
-not count as present, though its message has been sent. So the first member asks each one that it
-has heard of, once all have come, and a member answers only while it waits.
+The first member collects messages of the others and then lets all continue. A member that has
+given up must not count as present, although its message was sent. So, after all messages have
+arrived, the first member sends a query to each member, and a member answers only while it waits.
 """
 
 from collections import Counter, defaultdict
@@ -18,22 +18,31 @@ if TYPE_CHECKING:
 
 Members = tuple[int, ...]
 _Message = list[int]
-"""Number of the member's attempt, and of the first member's; 0 before that has asked."""
+"""Numbers of the attempts of the member and of the first member; 0 before the query."""
 
 
 class MemberMeeting:
-    """The meetings of this rank with others of a communicator."""
+    """Synchronizes this rank with others of a communicator."""
 
     def __init__(self) -> None:
         self._num_attempts = Counter[tuple[Members, int]]()
         self._heard: defaultdict[tuple[Members, int], dict[int, int]] = defaultdict(dict)
-        """By other member: its last attempt, for which it may still wait."""
+        """By other member: its latest attempt, in which the member may still wait."""
 
     def meet(self, wire: "MpiWire", watch: "Watch", members: Sequence[int], tag: int) -> int:
-        """Return when all ``members`` are here; ``wire`` and ``tag`` are of this meeting alone.
+        """Wait until all ``members`` have called this method. Collective over the members.
 
-        Returns the attempt of the first member, which no later meeting of ``tag`` has.
-        ``RankLostError`` if a wait of ``watch`` fails; the meeting can then be tried again.
+        Args:
+            wire: sends the messages.
+            watch: performs all waits.
+            members: the ranks, including this one.
+            tag: used by no other messages of ``wire``.
+
+        Returns:
+            The attempt of the first member, which no later call with ``tag`` returns.
+
+        Raises:
+            RankLostError: a wait failed; the call can be repeated.
         """
         key = tuple(members), tag
         self._num_attempts[key] += 1
@@ -53,7 +62,7 @@ class MemberMeeting:
             messages.send(other, [heard[other], attempt])
         for other in others:
             while (answer := messages.receive(other)) != [heard[other], attempt]:
-                if answer[0] > heard[other]:  # the member has given up and come again
+                if answer[0] > heard[other]:  # the member has given up and tried again
                     heard[other] = answer[0]
                     messages.send(other, [heard[other], attempt])
         for other in others:
@@ -73,7 +82,7 @@ class MemberMeeting:
 
 
 class _Messages:
-    """Pairs of numbers to and from other ranks."""
+    """Sends and receives pairs of numbers."""
 
     def __init__(self, wire: "MpiWire", watch: "Watch", tag: int) -> None:
         self._wire, self._watch, self._tag = wire, watch, tag
@@ -90,6 +99,6 @@ class _Messages:
         is_complete = partial(self._wire.is_finished, transfer)
         try:
             if not is_complete():
-                self._watch.wait(is_complete)  # any of the members may be missing
+                self._watch.wait(is_complete)  # without a partner, since any member may be late
         finally:
-            transfer.cancel()  # else a message of the next attempt would complete it
+            transfer.cancel()  # a message of the next attempt must not complete the transfer

@@ -1,4 +1,4 @@
-"""Flat MPI: calls of the library over all ranks, and messages where it cannot do what is asked."""
+"""Flat communicator: MPI collectives over all ranks, or messages if MPI lacks the operation."""
 
 import zlib
 from collections.abc import Callable, Sequence
@@ -44,24 +44,29 @@ from hpctrain.core.errors import CommError
 T = TypeVar("T")
 
 MakeGroup = Callable[[MPI.Intracomm, Sequence[int], Limit | None], Communicator]
-"""Makes a communicator of the ranks of an MPI communicator, which it keeps; collective over them.
+"""Creates the communicator of a group; collective over the group.
 
-It is told what numbers they have in the communicator whose group they are, and how long they may
-wait for each other, None for as long as the ranks of that one."""
+The arguments are the MPI communicator of the group, which the result owns, the ranks of the group
+in the parent communicator, and the limit of waits, None for the limit of the parent."""
 
-NUM_TAGS = 32767  # what MPI promises at least
+NUM_TAGS = 32767  # the standard guarantees tags up to 32767
 
 _count = count()
 _GATHER_BYTES = 1 << 20
-"""From here on, tensors are not packed into one buffer for the library to gather them."""
+"""Tensors of this total size or more are gathered by messages, without a packed buffer."""
 
 
 class MpiCommunicator(Communicator):
     """All ranks of an MPI communicator; see ``Communicator`` for the methods.
 
-    Before each operation the ranks compare what they are about to do, without blocking. While
-    they wait for a late one they sleep, and notice when it died; a blocking call of the library
-    then runs at its full speed.
+    Before each operation the ranks compare their calls by a nonblocking all-reduce. A rank that
+    waits for a late rank sleeps, and raises if a rank is lost.
+
+    Args:
+        comm: ranks of this communicator. No other code may use it; ``close`` frees it.
+        watch: performs all waits; by default without detection of lost ranks and without timeout.
+        world_ranks: rank in the world of each rank; empty if they are the same.
+        make_group: creates the communicators of groups; flat ones by default.
     """
 
     def __init__(
@@ -72,10 +77,6 @@ class MpiCommunicator(Communicator):
         world_ranks: Sequence[int] = (),
         make_group: MakeGroup | None = None,
     ) -> None:
-        """Take the ranks of ``comm``, which nothing else may use, and which ``close`` frees.
-
-        ``world_ranks`` are the world's numbers of the ranks, empty where they are the same.
-        """
         self.rank: int = comm.rank
         self.size: int = comm.size
         self._watch = watch or Watch()
@@ -96,8 +97,9 @@ class MpiCommunicator(Communicator):
         self._before_close: list[Callable[[], object]] = []
         self._owner = Owner()
         self._has_left_messages = False
-        """Whether a group was begun and not made: what was sent for it may arrive later, and would
-        be received by the communicator to which MPI gives the same number."""
+        """True while a group is being created, and after its creation failed. Then messages may
+        arrive later. ``close`` does not free the MPI communicator, since MPI could give its
+        context to a new communicator, which would receive them."""
 
     # -- reductions -------------------------------------------------------------------------
 
@@ -105,7 +107,7 @@ class MpiCommunicator(Communicator):
     def allreduce_(
         self, tensor: Tensor | Bucket, *, op: Op = Op.SUM, scale: float | None = None
     ) -> Work:
-        """Reduce in chunks: by the library what it sums, by messages all else."""
+        """Reduce chunks by MPI if it can sum the dtype, otherwise by messages."""
         values = tensor.flat if isinstance(tensor, Bucket) else tensor
         check_scale(values, scale)
         how = combination(values.dtype, op)
@@ -128,7 +130,7 @@ class MpiCommunicator(Communicator):
         scale: float | None = None,
         numels: Sequence[int] | None = None,
     ) -> Tensor:
-        """Reduce by the library what it sums, by an exchange of all pairs all else."""
+        """Reduce by MPI if it can sum the dtype, otherwise by pairwise exchange."""
         check_scale(tensor, scale)
         how = combination(tensor.dtype, op)
         parts = part_numels(tensor.numel(), self.size, numels)
@@ -144,7 +146,7 @@ class MpiCommunicator(Communicator):
 
     @in_step
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Tell the shapes, then gather small tensors by the library, large ones by messages."""
+        """Gather the shapes, then small tensors by MPI and large ones by messages."""
         check_tensor(tensor)
         self.meet(f"all_gather of {name_of(tensor.dtype)}")
         shapes: list[torch.Size] = self._calls.allgather(tensor.shape)
@@ -153,7 +155,7 @@ class MpiCommunicator(Communicator):
 
     @in_step
     def alltoall(self, tensors: Sequence[Tensor], call: str = "") -> list[Tensor]:
-        """Tell the shapes, then exchange by messages."""
+        """Exchange the shapes, then the tensors by messages."""
         for tensor in tensors:
             check_tensor(tensor)
         check_alltoall(tensors, self.size)
@@ -194,7 +196,7 @@ class MpiCommunicator(Communicator):
 
     @in_step
     def broadcast_object(self, value: T, root: int = 0) -> T:
-        """Broadcast a pickle."""
+        """Broadcast the pickled value."""
         check_rank(root, self.size, "root")
         self.meet(f"broadcast of an object from rank {root}")
         result: T = self._calls.bcast(value, root)
@@ -202,19 +204,19 @@ class MpiCommunicator(Communicator):
 
     @in_step
     def gather_object(self, value: T, root: int = 0) -> list[T] | None:
-        """Gather pickles on ``root``."""
+        """Gather pickled values on ``root``."""
         check_rank(root, self.size, "root")
         self.meet(f"gather of objects on rank {root}")
         result: list[T] | None = self._calls.gather(value, root)
         return result
 
     def agree(self, ok: bool, message: str = "") -> None:  # noqa: FBT001 - reads as a sentence
-        """Gather the messages of ranks that refuse."""
+        """Gather the messages of the ranks that are not ok."""
         raise_if_any(self.allgather_object(None if ok else message))
 
     @in_step
     def allgather_object(self, value: T, call: str = GATHER) -> list[T]:
-        """Gather pickles everywhere."""
+        """Gather pickled values on all ranks."""
         self.meet(call)
         result: list[T] = self._calls.allgather(value)
         return result
@@ -222,11 +224,15 @@ class MpiCommunicator(Communicator):
     # -- the ranks --------------------------------------------------------------------------
 
     def barrier(self) -> None:
-        """Meet."""
+        """Wait until all ranks have called this method."""
         self.meet()
 
     def meet(self, call: str = "barrier") -> None:
-        """Sleep until every rank is here for the same ``call``, else ``MismatchError``."""
+        """Wait until every rank has begun the same ``call``. Collective.
+
+        Raises:
+            MismatchError: the calls differ; on every rank.
+        """
         self._owner.check()
         if not self.is_open:
             raise CommError("this communicator was closed; make a new one")
@@ -234,7 +240,7 @@ class MpiCommunicator(Communicator):
 
     @in_step
     def group(self, ranks: Sequence[int]) -> Communicator | None:
-        """Split the ranks off."""
+        """Split the MPI communicator."""
         check_group(ranks, self.size)
         self.meet(f"group of ranks {list(ranks)}")
         is_member = self.rank in ranks
@@ -245,10 +251,13 @@ class MpiCommunicator(Communicator):
     def group_by_members(
         self, ranks: Sequence[int], *, purpose: str, limit: Limit | None = None
     ) -> Communicator:
-        """Make a group as ``group`` does; its ranks alone call this.
+        """Create a group as ``group`` does; collective over the ranks of the group only.
 
-        Groups of the same ranks that are made at the same time, or one after an error of another
-        which some ranks still wait for, need different purposes.
+        Args:
+            ranks: ranks of this communicator, by rank in the group.
+            purpose: must differ from that of another group of the same ranks whose creation is
+                in progress on a rank, also after an error.
+            limit: limit of waits; None for the limit of this communicator.
         """
         check_group(ranks, self.size)
         watch = self._watch.of_group([self._world_ranks[rank] for rank in ranks], limit)
@@ -259,7 +268,7 @@ class MpiCommunicator(Communicator):
         attempt = self._meeting.meet(wire, watch, ranks, tag)
         ours = self._comm.Get_group()
         chosen = ours.Incl(list(ranks))
-        # Not the tag alone: the call of an attempt that was given up may still be in progress.
+        # The tag depends on the attempt: the call of an earlier attempt may still be in progress.
         create = partial(self._comm.Create_group, chosen, (tag + attempt) % NUM_TAGS)
         members = WatchedCalls(self._comm, watch).block(create)
         self._has_left_messages = had_left
@@ -268,35 +277,35 @@ class MpiCommunicator(Communicator):
         return self._make_group(members, ranks, limit)
 
     def new_wire(self) -> MpiWire:
-        """Make a way for messages that meet no others of this communicator. Collective."""
+        """Create a wire whose messages match no others of this communicator. Collective."""
         self._wires.append(self._calls.duplicate())
         return MpiWire(self._wires[-1], watch=self._watch, world_ranks=self._world_ranks)
 
     def new_mailbox(self) -> mailbox.Mailbox:
-        """Make mailboxes of MPI messages."""
+        """Create a mailbox that sends MPI messages."""
         self.meet("new mailbox")
         return mailbox.flat(self._comm, self._watch)
 
     def new_bucket(self, numel: int, dtype: torch.dtype) -> Bucket:
-        """Make a bucket in private memory."""
+        """Create a bucket in private memory."""
         self._num_buckets += 1
         return Bucket(torch.zeros(numel, dtype=dtype), number=self._num_buckets)
 
     def fail(self) -> None:
-        """Let later calls raise, on all ranks."""
+        """Mark this communicator as failed on all ranks."""
         self._watch.fail()
 
     def traffic(self) -> Traffic:
-        """Return what was sent by messages and given to the library."""
+        """Return bytes sent by messages or passed to MPI collectives, and seconds waited."""
         sent = self._library_bytes + self.wire.num_bytes_sent
         return Traffic(rail_bytes=sent, waited_s=self._watch.waited_s)
 
     def before_close(self, function: Callable[[], object]) -> None:
-        """Call a function in ``close``, before communicators of MPI are freed."""
+        """Register a function that ``close`` calls before it frees MPI communicators."""
         self._before_close.append(function)
 
     def close(self) -> None:
-        """Free the MPI communicator; harmless the second time."""
+        """Free the MPI communicators; a no-op the second time."""
         while self._before_close:
             self._before_close.pop(0)()
         while self._wires:
@@ -308,12 +317,12 @@ class MpiCommunicator(Communicator):
 
     @property
     def watch(self) -> Watch:
-        """The watch of all waits of this communicator."""
+        """The watch that performs all waits of this communicator."""
         return self._watch
 
     @property
     def is_open(self) -> bool:
-        """Whether ``close`` was not called yet."""
+        """Whether ``close`` was not yet called."""
         return self._comm != MPI.COMM_NULL
 
     def _allreduce_wide_(self, total: Tensor, how: Combination) -> None:
@@ -328,8 +337,8 @@ class MpiCommunicator(Communicator):
     def _reduce_scatter_flat(
         self, values: Tensor, parts: Sequence[int], how: Combination
     ) -> Tensor:
-        """Return this rank's part, as numbers of dtype ``how.storage_dtype`` or a wider one."""
-        lanes = values.itemsize // how.storage_dtype.itemsize  # of each element
+        """Return this rank's part, in ``how.storage_dtype`` or ``how.accumulate_dtype``."""
+        lanes = values.itemsize // how.storage_dtype.itemsize  # per element
         counts = [numel * lanes for numel in parts]
         values = how.view(values)
         fits = library_sums(how.accumulate_dtype) and values.numel() <= CHUNK_ELEMENTS
@@ -345,7 +354,7 @@ class MpiCommunicator(Communicator):
         return total
 
     def _gather_flat(self, mine: Tensor, numels: Sequence[int]) -> list[Tensor]:
-        """Return what every rank has, as new tensors of ``numels`` elements."""
+        """Return the tensors of all ranks as new tensors of ``numels`` elements."""
         if sum(numels) * mine.itemsize >= _GATHER_BYTES:
             return self._exchange_flat([mine] * self.size, numels)
         packed = torch.empty(sum(numels), dtype=mine.dtype)
@@ -356,7 +365,7 @@ class MpiCommunicator(Communicator):
         return [part.clone() for part in packed.split(numels)]
 
     def _exchange_flat(self, given: Sequence[Tensor], numels: Sequence[int]) -> list[Tensor]:
-        """Return what every rank gives this one, as new tensors of ``numels`` elements."""
+        """Send ``given[r]`` to rank r; return the received tensors, of ``numels`` elements."""
         received = [torch.empty(numel, dtype=given[0].dtype) for numel in numels]
         pairwise_alltoall_(self.wire, given, received)
         self._watch.confirm()
@@ -375,12 +384,12 @@ class MpiCommunicator(Communicator):
 
 
 def _new_number(rank: int) -> int:
-    """Return the number of a new communicator whose first rank is this one of the world."""
+    """Return a number that no other communicator has; ``rank`` is its first rank in the world."""
     return rank << 32 | next(_count)
 
 
 def _users(tag: int) -> int:
-    """Keep messages of the user apart from those of collectives, which have tag 0."""
+    """Return the MPI tag of a user message; tag 0 is used by collectives."""
     if not 0 <= tag < NUM_TAGS:
         raise CommError(f"tag must be from 0 to 32766, got {tag}")
     return tag + 1

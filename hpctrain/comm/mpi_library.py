@@ -1,4 +1,4 @@
-"""The MPI library of this process: its version, its threads, its own all-reduce, its end."""
+"""The MPI library of this process: version, thread level, all-reduce, and finalization."""
 
 import sys
 from collections.abc import Callable
@@ -24,7 +24,7 @@ _TYPES = {
 _OPS = {op: op.name for op in Op} | {Op.PRODUCT: "PROD"}
 
 LEVELS = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
-"""How many threads may call MPI: none but the one of the program, ..., all at once."""
+"""Thread levels of MPI, from a single thread to concurrent calls of all threads."""
 
 
 def version() -> str:
@@ -42,7 +42,7 @@ def thread_level() -> str:
 def calls_from_threads() -> bool:
     """Return whether several threads of this process may call MPI at once. Not collective.
 
-    One that has not loaded MPI, such as a world of one, may.
+    True if MPI is not loaded, as in a world of one rank.
     """
     if "mpi4py.MPI" not in sys.modules:
         return True
@@ -50,20 +50,23 @@ def calls_from_threads() -> bool:
 
 
 class BeforeFinalize:
-    """Calls a function when ``MPI_Finalize`` begins, while all of MPI still works.
+    """Calls a function when ``MPI_Finalize`` begins, while MPI is still usable.
 
-    MPI deletes the attributes of ``MPI_COMM_SELF`` first of all, and tells their owners.
+    ``MPI_Finalize`` first deletes the attributes of ``MPI_COMM_SELF``, which calls their delete
+    callbacks.
+
+    Args:
+        function: called unless ``close`` was called before.
     """
 
     def __init__(self, function: Callable[[], object]) -> None:
-        """Take the function; after ``close`` it is not called any more."""
         self._function: Callable[[], object] | None = function
         self.is_over = False  # whether the function was called
         self._key: int | None = mpi_start.MPI.Comm.Create_keyval(delete_fn=self._on_delete)
         mpi_start.MPI.COMM_SELF.Set_attr(self._key, self)
 
     def close(self) -> None:
-        """Forget the function. Harmless the second time, and after ``MPI_Finalize``."""
+        """Remove the function. A no-op the second time and after ``MPI_Finalize``."""
         self._function = None
         if self._key is not None and not mpi_start.MPI.Is_finalized():
             key, self._key = self._key, None
@@ -79,18 +82,20 @@ class BeforeFinalize:
 
 
 class LibraryAllreduce:
-    """``MPI_Allreduce`` in place over MPI's world, to be compared with ours.
+    """``MPI_Allreduce`` in place over ``MPI_COMM_WORLD``, for comparison in benchmarks.
 
-    Each call is one blocking call. Values are those of the library, which saturates small
-    integers in some versions.
+    Each call blocks. Some MPI libraries saturate small integers. The constructor is collective.
+
+    Args:
+        flat: 1-D contiguous tensor with fewer than 2^31 elements, which must exist until
+            ``close``.
+        op: operation.
+
+    Raises:
+        CommError: MPI cannot reduce the dtype.
     """
 
     def __init__(self, flat: Tensor, op: Op) -> None:
-        """Take memory that must stay as it is until ``close()``. Collective.
-
-        It is 1-D and contiguous, with fewer than 2^31 elements, of a dtype that the library
-        reduces.
-        """
         require_type(flat.dtype)
         self._flat = flat
         self._op: mpi_start.MPI.Op = getattr(mpi_start.MPI, _OPS[op])
@@ -100,18 +105,17 @@ class LibraryAllreduce:
         self._comm = mpi_start.MPI.COMM_WORLD.Dup()
 
     def __call__(self) -> None:
-        """Reduce in place."""
+        """Reduce in place. Collective."""
         self._comm.Allreduce(*self._buffers, self._op)
 
     def close(self) -> None:
-        """Free the communicator."""
+        """Free the communicator. Collective."""
         self._comm.Free()
 
 
 def require_type(dtype: torch.dtype) -> None:
-    """Refuse, by ``CommError``, what the library cannot reduce."""
+    """Raise ``CommError`` if MPI cannot reduce ``dtype``."""
     if dtype not in _TYPES:
         raise CommError(
-            f"MPI_Allreduce has no {name_of(dtype)} to compare with; "
-            f"take float32, or leave the comparison out"
+            f"MPI_Allreduce does not support {name_of(dtype)}; use float32, or omit the comparison"
         )

@@ -1,7 +1,8 @@
-"""The module ``MPI`` of mpi4py, and what its objects are.
+"""The module ``MPI`` of mpi4py, loaded at first use, and tests of its objects.
 
-``MPI`` is loaded at its first use, with the settings of this host, and starts MPI. A world of one
-does without: modules that it imports write ``mpi_start.MPI`` where they use it.
+Loading ``MPI`` applies the MPI settings for this host and initializes MPI. A world of one rank
+does not need MPI, so modules that such a world imports access ``mpi_start.MPI`` only where they
+use it.
 """
 
 import atexit
@@ -25,7 +26,7 @@ _MODULE = "mpi4py.MPI"
 def __getattr__(name: str) -> Any:
     if name != "MPI":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # The last of our handlers at exit: mpi4py calls MPI_Finalize when all handlers have run.
+    # Runs after handlers registered later; mpi4py calls MPI_Finalize after all handlers.
     atexit.register(rename, LEAVING)
     with settings_of_mpi():
         from mpi4py import MPI  # noqa: PLC0415 - this starts MPI
@@ -34,19 +35,19 @@ def __getattr__(name: str) -> Any:
 
 
 def is_communicator(value: object) -> bool:
-    """Return whether this is an intracommunicator of mpi4py that this process is in."""
+    """Return whether ``value`` is an mpi4py intracommunicator that contains this process."""
     here = sys.modules.get(_MODULE)
     return here is not None and isinstance(value, here.Intracomm) and value != here.COMM_NULL
 
 
 def is_of_mpi(error: BaseException) -> "TypeGuard[MPI.Exception]":
-    """Return whether MPI has raised an error."""
+    """Return whether ``error`` is an exception of MPI."""
     here = sys.modules.get(_MODULE)
     return here is not None and isinstance(error, here.Exception)
 
 
 def is_loss(error: BaseException) -> bool:
-    """Return whether MPI has found that a rank died, or that others no longer wait for it."""
+    """Return whether ``error`` is an MPI error for a dead rank or a revoked communicator."""
     if not is_of_mpi(error):
         return False
     here = sys.modules[_MODULE]
@@ -55,9 +56,10 @@ def is_loss(error: BaseException) -> bool:
 
 
 def numbers_in(world: "MpiComm | None", comm: "MpiComm") -> list[int]:
-    """Return which ranks of ``world`` those of ``comm`` are, sorted. Not collective.
+    """Return the ranks in ``world`` of the ranks of ``comm``, sorted. Not collective.
 
-    ``ConfigError`` if one is not in ``world``.
+    Raises:
+        ConfigError: a rank of ``comm`` is not in ``world``.
     """
     here = sys.modules[_MODULE]
     theirs = comm.Get_group()
@@ -67,7 +69,7 @@ def numbers_in(world: "MpiComm | None", comm: "MpiComm") -> list[int]:
     ours.Free()
     if here.UNDEFINED in numbers:
         raise ConfigError(
-            "a process set is made of ranks of the world, got a communicator with others; "
-            "give init(comm=...) one that has them all"
+            "ranks of a process set must be in the world, got a communicator with other ranks; "
+            "pass a communicator with all of them to init(comm=...)"
         )
     return numbers

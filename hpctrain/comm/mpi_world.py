@@ -1,4 +1,4 @@
-"""From a launch to MPI's world, without torch: a launch that cannot work ends within seconds."""
+"""From a launch to the MPI world, without torch, so that a faulty launch fails within seconds."""
 
 import atexit
 import ctypes
@@ -32,41 +32,46 @@ if TYPE_CHECKING:
     from hpctrain.comm.watched_calls import WatchedCalls
 
 _HEAD_START_S = 1.0
-"""For rank 0 to say what is wrong: its process may begin a little later than others."""
+"""Time for rank 0, whose process may start later than others, to print the problem."""
 
 
 def doubt() -> None:
-    """Join MPI's world at once where srun seems to offer the wrong interface; else do nothing.
+    """Initialize MPI at once if srun seems to offer the wrong PMI; otherwise a no-op.
 
-    Rank 0 says so first, and the others give it a second: MPI may end them all. ``LaunchError`` if
-    the ranks do not find each other.
+    Rank 0 prints the problem before, since MPI may end all processes. Called before torch is
+    loaded, which takes seconds on many ranks. MPI is not initialized early in other launches,
+    because ``MPI_Finalize`` waits for all ranks: if one failed before its initialization, the
+    others would hang.
 
-    To be called before torch is loaded, which takes seconds on many ranks. Not before all
-    launches: MPI waits at the end of a process for all others, those in which something else fails
-    before they join would hang.
+    Raises:
+        LaunchError: the ranks do not find each other.
     """
     launched = env.launched()
     text = mismatch(launched, expected_libmpi())
     if not text or launched is None:
         return
-    if launched.rank == 0:  # MPI may end this process in words of its own
+    if launched.rank == 0:  # MPI may end this process with another message
         sys.stderr.write(f"hpctrain: {text}\n")
         sys.stderr.flush()
-    else:  # the first process that ends may end all the others, and rank 0 has not spoken yet
+    else:  # the end of any process may end all others, before rank 0 has printed
         time.sleep(_HEAD_START_S)
     _join(launched)
 
 
 def find_world(chosen: object = None, timeout_s: float = math.inf) -> "MPI.Intracomm | None":
-    """Return a private communicator of the ranks to train with; None for a process that is alone.
+    """Return a private MPI communicator of the ranks of the training; None for one rank.
 
-    ``chosen`` is None for all that were started together; a sequence of their numbers, of which
-    the i-th becomes rank i; or an intracommunicator of mpi4py, which is duplicated. Collective
-    over these ranks: the others need not call it.
+    Collective over the chosen ranks; other ranks need not call it.
 
-    ``LaunchError`` if the launcher, the MPI library and the world do not fit together;
-    ``RankLostError`` if a rank does not come within ``timeout_s``; ``ConfigError`` if ``chosen``
-    is something else, names a rank that does not exist, or not this one.
+    Args:
+        chosen: None for all ranks of the launch; a sequence of ranks of the launch, in the order
+            of the new ranks; or an mpi4py intracommunicator, which is duplicated.
+        timeout_s: longest wait for a rank.
+
+    Raises:
+        LaunchError: launcher, MPI library and world do not match.
+        RankLostError: a rank is later than ``timeout_s``.
+        ConfigError: ``chosen`` has another type, contains an invalid rank, or not this rank.
     """
     world = _join(env.launched())
     if is_communicator(chosen):
@@ -87,9 +92,11 @@ def find_world(chosen: object = None, timeout_s: float = math.inf) -> "MPI.Intra
 
 
 def await_world(timeout_s: float) -> None:
-    """Return when all ranks that were started together have called this.
+    """Wait until all ranks of the launch have called this function. Collective.
 
-    ``RankLostError`` if one does not come within ``timeout_s``, ``LaunchError`` as ``find_world``.
+    Raises:
+        LaunchError: see ``find_world``.
+        RankLostError: a rank is later than ``timeout_s``.
     """
     world = _join(env.launched())
     if world is not None:
@@ -105,24 +112,24 @@ def _calls_of(comm: "MpiComm", timeout_s: float, name: str = "HPCTRAIN_TIMEOUT")
 
 
 def _checked(chosen: object, world: "MPI.Intracomm | None") -> list[int]:
-    """Return the chosen ranks; Horovod takes an empty list for all."""
+    """Return the chosen ranks; as in Horovod, an empty list selects all ranks."""
     size, rank = (world.size, world.rank) if world else (1, 0)
     ranks = list(chosen) if isinstance(chosen, Sequence) and not isinstance(chosen, str) else None
     if chosen is None or ranks == []:
         return list(range(size))
     if ranks is None or not all(isinstance(number, int) for number in ranks):
         raise ConfigError(
-            f"init takes comm=None, a list of ranks or an mpi4py communicator that this rank is "
-            f"in, got {chosen!r}"
+            f"comm of init() must be None, a list of ranks or an mpi4py communicator with this "
+            f"rank, got {chosen!r}"
         )
     if len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(size)):
         raise ConfigError(
-            f"init(comm=...) names ranks from 0 to {size - 1}, each once, got {ranks}"
+            f"ranks of init(comm=...) must be from 0 to {size - 1}, each once, got {ranks}"
         )
     if rank not in ranks:
         raise ConfigError(
-            f"rank {rank} calls init(comm=...) with a list in which it is not: "
-            f"{format_numbers(ranks)}; only the ranks of the list call it"
+            f"the list of init(comm=...) must contain the calling rank, but rank {rank} is not in "
+            f"{format_numbers(ranks)}; call init() only on the ranks of the list"
         )
     return ranks
 
@@ -130,14 +137,14 @@ def _checked(chosen: object, world: "MPI.Intracomm | None") -> list[int]:
 def _join(launched: env.Launched | None) -> "MPI.Intracomm | None":
     if launched is not None and process.is_child():
         raise LaunchError(
-            f"the ranks of {launched.name} are the processes that it has started, and this one, "
-            "which calls init(), was started by one of them through multiprocessing, such as a "
-            "worker of a DataLoader; workers import the program anew: guard init() and all that "
+            f"init() must be called by a process that {launched.name} has started, but this one "
+            "was started by one of them through multiprocessing, such as a worker of a "
+            "DataLoader; workers import the program again, so guard init() and all that "
             'trains by `if __name__ == "__main__":`'
         )
     may_be_alone = config.setting("alone")
     if launched is not None and not launched.by_mpi and (launched.local_size or 1) > 1:
-        # MPI might take all of them for the one rank of an outer launcher.
+        # MPI might treat each of them as the single rank of an outer launcher.
         if not may_be_alone:
             preflight.check_world(launched, 1, ())
         return None
@@ -155,9 +162,8 @@ def _join(launched: env.Launched | None) -> "MPI.Intracomm | None":
         ) from error
     if (parent := _let_children_end()) != os.getpid():
         raise LaunchError(
-            f"the ranks of a launch are the processes that it has started, but this one, "
-            f"{os.getpid()}, was forked by {parent}, which has joined already; call init() in the "
-            f"parent alone"
+            f"init() must be called by a process of the launch, but this one, {os.getpid()}, was "
+            f"forked by {parent}, which has initialized MPI; call init() in the parent only"
         )
     expected = None if may_be_alone else launched
     preflight.check_world(expected, size, loaded_libmpi(), starter())
@@ -174,23 +180,23 @@ def _warn(text: str | None) -> None:
 
 @cache
 def _let_children_end() -> int:
-    """Let forked children of this process end without ``MPI_Finalize``; return the process id.
+    """Prevent ``MPI_Finalize`` in forked children of this process; return the process id.
 
-    mpi4py calls it at the end of every process that has loaded MPI. In a child, which shares the
-    connections of its parent, it does not return, and receives messages for the parent.
+    mpi4py calls ``MPI_Finalize`` at exit. In a forked child, which shares the connections of its
+    parent, the call would hang and receive messages for the parent.
     """
     os.register_at_fork(after_in_child=lambda: atexit.register(_leave_mpi_to_parent))
     return os.getpid()
 
 
-_PAST_COMM_SELF = 4  # of Open MPI's states: ``MPI_Finalized`` is true, and no call is refused
-_sessions: list[object] = []  # mpi4py's, which are open as long as they are referenced
+_PAST_COMM_SELF = 4  # in this state Open MPI reports finalized and still accepts calls
+_sessions: list[object] = []  # mpi4py sessions, open while they are referenced
 
 
 def _leave_mpi_to_parent() -> None:
-    """Let the ``MPI_Finalize`` that follows in this process do nothing."""
+    """Make a later ``MPI_Finalize`` in this process a no-op."""
     for library in loaded_libmpi():
-        with suppress(ValueError, OSError):  # a library of another kind
+        with suppress(ValueError, OSError):  # not Open MPI
             state = ctypes.c_int.in_dll(ctypes.CDLL(str(library)), "ompi_mpi_state")
             state.value = _PAST_COMM_SELF
             return

@@ -1,8 +1,8 @@
 """Norms of finite values, finite over the whole range of their dtype.
 
-The square of a float32 overflows above 1.8e19 and is lost below 1e-19. Norms are calculated in
-float32 all the same, as float64 takes two to four times as long; those that may be wrong, which
-their value shows, are calculated again in float64.
+The square of a float32 overflows above 1.8e19 and underflows below 1e-19. Norms are still computed
+in float32, since float64 takes two to four times as long. Norms whose value shows that they may be
+wrong are computed again in float64.
 """
 
 import math
@@ -15,11 +15,11 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from hpctrain.core.torch_compat import foreach_norm
 
 _LEAST_SUM = 2.0**-100
-"""A sum of powers above it has lost none that matters."""
+"""Powers that underflow are negligible in a sum above this value."""
 
 
 def norms(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the Euclidean norm of each tensor, of one device and dtype, in float64 on the CPU."""
+    """Return the Euclidean norms of tensors of one device and dtype, in float64 on the CPU."""
     wide = torch.float32 if tensors[0].dtype.itemsize < 4 else None
     found = torch.stack(foreach_norm([*tensors], 2, wide)).to("cpu", torch.float64)
     for index in _doubtful(found).nonzero().flatten().tolist():
@@ -41,10 +41,16 @@ def total_norm(
     order: float = 2.0,
     whole: Callable[[Tensor], Tensor] = torch.clone,
 ) -> Tensor:
-    """Return ``torch.nn.utils.get_total_norm``, in float64 where its dtype cannot hold it.
+    """Return ``torch.nn.utils.get_total_norm``, in float64 if its dtype is too narrow.
 
-    ``whole`` makes a plain tensor of the norm of tensors that are divided over ranks, the same on
-    all of them; then this is collective over them.
+    Args:
+        gradients: the tensors.
+        order: order of the norm.
+        whole: returns the norm as a plain tensor that is the same on all ranks. If tensors are
+            divided over ranks, this function communicates, and the call is collective.
+
+    Returns:
+        The norm, in the dtype of the gradients if it fits, otherwise in float64.
     """
     found = whole(get_total_norm(gradients, order))
     if not gradients or not _doubtful(found, order):
@@ -62,20 +68,20 @@ def clip_grad_norm_(
     *,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Clip as ``torch.nn.utils.clip_grad_norm_`` by ``total_norm``; return the norm before."""
+    """Clip as ``torch.nn.utils.clip_grad_norm_`` with ``total_norm``; return the norm before."""
     held = [parameter for parameter in parameters if parameter.grad is not None]
     total = total_norm([p.grad for p in held if p.grad is not None], order)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"the norm of order {order} of the averaged gradients must be finite to clip them, "
-            f"got {float(total)}; leave this step out on all ranks"
+            f"got {float(total)}; skip this step on all ranks"
         )
     clip_grads_with_norm_(held, max_norm, total)
     return total
 
 
 def _doubtful(found: Tensor, order: float = 2.0) -> Tensor:
-    """Return which norms of this order may have lost powers, or are not finite."""
+    """Return which norms are not finite or may have lost powers by underflow."""
     least = _LEAST_SUM ** (1.0 / order) if 0.0 < order < math.inf else 0.0
     return ~((found >= least) & found.isfinite())
 

@@ -1,4 +1,4 @@
-"""Listeners, which hear of every operation of a communicator: a trace, and a table at the end."""
+"""Listeners for the operations of a communicator: a trace, and a table of statistics."""
 
 import sys
 import threading
@@ -24,21 +24,21 @@ _OPERATIONS = {
 
 
 class ObservedCall(NamedTuple):
-    """One operation of this rank that is over."""
+    """A completed call of an operation on this rank."""
 
-    rank: int  # this rank's number in the communicator
+    rank: int  # this rank in the communicator
     operation: str  # name of the method
-    num_bytes: int | None  # bytes of the tensors that this rank gave; None where it gave none
-    seconds: float  # how long the call lasted; work that goes on after it is not in it
-    traffic: Traffic  # what the call moved, and how long it waited
+    num_bytes: int | None  # bytes of the input tensors of this rank; None without tensors
+    seconds: float  # duration of the call, without asynchronous work after its return
+    traffic: Traffic  # bytes sent and seconds waited in the call
 
 
 Listener = Callable[[ObservedCall], object]
-"""Hears of an operation that is over; on any thread that communicates."""
+"""Called after each operation, on the thread of the operation."""
 
 
 def observed(comm: Communicator, *listeners: Listener | None) -> Communicator:
-    """Let ``listeners`` hear of what ``comm`` does; ``comm`` itself where there are none."""
+    """Return ``comm`` with calls reported to ``listeners``; ``comm`` itself without listeners."""
     present = [listener for listener in listeners if listener is not None]
     if not present:
         return comm
@@ -46,7 +46,13 @@ def observed(comm: Communicator, *listeners: Listener | None) -> Communicator:
 
 
 class ObservedCommunicator:
-    """Reports each call of the communicator inside, of its groups and its rail to listeners."""
+    """Reports each operation of a communicator, its groups and its rail to listeners.
+
+    Args:
+        comm: the communicator.
+        listeners: called after each operation.
+        prefix: prefix of the names of operations in reports.
+    """
 
     def __init__(self, comm: Any, listeners: Sequence[Listener], prefix: str = "") -> None:
         self._inside = comm
@@ -55,19 +61,19 @@ class ObservedCommunicator:
 
     @property
     def internode(self) -> Any:
-        """The ranks of the other nodes, with the same listeners."""
+        """The ranks of other nodes, with the same listeners."""
         found = self._inside.internode
         if found is self._inside:
             return self
         return found and ObservedCommunicator(found, self._listeners, "rail.")
 
     def __getattr__(self, name: str) -> Any:
-        """Find everything in the communicator inside, with a clock around what moves bytes."""
+        """Return an attribute of the communicator; operations are timed and reported."""
         found = getattr(self._inside, name)
         return self._timed(name, found) if name in _OPERATIONS else found
 
     def group(self, ranks: Sequence[int]) -> Communicator | None:
-        """Make a group as the communicator inside does, with the same listeners."""
+        """Create a group with the same listeners."""
         made = self._inside.group(ranks)
         return None if made is None else observed(made, *self._listeners)
 
@@ -108,17 +114,17 @@ def trace(call: ObservedCall) -> None:
 
 @dataclass(slots=True)
 class Count:
-    """What one rank has spent on one operation so far."""
+    """Counters of one operation on one rank."""
 
     calls: int = 0
-    num_bytes: int = 0  # bytes of the tensors that it gave
-    node_bytes: int = 0  # bytes that it read or wrote in the memory of its node
-    rail_bytes: int = 0  # bytes that it sent by messages, over the rail above all
+    num_bytes: int = 0  # bytes of input tensors
+    node_bytes: int = 0  # bytes read or written in node memory
+    rail_bytes: int = 0  # bytes sent by messages, mostly over the rail
     seconds: float = 0.0
     waited_s: float = 0.0
 
     def add(self, call: ObservedCall) -> None:
-        """Count one more call."""
+        """Add a call."""
         self.calls += 1
         self.num_bytes += call.num_bytes or 0
         self.node_bytes += call.traffic.node_bytes
@@ -128,10 +134,13 @@ class Count:
 
 
 class Statistics:
-    """A listener that counts the operations of this rank; at the end it tells those of all."""
+    """A listener that counts the operations of this rank and prints statistics of all ranks.
+
+    Args:
+        comm: gathers the counters for the report; not observed itself.
+    """
 
     def __init__(self, comm: Communicator) -> None:
-        """Begin at nothing; ``comm`` gathers the counts at the end, and is not listened to."""
         self._comm = comm
         self.counts: dict[str, Count] = {}  # by operation
         self._counting = threading.Lock()
@@ -143,10 +152,10 @@ class Statistics:
             self.counts.setdefault(call.operation, Count()).add(call)
 
     def report(self) -> None:
-        """Print the table of all ranks on the standard error of rank 0; not in forked children.
+        """Print the table of all ranks to standard error on rank 0. Collective.
 
-        Collective: to be called only where every rank is known to come, or the others would wait
-        for one that never does.
+        A no-op in forked children. Must be called only if every rank is known to call this
+        method; otherwise the other ranks wait until their limit.
         """
         if not self._owner.is_here:
             return
@@ -156,10 +165,10 @@ class Statistics:
 
 
 def describe(counts_by_rank: Sequence[Mapping[str, Count]]) -> str:
-    """Return the table: a line per operation, the one that took most time first.
+    """Return the table with one line per operation, sorted by decreasing time.
 
-    Calls and bytes are means over the ranks, times are sums over the calls, with the smallest, the
-    mean and the largest over the ranks. Bandwidth is bytes given by mean time.
+    Calls and bytes are means over the ranks. Times are sums over the calls; the table has their
+    minimum, mean and maximum over the ranks. Bandwidth is input bytes divided by mean time.
     """
     names = {name: None for counts in counts_by_rank for name in counts}
     lines = [(name, [counts.get(name, Count()) for counts in counts_by_rank]) for name in names]

@@ -1,41 +1,41 @@
-"""Results of the operations of communicators: works, and counters of what was moved."""
+"""Results of operations of communicators, and counters of bytes and seconds."""
 
 from operator import sub
 from typing import NamedTuple, Protocol
 
 
 class Traffic(NamedTuple):
-    """Counters of one rank since the communicator was made."""
+    """Counters of one rank since the creation of the communicator."""
 
-    node_bytes: int = 0  # bytes that this rank has read or written in the memory of its node
+    node_bytes: int = 0  # bytes read or written in node memory
     rail_bytes: int = 0
-    """Bytes that this rank has sent by messages; inside an MPI library the bytes of its calls."""
-    waited_s: float = 0.0  # seconds in which this rank waited for others
-    rail_s: float = 0.0  # seconds that this rank spent on its rail between nodes without waiting
+    """Bytes sent by messages, plus bytes passed to MPI collectives."""
+    waited_s: float = 0.0  # seconds of waits for other ranks
+    rail_s: float = 0.0  # seconds spent on the rail without waits
 
     def since(self, earlier: "Traffic") -> "Traffic":
-        """Return what was added after ``earlier``."""
+        """Return the difference to ``earlier`` counters."""
         return Traffic(*map(sub, self, earlier))
 
 
 class Work(Protocol):
-    """An operation that was started; on CPU its result may be read after ``wait()``."""
+    """A started operation; on the CPU its result may be read after ``wait()``."""
 
     def wait(self) -> None:
-        """Return when the result is there; raise what the operation raised."""
+        """Wait until the operation is complete; raise its error."""
 
     def done(self) -> bool:
-        """Say whether ``wait()`` would return at once."""
+        """Return whether ``wait()`` would return at once."""
 
 
 class Finished:
-    """The work of an operation that was complete when it returned."""
+    """The result of an operation that is complete."""
 
     def wait(self) -> None:
         """Return at once."""
 
     def done(self) -> bool:
-        """Say yes."""
+        """Return True."""
         return True
 
 

@@ -1,4 +1,4 @@
-"""Reduction operators on the values of several ranks, and the numbers they compute in."""
+"""Reduction operations, and the dtypes in which they are computed."""
 
 import enum
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from hpctrain.core.torch_compat import FLOAT8
 
 
 class Op(enum.Enum):
-    """How the values of all ranks become one."""
+    """Operation that combines the values of all ranks."""
 
     SUM = "sum"
     PRODUCT = "product"
@@ -24,7 +24,7 @@ class Op(enum.Enum):
     BOR = "bitwise or"
     BXOR = "bitwise xor"
 
-    __hash__ = object.__hash__  # Enum's own is a function in Python, in the way of every call
+    __hash__ = object.__hash__  # faster than ``Enum.__hash__``, which is a Python function
 
 
 _Function = Callable[..., Tensor]  # of two tensors, with ``out``
@@ -44,7 +44,7 @@ _LOGICAL: dict[Op, _Function] = _BITWISE | {
 }
 
 _SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
-"""The integers with which torch calculates."""
+"""Integer dtypes with full arithmetic in torch."""
 _UNSIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 _FLOATS = (torch.float32, torch.float64)
 _HALVES = (torch.float16, torch.bfloat16)
@@ -54,51 +54,52 @@ _COMPLEX = {
     torch.complex128: torch.float64,
 }
 _WIDE = {torch.complex32: torch.complex64} | dict.fromkeys(_HALVES + FLOAT8, torch.float32)
-_SCALE_ELEMENTS = 1 << 16  # a piece that is scaled and rounded while it lies in the cache
+_SCALE_ELEMENTS = 1 << 16  # elements scaled and rounded at a time, which fit the cache
 
 
 @dataclass(frozen=True, slots=True)
 class Combination:
-    """How values of one dtype are combined by one operation.
+    """Combination of values of one dtype by one operation.
 
-    NaN stays NaN; integers wrap around and never saturate. Zeros of either sign and NaN of any
-    bits count as equal, so ranks that combine the same two tensors must give them in the same
-    order to end with the same bits.
+    NaN is propagated; integers wrap around and never saturate. Zeros of both signs and all NaN
+    count as equal, so results are bitwise identical only if ranks combine tensors in the same
+    order.
     """
 
     op: Op
     storage_dtype: torch.dtype
-    """The same bytes as numbers that can be combined, see ``view``. A complex number is two of
-    them where it is summed."""
+    """dtype as which the stored bytes are combined, see ``view``. For the sum, a complex number is
+    two real ones."""
     accumulate_dtype: torch.dtype
-    """In which many values are combined before they are rounded once; ``storage_dtype`` if that
-    is exact or as good."""
+    """dtype of intermediate results, which are rounded once; ``storage_dtype`` if a wider dtype
+    is not more accurate."""
     function: _Function = field(repr=False)  # of two tensors of ``accumulate_dtype``
 
     def view(self, flat: Tensor) -> Tensor:
-        """Return the elements of a flat tensor as numbers of ``storage_dtype``."""
+        """Return a 1-D tensor viewed as ``storage_dtype``."""
         return flat if flat.dtype is self.storage_dtype else flat.view(self.storage_dtype)
 
     def into(self, total: Tensor, other: Tensor) -> None:
-        """Replace ``total`` by ``total (op) other``; both flat, of one of the two dtypes."""
+        """Replace ``total`` by ``total (op) other``; both 1-D, each of one of the two dtypes."""
         if total.dtype == self.accumulate_dtype:
             self.function(total, other.to(self.accumulate_dtype), out=total)
         elif total.dtype == other.dtype and self.storage_dtype in _HALVES:
-            self.function(total, other, out=total)  # in float32, rounded once: torch does it
+            self.function(total, other, out=total)  # torch computes in float32 and rounds once
         else:
             wide = total.to(self.accumulate_dtype)
             total.copy_(self.function(wide, other.to(self.accumulate_dtype), out=wide))
 
     def widened(self) -> "Combination":
-        """Return the combination of values that were converted to ``accumulate_dtype`` before."""
+        """Return the combination of values already converted to ``accumulate_dtype``."""
         return replace(self, storage_dtype=self.accumulate_dtype)
 
 
 @cache
 def combination(dtype: torch.dtype, op: Op) -> Combination:
-    """Return how values of ``dtype`` are combined by ``op``.
+    """Return the combination of values of ``dtype`` by ``op``.
 
-    Raises ``CommError``: ``op`` has no meaning for this dtype.
+    Raises:
+        CommError: ``op`` is not defined for ``dtype``.
     """
     functions, lane = _functions(dtype), dtype
     if op not in functions:
@@ -113,15 +114,15 @@ def combination(dtype: torch.dtype, op: Op) -> Combination:
 
 
 def scale_(values: Tensor, factor: float) -> None:
-    """Multiply floating point or complex ``values`` by ``factor``, rounding once."""
-    if values.dtype in FLOAT8:  # torch does not multiply them
+    """Multiply floating-point or complex ``values`` by ``factor``, rounding once."""
+    if values.dtype in FLOAT8:  # torch has no multiplication for float8
         values.copy_(values.to(torch.float32).mul_(factor))
     else:
         values.mul_(factor)
 
 
 def finish(total: Tensor, scale: float | None, out: Tensor) -> None:
-    """Write ``total``, times ``scale``, into ``out``, in one pass over both."""
+    """Store ``total``, times ``scale``, in ``out``, in one pass over both."""
     if total is out:
         if scale is not None:
             out.mul_(scale)
@@ -147,16 +148,18 @@ def _functions(dtype: torch.dtype) -> dict[Op, _Function]:
 def _refusal(dtype: torch.dtype, op: Op) -> str:
     name = name_of(dtype)
     if dtype in _COMPLEX and op in _ORDER:
-        return f"{op.value} needs values that have an order, got {name}; take view_as_real of it"
+        return f"{op.value} must be of ordered values, got {name}; use view_as_real of the tensor"
     if _functions(dtype):
-        return f"{op.value} takes integers and bool, got {name}; view it as integers first"
-    return f"{op.value} over ranks takes numbers and bool, got {name}; convert the tensor first"
+        return f"{op.value} must be of integers or bool, got {name}; view it as integers first"
+    return (
+        f"{op.value} over ranks must be of numbers or bool, got {name}; convert the tensor first"
+    )
 
 
 def _order_of_unsigned(
     function: _Function, first: Tensor, second: Tensor, *, out: Tensor
 ) -> Tensor:
-    """Compare signed numbers as if they were unsigned: with the sign bit flipped."""
+    """Apply ``function`` in unsigned order to signed storage, by flipping the sign bit."""
     sign = torch.iinfo(out.dtype).min
     function(first ^ sign, second ^ sign, out=out)
     return out.bitwise_xor_(sign)
@@ -168,9 +171,9 @@ _UNSIGNED_ORDER: dict[Op, _Function] = {
 
 
 def scaled_when(scale: float | None, how: Combination) -> tuple[float | None, float | None]:
-    """Return the factor that is applied inside the node, and the one at the end.
+    """Return the factors applied within the node and after the sum over nodes, one of them None.
 
-    A node's sum in 16 bits could overflow where the average does not: there it comes first.
+    The sum of a node in 16 bits may overflow where the average does not, so it is scaled early.
     """
     could_overflow = how.op is Op.SUM and how.accumulate_dtype is not how.storage_dtype
     return (scale, None) if could_overflow else (None, scale)

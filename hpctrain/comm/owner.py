@@ -1,4 +1,4 @@
-"""The process that may communicate: not a child forked from it."""
+"""Detection of forked children, which must not communicate."""
 
 import os
 
@@ -6,14 +6,14 @@ from hpctrain.core.errors import CommError
 
 
 class _Process:
-    """This process: to ask the system for its number with every call takes a tenth of it."""
+    """The cached process id, since ``os.getpid`` takes a tenth of the time of a call."""
 
     def __init__(self) -> None:
         self.look()
         os.register_at_fork(after_in_child=self.look)
 
     def look(self) -> None:
-        """Learn the number, of a child a new one."""
+        """Update the process id, also after a fork."""
         self.pid = os.getpid()
 
 
@@ -21,7 +21,7 @@ _process = _Process()
 
 
 class Owner:
-    """The process that made something which other ranks wait for."""
+    """The process that created an object with which ranks communicate."""
 
     __slots__ = ("_pid",)
 
@@ -30,14 +30,14 @@ class Owner:
 
     @property
     def is_here(self) -> bool:
-        """Whether this is that process."""
+        """Whether this process is the owner, not a forked child."""
         return _process.pid == self._pid
 
     def check(self) -> None:
-        """Raise ``CommError`` in a forked child: its messages would be taken for its parent's."""
+        """Raise ``CommError`` in a forked child, whose messages would seem to be its parent's."""
         if _process.pid != self._pid:
             raise CommError(
-                f"ranks communicate by the process that has called init(), here {self._pid}, this "
+                f"only the process that has called init(), {self._pid}, may communicate, but this "
                 f"is {os.getpid()}, a child forked from it, such as a worker of a DataLoader; "
-                "communicate in the training loop, and let workers prepare samples only"
+                "communicate in the training loop, and let workers only prepare samples"
             )

@@ -1,4 +1,4 @@
-"""One thread per process, which receives the requests to all parameter servers of this rank."""
+"""The thread of a process that receives requests for all parameter servers of the rank."""
 
 import threading
 import time
@@ -14,11 +14,11 @@ from hpctrain.comm.waiting import NAP_SHARE
 from hpctrain.core.libc import memory_at
 
 _SHORTEST_S, _LONGEST_S = 100e-6, 0.5
-_AT_REST_S = 10.0  # if each request rings the doorbell: each wake-up takes processor time
+_AT_REST_S = 10.0  # polling interval if each request rings the doorbell
 
 
 class Polled(NamedTuple):
-    """Result of one look for requests."""
+    """Result of one poll."""
 
     num_near: int = 0  # requests from ranks of this node that have arrived
     num_far: int = 0
@@ -29,16 +29,16 @@ class Service(Protocol):
     """A receiver of requests, called on the request thread."""
 
     def poll(self) -> Polled:
-        """Carry out the requests that have arrived, without waiting."""
+        """Process the requests that have arrived, without waiting."""
 
 
 @dataclass(eq=False, slots=True)
 class _Schedule:
-    """When a service is polled for requests that ring no doorbell."""
+    """Times at which a service is polled for requests that ring no doorbell."""
 
     asked_s: float  # time of the last request
     due_s: float = 0.0
-    early_s: float = 0.0  # from here on it is polled together with services that are due
+    early_s: float = 0.0  # from this time on, polled together with services that are due
 
     def plan(self, now_s: float) -> None:
         """Set the time of the next poll, after one at ``now_s``."""
@@ -49,25 +49,25 @@ class _Schedule:
 class RequestThread:
     """Polls all services of this process, and sleeps while no rank sends requests.
 
-    Ranks of this node ring the doorbell of the process for each request. MPI wakes no thread, so a
-    service polls for requests of other nodes after at most 2 % of the time since its last one, and
-    half a second. Services at rest are polled together. The thread ends with the last service.
+    Ranks of this node ring the doorbell of the process for each request. MPI wakes no
+    thread, so the thread polls for requests of other nodes, with an interval of 2 % of the time
+    since the last request and at most 0.5 s. Idle services are polled together. The thread ends
+    with the last service.
     """
 
     fence: Fence = None
     """Orders accesses to node memory on arm64."""
 
     def __init__(self) -> None:
-        """Start nothing."""
         self.doorbells: Mapping[int, Semaphore] = {}
-        """Bells of the ranks of this node."""
-        self._services: dict[Service, _Schedule] = {}  # the last one to be asked at the end
-        self._lock = threading.RLock()  # of the services, also while one of them works
+        """Doorbells of the ranks of this node, by rank."""
+        self._services: dict[Service, _Schedule] = {}  # in the order of their last request
+        self._lock = threading.RLock()  # held for changes of services and during polls
         self._thread: threading.Thread | None = None
-        self._num_due, self._rung_s = 0, 0.0  # requests that have rung and not arrived
+        self._num_due, self._rung_s = 0, 0.0  # requests that have rung but not arrived
 
     def connect(self, comm: Communicator, mates: Sequence[int]) -> None:
-        """Make the doorbells, once. Collective; ``mates`` are the ranks of this node."""
+        """Create the doorbells once. Collective; ``mates`` are the ranks of this node."""
         if self.doorbells:
             return
         self._memory = comm.new_bucket(2 * LINE_BYTES // 8, torch.int64)
@@ -85,7 +85,7 @@ class RequestThread:
         comm.barrier()  # no rank rings a doorbell before it is initialised
 
     def add(self, service: Service) -> None:
-        """Poll a service from now on; start the thread for the first one."""
+        """Add a service to poll; start the thread for the first one."""
         with self._lock:
             self._services[service] = _Schedule(time.perf_counter())
             self._wake()
@@ -95,7 +95,7 @@ class RequestThread:
                 self._thread.start()
 
     def remove(self, service: Service) -> None:
-        """Return once the service is polled no more. Harmless the second time."""
+        """Stop polling a service. A no-op the second time."""
         with self._lock:
             self._services.pop(service, None)
             ending = None if self._services else self._thread
@@ -105,7 +105,7 @@ class RequestThread:
             ending.join()
 
     def _wake(self) -> None:
-        """Ring the own doorbell without a request."""
+        """Wake the thread without a request."""
         self._num_due -= 1
         self._doorbell.post()
 
@@ -129,7 +129,7 @@ class RequestThread:
             self._rung_s = time.perf_counter()
 
     def _poll(self) -> None:
-        """Poll what may have requests, beginning with the service that was asked last."""
+        """Poll services that may have requests, the most recently used service first."""
         now_s = time.perf_counter()
         for service, schedule in [*reversed(self._services.items())]:
             if self._num_due <= 0 and not (self._has_far and now_s >= schedule.early_s):

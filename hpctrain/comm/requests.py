@@ -15,7 +15,7 @@ from contextlib import suppress
 from hpctrain.comm.mpi_start import MPI
 
 _SWEEP = 128
-"""Whenever so many are pending, those that nobody waits for are tested."""
+"""Number of pending operations after which abandoned ones are tested."""
 
 _pending: "set[MpiRequest]" = set()
 # Not freed while Python exits: MPI_Finalize, which comes later, may still complete operations.
@@ -23,7 +23,17 @@ ctypes.pythonapi.Py_IncRef(ctypes.py_object(_pending))
 
 
 class MpiRequest:
-    """An operation in flight, and the memory that it reads or writes."""
+    """A nonblocking operation in flight, and the memory that it reads or writes.
+
+    The constructor starts the operation ``call(*arguments)``. The arguments and ``memory`` are
+    kept alive until the operation is complete, whether or not the caller waits for it.
+
+    Args:
+        comm: communicator of the operation.
+        call: nonblocking method of ``comm``.
+        arguments: arguments of ``call``.
+        memory: objects whose memory the arguments refer to by address.
+    """
 
     __slots__ = ("_call", "_comm", "_memory", "_request")
 
@@ -34,11 +44,6 @@ class MpiRequest:
         *arguments: object,
         memory: object = None,
     ) -> None:
-        """Start a nonblocking operation of ``comm`` by ``call(*arguments)``.
-
-        The arguments, and ``memory`` if they give only an address, exist until the operation is
-        complete, whether or not the caller waits for it.
-        """
         self._comm, self._call, self._memory = comm, call, (arguments, memory)
         self._request: MPI.Request | None = None
         _pending.add(self)  # before the start: an interrupt may arrive during the call
@@ -46,18 +51,20 @@ class MpiRequest:
             _sweep()
         try:
             self._request = call(*arguments)
-        except MPI.Exception:  # the library has started nothing
+        except MPI.Exception:  # the operation was not started
             _pending.discard(self)
             raise
 
     def Test(self, status: MPI.Status | None = None) -> bool:  # noqa: N802 - the name in MPI
-        """Return True if the operation is complete, without waiting. Not collective.
+        """Return whether the operation is complete, without waiting. Not collective.
 
-        ``MPI.Exception`` if the operation has failed. Two threads must not test one request at
-        the same time.
+        Two threads must not test a request at the same time.
+
+        Raises:
+            MPI.Exception: the operation has failed.
         """
         request = self._request
-        if request is None:  # an interrupt came before the handle was stored
+        if request is None:  # an interrupt occurred before the handle was stored
             return False
         try:
             is_complete = request.Test(status)
@@ -70,18 +77,18 @@ class MpiRequest:
         return is_complete
 
     def cancel(self) -> None:
-        """Withdraw a receive that no message has matched; other operations are not changed."""
+        """Cancel a receive that no message has matched; a no-op for other operations."""
         if self._request and self._call.__name__ == "Irecv":
             self._request.Cancel()
             self.Test()
 
 
 start = MpiRequest
-"""One call instead of two: small operations take a few microseconds."""
+"""An alias and not a function, which would add a call to operations of a few microseconds."""
 
 
 def _sweep() -> None:
-    """Test the operations to which only this module refers, so no other thread tests them."""
+    """Test abandoned operations: only this module refers to them, so no thread tests them."""
     operations = tuple(_pending)
     for operation, references in zip(operations, _references(operations), strict=True):
         if references == _ALONE:
@@ -95,7 +102,7 @@ def _references(objects: tuple[object, ...]) -> list[int]:
 
 _PROBE = {object()}
 _ALONE = _references(tuple(_PROBE))[0]
-"""References to an object that only a set and a tuple hold; differs between Python versions."""
+"""Reference count of an object that only a set and a tuple hold, which depends on Python."""
 
 
 def pending(comm: MPI.Comm) -> list[MpiRequest]:
@@ -104,11 +111,11 @@ def pending(comm: MPI.Comm) -> list[MpiRequest]:
 
 
 def free(comm: MPI.Comm) -> None:
-    """Free a communicator that no thread uses any more. Every rank calls this.
+    """Free a communicator that no thread uses. Every rank calls this.
 
-    Receives are withdrawn first. A communicator with an operation that is still pending, which
-    another rank may complete later, exists until the end of the process: Open MPI crashes when a
-    nonblocking collective continues on a communicator that was freed.
+    Pending receives are cancelled first. A communicator with other pending operations, which other
+    ranks may complete later, is not freed: Open MPI crashes if a nonblocking collective makes
+    progress on a freed communicator.
     """
     is_complete = True
     for operation in pending(comm):

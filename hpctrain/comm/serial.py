@@ -1,4 +1,4 @@
-"""A world of one rank: nothing moves, and nothing is scaled."""
+"""The communicator of a world of one rank, without communication."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn, TypeVar, cast
@@ -40,7 +40,7 @@ class SerialCommunicator(Communicator):
     def allreduce_(
         self, tensor: Tensor | Bucket, *, op: Op = Op.SUM, scale: float | None = None
     ) -> Work:
-        """Scale ``tensor``: the sum over one rank is already there."""
+        """Scale ``tensor``, which is its own sum."""
         values = tensor.flat if isinstance(tensor, Bucket) else tensor
         check_scale(values, scale)
         combination(values.dtype, op)
@@ -56,7 +56,7 @@ class SerialCommunicator(Communicator):
         scale: float | None = None,
         numels: Sequence[int] | None = None,
     ) -> Tensor:
-        """Scale a flat copy: the only part is all of it."""
+        """Return a scaled 1-D copy of ``tensor``."""
         part_numels(tensor.numel(), 1, numels)
         return flat_of(self.allreduce(tensor, op=op, scale=scale))
 
@@ -72,7 +72,7 @@ class SerialCommunicator(Communicator):
         return self.all_gather(tensors[0])
 
     def broadcast_(self, tensor: Tensor, root: int = 0) -> Work:
-        """Leave ``tensor`` as it is."""
+        """No-op: ``tensor`` is that of rank 0."""
         check_tensor(tensor)
         check_rank(root, 1, "root")
         return FINISHED
@@ -93,33 +93,37 @@ class SerialCommunicator(Communicator):
         return [value]
 
     def send(self, tensor: Tensor, dest: int, tag: int = 0) -> NoReturn:
-        """Refuse: there is nobody to send to."""
+        """Raise ``CommError``: there is no other rank."""
         del tensor
-        raise CommError(f"a world of one rank has nobody to talk to, got dest={dest}, tag={tag}")
+        raise CommError(
+            f"a world must have two ranks or more to send, got one; dest={dest}, tag={tag}"
+        )
 
     def recv_(self, tensor: Tensor, source: int, tag: int = 0) -> NoReturn:
-        """Refuse: there is nobody to receive from."""
+        """Raise ``CommError``: there is no other rank."""
         del tensor
-        raise CommError(f"a world of one rank has nobody to hear, got source={source}, tag={tag}")
+        raise CommError(
+            f"a world must have two ranks or more to receive, got one; {source=}, {tag=}"
+        )
 
     def barrier(self) -> None:
         """Return at once."""
 
     def agree(self, ok: bool, message: str = "") -> None:  # noqa: FBT001 - reads as a sentence
-        """Raise the message of this rank."""
+        """Raise ``message`` unless ``ok``."""
         raise_if_any([None if ok else message])
 
     def group(self, ranks: Sequence[int]) -> "SerialCommunicator":
-        """Return this communicator: there is no other group."""
+        """Return this communicator."""
         check_group(ranks, 1)
         return self
 
     def new_mailbox(self) -> mailbox.Mailbox:
-        """Make mailboxes without neighbours."""
+        """Create a mailbox without neighbours."""
         return mailbox.alone()
 
     def new_bucket(self, numel: int, dtype: torch.dtype) -> Bucket:
-        """Make a bucket in private memory."""
+        """Create a bucket in private memory."""
         return Bucket(torch.zeros(numel, dtype=dtype))
 
     def traffic(self) -> Traffic:
@@ -127,16 +131,19 @@ class SerialCommunicator(Communicator):
         return Traffic()
 
     def close(self) -> None:
-        """Hold nothing, give back nothing."""
+        """No-op: there are no resources to free."""
 
 
 class SerialNode(SerialCommunicator):
-    """A process alone, with the node memory in which the ranks of a node share what they have."""
+    """A single process with node memory, for code that requires it.
+
+    Raises:
+        NodeMemoryError: the memory cannot be allocated.
+    """
 
     num_rails = 0
 
     def __init__(self) -> None:
-        """Take the memory. Raises ``NodeMemoryError``: there is none."""
         from hpctrain.comm.node.shared_memory import SharedMemory  # noqa: PLC0415 - needs MPI
 
         alone = cast("MPI.Intracomm", _Alone())
@@ -144,14 +151,14 @@ class SerialNode(SerialCommunicator):
 
     @property
     def internode(self) -> None:
-        """No other node."""
+        """None: there is no other node."""
 
     def new_bucket(self, numel: int, dtype: torch.dtype) -> Bucket:
-        """Make a bucket in node memory."""
+        """Create a bucket in node memory."""
         return self.node.new_bucket(numel, dtype)
 
 
 class _Alone:
-    """What ``SharedMemory`` asks of the ranks of a node, without MPI."""
+    """The attributes of an MPI communicator that ``SharedMemory`` uses, for one rank."""
 
     rank, size = 0, 1

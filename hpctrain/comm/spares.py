@@ -1,9 +1,9 @@
-"""Spare ranks: they wait until they take the place of ranks that are lost.
+"""Spare ranks, which wait to replace lost ranks.
 
-A launch has ranks that work and ranks that wait, both in one communicator, the workers first. When
-workers die, those that are left revoke it, which wakes who waits; all shrink it together, and the
-first spares come behind the workers that are left: the world keeps its size. A spare that stands
-still would keep them all, so it is ended first.
+A launch has workers and spares in one communicator, workers first. When workers die, the surviving
+workers revoke the communicator, which wakes the spares. All survivors shrink it, and the first
+spares follow the surviving workers, so that the world keeps its size. A stopped spare (SIGSTOP)
+would block all ranks, so it is killed first.
 """
 
 import math
@@ -25,26 +25,34 @@ from hpctrain.comm.watched_calls import WatchedCalls
 from hpctrain.core.errors import ConfigError, RankLostError
 from hpctrain.core.logs import logger
 
-LOOK_S = 0.05  # between two looks of a spare at what has happened
-END_S = 10.0  # how long the end waits for spares to hear of it
-_LEADER, _END = 0, 1  # number of the rank that tells of the end, and tag
+LOOK_S = 0.05  # polling interval of a spare
+END_S = 10.0  # longest wait for spares to receive the end of the run
+_LEADER, _END = 0, 1  # rank that reports the end of the run, and the tag
 
 
 class Spares:
-    """The ranks of a launch that work, and those that wait. Where the world recovers."""
+    """The workers and the spares of a launch, in a world that recovers from lost ranks.
+
+    The constructor is collective over all ranks of the launch. Spares are distributed evenly over
+    the hosts if possible.
+
+    Args:
+        whole: all ranks of the launch.
+        num_spares: number of spares.
+        timeout_s: longest wait for a rank.
+
+    Raises:
+        ConfigError: fewer than two workers would remain; on every rank.
+        RankLostError: a rank is later than ``timeout_s``.
+    """
 
     def __init__(self, whole: MPI.Intracomm, num_spares: int, timeout_s: float = math.inf) -> None:
-        """Choose which ranks wait, equally many on all hosts if possible. Collective over all.
-
-        Raises ``ConfigError``: fewer than two would work; on every rank. ``RankLostError``: a rank
-        has not come within ``timeout_s``.
-        """
         self._timeout_s = timeout_s
         self._num_workers = whole.size - num_spares
         if self._num_workers < 2:
             raise ConfigError(
-                f"spares wait for two ranks or more that work, got {whole.size} ranks with "
-                f"{num_spares} spares; start more ranks, or leave --spares out"
+                f"two or more ranks must remain as workers, got {whole.size} ranks with "
+                f"{num_spares} spares; start more ranks, or omit --spares"
             )
         hosts = self._watched(whole).allgather(platform.node())
         turns = [(hosts[:rank].count(host), rank) for rank, host in enumerate(hosts)]
@@ -52,7 +60,7 @@ class Spares:
         self._arrange(whole, is_worker=whole.rank in first)
 
     def _watched(self, comm: MPI.Intracomm) -> WatchedCalls:
-        # One watch for each communicator: a failed call of a lost world must not refuse the next.
+        # A watch per communicator: a failure of a lost world must not affect the next one.
         return WatchedCalls(comm, Watch(rank=comm.rank, timeout_s=self._timeout_s))
 
     def _arrange(self, whole: MPI.Intracomm, *, is_worker: bool) -> None:
@@ -62,18 +70,19 @@ class Spares:
         self.is_worker = self._whole.rank < self._num_workers
         color = 0 if self.is_worker else MPI.UNDEFINED
         self.workers = calls.split(color, self._whole.rank) or MPI.Intracomm()
-        """Those that work; MPI's null communicator on those that wait."""
+        """Communicator of the workers; ``MPI.COMM_NULL`` on spares."""
         here = process.identity()
         told = calls.allgather((here, process.birth(here.pid)))[self._num_workers :]
         self._waiting = [
             (other.pid, born) for other, born in told if other.namespace == here.namespace
         ]
-        """Process and birth of the spares that this rank sees."""
+        """Process id and start time of the spares in the PID namespace of this rank."""
 
     def replace(self, make: Callable[[MPI.Intracomm], object]) -> None:
-        """Let spares take the place of lost workers. Collective over all that are left.
+        """Replace lost workers by spares. Collective over all survivors.
 
-        Those that work then ``make`` something of their communicator, see ``survivors.remake``.
+        Args:
+            make: called on workers with their new communicator; see ``survivors.remake``.
         """
 
         def arranged(whole: MPI.Intracomm) -> None:
@@ -87,7 +96,7 @@ class Spares:
 
     @contextmanager
     def _nobody_stopped(self) -> Iterator[None]:
-        """End inside, as a worker, spares that are stopped; also one that is about to work."""
+        """Kill stopped spares during the block, on workers."""
         is_over, waiting = threading.Event(), self._waiting if self.is_worker else ()
 
         def look() -> None:
@@ -105,7 +114,7 @@ class Spares:
 
     @staticmethod
     def _end_stopped(waiting: Iterable[tuple[int, int | None]]) -> None:
-        """End the spares of this host that somebody has stopped, by SIGSTOP. Not collective."""
+        """Kill the spares of this host that are stopped by SIGSTOP. Not collective."""
         for pid, born in waiting:
             found = process.stat(pid)
             if found is not None and found.birth == born and found.state in process.STOPPED:
@@ -114,10 +123,16 @@ class Spares:
                     os.kill(pid, signal.SIGKILL)
 
     def wait(self, make: Callable[[MPI.Intracomm], object]) -> bool:
-        """Wait until this rank works, True, or the run has ended, False. Not collective.
+        """Wait until this rank becomes a worker or the run ends. Not collective.
 
-        One that works has made something of the workers' communicator then, see ``replace``.
-        Raises ``RankLostError``: all that worked died.
+        Args:
+            make: see ``replace``.
+
+        Returns:
+            True if this rank is a worker, False if the run has ended.
+
+        Raises:
+            RankLostError: all workers died.
         """
         while not self.is_worker:
             time.sleep(LOOK_S)
@@ -138,11 +153,11 @@ class Spares:
         lost = MPI.Group.Intersection(workers, self._whole.Get_failed())
         if lost.size == self._num_workers:
             raise RankLostError(
-                f"all {lost.size} ranks died that this spare waits for; their last output says why"
+                f"all {lost.size} workers died while this spare waited; see their last output"
             )
 
     def end(self) -> None:
-        """Let those who wait know that the run has ended. On all that work."""
+        """Report the end of the run to the spares. Called by all workers."""
         self._end_stopped(self._waiting)
         if self._whole.rank != _LEADER:
             return

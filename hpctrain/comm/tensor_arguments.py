@@ -1,4 +1,4 @@
-"""Arguments of communicators: tensors, factors, ranks and parts, and their place in memory."""
+"""Checks of arguments of communicators, and conversions of tensors to 1-D."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from hpctrain.core.libc import memory_at
 
 
 def check_tensor(tensor: Tensor) -> None:
-    """Refuse, by ``CommError``, a tensor that is not dense and on the CPU."""
+    """Raise ``CommError`` unless the tensor is dense and on the CPU."""
     if not tensor.is_cpu:
         raise CommError(f"tensors must be on the CPU, got one on {tensor.device}; move it first")
     if tensor.layout is not torch.strided:
@@ -19,35 +19,37 @@ def check_tensor(tensor: Tensor) -> None:
 
 
 def check_scale(tensor: Tensor, scale: float | None) -> None:
-    """Refuse what ``check_tensor`` does, and a factor that would round integers in silence."""
+    """Call ``check_tensor``; raise ``CommError`` for a scale of integers, which would round."""
     check_tensor(tensor)
     if scale is None:
         return
     if not (tensor.is_floating_point() or tensor.is_complex()):
         raise CommError(
-            f"scale needs a floating point or complex tensor, got {name_of(tensor.dtype)} and "
-            f"{scale}; convert the tensor first"
+            f"scale must be used with a floating-point or complex tensor, got "
+            f"{name_of(tensor.dtype)} and {scale}; convert the tensor first"
         )
 
 
 def check_rank(rank: int, size: int, name: str) -> None:
-    """Refuse, by ``CommError``, a rank that the communicator does not have."""
+    """Raise ``CommError`` unless ``rank`` is a rank of a communicator of ``size``."""
     if not 0 <= rank < size:
         raise CommError(f"{name} must be a rank from 0 to {size - 1}, got {rank}")
 
 
 def check_group(ranks: Sequence[int], size: int) -> None:
-    """Refuse, by ``CommError``, no ranks, and one named twice or that does not exist."""
+    """Raise ``CommError`` unless ``ranks`` are one or more different ranks below ``size``."""
     if not ranks or len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(size)):
         raise CommError(
-            f"a group has one or more ranks from 0 to {size - 1}, each once, got {list(ranks)}"
+            f"a group must have one or more ranks from 0 to {size - 1}, each once, "
+            f"got {list(ranks)}"
         )
 
 
 def part_numels(numel: int, size: int, numels: Sequence[int] | None) -> list[int]:
-    """Return how many elements each rank gets: ``numels``, or as even as possible.
+    """Return the number of elements per rank: ``numels``, or sizes that differ by at most one.
 
-    ``CommError`` if ``numels`` does not give every rank a part of all ``numel`` elements.
+    Raises:
+        CommError: ``numels`` does not divide ``numel`` elements among ``size`` ranks.
     """
     if numels is None:
         return [numel // size + (rank < numel % size) for rank in range(size)]
@@ -59,35 +61,35 @@ def part_numels(numel: int, size: int, numels: Sequence[int] | None) -> list[int
 
 
 def check_alltoall(tensors: Sequence[Tensor], size: int) -> None:
-    """Refuse, by ``CommError``, anything but one tensor for each rank, all of one dtype."""
+    """Raise ``CommError`` unless there is one tensor per rank, all of one dtype."""
     dtypes = sorted({name_of(tensor.dtype) for tensor in tensors})
     if len(tensors) != size or len(dtypes) != 1:
         raise CommError(
-            f"alltoall takes {size} tensors of one dtype, got {len(tensors)} of {dtypes}; "
-            f"send an empty one where there is nothing"
+            f"alltoall must have {size} tensors of one dtype, got {len(tensors)} of {dtypes}; "
+            f"pass an empty tensor for a rank that receives nothing"
         )
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Return the name of a dtype as users write it."""
+    """Return the name of a dtype without ``torch.``."""
     return str(dtype).removeprefix("torch.")
 
 
 def flat_of(tensor: Tensor) -> Tensor:
-    """Return the elements of a tensor of any layout as a flat one; the same memory if possible."""
+    """Return the elements of a tensor as a 1-D tensor, in the same memory if possible."""
     if tensor.stride() == (1,) and not tensor.is_conj() and not tensor.is_neg():
         return tensor.detach() if tensor.requires_grad else tensor
     dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    # Not view(-1): of fewer than two elements it keeps any stride, which has no view as lanes.
+    # view(-1) keeps any stride of fewer than two elements, and cannot then change the dtype.
     return dense.as_strided((dense.numel(),), (1,))
 
 
 def host_bytes(tensor: Tensor) -> memoryview:
     """Return the bytes of the elements of a tensor, in row-major order, in host memory.
 
-    They are the memory of the tensor, and writable, where that is contiguous and on the host;
-    else a copy. The memory exists as long as the result does, and unlike that of
-    ``Tensor.numpy`` its storage may still be resized afterwards, as FSDP does.
+    The result is a writable view if the tensor is contiguous and on the host, otherwise a copy.
+    The memory exists as long as the result. Unlike with ``Tensor.numpy``, the storage can still be
+    resized, as FSDP does.
     """
     flat = flat_of(tensor).cpu()
     if not flat.numel():
@@ -99,7 +101,7 @@ def host_bytes(tensor: Tensor) -> memoryview:
 
 @contextmanager
 def flattened(tensor: Tensor) -> Iterator[Tensor]:
-    """Give the elements of a tensor of any layout as a flat one, and put changes back."""
+    """Yield the elements of a tensor as a 1-D tensor; copy changes back at the end."""
     values = flat_of(tensor)
     yield values
     put_back(values, tensor)
@@ -107,7 +109,7 @@ def flattened(tensor: Tensor) -> Iterator[Tensor]:
 
 @contextmanager
 def on_host(tensor: Tensor) -> Iterator[Tensor]:
-    """Give a tensor of the host in the place of one on any device, and put changes back."""
+    """Yield a tensor in host memory; copy changes back at the end."""
     values = tensor.detach().cpu()
     yield values
     if values.device != tensor.device:
@@ -115,6 +117,6 @@ def on_host(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def put_back(values: Tensor, tensor: Tensor) -> None:
-    """Write what ``flat_of`` gave into the tensor, where that is other memory."""
+    """Copy the result of ``flat_of`` to the tensor, unless they share memory."""
     if values is not tensor and values.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(values.view(tensor.shape))

@@ -1,4 +1,4 @@
-"""``TensorBucket``: tensors that are packed into one message, summed over ranks, and unpacked."""
+"""``TensorBucket``: tensors that are packed into one buffer, summed over ranks, and unpacked."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,13 +12,13 @@ from hpctrain.core.torch_compat import foreach_copy_
 
 
 class PackedTensors:
-    """Tensors in one flat buffer, each in a place of its shape.
+    """Tensors in one flat buffer, each with a view of its shape.
 
     Args:
         flat: the buffer, 1-D.
-        tensors: what is packed; shapes and strides alone are used.
-        offsets: the element at which each tensor begins; None for one behind the other.
-        keeps_strides: whether places have the strides of the tensors, which have no gaps.
+        tensors: the tensors to pack; only shapes and strides are used.
+        offsets: index of the first element of each tensor; None for contiguous tensors.
+        keeps_strides: whether views have the strides of the tensors, which must be dense.
     """
 
     __slots__ = ("_are_joined", "flat", "places")
@@ -47,31 +47,31 @@ class PackedTensors:
 
     @classmethod
     def copied(cls, tensors: list[Tensor], dtype: torch.dtype | None = None) -> "PackedTensors":
-        """Copy tensors of one dtype into a new buffer, which may have another one."""
+        """Copy tensors of one dtype to a new buffer, by default of the same dtype."""
         numel = sum(tensor.numel() for tensor in tensors)
         made = cls(tensors[0].new_empty(numel, dtype=dtype), tensors)
         made.pack(tensors)
         return made
 
     def pack(self, tensors: list[Tensor]) -> None:
-        """Copy tensors into their places."""
+        """Copy ``tensors`` to the buffer."""
         if self._are_joined:
-            torch.cat(tensors, out=self.flat)  # in half the time
+            torch.cat(tensors, out=self.flat)  # twice as fast as foreach
         else:
             foreach_copy_(self.places, tensors)
 
     def unpack(self, tensors: Sequence[Tensor]) -> None:
-        """Copy what is in the places into tensors."""
+        """Copy the buffer to ``tensors``."""
         foreach_copy_(tensors, self.places)
 
     @property
     def offsets(self) -> list[int]:
-        """The element at which each place begins."""
+        """Index of the first element of each tensor in the buffer."""
         start = self.flat.storage_offset()
         return [int(place.storage_offset() - start) for place in self.places]
 
     def places_in(self, flat: Tensor) -> list[Tensor]:
-        """Return the same places of another buffer of as many elements."""
+        """Return the views of the tensors in another buffer of the same number of elements."""
         start = flat.storage_offset()
         return [
             flat.as_strided(place.shape, place.stride(), start + offset)
@@ -80,48 +80,57 @@ class PackedTensors:
 
 
 def _strided_as(part: Tensor, tensor: Tensor) -> Tensor:
-    dense = torch.empty_like(tensor, device="meta")  # keeps strides that have no gaps
+    dense = torch.empty_like(tensor, device="meta")  # keeps the strides of dense tensors
     return part.as_strided(tensor.shape, dense.stride())
 
 
 class BucketStorage:
-    """The elements of a bucket without its marks, where they are made and where they are summed.
+    """The elements of a bucket, without its marks: where they are computed and summed.
 
-    What is defined here is right for elements of the host, which are in the bucket itself.
+    This base class is for elements in host memory, which are part of the bucket.
+
+    Args:
+        flat: the elements, 1-D.
     """
 
     makers: Any = None
-    """The streams that make the elements; None on the host."""
+    """Records the streams that compute the elements; None on the host."""
 
     def __init__(self, flat: Tensor) -> None:
-        self.flat = flat  # where tensors are made
-        self.summed = flat  # the same elements where they are summed
+        self.flat = flat  # where gradients are computed
+        self.summed = flat  # the same elements, where they are summed
 
     def depart(self) -> None:
-        """Start, after all that the caller's stream has queued. Not collective."""
+        """Start the transfer after all work queued on the caller's stream. Not collective."""
 
     def weigh(self, factor: float) -> None:
-        """Multiply the elements of this rank that are about to be summed. Not collective."""
+        """Multiply the elements of this rank before they are summed. Not collective."""
         scale_(self.summed, factor)
 
     def reduce(self, sum_on_host: Callable[[], object], scale: float | None) -> None:
-        """Sum over the ranks, times ``scale``; the host sums its elements. Collective."""
-        del scale  # the host has it
+        """Sum the elements over the ranks. Collective.
+
+        Args:
+            sum_on_host: sums elements in host memory and scales them.
+            scale: factor of the sum for elements that are not summed on the host.
+        """
+        del scale  # applied by ``sum_on_host``
         sum_on_host()
 
     def arrive(self) -> None:
-        """Let the caller's stream continue once the sum is there, and not before."""
+        """Make the caller's stream wait for the sum. Not collective."""
 
 
 class TensorBucket(PackedTensors):
-    """One message of tensors: its memory, the places of the tensors, and its sum over the ranks.
+    """Tensors that are summed over the ranks as one message.
 
     Args:
-        bucket: memory of the host. Marks follow the elements that the host sums.
-        tensors: what is packed, of one dtype and device.
-        offsets: as for ``PackedTensors``, like ``keeps_strides``.
+        bucket: host memory. The marks are after the elements that the host sums.
+        tensors: the tensors to pack, of one dtype and device.
+        offsets: see ``PackedTensors``.
         num_marks: elements that each rank sends in addition to the tensors.
-        storage: the elements of the tensors; None where these are in the bucket.
+        storage: the elements of the tensors; None if they are in ``bucket``.
+        keeps_strides: see ``PackedTensors``.
     """
 
     __slots__ = ("bucket", "marks", "message", "parts", "storage")
@@ -138,20 +147,22 @@ class TensorBucket(PackedTensors):
     ) -> None:
         self.bucket, end = bucket, bucket.numel - num_marks
         self.marks = bucket.flat[end:]
-        self.message: Bucket | Tensor = bucket  # what a communicator or codec sums
+        self.message: Bucket | Tensor = bucket  # summed by a communicator or codec
         self.storage = storage or BucketStorage(bucket.flat[:end])
         flat, summed = self.storage.flat, self.storage.summed
         super().__init__(flat, tensors, offsets, keeps_strides=keeps_strides)
         self.parts = self.places if summed is flat else self.places_in(summed)
-        """Where each tensor is summed."""
+        """View of each tensor where it is summed."""
 
     def send(
         self, reduce: Callable[[Any], object], *, factor: float = 1.0, scale: float | None = None
     ) -> None:
         """Replace the elements, times ``factor``, by their sum over the ranks. Collective.
 
-        ``reduce`` sums the message on the host, by a codec or a communicator; other storage sums
-        its own elements, times ``scale``.
+        Args:
+            reduce: sums and scales the message on the host, by a codec or a communicator.
+            factor: factor of this rank's elements.
+            scale: factor of the sum, for storage that sums its own elements.
         """
         if factor != 1.0:
             self.storage.weigh(factor)

@@ -1,4 +1,4 @@
-"""A communicator beside the program: one thread carries out every operation, in order."""
+"""A communicator that runs all operations on one thread, in order."""
 
 import logging
 import threading
@@ -22,41 +22,47 @@ _LOG = logging.getLogger(__name__)
 
 
 class ThreadWork:
-    """An operation that a communication thread carries out."""
+    """An operation that runs on a communication thread.
+
+    Args:
+        future: result of the operation.
+    """
 
     def __init__(self, future: Future[Any]) -> None:
         self.is_awaited = False
-        """Whether somebody has called ``wait()``, who then knows of an error."""
+        """Whether ``wait()`` was called, so that its caller receives an error."""
         self._future = future
 
     def wait(self) -> None:
-        """Block until the thread has carried it out."""
+        """Wait until the operation is complete; raise its error."""
         self.is_awaited = True
         self._future.result()
 
     def error(self) -> BaseException | None:
-        """Block until the thread has carried it out; return its error."""
+        """Wait until the operation is complete; return its error, or None."""
         return self._future.exception()
 
     def done(self) -> bool:
-        """Say whether the thread has carried it out."""
+        """Return whether the operation is complete."""
         return self._future.done()
 
 
 class ThreadedCommunicator:
     """Runs the operations of another communicator on one thread; see ``Communicator``.
 
-    Operations run in the order of the calls, whichever thread calls, so ranks that call in the
-    same order meet. ``allreduce_`` and ``broadcast_`` return at once: the tensor belongs to the
-    thread until ``wait()`` returns. All other methods wait for their result, and so for all that
-    was started before.
+    Operations run in the order of the calls, from any thread, so ranks that call in the same
+    order match. ``allreduce_`` and ``broadcast_`` return at once; the caller must not use the
+    tensor until ``wait()`` returns. All other methods wait for their result, and so for all
+    operations started before.
 
-    An error of an operation is raised by its ``wait()``; later operations run all the same. What
-    runs on the thread may use this communicator too: its operations are then carried out at once.
+    ``wait()`` raises the error of its operation; later operations still run. Functions that run
+    on the thread may use this communicator, and their operations run at once.
+
+    Args:
+        comm: runs the operations. No other code may use it; ``close`` closes it.
     """
 
     def __init__(self, comm: Communicator) -> None:
-        """Take a communicator, which nobody else may use from now on; ``close`` closes it."""
         self.rank = comm.rank
         self.size = comm.size
         self._comm = comm
@@ -65,9 +71,9 @@ class ThreadedCommunicator:
         self._owner = Owner()
         self._works: list[ThreadWork] = []
         self._lent: list[ThreadedCommunicator] = []
-        self._owners: list[weakref.ref[object]] = []  # of each, to whom it is lent
+        self._owners: list[weakref.ref[object]] = []  # owner of each lent communicator
 
-        # Called by functions that run on the thread, see ``start_on``.
+        # Used by functions that run on the thread, see ``start_on``.
         self.node, self.num_rails, self.node_ranks = comm.node, comm.num_rails, comm.node_ranks
         self.internode = comm.internode
         self.part_of, self.reduce_node, self.publish = (
@@ -77,7 +83,7 @@ class ThreadedCommunicator:
         )
 
     def submit(self, function: Callable[..., object], *args: object) -> ThreadWork:
-        """Call a function of several operations on the thread, after all that was started."""
+        """Call a function on the thread, after all operations started before."""
         work = ThreadWork(self._start(partial(function, *args)))
         self._works = [w for w in self._works if not w.is_awaited] + [work]
         return work
@@ -93,7 +99,7 @@ class ThreadedCommunicator:
         return self.submit(lambda: self._comm.broadcast_(tensor, root).wait())
 
     def __getattr__(self, name: str) -> Any:
-        """Find any other operation: it is carried out in its turn, and waited for."""
+        """Return any other operation, which runs on the thread and is waited for."""
         if name.startswith("_"):
             raise AttributeError(name)
         method = getattr(self._comm, name)
@@ -104,15 +110,18 @@ class ThreadedCommunicator:
         return call
 
     def group(self, ranks: Sequence[int]) -> "ThreadedCommunicator | None":
-        """Make a group, with a thread of its own."""
+        """Create a group with its own thread."""
         made = self._start(lambda: self._comm.group(ranks)).result()
         return None if made is None else ThreadedCommunicator(made)
 
     def lend(self, owner: object) -> "ThreadedCommunicator":
-        """Return another one of the same ranks, with a thread of its own. Collective.
+        """Return a second communicator of the same ranks with its own thread. Collective.
 
-        What runs there is in no order with what runs here. It is the owner's as long as that
-        lives; then another gets it, unless something is still under way.
+        Operations of the two communicators are not ordered. A later call reuses the communicator
+        if ``owner`` was freed and no operation is in progress, on all ranks.
+
+        Args:
+            owner: object whose lifetime determines how long the communicator is used.
         """
         lent = enumerate(zip(self._lent, self._owners, strict=True))
         free = {i for i, (one, of) in lent if of() is None and one.is_idle}
@@ -126,28 +135,28 @@ class ThreadedCommunicator:
         return self._lent[number]
 
     def traffic(self) -> Traffic:
-        """Return the counters at this moment; what was started may not be in them yet."""
+        """Return the present counters, without operations that are not complete."""
         return self._comm.traffic()
 
     def drain(self) -> None:
-        """Wait for all that was started, end the thread, and tell errors that nobody asked for."""
-        for one in self._lent:  # what was begun there, for a step that did not come, is no error
+        """Wait for started operations, end the thread, and log errors not yet raised."""
+        for one in self._lent:  # unfinished work of lent communicators is not an error
             one.end_thread()
         self.end_thread()
         for work in self._works:
             if not work.is_awaited and (error := work.error()) is not None:
-                _LOG.error("an operation that nobody waited for has failed: %s", error)
+                _LOG.error("an operation without a wait has failed: %s", error)
         self._works = []
 
     def drop(self) -> None:
-        """End the threads; what was started fails, since ranks are lost. Not collective."""
+        """End the threads after the loss of ranks, when operations fail. Not collective."""
         for one in self._lent:
             one.drop()
         self.end_thread()
         self._works = []
 
     def end_thread(self) -> None:
-        """Let the thread complete what was started, and end it."""
+        """End the thread after it has run all started operations."""
         self._thread.shutdown()
 
     def close_unread(self) -> None:
@@ -155,7 +164,7 @@ class ThreadedCommunicator:
         self._comm.close()
 
     def close(self) -> None:
-        """Do what ``drain`` does, then close the communicator."""
+        """Call ``drain``, then close the communicator."""
         self.drain()
         for one in self._lent:
             one.close_unread()
@@ -163,7 +172,7 @@ class ThreadedCommunicator:
 
     @property
     def is_idle(self) -> bool:
-        """Whether all that was started is complete."""
+        """Whether all started operations are complete."""
         return all(work.done() for work in self._works)
 
     def _start(self, function: Callable[[], T]) -> Future[T]:
@@ -173,7 +182,7 @@ class ThreadedCommunicator:
         done: Future[T] = Future()
         try:
             done.set_result(function())
-        except BaseException as error:  # for wait(), as from the queue
+        except BaseException as error:  # raised by wait(), as for queued operations
             done.set_exception(error)
         return done
 
@@ -182,7 +191,7 @@ class ThreadedCommunicator:
 
 
 def start_on(comm: Communicator, function: Callable[..., object], *args: object) -> Work:
-    """Carry out what talks to other ranks: on the thread of ``comm`` if it has one, else here."""
+    """Call a function that communicates, on the thread of ``comm`` if it has one."""
     if isinstance(comm, ThreadedCommunicator):
         return comm.submit(function, *args)
     function(*args)

@@ -1,4 +1,4 @@
-"""Waiting for other ranks: one back-off for all loops, with an eye on the others."""
+"""Waits for other ranks, with back-off, detection of lost ranks, and a timeout."""
 
 import logging
 import math
@@ -20,39 +20,39 @@ if TYPE_CHECKING:
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
-SPIN_S = 50e-6  # peers that do the same work arrive within this time; sleeping costs about as much
-LOOK_S = 0.1  # between two looks at the others
+SPIN_S = 50e-6  # peers with equal work arrive within this time; a sleep costs about as much
+LOOK_S = 0.1  # between two checks for lost ranks
 NAP_SHARE = 0.02
-"""Naps are this share of the time waited so far: so late, at most, is the end noticed."""
+"""Length of a sleep as a fraction of the time waited so far; bounds the relative delay."""
 COMPARE_S = 1.0
-"""Ranks of several nodes that wait so long in a collective compare which one that is."""
+"""After this wait in a collective, ranks of several nodes compare their calls."""
 FAILED_S = 2.0
-"""A wait ends so long after another rank of the communicator has failed: an error that no rank
-catches ends the program meanwhile, and its message is the useful one."""
+"""Delay between the failure of another rank of the communicator and the error of a wait. If the
+failed rank does not catch its error, the program ends before, with the original message only."""
 LATE_S = 3.0
-"""A rank that waits for another node for so long says so, once for each rank it waits for."""
+"""After this wait for a rank of another node, a warning is logged, once per rank."""
 
 
 class Pace(NamedTuple):
-    """How long a wait stays awake, and its naps afterwards."""
+    """Durations of the phases of a wait: spin, yield the core, then sleep."""
 
-    spin_s: float = SPIN_S  # busy
+    spin_s: float = SPIN_S
     yield_s: float = 0.0
-    """Giving the core to whoever wants it between two tries: sooner back than from a nap."""
+    """Phase that yields the core between tests; a yield returns sooner than a sleep."""
     shortest_s: float = LOOK_S
     longest_s: float = LOOK_S
 
     def after(self, waited_s: float) -> "Pace":
-        """Return that of a wait which is a part of one that has lasted for so long."""
+        """Return the pace for the rest of a wait that has lasted ``waited_s``."""
         shortest_s = min(max(NAP_SHARE * waited_s, self.shortest_s), self.longest_s)
         if waited_s < self.spin_s + self.yield_s:
             return self._replace(shortest_s=shortest_s)
         return Pace(0.0, 0.0, shortest_s, self.longest_s)
 
 
-IN_NODE = Pace()  # the nap ends by itself when the peer has come
+IN_NODE = Pace()  # a post of the semaphore ends the sleep
 BY_MPI = Pace(yield_s=2e-3, shortest_s=20e-6, longest_s=500e-6)
-"""Nobody wakes who waits for a message of MPI."""
+"""MPI does not wake a sleeping thread when a message arrives."""
 
 
 def wait_until(
@@ -63,10 +63,14 @@ def wait_until(
     nap: Callable[[float], object] = time.sleep,
     timeout_s: float = math.inf,
 ) -> bool:
-    """Say whether it is done in time: awake for a moment, then in naps that grow with the wait.
+    """Return True once ``done`` is true, or False after ``timeout_s``.
 
-    ``look`` is told the seconds waited, ten times a second, and raises to end the wait; ``nap``
-    sleeps for so many seconds, and is true where the wait is over.
+    Args:
+        done: tested repeatedly.
+        look: called ten times per second with the seconds waited; may raise to end the wait.
+        pace: durations of spinning, yielding and sleeping; sleeps grow with the wait.
+        nap: sleeps for the given seconds; returns True if the wait is over.
+        timeout_s: longest wait.
     """
     start = now = time.perf_counter()
     end = start + timeout_s
@@ -100,76 +104,101 @@ def wait_request(
     over: str = "",
     status: "MPI.Status | None" = None,
 ) -> None:
-    """Return when a request is complete, see ``Watch.wait``; ``status`` is told what has come."""
+    """Wait for a request, see ``Watch.wait``; ``status`` receives its MPI status."""
     if not request.Test(status):
         watch.wait(partial(request.Test, status), partner=partner, over=over)
 
 
 FindLost = Callable[[Collection[int] | None], None]
-"""Raises ``RankLostError`` if one of these ranks is lost, for None any; see ``Liveness.check``."""
+"""Raises ``RankLostError`` if one of the given ranks is lost, None for all: ``Liveness.check``."""
 
 _LOG = logging.getLogger(__name__)
 
 
 def _nobody_is_lost(ranks: Collection[int] | None) -> None:
-    """Look for nobody: what communicators without a world do."""
+    """Do nothing, for communicators without detection of lost ranks."""
 
 
 class InStepError(Exception):
-    """An error that all ranks raise after they have met, so that they remain in step."""
+    """An error that all ranks raise at the same call, so that the communicator stays usable."""
 
 
 class Notices(Protocol):
-    """Reports of ranks that a communicator has failed; for ranks that share no memory."""
+    """Reports between ranks without shared memory that a communicator has failed."""
 
     def report_failure(
         self, number: int, ranks: Sequence[int] | None, reason: str, *, is_own: bool = True
     ) -> None:
-        """Report that the communicator ``number`` has failed, on this rank unless not ``is_own``.
+        """Report that a communicator has failed.
 
-        ``ranks`` are those of the communicator in the world, None for all. ``reason`` is the text
-        of a ``MismatchError`` that all of them should raise, empty for another error.
+        Args:
+            number: number of the communicator.
+            ranks: its ranks in the world; None for all.
+            reason: text of a ``MismatchError`` for all ranks to raise; empty for other errors.
+            is_own: False if the failure occurred on another rank.
         """
 
     def failure(self, number: int) -> "tuple[int, str] | None":
-        """Return a rank of the world on which a communicator has failed, and why; else None."""
+        """Return the rank in the world on which a communicator failed, and the reason, or None."""
 
     def exchange_calls(
         self, number: int, ranks: Sequence[int] | None, call: tuple[int, str], since_s: float
     ) -> Mapping[int, tuple[int, str]]:
-        """Report the call, with its number, in which this rank waits; return those of the others.
+        """Report the call in which this rank waits; return the reported calls of other ranks.
 
-        Empty if ranks may have diverged since ``since_s`` for a reason that they report otherwise.
+        Args:
+            number: number of the communicator.
+            ranks: its ranks in the world; None for all.
+            call: number and description of the call.
+            since_s: time at which this rank began the previous call.
+
+        Returns:
+            Number and description of a call by rank. Empty if, since ``since_s``, ranks may have
+            diverged for a reason that is reported by another error.
         """
 
 
 class Limit:
-    """How long the waits of a watch may last; another thread may change it, or end them all."""
+    """Limit of the waits of a watch. Another thread may change the limit or end all waits.
+
+    Args:
+        timeout_s: longest wait.
+        name: option that sets the limit, for messages.
+    """
 
     __slots__ = ("broken_off", "name", "on_late", "timeout_s")
 
     def __init__(self, timeout_s: float = math.inf, name: str = "HPCTRAIN_TIMEOUT") -> None:
-        """Take the seconds, and what the user sets them by."""
         self.timeout_s = timeout_s
         self.name = name
         self.broken_off = ""
-        """Why nobody may wait any more; empty as long as that is not so."""
+        """Reason why waits must end; empty while waits are allowed."""
         self.on_late: Callable[[float], object] | None = None
-        """Is told the seconds waited, with every look at the others."""
+        """Called with the seconds waited at every check for lost ranks."""
 
     def check(self) -> None:
-        """Raise ``CommError`` if nobody may wait any more."""
+        """Raise ``CommError`` if waits must end."""
         if self.broken_off:
             raise CommError(self.broken_off)
 
 
 class Watch:
-    """Looks for lost ranks, names those that are late, and ends a wait that lasts too long.
+    """Waits of one communicator: detects lost ranks, failures, different calls and timeouts.
 
-    Ranks are those of the world. All waiting loops of a communicator share one watch.
+    All ranks are ranks in the world. All waiting loops of a communicator share one watch.
+
+    Args:
+        find_lost: raises ``RankLostError`` if a rank is lost.
+        hosts: host name by rank, for messages.
+        rank: this rank.
+        timeout_s: longest wait, unless ``limit`` is given.
+        ranks: ranks of the communicator; None for all of the world.
+        limit: limit of waits, which may be shared with other watches.
+        recorder: records collectives.
+        notices: reports failures between ranks without shared memory.
     """
 
-    def __init__(  # noqa: PLR0913 - who waits for whom, how long, and who hears of it
+    def __init__(  # noqa: PLR0913 - the ranks, the limit, and the reports
         self,
         find_lost: FindLost = _nobody_is_lost,
         *,
@@ -181,35 +210,33 @@ class Watch:
         recorder: FlightRecorder | None = None,
         notices: Notices | None = None,
     ) -> None:
-        """Take what is needed to tell who is waited for, and on which node each rank is."""
-        self.waited_s = 0.0  # seconds that this process has waited so far
+        self.waited_s = 0.0  # seconds that this watch has waited so far
         self._find_lost = find_lost
         self._hosts = hosts or {}
         self.rank = rank
         self._limit = limit or Limit(timeout_s)
         self._ranks = ranks
-        """Those that are waited for where nobody says more; None for all of the world."""
         self._named: set[int] = set()
         self.recorder = recorder or FlightRecorder()
         self.calls: CallStream | None = None
-        """Of the communicator whose waits these are."""
-        self.call_tag = 0  # of messages of the last one on a rail
-        self._num_compared = 0  # collectives up to the last one in which all ranks compare it
+        """Collectives of this communicator."""
+        self.call_tag = 0  # first tag of the latest collective on a rail
+        self._num_compared = 0  # number of the latest collective that all ranks compared
         self.sign = memoryview(array("q", [0]))
-        """One number: 0, or 1 + the rank of the world on which this communicator has failed. Ranks
-        that share memory share the number, see ``SharedMemory``."""
+        """One int64: 0, or 1 + the rank on which this communicator has failed. Ranks that share
+        memory share the number, see ``SharedMemory``."""
         self.number: int | None = None
-        """The number of the communicator, the same on all its ranks, where they need notices."""
+        """Number of the communicator, the same on all its ranks; None if they need no notices."""
         self.on_fail: list[Callable[[], object]] = []
-        """Called when a call of this rank fails, on the thread that has made the call."""
+        """Functions called when a call of this rank fails, on the thread of the call."""
         self._notices = notices
         self._failure_seen_s: float | None = None
-        self._has_lost = False  # whether a rank was found to be lost
+        self._has_lost = False  # whether a lost rank was detected
 
     def of_group(self, ranks: Sequence[int], limit: Limit | None = None) -> "Watch":
-        """Return a watch over some ranks of the world: that others leave does not concern it.
+        """Return a watch for a communicator of ``ranks``; the loss of other ranks is ignored.
 
-        Its waits have the same limit if they have none of their own.
+        Without ``limit`` the watch shares the limit of this watch.
         """
         return Watch(
             self._find_lost,
@@ -222,11 +249,11 @@ class Watch:
         )
 
     def record_calls(self, ranks: Sequence[int]) -> None:
-        """Let collectives be recorded, of a communicator of these ranks. Collective over them."""
+        """Record collectives of a communicator of ``ranks``. Collective over ``ranks``."""
         self.calls = self.calls or self.recorder.new_stream(ranks)
 
     def begin(self, call: Call, *, is_compared: bool = False) -> None:
-        """Note that this rank comes to its next collective, which all ranks may compare there."""
+        """Record the next collective of this rank; ``is_compared`` if all ranks compare it."""
         self.call_tag = call.tag
         if self.calls is not None:
             self.calls.begin(call.text)
@@ -242,12 +269,23 @@ class Watch:
         partner: int | None = None,
         over: str = "",
     ) -> None:
-        """Return when it is done, without burning the core while a peer is late; see ``look``.
+        """Wait until ``done`` is true, and sleep if a peer is late. Not collective.
 
-        After an error nothing of this communicator is done on this rank any more.
+        After an error the communicator has failed on this rank.
+
+        Args:
+            done: tested repeatedly.
+            pace: durations of spinning, yielding and sleeping.
+            nap: sleeps for the given seconds; returns True if the wait is over.
+            partner: rank that is waited for; None for all.
+            over: name of the link to ``partner``, such as ``rail 0``; empty within a node.
+
+        Raises:
+            RankLostError: a rank is lost or has failed, or the wait exceeds the limit.
+            MismatchError: another rank has made a different call.
         """
         start = time.perf_counter()
-        if not pace.spin_s and pace.yield_s:  # where ranks take turns, one turn is often all
+        if not pace.spin_s and pace.yield_s:  # if ranks outnumber cores, one yield often suffices
             yield_core()
             if done():
                 self.waited_s += time.perf_counter() - start
@@ -256,7 +294,7 @@ class Watch:
             self.calls.waits_since_s = start
         try:
             wait_until(done, partial(self.look_in_step, partner, over), pace, nap=nap)
-        except BaseException as error:  # the others may continue with what this rank has given
+        except BaseException as error:  # the others may continue with data of this rank
             self.fail(error)
             raise
         finally:
@@ -265,11 +303,11 @@ class Watch:
         self.waited_s += time.perf_counter() - start
 
     def fail(self, error: BaseException | None = None) -> None:
-        """Record that this rank is no longer in step with the others, and report that to them.
+        """Record that the communicator has failed on this rank, and report this to the others.
 
-        Whatever the others read of this rank afterwards, they see the report first. Not reported
-        is the loss of a rank, which all ranks find by themselves. If ``error`` is a
-        ``MismatchError``, the others raise it, too.
+        Other ranks see the report before data that this rank writes afterwards. The loss of a
+        rank is not reported, since every rank detects the loss itself. If ``error`` is a
+        ``MismatchError``, the others raise the same error.
         """
         for function in self.on_fail:
             function()
@@ -281,10 +319,10 @@ class Watch:
             self._notices.report_failure(self.number, self._ranks, reason)
 
     def free(self, comm: "MPI.Intracomm") -> None:
-        """Free a communicator of MPI, but not after a failure; every rank calls this.
+        """Free an MPI communicator unless this communicator has failed; every rank calls this.
 
-        What a rank has sent and no other has received may arrive later. MPI gives the number of a
-        communicator that was freed to a new one, which would receive it.
+        After a failure a message may arrive late. MPI reuses the context of a freed communicator,
+        and the new communicator would receive the message.
         """
         from hpctrain.comm import requests  # noqa: PLC0415 - a world of one needs no MPI
 
@@ -294,9 +332,11 @@ class Watch:
             requests.free(comm)
 
     def fail_halfway(self, error: BaseException, number: int) -> None:
-        """Do what ``fail`` does after an ``error`` of a call that this rank alone has begun.
+        """Fail the communicator if ``error`` has interrupted a collective on this rank.
 
-        ``number`` is that of the last collective before the call.
+        Args:
+            error: error of the call. Errors that all ranks raise do not fail the communicator.
+            number: number of the latest collective before the call.
         """
         has_begun = self.calls is not None and self.calls.number != number
         if isinstance(error, Exception) and not has_begun:
@@ -305,7 +345,7 @@ class Watch:
             self.fail()
 
     def keep_in_step(self, function: Callable[[], object]) -> None:
-        """Call a function of collectives; fail the communicator where an error ends it halfway."""
+        """Call ``function``; fail the communicator if an error interrupts its collectives."""
         number = 0 if self.calls is None else self.calls.number
         try:
             function()
@@ -314,18 +354,18 @@ class Watch:
             raise
 
     def require_in_step(self) -> None:
-        """Raise ``CommError`` if the communicator has failed on a rank. Not collective.
+        """Raise ``CommError`` if the communicator is known to have failed. Not collective.
 
-        Ranks of other nodes are known as far as this rank has received their notices.
+        Failures on other nodes are known once ``confirm`` has read their reports.
         """
         if self.sign[0]:
             raise self._failure()
 
     def confirm(self) -> None:
-        """Raise ``CommError`` if a rank has failed, also one of another node. Not collective.
+        """Raise ``CommError`` if the communicator has failed on any rank. Not collective.
 
-        To be called after messages of others were received: what a failed rank has sent may have
-        changed since it failed.
+        Must be called after messages were received: a failed rank may have changed buffers while
+        they were sent.
         """
         if self._notices is not None and self.number is not None:
             found = self._notices.failure(self.number)
@@ -347,7 +387,7 @@ class Watch:
                 f"failed on {self._name(rank)} before, so that its ranks are {remedy}"
             )
         if self._notices is not None and self.number is not None:
-            # A rank of this node is seen to have failed before its report arrives.
+            # On one node the shared sign shows a failure before the report arrives.
             report = partial(self._notices.failure, self.number)
             wait_until(report, lambda _: None, BY_MPI, timeout_s=LOOK_S)
             if (found := report()) and found[1]:
@@ -359,7 +399,7 @@ class Watch:
         )
 
     def look_in_step(self, partner: int | None, over: str, waited_s: float) -> None:
-        """Do what ``look`` does, and raise where the communicator has failed on another rank."""
+        """Call ``look``; raise if the communicator has failed or calls of ranks differ."""
         self.look(waited_s, partner, over)
         try:
             self.confirm()
@@ -373,12 +413,12 @@ class Watch:
                 self._compare_calls(self.calls)
 
     def _compare_calls(self, calls: CallStream) -> None:
-        """Raise ``MismatchError`` if another rank is, or was, in a different call in place of one.
+        """Raise ``MismatchError`` if another rank reports a different call of the same number.
 
-        Ranks of one node compare each call before they begin it. Between nodes that would be one
-        more message for a reduction, so ranks that wait report their call to each other.
+        Ranks of one node compare each call when they begin it. Between nodes, this would add a
+        message to each reduction, so only ranks that wait report their call.
         """
-        mine = calls.recent()  # one look: another thread may begin a call meanwhile
+        mine = calls.recent()  # read once: another thread may begin a call concurrently
         if self._notices is None or self.number is None or not mine:
             return
         last = max(mine)
@@ -395,11 +435,16 @@ class Watch:
                 )
 
     def look(self, waited_s: float, partner: int | None = None, over: str = "") -> None:
-        """Return if there is reason to wait on; cheap enough for every turn of a waiting loop.
+        """Check for lost ranks and for the limit after a wait of ``waited_s``. Not collective.
 
-        ``partner`` is the rank that is waited for, None for all; ``over`` the link to it, such as
-        ``rail 0``, empty inside a node. ``RankLostError`` if a rank is lost, or the wait has
-        lasted too long.
+        Args:
+            waited_s: seconds waited so far.
+            partner: rank that is waited for; None for all.
+            over: name of the link to ``partner``, such as ``rail 0``; empty within a node.
+
+        Raises:
+            RankLostError: a rank is lost, or the wait exceeds the limit.
+            CommError: another thread has ended all waits.
         """
         limit = self._limit
         limit.check()
@@ -413,13 +458,13 @@ class Watch:
         if waited_s > limit.timeout_s:
             raise RankLostError(
                 f"{self._who(waited_s, partner, over)}, longer than {limit.name}="
-                f"{limit.timeout_s:g} allows; see what that rank does and whether the link works, "
+                f"{limit.timeout_s:g} allows; check that rank and the link, "
                 f"or set {limit.name} to more seconds"
             )
         if partner is not None and over and waited_s > LATE_S and partner not in self._named:
             self._named.add(partner)
             _LOG.warning(
-                "%s; it is busy with something else, or the link is silent",
+                "%s; that rank is busy, or the link does not respond",
                 self._who(waited_s, partner, over),
             )
 
@@ -433,7 +478,7 @@ class Watch:
 
 
 def different_calls(found: str) -> MismatchError:
-    """Return the error for ranks that make the calls that are ``found``."""
+    """Return the error for ranks that make different calls, described by ``found``."""
     return MismatchError(
         f"ranks must make the same calls in the same order, got {found}; let every rank take the "
         f"same path through the program, with tensors of the same shape and dtype"
@@ -441,7 +486,7 @@ def different_calls(found: str) -> MismatchError:
 
 
 def in_step(method: Method) -> Method:
-    """Fail the communicator where an exception ends ``method``, a collective, halfway."""
+    """Decorate a collective: fail the communicator if an exception interrupts it."""
 
     @wraps(method)
     def call(self: Any, *args: Any, **options: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Collectives of an MPI communicator that end by an error where a rank does not come.
+"""Collectives of an MPI communicator that raise if a rank is lost or late.
 
-A blocking call of the library waits for a rank without an end. Each call here is nonblocking, and
-a ``Watch`` waits for it.
+A blocking MPI call would wait for such a rank forever. Each call here is nonblocking and is waited
+for by a ``Watch``.
 """
 
 import pickle
@@ -26,12 +26,15 @@ _abandoned: list[threading.Thread] = []
 
 
 def is_blocked() -> bool:
-    """Return True if a call that was given up is still in progress in the library."""
+    """Return True if an MPI call that a wait gave up is still in progress on its thread."""
     return any(thread.is_alive() for thread in _abandoned)
 
 
 class WatchedCalls:
-    """Collectives of ``comm``, of Python objects and of buffers; all ranks make the same calls."""
+    """Collectives of ``comm`` on Python objects and buffers.
+
+    Collective: all ranks make the same calls in the same order.
+    """
 
     def __init__(self, comm: MPI.Intracomm, watch: Watch) -> None:
         self.rank: int = comm.rank
@@ -41,16 +44,17 @@ class WatchedCalls:
     def run(
         self, call: Callable[..., MPI.Request], *arguments: object, memory: object = None
     ) -> None:
-        """Complete a nonblocking ``call`` of ``comm``; ``memory`` is what buffers are made of."""
+        """Start a nonblocking ``call`` of ``comm`` and wait; keep ``memory`` alive meanwhile."""
         request = requests.start(self._comm, call, *arguments, memory=memory)
         wait_request(request, self._watch)
         self._watch.confirm()
 
     def block(self, call: Callable[[], T]) -> T:
-        """Return what a ``call`` returns that has no nonblocking form.
+        """Return the result of a blocking ``call``, for operations without a nonblocking form.
 
-        It runs on a thread, so that this one can end the wait; the thread then stays in the
-        library. Without threads in MPI, it runs here, where the caller has synchronized the ranks.
+        The call runs on a separate thread, so that the caller can stop waiting; the thread then
+        remains in MPI. If MPI does not support threads, the call runs on the caller's thread,
+        which must have synchronized the ranks before.
         """
         if not calls_from_threads():
             return call()
@@ -60,7 +64,7 @@ class WatchedCalls:
         def run() -> None:
             try:
                 found.append(call())
-            except BaseException as error:  # for the caller
+            except BaseException as error:  # raised by the caller below
                 errors.append(error)
 
         thread = threading.Thread(target=run, name="hpctrain-mpi", daemon=True)
@@ -75,12 +79,12 @@ class WatchedCalls:
         return found[0]
 
     def barrier(self) -> None:
-        """Return when all ranks are here."""
+        """Wait until all ranks have called this method."""
         if self.size > 1:
             self.run(self._comm.Ibarrier)
 
     def duplicate(self) -> MPI.Intracomm:
-        """Return a duplicate of the communicator, which all ranks have then."""
+        """Return a duplicate of the communicator, after all ranks have created it."""
         made: list[MPI.Intracomm] = []
 
         def start() -> MPI.Request:
@@ -92,21 +96,21 @@ class WatchedCalls:
         return self._had_by_all(made[0])
 
     def split(self, color: int, key: int = 0) -> MPI.Intracomm | None:
-        """Return a communicator of the ranks of one ``color``, None for ``MPI.UNDEFINED``."""
-        self.barrier()  # asleep: the library keeps a core busy
+        """Return a communicator of the ranks of one ``color``; None for ``MPI.UNDEFINED``."""
+        self.barrier()  # sleeps until all ranks are here; ``Split`` spins
         made = self.block(lambda: self._comm.Split(color, key))
         return None if made == MPI.COMM_NULL else self._had_by_all(cast("MPI.Intracomm", made))
 
     def _had_by_all(self, made: MPI.Intracomm) -> MPI.Intracomm:
-        """Return a communicator once all of its ranks have it.
+        """Return ``made`` after all its ranks have created it.
 
-        Open MPI crashes on a rank that has not, when another one revokes it after a death.
+        Open MPI crashes if a rank revokes a communicator that another rank has not yet created.
         """
         WatchedCalls(made, self._watch).barrier()
         return made
 
     def bcast(self, value: T, root: int = 0) -> T:
-        """Return the object of ``root``."""
+        """Return the object of rank ``root`` on every rank."""
         mine = _Pickle(value) if self.rank == root else None
         sizes = array("q", [len(mine.parts), *map(len, mine.parts)] if mine else [0])
         num = sizes[:1]
@@ -117,7 +121,7 @@ class WatchedCalls:
         for part in parts:
             for piece in _pieces(part):
                 self.run(self._comm.Ibcast, [piece, MPI.BYTE], root)
-        result: T = unpickled(parts[0], parts[1:])  # a copy on the root, too
+        result: T = unpickled(parts[0], parts[1:])  # also the root gets a copy
         return result
 
     def allgather(self, value: T) -> list[T]:
@@ -156,7 +160,7 @@ class WatchedCalls:
         return found
 
     def alltoall(self, values: Sequence[T]) -> list[T]:
-        """Send ``values[r]`` to rank r; return what the ranks have sent here; small objects."""
+        """Send ``values[r]`` to rank r; return the received objects, less than 2 GiB in total."""
         given = [pickle.dumps(value, pickle.HIGHEST_PROTOCOL) for value in values]
         counts = array("i", map(len, given))
         sizes = array("i", [0] * self.size)
@@ -168,7 +172,7 @@ class WatchedCalls:
 
 
 class _Pickle:
-    """The bytes of an object; arrays and the like are not copied."""
+    """An object pickled with protocol 5, whose out-of-band buffers are not copied."""
 
     def __init__(self, value: object) -> None:
         buffers: list[pickle.PickleBuffer] = []

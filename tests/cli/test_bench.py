@@ -209,5 +209,5 @@ def test_rank_0_prints_machine_plan_and_a_line_per_size():
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert sum(line.startswith("# ranks ") for line in lines) == 1
-    assert any(line.startswith("# gradients take ") for line in lines)
+    assert any(line.startswith("# gradient path ") for line in lines)
     assert [line.split()[0] for line in lines if line[:1] == " "] == ["bytes", "8", "32", "128"]

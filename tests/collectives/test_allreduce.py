@@ -86,7 +86,10 @@ def test_unsupported_tensors_are_rejected_before_anything_is_sent(hvd):
         ),
         (lambda: hvd.allreduce_async(torch.eye(2).to_sparse()), "got sparse_coo"),
         (lambda: hvd.allreduce(torch.ones(2).bool()), "use op=Max for 'any'"),
-        (lambda: hvd.allreduce(torch.ones(2) * 1j, op=hvd.Max), "have an order, got complex64"),
+        (
+            lambda: hvd.allreduce(torch.ones(2) * 1j, op=hvd.Max),
+            "of ordered values, got complex64",
+        ),
         (lambda: hvd.grouped_allreduce([]), "got an empty list"),
         (lambda: hvd.grouped_allreduce_(torch.ones(2)), "take a list of tensors, got Tensor"),
         (lambda: hvd.synchronize(7), "ending in _async returns, got int"),

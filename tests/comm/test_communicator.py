@@ -173,15 +173,17 @@ def test_groups_number_their_ranks_in_the_given_order_and_overlap(world, comm):
 # Errors
 
 REFUSED = {
-    "floating point": lambda c: c.allreduce_(torch.ones(3, dtype=torch.int32), scale=0.5),
-    "min needs values that have an order, got complex64": lambda c: c.allreduce_(
+    "floating-point": lambda c: c.allreduce_(torch.ones(3, dtype=torch.int32), scale=0.5),
+    "min must be of ordered values, got complex64": lambda c: c.allreduce_(
         torch.ones(3, dtype=torch.complex64), op=Op.MIN
     ),
     r"must be dense, got torch\.sparse_coo": lambda c: c.allreduce_(torch.eye(3).to_sparse()),
     "must be on the CPU, got one on meta": lambda c: c.broadcast_(torch.zeros(3, device="meta")),
     "root must be a rank from 0 to LAST": lambda c: c.broadcast_(torch.zeros(1), root=c.size),
-    "takes SIZE tensors of one dtype, got": lambda c: c.alltoall([torch.zeros(1)] * (c.size + 1)),
-    r"got SIZE of \['float32', 'int64'\]|takes 1 tensors": lambda c: c.alltoall(
+    "must have SIZE tensors of one dtype, got": lambda c: c.alltoall(
+        [torch.zeros(1)] * (c.size + 1)
+    ),
+    r"got SIZE of \['float32', 'int64'\]|must have 1 tensors": lambda c: c.alltoall(
         [torch.zeros(1)] * (c.size - 1) + [torch.zeros(c.size, dtype=torch.int64)] * (c.size > 1)
     ),
     "10 elements in all": lambda c: c.reduce_scatter(torch.ones(10), numels=[1] * c.size),
@@ -189,8 +191,10 @@ REFUSED = {
     r"from 0 to LAST, each once, got \[0, 0\]": lambda c: c.group([0, 0]),
     r"from 0 to LAST, each once, got \[99\]": lambda c: c.group([99]),
     r"from 0 to LAST, each once, got \[-1\]": lambda c: c.group([-1]),
-    "tag must be from 0|nobody to talk to": lambda c: c.send(torch.ones(1), 0, tag=-1),
-    "dest must be a rank from 0 to LAST|nobody": lambda c: c.send(torch.ones(1), c.size),
+    "tag must be from 0|two ranks or more to send": lambda c: c.send(torch.ones(1), 0, tag=-1),
+    "dest must be a rank from 0 to LAST|two ranks or more": lambda c: c.send(
+        torch.ones(1), c.size
+    ),
 }
 
 

@@ -118,12 +118,12 @@ def test_float8_e8m0fnu_is_combined():
 @pytest.mark.parametrize(
     ("dtype", "op", "message"),
     [
-        (torch.complex64, Op.MIN, "min needs values that have an order, got complex64; take view"),
-        (torch.float32, Op.BAND, "bitwise and takes integers and bool, got float32; view it"),
-        (torch.complex64, Op.BXOR, "bitwise xor takes integers and bool, got complex64"),
-        (torch.qint8, Op.SUM, "sum over ranks takes numbers and bool, got qint8; convert"),
-        (torch.bits8, Op.BOR, "bitwise or over ranks takes numbers and bool, got bits8"),
-        (torch.float4_e2m1fn_x2, Op.MAX, "max over ranks takes numbers and bool, got float4"),
+        (torch.complex64, Op.MIN, "min must be of ordered values, got complex64; use view"),
+        (torch.float32, Op.BAND, "bitwise and must be of integers or bool, got float32; view it"),
+        (torch.complex64, Op.BXOR, "bitwise xor must be of integers or bool, got complex64"),
+        (torch.qint8, Op.SUM, "sum over ranks must be of numbers or bool, got qint8; convert"),
+        (torch.bits8, Op.BOR, "bitwise or over ranks must be of numbers or bool, got bits8"),
+        (torch.float4_e2m1fn_x2, Op.MAX, "max over ranks must be of numbers or bool, got float4"),
     ],
 )
 def test_undefined_combinations_are_rejected(dtype, op, message):

@@ -159,7 +159,7 @@ def test_wrong_value_is_rejected_with_the_name_of_its_field(name, value):
 
 def test_the_description_names_path_and_algorithms():
     rows = dict(MEASURED.describe())
-    assert rows["gradients take"] == "node memory (memfd), then 2 rails"
+    assert rows["gradient path"] == "node memory (memfd), then 2 rails"
     assert rows["between nodes"] == "doubling below 16.0 KiB, then ring"
     cut = replace(MEASURED, chunk_bytes=128 * KIB)
     assert dict(cut.describe())["between nodes"] == f"{rows['between nodes']}, 128.0 KiB at a time"
@@ -195,7 +195,7 @@ def test_written_plan_is_read_back(tmp_path):
     [
         (None, "No such file or directory"),
         ("{", "Expecting property name"),
-        ("[]", "no table with the keys nodes and plan"),
+        ("[]", "must be a table with the keys nodes and plan"),
         ('{"plan": {}}', "nodes must list the ranks of each node, got None"),
         ('{"nodes": [2], "plan": 3}', "plan must be a table, got 3"),
         ('{"nodes": [2], "plan": {}}', "node_memory is missing"),
@@ -222,10 +222,10 @@ def stored_with(**changes):
         (STORED, ONE, "memfd", "for 2 nodes of 2 ranks, and this world has 1 node of 4 ranks"),
         (STORED, topology_of(3, per_node=2), "memfd", "2 nodes of 1 to 2 ranks"),
         (STORED, TWO, "none", "node memory memfd, and this world has none"),
-        (stored_with(num_rails=3), TWO, "memfd", "3 rails, and this world can have 1 to 2"),
+        (stored_with(num_rails=3), TWO, "memfd", "3 rails, and this world supports 1 to 2"),
         (stored_with(num_rails=0), TWO, "memfd", "0 rails"),
         (stored_with(num_rails=1), TWO, "memfd", ""),
-        (stored_with(rail=SizeTable(((0, "magic"),))), TWO, "memfd", "its rail go by magic"),
+        (stored_with(rail=SizeTable(((0, "magic"),))), TWO, "memfd", "its table rail has magic"),
         (stored_with(tensors=tensors_rule(1, "memfd", 5)), TWO, "memfd", "direct, slices"),
         (StoredPlan.of(ONE, plan_for(4)), ONE, "memfd", ""),
         (StoredPlan.of(ONE, replace(plan_for(4), rail=rail_rule(4))), ONE, "memfd", "rail"),
@@ -252,7 +252,7 @@ def test_cached_plan_is_loaded_unless_it_is_damaged(caplog):
     file.write_text("{")
     with caplog.at_level(logging.DEBUG, logger="hpctrain"):
         assert load_cached("something") is None
-    assert "left aside" in caplog.text
+    assert "earlier measurement is ignored" in caplog.text
 
 
 def test_cached_plan_is_on_disk_before_it_is_renamed(disk, monkeypatch):

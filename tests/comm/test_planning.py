@@ -82,5 +82,5 @@ def test_named_plan_of_another_world_raises_on_every_rank(world, folder):
 
 @pytest.mark.ranks(1, 2, 3, 4)
 def test_named_file_without_a_plan_raises_on_every_rank(folder):
-    with pytest.raises(ConfigError, match=r"missing\.json is no file with a plan"):
+    with pytest.raises(ConfigError, match=r"missing\.json cannot be read as a plan"):
         planned(plan=folder / "missing.json")

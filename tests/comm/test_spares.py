@@ -34,5 +34,5 @@ def test_spares_are_released_at_the_end(world):
 
 @pytest.mark.ranks(2, 3)
 def test_fewer_than_two_workers_are_rejected(world):
-    with pytest.raises(ConfigError, match="wait for two ranks or more"):
+    with pytest.raises(ConfigError, match="two or more ranks must remain"):
         Spares(world, world.size - 1)

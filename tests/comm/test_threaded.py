@@ -65,7 +65,7 @@ def test_errors_are_raised_by_the_operation_that_failed(world, threaded):
     unequal = threaded.allreduce_(torch.zeros(2 + world.rank))
     right = torch.ones(2)
     after = threaded.allreduce_(right)
-    with pytest.raises(CommError, match="bitwise and takes integers"):
+    with pytest.raises(CommError, match="bitwise and must be of integers"):
         wrong.wait()
     with pytest.raises(MismatchError, match="the same calls"):
         unequal.wait()

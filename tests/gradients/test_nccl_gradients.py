@@ -76,7 +76,7 @@ def test_unusable_nccl_raises_reason_and_remedy_on_all_ranks(hvd):
             "must have its own GPU for NCCL, but ranks",
         ),
         ("setattr", (StandIn, "without_nccl", "it is of wood"), "ranks 0-"),
-        ("setenv", ("HPCTRAIN_RECOVER", "1"), "its sums do not return errors"),
+        ("setenv", ("HPCTRAIN_RECOVER", "1"), "because its sums do not return errors"),
     ]
     of_last = [
         ("setattr", (StandIn, "without_nccl", "it is of wood"), f"{whom}it is of wood"),
@@ -148,7 +148,7 @@ def test_values_of_each_dtype_are_added(world, comm):
         bucket.reduce(world.Barrier, 0.5)
         total = (torch.arange(70_001) % 7) * world.size + sum(range(world.size))
         assert torch.equal(bucket.flat, (total / 2).to(dtype))
-    with pytest.raises(CommError, match=r"NCCL adds float16, .*, not int32"):
+    with pytest.raises(CommError, match=r"dtypes of NCCL are float16, .*, got int32"):
         NcclBucket(device, comm[1], 1, torch.int32)
 
 

@@ -139,4 +139,4 @@ def test_spares_end_with_the_last_rank(tmp_path):
         cwd=tmp_path,
     )
     assert done.returncode not in (0, 124), done.stderr
-    assert "all 2 ranks died that this spare waits for" in done.stderr
+    assert "all 2 workers died while this spare waited" in done.stderr

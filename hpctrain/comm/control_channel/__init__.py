@@ -1,1 +1,1 @@
-"""Mailboxes along a tree of ranks: small messages that wake a sleeper and cost nobody a poll."""
+"""Mailboxes along a tree of ranks: small messages that wake a sleeping receiver."""

@@ -1,4 +1,4 @@
-"""Mailboxes along a tree of ranks: rings inside the node, MPI between nodes, one doorbell."""
+"""Mailboxes along a tree of ranks: rings within a node, MPI between nodes, one doorbell."""
 
 import ctypes
 import time
@@ -27,44 +27,49 @@ if TYPE_CHECKING:
     from hpctrain.comm.plan.plan import Plan
     from hpctrain.comm.rail.rail import Rail
 
-_FLUSH_S = 1e-3  # between two looks whether large messages have left
+_FLUSH_S = 1e-3  # interval of the tests whether large messages have been sent
 
 _WAY_BYTES = HEAD_BYTES + RING_BYTES
 _UP = 2 * LINE_BYTES
 _DOWN = _UP + _WAY_BYTES
 BOX_BYTES = _DOWN + _WAY_BYTES
-"""What each rank has in node memory: its doorbell, a semaphore for fences, and the rings to and
-from its parent."""
+"""Node memory per rank: the doorbell, a semaphore for fences, and the rings to and from the
+parent."""
 
 WORDS = LINE_BYTES // 8
-"""Words of a rank in a channel: a cache line, as it is read while others are written."""
+"""Words per rank in a channel: one cache line, to avoid false sharing."""
 
 FAN_OUT = 4
-"""Children on the same kind of link. A level costs a latency and the work on as many messages;
-for links of 10 to 50 us and 10 us of work on each, four make the shortest way to a thousand."""
+"""Children per rank on one kind of link. A level costs one latency and the work on this number of
+messages. With latencies of 10 to 50 us and 10 us of work per message, four children give the
+lowest total latency for a thousand ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tree:
     """The place of one rank in the tree; rank 0 is the root."""
 
-    rank: int  # my rank
-    parent: int | None  # the rank towards the root; None at the root
-    children: tuple[int, ...]  # the ranks away from the root: first those of other nodes
-    num_nodes: int = 1  # of all ranks
+    rank: int
+    parent: int | None  # None at the root
+    children: tuple[int, ...]  # children on other nodes first
+    num_nodes: int = 1  # of the whole tree
 
     @property
     def neighbours(self) -> tuple[int, ...]:
-        """Return the parent, if there is one, and the children."""
+        """The parent, if any, and the children."""
         return self.children if self.parent is None else (self.parent, *self.children)
 
 
 def tree_of(nodes: Sequence[Sequence[int]], rank: int) -> Tree:
     """Return the place of ``rank`` in the tree of all ranks.
 
-    The first ranks of the nodes form a tree, and the ranks of each node another one below its
-    first rank. So a node's messages leave it once. ``nodes`` has the ranks of each node, numbered
-    from 0 without gaps, in any order; a node is what shares memory, at worst each rank by itself.
+    The first ranks of the nodes form a tree, and the ranks of each node form a tree below its
+    first rank, so that messages of a node leave the node once.
+
+    Args:
+        nodes: ranks of each node, that is, ranks that share memory, in any order. Together they
+            are 0, 1, ..., n - 1.
+        rank: the rank.
     """
     members = sorted(sorted(ranks) for ranks in nodes)
     leaders = [ranks[0] for ranks in members]
@@ -77,33 +82,43 @@ def tree_of(nodes: Sequence[Sequence[int]], rank: int) -> Tree:
 
 
 def _place(ranks: list[int], rank: int) -> tuple[int | None, tuple[int, ...]]:
-    """Return parent and children of ``rank`` where ``ranks[0]`` is the root."""
+    """Return the parent and the children of ``rank`` in the tree with root ``ranks[0]``."""
     place = ranks.index(rank)
     parent = ranks[(place - 1) // FAN_OUT] if place else None
     return parent, tuple(ranks[FAN_OUT * place + 1 : FAN_OUT * (place + 1) + 1])
 
 
 class NodeChannel(NamedTuple):
-    """What the ranks of a node agree by without messages; see ``negotiation.fast_path``."""
+    """Shared words by which ranks of a node agree without messages: ``negotiation.fast_path``."""
 
-    words: memoryview  # ``WORDS`` zeros of 64 bits for each rank, mapped by all
-    tree: Tree  # of the node alone
-    doorbells: Sequence[Callable[[], object]]  # wake the ranks
-    fence: Fence  # orders loads and stores, if the processor does not
+    words: memoryview  # ``WORDS`` int64 zeros per rank, mapped by all ranks
+    tree: Tree  # of the ranks of the node
+    doorbells: Sequence[Callable[[], object]]  # wakes a rank, by local rank
+    fence: Fence  # orders loads and stores; None if not needed
     plan: "Plan"
     network: "Network | None" = None  # to the other nodes
-    rank: int = 0  # this rank, among all
-    leaders: Sequence[int] = ()  # first ranks of all nodes, if this is one, and there are others
-    count_sent: Callable[[int], object] = int  # counts bytes that were sent to other nodes
+    rank: int = 0  # this rank, in the communicator
+    leaders: Sequence[int] = ()  # first ranks of the nodes, on these ranks and if several
+    count_sent: Callable[[int], object] = int  # counts bytes sent to other nodes
 
 
 class Mailbox:
-    """This rank's mailboxes to its parent and its children.
+    """Sends and receives messages to and from the parent and the children of this rank.
 
-    One thread at a time sends, receives and sleeps; any thread rings.
+    Not collective, except ``close``. Only one thread at a time may send, receive and sleep; any
+    thread may ring.
+
+    Args:
+        tree: place of this rank.
+        edges: rings to and from each neighbour on this node, by rank.
+        doorbell: wakes this process.
+        network: sends messages to neighbours on other nodes; None without them.
+        channel: shared words of the node; None without node memory.
+        watch: performs all waits.
+        pace: durations of spinning, yielding and sleeping.
     """
 
-    def __init__(  # noqa: PLR0913 - the ways, and how to wait on them
+    def __init__(  # noqa: PLR0913 - the links, and the waits
         self,
         tree: Tree,
         edges: Mapping[int, tuple[Outlet, Inlet]],
@@ -114,13 +129,8 @@ class Mailbox:
         watch: Watch,
         pace: Pace,
     ) -> None:
-        """Take the ways to the neighbours.
-
-        ``edges`` leads to the neighbours on this node, by rank, ``network`` to the others;
-        ``doorbell`` is of this process; ``sleep`` begins at this ``pace``.
-        """
         self.tree = tree
-        self.channel = channel  # None without node memory
+        self.channel = channel
         self._outlets = {rank: outlet for rank, (outlet, _) in edges.items()}
         self._ways_out = tuple(self._outlets.values())
         self._ways_down = tuple(
@@ -135,10 +145,10 @@ class Mailbox:
         self.pace = pace
 
     def send(self, to: int, message: bytes) -> None:
-        """Send ``message`` to a neighbour in the tree, without waiting for it.
+        """Send ``message`` to a neighbour in the tree without waiting.
 
-        What a neighbour has no room for yet stays here, and leaves in later calls of ``send``,
-        ``receive``, ``flush`` and ``sleep``. The messages to one neighbour arrive in order.
+        Bytes that do not fit the ring are sent by later calls of ``send``, ``receive``, ``flush``
+        and ``sleep``. Messages to one neighbour arrive in order.
         """
         outlet = self._outlets.get(to)
         if outlet is not None:
@@ -149,7 +159,7 @@ class Mailbox:
             self._network.send(to, message)
 
     def receive(self) -> list[tuple[int, bytes]]:
-        """Return the messages that have come, each with its sender, without waiting."""
+        """Return the messages that have arrived, with their senders, without waiting."""
         self._push()
         found, self._inbox = self._inbox, []
         for rank, receive in self._inlets:
@@ -163,12 +173,17 @@ class Mailbox:
         return found
 
     def flush(self, *, down: bool = False) -> None:
-        """Return when all that was sent has left; to be called before waiting for anything else.
+        """Wait until all messages have left this rank.
 
-        A large message leaves when its receiver calls ``receive``, ``flush`` or ``sleep``. What
-        comes meanwhile is read, so that neighbours that send too get on. With ``down`` only what
-        goes to children counts. ``RankLostError`` if a rank is lost, or the wait has lasted too
-        long.
+        Must be called before another wait. A large message leaves while its receiver calls
+        ``receive``, ``flush`` or ``sleep``. Messages that arrive during the wait are stored, so
+        that neighbours that send can continue, too.
+
+        Args:
+            down: wait only for messages to children.
+
+        Raises:
+            RankLostError: a rank is lost, or the wait exceeds the limit.
         """
         start = time.perf_counter()
         woken = False
@@ -178,14 +193,18 @@ class Mailbox:
                 woken |= self._doorbell.wait(_FLUSH_S)
                 self._watch.look_in_step(None, "", time.perf_counter() - start)
         if woken:
-            self.ring()  # it may have been for somebody else
+            self.ring()  # the ring may have been for a later ``sleep``
 
     def sleep(self, timeout_s: float) -> bool:
-        """Return True when something may have come, or somebody rang; False when the time is over.
+        """Sleep until a message may have arrived or the doorbell rings; return False on timeout.
 
-        The first microseconds are spent awake where ranks have a core each; then the others are
-        looked at ten times a second. ``RankLostError`` if one is lost, or the sleep has lasted too
-        long.
+        If each rank has its own core, the rank spins for the first microseconds.
+
+        Args:
+            timeout_s: longest sleep.
+
+        Raises:
+            RankLostError: a rank is lost, or the sleep exceeds the limit of waits.
         """
         self._push()
         if self._something_came() or self._inbox:
@@ -199,16 +218,16 @@ class Mailbox:
         return came
 
     def ring(self) -> None:
-        """Wake ``sleep`` of this process, now or the next one."""
+        """Wake the present or the next ``sleep`` of this process."""
         self._doorbell.post()
 
     def drain(self) -> None:
-        """Forget who rang; for who does not sleep now, and calls ``receive`` before it does."""
+        """Clear the doorbell. The caller must call ``receive`` before ``sleep``."""
         while self._try_wait():
             pass
 
     def close(self) -> None:
-        """Give back what the mailboxes hold. Collective; what nobody has received is lost."""
+        """Free the resources. Collective; messages that were not received are lost."""
         if self._network is not None:
             self._network.close(self._watch)
             self._network = None
@@ -228,7 +247,7 @@ class Mailbox:
 
     def _something_came(self) -> bool:
         if self._try_wait():
-            self.drain()  # one look finds all that was rung for
+            self.drain()  # one test handles all rings
             return True
         return self._network is not None and self._network.look()
 
@@ -240,13 +259,13 @@ class Mailbox:
 
 
 def alone() -> Mailbox:
-    """Make the mailboxes of a single rank, which only ever rings."""
+    """Create the mailbox of a single rank, which has no neighbours."""
     tree, pace = tree_of([[0]], 0), Pace(spin_s=0.0)
     return Mailbox(tree, {}, _private_doorbell(), watch=Watch(), pace=pace)
 
 
 def flat(comm: "MPI.Intracomm", watch: Watch) -> Mailbox:
-    """Make mailboxes between ranks that share no memory. Collective."""
+    """Create a mailbox between ranks without shared memory. Collective."""
     tree = tree_of([[rank] for rank in range(comm.size)], comm.rank)
     return Mailbox(
         tree, {}, _private_doorbell(), network=_network(comm, watch), watch=watch, pace=BY_MPI
@@ -256,9 +275,10 @@ def flat(comm: "MPI.Intracomm", watch: Watch) -> Mailbox:
 def by_node(
     comm: "MPI.Intracomm", node: "SharedMemory", rail: "Rail | None", watch: Watch, plan: "Plan"
 ) -> Mailbox:
-    """Make mailboxes in node memory, and between the first ranks of nodes by MPI. Collective.
+    """Create a mailbox in node memory, with MPI between the first ranks of nodes. Collective.
 
-    ``NodeMemoryError``, on every rank of the node, if there is not enough memory.
+    Raises:
+        NodeMemoryError: not enough memory; on every rank of the node.
     """
     from hpctrain.comm.watched_calls import WatchedCalls  # noqa: PLC0415 - needs MPI
 
@@ -274,7 +294,7 @@ def by_node(
     doorbell, spare = Semaphore(boxes[comm.rank]), Semaphore(boxes[comm.rank], LINE_BYTES)
     doorbell.initialise()
     spare.initialise()
-    node.barrier()  # nobody rings a doorbell that is not there yet
+    node.barrier()  # doorbells must be initialised before a rank rings
     is_one = len(nodes) == 1
     network, fence = None if is_one else _network(comm, watch), fence_of(spare)
     is_voter = network is not None and comm.rank == mine[0]
@@ -302,7 +322,7 @@ def by_node(
 
 
 def _edges(tree: Tree, boxes: dict[int, Segment], fence: Fence) -> dict[int, tuple[Outlet, Inlet]]:
-    """Connect this rank with those of its neighbours that have a box on this node."""
+    """Return the rings to and from the neighbours on this node."""
     edges = {}
     for rank in tree.neighbours:
         if rank not in boxes:
@@ -324,7 +344,7 @@ def _part(box: Segment, offset: int) -> memoryview:
 
 
 def _private_doorbell() -> Semaphore:
-    """Return the doorbell of a rank that shares no memory."""
+    """Return a doorbell in private memory."""
     doorbell = Semaphore((ctypes.c_char * LINE_BYTES)())
     doorbell.initialise()
     return doorbell

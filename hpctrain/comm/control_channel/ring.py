@@ -1,28 +1,33 @@
-"""A ring of bytes in memory of two processes: one writes messages, the other reads them.
+"""A ring buffer of bytes in memory of two processes: one writes messages, the other reads them.
 
-The counters of bytes written and read are each stored by one side only. Messages are a stream,
-each behind its length, so that one that is larger than the ring flows through it.
+Only the writer stores the counter of bytes written, and only the reader that of bytes read. Each
+message follows its length in a stream, so a message may be larger than the ring.
 """
 
 from collections import deque
 
 from hpctrain.comm.node.segments import LINE_BYTES, Fence, Semaphore
 
-RING_BYTES = 1 << 14  # room of one direction between two ranks
+RING_BYTES = 1 << 14  # size of the ring for one direction between two ranks
 HEAD_BYTES = 2 * LINE_BYTES
-"""Before it: a line that the writer stores to and one that the reader stores to."""
+"""Counters before the ring: one cache line for the writer and one for the reader."""
 _WRITTEN, _STUCK, _READ = 0, 1, LINE_BYTES // 8
 _LENGTH_BYTES = 8
 
 
 class Outlet:
-    """The end that writes."""
+    """The writing end of a ring.
+
+    Args:
+        memory: ``HEAD_BYTES + RING_BYTES`` zeros, aligned to 8 bytes.
+        doorbell: doorbell of the reader.
+        fence: orders loads and stores; None if not needed.
+    """
 
     __slots__ = ("_counters", "_data", "_doorbell", "_fence", "_rest", "_written", "is_stuck")
 
     def __init__(self, memory: memoryview, doorbell: Semaphore, fence: Fence) -> None:
-        """Take ``HEAD_BYTES + RING_BYTES`` zeros, aligned to eight, and the reader's doorbell."""
-        self.is_stuck = False  # whether messages wait for room
+        self.is_stuck = False  # whether messages wait for space
         self._counters = memory[:HEAD_BYTES].cast("Q")
         self._data = memory[HEAD_BYTES : HEAD_BYTES + RING_BYTES]
         self._doorbell = doorbell.post
@@ -31,9 +36,9 @@ class Outlet:
         self._rest: deque[memoryview] = deque()
 
     def send(self, message: bytes) -> None:
-        """Write ``message``, or as much as there is room for."""
+        """Write ``message`` as far as space permits; ``push`` writes the rest."""
         framed = len(message).to_bytes(_LENGTH_BYTES, "little") + message
-        # A byte stays free, so that whoever gets stuck has something to write: see push().
+        # One byte stays free, so that a stuck writer can still write a byte: see push().
         if self.is_stuck or len(framed) >= RING_BYTES - self._written + self._counters[_READ]:
             self._rest.append(memoryview(framed))
             self.push()
@@ -41,10 +46,10 @@ class Outlet:
             self._write(framed)
 
     def push(self) -> None:
-        """Write what waits, as far as there is room.
+        """Write waiting messages as far as space permits.
 
-        Before this end gets stuck it says so, and then writes something: whoever reads that rings
-        the doorbell of this end when there is room.
+        The writer sets the flag that it is stuck, then writes at least one byte. The reader of
+        these bytes sees the flag and rings the doorbell of the writer once there is space.
         """
         if not self.is_stuck:
             self.is_stuck = True
@@ -81,12 +86,17 @@ class Outlet:
 
 
 class Inlet:
-    """The end that reads."""
+    """The reading end of a ring.
+
+    Args:
+        memory: the memory of the writer.
+        doorbell: doorbell of the writer.
+        fence: orders loads and stores; None if not needed.
+    """
 
     __slots__ = ("_counters", "_data", "_doorbell", "_fence", "_part", "_read")
 
     def __init__(self, memory: memoryview, doorbell: Semaphore, fence: Fence) -> None:
-        """Take the same memory as the writer, and the writer's doorbell."""
         self._counters = memory[:HEAD_BYTES].cast("Q")
         self._data = memory[HEAD_BYTES : HEAD_BYTES + RING_BYTES]
         self._doorbell = doorbell.post
@@ -95,7 +105,7 @@ class Inlet:
         self._part = bytearray()
 
     def receive(self) -> list[bytes] | None:
-        """Return the messages that are complete; None if nothing has come."""
+        """Return the complete messages; None if no bytes have arrived."""
         counters, read = self._counters, self._read
         written = counters[_WRITTEN]
         if written == read:

@@ -1,9 +1,8 @@
-"""Buckets on accelerators that NCCL sums over all ranks, between nodes, too.
+"""Buckets on accelerators that NCCL sums over all ranks, also between nodes.
 
-NCCL finds its own way through NVLink, the node and the network. The ranks meet on the host once
-for each bucket, so that none queues a sum that another one does not; the sum itself waits in a
-stream, and the host for none of it. NCCL adds values of 16 bits in 16 bits, in an order of its
-own: they are scaled before, or a sum could overflow where the average does not.
+The ranks synchronize on the host once per bucket, so that all queue the same sums. The host does
+not wait for the sum, which runs in a stream. NCCL adds 16-bit values in 16 bits, so they are
+scaled before the sum, which could otherwise overflow where the average does not.
 """
 
 from collections.abc import Callable
@@ -19,26 +18,37 @@ from hpctrain.core.errors import CommError
 
 
 class NcclBucket(DeviceBucket):
-    """Elements on this rank's accelerator."""
+    """Elements on this rank's accelerator that NCCL sums.
+
+    Args:
+        device: the accelerator.
+        nccl: the ranks.
+        numel: number of elements, initially zero.
+        dtype: dtype of the elements.
+
+    Raises:
+        CommError: NCCL does not support the dtype.
+    """
 
     def __init__(
         self, device: Device, nccl: NcclCommunicator, numel: int, dtype: torch.dtype
     ) -> None:
-        """Make ``numel`` zeros, the same on all ranks. Raises ``CommError``: NCCL adds no such."""
         self._how = combination(dtype, Op.SUM)
         if self._how.storage_dtype not in TYPES:
-            raise CommError(f"NCCL adds {', '.join(map(name_of, TYPES))}, not {name_of(dtype)}")
+            raise CommError(
+                f"dtypes of NCCL are {', '.join(map(name_of, TYPES))}, got {name_of(dtype)}"
+            )
         super().__init__(device, device.zeros(numel, dtype, (nccl.stream,)), device.new_event())
         self._nccl = nccl
 
     def weigh(self, factor: float) -> None:
-        """Multiply the bucket of this rank."""
+        """Multiply the bucket of this rank. Not collective."""
         self._nccl.stream.wait_event(self._full)
         with self._device.on(self._nccl.stream):
             scale_(self.flat, factor)
 
     def reduce(self, meet: Callable[[], object], scale: float | None) -> None:
-        """Sum, times ``scale``; all ranks ``meet`` before. Collective."""
+        """Sum over the ranks, times ``scale``; ``meet`` synchronizes them. Collective."""
         stream = self._nccl.stream
         early, late = scaled_when(scale, self._how)
         meet()

@@ -1,1 +1,1 @@
-"""Between the ranks of a node: memory that all of them map."""
+"""Communication within a node, through memory that all its ranks map."""

@@ -1,9 +1,10 @@
-"""One kernel that sums a slice of the buckets of all accelerators of a node, in their memory.
+"""A Triton kernel that sums a slice over the buckets of all accelerators of a node, in place.
 
-In operations of torch each peer's slice is read, and the sum is written and read, once for each
-peer. Here every element passes once: read from all, summed in registers, written to all. Values
-of 16 bits are summed in 32, in the order of ranks, then scaled and rounded once, so that the bits
-are those of ``combine_to``. It needs Triton, which comes with torch for CUDA, and a C compiler.
+Operations of torch would write and read the sum once per peer. The kernel reads each element of
+all ranks once, sums in registers, and writes the sum to all ranks. 16-bit values are summed in
+float32, in the order of ranks, then scaled and rounded once, so that results are bitwise identical
+to those of ``combine_to``. The kernel requires Triton, which torch for CUDA installs, and a C
+compiler.
 """
 
 import logging
@@ -22,13 +23,13 @@ from hpctrain.comm.ops import Combination, Op
 _LOG = logging.getLogger(__name__)
 
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-_VECTOR_BYTES = 16  # what a thread loads at once
+_VECTOR_BYTES = 16  # size of a load of one thread
 _BLOCK_BYTES = 256 * _VECTOR_BYTES
 _NUM_WARPS = 4
 
 
-def _sum_slices(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0917 - Triton's, of constants
-    pointers,  # int64: where the slice of each rank begins
+def _sum_slices(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0917 - Triton kernel
+    pointers,  # int64: address of the slice of each rank
     numel,
     scale,
     num_ranks: tl.constexpr,
@@ -36,10 +37,10 @@ def _sum_slices(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0917 - Trit
     align: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Sum one block of the slice over all ranks, and write it to all."""
+    """Sum one block of the slice over all ranks, and write the sum to all."""
     first = tl.program_id(0).to(tl.int64) * block
     places = first + tl.arange(0, block)
-    if first + block <= numel:  # without a mask loads are as wide as they can be
+    if first + block <= numel:  # loads without a mask have full width
         total = tl.zeros((block,), tl.float32)
         for rank in tl.static_range(num_ranks):
             own = tl.load(pointers + rank).to(tl.pointer_type(dtype))
@@ -68,10 +69,13 @@ sum_slices: Any = triton.jit(_sum_slices, do_not_specialize=["numel"])
 
 
 class SliceSum:
-    """The sum over some tensors of one size, each of them replaced by it."""
+    """Replaces tensors of one size by their sum.
+
+    Args:
+        parts: slices of all ranks, by rank, whose memory must not move.
+    """
 
     def __init__(self, parts: Sequence[Tensor]) -> None:
-        """Take the slices of all ranks, by rank, that stay where they are."""
         first = parts[0]
         addresses = [part.data_ptr() for part in parts]
         self._pointers = torch.tensor(addresses, dtype=torch.int64, device=first.device)
@@ -87,7 +91,7 @@ class SliceSum:
         self._keeps = tuple(parts)
 
     def __call__(self, scale: float | None) -> None:
-        """Sum on the current stream, times ``scale``."""
+        """Queue the sum, times ``scale``, on the current stream."""
         grid = (-(-self._numel // self._block),)
         factor = 1.0 if scale is None else scale
         sum_slices[grid](
@@ -96,22 +100,22 @@ class SliceSum:
 
 
 def slice_sum_of(parts: Sequence[Tensor], how: Combination) -> SliceSum | None:
-    """Return what replaces each of the ``parts`` by their sum; None if that is left to torch.
+    """Compile the kernel for ``parts``; return None if it does not support or run them.
 
-    Compiles the kernel. Ranks may differ in this: the bits are the same in both ways.
+    Ranks may differ in the result, since sums by torch are bitwise identical.
     """
     if how.op is not Op.SUM or parts[0].dtype not in _TYPES or not parts[0].numel():
         return None
     made = SliceSum(parts)
     refusal = _refusal(parts[0].device, **made.constants)
     if refusal:
-        _LOG.info("operations of torch sum what is on %s: %s", parts[0].device, refusal)
+        _LOG.info("operations of torch compute sums on %s: %s", parts[0].device, refusal)
     return None if refusal else made
 
 
 @cache
 def _refusal(device: torch.device, **constants: Any) -> str:
-    """Run the kernel on nothing, which compiles it; return why that cannot be."""
+    """Compile the kernel by a run on zero elements; return the error, or an empty text."""
     here: AbstractContextManager[object]
     here = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     nowhere = torch.zeros(constants["num_ranks"], dtype=torch.int64, device=device)

@@ -1,4 +1,4 @@
-"""Memory that all ranks of a node map: a segment per rank, owned by the rank that made it."""
+"""Memory that all ranks of a node map: one segment per rank, allocated by its owner."""
 
 import contextlib
 import errno
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 def reserve(num_bytes: int) -> int:
-    """Make this rank's memory with all its pages, else OSError; return its descriptor."""
+    """Return the descriptor of new memory with all pages allocated, else raise OSError."""
     descriptor = os.memfd_create("hpctrain", os.MFD_CLOEXEC)
     try:
         os.posix_fallocate(descriptor, 0, num_bytes)
@@ -36,7 +36,10 @@ def reserve(num_bytes: int) -> int:
 
 
 def reserve_lazily(num_bytes: int) -> int:
-    """Do as ``reserve``, but take each page when it is stored to; more than there is kills."""
+    """Return the descriptor of new memory whose pages are allocated at the first store.
+
+    If memory runs out, a store ends the process.
+    """
     descriptor = os.memfd_create("hpctrain", os.MFD_CLOEXEC)
     try:
         os.ftruncate(descriptor, num_bytes)
@@ -47,13 +50,16 @@ def reserve_lazily(num_bytes: int) -> int:
 
 
 class OnDisk:
-    """Does as ``reserve`` in a file without a name, in a folder; gone with its last process."""
+    """Allocate like ``reserve``, in an unnamed file in ``folder``.
+
+    The kernel deletes the file when the last process closes or unmaps it.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def __call__(self, num_bytes: int) -> int:
-        """Make the file with all its blocks, else OSError; return its descriptor."""
+        """Return the descriptor of a new file with all blocks allocated, else raise OSError."""
         with tempfile.TemporaryFile(dir=self._folder) as file:
             os.posix_fallocate(file.fileno(), 0, num_bytes)
             return os.dup(file.fileno())
@@ -65,9 +71,9 @@ class OnDisk:
 def allocate(
     node: "WatchedCalls", num_bytes: int, reserve: Callable[[int], int] = reserve
 ) -> Sequence[Segment]:
-    """Make a zeroed segment on every rank and map those of all; return them by local rank.
+    """Create a zeroed segment on every rank and map all; return them by local rank.
 
-    A segment lives as long as something refers to it; else as ``allocate_by``. Collective.
+    Collective. A segment exists while it is referenced. See ``allocate_by``.
     """
     return allocate_by(
         lambda files: [map_shared(one, num_bytes) for one in files], node, num_bytes, reserve
@@ -80,19 +86,27 @@ def allocate_by(
     num_bytes: int,
     reserve: Callable[[int], int] = reserve,
 ) -> T:
-    """Make zeroed memory on every rank; return what ``map_all`` makes of the open files of all.
+    """Create zeroed memory on every rank; return ``map_all`` of the descriptors of all ranks.
 
-    Collective over ``node``; every rank gives the same number of bytes. ``NodeMemoryError`` if
-    this rank could not: the caller agrees with the others.
+    Collective over ``node``. The memory is anonymous (``memfd_create``), is not limited by the
+    size of /dev/shm, and is freed when its last process ends. Peers open it through
+    ``/proc/PID/fd``. If this is impossible (PID namespaces, hidden processes), the ranks send
+    their descriptors over Unix sockets.
 
-    It is anonymous memory, mapped by the peers through ``/proc/PID/fd``, not limited by /dev/shm
-    and gone with its last process. ``posix_fallocate`` by the owner takes the pages at once: on
-    the memory of the owner's socket, where they stay whoever stores to them first, and so that too
-    little memory is an error here and not a SIGBUS at some later store. What is clearly too much
-    is refused before that: taking it page by page would wake the kernel's out-of-memory killer.
+    The owner allocates all pages with ``posix_fallocate``. So the pages are on the NUMA node of
+    the owner, whichever rank stores first, and a lack of memory raises here instead of SIGBUS at a
+    later store. Sizes that clearly exceed the free memory are rejected before, since allocating
+    page by page would trigger the out-of-memory killer.
 
-    Where /proc does not lead to the peers (another PID namespace, processes that hide), they hand
-    their descriptors over by Unix sockets.
+    Args:
+        map_all: maps the open descriptors of all ranks, by local rank.
+        node: ranks of the node.
+        num_bytes: size per rank, the same on every rank.
+        reserve: allocates the memory of this rank and returns its descriptor.
+
+    Raises:
+        NodeMemoryError: this rank failed. The error may be missing on other ranks, so the caller
+            must exchange it.
     """
     is_file = isinstance(reserve, OnDisk)
     if not is_file and (lacking := shortage(node.allgather(rooms()), num_bytes)):
@@ -127,13 +141,13 @@ def _map(
     offers: "list[_Offer]",
     map_all: Callable[[Sequence[int]], T],
 ) -> T:
-    """Map all ranks' memory in the first way that works for every rank."""
+    """Map the memory of all ranks by the first method that works on every rank."""
     made, closed = None, None
     try:
         made = _map_of_processes(offers, map_all)
     except OSError as error:
         closed = str(error)
-    # From here on nobody needs an open descriptor of a peer.
+    # After this exchange no rank needs an open descriptor of a peer.
     closed = next((text for text in node.allgather(closed) if text), None)
     if closed is None and made is not None:
         return made
@@ -152,7 +166,7 @@ def _map(
 
 
 class _Offer(NamedTuple):
-    """What a peer needs in order to map a rank's memory, and to know that it is that memory."""
+    """Data with which a peer opens a rank's memory and verifies its identity."""
 
     pid: int
     descriptor: int
@@ -170,7 +184,7 @@ def _map_of_processes(offers: "list[_Offer]", map_all: Callable[[Sequence[int]],
     try:
         for offer in offers:
             path = f"/proc/{offer.pid}/fd/{offer.descriptor}"
-            _check_identity(os.stat(path), offer)  # noqa: PTH116 - opening a stranger's may do harm
+            _check_identity(os.stat(path), offer)  # noqa: PTH116 - opening another process's file may have effects
             opened.append(os.open(path, os.O_RDWR))
             _check_identity(os.fstat(opened[-1]), offer)
         return map_all(opened)
@@ -180,21 +194,23 @@ def _map_of_processes(offers: "list[_Offer]", map_all: Callable[[Sequence[int]],
 
 def _check_identity(status: os.stat_result, offer: _Offer) -> None:
     if (status.st_dev, status.st_ino) != (offer.device, offer.inode):
-        # Another PID namespace: the same number names somebody else's process.
+        # In another PID namespace the same pid belongs to another process.
         raise OSError(f"process {offer.pid} is not the rank that offered its memory")
 
 
 TIMEOUT_S = 10.0
-"""Longest wait for one rank's file; the waits that are usual take less than a millisecond."""
+"""Longest wait for the descriptor of one rank; a usual wait is below 1 ms."""
 _TOKEN_BYTES = 16
 
 
 def exchange(node: "WatchedCalls", descriptor: int) -> list[int]:
-    """Return new descriptors of the file of every rank, for the caller to close. Collective.
+    """Return new descriptors of the files of all ranks, for the caller to close. Collective.
 
-    A file is taken only with the token of the receiver, which its peers got over MPI: other
-    processes of the host can see a socket's name and connect to it. OSError if a rank could not
-    send, on every rank; or this rank could not receive.
+    The receiver accepts a descriptor only with its token, which the peers received over MPI, since
+    other processes of the host can connect to the socket.
+
+    Raises:
+        OSError: a rank could not send; on every rank. Or this rank could not receive.
     """
     token = secrets.token_bytes(_TOKEN_BYTES)
     failure: OSError | None = None
@@ -205,16 +221,16 @@ def exchange(node: "WatchedCalls", descriptor: int) -> list[int]:
         doors: list[tuple[Any, bytes]] = node.allgather((inbox and inbox.getsockname(), token))
         if inbox is None or not all(address for address, _ in doors):
             raise OSError("a rank of this node cannot open a Unix socket")
-        # One after the other: files on their way count against the limit of open files.
+        # One owner at a time: descriptors in flight count against the limit of open files.
         for owner in range(node.size):
             others = [door for rank, door in enumerate(doors) if rank != owner]
             refusal = _send(descriptor, others) if owner == node.rank else None
             if refusal := node.bcast(refusal, owner):
-                raise OSError(f"local rank {owner} could not hand its memory on: {refusal}")
+                raise OSError(f"local rank {owner} could not send its descriptor: {refusal}")
             try:
                 mine = owner == node.rank
                 found.append(os.dup(descriptor) if mine else _receive(inbox, token))
-            except OSError as error:  # the others go on, and so must we
+            except OSError as error:  # raised after the loop, since the other ranks continue
                 failure = error
         if failure is not None:
             raise failure
@@ -224,13 +240,13 @@ def exchange(node: "WatchedCalls", descriptor: int) -> list[int]:
 
 
 def close(descriptors: Iterable[int]) -> None:
-    """Close files that ``exchange`` returned."""
+    """Close descriptors that ``exchange`` returned."""
     for one in descriptors:
         os.close(one)
 
 
 def _open(stack: contextlib.ExitStack, num_peers: int) -> socket.socket | None:
-    """Open a socket where peers find it, closed with ``stack``; None where there are none."""
+    """Return a listening Unix socket, closed with ``stack``; None if it cannot be opened."""
     try:
         inbox = stack.enter_context(socket.socket(socket.AF_UNIX))
         inbox.bind(b"\0hpctrain-" + secrets.token_hex(16).encode())
@@ -241,7 +257,10 @@ def _open(stack: contextlib.ExitStack, num_peers: int) -> socket.socket | None:
 
 
 def _send(descriptor: int, doors: list[tuple[bytes, bytes]]) -> str | None:
-    """Hand a file to each of ``doors`` and return why not; it waits there until it is taken."""
+    """Send a descriptor to each of ``doors``; return the error, or None.
+
+    The kernel keeps the descriptor until the receiver accepts it.
+    """
     for address, token in doors:
         try:
             with socket.socket(socket.AF_UNIX) as door:
@@ -254,7 +273,7 @@ def _send(descriptor: int, doors: list[tuple[bytes, bytes]]) -> str | None:
 
 
 def _receive(inbox: socket.socket, token: bytes) -> int:
-    """Take the file that comes with our token; what strangers send is closed."""
+    """Return the descriptor that arrives with ``token``; close descriptors of other senders."""
     end = time.monotonic() + TIMEOUT_S
     while (left_s := end - time.monotonic()) > 0:
         inbox.settimeout(left_s)
@@ -263,7 +282,7 @@ def _receive(inbox: socket.socket, token: bytes) -> int:
             door.settimeout(min(left_s, 1.0))
             try:
                 message, files, _, _ = socket.recv_fds(door, len(token), 1)
-            except OSError:  # a stranger who is silent or gone
+            except OSError:  # another process connected and sent nothing
                 continue
             if files and secrets.compare_digest(message, token):
                 os.set_inheritable(files[0], False)  # noqa: FBT003
@@ -271,4 +290,4 @@ def _receive(inbox: socket.socket, token: bytes) -> int:
             close(files)
             if message == token:
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-    raise TimeoutError(f"no rank handed its memory on within {TIMEOUT_S:g} s")
+    raise TimeoutError(f"no rank has sent its descriptor within {TIMEOUT_S:g} s")

@@ -1,9 +1,9 @@
-"""Buckets on accelerators: summed on those of a node where they are, then once between nodes.
+"""Buckets on accelerators that are summed in place within a node, and by rails between nodes.
 
-As in the memory of the node, a local rank sums its slice over all ranks' buckets and writes the
-sum into each of them; between nodes the slice alone passes through the host, by its rail. The
-ranks of a node meet on the host, twice, when they have queued what the others wait for; the work
-itself waits in the streams, and on one node the host for none of it.
+As in host memory, each local rank sums its slice over the buckets of all ranks and writes the sum
+to each bucket. Between nodes only the slice is copied to the host and sent over the rail. The
+ranks of a node synchronize twice on the host, after they have recorded the events that the others
+wait for. The streams wait for the work; on one node the host does not.
 """
 
 from collections.abc import Callable
@@ -19,13 +19,21 @@ from hpctrain.comm.ops import Op, combination, scale_, scaled_when
 
 
 class PeerBucket(DeviceBucket):
-    """Elements on this rank's accelerator, and those of the others of its node, mapped here."""
+    """Elements on this rank's accelerator, with mapped buckets of the other ranks of the node.
+
+    The constructor is collective.
+
+    Args:
+        device: the accelerator of this rank.
+        comm: ranks that sum the bucket.
+        numel: number of elements, initially zero.
+        dtype: dtype of the elements.
+
+    Raises:
+        CommError: a rank cannot map the memory of another rank of its node; on all ranks.
+    """
 
     def __init__(self, device: Device, comm: Communicator, numel: int, dtype: torch.dtype) -> None:
-        """Make ``numel`` zeros on the accelerator of each rank. Collective.
-
-        ``CommError``, on all ranks, where one cannot reach the memory of another of its node.
-        """
         assert comm.node is not None, "the ranks of a node share memory"
         self._node, self._how, members = comm.node, combination(dtype, Op.SUM), comm.node_ranks
         num_bytes = max(numel, 1) * dtype.itemsize
@@ -45,7 +53,7 @@ class PeerBucket(DeviceBucket):
         self._slice = device.pinned(self._total) if self._internode is not None else None
 
     def weigh(self, factor: float) -> None:
-        """Multiply the bucket of this rank before the ranks ``meet``."""
+        """Multiply the bucket of this rank, before ``reduce``. Not collective."""
         up = self._device.up
         up.wait_event(self._full)
         with self._device.on(up):
@@ -53,16 +61,16 @@ class PeerBucket(DeviceBucket):
         self._full.record(up)
 
     def reduce(self, meet: Callable[[], object], scale: float | None) -> None:
-        """Sum, times ``scale``; all ranks ``meet`` before. Collective."""
+        """Sum over the ranks, times ``scale``; ``meet`` synchronizes them. Collective."""
         up, on = self._device.up, self._device.on
-        meet()  # the ranks of the node have recorded that their buckets are full
+        meet()  # all ranks of the node have recorded their full events
         for full in self._fulls:
             up.wait_event(full)
         with on(up):
             if self._parts[0].numel():
                 self._sum_slice(scale)
         self._done.record(up)
-        self._node.barrier()  # they have recorded that their slices are written
+        self._node.barrier()  # all ranks of the node have recorded that their slices are written
         for done in self._dones:
             up.wait_event(done)
         self._back.record(up)

@@ -1,7 +1,7 @@
-"""Memory that several processes map, and semaphores in it: calls of libc.
+"""Memory that several processes map, and semaphores in it, through libc.
 
-Python's own ``mmap`` keeps a duplicate of the descriptor for each map. With 128 ranks on a node
-that map each other's buckets, the usual limit of 1024 open files would be reached by eight.
+``mmap.mmap`` keeps a duplicate of the file descriptor for each mapping. With 128 ranks per node
+that map each other's buckets, eight buckets would exceed the usual limit of 1024 open files.
 """
 
 import ctypes
@@ -29,7 +29,7 @@ from hpctrain.core.libc import (
 )
 
 LINE_BYTES = 64
-"""Room for one semaphore, which takes 32 bytes: a cache line each avoids false sharing."""
+"""Space per semaphore, which has 32 bytes; separate cache lines avoid false sharing."""
 
 
 class _Timespec(ctypes.Structure):
@@ -50,59 +50,65 @@ _TIMED_WAIT.argtypes, _YIELD.argtypes = [_POINTER, ctypes.POINTER(_Timespec)], [
 
 
 def map_shared(descriptor: int, num_bytes: int) -> Segment:
-    """Map a file's first bytes, shared and already in the page table; the file may be closed.
+    """Map the first bytes of a file as shared, prefaulted memory; the file may be closed.
 
-    The map is undone when nobody refers to the segment, or what was made from it, any more.
-    OSError if the kernel refuses.
+    The memory is unmapped when neither the segment nor an object created from it is referenced.
+
+    Raises:
+        OSError: the kernel cannot map the file.
     """
     access, kind = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | mmap.MAP_POPULATE
     address = map_memory(num_bytes, access, kind, descriptor=descriptor)
     segment = memory_at(address, num_bytes)
-    # Not at the end of the process: others may still use the memory then.
+    # Not at interpreter exit: other finalizers and threads may still use the memory.
     weakref.finalize(segment, unmap_memory, address, num_bytes).atexit = False
     return segment
 
 
-_FIXED, _NO_RESERVE = 0x10, 0x4000  # flags of mmap(2) without a name in Python
+_FIXED, _NO_RESERVE = 0x10, 0x4000  # flags of mmap(2) that Python does not define
 
 
 class Region:
-    """Memory that a node has once, mapped twice by every rank."""
+    """Memory of a node that every rank maps twice, shared and private.
+
+    Args:
+        shared: the shared mapping.
+        private: the private mapping.
+    """
 
     def __init__(self, shared: Segment, private: Segment) -> None:
-        """Take the maps."""
-        self.shared = shared  # what is stored here is seen by all ranks
+        self.shared = shared  # all ranks see stores to this mapping
         self.private = private
-        """The same memory, but a page that is stored to here becomes this process's own, and no
-        longer shows what others store."""
-        self._kept: Segment | None = None  # what ``private`` held at the last fork
-        self._end: weakref.finalize[..., Segment] | None = None  # of that copy
+        """The same memory, copy-on-write: a page that this process has stored to is its own and no
+        longer shows stores of other ranks."""
+        self._kept: Segment | None = None  # contents of ``private`` at the last fork
+        self._end: weakref.finalize[..., Segment] | None = None  # unmaps the copy
 
     def find_stores(self, first_page: int, num_pages: int) -> bool:
-        """Say whether this process has stored to some pages of ``private``."""
+        """Return whether this process has stored to one of these ``private`` pages."""
         kinds = np.zeros(num_pages, np.uint64)
         try:
             with Path("/proc/self/pagemap").open("rb", buffering=0) as file:
                 file.seek((ctypes.addressof(self.private) // mmap.PAGESIZE + first_page) * 8)
                 file.readinto(kinds.data)
-        except OSError:  # this system does not tell
+        except OSError:  # not available on this system
             return False
         kinds >>= np.uint64(61)  # present, swapped, of a file
         return bool(((kinds > 1) & (kinds & np.uint64(1) == 0)).any())
 
     def forget_stores(self) -> None:
-        """Let ``private`` show what is shared again, everywhere."""
+        """Drop private pages, so that all of ``private`` shows the shared memory again."""
         private = self.private
         refused = advise_memory(ctypes.addressof(private), len(private), mmap.MADV_DONTNEED)
         if refused:
             raise NodeMemoryError(f"cannot drop private pages: madvise failed with {refused}")
 
     def freeze_in_children(self) -> None:
-        """Let forked children go on to see what ``private`` shows when they are forked."""
+        """Let forked children keep the contents that ``private`` has at the fork."""
         _frozen.regions.add(self)
 
     def keep(self) -> None:
-        """Copy what ``private`` shows, unless a copy is the same; children share its pages."""
+        """Copy the contents of ``private`` unless the present copy is equal."""
         shown = _words(self.private)
         if self._kept is None or not np.array_equal(_words(self._kept), shown):
             self.forget_kept()
@@ -113,13 +119,13 @@ class Region:
             _words(self._kept)[:] = shown
 
     def forget_kept(self) -> None:
-        """Drop the copy; children have it as long as they live."""
+        """Drop the copy; existing children keep theirs."""
         self._kept = None
 
     def show_kept(self) -> None:
-        """In a child: put the copy where ``private`` is."""
+        """Move the copy to the address of ``private``. Called in a forked child."""
         if self._kept is not None and self._end is not None:
-            self._end.detach()  # nothing is there any more
+            self._end.detach()  # the address is unmapped by the move
             kept, private = map(ctypes.addressof, (self._kept, self.private))
             move_memory(kept, private, len(self.private))
             self._kept = None
@@ -130,7 +136,7 @@ def _words(segment: Segment) -> NDArray[np.uint64]:
 
 
 class _Frozen:
-    """Regions that children see as they were."""
+    """Regions whose contents forked children keep."""
 
     def __init__(self) -> None:
         self.regions = weakref.WeakSet[Region]()
@@ -149,9 +155,10 @@ _frozen = _Frozen()
 
 
 def map_in_a_row(descriptors: Sequence[int], num_bytes: int) -> Region:
-    """Map the first bytes of files, a multiple of a page, one behind the other.
+    """Map the first ``num_bytes``, a multiple of the page size, of several files contiguously.
 
-    OSError if the kernel refuses.
+    Raises:
+        OSError: the kernel cannot map a file.
     """
     found = []
     for kind in (mmap.MAP_SHARED, mmap.MAP_PRIVATE | _NO_RESERVE):
@@ -168,51 +175,55 @@ def map_in_a_row(descriptors: Sequence[int], num_bytes: int) -> Region:
 
 
 def yield_core() -> None:
-    """Let others have the core, and other threads Python's lock, before going on."""
+    """Yield the core to other threads and processes, and the GIL to other Python threads."""
     _YIELD()
 
 
 class Semaphore:
-    """A counter in a segment that one process raises and another waits for."""
+    """A process-shared POSIX semaphore in a segment.
+
+    Args:
+        segment: memory of the semaphore, which has 32 bytes.
+        first_byte: offset in the segment, a multiple of 8.
+    """
 
     __slots__ = ("_address", "_keeps")
 
     def __init__(self, segment: Segment, first_byte: int = 0) -> None:
-        """Take 32 bytes of a segment, from a multiple of eight on."""
         self._address = _POINTER(ctypes.addressof(segment) + first_byte)
         self._keeps = segment
 
     def initialise(self) -> None:
-        """Set the counter to zero; the owner calls this before anybody else uses it."""
+        """Set the counter to zero. The owner calls this before other processes use it."""
         if _INIT(self._address, 1, 0) != 0:
             raise NodeMemoryError("this system has no process-shared semaphores")
 
     def post(self) -> None:
-        """Add one, and wake a waiter."""
+        """Increment the counter and wake one waiter."""
         _POST(self._address)
 
     def try_wait(self) -> bool:
-        """Take one if there is one."""
+        """Decrement the counter if it is positive; return whether it was."""
         return bool(_TRY_WAIT(self._address) == 0)
 
     def wait(self, timeout_s: float) -> bool:
-        """Sleep in the kernel until there is one and take it; False when the time is over."""
+        """Sleep until the counter is positive and decrement it; return False on timeout."""
         nanoseconds, one_second = time.time_ns() + int(timeout_s * 1e9), 1_000_000_000
         deadline = _Timespec(*divmod(nanoseconds, one_second))
         return bool(_TIMED_WAIT(self._address, ctypes.byref(deadline)) == 0)
 
 
 STORES_IN_ORDER = platform.machine().lower() in ("x86_64", "amd64", "i686")
-"""Whether all processors see the stores of one in order, and load in order."""
+"""Whether loads are not reordered with loads, nor stores with stores, as on x86."""
 
 Fence = Callable[[], object] | None  # None where the processor needs none
 
 
 def fence_of(semaphore: Semaphore) -> Fence:
-    """Return a function that orders memory accesses; None where the processor does so itself.
+    """Return a function that is a memory fence; None if the processor needs none.
 
-    Loads and stores before its call stay before those after it: a post of the semaphore releases,
-    taking it again acquires. No other code may use the semaphore.
+    Posting ``semaphore`` is a release and decrementing it an acquire. No other code may use the
+    semaphore.
     """
     if STORES_IN_ORDER:
         return None

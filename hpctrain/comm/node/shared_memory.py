@@ -1,8 +1,8 @@
-"""The node level: buckets in memory that all ranks of the node map, summed by plain loads.
+"""Reductions within a node: buckets in memory that all ranks of the node map.
 
-Each local rank sums one slice of the bucket over all ranks' buckets, in chunks that stay in the
-cache, and writes the sum back into every rank's own bucket. So every byte crosses the memory bus
-once per reader instead of being packed into messages, and every rank owns its copy of the sum.
+Each local rank sums one slice over the buckets of all ranks, in chunks that fit the cache, and
+writes the sum to the bucket of every rank. No data are packed into messages, and every rank has
+its own copy of the sum.
 """
 
 import math
@@ -35,16 +35,26 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_CELLS = LINE_BYTES // 8  # numbers in the cache line of each rank
+_CELLS = LINE_BYTES // 8  # int64 numbers in the cache line of each rank
 _UNFINITE = 4
-"""Place among them, behind those of meetings: pieces of sums that were not finite so far."""
+"""Index in the cache line of the number of chunks so far whose sum was not finite."""
 
 IN_TURNS = IN_NODE._replace(spin_s=0.0, yield_s=200e-6)
-"""Where ranks outnumber cores: a core that is given away, and not asleep, is back at once."""
+"""Pace if ranks outnumber cores: a rank that yields its core resumes sooner than one asleep."""
 
 
 class SharedMemory:
-    """What the ranks of one node can do together; every method is collective over the node."""
+    """Shared memory of one node; methods are collective over the node unless noted.
+
+    Args:
+        node: MPI communicator of the ranks of the node; ``close`` frees it.
+        spin: whether each rank has its own core, so that short waits may spin.
+        watch: performs all waits.
+        stage_bytes: size of ``stage`` per rank.
+
+    Raises:
+        NodeMemoryError: not enough memory; on every rank of the node.
+    """
 
     def __init__(
         self,
@@ -54,20 +64,14 @@ class SharedMemory:
         watch: Watch,
         stage_bytes: int,
     ) -> None:
-        """Take what the levels need in one piece: cells to compare, semaphores, the stage.
-
-        With ``spin`` each rank has a core of its own, so that a short wait may keep it.
-        ``stage_bytes`` are of each rank, for ``stage``. ``NodeMemoryError``, on every rank of the
-        node, if there is too little.
-        """
         self.local_rank = node.rank
         self.local_size = node.size
-        self.pace = IN_NODE if spin else IN_TURNS  # of waits inside the node
+        self.pace = IN_NODE if spin else IN_TURNS  # of waits within the node
         self.turn = 0
-        """Which of two places the next meeting uses: 0 or 1, in turns. What a rank wrote into the
-        place of one meeting may be read until that rank comes to the next but one."""
-        self.num_bytes = 0  # bytes that this rank has read and written in node memory so far
-        self._looks = False  # at sums of buckets, for what is not finite
+        """Index, alternately 0 and 1, of the cell and the slot that the next call uses. Other
+        ranks may read a cell or slot until its owner begins the call after the next."""
+        self.num_bytes = 0  # bytes read and written by this rank in node memory
+        self._looks = False  # whether sums of buckets are checked for non-finite values
         self._meanwhile: InFlight | None = None
         self._node, self._watched = node, WatchedCalls(node, watch)
         self._num_buckets = 0
@@ -78,27 +82,27 @@ class SharedMemory:
         sign_byte = cell_bytes + num_rounds * LINE_BYTES
         head_bytes = sign_byte + LINE_BYTES
         self._segments = self.allocate(head_bytes + stage_bytes)
-        # What each rank is about to do: one cache line each, in the first rank's segment.
+        # The first rank's segment has one cache line per rank with the number of its next call.
         cells = np.frombuffer(memoryview(self._segments[0])[:cell_bytes], np.int64)
         self._calls = cells.data
         self._rounds = self._make_rounds(num_rounds, cell_bytes)
-        """Of a barrier: the semaphore to wait for, and the one to post."""
+        """Per round of a barrier: the semaphore to wait for and the semaphore to post."""
         self._watch = watch
-        # In a cache line that is written once, when a rank fails, and read after each barrier.
+        # A separate cache line: the sign is read after each barrier and written at most once.
         watch.sign = np.frombuffer(memoryview(self._segments[0]), np.int64, 1, sign_byte).data
         self.stage = tuple(
             torch.frombuffer(segment, dtype=torch.uint8, offset=head_bytes)
             for segment in self._segments
         )
-        """Bytes of every rank, by local rank, for what passes through."""
+        """Staging buffer of every rank, by local rank, for tensors that are not buckets."""
         self.slots = SharedSlots(self)
 
     def barrier(self) -> None:
-        """Return when all ranks of the node are here; ``CommError`` if closed or failed on a rank.
+        """Wait until all ranks of the node have called this method.
 
-        Dissemination: in round k each rank wakes the one 2^k further on and waits for the one 2^k
-        before it, so ceil(log2 n) posts per rank. Counting semaphores make it reusable at once: a
-        post of the next barrier is counted and not lost.
+        Dissemination barrier: in round k rank r posts the semaphore of rank r + 2^k and waits for
+        the post of rank r - 2^k, modulo n, so each rank posts ceil(log2 n) times. The semaphores
+        count, so a post of the next barrier is not lost. ``CommError`` as ``require_usable``.
 
         Source: Hensgen, Finkel and Manber 1988, "Two algorithms for barrier synchronization".
         """
@@ -106,29 +110,25 @@ class SharedMemory:
         self._pass_barrier()
 
     def meet(self, call: Call, *, of_node: bool = False) -> None:
-        """Return when all ranks of the node are about to make the same ``call``.
-
-        As ``begin`` and ``await_others`` together.
-        """
+        """Call ``begin``, then ``await_others``."""
         self.begin(call)
         self.await_others(call, of_node=of_node)
 
     def begin(self, call: Call) -> None:
-        """Begin a ``call``, before this rank writes into node memory for it. Not collective.
+        """Begin a ``call``, before this rank writes to node memory for it. Not collective.
 
-        ``CommError`` if the communicator is closed or has failed on a rank, and in a forked child
-        of a rank: then nothing may be written that another rank could still read.
+        ``CommError`` if the communicator is closed or has failed on a rank, or in a forked child:
+        other ranks may still read node memory, which the caller must not write then.
         """
         self._owner.check()
         self.require_usable()
         self._watch.begin(call)
 
     def await_others(self, call: Call, *, of_node: bool = False) -> None:
-        """Return when all ranks of the node have begun the same ``call``.
+        """Wait until all ranks of the node have begun the same ``call``.
 
-        ``MismatchError``, on every rank, if another has begun a different one; ``CommError`` if
-        the communicator has failed on a rank. A difference fails the communicator for the ranks of
-        other nodes, unless the call is ``of_node``, which they do not wait for.
+        ``MismatchError``, on every rank, if the calls differ. This fails the communicator also on
+        other nodes, unless the call is ``of_node``, that is, without their ranks.
         """
         turn = self.turn
         self._calls[self.local_rank * _CELLS + turn] = call.number
@@ -142,24 +142,24 @@ class SharedMemory:
             raise error
 
     def end_turn(self, num_bytes: int) -> None:
-        """Use the other place from now on, after ``num_bytes``: all ranks of the node were here.
+        """Switch to the other cell and slot and count ``num_bytes``. Not collective.
 
-        Not collective.
+        Called after all ranks of the node have synchronized.
         """
         self.turn = 1 - self.turn
         self.num_bytes += num_bytes
 
     def compare(self, call: Call, number: int) -> bool:
-        """Meet for ``call``, and say whether all ranks of the node tell the same number."""
+        """Begin ``call`` on all ranks; return whether ``number`` is equal on all of them."""
         self.begin(call)
-        place = 2 + self.turn  # behind those of calls
+        place = 2 + self.turn  # after the two cells of calls
         self._calls[self.local_rank * _CELLS + place] = number
         self.await_others(call)
         return self._calls[place::_CELLS].tolist().count(number) == self.local_size
 
     @contextmanager
     def busy(self, work: "InFlight") -> Iterator[None]:
-        """Go on with ``work``, at its pace, whenever this rank waits for others of the node."""
+        """Poll ``work`` while this rank waits for others in a barrier. Not collective."""
         self._meanwhile = work
         try:
             yield
@@ -167,9 +167,9 @@ class SharedMemory:
             self._meanwhile = None
 
     def new_bucket(self, numel: int, dtype: torch.dtype) -> Bucket:
-        """Make a bucket of ``numel`` zeros on every rank of the node, mapped by all of them.
+        """Create a bucket of ``numel`` zeros on every rank, mapped by all ranks of the node.
 
-        ``NodeMemoryError``, on every rank of the node, if there is too little.
+        ``NodeMemoryError``, on every rank of the node, if memory is short.
         """
         self._num_buckets += 1
         segments = self.allocate(max(numel * dtype.itemsize, 1))
@@ -180,7 +180,7 @@ class SharedMemory:
         return Bucket(peers[self.local_rank], peers, chunks, self._num_buckets, self)
 
     def allreduce_(self, bucket: Bucket, combination: Combination, scale: float | None) -> None:
-        """Sum the bucket over the node and write the sum back in the same pass."""
+        """Replace the bucket by its sum over the node, times ``scale``, in one pass."""
         self.meet(bucket_call(bucket.number, combination.op, scale))
         for parts in bucket.chunks:
             spread(combine(parts, combination, scale), parts, combination)
@@ -189,10 +189,10 @@ class SharedMemory:
         self.barrier()
 
     def is_finite_after(self, reduce: Callable[[], object]) -> bool:
-        """Say whether all sums that ``reduce`` writes into buckets are finite; alike everywhere.
+        """Call ``reduce``; return whether all sums that it writes to buckets are finite.
 
-        Each rank looks at its slice while that is in the cache, and tells the others of the node
-        by the barrier that ends a reduction anyway.
+        The same on all ranks of the node: each rank checks its slice while the slice is in the
+        cache, and the barrier that ends a reduction publishes the result.
         """
         before, self._looks = self._calls[_UNFINITE::_CELLS].tolist(), True
         try:
@@ -202,19 +202,19 @@ class SharedMemory:
         return self._calls[_UNFINITE::_CELLS].tolist() == before
 
     def sum_slice(self, bucket: Bucket, combination: Combination, scale: float | None) -> None:
-        """Sum this rank's slice over the node, times ``scale``, into the first rank's bucket."""
+        """Store the sum of this rank's slice, times ``scale``, in the first rank's bucket."""
         for parts in bucket.chunks:
             self.sum_chunk(parts, combination, scale)
 
     def sum_chunk(
         self, parts: Sequence[Tensor], combination: Combination, scale: float | None
     ) -> None:
-        """Sum one of the pieces of ``sum_slice``, of which there is one per rank."""
+        """Sum one chunk as ``sum_slice`` does; ``parts`` has the view of each rank's bucket."""
         spread(combine(parts, combination, scale), parts[:1], combination)
         self._count(parts)
 
     def publish(self, bucket: Bucket, combination: Combination, scale: float | None) -> None:
-        """Write this rank's slice of the sum into every rank's bucket, times ``scale``."""
+        """Write this rank's slice of the sum, times ``scale``, to the bucket of every rank."""
         self.require_usable()
         for parts in bucket.chunks:
             self.publish_chunk(parts, combination, scale)
@@ -223,7 +223,7 @@ class SharedMemory:
     def publish_chunk(
         self, parts: Sequence[Tensor], combination: Combination, scale: float | None
     ) -> None:
-        """Write one of the pieces of ``publish``; a barrier comes before it is read."""
+        """Write one chunk as ``publish`` does; a barrier must follow before it is read."""
         spread(combine(parts[:1], combination, scale), parts, combination)
         self._count(parts)
         self._look(combination.view(parts[0]))
@@ -231,10 +231,10 @@ class SharedMemory:
     def new_region(
         self, num_bytes: int, reserve: Callable[[int], int] = node_memory.reserve
     ) -> Region:
-        """Make zeroed memory that the node has once; every rank brings an equal part of it.
+        """Create zeroed memory that all ranks of the node map as one contiguous range.
 
-        Each rank's part lies on the memory of its own socket, or where ``reserve`` makes it.
-        ``NodeMemoryError``, on every rank of the node, if there is too little.
+        Each rank allocates an equal part, on the NUMA node of its socket unless ``reserve``
+        allocates differently. ``NodeMemoryError``, on every rank of the node, if memory is short.
         """
         share = -(-max(num_bytes, 1) // (self.local_size * mmap.PAGESIZE)) * mmap.PAGESIZE
         map_all = partial(map_in_a_row, num_bytes=share)
@@ -243,19 +243,22 @@ class SharedMemory:
         )
 
     def allocate(self, num_bytes: int) -> Sequence[Segment]:
-        """Make a zeroed segment on every rank, and map those of all; return them by local rank.
+        """Create a zeroed segment on every rank and map all; return them by local rank.
 
-        Each lives as long as something refers to it. ``NodeMemoryError``, on every rank of the
-        node, if there is too little.
+        A segment exists while it is referenced. ``NodeMemoryError`` as for ``new_bucket``.
         """
         return self._agreed(lambda: node_memory.allocate(self._watched, num_bytes))
 
     def _agreed(self, make: Callable[[], T]) -> T:
-        """Return what all ranks of the node have made, else all raise ``NodeMemoryError``."""
+        """Return the result of ``make``; if it fails on a rank, raise on all ranks of the node."""
         refusal, made = None, None
         try:
             made = make()
-        except (NodeMemoryError, OSError, MemoryError) as error:  # the others wait for an answer
+        except (
+            NodeMemoryError,
+            OSError,
+            MemoryError,
+        ) as error:  # the error is raised after the ranks have exchanged it
             refusal = str(error) or type(error).__name__
         refusals = [text for text in self._watched.allgather(refusal) if text]
         if refusals or made is None:
@@ -263,17 +266,17 @@ class SharedMemory:
         return made
 
     def ranks_of(self, comm: "MPI.Intracomm") -> list[int]:
-        """Return the numbers of this node's ranks in ``comm``, by local rank. Not collective."""
+        """Return the ranks in ``comm`` of this node's ranks, by local rank. Not collective."""
         found = self._node.group.Translate_ranks(None, comm.group)
         return list(found)
 
     def close(self) -> None:
-        """Free the MPI communicator; buckets live as long as something refers to them."""
+        """Free the MPI communicator; buckets remain valid while they are referenced."""
         self._is_closed = True
         self._watch.free(self._node)
 
     def require_usable(self) -> None:
-        """Raise ``CommError`` if this is closed or has failed on a rank. Not collective."""
+        """Raise ``CommError`` if closed or failed on a rank. Not collective."""
         if self._is_closed:
             raise CommError(
                 "this communicator was closed, or its world shut down; call init() and make its "
@@ -292,23 +295,23 @@ class SharedMemory:
             else:
                 poll = partial(_polled, meanwhile, mine)
                 self._watch.wait(poll, meanwhile.pace(), nap=mine.wait)
-        # A rank that came to the barrier and failed there may have changed its bucket since.
+        # A rank that failed in the barrier may have changed its bucket afterwards.
         if self._watch.sign[0]:
             self._watch.require_in_step()
 
     def _look(self, total: Tensor) -> None:
-        """Count a piece of a sum that is not finite; of one that is, a sum may be too large."""
+        """Count a chunk with non-finite values. The sum alone may overflow for finite values."""
         if self._looks:
             wide = torch.float32 if total.itemsize < 4 else None
             if not math.isfinite(total.sum(dtype=wide)) and not total.isfinite().all():
                 self._calls[self.local_rank * _CELLS + _UNFINITE] += 1
 
     def count(self, num_bytes: int) -> None:
-        """Count bytes that this rank has read or written in node memory. Not collective."""
+        """Add to the bytes that this rank has read or written in node memory. Not collective."""
         self.num_bytes += num_bytes
 
     def _count(self, parts: Sequence[Tensor], passes: int = 1) -> None:
-        """Count passes in which this rank touched the pieces of all ranks."""
+        """Count the bytes of passes over the chunks of all ranks."""
         self.count(passes * len(parts) * parts[0].nbytes)
 
     def _make_rounds(
@@ -327,9 +330,9 @@ class SharedMemory:
 
 
 def combine(parts: Sequence[Tensor], combination: Combination, scale: float | None) -> Tensor:
-    """Combine the ranks' pieces in rank order, times ``scale``.
+    """Combine the chunks of all ranks in rank order, times ``scale``.
 
-    Returns the first piece, which is overwritten; a wider tensor where one rounding wants it.
+    Returns the first chunk, overwritten, or a new tensor of a wider ``accumulate_dtype``.
     """
     first, *others = (combination.view(part) for part in parts)
     dtype = combination.accumulate_dtype
@@ -342,9 +345,10 @@ def combine(parts: Sequence[Tensor], combination: Combination, scale: float | No
 def combine_to(
     out: Tensor, parts: Sequence[Tensor], combination: Combination, scale: float | None
 ) -> None:
-    """Combine the pieces in rank order, times ``scale``; ``out`` may be one of the first two.
+    """Store in ``out`` the combination of the chunks in rank order, times ``scale``.
 
-    What ``out`` has more bits for is not rounded.
+    ``out`` may be one of the first two chunks. If ``out`` has the wider ``accumulate_dtype``, the
+    result is not rounded.
     """
     dtype = combination.accumulate_dtype
     if dtype is not combination.storage_dtype or len(parts) == 1:
@@ -364,7 +368,7 @@ def combine_to(
 
 
 def spread(total: Tensor, parts: Sequence[Tensor], combination: Combination) -> None:
-    """Write a sum into the pieces of all ranks."""
+    """Copy ``total`` to the chunks of all ranks, except where it is already stored."""
     for part in parts:
         stored = combination.view(part)
         if stored.data_ptr() != total.data_ptr():
@@ -375,10 +379,10 @@ Slots = tuple[Tensor, ...]
 
 
 NUM_PLACES = 11
-"""Chunks of a tensor in the stage: those under way between nodes, one that is copied in, one that
-is copied out, and one that another rank may still be copying out."""
+"""Number of chunks of a tensor in the stage: those in flight between nodes, one being copied in,
+one being copied out, and one that another rank may still copy out."""
 _PLACE_ALIGN = 4096
-MOST_SEEN = 256  # views that are kept: making one costs as much as a small sum
+MOST_SEEN = 256  # cached views: creating a view costs as much as a small sum
 
 
 def _polled(work: "InFlight", mine: Semaphore) -> bool:
@@ -387,11 +391,11 @@ def _polled(work: "InFlight", mine: Semaphore) -> bool:
 
 
 class SharedSlots:
-    """Ordinary tensors pass through the stage of ``node``; every method is collective over it.
+    """Reductions of tensors that are not buckets, through the stage of ``node``.
 
-    Each rank writes its own slot, all read each other's. Two slots per rank, used in turns, keep
-    one that writes for the next operation from one that still reads for this one, without a second
-    barrier: before a slot is written again, its readers have come to the barrier between.
+    Methods that synchronize are collective over the node. Each rank writes its own two slots
+    alternately: before a slot is written again, its readers have passed the barrier of the
+    operation between, so one barrier per operation is enough.
     """
 
     def __init__(self, node: SharedMemory) -> None:
@@ -402,26 +406,26 @@ class SharedSlots:
         self._buckets: dict[tuple[torch.dtype, torch.Size, int], Bucket] = {}
 
     def numel(self, dtype: torch.dtype) -> int:
-        """Return how many elements a slot takes."""
+        """Return the number of elements of ``dtype`` that fit a slot."""
         return self._num_bytes // dtype.itemsize
 
     def direct_(self, values: Tensor, combination: Combination, scale: float | None) -> None:
-        """Replace ``values`` by the sum: every rank reads all slots, after a single barrier."""
+        """Replace ``values`` by the sum; every rank sums all slots after a single barrier."""
         node, num_bytes = self._node, values.nbytes
         call = tensor_call(combination.op, values.dtype, values.numel(), scale)
-        fits = num_bytes <= self._num_bytes  # a call less for what is small
+        fits = num_bytes <= self._num_bytes  # saves a call for small tensors
         for chunk in (values,) if fits else values.split(self.numel(values.dtype)):
             parts = list(self.views(chunk.dtype, chunk.shape, node.turn))
             node.begin(call)
             parts[node.local_rank].copy_(chunk)
             node.await_others(call)
             if node.local_rank < 2:
-                parts[node.local_rank] = chunk  # one stream less than from the slot
+                parts[node.local_rank] = chunk  # reads ``chunk`` in place of the slot
             combine_to(chunk, parts, combination, scale)
         node.count((1 + node.local_size) * num_bytes)
 
     def slices_(self, values: Tensor, combination: Combination, scale: float | None) -> None:
-        """Replace ``values`` by the sum: every rank sums a slice, then reads those of all."""
+        """Replace ``values`` by the sum; every rank sums one slice, then reads all slices."""
         node = self._node
         call = tensor_call(combination.op, values.dtype, values.numel(), scale)
         for chunk in values.split(self.numel(values.dtype)):
@@ -431,9 +435,9 @@ class SharedSlots:
             self.leave(chunk, bucket, None)
 
     def enter(self, values: Tensor, call: Call) -> Bucket:
-        """Copy flat ``values``, which must fit, into this rank's slot, and meet for ``call``.
+        """Copy ``values``, 1-D and at most a slot, to this rank's slot; synchronize for ``call``.
 
-        Returns the slots of all ranks, as a bucket.
+        Returns the slots of all ranks as a bucket.
         """
         bucket = self._bucket(values, self._node.turn * self._num_bytes)
         self._node.begin(call)
@@ -442,13 +446,15 @@ class SharedSlots:
         return bucket
 
     def chunk_numel(self, num_bytes: int, dtype: torch.dtype) -> int:
-        """Return how many elements ``enter_at`` takes, of about ``num_bytes``."""
+        """Return the number of elements of a chunk for ``enter_at``, at most ``num_bytes``."""
         return min(num_bytes, self._place_bytes) // dtype.itemsize
 
     def enter_at(self, number: int, values: Tensor) -> Bucket:
-        """Copy a chunk, of ``chunk_numel``, into the next of ``NUM_PLACES``, and pass a barrier.
+        """Copy chunk ``number`` to one of ``NUM_PLACES`` places in the stage; synchronize.
 
-        Returns as ``enter``. To be used between two barriers of their own.
+        The caller synchronizes the node before the first and after the last chunk.
+
+        Returns the chunks of all ranks, of at most ``chunk_numel`` elements, as a bucket.
         """
         first_byte = number % NUM_PLACES * self._place_bytes
         bucket = self._bucket(values, first_byte)
@@ -458,7 +464,7 @@ class SharedSlots:
         return bucket
 
     def _bucket(self, values: Tensor, first: int) -> Bucket:
-        """Look at the slots from a byte on as a bucket of flat ``values``, which come there."""
+        """Return the stages from byte ``first`` as a bucket for ``values``; count a copy."""
         self._node.count(values.nbytes)
         key = values.dtype, values.shape, first
         bucket = self._buckets.get(key)
@@ -470,14 +476,14 @@ class SharedSlots:
         return bucket
 
     def leave(self, values: Tensor, bucket: Bucket, scale: float | None) -> None:
-        """Copy the sum out of the first rank's slot, times ``scale``; a barrier comes before."""
+        """Copy the sum, times ``scale``, from the first rank's slot, after a barrier."""
         values.copy_(bucket.peers[0])
         if scale is not None:
             scale_(values, scale)
         self._node.count(values.nbytes)
 
     def views(self, dtype: torch.dtype, shape: torch.Size, turn: int) -> Slots:
-        """Look at the slots of a turn as tensors of a shape; programs repeat a few."""
+        """Return the slots of a turn as tensors of this dtype and shape. Not collective."""
         return self._views(dtype, shape, turn * self._num_bytes)
 
     def _views(self, dtype: torch.dtype, shape: torch.Size, first: int) -> Slots:
@@ -487,7 +493,7 @@ class SharedSlots:
             if len(self._seen) >= MOST_SEEN:
                 self._seen.clear()
             end = first + shape.numel() * dtype.itemsize
-            # Made outside of inference mode: what is made inside it cannot be written later.
+            # A view created in inference mode could not be written outside of it later.
             with torch.inference_mode(mode=False):
                 slots = tuple(raw[first:end].view(dtype).view(shape) for raw in self._node.stage)
             self._seen[key] = slots

@@ -1,1 +1,1 @@
-"""The plan: an algorithm for each size; probed, chosen, kept in a file."""
+"""The plan: an algorithm for each size, chosen by rule or measurement and stored in a file."""

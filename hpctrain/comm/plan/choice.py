@@ -1,4 +1,4 @@
-"""The choice of algorithms and sizes, by rule and from measurements: pure arithmetic."""
+"""Choice of algorithms and sizes, by rule and from measurements, without communication."""
 
 import math
 from bisect import bisect_right
@@ -13,27 +13,28 @@ from hpctrain.comm.rail.algorithms import DOUBLING_BYTES
 from hpctrain.core.config import Settings
 from hpctrain.core.units import KIB, MIB
 
-STEP_BYTES = 64 * KIB  # a step of a ring that carries less costs mostly its latency
+STEP_BYTES = 64 * KIB  # smaller steps of a ring are dominated by latency
 DIRECT_RANKS = 4
-"""Up to so many ranks of a node each sums all that they hold: one more meeting costs as much."""
+"""Up to this number of ranks per node, each rank sums all tensors: this costs one barrier less."""
 DIRECT_BYTES = 64 * KIB
-"""Where more ranks do so, up to so many bytes besides the own ones and one other's."""
+"""With more ranks, each rank sums all tensors if it reads at most this many bytes from the ranks
+other than itself and one peer."""
 TURNS_BYTES = 256 * KIB
-"""Ranks that take turns on cores wait for all that the others do: from so many bytes on, a
-tensor is summed by slices, with less of it."""
+"""If ranks share cores, tensors of this size or more are summed by slices, since a rank waits for
+the work of the others and slices are less work in total."""
 SIZES: dict[str, tuple[int, ...]] = {
     "tensors": (4 * KIB, 64 * KIB, 512 * KIB, 4 * MIB),
     "rail": (4 * KIB, 64 * KIB, MIB),
 }
-"""Sizes in bytes that are measured."""
+"""Sizes in bytes that are measured, per table of the plan."""
 
 GAIN = 0.15
-"""The rule stays unless another algorithm takes so much less time: smaller gains are noise."""
+"""Smallest relative gain for which an algorithm replaces that of the rule; the rest is noise."""
 
 SMALL_BYTES = 16 * KIB
-"""Between nodes smaller tensors take the levels, and parts of them the rule's way: the library,
-which ranks must meet asleep before, is not faster, and named ones travel with votes of nodes, to
-the same bits."""
+"""Below this size tensors between nodes use ``levels``, and rails the algorithm of the rule. MPI
+collectives, before which ranks synchronize asleep, are not faster. Named tensors of this size are
+sent with the votes of the nodes and need bitwise identical results."""
 ON_A_NODE: tuple[str, ...] = ("direct", "slices", "library")
 BETWEEN_NODES: tuple[str, ...] = ("levels", "library")
 BY_HOROVOD: tuple[str, ...] = ("flat", "two-level")
@@ -44,14 +45,18 @@ _NO_RAIL = SizeTable(((0, "library"),))
 def choose_plan(
     topology: Topology, settings: Settings, *, node_memory: str, threads: Sequence[int]
 ) -> Plan:
-    """Choose the plan by rule, from facts that are the same on every rank.
+    """Choose the plan by rule, from facts that are the same on every rank. Not collective.
 
-    ``node_memory`` is a way that every node has, ``threads`` are torch's of each rank.
+    Args:
+        topology: nodes and cores of the ranks.
+        settings: settings of rank 0.
+        node_memory: method of sharing memory that works on every node.
+        threads: number of torch threads of each rank.
     """
     overlap = settings.overlap
     if overlap == "auto":
-        # A thread that sums competes with backward for cores; without a free one it only delays.
-        # Where backward runs on an accelerator, the thread of the program has little to do.
+        # A thread that sums competes with backward for cores and needs a free core to be useful.
+        # If backward runs on an accelerator, the cores are idle.
         num_busy = (max(threads) + 1) * len(topology.core_peers)
         free_core = topology.devices > 0 or topology.num_peer_cores >= num_busy
         overlap = "thread" if free_core else "end"
@@ -72,7 +77,7 @@ def choose_plan(
 
 
 def has_equal_nodes(topology: Topology) -> bool:
-    """Say whether there are several nodes, with several ranks each and as many on all. Pure."""
+    """Return whether there are several nodes, all with the same number of ranks, above one."""
     sizes = {len(ranks) for ranks in topology.nodes}
     return topology.num_nodes > 1 and len(sizes) == 1 and sizes != {1}
 
@@ -80,9 +85,13 @@ def has_equal_nodes(topology: Topology) -> bool:
 def tensors_rule(
     num_nodes: int, node_memory: str, local_size: int, *, in_turns: bool = False
 ) -> SizeTable:
-    """Choose how ordinary tensors travel, for so many ranks on the largest node, unmeasured.
+    """Choose the algorithms of tensors that are not buckets, without a measurement.
 
-    With ``in_turns`` ranks outnumber cores.
+    Args:
+        num_nodes: number of nodes.
+        node_memory: method of sharing memory.
+        local_size: number of ranks on the largest node.
+        in_turns: whether ranks outnumber cores.
     """
     if node_memory in ("none", "alone"):
         return SizeTable(((0, "library"),))
@@ -94,20 +103,20 @@ def tensors_rule(
 
 
 def rail_rule(num_nodes: int) -> SizeTable:
-    """Choose how a rail over so many nodes carries its part, without a measurement.
+    """Choose the algorithms of a rail over ``num_nodes`` nodes, without a measurement.
 
     A round costs ``a`` seconds of latency and ``b`` seconds per byte. For m bytes over N nodes
     doubling takes log2(N) (a + m b), halving 2 log2(N) a + 2(N-1)/N m b and the ring
-    2(N-1) a + 2(N-1)/N m b, but the ring combines one segment while the next is on its way and
-    asks each link for one stream. So: doubling while latency is all that counts, then halving,
-    and the ring once each of its steps carries 64 KiB. Where N is no power of two halving pays
-    for it with up to 3/2 m b, so with less than 8 nodes the ring follows doubling at once.
+    2(N-1) a + 2(N-1)/N m b, but the ring combines a segment while the next one is in flight, and
+    uses one stream per link. So the rule selects doubling while latency dominates, then halving,
+    and the ring once each of its steps sends 64 KiB. If N is not a power of two, halving costs up
+    to 3/2 m b more, so with fewer than 8 nodes the rule skips halving.
     """
     if num_nodes == 1:
         return _NO_RAIL
     middle = "halving" if num_nodes >= 8 or num_nodes & (num_nodes - 1) == 0 else "ring"
     ring_from = num_nodes * STEP_BYTES
-    if num_nodes <= 2:  # doubling sends two ranks no more than halving does, in half the rounds
+    if num_nodes <= 2:  # with two ranks doubling sends as much as halving, in half the rounds
         return SizeTable(((0, "doubling"), (ring_from, "ring")))
     if middle == "ring":
         return SizeTable(((0, "doubling"), (DOUBLING_BYTES, "ring")))
@@ -120,9 +129,9 @@ def _tensors_of(topology: Topology, node_memory: str, *, in_turns: bool = False)
 
 
 def plan_for_group(plan: Plan, topology: Topology) -> Plan:
-    """Return the plan of some of the ranks, whose topology is given; pure.
+    """Return the plan of a group with this ``topology``. Not collective.
 
-    A table stays where the group spans one node as all ranks do, or several as they do.
+    The tables are kept if both the group and the world are on one node, or both on several.
     """
     several = topology.num_nodes > 1
     num_rails = 0
@@ -133,7 +142,7 @@ def plan_for_group(plan: Plan, topology: Topology) -> Plan:
     return replace(
         plan,
         num_rails=num_rails,
-        # Not in turns: whether cores are shared is known of the own rank, and all need one answer.
+        # ``in_turns`` is not used: a rank knows only its own cores, and all need the same table.
         tensors=_tensors_of(topology, plan.node_memory),
         rail=rail_rule(topology.num_nodes),
         measured=(),
@@ -141,7 +150,7 @@ def plan_for_group(plan: Plan, topology: Topology) -> Plan:
 
 
 def candidates(what: str, num_bytes: int, plan: Plan) -> tuple[str, ...]:
-    """Return the algorithms worth measuring at a size: the plan's first, then in a fixed order."""
+    """Return the algorithms to measure at a size: that of the plan first, then in fixed order."""
     if plan.engine == "horovod":
         sensible = BY_HOROVOD
     elif what == "tensors" and plan.num_rails:
@@ -158,10 +167,10 @@ def candidates(what: str, num_bytes: int, plan: Plan) -> tuple[str, ...]:
 
 
 def refine(rule: SizeTable, measured: Sequence[Measurement], sizes: Sequence[int]) -> SizeTable:
-    """Return the rule's table with what was measured to be clearly faster.
+    """Return the table ``rule`` with algorithms that were measured to be clearly faster.
 
-    A measured size speaks for all that are nearer to it than to another of ``sizes``, by factor;
-    the last one for all above. Where the rule's algorithm was not measured, the rule stays.
+    A measurement applies to all sizes that are nearest to its size by ratio, and the last one to
+    all larger sizes. If the algorithm of the rule was not measured at a size, it is kept there.
     """
     edges = [0, *(math.isqrt(a * b) for a, b in pairwise(sizes))]
     steps: list[tuple[int, str]] = []
@@ -175,11 +184,11 @@ def refine(rule: SizeTable, measured: Sequence[Measurement], sizes: Sequence[int
 
 
 def faster(measured: Mapping[str, Measurement], default: str, least_gain: float = GAIN) -> str:
-    """Return the fastest of the algorithms that gain enough over ``default``; else ``default``.
+    """Return the fastest algorithm that gains enough over ``default``, or ``default``.
 
-    One that gains does so in its median, and in each of several runs over each of the default's:
-    what the machine does besides must not choose a plan. Of equals the first is taken; ``default``
-    stays where it was not measured.
+    The median must be at least ``least_gain`` shorter, and each of several runs shorter than each
+    run of ``default``, so that other load on the machine does not determine the plan. The first
+    of equally fast algorithms is returned, and ``default`` if it was not measured.
     """
     if default not in measured:
         return default
@@ -195,34 +204,40 @@ def faster(measured: Mapping[str, Measurement], default: str, least_gain: float 
 
 
 BATCHING_SIZES = (KIB, 256 * KIB)
-"""Sizes in bytes to measure: one that is all latency, and one that no link hides in a buffer and
-a slow one carries in ten milliseconds."""
-LATENCY_SHARE = 1 / 128  # of the time of a full message
+"""Sizes in bytes to measure: one dominated by latency, and one that exceeds the buffers of links
+and takes about 10 ms on a slow link."""
+LATENCY_SHARE = 1 / 128  # latency as a fraction of the time of the largest fused message
 _FUSION_BYTES = (64 * KIB, 64 * MIB)
 _LATENCY_S = (2e-6, 8e-3)
 
 
 class Batching(NamedTuple):
-    """How named operations are put together."""
+    """Parameters by which named operations are fused."""
 
     fusion_bytes: int  # largest message of several operations
-    cycle_s: float  # how long an operation waits for others, unless somebody waits for it
+    cycle_s: float  # time that an operation waits for others to fuse with, unless a caller waits
 
 
-DEFAULT = Batching(64 * MIB, 0.0)  # without a measurement: no limit that matters, and no waiting
+DEFAULT = Batching(64 * MIB, 0.0)  # without a measurement
 
 
 def batching(seconds: Mapping[int, float]) -> Batching:
-    """Choose from how long all-reduces over all ranks take, by size in bytes; pure.
+    """Choose fusion parameters from the seconds of all-reduces by size. Not collective.
 
-    A message of n bytes takes ``a + b n`` seconds. What is fused saves ``a`` for each operation
-    but the first; what waits longer than ``a`` loses more than it can save. So operations are
-    fused up to a size at which the latency is a small share of the time, and wait for about half a
-    latency: they wait as long again, on average, for the message before theirs.
+    A message of n bytes takes ``a + b n`` seconds. Fusion saves ``a`` for each operation but the
+    first, and an operation that waits longer than ``a`` loses more than it saves. So operations
+    are fused up to the size at which latency is a small fraction of the time, and wait for half a
+    latency, since on average they wait as long again for the previous message.
 
-    Both figures are powers of four, in bytes and in microseconds: what is nearer to one of them
-    than to the next is the same link, measured at another moment. ``DEFAULT`` where fewer than two
-    sizes were measured, or the largest took no longer.
+    Both results are rounded to powers of four, in bytes and microseconds, so that repeated
+    measurements of a link give the same result.
+
+    Args:
+        seconds: time by size in bytes.
+
+    Returns:
+        The parameters; ``DEFAULT`` if fewer than two sizes were measured, or the largest took no
+        longer than the smallest.
     """
     if len(seconds) < 2:
         return DEFAULT
@@ -236,21 +251,21 @@ def batching(seconds: Mapping[int, float]) -> Batching:
 
 
 CHUNKS = (512 * KIB, 64 * KIB)
-"""Bytes of a rail's part, where several chunks are on the way at once: smaller ones keep the link
-busier, and cost more of the processor, which may be the limit then."""
+"""Chunk sizes in bytes of a rail with several chunks in flight. Smaller chunks use the link
+better but need more processor time, which may become the limit."""
 CHUNKED_BYTES = MIB
-"""A tensor by which they are compared, cut by the second size and not by the first."""
+"""Size of the tensor that compares the chunk sizes: the second divides it, the first does not."""
 CHUNKED_S = 0.1
-"""A link that takes longer for it is so slow that the smaller ones are taken unmeasured."""
+"""If the tensor takes longer, the link is slow and the smaller size is used unmeasured."""
 _CHUNK_GAIN = 0.05
 CHUNKS_FROM_S = 2e-9
-"""Seconds per byte of an all-reduce from which on the link is the limit, and not the processor."""
+"""Seconds per byte of an all-reduce above which the link is the limit, not the processor."""
 
 
 def chunk_sizes(seconds: Mapping[int, float]) -> tuple[int, ...]:
-    """Return the chunks of rails worth measuring, by how long all-reduces take; pure.
+    """Return the chunk sizes to measure, from the seconds of all-reduces by size.
 
-    None where the link is not the limit or fewer than two sizes were measured.
+    Empty if the link is not the limit, or fewer than two sizes were measured.
     """
     if len(seconds) < 2:
         return ()
@@ -262,7 +277,7 @@ def chunk_sizes(seconds: Mapping[int, float]) -> tuple[int, ...]:
 
 
 def best_chunk(runs: Mapping[int, Sequence[float]]) -> int:
-    """Choose from the seconds of some runs with each size of chunks, the default first; pure."""
+    """Return the fastest chunk size, from seconds of runs by size; the first is the default."""
     measured = {
         str(size): Measurement("chunks", CHUNKED_BYTES, str(size), tuple(seconds))
         for size, seconds in runs.items()
@@ -275,5 +290,5 @@ def _between(value: float, least: float, most: float) -> float:
 
 
 def _power_of_four(value: float) -> int:
-    """Return the one that is nearest by factor."""
+    """Return the power of four nearest to ``value`` by ratio."""
     return 1 << 2 * round(math.log2(value) / 2)

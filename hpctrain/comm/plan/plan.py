@@ -1,4 +1,4 @@
-"""The plan: which algorithm moves what. It fixes the order of sums, so it is part of a run."""
+"""The plan: the algorithm for each operation and size, which also fixes the order of sums."""
 
 import math
 import statistics
@@ -15,7 +15,11 @@ from hpctrain.core.units import MIB, format_bytes, format_seconds
 
 @dataclass(frozen=True, slots=True)
 class SizeTable:
-    """Algorithms by size: each holds from its number of bytes on, up to the next one."""
+    """Algorithms by size: each is used from its size up to the next one.
+
+    Raises:
+        ConfigError: the sizes do not begin at 0, or do not increase.
+    """
 
     steps: tuple[tuple[int, str], ...]
     """Smallest size in bytes and name of the algorithm, by size; the first size is 0."""
@@ -23,10 +27,9 @@ class SizeTable:
     _sizes: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Refuse, by ``ConfigError``, sizes that do not begin at 0, or do not grow."""
         sizes = [num_bytes for num_bytes, _ in self.steps]
         if not sizes or sizes[0] != 0 or sizes != sorted(set(sizes)):
-            raise ConfigError(f"sizes of a plan begin at 0 and grow, got {sizes}")
+            raise ConfigError(f"sizes of a plan must begin at 0 and increase, got {sizes}")
         object.__setattr__(self, "_sizes", tuple(sizes))
 
     def at(self, num_bytes: int) -> str:
@@ -36,11 +39,11 @@ class SizeTable:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """How long one algorithm took for one size, on the slowest rank."""
+    """Time of one algorithm for one size, on the slowest rank."""
 
-    what: str  # ``tensors``: ordinary tensors over all ranks; ``rail``: parts over a rail
+    what: str  # ``tensors``: not buckets, over all ranks; ``rail``: slices over a rail
     num_bytes: int  # size of the message
-    algorithm: str  # a name of the plan's table for ``what``
+    algorithm: str  # a name in the table ``what`` of the plan
     runs: tuple[float, ...]  # seconds of each run
 
     @property
@@ -54,32 +57,33 @@ _ADDED_LATER = ("fusion_bytes", "cycle_s", "engine", "chunk_bytes")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """How the ranks of one world move gradients; the same value on every rank."""
+    """Algorithms and parameters of the communication of one world; identical on every rank."""
 
     node_memory: str
-    """How the ranks of a node share memory: ``memfd``, ``none`` (flat MPI), or ``alone`` in a
-    world of one."""
-    num_rails: int  # local ranks of each node that take part in the slow link; 0 on one node
-    bucket_bytes: int  # largest message while gradients travel during backward
+    """Method by which ranks of a node share memory: ``memfd``, ``none`` (flat MPI), or ``alone``
+    in a world of one rank."""
+    num_rails: int  # ranks per node that send between nodes; 0 on one node
+    bucket_bytes: int  # largest bucket if gradients are reduced during backward
     overlap: str
-    """``thread``: buckets travel beside backward; ``inline``: inside it; ``end``: after it."""
-    threads: int  # torch's threads of each rank: the cores it really has
+    """Reduction of buckets: ``thread``, concurrently with backward; ``inline``, in hooks of
+    backward; ``end``, after backward."""
+    threads: int  # torch threads per rank
     tensors: SizeTable
-    """How ordinary tensors travel: ``direct``, ``slices`` or ``library`` on one node, ``levels``
-    or ``library`` on several; all tensors by ``flat`` or ``two-level`` with Horovod."""
-    rail: SizeTable  # how a rail carries its part, by the bytes of the part
+    """Algorithms of tensors that are not buckets: ``direct``, ``slices`` or ``library`` on one
+    node, ``levels`` or ``library`` on several; with Horovod, ``flat`` or ``two-level`` for all."""
+    rail: SizeTable  # algorithms of a rail, by size of the slice
     measured: tuple[Measurement, ...] = ()
-    """What the tables were chosen by; empty where the rule chose them."""
+    """Measurements from which the tables were chosen; empty if they were chosen by rule."""
     fusion_bytes: int = 64 * MIB  # largest message of several named operations
     cycle_s: float = 0.0
-    """How long a named operation waits for others, unless somebody waits for it."""
+    """Time that a named operation waits for others to fuse with, unless a caller waits."""
     chunk_bytes: int = 0
-    """Longer parts of a rail are cut into chunks of so many bytes, of which several are on the way
-    at once; 0 for none."""
-    engine: str = "hpctrain"  # what moves tensors: ``hpctrain`` or ``horovod``
+    """Size of the chunks of which a rail has several in flight, for longer slices; 0 for no
+    chunks."""
+    engine: str = "hpctrain"  # ``hpctrain`` or ``horovod``
 
     def table(self, what: str) -> SizeTable:
-        """Return the table of ``tensors`` or of the ``rail``."""
+        """Return the table named ``tensors`` or ``rail``."""
         return {"tensors": self.tensors, "rail": self.rail}[what]
 
     def as_dict(self) -> dict[str, Any]:
@@ -92,10 +96,12 @@ class Plan:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Return the plan that ``as_dict`` gave these fields.
+        """Return the plan with the fields of a dictionary from ``as_dict``.
 
-        ``ConfigError`` names a field that is missing, unknown, or of another type. Fields that
-        older versions did not have may be missing.
+        Fields that older versions did not write may be missing.
+
+        Raises:
+            ConfigError: a field is missing, unknown, or of the wrong type.
         """
         names = [field.name for field in fields(cls)]
         missing = [name for name in names if name not in values and name not in _ADDED_LATER]
@@ -103,13 +109,15 @@ class Plan:
         if missing or unknown:
             wrong = [f"{name} is missing" for name in missing]
             wrong += [f"{name} is unknown" for name in unknown]
-            raise ConfigError(f"a plan has the fields {', '.join(names)}; {', '.join(wrong)}")
+            raise ConfigError(
+                f"a plan must have the fields {', '.join(names)}, but {', '.join(wrong)}"
+            )
         return cls(**{name: _read(_READERS[name], name, value) for name, value in values.items()})
 
     def describe(self) -> list[tuple[str, str]]:
         """Return rows of name and value for a table."""
         if self.node_memory == "alone":
-            return [("gradients", "stay where they are: one rank"), ("threads", str(self.threads))]
+            return [("gradients", "are not sent: one rank"), ("threads", str(self.threads))]
         if self.engine == "horovod":
             path = f"Horovod, {_in_words(self.tensors)}"
         elif self.node_memory == "none":
@@ -121,13 +129,13 @@ class Plan:
             path = f"node memory ({self.node_memory})"
         buckets = f"in buckets of {format_bytes(self.bucket_bytes)}"
         when = {
-            "thread": f"beside backward, on a thread, {buckets}",
-            "inline": f"inside backward, {buckets}",
+            "thread": f"during backward, on a thread, {buckets}",
+            "inline": f"inline in backward, {buckets}",
             "end": "after backward, one bucket per dtype",
         }
         return [
-            ("gradients take", path),
-            ("they travel", when[self.overlap]),
+            ("gradient path", path),
+            ("gradients sent", when[self.overlap]),
             *(
                 [("between nodes", _in_words(self.rail) + self._chunks())]
                 if self.num_rails
@@ -145,10 +153,10 @@ class Plan:
         return f", after {format_seconds(self.cycle_s)}" if self.cycle_s else ""
 
     def measurements(self, what: str) -> list[tuple[str, ...]]:
-        """Return a table of what was measured: sizes down, algorithms across, the first row names.
+        """Return the measurements as a table with one row per size, one column per algorithm.
 
-        The algorithm that the plan takes for a size is marked by ``*``. No row at all where
-        nothing was measured.
+        The first row is a header. ``*`` marks the algorithm that the plan uses for a size. The
+        table is empty if nothing was measured.
         """
         measured = [m for m in self.measured if m.what == what]
         if not measured:
@@ -168,7 +176,7 @@ class Plan:
 
 
 def _in_words(table: SizeTable) -> str:
-    """Write a table as ``doubling below 64.0 KiB, then ring``."""
+    """Format a table as ``doubling below 64.0 KiB, then ring``."""
     names = [name for _, name in table.steps]
     limits = [format_bytes(size) for size, _ in table.steps[1:]]
     parts = [f"{name} below {limit}" for name, limit in zip(names, limits, strict=False)]
@@ -184,14 +192,14 @@ def _read(reader: Callable[[Any], Any], name: str, value: object) -> Any:
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
-        raise TypeError("a text is needed")
+        raise TypeError("a string is required")
     return value
 
 
 def _one_of(*choices: str) -> Callable[[Any], str]:
     def read(value: Any) -> str:
         if value not in choices:
-            raise ValueError(f"one of {', '.join(choices)} is needed")
+            raise ValueError(f"one of {', '.join(choices)} is required")
         return _text(value)
 
     return read
@@ -200,7 +208,7 @@ def _one_of(*choices: str) -> Callable[[Any], str]:
 def _whole(least: int) -> Callable[[Any], int]:
     def read(value: Any) -> int:
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise TypeError(f"a whole number from {least} on is needed")
+            raise TypeError(f"an integer of at least {least} is required")
         return value
 
     return read
@@ -224,13 +232,13 @@ def _measured(value: Any) -> tuple[Measurement, ...]:
 
 def _time(value: object) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
-        raise TypeError("seconds from 0 on are needed")
+        raise TypeError("a non-negative number of seconds is required")
     return float(value)
 
 
 def _seconds(value: Any) -> tuple[float, ...]:
     if not value:
-        raise ValueError("at least one run is needed")
+        raise ValueError("at least one run is required")
     return tuple(map(_time, value))
 
 
@@ -251,7 +259,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
 
 
 def expected_s(times: Mapping[int, float], num_bytes: int) -> float:
-    """Estimate the seconds for a size from those for smaller ones, along a line; else 0."""
+    """Extrapolate the seconds linearly to ``num_bytes``; return 0 without times."""
     sizes = sorted(times)
     if not sizes:
         return 0.0

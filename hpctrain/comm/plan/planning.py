@@ -1,4 +1,4 @@
-"""The source of a world's plan: a file, an earlier measurement, a new one, or the rule."""
+"""Selection of the plan: from a file, an earlier measurement, a new one, or by rule."""
 
 import hashlib
 import json
@@ -43,14 +43,14 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredPlan:
-    """A plan and the world it was made for, as they lie on disk."""
+    """A plan and the world for which it was chosen, as stored in a file."""
 
-    nodes: tuple[int, ...]  # ranks of each node
+    nodes: tuple[int, ...]  # number of ranks per node
     plan: Plan
 
     @classmethod
     def of(cls, topology: Topology, plan: Plan) -> Self:
-        """Take the plan of the world with this topology."""
+        """Return ``plan`` with the node sizes of ``topology``."""
         return cls(nodes=_sizes(topology), plan=plan)
 
     def as_dict(self) -> dict[str, Any]:
@@ -59,12 +59,13 @@ class StoredPlan:
 
     @classmethod
     def from_dict(cls, content: object) -> Self:
-        """Return what ``as_dict`` gave; further keys are left to other readers.
+        """Return the plan of a dictionary from ``as_dict``; ignore other keys.
 
-        ``ConfigError`` names a key that is missing or whose value is not valid.
+        Raises:
+            ConfigError: a key is missing or its value is invalid.
         """
         if not isinstance(content, dict):
-            raise ConfigError("it is no table with the keys nodes and plan")
+            raise ConfigError("the content must be a table with the keys nodes and plan")
         nodes, plan = content.get("nodes"), content.get("plan")
         if (
             not nodes
@@ -78,52 +79,60 @@ class StoredPlan:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read a file that holds a plan, such as ``plan.json`` of a run, else ``ConfigError``."""
+        """Read a file with a plan, such as ``plan.json`` of a run.
+
+        Raises:
+            ConfigError: the file cannot be read or contains no valid plan.
+        """
         try:
             return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
         except (OSError, UnicodeDecodeError, json.JSONDecodeError, ConfigError) as error:
             raise ConfigError(
-                f"{path} is no file with a plan: {reason_of(error)}; name the plan.json of a run "
-                f"directory, or leave HPCTRAIN_PLAN out"
+                f"{path} cannot be read as a plan: {reason_of(error)}; pass the plan.json of a "
+                f"run directory, or unset HPCTRAIN_PLAN"
             ) from None
 
     def misfit(self, topology: Topology, node_memory: str, engine: str = "hpctrain") -> str:
-        """Say what keeps a world from using the plan; empty where nothing does. Pure."""
+        """Return why a world cannot use the plan; empty if it can. Not collective."""
         plan, sizes = self.plan, _sizes(topology)
         if self.nodes != sizes:
-            return f"it is for {_nodes(self.nodes)}, and this world has {_nodes(sizes)}"
+            return f"it was made for {_nodes(self.nodes)}, and this world has {_nodes(sizes)}"
         if plan.engine != engine:
-            return f"it is for the engine {plan.engine}, and HPCTRAIN_ENGINE is {engine}"
+            return f"it was made for the engine {plan.engine}, and HPCTRAIN_ENGINE is {engine}"
         if plan.node_memory != node_memory:
-            return f"it wants node memory {plan.node_memory}, and this world has {node_memory}"
+            return f"it requires node memory {plan.node_memory}, and this world has {node_memory}"
         one_level = topology.num_nodes == 1 or node_memory in ("none", "alone")
         fewest, most = (0, 0) if one_level else (1, topology.max_rails)
         if not fewest <= plan.num_rails <= most:
-            return f"it wants {plan.num_rails} rails, and this world can have {fewest} to {most}"
+            return (
+                f"it requires {plan.num_rails} rails, and this world supports {fewest} to {most}"
+            )
         for name, table, known in (
             ("tensors", plan.tensors, _ways(topology, node_memory, engine)),
             ("rail", plan.rail, tuple(ALGORITHMS) if plan.num_rails else ("library",)),
         ):
             if unknown := sorted({algorithm for _, algorithm in table.steps} - {*known}):
                 return (
-                    f"its {name} go by {', '.join(unknown)}, and here there are {', '.join(known)}"
+                    f"its table {name} has {', '.join(unknown)}, and this world supports "
+                    f"{', '.join(known)}"
                 )
         return ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanDecision:
-    """A plan, and where it comes from; the same on every rank."""
+    """A plan and its origin; identical on every rank."""
 
     plan: Plan
-    origin: str  # what it was chosen by, for people
-    key: str = ""  # where a measurement is to be kept; empty where none is wanted
+    origin: str  # human-readable
+    key: str = ""  # cache key of the measurement to make; empty for none
 
 
 def pinned(comm: Communicator, settings: Settings) -> StoredPlan | None:
-    """Return what ``settings.plan`` holds, None where there is none. Collective.
+    """Return the plan of the file ``settings.plan``; None if not set. Collective.
 
-    ``ConfigError``, on every rank, if it cannot be read.
+    Raises:
+        ConfigError: the file cannot be read; on every rank.
     """
     if settings.plan is None:
         return None
@@ -131,7 +140,7 @@ def pinned(comm: Communicator, settings: Settings) -> StoredPlan | None:
 
 
 def memory_wanted(settings: Settings, stored: StoredPlan | None) -> str:
-    """Return the way to share memory: that of the settings, or of the plan where they are open."""
+    """Return the method of sharing memory of the settings or, for ``auto``, of the plan."""
     if stored is None or settings.shared_memory != "auto":
         return settings.shared_memory
     way = stored.plan.node_memory
@@ -147,9 +156,18 @@ def decide(
     node_memory: str,
     num_threads: int,
 ) -> PlanDecision:
-    """Take the pinned plan, else what an earlier run has measured, else the rule. Collective.
+    """Return the stored plan, or that of an earlier measurement, or the rule. Collective.
 
-    ``ConfigError``, on every rank, if the pinned plan cannot be used in this world.
+    Args:
+        comm: all ranks.
+        topology: nodes and cores of the ranks.
+        settings: settings of rank 0.
+        stored: plan that the user has chosen; None for no choice.
+        node_memory: method of sharing memory that works on every node.
+        num_threads: number of torch threads of this rank.
+
+    Raises:
+        ConfigError: the stored plan cannot be used in this world; on every rank.
     """
     threads = comm.allgather_object(num_threads)
     rule = choose_plan(topology, settings, node_memory=node_memory, threads=threads)
@@ -157,8 +175,8 @@ def decide(
     if stored is not None:
         if problem := stored.misfit(topology, rule.node_memory, rule.engine):
             raise ConfigError(
-                f"the plan of {settings.plan} does not fit: {problem}; start the ranks that it "
-                f"is for, or leave HPCTRAIN_PLAN out"
+                f"the plan of {settings.plan} must match the world, but {problem}; start the "
+                f"world of the plan, or unset HPCTRAIN_PLAN"
             )
         return PlanDecision(plan=stored.plan, origin=str(settings.plan))
     by_rule = PlanDecision(plan=rule, origin="rule")
@@ -167,7 +185,7 @@ def decide(
         return by_rule
     key = key_of(
         {
-            "rule": rule.as_dict(),  # follows from all settings that matter
+            "rule": rule.as_dict(),  # depends on all relevant settings
             "nodes": topology.nodes,
             "hosts": len({host.partition("#")[0] for host in topology.hosts}),
             "environment": env.tuning(),
@@ -193,7 +211,7 @@ def measured(
     topology: Topology,
     watch: "Watch",
 ) -> PlanDecision:
-    """Measure where that is wanted, use what is fastest, and remember it. Collective."""
+    """Measure if ``decision`` has a key, use the fastest plan, and store it. Collective."""
     if not decision.key:
         return decision
     from hpctrain.comm.plan import probe  # noqa: PLC0415 - needs MPI
@@ -207,27 +225,27 @@ def measured(
 
 
 def key_of(facts: Mapping[str, Any]) -> str:
-    """Return a name for what a measured plan depends on: the same facts, the same name."""
+    """Return the cache key of ``facts``, on which a measured plan depends."""
     text = json.dumps(facts, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def load_cached(key: str) -> StoredPlan | None:
-    """Return what an earlier run measured; None where there is nothing that can be used."""
+    """Return the plan that an earlier run measured; None if there is no valid one."""
     path = _cached(key)
     if path is None or not path.exists():
         return None
     try:
         return StoredPlan.read(path)
     except ConfigError as error:
-        _LOG.debug("a plan that was measured earlier is left aside: %s", error)
+        _LOG.debug("the plan of an earlier measurement is ignored: %s", error)
         return None
 
 
 def store_cached(key: str, stored: StoredPlan) -> None:
-    """Remember a plan for the next run; where that cannot be, the next run measures again.
+    """Store a plan for later runs; on failure a later run measures again.
 
-    Jobs that write the same plan at the same time do not disturb each other: the last one stays.
+    The file is replaced atomically, so jobs may write the same plan concurrently.
     """
     if (path := _cached(key)) is None:
         return
@@ -240,7 +258,7 @@ def store_cached(key: str, stored: StoredPlan) -> None:
         sync(Path(file.name))
         Path(file.name).replace(path)
     except OSError as error:
-        _LOG.debug("the plan is not remembered in %s: %s", path, reason_of(error))
+        _LOG.debug("the plan cannot be stored in %s: %s", path, reason_of(error))
 
 
 def _cached(key: str) -> Path | None:
@@ -249,13 +267,13 @@ def _cached(key: str) -> Path | None:
 
 
 def machine(num_cores: int) -> str:
-    """Describe the processors of this rank: equal words, equal processors."""
+    """Return a description of the processors of this rank, for comparison."""
     model = ""
     try:
         with _CPU.open(encoding="utf-8", errors="replace") as file:
             model = next((line for line in file if line.startswith("model name")), "")
     except OSError:
-        pass  # no Linux: the number of cores has to do
+        pass  # not Linux: only the number of cores is known
     return f"{num_cores} x {model.partition(':')[2].strip()}"
 
 

@@ -1,7 +1,7 @@
-"""Measures which algorithm is fastest here, in a few tenths of a second, and refines the plan.
+"""Measurement of the fastest algorithms, within a few tenths of a second.
 
-Every figure is that of the slowest rank, and every decision follows from figures that all ranks
-have: they go through the same runs and come to the same plan.
+Each time is the maximum over the ranks. All decisions depend only on such times, so all ranks make
+the same runs and choose the same plan.
 """
 
 import logging
@@ -33,17 +33,17 @@ from hpctrain.comm.plan.plan import Measurement, Plan, SizeTable, expected_s
 from hpctrain.comm.waiting import Watch, wait_request
 from hpctrain.core.errors import CommError, RankLostError
 
-BUDGET_S = 0.3  # what the tables may take
-RAIL_SHARE = 0.6  # of the budget, for the rails; the rest is for tensors
-BATCHING_SHARE = 0.3  # of the budget, and beside it, for what fusion and cycle follow from
-BATCHING_RUNS = 9  # of each size; the shortest counts
+BUDGET_S = 0.3  # time for measuring the tables
+RAIL_SHARE = 0.6  # fraction of the budget for the rails; the rest is for tensors
+BATCHING_SHARE = 0.3  # additional fraction of the budget, for fusion parameters
+BATCHING_RUNS = 9  # runs per size, of which the shortest is used
 RUNS = 3  # timed runs of a candidate
-RUN_S = 1e-3  # what a run should take: a call that is faster is repeated in it
-MOST_CALLS = 8  # calls in a run at most
+RUN_S = 1e-3  # intended time of a run, in which short calls are repeated
+MOST_CALLS = 8  # most calls in a run
 FIRST_SHARE = 1 / 3
-"""Of the time for one kind, for its smallest size, where there is least to gain."""
+"""Fraction of the time of a table for its smallest size, where the gain is smallest."""
 
-RunBy = Callable[[str, torch.Tensor], object]  # sums a flat tensor by the algorithm of this name
+RunBy = Callable[[str, torch.Tensor], object]  # sums a 1-D tensor by the named algorithm
 
 _LOG = logging.getLogger(__name__)
 
@@ -55,9 +55,20 @@ def measure_horovod(
     watch: Watch,
     budget_s: float = BUDGET_S,
 ) -> Plan:
-    """Measure Horovod's flat and two-level sums; make ``comm`` use the faster. Collective.
+    """Measure Horovod's flat and two-level sums; make ``comm`` use the faster one. Collective.
 
-    Returns the plan that follows. ``RankLostError`` if a rank was lost meanwhile.
+    Args:
+        comm: the communicator to measure.
+        world: all ranks, for comparing times.
+        plan: plan by rule.
+        watch: performs all waits.
+        budget_s: time for the measurement.
+
+    Returns:
+        The refined plan.
+
+    Raises:
+        RankLostError: a rank was lost.
     """
 
     def run_by(algorithm: str, values: torch.Tensor) -> None:
@@ -76,17 +87,26 @@ def measure(
     watch: Watch,
     budget_s: float = BUDGET_S,
 ) -> Plan:
-    """Measure, and make ``comm`` use the plan that follows, which is returned. Collective.
+    """Measure the algorithms; make ``comm`` use the refined plan, and return it. Collective.
 
-    Also opens the connections between ranks, so that the first step need not. Sizes that
-    ``budget_s`` seconds do not reach keep what the rule says. ``RankLostError`` if a rank was lost
-    meanwhile.
+    The measurement also opens the connections between ranks, which the first step then finds
+    open. Sizes that do not fit into the budget keep the algorithm of the rule.
+
+    Args:
+        comm: the communicator to measure.
+        world: all ranks, for comparing times.
+        plan: plan by rule.
+        watch: performs all waits.
+        budget_s: time for the measurement of the tables.
+
+    Raises:
+        RankLostError: a rank was lost.
     """
     how = combination(torch.float32, Op.SUM)
     rail = comm.internode
 
     def over_rail(algorithm: str, part: torch.Tensor) -> None:
-        if rail is not None:  # ranks without a rail wait for the figures
+        if rail is not None:  # ranks without a rail only exchange times
             rail.allreduce_by(algorithm, part, how)
 
     threads = torch.get_num_threads()
@@ -116,7 +136,7 @@ def measure(
 def _table(
     what: str, plan: Plan, run_by: RunBy, stopwatch: "Stopwatch", until_s: float
 ) -> list[Measurement]:
-    """Time the candidates for all sizes, until the stopwatch shows ``until_s``. Collective."""
+    """Measure the candidates for all sizes until ``until_s`` of the stopwatch. Collective."""
     times: dict[str, dict[int, float]] = {}
     measured: list[Measurement] = []
     failed: set[str] = set()
@@ -126,7 +146,7 @@ def _table(
         end_s = begin_s + FIRST_SHARE * (until_s - begin_s) if is_first else until_s
         values = torch.zeros(num_bytes // torch.float32.itemsize)
         figures: dict[str, list[float]] = {}
-        # In turns: what else this machine does for a while then hits all candidates alike.
+        # Interleaved, so that other load on the machine affects all candidates equally.
         for algorithm in RUNS * candidates(what, num_bytes, plan):
             if algorithm in failed:
                 continue
@@ -152,10 +172,9 @@ def _table(
 def _shortest(
     comm: HierarchicalCommunicator, stopwatch: "Stopwatch", until_s: float
 ) -> dict[int, float]:
-    """Time ordinary all-reduces by the plan that ``comm`` uses. Collective.
+    """Return the shortest time of an all-reduce by size in ``BATCHING_SIZES``. Collective.
 
-    Returns the shortest time for each size of ``BATCHING_SIZES``; sizes that were not reached
-    until the stopwatch shows ``until_s`` are missing.
+    Sizes that were not measured before ``until_s`` of the stopwatch are missing.
     """
     tensors = [torch.zeros(size // torch.float32.itemsize) for size in BATCHING_SIZES]
     times: dict[int, float] = {}
@@ -173,7 +192,7 @@ def _shortest(
 def _chunk_bytes(
     comm: HierarchicalCommunicator, plan: Plan, stopwatch: "Stopwatch", times: Mapping[int, float]
 ) -> int:
-    """Time chunks of each size that is worth it, in turns; 0 for none. Collective."""
+    """Measure the chunk sizes, interleaved; return the best one, 0 for none. Collective."""
     sizes = chunk_sizes(times)
     if len(sizes) < 2:
         return sum(sizes)
@@ -187,10 +206,15 @@ def _chunk_bytes(
 
 
 class Stopwatch:
-    """Times what all ranks do together; shows the same on all of them."""
+    """Measures collectives; all ranks get the same times.
+
+    Args:
+        world: all ranks.
+        watch: performs all waits.
+    """
 
     def __init__(self, world: MPI.Intracomm, watch: Watch) -> None:
-        self.elapsed_s = 0.0  # seconds since the stopwatch was made, at the end of the latest run
+        self.elapsed_s = 0.0  # seconds from the construction to the end of the latest run
         self._world = world
         self._watch = watch
         self._start = time.perf_counter()
@@ -198,10 +222,18 @@ class Stopwatch:
     def time(
         self, run: Callable[[], object], calls: int, *, warm_up: bool = False
     ) -> float | None:
-        """Call ``run`` so many times by the clock; with ``warm_up`` once before. Collective.
+        """Measure ``run``. Collective.
 
-        Returns the mean seconds of a call, of the slowest rank; None where it failed on any.
-        ``RankLostError`` if a rank was lost meanwhile.
+        Args:
+            run: the collective to measure.
+            calls: number of measured calls.
+            warm_up: whether to call ``run`` once before.
+
+        Returns:
+            Mean seconds per call on the slowest rank; None if a call failed on any rank.
+
+        Raises:
+            RankLostError: a rank was lost.
         """
         seconds, failed = 0.0, False
         try:
@@ -213,8 +245,12 @@ class Stopwatch:
             seconds = (time.perf_counter() - start) / calls
         except RankLostError:
             raise
-        except (CommError, MemoryError, RuntimeError) as error:  # torch's for want of memory
-            _LOG.debug("an algorithm cannot be had here: %s", error)
+        except (
+            CommError,
+            MemoryError,
+            RuntimeError,
+        ) as error:  # torch raises RuntimeError if memory runs out
+            _LOG.debug("an algorithm does not work here: %s", error)
             failed = True
         slowest, failures, self.elapsed_s = self._largest(
             seconds, float(failed), time.perf_counter() - self._start
@@ -222,7 +258,7 @@ class Stopwatch:
         return None if failures else slowest
 
     def _largest(self, *figures: float) -> Sequence[float]:
-        """Return the largest figure of any rank, for each of ``figures``."""
+        """Return the maximum of each of ``figures`` over the ranks."""
         largest = array("d", figures)
         world, buffer = self._world, [largest, MPI.DOUBLE]
         request = requests.start(world, world.Iallreduce, MPI.IN_PLACE, buffer, MPI.MAX)

@@ -1,8 +1,8 @@
-"""Large all-reduces in node memory, where DistributedDataParallel keeps its buckets from then on.
+"""All-reduces of large tensors in place in node memory, for buckets of DistributedDataParallel.
 
-Torch lets no backend in Python say where the buckets of DDP are allocated. So the first time that
-one is reduced its storage gets memory which all ranks of the node map, and from then on it is
-summed where it lies: no byte is copied to a stage and back.
+A backend in Python cannot determine where DDP allocates its buckets. So the first all-reduce of a
+bucket replaces its storage by memory that all ranks of the node map. Later all-reduces sum the
+bucket in place, without copies to and from the stage.
 """
 
 import sys
@@ -20,42 +20,45 @@ from hpctrain.core.torch_compat import BACKWARD, can_move_storage, move_storage
 from hpctrain.core.units import MIB
 
 LARGE_BYTES = MIB
-"""From here on the ranks ask each other where the tensor lies: a meeting more."""
+"""From this size on, ranks compare the locations of the tensor, which costs a barrier."""
 
-_MOVABLE = -1  # what a rank tells of a tensor that it would move; buckets count from 1
+_MOVABLE = -1  # location of a tensor that the rank can move; buckets count from 1
 
 
 class BucketsInPlace:
-    """All-reduces of large tensors by the ranks of one node; what reductions need of it."""
+    """All-reduces of large tensors by the ranks of one node.
+
+    Args:
+        comm: the ranks, which must share memory.
+    """
 
     def __init__(self, comm: Communicator) -> None:
-        """Take the ranks."""
         self.size = comm.size
         assert comm.node is not None, "they share memory"
         self._comm, self._node = comm, comm.node
-        self._known: dict[int, Bucket] = {}  # by address
-        self._offered: set[int] = set()  # addresses of what may be moved
+        self._known: dict[int, Bucket] = {}  # by address of the elements
+        self._offered: set[int] = set()  # addresses of tensors that may be moved
         self._has_room = True
 
     @staticmethod
     def of(comm: Communicator) -> "BucketsInPlace | None":
-        """Return them where the ranks of ``comm`` share a node and torch can, else None."""
+        """Return an instance if ``comm`` is on one node and torch supports moves, else None."""
         is_one_node = comm.node is not None and comm.num_rails == 0
         return BucketsInPlace(comm) if is_one_node and can_move_storage else None
 
     def offer(self, tensor: Tensor) -> None:
-        """Let a tensor be moved if DDP has called the method of the group that calls this.
+        """Permit the move of a tensor if DDP has called the group. Not collective.
 
-        DDP is C++ code in a backward pass. A program itself may look at the memory of a tensor by
-        other means, such as an array of numpy, that would not follow.
+        DDP calls the group from C++ in a backward pass. Tensors of other callers are not moved,
+        since a NumPy array of the same memory, for example, would not follow.
         """
-        caller = sys._getframe(3)  # noqa: SLF001 - behind this, the method and ``on_cpu``
+        caller = sys._getframe(3)  # noqa: SLF001 - the caller of ``on_cpu``
         is_ddp = caller.f_code is BACKWARD and tensor.is_contiguous()
         if is_ddp and tensor.nbytes == tensor.untyped_storage().nbytes():
             self._offered.add(tensor.data_ptr())
 
     def allreduce_(self, tensor: Tensor, *, op: Op = Op.SUM, scale: float | None = None) -> Work:
-        """Do what the communicator does, to the same bits; collective."""
+        """All-reduce as the communicator does, with bitwise the same result. Collective."""
         from hpctrain.comm.call_check import tensor_call  # noqa: PLC0415 - a world of one needs no MPI
 
         bucket = self._known.get(tensor.data_ptr())
@@ -67,7 +70,8 @@ class BucketsInPlace:
             is_whole = (bucket.numel, bucket.flat.dtype) == (tensor.numel(), tensor.dtype)
             number = bucket.number if is_whole else 0
         call = tensor_call(op, tensor.dtype, tensor.numel(), scale)
-        # A rank may have another tensor, as one does that has joined, and sends zeros.
+        # Ranks may differ: with DDP's ``join``, a rank without inputs reduces another tensor of
+        # zeros.
         if not self._node.compare(call, number) or number == 0:
             bucket = None
         elif number == _MOVABLE:
@@ -75,7 +79,7 @@ class BucketsInPlace:
         return self._comm.allreduce_(tensor if bucket is None else bucket, op=op, scale=scale)
 
     def _move(self, tensor: Tensor) -> Bucket | None:
-        """Give the storage of ``tensor`` memory of the node; None, on all ranks, without room."""
+        """Move the storage of ``tensor`` to node memory; None on all ranks if memory is short."""
         try:
             bucket = self._node.new_bucket(tensor.numel(), tensor.dtype)
         except NodeMemoryError:
@@ -86,7 +90,7 @@ class BucketsInPlace:
         other = torch.frombuffer(memory, dtype=torch.uint8)
         address = bucket.flat.data_ptr()
         self._known[address] = bucket
-        # The storage alone refers to this array from here on.
+        # After this function only the storage refers to ``memory``.
         weakref.finalize(memory, self._known.pop, address, None).atexit = False
         move_storage(tensor, other)
         return bucket

@@ -1,7 +1,6 @@
-"""The process group of torch.distributed: its methods, by the names that torch calls.
+"""The process group for torch.distributed, with the methods that torch calls.
 
-Torch 2.13 renamed some of them and calls both; its C++ code calls those that it has made
-overridable, and its Python code all.
+Torch 2.13 renamed some methods, and different versions and code paths call either name.
 """
 
 import functools
@@ -32,10 +31,12 @@ _LARGEST_TAG = 2**31 - 1
 
 
 class HpctrainGroup(OrderedGroup):
-    """Ranks of torch.distributed that communicate by one of our communicators."""
+    """A process group of torch.distributed that communicates with a ``Communicator``.
+
+    The constructor is collective and has the arguments of ``OrderedGroup``.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        """Take what ``OrderedGroup`` takes. Collective."""
         super().__init__(*args, **options)
         self._transfers = _transfers_of(self.comm)
         self._in_place = BucketsInPlace.of(self.comm)
@@ -64,7 +65,7 @@ class HpctrainGroup(OrderedGroup):
 
     @on_cpu
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
-        """Replace each tensor by its reduction, small ones of one dtype in one message."""
+        """Replace each tensor by its reduction, in one message if all have the same dtype."""
         given, how = list(tensors), GroupReduction.of(opts)
 
         def reduce() -> None:
@@ -81,7 +82,7 @@ class HpctrainGroup(OrderedGroup):
 
     @on_cpu
     def reduce(self, tensors: Any, opts: Any) -> dist.Work:
-        """Replace each tensor by its reduction on the root; elsewhere they stay."""
+        """Replace each tensor by its reduction on the root; other ranks keep theirs."""
         given, how, root = _listed(tensors), GroupReduction.of(opts), opts.rootRank
 
         def reduce() -> None:
@@ -116,7 +117,7 @@ class HpctrainGroup(OrderedGroup):
     def reduce_scatter_single_coalesced(
         self, outs: Any, given: Any, opts: Any = None
     ) -> dist.Work:
-        """Do what ``reduce_scatter_single`` does, for each pair."""
+        """Call ``reduce_scatter_single`` for each pair of tensors."""
         return self._reduce_scatter_singles("reduce_scatter_single of several", outs, given, opts)
 
     def _reduce_scatter_singles(
@@ -138,11 +139,11 @@ class HpctrainGroup(OrderedGroup):
         how.finish(values, self.comm.size)
         _put_back(values, out)
 
-    # -- what is moved ----------------------------------------------------------------------
+    # -- data movement ----------------------------------------------------------------------
 
     @on_cpu
     def broadcast(self, tensors: Any, opts: Any = None, *, root: int | None = None) -> dist.Work:
-        """Replace each tensor by the root's."""
+        """Replace each tensor by that of the root."""
         given = _listed(tensors)
         source: int = opts if isinstance(opts, int) else opts.rootRank if root is None else root
 
@@ -156,7 +157,7 @@ class HpctrainGroup(OrderedGroup):
 
     @on_cpu
     def allgather(self, outs: Any, given: Any, opts: Any = None) -> dist.Work:
-        """Write what every rank gives into lists, a list for each tensor."""
+        """Gather the tensors of all ranks, in one list per tensor."""
         pairs = list(zip(_lists(outs), _listed(given), strict=True))
 
         def move() -> None:
@@ -168,17 +169,17 @@ class HpctrainGroup(OrderedGroup):
 
     @on_cpu
     def allgather_coalesced(self, outs: Any, given: Any, opts: Any = None) -> dist.Work:
-        """Write what every rank gives into lists, a list for each rank."""
+        """Gather the tensors of all ranks, in one list per rank."""
         return self.allgather([list(one) for one in zip(*outs, strict=True)], given, opts)
 
     @on_cpu
     def all_gather_single(self, out: Tensor, given: Tensor, opts: Any = None) -> dist.Work:
-        """Write what every rank gives into one tensor."""
+        """Gather the tensors of all ranks into one tensor."""
         return self._all_gather_singles("all_gather_single", [out], [given], opts)
 
     @on_cpu
     def all_gather_single_coalesced(self, outs: Any, given: Any, opts: Any = None) -> dist.Work:
-        """Do what ``all_gather_single`` does, for each pair."""
+        """Call ``all_gather_single`` for each pair of tensors."""
         return self._all_gather_singles("all_gather_single of several", outs, given, opts)
 
     def _all_gather_singles(
@@ -200,7 +201,7 @@ class HpctrainGroup(OrderedGroup):
 
     @on_cpu
     def gather(self, outs: Any, given: Any, opts: Any) -> dist.Work:
-        """Write what every rank gives into lists of the root."""
+        """Gather the tensors of all ranks into lists on the root."""
         root, tensors = opts.rootRank, _listed(given)
         lists = _lists(outs) if self.comm.rank == root else [None] * len(tensors)
 
@@ -231,7 +232,7 @@ class HpctrainGroup(OrderedGroup):
 
     @on_cpu
     def alltoall(self, outs: Any, parts: Any, opts: Any = None) -> dist.Work:
-        """Write what every rank has for this one into ``outs``."""
+        """Send ``parts[r]`` to rank r; store the received tensors in ``outs``."""
 
         def move() -> None:
             values = [_flat_of(out) for out in outs]
@@ -249,7 +250,7 @@ class HpctrainGroup(OrderedGroup):
         sizes: Sequence[int] = (),
         opts: Any = None,
     ) -> dist.Work:
-        """Do what ``alltoall`` does, with tensors cut along their first dimension."""
+        """Exchange parts as ``alltoall`` does, of tensors divided along their first dimension."""
         parts, outs = self._cut(given, sizes), self._cut(out, out_sizes)
 
         def move() -> None:
@@ -264,8 +265,8 @@ class HpctrainGroup(OrderedGroup):
         size, length = self.comm.size, tensor.shape[0] if tensor.dim() else 0
         if not sizes and length % size:
             raise ValueError(
-                f"all_to_all_single without split sizes needs a first dimension that {size} ranks "
-                f"divide, got {length}; give the sizes"
+                f"the first dimension must be divisible by {size} ranks in all_to_all_single "
+                f"without split sizes, got {length}; pass split sizes"
             )
         cut = list(sizes) or [length // size] * size
         if len(cut) != size or sum(cut) != length:
@@ -274,22 +275,24 @@ class HpctrainGroup(OrderedGroup):
         return parts
 
     def barrier(self, opts: Any = None) -> dist.Work:
-        """Return when all ranks are here."""
+        """Wait until all ranks have called this method."""
         return self._start("barrier", self.comm.barrier, [], opts)
 
     def monitored_barrier(
         self,
         timeout: timedelta | float | None = None,
-        wait_all_ranks: bool = False,  # noqa: FBT001, FBT002 - as torch has it
+        wait_all_ranks: bool = False,  # noqa: FBT001, FBT002 - signature of torch
     ) -> None:
-        """Return when all ranks are here, else say which are not, also in the words of gloo."""
+        """Wait for all ranks; an error names the missing ranks, also in the wording of gloo."""
         limit, before = self._limit, (self._limit.timeout_s, self._limit.name)
         if timeout is not None:
             told = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
             limit.timeout_s, limit.name = told, "timeout"
 
         def meet() -> None:
-            self._tell_that_we_wait(math.inf)  # at once: whoever comes late must find all others
+            self._tell_that_we_wait(
+                math.inf
+            )  # at once: a late rank must find the reports of all others
             self.comm.barrier()
 
         try:
@@ -313,7 +316,7 @@ class HpctrainGroup(OrderedGroup):
 
     @on_cpu
     def send(self, tensors: Any, dest: int, tag: int = 0) -> dist.Work:
-        """Begin to send a tensor."""
+        """Start sending a tensor to rank ``dest``."""
         (tensor,), wire = _listed(tensors), self._messages(tag)
         with self._asking:
             transfer = wire.start_send(_flat_of(tensor), dest, tag)
@@ -322,7 +325,7 @@ class HpctrainGroup(OrderedGroup):
 
     @on_cpu
     def recv(self, tensors: Any, source: int | None, tag: int = 0) -> dist.Work:
-        """Begin to replace a tensor by what comes from ``source``."""
+        """Start receiving a tensor from rank ``source``, None for any rank."""
         (tensor,), wire = _listed(tensors), self._messages(tag)
         values = _flat_of(tensor)
         with self._asking:
@@ -333,7 +336,7 @@ class HpctrainGroup(OrderedGroup):
 
     @on_cpu
     def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
-        """Begin to replace a tensor by what comes first."""
+        """Start receiving a tensor from any rank."""
         return self.recv(tensors, None, tag)
 
     def _take(self, values: Tensor, tensor: Tensor) -> None:
@@ -356,7 +359,7 @@ class HpctrainGroup(OrderedGroup):
         if not 0 <= tag <= _LARGEST_TAG:
             raise ValueError(f"tag must be from 0 to {_LARGEST_TAG}, got {tag}")
         if self._wire is None or self._watch is None:
-            raise ValueError("a group of one rank has nobody to send to, nor to receive from")
+            raise ValueError("a group must have two or more ranks to send and receive, got one")
         self._watch.require_in_step()
         return self._wire
 
@@ -368,9 +371,9 @@ class HpctrainGroup(OrderedGroup):
         *,
         are_alike: bool = False,
     ) -> None:
-        """Raise, here and on the others, unless there is a part for each rank.
+        """Raise on all ranks unless there is one part per rank, with the size of ``one``.
 
-        That of this rank, all if they ``are_alike``, must be as large as the tensor beside them.
+        Unless ``are_alike``, only the size of this rank's own part is checked.
         """
         if parts is None:
             return
@@ -379,20 +382,23 @@ class HpctrainGroup(OrderedGroup):
         if len(numels) != self.comm.size or set(checked) != {one.numel()}:
             whose = "each" if are_alike else "the rank's own"
             self._refuse(
-                f"{name} needs a list of {self.comm.size} tensors, {whose} with the "
-                f"{one.numel()} elements of the tensor beside it, got {numels}"
+                f"{name} must have a list of {self.comm.size} tensors, {whose} with "
+                f"{one.numel()} elements as the single tensor, got {numels}"
             )
 
     def _check_whole(self, name: str, whole: Tensor, part: Tensor) -> None:
         if whole.numel() != part.numel() * self.comm.size:
             self._refuse(
-                f"{name} needs a tensor for all {self.comm.size} ranks that is as many times as "
-                f"large as the one of each, got {whole.numel()} and {part.numel()} elements"
+                f"{name} must have a tensor for all ranks with {self.comm.size} times the "
+                f"elements of the tensor of each rank, "
+                f"got {whole.numel()} and {part.numel()} elements"
             )
         if whole.dtype != part.dtype:
-            self._refuse(f"{name} needs tensors of one dtype, got {whole.dtype} and {part.dtype}")
+            self._refuse(
+                f"{name} must have tensors of one dtype, got {whole.dtype} and {part.dtype}"
+            )
 
-    # Both names of what torch has renamed.
+    # The names of before torch 2.13.
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
@@ -405,7 +411,7 @@ def _listed(tensors: Any) -> list[Tensor]:
 
 
 def _lists(tensors: Any) -> list[list[Tensor]]:
-    """Return a list of lists, also where there is one list alone."""
+    """Return a list of lists, also for a single list."""
     is_one = bool(tensors) and isinstance(tensors[0], Tensor)
     return [list(tensors)] if is_one else [list(one) for one in tensors]
 
@@ -415,8 +421,8 @@ def _put_all_back(values: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
         _put_back(flat, tensor)
 
 
-# As with torch's own backends no tensor gets a new version: what autograd has saved of it, and
-# views of it, stay valid.
+# Tensors are written through ``data``, which does not change their version counter. As with other
+# backends, tensors saved by autograd and views remain valid.
 
 
 def _flat_of(tensor: Tensor) -> Tensor:
@@ -424,7 +430,7 @@ def _flat_of(tensor: Tensor) -> Tensor:
 
 
 def _waited(tensor: Any) -> Tensor:
-    """Return a tensor after its functional collective: torch waits before other ones only."""
+    """Complete a functional collective on ``tensor``; torch does so only in its own operators."""
     here: Tensor = tensor.trigger_wait() if hasattr(tensor, "trigger_wait") else tensor
     return here
 
@@ -434,7 +440,7 @@ def _put_back(values: Tensor, tensor: Tensor) -> None:
 
 
 def _transfers_of(comm: "Communicator") -> "Transfers | NodeExchange":
-    """Choose how the ranks of ``comm`` exchange tensors. Collective."""
+    """Return the exchange of tensors for the ranks of ``comm``. Collective."""
     if comm.node is None:
         return Transfers(comm)
     from hpctrain.comm.process_group.memory_transfers import by_memory  # noqa: PLC0415 - needs MPI

@@ -1,4 +1,4 @@
-"""The order of all operations of a process group, their names and their end."""
+"""Base of the process group: ordering, errors and shutdown of its operations."""
 
 import contextlib
 import functools
@@ -41,11 +41,11 @@ class GroupError(dist.DistBackendError, CommError):
 
 
 class GroupRankLostError(dist.DistBackendError, RankLostError):
-    """A rank died, left or came too late for an operation of a group of torch.distributed."""
+    """A rank died, left or was too late for an operation of a group of torch.distributed."""
 
 
 class RefusedError(InStepError, GroupError, ValueError):
-    """Arguments of a call that a rank has refused; the others raise an error, too."""
+    """A rank has rejected the arguments of a call; the other ranks raise an error, too."""
 
 
 _LISTS = (list, tuple)
@@ -56,11 +56,11 @@ OLDER_NAMES = {
     "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
     "all_to_all_single": "alltoall_base",
 }
-"""What torch called its functions before 2.13."""
+"""Names of methods before torch 2.13, by present name."""
 
 
 def on_cpu(method: Method) -> Method:
-    """Leave tensors of another device to that device's backend."""
+    """Decorate a method to forward tensors of other devices to the backend of the device."""
 
     @functools.wraps(method)
     def call(self: "OrderedGroup", given: Any, *args: Any, **options: Any) -> Any:
@@ -74,7 +74,7 @@ def on_cpu(method: Method) -> Method:
                 return getattr(other, name)(given, *args, **options)
             if first.is_quantized:
                 raise GroupError(
-                    f"quantized tensors are not communicated, got {first.dtype}; send int_repr() "
+                    f"tensors must not be quantized, got {first.dtype}; send int_repr() "
                     f"and the scale"
                 )
         return method(self, given, *args, **options)
@@ -83,7 +83,7 @@ def on_cpu(method: Method) -> Method:
 
 
 def _refusal(name: str, result: Any, *, averages: bool) -> str:
-    """Return why an operation cannot write ``result``, tensors in nested lists; mostly empty."""
+    """Return why an operation cannot write ``result``, tensors or nested lists; else empty."""
     if type(result) in _LISTS:
         for each in result:
             if reason := _refusal(name, each, averages=averages):
@@ -91,11 +91,11 @@ def _refusal(name: str, result: Any, *, averages: bool) -> str:
         return ""
     if averages and result.dtype is torch.bool:
         return (
-            "an average needs numbers, got bool; convert the tensor, or take ReduceOp.MIN (true "
-            "on all ranks) or MAX (true on any)"
+            "an average must be of numbers, got bool; convert the tensor, or use ReduceOp.MIN "
+            "(true on all ranks) or MAX (true on any)"
         )
     if result.layout is not torch.strided or result.is_contiguous() or name == "gather":
-        return ""  # the result of gather is what the rank gives
+        return ""  # for gather, ``result`` is the input
     if any(s == 0 < n - 1 for s, n in zip(result.stride(), result.shape, strict=True)):
         return (
             f"elements of a tensor that receives values must not share memory, got a tensor of "
@@ -104,15 +104,25 @@ def _refusal(name: str, result: Any, *, averages: bool) -> str:
     return ""
 
 
-TELL_S = 1.0  # after so long a rank that waits says so in the store, for the messages of others
-_MOST_S = 1e6  # what other backends take for ever
+TELL_S = 1.0  # a rank that waits longer reports this in the store, for messages of other ranks
+_MOST_S = 1e6  # unlimited, for other backends
 
 
 class OrderedGroup(Base):  # type: ignore[misc]
-    """Ranks of torch.distributed that communicate by one of our communicators.
+    """A process group of torch.distributed that communicates with a ``Communicator``.
 
-    Collectives are carried out in the order of the calls: those that the caller waits for where
-    they are called, others on a thread of the group. Messages go beside them.
+    Collectives run in the order of the calls: synchronous ones on the caller's thread, others on
+    a thread of the group. Messages are sent and received concurrently with collectives.
+
+    The constructor is collective.
+
+    Args:
+        comm: ranks of the group; ``shutdown`` closes it.
+        name: name under which torch registers the group.
+        ranks: rank in the world of each rank.
+        limit: limit of the waits of ``comm``.
+        store: store of the group.
+        has_thread: whether asynchronous operations run on a thread.
     """
 
     def __init__(
@@ -125,10 +135,6 @@ class OrderedGroup(Base):  # type: ignore[misc]
         store: Store,
         has_thread: bool,
     ) -> None:
-        """Take a communicator, which ``shutdown`` closes. Collective over its ranks.
-
-        ``ranks`` are their numbers in the world, ``limit`` is that of the communicator's waits.
-        """
         super().__init__(comm.rank, comm.size)
         self.comm = comm
         self._ranks = list(ranks)
@@ -136,7 +142,7 @@ class OrderedGroup(Base):  # type: ignore[misc]
         self._name, self._description = name, ""
         self._limit = limit
         self._store: Store = store
-        self._watch: Watch | None = None  # none where there are no other ranks
+        self._watch: Watch | None = None  # None in a group of one rank
         self._wire: MpiWire | None = None
         if comm.size > 1:
             ranks_of_mpi = cast("MpiCommunicator", comm)
@@ -144,12 +150,12 @@ class OrderedGroup(Base):  # type: ignore[misc]
         self._asking = threading.Lock()
         self.queue = OperationQueue(f"hpctrain group {name}", has_thread=has_thread)
         self._num_started = 0
-        self._current: Operation | None = None  # what is being carried out
+        self._current: Operation | None = None  # the operation that runs now
         limit.on_late = self._tell_that_we_wait
         self._coalesced: list[dist.Work] | None = None
         self._others: dict[str, Any] = {}
 
-    # -- how they are carried out -----------------------------------------------------------
+    # -- execution of operations ------------------------------------------------------------
 
     def _start(
         self,
@@ -185,9 +191,9 @@ class OrderedGroup(Base):  # type: ignore[misc]
         return operation
 
     def _break_off(self) -> None:
-        """Fail the group after an exception has ended the wait for an operation of its queue.
+        """Fail the group after an exception has interrupted the wait for a queued operation.
 
-        Returns when the queue's thread writes to no memory of the caller any more.
+        After the return, the thread of the queue no longer writes to memory of the caller.
         """
         if self._watch is None:
             return
@@ -199,7 +205,7 @@ class OrderedGroup(Base):  # type: ignore[misc]
             self._limit.broken_off = before
 
     def _guard(self, operation: Operation) -> None:
-        """Call the function of an operation; an error says which it is, and who is missing."""
+        """Run an operation; add the operation and the missing ranks to an error."""
         self._current = operation
         try:
             self._limit.check()
@@ -209,12 +215,12 @@ class OrderedGroup(Base):  # type: ignore[misc]
                 self._watch.keep_in_step(operation.function)
         except CommError as error:
             lost = self._missing() if isinstance(error, RankLostError) else []
-            missing = f"; {format_ranks(lost)} did not come to {operation.name}" if lost else ""
+            missing = f"; {format_ranks(lost)} did not call {operation.name}" if lost else ""
             what = f"{operation.name}, number {operation.number}"
             raise self._named(what, error, missing) from error
 
     def _named(self, what: str, error: CommError, missing: str = "") -> CommError:
-        """Return the error with ``what`` has failed."""
+        """Return ``error`` with the operation ``what`` in its message."""
         kind: type[CommError] = GroupError
         if isinstance(error, RefusedError):
             kind = RefusedError
@@ -226,25 +232,25 @@ class OrderedGroup(Base):  # type: ignore[misc]
         )
 
     def _meet(self, call: str) -> None:
-        """Wait until all ranks are here, and raise unless they are about to do the same."""
+        """Wait until all ranks have begun the same ``call``; raise if the calls differ."""
         if self.comm.size > 1:
             cast("MpiCommunicator", self.comm).meet(call)
 
     def _refuse(self, reason: str) -> NoReturn:
-        """Raise, and let the others raise, who are about to do the same or something else."""
+        """Raise on all ranks, whether or not they have begun the same call."""
         self._meet(f"nothing: {reason}")
         raise RefusedError(reason)
 
     def _tell_that_we_wait(self, waited_s: float) -> None:
-        """Write into the store that this rank has come, once others may ask for it."""
+        """Report in the store that this rank waits, before other ranks can reach their limit."""
         current = self._current
         if current and not current.is_told and waited_s > min(TELL_S, self._limit.timeout_s / 2):
             current.is_told = True
-            with contextlib.suppress(RuntimeError):  # whose rank 0 is gone
+            with contextlib.suppress(RuntimeError):  # rank 0, which serves the store, has ended
                 self._store.set(f"waits/{current.number}/{self.comm.rank}", current.name)
 
     def _missing(self) -> list[int]:
-        """Return which ranks have not come to what is being carried out, as far as it is told."""
+        """Return the ranks that have not reported that they wait in the current operation."""
         current = self._current
         if current is None or not current.is_told:
             return []
@@ -260,28 +266,28 @@ class OrderedGroup(Base):  # type: ignore[misc]
         works, self._coalesced = self._coalesced or [], None
         return cast("dist.Work", Several(works))
 
-    # -- what torch asks of a group ---------------------------------------------------------
+    # -- interface of ProcessGroup ----------------------------------------------------------
 
     def name(self) -> str:
         """Return the name of the backend."""
         return "hpctrain"
 
-    getBackendName = name  # noqa: N815 - the name that C++ calls
+    getBackendName = name  # noqa: N815 - called by C++
 
     def getGroupName(self) -> str:  # noqa: N802
         """Return the name under which torch registers the group."""
         return self._name
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
-        """Take another name."""
+        """Set the name under which torch registers the group."""
         self._name = name
 
     def getGroupDesc(self) -> str:  # noqa: N802
-        """Return what the user says of the group."""
+        """Return the description that the user gave."""
         return self._description
 
     def setGroupDesc(self, description: str) -> None:  # noqa: N802
-        """Take what the user says of the group."""
+        """Set the description that the user gave."""
         self._description = description
 
     def get_group_store(self) -> Store:
@@ -289,7 +295,7 @@ class OrderedGroup(Base):  # type: ignore[misc]
         return self._store
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Let waits last so long from now on."""
+        """Set the limit of later waits."""
         self._limit.timeout_s = timeout.total_seconds()
 
     _set_default_timeout = set_timeout
@@ -308,21 +314,21 @@ class OrderedGroup(Base):  # type: ignore[misc]
     def _get_backend(self, device: torch.device) -> Any:
         if device.type == "cpu":
             return self
-        if device.type not in {one.type for one in self._device_types}:  # torch 2.6 asks
+        if device.type not in {one.type for one in self._device_types}:  # for torch 2.6
             raise GroupError(
                 f"a group of backend hpctrain on this host has no backend for {device}"
             )
         return backend_of(self.group_of(device), device)
 
     def group_of(self, device: torch.device) -> Any:
-        """Return the same ranks with the backend for tensors of another device.
+        """Return a group of the same ranks for tensors of another device.
 
-        On CUDA that is NCCL, whose ranks find each other by the store of this group.
+        For CUDA the backend is NCCL, which connects through the store of this group.
         """
         if device.type != "cuda" or not dist.is_nccl_available():
             raise GroupError(
-                f"the backend hpctrain moves tensors on the CPU, and by NCCL, where torch has it, "
-                f"tensors on CUDA, got one on {device}; move it first"
+                f"tensors must be on the CPU, or on CUDA if torch has NCCL, got one on {device}; "
+                f"move it first"
             )
         if "cuda" not in self._others:
             self._others["cuda"] = self._by_nccl()
@@ -334,18 +340,18 @@ class OrderedGroup(Base):  # type: ignore[misc]
         return group_by_nccl(store, self.comm.rank, self.comm.size, timeout)
 
     def _set_sequence_number_for_group(self) -> None:
-        """Number operations from here: they are numbered anyway."""
+        """No-op: operations are always numbered."""
 
     def _get_sequence_number_for_group(self) -> int:
         return self._num_started
 
     def shutdown(self) -> None:
-        """Carry out what was started, and free what the group holds. Collective."""
+        """Complete started operations and free the resources of the group. Collective."""
         self.queue.close()
         for other in self._others.values():
             other.shutdown()
-        # Not at the next collection of garbage: others may have come to the next store by then,
-        # on the same port, and would be with one that is about to go.
+        # Freed now: until garbage collection the store would keep serving its port, and ranks
+        # could connect to it in place of the next store on this port.
         self._store = HashStore()
         self._others.clear()
         if not self._limit.broken_off:
@@ -353,7 +359,7 @@ class OrderedGroup(Base):  # type: ignore[misc]
             self.comm.close()
 
     def abort(self) -> None:
-        """End all waits of this rank with an error. Not collective; nothing is freed."""
+        """Make all waits of this rank raise, without freeing resources. Not collective."""
         self._limit.broken_off = "this group was aborted on this rank; destroy it and make another"
         for other in self._others.values():
             other.abort()

@@ -1,4 +1,4 @@
-"""Reductions as torch.distributed names them, on our communicators."""
+"""Reductions of torch.distributed, performed by a ``Communicator``."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -30,22 +30,22 @@ _OPS = {
 
 @dataclass(frozen=True, slots=True)
 class GroupReduction:
-    """How the values of all ranks become one."""
+    """A reduction: operation, average, and factor of the inputs."""
 
     op: Op
     averages: bool = False
-    factor: float | Tensor | None = None  # of this rank's values, before they are summed
+    factor: float | Tensor | None = None  # of the values of this rank, before the sum
 
     @classmethod
     def of(cls, given: Any) -> "GroupReduction":
-        """Return that of options, of a ``ReduceOp`` or one of its kinds; a sum of None."""
+        """Return the reduction for options, a ``ReduceOp`` or its type; the sum for None."""
         reduce_op = getattr(given, "reduceOp", given)
         kind = getattr(reduce_op, "op", reduce_op) if reduce_op is not None else _Kind.SUM
         found = _PLAIN.get(kind.value)
         if found is not None:
             return found
         if kind != _Kind.PREMUL_SUM:
-            raise ValueError(f"{kind} is no reduction that hpctrain knows")
+            raise ValueError(f"hpctrain does not support the reduction {kind}")
         return cls(Op.SUM, factor=reduce_op.__getstate__()[1])
 
     def scale(self, dtype: torch.dtype, size: int) -> float | None:
@@ -54,16 +54,16 @@ class GroupReduction:
         return 1 / size if self.averages and is_real else None
 
     def weighted(self, values: Tensor) -> Tensor:
-        """Return what of this rank is summed."""
+        """Return ``values`` times the factor."""
         return values if self.factor is None else (values * self.factor).to(values.dtype)
 
     def finish(self, values: Tensor, size: int) -> None:
-        """Make the average of integers from their sum, rounded towards zero."""
+        """Divide a sum of integers by ``size`` for an average, rounded towards zero."""
         if self.averages and self.scale(values.dtype, size) is None:
             values.copy_(torch.div(values, size, rounding_mode="trunc"))
 
 
-# By their numbers: to look up what pybind makes of them takes half a microsecond.
+# Keys are integers: a lookup by pybind enum takes 0.5 us.
 _PLAIN = {
     kind.value: GroupReduction(op, averages=kind == _Kind.AVG)
     for kind, op in _OPS.items()
@@ -73,7 +73,7 @@ _PLAIN = {
 
 def allreduce(comm: "Communicator | BucketsInPlace", tensor: Tensor, how: GroupReduction) -> None:
     """Replace ``tensor`` by its reduction over the ranks. Collective."""
-    values = tensor.data  # of the same version afterwards
+    values = tensor.data  # does not change the version counter
     if how.factor is None and not how.averages:
         comm.allreduce_(values, op=how.op).wait()
         return
@@ -84,10 +84,10 @@ def allreduce(comm: "Communicator | BucketsInPlace", tensor: Tensor, how: GroupR
 
 
 def sparse_sum(comm: Communicator, tensor: Tensor, how: GroupReduction) -> None:
-    """Replace a sparse tensor by the sum over the ranks. Collective."""
+    """Replace a sparse tensor by its sum or average over the ranks. Collective."""
     if how.op is not Op.SUM or how.factor is not None:
         raise CommError(
-            f"sparse tensors are summed or averaged over ranks, got {how.op.value}; "
+            f"a reduction of sparse tensors must be a sum or an average, got {how.op.value}; "
             f"call to_dense() first"
         )
     mine = tensor.detach().coalesce()

@@ -1,6 +1,6 @@
-"""The backend as torch knows it from its own import on, and how ranks find each other over MPI.
+"""Registration of the backend with torch, and rendezvous over MPI.
 
-Torch imports this in every program: all else is imported when a group is made.
+Torch imports this module in every program; other modules are imported when a group is created.
 """
 
 import fcntl
@@ -27,16 +27,20 @@ if TYPE_CHECKING:
 NAME = "hpctrain"
 
 Create = Callable[[Any, Any], Any]
-"""Makes a process group of torch's options; the second are the user's."""
+"""Creates a process group from the options of torch and of the user."""
 FindRanks = Callable[[timedelta], tuple[Any, int, int]]
-"""Returns a store of all ranks, this rank and their number; collective."""
+"""Returns a store for all ranks, this rank, and the number of ranks. Collective."""
 
 
 def register(create: Create, find_ranks: FindRanks) -> None:
-    """Register the backend ``hpctrain``; harmless the second time.
+    """Register the backend ``hpctrain``; a no-op the second time. Not collective.
 
-    Where no ``MASTER_ADDR`` says where ranks of ``env://`` meet, ``find_ranks`` does, for every
-    backend: without it torch would refuse.
+    For all backends, ``env://`` uses ``find_ranks`` if ``MASTER_ADDR`` is not set. Torch alone
+    would raise an error.
+
+    Args:
+        create: creates a process group.
+        find_ranks: performs the rendezvous.
     """
     if not dist.is_available() or NAME in dist.Backend.backend_list:
         return
@@ -56,14 +60,15 @@ def register(create: Create, find_ranks: FindRanks) -> None:
 
 
 CONNECT_S = 3.0
-"""Longest wait for an answer from one address."""
+"""Longest wait for a connection to one address, in seconds."""
 _SIOCGIFADDR = 0x8915
 
 
 def store_of(comm: "Communicator", timeout: timedelta) -> Store:
-    """Make a store that all ranks reach: rank 0 serves it, on a port that was free. Collective.
+    """Create a store that rank 0 serves on a free port. Collective.
 
-    Raises ``MismatchError``, on every rank, if one reaches no address of rank 0.
+    Raises:
+        MismatchError: a rank cannot connect to any address of rank 0; on every rank.
     """
     if comm.size == 1:
         return HashStore()
@@ -98,10 +103,10 @@ def _answers(address: str, port: int) -> bool:
 
 
 def _own_addresses() -> Iterator[str]:
-    """Return the IPv4 addresses of this host by which others may reach it."""
+    """Yield the IPv4 addresses of this host, without loopback addresses."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():
-            with suppress(OSError):  # an interface without one
+            with suppress(OSError):  # the interface has no IPv4 address
                 request = struct.pack("256s", name.encode()[:15])
                 answer = fcntl.ioctl(asking, _SIOCGIFADDR, request)
                 address = socket.inet_ntoa(answer[20:24])

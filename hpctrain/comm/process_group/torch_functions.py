@@ -1,6 +1,6 @@
-"""Functions of torch that refuse every backend but their own: for groups of ours they work.
+"""Replacements for functions of torch that support only the backends of torch.
 
-What cannot work says what to use instead.
+Functions that cannot support this backend raise an error with an alternative.
 """
 
 import functools
@@ -31,9 +31,9 @@ from hpctrain.core.torch_compat import (
 
 
 def adapt() -> None:
-    """Let these functions know our groups; harmless the second time.
+    """Replace functions of torch by versions that support ``HpctrainGroup``.
 
-    For groups of other backends they do what they did.
+    A no-op the second time. Groups of other backends use the original functions.
     """
     if getattr(dist.monitored_barrier, "_knows_hpctrain", False):
         return
@@ -49,14 +49,14 @@ def adapt() -> None:
 
 
 def _refusing(of_torch: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a function of DDP refuse the hooks that torch has in C++."""
+    """Return a function that raises for C++ communication hooks with an ``HpctrainGroup``."""
 
     @functools.wraps(of_torch)
     def register(self: Any, comm_hook_type: Any) -> Any:
         if isinstance(self.process_group, HpctrainGroup):
             raise CommError(
-                f"hooks that torch has in C++ read futures of backends in C++, got "
-                f"{comm_hook_type}; use the same of torch.distributed.algorithms.ddp_comm_hooks: "
+                f"communication hooks must be in Python for the backend hpctrain, got the C++ "
+                f"hook {comm_hook_type}; use that of torch.distributed.algorithms.ddp_comm_hooks: "
                 f"register_comm_hook(None, default_hooks.fp16_compress_hook)"
             )
         return of_torch(self, comm_hook_type)
@@ -65,7 +65,7 @@ def _refusing(of_torch: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _keep_work(notify: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Let a model of DDP keep the work that it gives to C++, which keeps no object of Python."""
+    """Return ``notify`` that also stores the work in the model: C++ does not keep it alive."""
 
     @functools.wraps(notify)
     def call(joinable: Any) -> Any:
@@ -78,9 +78,9 @@ def _keep_work(notify: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _keep_dynamo_out() -> None:
-    """Let Dynamo run what torch's C++ code calls here as it is, while it compiles a model.
+    """Exclude methods that the C++ code of torch calls from compilation by Dynamo.
 
-    It would read the members of a group, which it refuses.
+    Dynamo does not support access to the attributes of a process group.
     """
     for owner in (OrderedGroup, HpctrainGroup, Operation, Several, Message):
         for found in vars(owner).values():
@@ -137,7 +137,7 @@ def _split_group(
 
 
 _FUNCTIONAL = torch.library.Library("_c10d_functional", "IMPL")
-"""Of these operations torch's C++ looks for methods that only backends in C++ can have."""
+"""Replaces operations whose C++ implementation requires a C++ backend."""
 
 
 def _gather_into(given: Tensor, _: int, group: Any, *, out: Tensor) -> Tensor:

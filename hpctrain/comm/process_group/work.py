@@ -1,4 +1,4 @@
-"""Operations of a process group that were started, and the queue that carries them out."""
+"""Operations of a process group, and the queue that runs them."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -23,20 +23,27 @@ else:
 
 
 class Operation(Base):  # type: ignore[misc]
-    """A collective that was started: carried out by whoever calls ``carry_out``, once.
+    """A started collective, which ``carry_out`` runs once.
 
-    Its future completes where it is carried out, and so do the callbacks of that: what they
-    communicate in their turn comes before what the program has started meanwhile.
+    The future and its callbacks complete on the thread that runs the operation. Collectives that
+    a callback starts run before operations that are queued.
+
+    Args:
+        guard: calls ``function`` and raises the errors for users.
+        function: the collective.
+        result: the tensors that the operation writes.
+        name: name of the operation, for messages.
+        number: number of the operation in the group, for messages.
     """
 
-    # Slots, and defaults of the class: to set all for each operation costs a microsecond of the
-    # ten that a small one takes.
+    # Slots and class defaults: setting all attributes costs 1 us of the 10 us of a small
+    # operation.
     __slots__ = ("__dict__", "_guard", "_result", "function", "name", "number")
     error: BaseException | None = None
-    queue: "OperationQueue | None" = None  # where it waits for its turn, if it does
-    is_told = False  # whether the others can see that this rank waits in it
+    queue: "OperationQueue | None" = None  # the queue, while the operation waits in it
+    is_told = False  # whether this rank has reported that it waits
     _over: threading.Event | None = None
-    _end: "Future[None] | None" = None  # completes with the operation, and ``_future`` after it
+    _end: "Future[None] | None" = None  # completes with the operation, then ``_future``
     _future: "Future[Any] | None" = None
     _inference: bool | None = None
 
@@ -48,11 +55,6 @@ class Operation(Base):  # type: ignore[misc]
         name: str,
         number: int,
     ) -> None:
-        """Take what is to be done, and what a future of it holds.
-
-        ``guard`` calls ``function`` and raises what users shall see; ``name`` and the ``number``
-        within the group are for messages.
-        """
         super().__init__()
         self.name, self.number = name, number
         self.function = function
@@ -60,19 +62,19 @@ class Operation(Base):  # type: ignore[misc]
         self._result = result
 
     def carry_out(self) -> None:
-        """Do it; what goes wrong is for ``wait``."""
+        """Run the operation; ``wait`` raises its error."""
         try:
             if self._inference is None:
                 self._guard(self)
-            else:  # what is made in inference mode cannot be written outside of it
+            else:  # tensors created in inference mode are not writable outside
                 with torch.inference_mode(self._inference):
                     self._guard(self)
         except BaseException as error:
             self.error = error
 
     def complete(self) -> None:
-        """Let those who wait go on, and the callbacks of the future run here."""
-        if self._over is None and self._future is None:  # nobody can have seen it
+        """Wake waiting callers and run the callbacks of the future on this thread."""
+        if self._over is None and self._future is None:  # no caller waits
             return
         with _completing:
             self.queue, over, end = None, self._over, self._end
@@ -82,42 +84,42 @@ class Operation(Base):  # type: ignore[misc]
             end.set_result(None)
 
     def will_wait(self, queue: "OperationQueue") -> None:
-        """Say that it is carried out later, by a queue."""
+        """Record that ``queue`` runs the operation later."""
         self.queue, self._over = queue, threading.Event()
         self._inference = torch.is_inference_mode_enabled()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return when it is over; raise what went wrong."""
+        """Wait until the operation is complete; raise its error."""
         queue, over = self.queue, self._over
         if queue is not None and over is not None:
             seconds = timeout.total_seconds() if timeout is not None else 0.0
             if not queue.wait_for(over, seconds if seconds > 0 else None):
                 raise torch.distributed.DistBackendError(
-                    f"{self.name} is not over after the {seconds:g} s that wait() was told; the "
-                    f"other ranks may not have called it: see what they do"
+                    f"{self.name} must complete within the timeout of wait(), {seconds:g} s, but "
+                    f"is still in progress; check whether the other ranks have called {self.name}"
                 )
         if self.error is not None:
             raise self.error
         return True
 
     def is_completed(self) -> bool:
-        """Say whether ``wait`` would return at once."""
+        """Return whether the operation is complete."""
         return self.queue is None
 
     def is_success(self) -> bool:
-        """Say whether it is over and went well."""
+        """Return whether the operation is complete without an error."""
         return self.queue is None and self.error is None
 
     def exception(self) -> BaseException | None:
-        """Return what went wrong."""
+        """Return the error of the operation, or None."""
         return self.error
 
     def get_future(self) -> Future[Any]:
         """Return a future of the tensors that the operation writes.
 
-        An error of the operation is a ``RuntimeError`` with its text where a future is read:
-        ``set_exception`` would store the error as a value, which C++ code such as
-        DistributedDataParallel takes for tensors.
+        If the operation fails, reading the future raises ``RuntimeError`` with the message.
+        ``set_exception`` would store the error as a value, and C++ code such as
+        DistributedDataParallel would use this value as tensors.
         """
         with _completing:
             is_new, is_over = self._future is None, self.queue is None
@@ -134,7 +136,7 @@ class Operation(Base):  # type: ignore[misc]
         return self._result
 
     def synchronize(self) -> None:
-        """Do what ``wait`` does."""
+        """Call ``wait``."""
         self.wait()
 
     def _outcome(self, _: Future[None]) -> Any:
@@ -144,79 +146,82 @@ class Operation(Base):  # type: ignore[misc]
 
 
 class Several(Base):  # type: ignore[misc]
-    """Operations that were started one by one, and are waited for together."""
+    """Operations that are waited for together.
+
+    Args:
+        works: the operations.
+    """
 
     def __init__(self, works: Sequence[Work]) -> None:
-        """Take them."""
         super().__init__()
         self._works = works
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for each."""
-        del timeout  # the limit of the group counts
+        """Wait for all operations."""
+        del timeout  # the limit of the group applies
         for work in self._works:
             work.wait()
         return True
 
     def is_completed(self) -> bool:
-        """Say whether all are over."""
+        """Return whether all operations are complete."""
         return all(work.is_completed() for work in self._works)
 
     def get_future(self) -> Future[Any]:
-        """Return a future of what they write; waits for it."""
+        """Wait; return a future of the results."""
         self.wait()
         future: Future[Any] = Future()
         future.set_result(self.result())
         return future
 
     def result(self) -> Any:
-        """Return what they write."""
+        """Return the results of all operations."""
         return [work.result() for work in self._works]
 
 
 _completing = threading.Lock()
-"""Held for a moment when an operation is over, and when its future is made."""
+"""Held briefly when an operation completes and when its future is created."""
 
 
 class OperationQueue:
-    """Carries out the operations of a group one at a time, in the order in which they came.
+    """Runs the operations of a group one at a time, in the order of their start.
 
-    What the caller waits for anyway and finds nothing under way needs no thread.
+    A synchronous operation that finds the queue idle runs on the caller's thread.
+
+    Args:
+        name: name of the thread, which is started by the first operation that needs it.
+        has_thread: False to run each operation on the thread that starts it.
     """
 
     def __init__(self, name: str, *, has_thread: bool) -> None:
-        """Take a name for the thread, which exists from the first operation on that needs it.
-
-        Without a thread each operation is carried out where it is started.
-        """
         self._name = name
         self._has_thread = has_thread
         self._waiting: SimpleQueue[Operation | None] = SimpleQueue()
         self._counting = threading.Lock()
         self._num_waiting = 0
         self._turn = threading.Lock()
-        """Held while one is carried out: here by a caller, or on the thread."""
+        """Held while an operation runs, on a caller's thread or on the thread of the queue."""
         self._thread: threading.Thread | None = None
         self._thread_id: int | None = None
 
     def begin(self) -> bool:
-        """Say whether nothing is under way; then nothing is carried out until ``end``."""
-        # On the thread itself one is under way, that whose callbacks run.
-        return self._num_waiting == 0 and self._turn.acquire(False)  # noqa: FBT003 - as fast again
+        """Block the queue until ``end`` and return True; return False if it is not idle."""
+        # On the queue's thread ``_num_waiting`` counts the operation whose callbacks run.
+        return self._num_waiting == 0 and self._turn.acquire(False)  # noqa: FBT003 - twice as fast
 
     def end(self) -> None:
-        """Let others be carried out again."""
+        """Unblock the queue after ``begin``."""
         self._turn.release()
 
     def drain(self, guard: "Callable[[Operation], object]") -> None:
-        """Return when the operations that were started before are complete."""
+        """Wait until all operations started before are complete."""
         last = Operation(guard, lambda: None, None, "drain", 0)
         self.start(last)
         with suppress(CommError):
             last.wait()
 
     def start(self, operation: Operation) -> None:
-        """Carry out one when its turn comes; on the thread itself at once."""
+        """Queue an operation; on the queue's thread, run it at once."""
         if self._is_here:
             operation.carry_out()
             operation.complete()
@@ -235,16 +240,16 @@ class OperationQueue:
         self._waiting.put(operation)
 
     def wait_for(self, over: threading.Event, timeout_s: float | None) -> bool:
-        """Return when ``over`` is set, False when time is up.
+        """Wait until ``over`` is set; return False on timeout.
 
-        A callback on the thread that waits for an operation behind it lets that come first.
+        On the queue's thread, that is in a callback, run queued operations meanwhile.
         """
         while self._is_here and not over.is_set():
             self._carry_out(self._waiting.get())
         return over.wait(timeout_s)
 
     def close(self) -> None:
-        """Carry out what has come, and end the thread."""
+        """Run the queued operations, then end the thread."""
         with self._counting:
             thread, self._thread = self._thread, None
         if thread is not None:
@@ -258,7 +263,7 @@ class OperationQueue:
 
     def _serve(self) -> None:
         self._thread_id = threading.get_ident()
-        # Gradients are as little wanted here as in the backward pass.
+        # Operations must not be recorded by autograd, as in a backward pass.
         with torch.no_grad():
             while (operation := self._waiting.get()) is not None:
                 self._carry_out(operation)
@@ -275,7 +280,16 @@ class OperationQueue:
 
 
 class Message(Base):  # type: ignore[misc]
-    """A message on its way, completed by whoever waits for it or asks."""
+    """A message in flight, completed by the thread that waits for or tests it.
+
+    Args:
+        wire: the wire of the message.
+        transfer: the transfer on the wire.
+        tensors: the tensors that are sent or received.
+        after: called when the transfer is complete.
+        lock: held during calls of the wire, which several threads may use.
+        named: adds the message to an error of a wait.
+    """
 
     def __init__(
         self,
@@ -287,19 +301,14 @@ class Message(Base):  # type: ignore[misc]
         lock: threading.Lock,
         named: Callable[[CommError], CommError],
     ) -> None:
-        """Take a transfer of the wire; ``after`` is called when it is complete.
-
-        ``lock`` is held whenever the wire is asked: several threads may have messages on it.
-        ``named`` says in an error of a wait which message that is.
-        """
         super().__init__()
         self._wire, self._transfer, self._tensors = wire, transfer, list(tensors)
         self._after, self._lock, self._named = after, lock, named
         self._is_over = False
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return when it is complete; sleep meanwhile."""
-        del timeout  # the limit of the group counts
+        """Wait until the message is complete."""
+        del timeout  # the limit of the group applies
         try:
             if not self.is_completed():
                 self._wire.wait_for(self._transfer, self.is_completed)
@@ -310,7 +319,7 @@ class Message(Base):  # type: ignore[misc]
         return True
 
     def is_completed(self) -> bool:
-        """Say whether it is complete."""
+        """Return whether the message is complete."""
         with self._lock:
             if not self._is_over and self._wire.is_finished(self._transfer):
                 self._after()
@@ -318,17 +327,17 @@ class Message(Base):  # type: ignore[misc]
             return self._is_over
 
     def is_success(self) -> bool:
-        """Say whether it is complete."""
+        """Return whether the message is complete."""
         return self.is_completed()
 
     def source_rank(self) -> int:
-        """Return the rank at the other end."""
+        """Return the rank at the other end, -1 for any."""
         return -1 if self._transfer.partner is None else self._transfer.partner
 
     _source_rank = source_rank
 
     def get_future(self) -> Future[Any]:
-        """Return a future of the tensors; waits for them."""
+        """Wait; return a future of the tensors."""
         self.wait()
         future: Future[Any] = Future()
         future.set_result(self._tensors)
@@ -339,5 +348,5 @@ class Message(Base):  # type: ignore[misc]
         return self._tensors
 
     def synchronize(self) -> None:
-        """Do what ``wait`` does."""
+        """Call ``wait``."""
         self.wait()
