@@ -14,9 +14,10 @@ NamedParameters = Sequence[tuple[str, Parameter]]
 
 
 def names_of(optimizer: Optimizer, named_parameters: Iterable[Any] | None) -> dict[Tensor, str]:
-    """Return the name of every parameter; by its place in the optimizer if none are given.
+    """Return the name of every parameter; the position in the optimizer if no names are given.
 
-    ``ConfigError`` if these are no pairs, a name comes twice, or a parameter has none.
+    Raises:
+        ConfigError: an entry is not a pair, a name occurs twice, or a parameter has no name.
     """
     if named_parameters is None:
         return {parameter: place for place, parameter in places_of(optimizer)}
@@ -41,14 +42,17 @@ def names_of(optimizer: Optimizer, named_parameters: Iterable[Any] | None) -> di
 
 
 def named(owner: Callable[[], Optimizer | None], names: Mapping[Tensor, str]) -> NamedParameters:
-    """Return all parameters of an optimizer today; names are of those there at the wrap."""
+    """Return the current parameters of an optimizer with their names.
+
+    Parameters that were added after ``names`` was built are named by position.
+    """
     optimizer = owner()
     places = places_of(optimizer) if optimizer is not None else []
     return [(names.get(p) or place, p) for place, p in places]
 
 
 def places_of(optimizer: Optimizer) -> NamedParameters:
-    """Return the parameters of an optimizer, named by their places in it."""
+    """Return the parameters of an optimizer, named by position."""
     return [
         (f"group {g}, parameter {i}", parameter)
         for g, group in enumerate(optimizer.param_groups)
@@ -57,19 +61,24 @@ def places_of(optimizer: Optimizer) -> NamedParameters:
 
 
 Groups = int | Sequence[Sequence[Tensor]]
-"""How many groups of about as many parameters each, or the groups; 0 for none."""
+"""Number of groups of about equal length, or the groups; 0 for none."""
 
 
 class Grouping:
-    """Groups of parameters; each travels as one message for each dtype in it."""
+    """Groups of parameters; each group is sent as one message per dtype.
+
+    Args:
+        groups: number of groups, or the groups as lists of parameters, trained or frozen.
+            Parameters in no list are sent in ordinary buckets.
+        sparse_as_dense: whether sparse gradients are sent as dense ones; ``.grad`` is still
+            sparse.
+
+    Raises:
+        ConfigError: ``groups`` is neither, or contains a parameter twice.
+    """
 
     def __init__(self, groups: Groups | None = None, *, sparse_as_dense: bool = False) -> None:
-        """Check the groups: ``ConfigError`` if it is no such thing, or has a parameter twice.
-
-        Parameters of lists need not be trained; those in no list travel in ordinary buckets.
-        """
         self.sparse_as_dense = sparse_as_dense
-        """Whether sparse gradients travel with the others; they are made sparse again."""
         self._num_groups = 0
         self._group_of: dict[Tensor, int] = {}
         if groups is None:
@@ -84,7 +93,7 @@ class Grouping:
     def numbers(self, parameters: Sequence[Parameter]) -> list[int | None]:
         """Return the group of each parameter, None for no group; empty without any groups.
 
-        Where only a number of groups was given, all parameters are cut into so many parts.
+        If only a number of groups was given, the parameters are divided into that many ranges.
         """
         if self._group_of:
             return [self._group_of.get(parameter) for parameter in parameters]
