@@ -149,7 +149,7 @@ class SparseSlot(GradientState):
             self._total, self.is_result = None, True
 
     def _own(self, weight: float) -> tuple[Tensor, Tensor]:
-        """Return indices, ``(sparse dimensions, rows)``, and values; 1-D tensors without gradient."""
+        """Return indices, ``(sparse dimensions, rows)``, and values; 1-D without a gradient."""
         grad = self.parameter.grad
         self.is_present = grad is not None
         if grad is None:
