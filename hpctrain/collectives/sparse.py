@@ -1,4 +1,4 @@
-"""Sparse tensors are summed by gathering what they hold: ``sparse_allreduce_async``."""
+"""``sparse_allreduce_async``: sums sparse tensors by a gather of their elements."""
 
 import torch
 from torch import Tensor
@@ -15,18 +15,18 @@ def sparse_allreduce_async(
     op: ReduceOp,
     process_set: ProcessSet | None = global_process_set,
 ) -> Handle:
-    """Start to sum or average sparse tensors over all ranks.
+    """Start a sum or average of sparse tensors over all ranks.
 
     Args:
-        tensor: in the layout ``torch.sparse_coo``, of the same shape and dtype on every rank;
-            each may hold other elements.
-        name: by which the ranks find each other's tensors; None for the order of calls.
-        op: ``Average``, of floating point and complex tensors, or ``Sum``.
-        process_set: the ranks that take part; None is all of them.
+        tensor: layout ``torch.sparse_coo``, of the same shape and dtype on every rank; the stored
+            elements may differ.
+        name: identifies the tensor on all ranks; None to match calls by order.
+        op: ``Average``, of floating-point and complex tensors, or ``Sum``.
+        process_set: the ranks that take part; None for all.
 
     Returns:
-        What returns the result when it is called: a sparse tensor that holds the elements of all
-        ranks one after the other, not coalesced.
+        A handle, which returns the result when called: a sparse tensor with the elements of all
+            ranks, concatenated and not coalesced.
 
     Raises:
         ConfigError: an argument is not valid; the process set is not registered, or this rank is

@@ -43,8 +43,8 @@ class NoiseScale:
     def __init__(self, decay: float = 0.99) -> None:
         self._decay = checked("decay", decay, Decay)
         self.sums = torch.zeros(6, dtype=torch.float64)
-        """Sums over parts, then over batches: number, samples, samples times squared norm. They are
-        the whole state to save in a checkpoint."""
+        """Sums over parts, then over batches: number, samples, samples times squared norm. The whole
+        state, to save in a checkpoint."""
 
     def add(self, parts: Iterable[Measured], batch: Measured) -> None:
         """Add one step. Not collective.
