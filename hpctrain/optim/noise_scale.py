@@ -43,8 +43,8 @@ class NoiseScale:
     def __init__(self, decay: float = 0.99) -> None:
         self._decay = checked("decay", decay, Decay)
         self.sums = torch.zeros(6, dtype=torch.float64)
-        """Whole state, to save in a checkpoint: number, samples, and samples times squared norm, of
-        parts, then of batches."""
+        """Number, samples, and samples times squared norm, of parts and of batches: the state to
+        save in a checkpoint."""
 
     def add(self, parts: Iterable[Measured], batch: Measured) -> None:
         """Add one step. Not collective.
