@@ -73,14 +73,15 @@ class AdasumStep(OptimizerExchange):
     def set_num_samples(self, num_samples: float, nominal: float) -> None:
         """Raise ``ConfigError``: Adasum has no weights."""
         raise ConfigError(
-            f"sample counts weight an average; this optimizer has op=Adasum, got "
-            f"num_samples={num_samples}, nominal={nominal}"
+            f"sample counts must be set with op=Average, but op is Adasum with "
+            f"num_samples={num_samples}, nominal={nominal}; leave set_num_samples out"
         )
 
     def require_skippable(self) -> None:
         """Raise ``ConfigError``: without the combination the ranks would diverge."""
         raise ConfigError(
-            "op=Adasum combines the ranks' steps inside step(); it cannot be skipped"
+            "skip_synchronize() must not be used with op=Adasum, which combines the ranks inside "
+            "step(); leave skip_synchronize() out"
         )
 
     def new_step(self) -> None:

@@ -105,8 +105,8 @@ class BucketLayout:
         address = grad.data_ptr()
         if any(first <= address < end for first, end in self._memory):
             raise CommError(
-                f"{slot.name}.grad lies in the memory of an earlier gradient, in another place or "
-                f"order; set a clone of it"
+                f"{slot.name}.grad must have its own memory, but shares that of an earlier "
+                f"gradient at another place or in another order; set .grad to a clone"
             )
 
     def _lay_out(self) -> None:
@@ -156,7 +156,7 @@ class BucketLayout:
 
         refusal = "" if dense else "there are no parameters"
         if not isinstance(self._codec, Identity):
-            refusal = f"the codec {type(self._codec).__name__} is there"
+            refusal = f"gradients are compressed by {type(self._codec).__name__}"
         return by_first_backend(self._comm, {p.device for _, p in dense}, make, refusal)
 
 

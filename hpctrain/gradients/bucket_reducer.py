@@ -123,13 +123,16 @@ class Reducer:
     def set_num_samples(self, num_samples: float, nominal: float) -> None:
         """Weight the gradient of this rank as the mean over ``num_samples``."""
         if not self.count.average:
-            raise ConfigError("sample counts weight an average; this optimizer has op=Sum")
+            raise ConfigError(
+                "sample counts must be set with op=Average, but op is Sum; scale the loss instead"
+            )
         before = self.count.weight
         self.count.set(num_samples, nominal)
         if self._passes_done and self.count.weight != before:
             raise ConfigError(
-                f"all {self._num_passes} backward passes of a step count alike, got "
-                f"num_samples={num_samples} after pass {self._passes_done}; set it before them"
+                f"num_samples must be the same for all {self._num_passes} backward passes of a "
+                f"step, got num_samples={num_samples} after pass {self._passes_done}; call "
+                f"set_num_samples before the first pass"
             )
 
     @dynamo_disable
@@ -263,8 +266,9 @@ class Reducer:
     def _check_owner(self) -> None:
         if self.superseded:
             raise ConfigError(
-                f"the gradient of {self.superseded} is reduced by a DistributedOptimizer that "
-                f"was made later; step that one, or drop it and wrap this optimizer anew"
+                f"only the last DistributedOptimizer of a parameter must step, but a later one "
+                f"reduces the gradient of {self.superseded}; step the later one, or delete it "
+                f"and wrap this optimizer again"
             )
 
     # -- during backward --------------------------------------------------------------------
@@ -338,8 +342,8 @@ class Reducer:
         """Discard the gradients of a backward that raised."""
         if self.reduction.has_sent:
             raise CommError(
-                "the last backward raised after some of its gradients had travelled, so the ranks "
-                "may differ; start again from a checkpoint, or set HPCTRAIN_OVERLAP=end"
+                "the last backward raised an error after some of its gradients were sent, so the "
+                "ranks may differ; restart from a checkpoint, or set HPCTRAIN_OVERLAP=end"
             )
         self.reduction.forget()
         self._passes_done = 0

@@ -41,9 +41,9 @@ def watch_noise(optimizer: Any, noise: NoiseScale) -> None:
         return
     if not isinstance(exchange, AveragedGradients) or not exchange.count.average:
         raise ConfigError(
-            f"a noise scale compares gradients of ranks with their average, which backward() of a "
-            f'DistributedOptimizer with op=Average and without shard="node" has, got '
-            f"{type(optimizer).__name__}; wrap the optimizer so, or call noise.add by hand"
+            f"watch_noise must get a DistributedOptimizer with op=Average and without "
+            f'shard="node", got {type(optimizer).__name__}; wrap the optimizer, or call '
+            f"noise.add in each step"
         )
     exchange.reduction.around = _Watch(exchange.reduction, noise).around
 

@@ -151,7 +151,9 @@ class DistributedMethods:
             ConfigError: another bit is set.
         """
         if not 0 <= flags < 1 << NUM_FLAGS:
-            raise ConfigError(f"flags are bits 0 to {NUM_FLAGS - 1}, got {flags:#b}")
+            raise ConfigError(
+                f"flags must be bits 0 to {NUM_FLAGS - 1}, got {flags:#b}; set other bits to 0"
+            )
         self._exchange.steps.flags = flags
 
     @property
@@ -325,8 +327,8 @@ class DistributedMethods:
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Raise ``ConfigError``: no hooks would average the gradients of a copy."""
         raise ConfigError(
-            "a distributed optimizer cannot be copied or pickled; keep its state_dict(), and wrap "
-            "an optimizer of the copied model"
+            "a DistributedOptimizer must not be copied or pickled; copy its state_dict(), and "
+            "wrap an optimizer of the copied model"
         )
 
 
@@ -341,7 +343,7 @@ def require_plain(method: str, optimizer: object) -> None:
     """Raise ``ConfigError`` if ``optimizer`` is a ``DistributedOptimizer``."""
     if isinstance(optimizer, DistributedMethods):
         raise ConfigError(
-            f"{method} takes the plain optimizer, this one averages gradients in every step; "
+            f"{method} must get a plain optimizer, but this one averages gradients in every step; "
             f"leave DistributedOptimizer out"
         )
 
@@ -359,8 +361,8 @@ def before_step(
     if exchange.was_synchronized and exchange.warns:
         warnings.warn(
             "optimizer.step() called without optimizer.skip_synchronize() after "
-            "optimizer.synchronize(); it changes nothing here, since gradients are averaged once, "
-            "when backward() returns: leave synchronize() out",
+            "optimizer.synchronize(); synchronize() has no effect after backward(), which "
+            "averages gradients; leave synchronize() out",
             stacklevel=3,
         )
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -409,7 +411,7 @@ def _let_move(exchange: OptimizerExchange) -> None:
 
 def _groups(num_groups: int, groups: Groups | None) -> Groups | None:
     if num_groups:
-        warnings.warn("num_groups is called groups now", DeprecationWarning, stacklevel=3)
+        warnings.warn("num_groups is deprecated; use groups", DeprecationWarning, stacklevel=3)
     return num_groups or None if groups is None else groups
 
 
@@ -422,18 +424,20 @@ def _check(
 ) -> None:
     _check_passes(passes)
     if isinstance(optimizer, DistributedMethods):
-        raise ConfigError("this optimizer is distributed already; wrap it once")
+        raise ConfigError(
+            "optimizer must not be a DistributedOptimizer already; wrap the optimizer once"
+        )
     if op not in (Average, Sum, Adasum):
         raise ConfigError(f"op must be Average, Sum or Adasum, got {op!r}")
     if predivide != 1.0 and op is not Average:
         raise ConfigError(
-            f"gradient_predivide_factor splits the division of op=Average, got {predivide} with "
-            f"{op!r}; leave it out"
+            f"gradient_predivide_factor must be 1 unless op is Average, got {predivide} with "
+            f"{op!r}; leave gradient_predivide_factor out"
         )
     checked("gradient_predivide_factor", predivide, Amount)
     checked("shard", shard, Literal["node"] | None)
     if shard and op is Adasum:
-        raise ConfigError('op=Adasum combines whole steps of ranks, not with shard="node"')
+        raise ConfigError('op must not be Adasum with shard="node"; leave shard out')
 
 
 def _communicator(

@@ -146,9 +146,9 @@ class OptimizerExchange:
         """
         del plan
         raise ConfigError(
-            f"an optimizer with shard, op=Adasum or a process set does not go on without lost "
-            f"ranks, got {comm.size} in the next world; start again from the checkpoint, or "
-            f"average over all ranks without them"
+            f"an optimizer that continues without lost ranks must have neither shard, op=Adasum "
+            f"nor a process set, but this one does, with {comm.size} ranks in the next world; "
+            f"restart from the checkpoint, or average over all ranks without these options"
         )
 
 

@@ -135,8 +135,9 @@ class Reduction:
             return
         if slot.is_filled and (self._step.num_sent > slot.bucket or self.count.factor != 1.0):
             raise CommError(
-                f"the gradient of {slot.name} came twice in one backward, and only once in the "
-                f"first step; keep the graph as it is, or checkpoint with use_reentrant=False"
+                f"a parameter must be used equally often in every backward, but the gradient of "
+                f"{slot.name} was accumulated twice in one, and once in the first step; keep the "
+                f"graph unchanged, or use activation checkpoints with use_reentrant=False"
             )
         self._fill(slot)
         if self._plan.overlap == "end":
@@ -226,10 +227,10 @@ class Reduction:
         if self.steps.num_active == self._comm.size:
             said = [repr(loss.detach().tolist() if isinstance(loss, Tensor) else loss)]
             way_out = (
-                "LBFGS decides by it when a step ends, and ranks that decide otherwise part: let "
-                "the closure return the mean over ranks, hvd.allreduce(loss.detach())"
+                "LBFGS ends a step by the loss, which must be equal on all ranks: return the "
+                "mean over ranks from the closure, hvd.allreduce(loss.detach())"
             )
-            require_equal(self._comm, said, "what the closure of LBFGS returns", way_out)
+            require_equal(self._comm, said, "results of the LBFGS closure", way_out)
 
     def drop(self) -> None:
         """Discard a failed reduction; wait for operations in flight."""

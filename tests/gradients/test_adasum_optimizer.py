@@ -238,7 +238,7 @@ def test_what_adasum_cannot_do_is_refused(hvd):
     optimizer = distributed(hvd, model, op=hvd.Adasum)
     with pytest.raises(ConfigError, match="inside step"):
         optimizer.skip_synchronize()
-    with pytest.raises(ConfigError, match="weight an average"):
+    with pytest.raises(ConfigError, match="set with op=Average, but op is Adasum"):
         optimizer.set_num_samples(3)
 
 

@@ -240,7 +240,7 @@ def test_arguments_are_checked(hvd):
     refused("groups consist of parameters, got str", groups=[["0.weight"]])
     refused("groups 0 and 1", groups=[[first], [first]])
     optimizer = distributed(hvd, model)
-    with pytest.raises(ConfigError, match="wrap it once"):
+    with pytest.raises(ConfigError, match="wrap the optimizer once"):
         hvd.DistributedOptimizer(optimizer)
     with pytest.raises(ConfigError, match="backward_passes_per_step"):
         optimizer.set_backward_passes_per_step(0)

@@ -100,7 +100,7 @@ def test_passes_of_one_step_have_one_count(hvd):
     model, optimizer = wrapped(hvd, backward_passes_per_step=2)
     optimizer.set_num_samples(5)
     backward(hvd, model)
-    with pytest.raises(ConfigError, match="count alike"):
+    with pytest.raises(ConfigError, match="num_samples must be the same"):
         optimizer.set_num_samples(7)
 
 

@@ -256,5 +256,5 @@ def test_the_later_of_two_wraps_averages_and_the_earlier_one_is_refused(hvd):
     model, earlier = wrapped(hvd)
     later = distributed(hvd, model)
     step(hvd, model, later)
-    with pytest.raises(ConfigError, match="made later"):
+    with pytest.raises(ConfigError, match="step the later one"):
         earlier.step()

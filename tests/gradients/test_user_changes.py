@@ -240,5 +240,5 @@ def test_lbfgs_with_a_loss_of_each_rank_is_an_error_and_with_the_mean_is_not(
             optimizer.step(closure)
             assert len({p.numpy().tobytes() for p in world.allgather(net.weight.detach())}) == 1
         else:
-            with pytest.raises(MismatchError, match=r"closure of LBFGS .*hvd\.allreduce\(loss"):
+            with pytest.raises(MismatchError, match=r"LBFGS closure .*hvd\.allreduce\(loss"):
                 optimizer.step(closure)
