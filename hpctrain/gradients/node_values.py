@@ -147,7 +147,7 @@ class NodeValues:
             lines,
             "weights and optimizer state",
             "call hvd.broadcast_parameters(model.state_dict()) before the first step, and change "
-            "weights and optimizer state on all ranks alike",
+            "weights and optimizer state identically on all ranks",
         )
         group_of = {p: i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
         self._kinds = self._rule.kinds
@@ -210,9 +210,9 @@ class NodeValues:
                 known = of.get(name, StateSpec(value.dtype, form))
                 if known.shape is None and value.shape != slot.view.shape:
                     raise ConfigError(
-                        f"{name} in the optimizer's state of {slot.name} has an element for each "
-                        f"of the parameter's {tuple(slot.view.shape)}, got {tuple(value.shape)}; "
-                        f"load the state of this model"
+                        f"{name} in the optimizer state of {slot.name} must have the shape of the "
+                        f"parameter, {tuple(slot.view.shape)}, got {tuple(value.shape)}; load the "
+                        f"state of this model"
                     )
                 if not (bucket.has_masters and name in dtypes):
                     dtypes[name] = value.dtype
@@ -294,9 +294,9 @@ def require_no_masters(master_dtype: torch.dtype | None) -> None:
     """Raise ``ConfigError`` if master copies are requested without shared memory."""
     if master_dtype is not None:
         raise ConfigError(
-            f'master_dtype is for shard="node" in memory that the ranks of a node share, got '
-            f"{master_dtype} without; see hpctrain doctor and HPCTRAIN_SHARED_MEMORY for that "
-            f"memory, or leave master_dtype out"
+            f'master_dtype must be used with shard="node" in memory that the ranks of a node '
+            f"share, got {master_dtype} without; see hpctrain doctor and HPCTRAIN_SHARED_MEMORY, "
+            f"or leave master_dtype out"
         )
 
 
@@ -312,14 +312,14 @@ def is_shared(shard: str | None, comm: Communicator, codec: Codec) -> bool:
         if all(len(ranks) == 1 for ranks in world.current().topology.nodes):
             return False
         raise ConfigError(
-            'shard="node" needs memory that the ranks of a node share, and there is none here; '
-            "see hpctrain doctor and HPCTRAIN_SHARED_MEMORY, or leave shard out"
+            'shard="node" must have memory that the ranks of a node share, but there is none; see '
+            "hpctrain doctor and HPCTRAIN_SHARED_MEMORY, or leave shard out"
         )
     is_plain = isinstance(codec, Identity)  # codecs do nothing inside a node
     if isinstance(codec, TensorByTensor) or (comm.num_rails and not is_plain):
         raise ConfigError(
-            'shard="node" sends gradients between nodes as they are, got a compression; leave one '
-            "of them out"
+            'gradients must not be compressed with shard="node", got a compression; leave one of '
+            "them out"
         )
     return True
 

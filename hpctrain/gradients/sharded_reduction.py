@@ -105,8 +105,8 @@ class ShardedReduction(Reduction):
         assert agreement is not None
         if agreement.new_sparse:
             raise ConfigError(
-                'shard="node" takes dense gradients, and a rank has a sparse one; make the layer '
-                "with sparse=False, or leave shard out"
+                'gradients must be dense with shard="node", but a rank has a sparse one; make the '
+                "layer with sparse=False, or leave shard out"
             )
         return agreement
 

@@ -66,7 +66,7 @@ class ShardedStep(Reducer, OptimizerExchange):
         master_dtype: torch.dtype | None,
     ) -> None:
         if master_dtype not in (None, torch.float32, torch.float64):
-            raise ConfigError(f"master_dtype is torch.float32 or float64, got {master_dtype}")
+            raise ConfigError(f"master_dtype must be torch.float32 or float64, got {master_dtype}")
         self._rule = PieceStep(optimizer)
         self.master_dtype = master_dtype
         self._optimizer = weakref.ref(optimizer)
@@ -312,7 +312,7 @@ class ShardedStep(Reducer, OptimizerExchange):
         if error_if_nonfinite and not math.isfinite(norm):
             raise RuntimeError(
                 f"the norm of order {norm_type} of the averaged gradients must be finite to clip "
-                f"them, got {norm}; leave this step out on all ranks"
+                f"them, got {norm}; skip this step on all ranks"
             )
         if (factor := max_norm / (norm + 1e-6)) < 1.0 or math.isnan(factor):
             self._changes.append(Change(factor=factor))
@@ -359,8 +359,8 @@ def _require_trusted(optimizer: Optimizer) -> None:
     exchange = exchange_of(optimizer)
     if isinstance(exchange, ShardedStep) and exchange.is_spoilt:
         raise CommError(
-            "a step has failed in the middle, and the parameters that the ranks of this node "
-            "share are not to be trusted; start again from a checkpoint"
+            "shared parameters must not be used after a failed step, but a step has failed "
+            "midway; restart from a checkpoint"
         )
 
 

@@ -247,42 +247,42 @@ def _broken(
 
 
 SKIPPED = (
-    "skip_step() in a step of averaged gradients must be called by all ranks or by none: one "
-    "without samples calls optimizer.zero_grad() and optimizer.step(), as it needs the average too"
+    "skip_step() in a step of averaged gradients must be called by all ranks or by none; on a "
+    "rank without samples call optimizer.zero_grad() and optimizer.step()"
 )
 _RULES = {
     "member": "the optimizers of a backward must be reached in the same order on every rank",
-    "step": "ranks must take the same steps: backward() and step() equally often, and one without "
-    "samples step() alone; change .grad on all ranks or on none",
+    "step": "ranks must take the same steps; call backward() and step() equally often on every "
+    "rank, step() alone on a rank without samples, and change .grad on all ranks or on none",
     "skipped": SKIPPED,
-    "repeats": "a step without backward() must not take the gradients of the step before, which "
-    "others have replaced: call step() equally often on every rank, and optimizer.zero_grad() "
-    "where one has no samples",
-    "is_weighted": "set_num_samples must be called by all ranks or by none, {num} of {size} have "
-    "called it; call it on every rank, in every step",
-    "outdated": "parameters must change on all ranks in the same step, they have changed on {num} "
-    "of {size}: added, frozen, another dtype or layout",
+    "repeats": "a step without backward() must not use gradients of the previous step, but {num} "
+    "of {size} ranks do; call step() equally often on every rank, and optimizer.zero_grad() on "
+    "ranks without samples",
+    "is_weighted": "set_num_samples must be called by all ranks or by none, but {num} of {size} "
+    "have called it; call it on every rank, in every step",
+    "outdated": "parameters must change on all ranks in the same step, but have changed on {num} "
+    "of {size}; add, freeze or convert them on all ranks",
     "keeps_sums": "with op=Sum, gradients that are changed between backward() and step() must "
-    "become the same on every rank, and they differ; change the loss instead, or call "
-    "optimizer.zero_grad() and set all gradients anew",
-    "changed_early": "backward_passes_per_step averages gradients after the last pass, and they "
-    "were changed after an earlier one; where passes are left over, call optimizer.synchronize() "
-    "before you clip or change gradients",
-    "replaced_sum": "with op=Sum, backward() adds to what was reduced, and that was replaced; "
-    "call step() or optimizer.zero_grad() in between",
-    "needs_all": 'a rank has joined, and op=Adasum and shard="node" need the steps of all ranks; '
-    "join on all at once",
-    "is_spoilt": "a step has failed in the middle on {num} of {size} ranks, and parameters that "
-    "ranks of a node share are not to be trusted; start again from a checkpoint",
-    "settings": 'with shard="node" every rank steps a part of each parameter, so learning rates, '
-    "other settings of the optimizer and what clips must be the same on every rank; change them "
-    "on all",
-    "is_stale": 'with shard="node" torch must count what a program writes to parameters, and some '
-    "steps ago {num} of {size} ranks have written by .data or numpy; write to the parameter "
-    "itself under torch.no_grad(), and start again from a checkpoint",
-    "own_changed": 'with shard="node" .grad is each rank\'s own gradient until step(), which must '
-    "not be changed after backward(), nor kept for a step that counts other samples, nor after a "
-    "step that was clipped or unscaled, and was on {num} of {size} ranks; clip the average with "
+    "become the same on every rank, but differ; change the loss instead, or call "
+    "optimizer.zero_grad() and set all gradients again",
+    "changed_early": "with backward_passes_per_step gradients must not be changed before the "
+    "last pass, but were changed after an earlier one; if a step has fewer passes, call "
+    "optimizer.synchronize() before you clip or change gradients",
+    "replaced_sum": "with op=Sum, a reduced gradient must not be replaced before backward() adds "
+    "to it, but was on {num} of {size} ranks; call step() or optimizer.zero_grad() before "
+    "backward()",
+    "needs_all": 'all ranks must take the steps of op=Adasum and shard="node", but a rank has '
+    "joined; call join() on all ranks after the same step",
+    "is_spoilt": "shared parameters must not be used after a failed step, but a step has failed "
+    "midway on {num} of {size} ranks; restart from a checkpoint",
+    "settings": 'with shard="node" learning rates, other settings of the optimizer and gradient '
+    "clipping must be the same on every rank, but differ; change them on all ranks",
+    "is_stale": 'with shard="node" parameters must not be written through .data or numpy, but '
+    "{num} of {size} ranks did so some steps ago; write to the parameter itself under "
+    "torch.no_grad(), and restart from a checkpoint",
+    "own_changed": 'with shard="node" .grad is local until step() and must not be changed after '
+    "backward(), nor reused in a step with another sample count or after a step that was clipped "
+    "or unscaled, but was on {num} of {size} ranks; clip the average with "
     "optimizer.clip_grad_norm_() or clip_grad_value_(), scale the loss, call zero_grad() between "
     "steps, or leave shard out",
 }
@@ -299,8 +299,8 @@ def describe(one: StepMessage | None) -> str:
         "steps skipped": header.skipped,
         "samples set": gradients.is_weighted,
         "parameters changed": gradients.outdated,
-        "gradients changed by hand": averages.by_hand is not None,
-        "gradients of the step before": gradients.repeats,
+        "gradients changed": averages.by_hand is not None,
+        "gradients of the previous step": gradients.repeats,
         f"{averages.replaced_sum}.grad replaced": averages.replaced_sum,
         f"{sharded.own_changed}.grad changed": sharded.own_changed,
         f"settings {sharded.settings or 0:08x}": sharded.settings is not None,

@@ -85,15 +85,16 @@ class StepSync:
         agreement, fault = agreement_of(flat.tolist(), comm.size)
         if fault:
             said = [describe(one) for one in comm.allgather_object(mine)]
-            raise MismatchError(f"{fault}; they are at: {by_rank(said)}")
+            raise MismatchError(f"{fault}; the ranks are at: {by_rank(said)}")
         if agreement.weights.differ:
             self._weights_differ(comm, agreement, sample)
         elif agreement.weights.are_compared:
             self._were_equal.add(agreement.member)
         if agreement.weights.first_alike and comm.rank == 0:
             text = (
-                f"all {comm.size} ranks have found the same gradients in their first step: do "
-                f"they read the same samples? hvd.shard_data(loader) gives each rank its own part"
+                f"ranks should read different samples, but all {comm.size} ranks have computed "
+                f"the same gradients in their first step; give each rank its own samples by "
+                f"hvd.shard_data(loader)"
             )
             logs.warn_merged([[text]])
         if agreement.weights.unreached_differ and agreement.member not in self._unreached_told:
@@ -144,9 +145,9 @@ class StepSync:
         self._were_told.add(member)
         whose = _first_difference(comm.allgather_object(sample(step)))
         text = (
-            f"the replicas have parted before step {step}: {whose}; change weights, learning "
-            f"rates and optimizer state on all ranks alike, take equally many steps, or broadcast "
-            f"what differs with hvd.broadcast_parameters()"
+            f"replicas must be equal on every rank, but differ before step {step}: {whose}; "
+            f"change weights, learning rates and optimizer state identically on all ranks, take "
+            f"equally many steps, or call hvd.broadcast_parameters()"
             if member in self._were_equal
             else f"the ranks train from different weights at step {step}: {whose}; call "
             f"hvd.broadcast_parameters(model.state_dict()) before the first step, and after "
@@ -154,8 +155,7 @@ class StepSync:
         )
         if is_error:
             raise MismatchError(
-                f"{text}; HPCTRAIN_CHECK_WEIGHTS=warn goes on, for processors that round "
-                f"differently"
+                f"{text}; for processors that round differently, set HPCTRAIN_CHECK_WEIGHTS=warn"
             )
         if comm.rank == 0:
             logs.warn_merged([[text]])
@@ -174,9 +174,9 @@ def _unreached(of_ranks: Sequence[Sequence[str]]) -> str:
     own = [[name for name in names if name not in common] for names in of_ranks]
     whose = [f"{names[0]} ({len(names)} in all)" if names else None for names in own]
     return (
-        f"for {LONG} steps no backward has reached parameters that it reaches on other ranks, "
-        f"{by_rank(whose)}; these ranks add zeros to the average, which is right if their loss "
-        f"needs none of them or they have no samples; if their model has got other parameters, as "
-        f"by load_state_dict(assign=True), it no longer trains: make the optimizer anew after "
-        f"that, on all ranks"
+        f"backward should reach the same parameters on all ranks, but has not reached some for "
+        f"{LONG} steps: {by_rank(whose)}; these ranks add zeros to the average, which is correct "
+        f"if their loss does not use these parameters or they have no samples; if parameters were "
+        f"replaced, as by load_state_dict(assign=True), make the optimizer again after that, on "
+        f"all ranks"
     )

@@ -432,7 +432,7 @@ def test_ranks_clip_alike_or_all_raise(hvd):
         optimizer.clip_grad_norm_(1e-3 * (1 + hvd.rank()))
 
     for clip in (by_value, by_norm):
-        with pytest.raises(MismatchError, match="what clips"):
+        with pytest.raises(MismatchError, match="and gradient clipping must be the same"):
             train(hvd, 3, clip, shard="node")
 
 

@@ -73,8 +73,8 @@ def test_one_more_step_on_old_gradients_is_an_error_that_names_rank_and_step(hvd
     model, optimizer = wrapped(hvd, op=getattr(hvd, op))
     for _ in range(2):
         step(hvd, model, optimizer)
-    told = "rank 1: step 2 of optimizer [0-9]+, gradients of the step before"
-    with pytest.raises(MismatchError, match=f"must not take the gradients.*{told}"):
+    told = "rank 1: step 2 of optimizer [0-9]+, gradients of the previous step"
+    with pytest.raises(MismatchError, match=f"must not use gradients.*{told}"):
         optimizer.step() if hvd.rank() == 1 else step(hvd, model, optimizer)
 
 
@@ -194,7 +194,7 @@ def test_once_broadcast_they_may_not_part_again(hvd):
     step(hvd, model, optimizer)
     optimizer.param_groups[0]["lr"] *= 1 + hvd.rank()
     step(hvd, model, optimizer)
-    with pytest.raises(MismatchError, match="replicas have parted"):
+    with pytest.raises(MismatchError, match="replicas must be equal"):
         step(hvd, model, optimizer)
 
 
@@ -211,7 +211,7 @@ def test_frozen_weights_are_part_of_the_replica(hvd, frozen, op):
     optimizer.zero_grad()
     step(hvd, model, optimizer)
     model[0].weight.data.add_(hvd.rank())
-    with pytest.raises(MismatchError, match=r"replicas have parted.*0\.weight"):
+    with pytest.raises(MismatchError, match=r"replicas must be equal.*0\.weight"):
         step(hvd, model, optimizer)
 
 
@@ -231,7 +231,7 @@ def test_the_check_may_only_tell_or_be_off(setting, hvd, caplog):
         model[0].bias.add_(hvd.rank())
     for _ in range(2):
         step(hvd, model, optimizer)
-    told = warnings_of(caplog, "replicas have parted")
+    told = warnings_of(caplog, "replicas must be equal")
     assert len(told) == (hvd.rank() == 0 and setting == "warn")
 
 
