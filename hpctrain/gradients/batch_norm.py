@@ -76,8 +76,8 @@ class SyncBatchNorm(_BatchNorm):
     def _check_input_dim(self, values: Tensor) -> None:
         if values.dim() < 2 or values.size(1) != self.num_features:
             raise ConfigError(
-                f"SyncBatchNorm({self.num_features}) takes inputs (N, {self.num_features}, ...), "
-                f"got {tuple(values.shape)}"
+                f"inputs of SyncBatchNorm({self.num_features}) must be (N, {self.num_features}, "
+                f"...), got {tuple(values.shape)}"
             )
 
     @torch.no_grad()
@@ -170,7 +170,7 @@ def _statistics(values: Tensor, controller: Controller) -> tuple[Tensor, Tensor,
     total = int(counts.sum())
     if total == 1:
         raise ConfigError(
-            "batch normalisation needs more than one value per feature on all ranks together, "
+            "batch normalisation must have more than one value per feature on all ranks together, "
             "got 1; use a larger batch, or eval()"
         )
     shares = counts / max(total, 1)

@@ -51,23 +51,22 @@ class PieceStep:
         says = next((how for how in _OF_TORCH if is_known_as(how, optimizer)), None)
         if says is None:
             raise ConfigError(
-                f'shard="node" needs an optimizer that steps every element or every tensor by '
-                f"itself, and whether {kind.__module__}.{kind.__qualname__} does is not known; "
-                f"known are {', '.join(chain(*_OF_TORCH.values()))} of torch.optim; a class of "
-                f"your own says so by elementwise = True or tensorwise = True; leave shard out "
-                f"for others"
+                f'the optimizer for shard="node" must step every element or every tensor '
+                f"separately, which is not known of {kind.__module__}.{kind.__qualname__}; use "
+                f"{', '.join(chain(*_OF_TORCH.values()))} of torch.optim, set elementwise = True "
+                f"or tensorwise = True in your class, or leave shard out"
             )
         self.takes_tensors = says == "tensorwise"
         """Whether each piece must be a whole parameter."""
         if any(group.get("differentiable") for group in optimizer.param_groups):
             raise ConfigError(
-                'shard="node" takes no step that is differentiated, got differentiable=True; '
-                "leave one of them out"
+                'differentiable must be False with shard="node", got differentiable=True; leave '
+                "one of them out"
             )
         if away := {p.device.type for g in optimizer.param_groups for p in g["params"]} - {"cpu"}:
             raise ConfigError(
-                f'shard="node" needs parameters in the memory of the node, got some on '
-                f"{', '.join(sorted(away))}; leave shard out, or divide the state there by "
+                f'parameters must be in host memory with shard="node", got some on '
+                f"{', '.join(sorted(away))}; leave shard out, or divide the state by "
                 f"hpctrain.parallel.shard(model, optimizer, stage=1)"
             )
         self.state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
@@ -143,7 +142,7 @@ class PieceStep:
             if not isinstance(value, Tensor) or not (whole or value.numel() in (1, _NUM_PROBED)):
                 form = "" if whole else " with the elements of their parameter, or one number"
                 raise ConfigError(
-                    f'shard="node" needs an optimizer state of tensors{form}, got '
+                    f'the optimizer state for shard="node" must consist of tensors{form}, got '
                     f"{name} = {value!r:.100} of {type(self._of).__name__}; leave shard out"
                 )
             has_elements = not whole and value.numel() == _NUM_PROBED

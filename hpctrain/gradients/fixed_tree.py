@@ -30,14 +30,14 @@ def own_micro_shards(num_micro_shards: int, rank: int, size: int) -> range:
     """
     if num_micro_shards < 1 or num_micro_shards & (num_micro_shards - 1):
         raise ConfigError(
-            f"micro_shards is a power of two, got {num_micro_shards}; "
-            f"take {1 << max(num_micro_shards, 1).bit_length()}"
+            f"micro_shards must be a power of two, got {num_micro_shards}; use "
+            f"{1 << max(num_micro_shards, 1).bit_length()}"
         )
     if num_micro_shards < size:
         raise ConfigError(
-            f"every rank needs a micro-shard, got micro_shards = {num_micro_shards} on {size} "
-            f"ranks; take {1 << (size - 1).bit_length()} or more, which changes the result, "
-            f"or fewer ranks"
+            f"micro_shards must be at least the number of ranks, got micro_shards = "
+            f"{num_micro_shards} on {size} ranks; use {1 << (size - 1).bit_length()} or more, "
+            f"which changes the result, or fewer ranks"
         )
     return range(num_micro_shards * rank // size, num_micro_shards * (rank + 1) // size)
 
@@ -71,8 +71,9 @@ def num_samples_of(batch: Any) -> int:
     found = {len(tensor) if tensor.dim() else -1 for tensor in _tensors_of(batch)}
     if len(found) != 1 or -1 in found:
         raise ConfigError(
-            f"tensors of a batch have a first dimension that counts the samples, the same in "
-            f"all, got lengths {sorted(found)} (-1: no dimension at all)"
+            f"all tensors of a batch must have a first dimension that counts the samples, the "
+            f"same in all, got lengths {sorted(found)} (-1: no dimension); reshape or remove the "
+            f"others"
         )
     return found.pop()
 
@@ -116,8 +117,8 @@ def _tensors_of(batch: Any) -> Iterator[Tensor]:
             yield from _tensors_of(value)
     else:
         raise ConfigError(
-            f"a batch holds tensors in tuples, lists and mappings, got {type(batch).__name__}; "
-            f"pad samples of different lengths to one fixed length"
+            f"a batch must consist of tensors in tuples, lists and mappings, got "
+            f"{type(batch).__name__}; pad samples of different lengths to one fixed length"
         )
 
 

@@ -24,8 +24,8 @@ def names_of(optimizer: Optimizer, named_parameters: Iterable[Any] | None) -> di
     named = list(named_parameters)
     if strangers := [entry for entry in named if not isinstance(entry, tuple) or len(entry) != 2]:
         raise ConfigError(
-            f"named_parameters is a sequence of tuples (name, parameter), got "
-            f"{type(strangers[0]).__name__}; give model.named_parameters()"
+            f"named_parameters must contain tuples (name, parameter), got "
+            f"{type(strangers[0]).__name__}; pass model.named_parameters()"
         )
     times = Counter(name for name, _ in named)
     if repeated := sorted(name for name, count in times.items() if count > 1):
@@ -35,8 +35,8 @@ def names_of(optimizer: Optimizer, named_parameters: Iterable[Any] | None) -> di
         f"{place} {tuple(p.shape)}" for place, p in places_of(optimizer) if p not in names
     ]:
         raise ConfigError(
-            f"named_parameters names all parameters of the optimizer or is None, it lacks "
-            f"{len(missing)}: {', '.join(missing[:3])}"
+            f"named_parameters must contain all parameters of the optimizer, but lacks "
+            f"{len(missing)}: {', '.join(missing[:3])}; pass model.named_parameters() or None"
         )
     return names
 
@@ -85,7 +85,7 @@ class Grouping:
             return
         if isinstance(groups, int):
             if groups < 0:
-                raise ConfigError(f"groups is a non-negative number or lists, got {groups}")
+                raise ConfigError(f"groups must be a non-negative number or lists, got {groups}")
             self._num_groups = groups
         else:
             self._group_of = _numbered(groups)
@@ -108,13 +108,13 @@ def _numbered(groups: object) -> dict[Tensor, int]:
         for parameter in _iterated(group):
             if not isinstance(parameter, Tensor):
                 raise ConfigError(
-                    f"groups consist of parameters, got {type(parameter).__name__} in group "
-                    f"{number}; give lists of the tensors themselves"
+                    f"groups must contain parameters, got {type(parameter).__name__} in group "
+                    f"{number}; pass lists of the tensors"
                 )
             if parameter in group_of:
                 raise ConfigError(
-                    f"a parameter is in one group, got one of shape {tuple(parameter.shape)} in "
-                    f"groups {group_of[parameter]} and {number}; take it out of one"
+                    f"a parameter must be in one group, got one of shape {tuple(parameter.shape)} "
+                    f"in groups {group_of[parameter]} and {number}; remove it from one of them"
                 )
             group_of[parameter] = number
     return group_of
@@ -123,7 +123,7 @@ def _numbered(groups: object) -> dict[Tensor, int]:
 def _iterated(groups: object) -> list[Any]:
     if isinstance(groups, Tensor | str) or not isinstance(groups, Iterable):
         raise ConfigError(
-            f"groups is a non-negative number or a list of lists of parameters, got "
-            f"{type(groups).__name__}"
+            f"groups must be a non-negative number or a list of lists of parameters, got "
+            f"{type(groups).__name__}; pass groups=None for no groups"
         )
     return list(groups)

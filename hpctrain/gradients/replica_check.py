@@ -87,14 +87,14 @@ def require_equal_replicas(
         _heal(comm, values, owners, every)
         if comm.rank == 0:
             logs.logger.warning(
-                f"replicas must be equal on every rank, {found}; the others have now what more "
-                f"than half of them had"
+                f"replicas must be equal on every rank, but {found}; healed: the values of the "
+                f"majority were copied to the other ranks"
             )
         return
     nobody = f", and {lost} is not the same tensor on more than half of them" if heal else ""
     raise ReplicaError(
-        f"replicas must be equal on every rank, {found}{nobody}; look for what some ranks do "
-        f"alone, such as a change outside optimizer.step(), and begin with "
+        f"replicas must be equal on every rank, but {found}{nobody}; find changes that only some "
+        f"ranks make, such as outside optimizer.step(), and start with "
         f"broadcast_parameters(model.state_dict())"
     )
 
@@ -118,8 +118,8 @@ def _heal(
     for name, found in zip(owners, zip(*facts, strict=True), strict=True):
         if None in found or len(set(found)) > 1:
             raise ReplicaError(
-                f"replicas are healed tensor by tensor, and {name} is none, or of another shape "
-                f"on some rank; load a checkpoint"
+                f"values to heal must be tensors of one shape and dtype, but {name} is not so on "
+                f"every rank; load a checkpoint"
             )
     for name, owner in owners.items():
         value: Tensor = values[name].detach()

@@ -94,10 +94,13 @@ class Reproducible:
     ) -> None:
         if isinstance(optimizer, DistributedMethods):
             raise ConfigError(
-                "gradients would be averaged twice; give the plain optimizer to Reproducible"
+                "Reproducible must get a plain optimizer, but this one averages gradients itself; "
+                "leave DistributedOptimizer out"
             )
         if num_threads < 1:
-            raise ConfigError(f"num_threads must be at least 1, got {num_threads}")
+            raise ConfigError(
+                f"num_threads must be at least 1, got {num_threads}; leave it out for 1"
+            )
         self._ranges = [
             own_micro_shards(num_micro_shards, rank, comm.size) for rank in range(comm.size)
         ]
@@ -196,7 +199,9 @@ class Reproducible:
             if state["facts"].get(name) != fact
         ]
         if changes and self._comm.rank == 0:
-            logger.warning(f"from here on the bits may be others: {'; '.join(changes)}")
+            logger.warning(
+                f"facts must be equal for bitwise equal results, but {'; '.join(changes)}"
+            )
 
     def _run(
         self,
@@ -234,8 +239,8 @@ class Reproducible:
         steps = [f"step {report.step} of {report.num_samples} samples" for report in reports]
         if len(set(steps)) > 1:
             raise MismatchError(
-                f"ranks take the same steps, got {by_rank(steps)}; load the same state and give "
-                f"the same num_samples on every rank"
+                f"ranks must take the same steps, got {by_rank(steps)}; load the same state and "
+                f"pass the same num_samples on every rank"
             )
         self.raised_flags = functools.reduce(operator.or_, (r.flags for r in reports))
         present = [any(there) for there in zip(*(r.present for r in reports), strict=True)]
@@ -251,16 +256,17 @@ class Reproducible:
         if num_samples is None:
             if here == 0 or here % len(self.own):
                 raise ConfigError(
-                    f"{len(self.own)} equal micro-shards need a multiple of so many samples, got "
-                    f"{here}; give num_samples of the global batch where it does not divide"
+                    f"without num_samples the samples of a rank must be a multiple of its "
+                    f"{len(self.own)} micro-shards, got {here}; pass num_samples of the global "
+                    f"batch"
                 )
             return [(here // len(self.own), 1.0)] * len(self.own)
         expected = sample_range(num_samples, shards, self.own)
         if here != len(expected) or num_samples < 1:
             raise ConfigError(
-                f"micro-shards {self.own.start} to {self.own.stop - 1} of {shards} are "
-                f"{len(expected)} of {num_samples} samples, got {here}; share the batch out by "
-                f"sample_range"
+                f"the batch of a rank must contain its {len(expected)} of {num_samples} samples, "
+                f"for micro-shards {self.own.start} to {self.own.stop - 1} of {shards}, got "
+                f"{here}; divide the batch by sample_range"
             )
         sizes = [len(sample_range(num_samples, shards, range(i, i + 1))) for i in self.own]
         return [(size, size * shards / num_samples) for size in sizes]
@@ -272,8 +278,8 @@ class Reproducible:
         misplaced = [name for name, t in tensors if not t.is_cpu or t.data_ptr() % ALIGNMENT]
         self._comm.agree(
             not misplaced,
-            f"a reproducible step calculates on the CPU, in memory that begins at a multiple of "
-            f"{ALIGNMENT} bytes, which {', '.join(misplaced[:3])} do not; put a clone there",
+            f"parameters and buffers must be on the CPU, in memory that begins at a multiple of "
+            f"{ALIGNMENT} bytes, but {', '.join(misplaced[:3])} are not; replace them by clones",
         )
         mine = {**self.facts, "seed": str(self._seed)}
         every = self._comm.allgather_object(mine)
@@ -281,8 +287,8 @@ class Reproducible:
             if len({facts[name] for facts in every}) > 1:
                 raise MismatchError(
                     f"{name} must be the same on all ranks of a reproducible run, got "
-                    f"{by_rank([facts[name] for facts in every])}; set it alike, or ask for nodes "
-                    f"of one type"
+                    f"{by_rank([facts[name] for facts in every])}; use equal settings, or request "
+                    f"nodes of one type"
                 )
 
 

@@ -167,7 +167,7 @@ def test_a_bucket_of_a_world_that_was_shut_down_is_refused(hvd):
 
 @pytest.mark.ranks(1, 2)
 def test_a_distributed_optimizer_is_not_copied(hvd):
-    with pytest.raises(ConfigError, match="cannot be copied"):
+    with pytest.raises(ConfigError, match="must not be copied"):
         copy.deepcopy(distributed(hvd, make_model()))
 
 
