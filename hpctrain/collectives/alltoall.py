@@ -90,8 +90,8 @@ def _request(
     size = controller.comm.size
     if splits is None and len(tensor) % size:
         raise ConfigError(
-            f"alltoall without splits sends the same number of rows to each of {size} ranks, got "
-            f"{len(tensor)} rows; say by splits how many go where"
+            f"without splits the rows of alltoall must be a multiple of {size}, the number of "
+            f"ranks, got {len(tensor)} rows; pass the rows for each rank as splits"
         )
     numbers = None if splits is None else _checked(splits, len(tensor), size)
     return Request(Kind.ALLTOALL, named(Kind.ALLTOALL, name), (tensor,), splits=numbers)
@@ -103,11 +103,11 @@ def _checked(splits: Tensor | Sequence[int], num_rows: int, size: int) -> list[i
     is_integer = not (given.is_floating_point() or given.is_complex() or given.dtype is torch.bool)
     if not numbers or not is_integer or len(numbers) != size or min(numbers) < 0:
         raise ConfigError(
-            f"splits is a list or tensor of {size} integers, rows for each rank, got {splits}"
+            f"splits must be a list or tensor of {size} integers, rows for each rank, got {splits}"
         )
     if sum(numbers) > num_rows:
         raise ConfigError(
-            f"splits must not be more than the rows there are, got {numbers}, {sum(numbers)} in "
+            f"splits must sum to at most the number of rows, got {numbers}, {sum(numbers)} in "
             f"all, for {num_rows} rows"
         )
     return cast("list[int]", numbers)

@@ -43,14 +43,14 @@ def join(device: int = -1) -> int:  # noqa: ARG001 - Horovod's
     check, controllers = here.step_checks.get(here.comm), here.sets.controllers()
     if (check is not None or len(controllers) > 1) and not calls_from_threads():
         raise ConfigError(
-            "join() beside DistributedOptimizer or process sets needs an MPI that takes calls "
-            "from several threads (MPI_THREAD_MULTIPLE), which this one does not; give every rank "
-            "as many batches"
+            "join() with a DistributedOptimizer or process sets must have an MPI library that "
+            "supports calls from several threads (MPI_THREAD_MULTIPLE), but this one does not; "
+            "give every rank equally many batches"
         )
     if here.presence is not None and (block := here.presence.innermost):
         raise ConfigError(
-            f"join() serves no local method, and this rank is in a block of {block}; call "
-            f"skip_step() for each step that it has no batch for"
+            f"join() must not be called in a block of a local method, but this rank is in a block "
+            f"of {block}; call skip_step() for each step without a batch on this rank"
         )
     handles = [controller.start_join() for controller in controllers]
     try:

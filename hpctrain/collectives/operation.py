@@ -68,7 +68,7 @@ def chosen_op(op: ReduceOp | None, average: AverageFlag, *, stacklevel: int = 3)
         )
     if op is not None:
         raise ConfigError(
-            f"op and average exclude each other, got op={op!r} and average={average}; use op"
+            f"op and average must not both be given, got op={op!r} and average={average}; use op"
         )
     warnings.warn(
         "the argument average is deprecated; use op=Average or op=Sum",
@@ -82,14 +82,14 @@ def check_tensor(tensor: Tensor) -> None:
     """Raise ``ConfigError`` unless this is a dense tensor with values."""
     if not isinstance(tensor, Tensor):
         raise ConfigError(
-            f"operations take tensors, got {type(tensor).__name__}; send other objects by "
+            f"operations must get tensors, got {type(tensor).__name__}; send other objects by "
             f"broadcast_object or allgather_object"
         )
     check_values(tensor)
     if tensor.layout is not torch.strided:
         raise ConfigError(
-            f"operations take dense tensors, got {str(tensor.layout).removeprefix('torch.')}; "
-            f"give tensor.to_dense(), or use sparse_allreduce_async"
+            f"operations must get dense tensors, got {str(tensor.layout).removeprefix('torch.')}; "
+            f"pass tensor.to_dense(), or use sparse_allreduce_async"
         )
 
 
@@ -97,8 +97,8 @@ def check_values(tensor: Tensor) -> None:
     """Raise ``ConfigError`` for a meta tensor."""
     if tensor.is_meta:
         raise ConfigError(
-            f"operations take tensors that have values, got one on {tensor.device}; let the model "
-            f"be there first, by to_empty(device='cpu') for instance"
+            f"operations must get tensors that have values, got one on {tensor.device}; move the "
+            f"model to a device first, for example by to_empty(device='cpu')"
         )
 
 
@@ -107,8 +107,8 @@ def check_rows(tensor: Tensor, function: str) -> None:
     check_tensor(tensor)
     if tensor.dim() == 0:
         raise ConfigError(
-            f"{function} cuts along the first dimension, got a tensor without dimensions; give "
-            f"tensor.reshape(1)"
+            f"the tensor of {function} must have a first dimension, got a tensor without "
+            f"dimensions; pass tensor.reshape(1)"
         )
 
 
@@ -120,11 +120,11 @@ def check_group(tensors: Iterable[Tensor]) -> list[Tensor]:
     """
     if isinstance(tensors, Tensor) or not isinstance(tensors, Iterable):
         raise ConfigError(
-            f"grouped operations take a list of tensors, got {type(tensors).__name__}"
+            f"grouped operations must get a list of tensors, got {type(tensors).__name__}"
         )
     group = list(tensors)
     if not group:
-        raise ConfigError("grouped operations take one or more tensors, got an empty list")
+        raise ConfigError("grouped operations must get one or more tensors, got an empty list")
     return group
 
 
@@ -250,7 +250,8 @@ def synchronize(handle: Handle) -> Any:
 def _checked(handle: Handle) -> Handle:
     if not isinstance(handle, Handle):
         raise ConfigError(
-            f"a handle is what a function ending in _async returns, got {type(handle).__name__}"
+            f"handle must be the result of a function ending in _async, got "
+            f"{type(handle).__name__}"
         )
     return handle
 
@@ -262,14 +263,15 @@ def _check_values(dtype: torch.dtype, scaled: Scaled) -> None:
     is_scaled = scaled.prescale != 1.0 or scaled.postscale != 1.0
     if dtype is torch.bool and (is_scaled or op is ReduceOp.AVERAGE):
         raise ConfigError(
-            f"there are no averages and factors of {name}; use op=Max for 'any', op=Min for "
-            f"'all', or convert the tensor"
+            f"tensors of {name} must not be averaged or multiplied by factors; use op=Max for "
+            f"'any', op=Min for 'all', or convert the tensor"
         )
     if op is ReduceOp.ADASUM:
         if dtype.is_floating_point and dtype.itemsize > 1:
             return
         raise ConfigError(
-            f"Adasum takes floating point of 16 bits and more, got {name}; convert the tensor"
+            f"tensors of Adasum must be floating point of 16 bits or more, got {name}; convert "
+            f"the tensor"
         )
     kinds = {ReduceOp.MIN: Op.MIN, ReduceOp.MAX: Op.MAX, ReduceOp.PRODUCT: Op.PRODUCT}
     try:

@@ -47,7 +47,9 @@ def broadcast_parameters(
     require_equal_by(gather, lines, "parameters")
     for (name, _), fault in zip(named, faults, strict=True):
         if fault:
-            raise ConfigError(f"broadcast_parameters takes dense tensors, but {name} is {fault}")
+            raise ConfigError(
+                f"broadcast_parameters must get dense tensors, but {name} is {fault}"
+            )
     tensors = [tensor for _, tensor in named]
     broadcast_tensors_(tensors, root_rank, "parameters", process_set)
 
@@ -68,8 +70,8 @@ def _named(params: object) -> list[tuple[str, Any]]:
         return sorted(params.items(), key=lambda item: str(item[0]))
     if isinstance(params, Tensor) or not isinstance(params, Iterable):
         raise ConfigError(
-            f"broadcast_parameters takes a state_dict, named_parameters() or parameters(), got a "
-            f"{type(params).__name__}"
+            f"broadcast_parameters must get a state_dict, named_parameters() or parameters(), got "
+            f"a {type(params).__name__}"
         )
     return [
         entry if isinstance(entry, tuple) else (f"parameter {number}", entry)
@@ -102,7 +104,7 @@ def broadcast_optimizer_state(
     """
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(
-            f"broadcast_optimizer_state takes an optimizer of torch, got a "
+            f"broadcast_optimizer_state must get an optimizer of torch, got a "
             f"{type(optimizer).__name__}"
         )
     is_root = current().topology.rank == root_rank

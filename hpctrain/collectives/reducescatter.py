@@ -132,7 +132,8 @@ def grouped_reducescatter_async(
 def _request(tensors: Sequence[Tensor], name: str | None, scaled: Scaled) -> Request:
     if chosen_op(scaled.op, None) is ReduceOp.ADASUM:
         raise UnsupportedError(
-            "reducescatter takes Average, Sum, Min, Max and Product, got op=Adasum; use allreduce"
+            "op of reducescatter must be Average, Sum, Min, Max or Product, got Adasum; use "
+            "allreduce"
         )
     for tensor in tensors:
         check_rows(tensor, "reducescatter")

@@ -34,11 +34,12 @@ def sparse_allreduce_async(
     """
     _check(tensor)
     if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
-        raise ConfigError(f"sparse tensors have op=Average and op=Sum, got op={op!r}")
+        raise ConfigError(f"op of sparse tensors must be Average or Sum, got {op!r}")
     is_average = op is ReduceOp.AVERAGE
     if is_average and not (tensor.is_floating_point() or tensor.is_complex()):
         raise ConfigError(
-            f"there is no sparse average of {tensor.dtype}; use op=Sum, or convert it"
+            f"sparse tensors must be floating point or complex to be averaged, got "
+            f"{tensor.dtype}; use op=Sum, or convert the tensor"
         )
     controller = controller_of(process_set)
     tensor = tensor.detach()
@@ -62,7 +63,7 @@ def _check(tensor: object) -> None:
     if not isinstance(tensor, Tensor) or tensor.layout is not torch.sparse_coo:
         what = tensor.layout if isinstance(tensor, Tensor) else type(tensor).__name__
         raise ConfigError(
-            f"sparse_allreduce_async takes tensors of layout torch.sparse_coo, got {what}; use "
-            f"allreduce for dense ones"
+            f"sparse_allreduce_async must get tensors of layout torch.sparse_coo, got {what}; use "
+            f"allreduce for dense tensors"
         )
     check_values(tensor)

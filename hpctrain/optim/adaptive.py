@@ -84,9 +84,9 @@ class AdaptiveOptimizer(Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is not None and parameter.grad.layout is not torch.strided:
                     raise ConfigError(
-                        f"{type(self).__name__} takes norms of whole tensors, got a sparse "
-                        f"gradient of {tuple(parameter.shape)}; make the layer with sparse=False, "
-                        f"or give its parameters to torch.optim.SparseAdam"
+                        f"{type(self).__name__} must get dense gradients, got a sparse gradient "
+                        f"of {tuple(parameter.shape)}; make the layer with sparse=False, or pass "
+                        f"its parameters to torch.optim.SparseAdam"
                     )
 
     def _tensors_of(self, group: Mapping[str, Any]) -> list[list[Tensors]]:

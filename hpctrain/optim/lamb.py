@@ -75,7 +75,7 @@ class LAMB(AdaptiveOptimizer):
         require(is_pair, "betas must be two numbers, at least 0 and below 1", betas)
         checked("eps", group["eps"], AtLeast0)
         is_range = phi is None or (len(phi) == 2 and 0 <= phi[0] <= phi[1] and phi[1] > 0)
-        require(is_range, "phi must be a least and a largest norm, from 0 on, or None", phi)
+        require(is_range, "phi must be the smallest and largest norm, at least 0, or None", phi)
 
     def state_names(self, group: Mapping[str, Any]) -> Sequence[str]:
         """Return the names of the moments in ``torch.optim.Adam``."""

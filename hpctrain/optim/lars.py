@@ -74,7 +74,9 @@ class LARS(AdaptiveOptimizer):
         """Raise ``ConfigError`` unless the arguments of a group are valid."""
         momentum = checked("momentum", group["momentum"], Decay)
         checked("trust_coefficient", group["trust_coefficient"], Positive)
-        require(not group["nesterov"] or momentum, "nesterov needs a momentum above 0", momentum)
+        require(
+            not group["nesterov"] or momentum, "momentum must be above 0 with nesterov", momentum
+        )
 
     def state_names(self, group: Mapping[str, Any]) -> Sequence[str]:
         """Return the momentum buffer, if any."""
