@@ -1,4 +1,4 @@
-"""Every rank gets the rows of all: ``allgather``, and the same of several tensors at once."""
+"""``allgather``: every rank receives the rows of all ranks, of one or several tensors."""
 
 from collections.abc import Sequence
 from typing import Any, cast
@@ -25,17 +25,17 @@ def allgather(
     name: str | None = None,
     process_set: ProcessSet | None = global_process_set,
 ) -> Tensor:
-    """Return the tensors of all ranks one after the other, along the first dimension. Collective.
+    """Return the tensors of all ranks, concatenated along the first dimension. Collective.
 
-    Differentiable: a rank gets the average over the ranks of the gradients of its rows, as in
+    Differentiable: a rank receives the average over the ranks of the gradients of its rows, as in
     Horovod.
 
     Args:
-        tensor: ``(rows, ...)``; the rows may differ between ranks, all other dimensions and the
-            dtype not. Dense, on any device, of any layout. A tensor without dimensions is one row.
-        name: by which the ranks find each other's tensors; without one, the order of calls on
-            each rank decides what belongs together.
-        process_set: the ranks that take part; None is all of them.
+        tensor: ``(rows, ...)``; the number of rows may differ between ranks, other dimensions and
+            the dtype must be equal. Dense, on any device, of any memory format. A tensor without
+            dimensions is one row.
+        name: identifies the tensor on all ranks; without names, ranks match their calls by order.
+        process_set: the ranks that take part; None for all.
 
     Returns:
         A new tensor, ``(sum of all rows, ...)``.
@@ -43,8 +43,8 @@ def allgather(
     Raises:
         ConfigError: an argument is not valid; the process set is not registered, or this rank is
             not in it.
-        HorovodInternalError: the operation failed, on every rank of the process set: say, the
-            ranks give tensors of different dtypes.
+        HorovodInternalError: the operation failed, on every rank of the process set; for example,
+            the ranks passed tensors of different dtypes.
         RankLostError: another rank died or left.
     """
     return _gathered([tensor], name, process_set)[0]
@@ -55,14 +55,14 @@ def allgather_async(
     name: str | None = None,
     process_set: ProcessSet | None = global_process_set,
 ) -> Handle:
-    """Start what ``allgather`` does; ``tensor`` must not change until it is done.
+    """Start an ``allgather``; ``tensor`` must not change until the operation is done.
 
     Returns:
-        For ``poll`` and ``synchronize``.
+        A handle for ``poll`` and ``synchronize``.
 
     Raises:
-        DuplicateNameError: an operation of this name is still under way on this rank.
-        ConfigError: as ``allgather``.
+        DuplicateNameError: an operation of this name is still in flight on this rank.
+        ConfigError: as in ``allgather``.
     """
     return controller_of(process_set).submit(_request(_rows([tensor]), name), only)
 
@@ -72,14 +72,15 @@ def grouped_allgather(
     name: str | None = None,
     process_set: ProcessSet | None = global_process_set,
 ) -> list[Tensor]:
-    """Return what ``allgather`` makes of each tensor, as one operation. Collective.
+    """Apply ``allgather`` to each tensor, as one operation. Collective.
 
-    It starts once all ranks have asked for the whole group. Differentiable as ``allgather`` is.
+    The operation starts once all ranks have submitted the whole group. Differentiable, as
+    ``allgather``.
 
     Raises:
-        ConfigError: there is no tensor, or as ``allgather``.
-        HorovodInternalError: as ``allgather``.
-        RankLostError: as ``allgather``.
+        ConfigError: the list is empty, or as in ``allgather``.
+        HorovodInternalError: as in ``allgather``.
+        RankLostError: as in ``allgather``.
     """
     return _gathered(check_group(tensors), name, process_set)
 
@@ -89,7 +90,7 @@ def grouped_allgather_async(
     name: str | None = None,
     process_set: ProcessSet | None = global_process_set,
 ) -> Handle:
-    """Start what ``grouped_allgather`` does; see ``allgather_async``."""
+    """Start a ``grouped_allgather``; see ``allgather_async``."""
     request = _request(_rows(check_group(tensors)), name)
     return controller_of(process_set).submit(request)
 
@@ -113,7 +114,7 @@ def _gathered(
 
 
 class _Allgather(CarriedOut):
-    """Gives each rank its rows of the averaged gradients."""
+    """Returns to each rank its rows of the averaged gradients."""
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

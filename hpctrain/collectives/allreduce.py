@@ -1,4 +1,4 @@
-"""The values of all ranks become one: ``allreduce`` in its eight forms."""
+"""``allreduce`` in its eight variants."""
 
 from collections.abc import Sequence
 from typing import Any, cast
@@ -33,31 +33,31 @@ def allreduce(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its order
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = global_process_set,
 ) -> Tensor:
-    """Return the average, or what else ``op`` says, of ``tensor`` over all ranks. Collective.
+    """Return the average, or another reduction ``op``, of ``tensor`` over all ranks. Collective.
 
-    Differentiable: the gradient is reduced over the ranks in the same way, as in Horovod.
+    Differentiable: the gradient is reduced over the ranks by the same operation, as in Horovod.
 
     Args:
-        tensor: the same shape and dtype on every rank; dense, on any device, of any layout.
-        average: Horovod's old way to say ``op``.
-        name: by which the ranks find each other's tensors; without one, the order of calls on
-            each rank decides what belongs together.
-        compression: how the tensor travels: ``Compression.fp16``, say. None is as it is.
+        tensor: the same shape and dtype on every rank; dense, on any device, of any memory format.
+        average: Horovod's deprecated alternative to ``op``.
+        name: identifies the tensor on all ranks; without names, ranks match their calls by order.
+        compression: compression of the tensor while it is sent, such as ``Compression.fp16``; None
+            for none.
         op: ``Average`` (the default), ``Sum``, ``Min``, ``Max``, ``Product`` or ``Adasum``.
             Averages of integers are rounded towards zero.
-        prescale_factor: factor of this rank's tensor. Factors of integers are applied in
-            float64, and the product is rounded towards zero.
+        prescale_factor: factor of this rank's tensor. Factors of integers are applied in float64,
+            and the product is rounded towards zero.
         postscale_factor: factor of the result.
-        process_set: the ranks that take part; None is all of them.
+        process_set: the ranks that take part; None for all.
 
     Returns:
         A new contiguous tensor of the same shape and dtype.
 
     Raises:
-        ConfigError: an argument is not valid, or there is no such reduction of this dtype; the
+        ConfigError: an argument is not valid, or the dtype does not support the reduction; the
             process set is not registered, or this rank is not in it.
-        HorovodInternalError: the operation failed, on every rank of the process set: say, the
-            ranks give tensors of different shapes.
+        HorovodInternalError: the operation failed, on every rank of the process set; for example,
+            the ranks passed tensors of different shapes.
         RankLostError: another rank died or left.
     """
     op, factors = chosen_op(op, average), (prescale_factor, postscale_factor)
@@ -73,14 +73,14 @@ def allreduce_async(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its ord
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = global_process_set,
 ) -> Handle:
-    """Start what ``allreduce`` does; ``tensor`` must not change until it is done.
+    """Start an ``allreduce``; ``tensor`` must not change until the operation is done.
 
     Returns:
-        For ``poll`` and ``synchronize``.
+        A handle for ``poll`` and ``synchronize``.
 
     Raises:
-        DuplicateNameError: an operation of this name is still under way on this rank.
-        ConfigError: as ``allreduce``.
+        DuplicateNameError: an operation of this name is still in flight on this rank.
+        ConfigError: as in ``allreduce``.
     """
     scaled = Scaled(chosen_op(op, average), prescale_factor, postscale_factor)
     request = reduction(Kind.ALLREDUCE, (tensor,), name, scaled)
@@ -96,7 +96,7 @@ def allreduce_(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its order
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = global_process_set,
 ) -> Tensor:
-    """Replace ``tensor`` by its average, or what else ``op`` says, and return it. Collective.
+    """Replace ``tensor`` by its average, or another reduction ``op``, and return it. Collective.
 
     As ``allreduce``, but not differentiable.
     """
@@ -114,7 +114,7 @@ def allreduce_async_(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its or
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = global_process_set,
 ) -> Handle:
-    """Start what ``allreduce_`` does; see ``allreduce_async``."""
+    """Start an ``allreduce_``; see ``allreduce_async``."""
     op, factors = chosen_op(op, average), (prescale_factor, postscale_factor)
     return _started(tensor, name, op, factors, process_set)
 
@@ -129,28 +129,29 @@ def grouped_allreduce(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its o
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = global_process_set,
 ) -> list[Tensor]:
-    """Return what ``allreduce`` makes of each tensor, as one operation. Collective.
+    """Apply ``allreduce`` to each tensor, as one operation. Collective.
 
-    It starts once all ranks have asked for the whole group. Differentiable as ``allreduce`` is.
+    The operation starts once all ranks have submitted the whole group. Differentiable, as
+    ``allreduce``.
 
     Args:
-        tensors: at each place the same shape and dtype on every rank; the dtypes of a group may
-            differ.
-        average: see ``allreduce``, as all other arguments.
-        name: of the group.
-        compression: of each tensor.
-        op: of all tensors.
-        prescale_factor: of all tensors.
-        postscale_factor: of all tensors.
-        process_set: the ranks that take part.
+        tensors: at each position the same shape and dtype on every rank; dtypes may differ between
+            positions.
+        average: see ``allreduce``, as for all other arguments.
+        name: name of the group.
+        compression: compression of each tensor.
+        op: reduction of all tensors.
+        prescale_factor: factor of this rank's tensors.
+        postscale_factor: factor of the results.
+        process_set: the ranks that take part; None for all.
 
     Returns:
         New tensors, in the same order.
 
     Raises:
-        ConfigError: there is no tensor, or as ``allreduce``.
-        HorovodInternalError: as ``allreduce``.
-        RankLostError: as ``allreduce``.
+        ConfigError: the list is empty, or as in ``allreduce``.
+        HorovodInternalError: as in ``allreduce``.
+        RankLostError: as in ``allreduce``.
     """
     scaled = Scaled(chosen_op(op, average), prescale_factor, postscale_factor)
     return compressed(
@@ -169,14 +170,14 @@ def grouped_allreduce_async(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = global_process_set,
 ) -> Handle:
-    """Start what ``grouped_allreduce`` does; ``tensors`` must not change until it is done.
+    """Start a ``grouped_allreduce``; ``tensors`` must not change until the operation is done.
 
     Returns:
-        For ``poll`` and ``synchronize``.
+        A handle for ``poll`` and ``synchronize``.
 
     Raises:
-        DuplicateNameError: an operation of this name is still under way on this rank.
-        ConfigError: as ``allreduce``.
+        DuplicateNameError: an operation of this name is still in flight on this rank.
+        ConfigError: as in ``allreduce``.
     """
     scaled = Scaled(chosen_op(op, average), prescale_factor, postscale_factor)
     request = reduction(Kind.ALLREDUCE, check_group(tensors), name, scaled)
@@ -210,7 +211,7 @@ def grouped_allreduce_async_(  # noqa: PLR0913, PLR0917 - Horovod's arguments, i
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = global_process_set,
 ) -> Handle:
-    """Start what ``grouped_allreduce_`` does; see ``grouped_allreduce_async``."""
+    """Start a ``grouped_allreduce_``; see ``grouped_allreduce_async``."""
     scaled = Scaled(chosen_op(op, average), prescale_factor, postscale_factor)
     request = reduction(Kind.ALLREDUCE, check_group(tensors), name, scaled, in_place=True)
     return controller_of(process_set).submit(request)
@@ -225,9 +226,9 @@ def _started(
     *,
     is_awaited: bool = False,
 ) -> Handle:
-    """Start a reduction in place; a repeated one is found by its name, already checked."""
+    """Start a reduction in place; a repeated one is found by name and not checked again."""
     controller = controller_of(process_set)
-    if name is not None:  # there may be thousands in a step
+    if name is not None:  # a step may have thousands of named reductions
         handle = controller.submit_tensor(name, tensor, op, *factors, is_awaited=is_awaited)
         if handle is not None:
             return handle
@@ -245,7 +246,7 @@ def _reduced(
 
 
 class _Allreduce(CarriedOut):
-    """Reduces the gradients as it reduces the tensors."""
+    """Reduces the gradients by the operation of the tensors."""
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

@@ -1,4 +1,4 @@
-"""Every rank sends rows to every other: ``alltoall``."""
+"""``alltoall``: every rank sends rows to every other rank."""
 
 from collections.abc import Sequence
 from typing import Any, cast
@@ -25,28 +25,27 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet | None = global_process_set,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Send some rows of ``tensor`` to each rank; return what the ranks have sent here. Collective.
+    """Send rows of ``tensor`` to each rank, and return the received rows. Collective.
 
-    Differentiable: gradients go back to where the rows came from.
+    Differentiable: gradients are sent back to the ranks of their rows.
 
     Args:
-        tensor: ``(rows, ...)``; the rows may differ between ranks, all other dimensions and the
-            dtype not. Dense, on any device, of any layout.
-        splits: how many rows go to each rank of the set, in their order; integers. Rows that are
-            left over go nowhere. None sends the same number to each.
-        name: by which the ranks find each other's tensors; without one, the order of calls on
-            each rank decides what belongs together.
-        process_set: the ranks that take part; None is all of them.
+        tensor: ``(rows, ...)``; the number of rows may differ between ranks, other dimensions and
+            the dtype must be equal. Dense, on any device, of any memory format.
+        splits: number of rows for each rank of the process set, in rank order; integers. Remaining
+            rows are not sent. None sends the same number to each rank.
+        name: identifies the tensor on all ranks; without names, ranks match their calls by order.
+        process_set: the ranks that take part; None for all.
 
     Returns:
-        The rows for this rank, by sender. If ``splits`` was given, also how many each rank has
-        sent, as a tensor of the dtype of ``splits``; int32 if that was a list.
+        The rows for this rank, by sender. If ``splits`` was given, also the number of rows from
+            each rank, as a tensor of the dtype of ``splits``; int32 if ``splits`` was a list.
 
     Raises:
-        ConfigError: ``splits`` does not fit, or another argument is not valid; the process set is
-            not registered, or this rank is not in it.
-        HorovodInternalError: the operation failed, on every rank of the process set: say, the
-            ranks give tensors of different dtypes.
+        ConfigError: an argument is not valid; the process set is not registered, or this rank is
+            not in it.
+        HorovodInternalError: the operation failed, on every rank of the process set; for example,
+            the ranks passed tensors of different dtypes.
         RankLostError: another rank died or left.
     """
     controller = controller_of(process_set)
@@ -61,14 +60,15 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet | None = global_process_set,
 ) -> Handle:
-    """Start what ``alltoall`` does; ``tensor`` must not change until it is done.
+    """Start an ``alltoall``; ``tensor`` must not change until the operation is done.
 
     Returns:
-        For ``poll`` and ``synchronize``, which returns the rows and the received splits, always.
+        A handle for ``poll`` and ``synchronize``, which always returns the rows and the received
+            splits.
 
     Raises:
-        DuplicateNameError: an operation of this name is still under way on this rank.
-        ConfigError: as ``alltoall``.
+        DuplicateNameError: an operation of this name is still in flight on this rank.
+        ConfigError: as in ``alltoall``.
     """
     controller = controller_of(process_set)
     request = _request(controller, tensor, splits, name)
@@ -90,8 +90,8 @@ def _request(
     size = controller.comm.size
     if splits is None and len(tensor) % size:
         raise ConfigError(
-            f"alltoall without splits sends the same number of rows to each of {size} ranks, got "
-            f"{len(tensor)} rows; say by splits how many go where"
+            f"without splits the rows of alltoall must be a multiple of {size}, the number of "
+            f"ranks, got {len(tensor)} rows; pass the rows for each rank as splits"
         )
     numbers = None if splits is None else _checked(splits, len(tensor), size)
     return Request(Kind.ALLTOALL, named(Kind.ALLTOALL, name), (tensor,), splits=numbers)
@@ -103,11 +103,11 @@ def _checked(splits: Tensor | Sequence[int], num_rows: int, size: int) -> list[i
     is_integer = not (given.is_floating_point() or given.is_complex() or given.dtype is torch.bool)
     if not numbers or not is_integer or len(numbers) != size or min(numbers) < 0:
         raise ConfigError(
-            f"splits is a list or tensor of {size} integers, rows for each rank, got {splits}"
+            f"splits must be a list or tensor of {size} integers, rows for each rank, got {splits}"
         )
     if sum(numbers) > num_rows:
         raise ConfigError(
-            f"splits must not be more than the rows there are, got {numbers}, {sum(numbers)} in "
+            f"splits must sum to at most the number of rows, got {numbers}, {sum(numbers)} in "
             f"all, for {num_rows} rows"
         )
     return cast("list[int]", numbers)
@@ -118,7 +118,7 @@ def _like(received: Tensor, splits: Tensor | Sequence[int] | None) -> Tensor:
 
 
 class _Alltoall(CarriedOut):
-    """Sends gradients back to where the rows came from."""
+    """Sends gradients back to the ranks of their rows."""
 
     @staticmethod
     def forward(
@@ -132,6 +132,6 @@ class _Alltoall(CarriedOut):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _: object) -> tuple[Tensor | None, ...]:
         back, _ = alltoall(gradient, ctx.received, process_set=ctx.process_set)
-        if num_lost := ctx.rows[0] - len(back):  # rows that went nowhere
+        if num_lost := ctx.rows[0] - len(back):  # rows that were not sent
             back = torch.cat([back, back.new_zeros(num_lost, *back.shape[1:])])
         return None, None, back

@@ -1,4 +1,4 @@
-"""The ranks wait for each other: ``barrier``, and ``join`` for those that have nothing left."""
+"""``barrier``, and ``join`` for ranks without further data."""
 
 from hpctrain.collectives.operation import controller_of
 from hpctrain.comm.mpi_library import calls_from_threads
@@ -19,46 +19,45 @@ def barrier(process_set: ProcessSet | None = global_process_set) -> None:
 
 
 def join(device: int = -1) -> int:  # noqa: ARG001 - Horovod's
-    """Take part in the operations of the others with nothing, until all ranks have called this.
+    """Add nothing to the operations of other ranks until all ranks have called this. Collective.
 
-    For ranks that have less data than others, in all process sets that they are in. Meanwhile they
-    count as ranks: they contribute zeros to sums and averages, no rows to gathers; in steps of a
-    ``DistributedOptimizer`` over all ranks, which set sample counts, they count as ranks without
-    samples. Every operation works but a broadcast from a rank that has joined. Afterwards the
-    ranks that joined early have old weights: broadcast those of the rank that came last.
-    Collective in the end.
+    For ranks with less data than others; covers all process sets of this rank. A joined rank still
+    counts as a rank: it contributes zeros to sums and averages, and no rows to gathers. In steps
+    of a ``DistributedOptimizer`` over all ranks that use ``set_num_samples``, it counts as a rank
+    without samples. Every operation works except a broadcast from a joined rank. Afterwards ranks
+    that joined early have out-of-date weights: broadcast the weights of the returned rank.
 
     Args:
-        device: Horovod's, for its GPU buffers; without effect.
+        device: device of Horovod's GPU buffers; ignored.
 
     Returns:
-        The rank that came last, the same on every rank; it has taken every step.
+        The rank that joined last, the same on every rank; it has taken every step.
 
     Raises:
-        ConfigError: there is a ``DistributedOptimizer``, and MPI takes calls from one thread only;
-            or this rank is in the block of a local method.
-        MismatchError: the others step an optimizer with ``op=Adasum``; on every rank.
+        ConfigError: there is a ``DistributedOptimizer``, and MPI supports calls from one thread
+            only; or this rank is in a block of a local method.
+        MismatchError: the other ranks step an optimizer with ``op=Adasum``; raised on every rank.
         RankLostError: another rank died or left.
     """
     here = world.current()
     check, controllers = here.step_checks.get(here.comm), here.sets.controllers()
     if (check is not None or len(controllers) > 1) and not calls_from_threads():
         raise ConfigError(
-            "join() beside DistributedOptimizer or process sets needs an MPI that takes calls "
-            "from several threads (MPI_THREAD_MULTIPLE), which this one does not; give every rank "
-            "as many batches"
+            "join() with a DistributedOptimizer or process sets must have an MPI library that "
+            "supports calls from several threads (MPI_THREAD_MULTIPLE), but this one does not; "
+            "give every rank equally many batches"
         )
     if here.presence is not None and (block := here.presence.innermost):
         raise ConfigError(
-            f"join() serves no local method, and this rank is in a block of {block}; call "
-            f"skip_step() for each step that it has no batch for"
+            f"join() must not be called in a block of a local method, but this rank is in a block "
+            f"of {block}; call skip_step() for each step without a batch on this rank"
         )
     handles = [controller.start_join() for controller in controllers]
     try:
         while check is not None and check.take_part(here.comm):
-            pass  # named operations of the others go on beside it
+            pass  # named operations of other ranks run concurrently
     except CommError as error:
-        for controller in controllers:  # this rank can take part in no other operation
+        for controller in controllers:  # this rank cannot run further operations
             controller.break_off(
                 f"join() has failed: {error}; end the program, or call hpctrain.shutdown() and "
                 f"hpctrain.init() on every rank"
@@ -67,7 +66,7 @@ def join(device: int = -1) -> int:  # noqa: ARG001 - Horovod's
     lasts: list[int] = [handle.wait()[0] for handle in handles]
     last = lasts[0]
     if check is not None:
-        # Whoever comes last may be heard of first: the others announce themselves beside a step.
+        # The last rank may be reported first, because other ranks report during a step.
         steppers = check.last_to_step(here.comm)
         last = last if last in steppers else max(steppers)
     return last

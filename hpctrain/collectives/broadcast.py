@@ -1,4 +1,4 @@
-"""Every rank gets the tensor of one of them: ``broadcast`` in its four forms."""
+"""``broadcast`` in its four variants: every rank receives the tensor of one rank."""
 
 from typing import Any, cast
 
@@ -25,15 +25,14 @@ def broadcast(
 ) -> Tensor:
     """Return the tensor of ``root_rank`` on every rank. Collective.
 
-    Differentiable: the root gets the average of the gradients of all ranks, the others zeros, as
-    in Horovod.
+    Differentiable: the root receives the average of the gradients of all ranks, the other ranks
+    zeros, as in Horovod.
 
     Args:
-        tensor: the same shape and dtype on every rank; dense, on any device, of any layout.
-        root_rank: number in the world of the rank whose tensor all get.
-        name: by which the ranks find each other's tensors; without one, the order of calls on
-            each rank decides what belongs together.
-        process_set: the ranks that take part; None is all of them.
+        tensor: the same shape and dtype on every rank; dense, on any device, of any memory format.
+        root_rank: rank in the world whose tensor is sent.
+        name: identifies the tensor on all ranks; without names, ranks match their calls by order.
+        process_set: the ranks that take part; None for all.
 
     Returns:
         A new contiguous tensor.
@@ -41,8 +40,8 @@ def broadcast(
     Raises:
         ConfigError: an argument is not valid; the process set is not registered, or one of the two
             ranks is not in it.
-        HorovodInternalError: the operation failed, on every rank of the process set: say, the
-            ranks name different roots.
+        HorovodInternalError: the operation failed, on every rank of the process set; for example,
+            the ranks passed different roots.
         RankLostError: another rank died or left.
     """
     request = _request(tensor, root_rank, name, process_set)
@@ -55,14 +54,14 @@ def broadcast_async(
     name: str | None = None,
     process_set: ProcessSet | None = global_process_set,
 ) -> Handle:
-    """Start what ``broadcast`` does; ``tensor`` must not change until it is done.
+    """Start a ``broadcast``; ``tensor`` must not change until the operation is done.
 
     Returns:
-        For ``poll`` and ``synchronize``.
+        A handle for ``poll`` and ``synchronize``.
 
     Raises:
-        DuplicateNameError: an operation of this name is still under way on this rank.
-        ConfigError: as ``broadcast``.
+        DuplicateNameError: an operation of this name is still in flight on this rank.
+        ConfigError: as in ``broadcast``.
     """
     request = _request(tensor, root_rank, name, process_set)
     return controller_of(process_set).submit(request, only)
@@ -74,7 +73,7 @@ def broadcast_(
     name: str | None = None,
     process_set: ProcessSet | None = global_process_set,
 ) -> Tensor:
-    """Replace ``tensor`` by that of ``root_rank``, and return it. Collective.
+    """Replace ``tensor`` by the tensor of ``root_rank``, and return it. Collective.
 
     As ``broadcast``, but not differentiable.
     """
@@ -88,7 +87,7 @@ def broadcast_async_(
     name: str | None = None,
     process_set: ProcessSet | None = global_process_set,
 ) -> Handle:
-    """Start what ``broadcast_`` does; see ``broadcast_async``."""
+    """Start a ``broadcast_``; see ``broadcast_async``."""
     request = _request(tensor, root_rank, name, process_set, in_place=True)
     return controller_of(process_set).submit(request, only)
 
@@ -109,7 +108,7 @@ def _request(
 
 
 class _Broadcast(CarriedOut):
-    """Gives the root the average of the gradients."""
+    """Returns the average of the gradients to the root."""
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

@@ -18,14 +18,14 @@ from hpctrain.runtime.world import current
 T = TypeVar("T")
 
 FIRST_BYTES = 4096
-"""Of the first message of a broadcast: most objects fit, and no second one follows."""
+"""Size of the first message of a broadcast; larger objects need a second message."""
 
 _LENGTH_BYTES = 8
 
 
 @dataclass(frozen=True)
 class _Refusal:
-    """Why a rank has nothing to send: it goes in place of the object."""
+    """Sent in place of an object that a rank cannot pickle."""
 
     message: str
 
@@ -38,20 +38,21 @@ def broadcast_object(
 ) -> T:
     """Return the ``obj`` of ``root_rank`` on every rank. Collective.
 
-    May be under way beside other operations, in any order.
+    May run concurrently with other operations, in any order.
 
     Args:
-        obj: anything that cloudpickle takes, of any size; only that of ``root_rank`` counts.
-        root_rank: a rank of the world that is in the set.
-        name: by which ranks find each other's calls, where several threads make some at once.
-        process_set: who takes part.
+        obj: any object that cloudpickle supports, of any size; ignored on other ranks than the
+            root.
+        root_rank: a rank of the world that is in the process set.
+        name: identifies the call on all ranks, if several threads make calls concurrently.
+        process_set: the ranks that take part; None for all.
 
     Returns:
-        A copy, on ``root_rank`` ``obj`` itself.
+        A copy; on ``root_rank``, ``obj`` itself.
 
     Raises:
-        ConfigError: ``root_rank`` or this rank is not in the set.
-        HorovodInternalError: ``root_rank`` cannot pickle the object; on every rank.
+        ConfigError: ``root_rank`` or this rank is not in the process set.
+        HorovodInternalError: ``root_rank`` cannot pickle the object; raised on every rank.
     """
     is_root = current().topology.rank == root_rank
     root = in_set(process_set, root_rank)
@@ -67,16 +68,16 @@ def allgather_object(
 ) -> list[T]:
     """Return the objects of all ranks, by rank, on every rank. Collective.
 
-    May be under way beside other operations, in any order.
+    May run concurrently with other operations, in any order.
 
     Args:
-        obj: anything that cloudpickle takes, of any size.
-        name: by which ranks find each other's calls, where several threads make some at once.
-        process_set: who takes part.
+        obj: any object that cloudpickle supports, of any size.
+        name: identifies the call on all ranks, if several threads make calls concurrently.
+        process_set: the ranks that take part; None for all.
 
     Raises:
-        ConfigError: this rank is not in the set.
-        HorovodInternalError: a rank cannot pickle its object; on every rank.
+        ConfigError: this rank is not in the process set.
+        HorovodInternalError: a rank cannot pickle its object; raised on every rank.
     """
     data, failure = _pickled(obj)
     controller = current().sets.controller(process_set)
@@ -90,16 +91,16 @@ def allgather_object(
 
 
 def _pickled(obj: object) -> tuple[bytes, BaseException | None]:
-    """Return what travels for an object, and why it is a refusal, if so."""
+    """Return the pickled object or a pickled refusal, and the error of the refusal."""
     try:
         return cloudpickle.dumps(obj), None
-    except Exception as error:  # whatever the object raises: the others wait for an answer
+    except Exception as error:  # pickling may raise anything, and the other ranks wait
         rank, kind = current().topology.rank, type(obj).__name__
         return pickle.dumps(_Refusal(f"rank {rank} cannot pickle its {kind}: {error}")), error
 
 
 def _unpickled(data: memoryview, failure: BaseException | None) -> Any:
-    """Return the object of some rank, or raise its refusal from what failed on this one."""
+    """Return an object, or raise its refusal; ``failure`` is the error of this rank."""
     value = unpickled(data)
     if isinstance(value, _Refusal):
         raise HorovodInternalError(value.message) from failure
@@ -107,7 +108,7 @@ def _unpickled(data: memoryview, failure: BaseException | None) -> Any:
 
 
 def _framed(data: bytes, num_bytes: int = 0) -> Tensor:
-    """Put the length before the bytes, and zeros after them."""
+    """Prepend the length, and append zeros up to ``num_bytes``."""
     frame = bytearray(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
     return torch.frombuffer(frame.ljust(num_bytes, b"\0"), dtype=torch.uint8)
 
@@ -142,9 +143,13 @@ def _broadcast_bytes(
 def broadcast_tensors_(
     tensors: list[Tensor], root_rank: int, name: str, process_set: ProcessSet | None
 ) -> None:
-    """Replace tensors by those of ``root_rank``, all in one operation. Collective.
+    """Replace tensors by the tensors of ``root_rank``, in one operation. Collective.
 
-    They are dense, on any device, and of the same shapes and dtypes on every rank.
+    Args:
+        tensors: dense, on any device, with the same shapes and dtypes on every rank.
+        root_rank: a rank of the world that is in the process set.
+        name: identifies the operation on all ranks.
+        process_set: the ranks that take part; None for all.
     """
     if not tensors:
         return

@@ -27,14 +27,15 @@ only: Callable[[Result], Tensor] = itemgetter(0)  # takes the single tensor of a
 
 
 class UnsupportedError(ConfigError, NotImplementedError):
-    """A function cannot do what its arguments ask for."""
+    """A function does not support its arguments."""
 
 
 def controller_of(process_set: ProcessSet | None) -> Controller:
-    """Return what carries out the operations of a process set; None is the set of all ranks.
+    """Return the controller of a process set; None is the set of all ranks.
 
-    ``NotInitializedError`` before ``init``; ``ConfigError`` if the set is not registered, or this
-    rank is not in it.
+    Raises:
+        NotInitializedError: ``hpctrain.init()`` was not called.
+        ConfigError: the set is not registered, or this rank is not in it.
     """
     sets = current().sets
     if process_set is global_process_set or process_set is None:
@@ -43,7 +44,7 @@ def controller_of(process_set: ProcessSet | None) -> Controller:
 
 
 def named(kind: Kind, name: str | None) -> str | None:
-    """Return the name with its kind, as Horovod has it: so that each kind has names of its own."""
+    """Return the name prefixed by its kind, as in Horovod: each kind has separate names."""
     return None if name is None else f"{_PREFIX[kind]}{name}"
 
 
@@ -52,7 +53,11 @@ AverageFlag: TypeAlias = bool | None
 
 
 def chosen_op(op: ReduceOp | None, average: AverageFlag, *, stacklevel: int = 3) -> ReduceOp:
-    """Return the operation. ``ConfigError`` for another value, or if both arguments are given."""
+    """Return the reduction.
+
+    Raises:
+        ConfigError: ``op`` is not a reduction, or both arguments are given.
+    """
     if average is None:
         if op is None:
             return ReduceOp.AVERAGE
@@ -63,7 +68,7 @@ def chosen_op(op: ReduceOp | None, average: AverageFlag, *, stacklevel: int = 3)
         )
     if op is not None:
         raise ConfigError(
-            f"op and average exclude each other, got op={op!r} and average={average}; use op"
+            f"op and average must not both be given, got op={op!r} and average={average}; use op"
         )
     warnings.warn(
         "the argument average is deprecated; use op=Average or op=Sum",
@@ -74,53 +79,57 @@ def chosen_op(op: ReduceOp | None, average: AverageFlag, *, stacklevel: int = 3)
 
 
 def check_tensor(tensor: Tensor) -> None:
-    """Refuse, by ``ConfigError``, anything but a dense tensor that has values."""
+    """Raise ``ConfigError`` unless this is a dense tensor with values."""
     if not isinstance(tensor, Tensor):
         raise ConfigError(
-            f"operations take tensors, got {type(tensor).__name__}; send other objects by "
+            f"operations must get tensors, got {type(tensor).__name__}; send other objects by "
             f"broadcast_object or allgather_object"
         )
     check_values(tensor)
     if tensor.layout is not torch.strided:
         raise ConfigError(
-            f"operations take dense tensors, got {str(tensor.layout).removeprefix('torch.')}; "
-            f"give tensor.to_dense(), or use sparse_allreduce_async"
+            f"operations must get dense tensors, got {str(tensor.layout).removeprefix('torch.')}; "
+            f"pass tensor.to_dense(), or use sparse_allreduce_async"
         )
 
 
 def check_values(tensor: Tensor) -> None:
-    """Refuse, by ``ConfigError``, a tensor that has a shape alone."""
+    """Raise ``ConfigError`` for a meta tensor."""
     if tensor.is_meta:
         raise ConfigError(
-            f"operations take tensors that have values, got one on {tensor.device}; let the model "
-            f"be there first, by to_empty(device='cpu') for instance"
+            f"operations must get tensors that have values, got one on {tensor.device}; move the "
+            f"model to a device first, for example by to_empty(device='cpu')"
         )
 
 
 def check_rows(tensor: Tensor, function: str) -> None:
-    """Refuse what ``check_tensor`` does, and a tensor without a first dimension."""
+    """Raise ``ConfigError`` as ``check_tensor``, and for a tensor without dimensions."""
     check_tensor(tensor)
     if tensor.dim() == 0:
         raise ConfigError(
-            f"{function} cuts along the first dimension, got a tensor without dimensions; give "
-            f"tensor.reshape(1)"
+            f"the tensor of {function} must have a first dimension, got a tensor without "
+            f"dimensions; pass tensor.reshape(1)"
         )
 
 
 def check_group(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return the tensors of a group as a list; ``ConfigError`` if it is empty, or no group."""
+    """Return the tensors of a group as a list.
+
+    Raises:
+        ConfigError: the group is empty, or not an iterable of tensors.
+    """
     if isinstance(tensors, Tensor) or not isinstance(tensors, Iterable):
         raise ConfigError(
-            f"grouped operations take a list of tensors, got {type(tensors).__name__}"
+            f"grouped operations must get a list of tensors, got {type(tensors).__name__}"
         )
     group = list(tensors)
     if not group:
-        raise ConfigError("grouped operations take one or more tensors, got an empty list")
+        raise ConfigError("grouped operations must get one or more tensors, got an empty list")
     return group
 
 
 class Scaled(NamedTuple):
-    """An operation, and the factors of this rank's tensors and of the result."""
+    """A reduction, and the factors of this rank's tensors and of the result."""
 
     op: ReduceOp
     prescale: float = 1.0
@@ -138,10 +147,11 @@ def reduction(
 ) -> Request:
     """Return the request for a reduction of some tensors.
 
-    Raises ``ConfigError``: ``check_tensor`` raises, or the dtype has no such reduction.
+    Raises:
+        ConfigError: ``check_tensor`` raises, or the dtype does not support the reduction.
     """
     scaled = Scaled(scaled.op, float(scaled.prescale), float(scaled.postscale))
-    if len(tensors) == 1:  # the common case, which a program may repeat thousands of times
+    if len(tensors) == 1:  # fast path: a step may have thousands of such calls
         (tensor,) = tensors
         check_tensor(tensor)
         full_name, signature = _of_one(kind, name, tensor.dtype, tensor.shape, scaled)
@@ -167,7 +177,7 @@ def compressed(
     tensors: Sequence[Tensor],
     reduce: Callable[[Sequence[Tensor]], list[Tensor]],
 ) -> list[Tensor]:
-    """Return what ``reduce`` makes of tensors, compressed on the way."""
+    """Compress tensors, call ``reduce``, and return the decompressed results."""
     if compression is None or compression is Compression.none:
         return reduce(tensors)
     for tensor in tensors:
@@ -181,16 +191,17 @@ def compressed(
 
 
 class CarriedOut(torch.autograd.Function):
-    """Carries a request out; a kind of operation adds its derivative.
+    """Runs a request; subclasses define the derivative.
 
-    That knows the request by ``ctx.signature``, and the rows of this rank's tensors.
+    Derivatives use ``ctx.signature``, the signature of the request, and ``ctx.rows``, the number
+    of rows of each tensor.
     """
 
     @staticmethod
     def forward(
         ctx: Any, request: Request, process_set: ProcessSet | None, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        """Return the results of ``request``, whose tensors are given once more for autograd."""
+        """Return the results of ``request``; ``tensors`` are its tensors, for autograd."""
         ctx.signature, ctx.process_set = request.signature, process_set
         ctx.rows = [len(tensor) if tensor.dim() else 1 for tensor in tensors]
         return tuple(controller_of(process_set).run(request))
@@ -202,36 +213,36 @@ def carried_out(
     tensors: Sequence[Tensor],
     process_set: ProcessSet | None,
 ) -> list[Tensor]:
-    """Return the result of a request, which can be differentiated where that may be wanted."""
+    """Return the result of a request, differentiable if a tensor requires a gradient."""
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return list(function.apply(request, process_set, *tensors))  # type: ignore[no-untyped-call]
     return list(controller_of(process_set).run(request))
 
 
 def poll(handle: Handle) -> bool:
-    """Say whether ``synchronize(handle)`` would return, or raise, at once. Not collective.
+    """Return whether ``synchronize(handle)`` would not block. Not collective.
 
     Raises:
-        ConfigError: it is no handle.
+        ConfigError: ``handle`` is not a handle.
     """
     return _checked(handle).done()
 
 
 def synchronize(handle: Handle) -> Any:
-    """Wait for an operation, and return its result. It may be called again, for the same result.
+    """Wait for an operation, and return its result; further calls return the same result.
 
     Args:
-        handle: what a function whose name has ``_async`` in it has returned.
+        handle: result of a function with ``_async`` in its name.
 
     Returns:
-        A tensor; a list of them for a ``grouped`` operation; of ``alltoall_async`` the tensor and
-        the received splits. An operation in place returns the tensors that it was given.
+        A tensor; a list of tensors for a ``grouped`` operation; the tensor and the received splits
+            for ``alltoall_async``. Operations in place return their arguments.
 
     Raises:
-        HorovodInternalError: the operation failed, on every rank of the process set: say, the
-            ranks gave the same name to operations that do not fit together.
+        HorovodInternalError: the operation failed, on every rank of the process set; for example,
+            the ranks used one name for operations of different kinds.
         RankLostError: another rank died or left.
-        ConfigError: it is no handle.
+        ConfigError: ``handle`` is not a handle.
     """
     return _checked(handle).wait()
 
@@ -239,26 +250,28 @@ def synchronize(handle: Handle) -> Any:
 def _checked(handle: Handle) -> Handle:
     if not isinstance(handle, Handle):
         raise ConfigError(
-            f"a handle is what a function ending in _async returns, got {type(handle).__name__}"
+            f"handle must be the result of a function ending in _async, got "
+            f"{type(handle).__name__}"
         )
     return handle
 
 
 @lru_cache(maxsize=256)
 def _check_values(dtype: torch.dtype, scaled: Scaled) -> None:
-    """Raise ``ConfigError`` if a dtype has no such reduction."""
+    """Raise ``ConfigError`` if a dtype does not support the reduction."""
     name, op = name_of(dtype), scaled.op
     is_scaled = scaled.prescale != 1.0 or scaled.postscale != 1.0
     if dtype is torch.bool and (is_scaled or op is ReduceOp.AVERAGE):
         raise ConfigError(
-            f"there are no averages and factors of {name}; use op=Max for 'any', op=Min for "
-            f"'all', or convert the tensor"
+            f"tensors of {name} must not be averaged or multiplied by factors; use op=Max for "
+            f"'any', op=Min for 'all', or convert the tensor"
         )
     if op is ReduceOp.ADASUM:
         if dtype.is_floating_point and dtype.itemsize > 1:
             return
         raise ConfigError(
-            f"Adasum takes floating point of 16 bits and more, got {name}; convert the tensor"
+            f"tensors of Adasum must be floating point of 16 bits or more, got {name}; convert "
+            f"the tensor"
         )
     kinds = {ReduceOp.MIN: Op.MIN, ReduceOp.MAX: Op.MAX, ReduceOp.PRODUCT: Op.PRODUCT}
     try:

@@ -1,4 +1,4 @@
-"""The parameters of a model and the state of its optimizer, the same on every rank."""
+"""Broadcast of the parameters of a model and the state of its optimizer."""
 
 import io
 import pickle
@@ -26,16 +26,16 @@ def broadcast_parameters(
     """Replace every tensor by that of ``root_rank``. Collective.
 
     Args:
-        params: ``model.state_dict()``, ``model.named_parameters()`` or ``model.parameters()``;
-            entries that are no tensors must not be there. Those of a mapping find each other by
-            their names, others by their places.
-        root_rank: the rank of the world whose values all ranks of the set take.
-        process_set: who takes part.
+        params: ``model.state_dict()``, ``model.named_parameters()`` or ``model.parameters()``; all
+            values must be tensors. Entries of a mapping are matched by name, other entries by
+            position.
+        root_rank: the rank of the world whose values are copied.
+        process_set: the ranks that take part; None for all.
 
     Raises:
-        ConfigError: an entry is not a dense tensor whose elements have memory of their own; or a
-            rank is not in the set.
-        MismatchError: the ranks do not have the same tensors; on every rank.
+        ConfigError: an entry is not a dense tensor, or its elements share memory; or a rank is not
+            in the process set.
+        MismatchError: the ranks do not have the same tensors; raised on every rank.
     """
     named = _named(params)
     faults = [_fault_of(tensor) for _, tensor in named]
@@ -47,13 +47,15 @@ def broadcast_parameters(
     require_equal_by(gather, lines, "parameters")
     for (name, _), fault in zip(named, faults, strict=True):
         if fault:
-            raise ConfigError(f"broadcast_parameters takes dense tensors, but {name} is {fault}")
+            raise ConfigError(
+                f"broadcast_parameters must get dense tensors, but {name} is {fault}"
+            )
     tensors = [tensor for _, tensor in named]
     broadcast_tensors_(tensors, root_rank, "parameters", process_set)
 
 
 def _fault_of(value: object) -> str:
-    """Return why a value cannot be replaced in place, with the remedy; empty if it can be."""
+    """Return why a value cannot be replaced in place, with a remedy; empty if it can."""
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}; use broadcast_object"
     if value.layout is not torch.strided:
@@ -68,8 +70,8 @@ def _named(params: object) -> list[tuple[str, Any]]:
         return sorted(params.items(), key=lambda item: str(item[0]))
     if isinstance(params, Tensor) or not isinstance(params, Iterable):
         raise ConfigError(
-            f"broadcast_parameters takes a state_dict, named_parameters() or parameters(), got a "
-            f"{type(params).__name__}"
+            f"broadcast_parameters must get a state_dict, named_parameters() or parameters(), got "
+            f"a {type(params).__name__}"
         )
     return [
         entry if isinstance(entry, tuple) else (f"parameter {number}", entry)
@@ -83,27 +85,26 @@ def broadcast_optimizer_state(
     model: nn.Module | None = None,
     process_set: ProcessSet | None = global_process_set,
 ) -> None:
-    """Give every rank the optimizer state of ``root_rank``, options such as ``lr`` too.
+    """Copy the optimizer state of ``root_rank`` to every rank, with options such as ``lr``.
 
-    Collective. The other ranks load it as they would from a checkpoint of ``root_rank``, whatever
-    state they had, and whatever the optimizer keeps: every one of torch's can be given. No step
-    is taken to make a state where there is none: Horovod calls ``step()`` with zero gradients
-    here, which moves weights that decay. Of that, only the zero gradients remain, as scripts may
-    count on them: where ``root_rank`` has no state yet, every parameter without one gets one.
+    Collective. The other ranks load the state as from a checkpoint of ``root_rank``, for every
+    optimizer of torch. Unlike in Horovod, which creates missing state by ``step()`` with zero
+    gradients and thereby applies weight decay, no step is taken. If ``root_rank`` has no state
+    yet, every parameter without a gradient gets a zero gradient, as in Horovod.
 
     Args:
-        optimizer: torch's, or that of ``DistributedOptimizer``; with the same parameters, in the
-            same order, on every rank.
-        root_rank: a rank of the world that is in the set.
-        model: tells which parameters have sparse gradients: those of sparse embeddings.
-        process_set: who takes part.
+        optimizer: a torch optimizer or a ``DistributedOptimizer``, with the same parameters in the
+            same order on every rank.
+        root_rank: a rank of the world that is in the process set.
+        model: module whose sparse embeddings get sparse zero gradients.
+        process_set: the ranks that take part; None for all.
 
     Raises:
-        ConfigError: this is no optimizer, or a rank is not in the set.
+        ConfigError: ``optimizer`` is not an optimizer, or a rank is not in the process set.
     """
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(
-            f"broadcast_optimizer_state takes an optimizer of torch, got a "
+            f"broadcast_optimizer_state must get an optimizer of torch, got a "
             f"{type(optimizer).__name__}"
         )
     is_root = current().topology.rank == root_rank
@@ -123,7 +124,7 @@ def broadcast_optimizer_state(
 
 
 def _lift(value: object, tensors: list[Tensor]) -> bytes:
-    """Pickle everything but tensors, which are moved into the list."""
+    """Pickle everything but tensors, which are appended to ``tensors``."""
 
     class Lifting(cloudpickle.Pickler):  # type: ignore[misc]
         def persistent_id(self, value: object) -> int | None:
@@ -138,7 +139,7 @@ def _lift(value: object, tensors: list[Tensor]) -> bytes:
 
 
 def _lower(skeleton: bytes, tensors: list[Tensor]) -> dict[str, Any]:
-    """Put the tensors of the list where ``_lift`` took them."""
+    """Unpickle the result of ``_lift``, with ``tensors`` inserted."""
 
     class Lowering(pickle.Unpickler):
         def persistent_load(self, pid: int) -> Tensor:
@@ -148,10 +149,10 @@ def _lower(skeleton: bytes, tensors: list[Tensor]) -> dict[str, Any]:
 
 
 def _load(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Load a state bit for bit.
+    """Load a state with its dtypes.
 
-    ``load_state_dict`` converts what is kept for a parameter to the dtype of the parameter: for
-    parameters of half precision the root may keep it in another.
+    ``load_state_dict`` converts state to the dtype of its parameter, but the root may store the
+    state of half-precision parameters in another dtype.
     """
     optimizer.load_state_dict(state)
     numbers = [number for group in state["param_groups"] for number in group["params"]]

@@ -1,4 +1,4 @@
-"""Every rank gets some rows of the reduced tensor: ``reducescatter``, also of several tensors."""
+"""``reducescatter``: every rank receives some rows of reduced tensors."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -34,30 +34,31 @@ def reducescatter(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its order
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Tensor:
-    """Return this rank's rows of what ``allreduce`` would return. Collective.
+    """Return this rank's rows of the result of ``allreduce``. Collective.
 
     Differentiable for averages and sums, as in Horovod.
 
     Args:
         tensor: ``(rows, ...)``, the same shape and dtype on every rank; dense, on any device, of
-            any layout. The first ranks get one row more where the rows cannot be even.
-        name: by which the ranks find each other's tensors; without one, the order of calls on
-            each rank decides what belongs together.
-        compression: how the tensor travels: ``Compression.fp16``, say. None is as it is.
+            any memory format. If the rows cannot be divided evenly, the first ranks get one row
+            more.
+        name: identifies the tensor on all ranks; without names, ranks match their calls by order.
+        compression: compression of the tensor while it is sent, such as ``Compression.fp16``; None
+            for none.
         op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``.
-        process_set: the ranks that take part; None is all of them.
-        prescale_factor: factor of this rank's tensor, see ``allreduce``.
+        process_set: the ranks that take part; None for all.
+        prescale_factor: factor of this rank's tensor; see ``allreduce``.
         postscale_factor: factor of the result.
 
     Returns:
         A new tensor, ``(rows of this rank, ...)``.
 
     Raises:
-        ConfigError: an argument is not valid, or there is no such reduction of this dtype; the
+        ConfigError: an argument is not valid, or the dtype does not support the reduction; the
             process set is not registered, or this rank is not in it.
         UnsupportedError: ``op`` is ``Adasum``.
-        HorovodInternalError: the operation failed, on every rank of the process set: say, the
-            ranks give tensors of different shapes.
+        HorovodInternalError: the operation failed, on every rank of the process set; for example,
+            the ranks passed tensors of different shapes.
         RankLostError: another rank died or left.
     """
     return grouped_reducescatter(
@@ -73,15 +74,15 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle:
-    """Start what ``reducescatter`` does; ``tensor`` must not change until it is done.
+    """Start a ``reducescatter``; ``tensor`` must not change until the operation is done.
 
     Returns:
-        For ``poll`` and ``synchronize``.
+        A handle for ``poll`` and ``synchronize``.
 
     Raises:
-        DuplicateNameError: an operation of this name is still under way on this rank.
-        UnsupportedError: as ``reducescatter``.
-        ConfigError: as ``reducescatter``.
+        DuplicateNameError: an operation of this name is still in flight on this rank.
+        UnsupportedError: as in ``reducescatter``.
+        ConfigError: as in ``reducescatter``.
     """
     request = _request([tensor], name, Scaled(op, prescale_factor, postscale_factor))
     return controller_of(process_set).submit(request, only)
@@ -96,15 +97,15 @@ def grouped_reducescatter(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in i
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
-    """Return what ``reducescatter`` makes of each tensor, as one operation. Collective.
+    """Apply ``reducescatter`` to each tensor, as one operation. Collective.
 
-    It starts once all ranks have asked for the whole group.
+    The operation starts once all ranks have submitted the whole group.
 
     Raises:
-        ConfigError: there is no tensor, or as ``reducescatter``.
-        UnsupportedError: as ``reducescatter``.
-        HorovodInternalError: as ``reducescatter``.
-        RankLostError: as ``reducescatter``.
+        ConfigError: the list is empty, or as in ``reducescatter``.
+        UnsupportedError: as in ``reducescatter``.
+        HorovodInternalError: as in ``reducescatter``.
+        RankLostError: as in ``reducescatter``.
     """
     scaled = Scaled(op, prescale_factor, postscale_factor)
 
@@ -122,7 +123,7 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle:
-    """Start what ``grouped_reducescatter`` does; see ``reducescatter_async``."""
+    """Start a ``grouped_reducescatter``; see ``reducescatter_async``."""
     scaled = Scaled(op, prescale_factor, postscale_factor)
     request = _request(check_group(tensors), name, scaled)
     return controller_of(process_set).submit(request)
@@ -131,7 +132,8 @@ def grouped_reducescatter_async(
 def _request(tensors: Sequence[Tensor], name: str | None, scaled: Scaled) -> Request:
     if chosen_op(scaled.op, None) is ReduceOp.ADASUM:
         raise UnsupportedError(
-            "reducescatter takes Average, Sum, Min, Max and Product, got op=Adasum; use allreduce"
+            "op of reducescatter must be Average, Sum, Min, Max or Product, got Adasum; use "
+            "allreduce"
         )
     for tensor in tensors:
         check_rows(tensor, "reducescatter")
@@ -139,7 +141,7 @@ def _request(tensors: Sequence[Tensor], name: str | None, scaled: Scaled) -> Req
 
 
 class _Reducescatter(CarriedOut):
-    """Gathers the gradients of all rows, as many times larger as there are ranks for a sum."""
+    """Gathers the gradients of all rows, multiplied by the number of ranks for a sum."""
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

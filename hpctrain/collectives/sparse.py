@@ -1,4 +1,4 @@
-"""Sparse tensors are summed by gathering what they hold: ``sparse_allreduce_async``."""
+"""``sparse_allreduce_async``: sums sparse tensors by a gather of their elements."""
 
 import torch
 from torch import Tensor
@@ -15,18 +15,18 @@ def sparse_allreduce_async(
     op: ReduceOp,
     process_set: ProcessSet | None = global_process_set,
 ) -> Handle:
-    """Start to sum or average sparse tensors over all ranks.
+    """Start a sum or average of sparse tensors over all ranks.
 
     Args:
-        tensor: in the layout ``torch.sparse_coo``, of the same shape and dtype on every rank;
-            each may hold other elements.
-        name: by which the ranks find each other's tensors; None for the order of calls.
-        op: ``Average``, of floating point and complex tensors, or ``Sum``.
-        process_set: the ranks that take part; None is all of them.
+        tensor: layout ``torch.sparse_coo``, of the same shape and dtype on every rank; the stored
+            elements may differ.
+        name: identifies the tensor on all ranks; None to match calls by order.
+        op: ``Average``, of floating-point and complex tensors, or ``Sum``.
+        process_set: the ranks that take part; None for all.
 
     Returns:
-        What returns the result when it is called: a sparse tensor that holds the elements of all
-        ranks one after the other, not coalesced.
+        A handle, which returns the result when called: a sparse tensor with the elements of all
+            ranks, concatenated and not coalesced.
 
     Raises:
         ConfigError: an argument is not valid; the process set is not registered, or this rank is
@@ -34,11 +34,12 @@ def sparse_allreduce_async(
     """
     _check(tensor)
     if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
-        raise ConfigError(f"sparse tensors have op=Average and op=Sum, got op={op!r}")
+        raise ConfigError(f"op of sparse tensors must be Average or Sum, got {op!r}")
     is_average = op is ReduceOp.AVERAGE
     if is_average and not (tensor.is_floating_point() or tensor.is_complex()):
         raise ConfigError(
-            f"there is no sparse average of {tensor.dtype}; use op=Sum, or convert it"
+            f"sparse tensors must be floating point or complex to be averaged, got "
+            f"{tensor.dtype}; use op=Sum, or convert the tensor"
         )
     controller = controller_of(process_set)
     tensor = tensor.detach()
@@ -62,7 +63,7 @@ def _check(tensor: object) -> None:
     if not isinstance(tensor, Tensor) or tensor.layout is not torch.sparse_coo:
         what = tensor.layout if isinstance(tensor, Tensor) else type(tensor).__name__
         raise ConfigError(
-            f"sparse_allreduce_async takes tensors of layout torch.sparse_coo, got {what}; use "
-            f"allreduce for dense ones"
+            f"sparse_allreduce_async must get tensors of layout torch.sparse_coo, got {what}; use "
+            f"allreduce for dense tensors"
         )
     check_values(tensor)

@@ -1,4 +1,4 @@
-"""Adasum: the ranks' own steps, combined into one."""
+"""Adasum: the steps of all ranks, combined into one."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -20,17 +20,24 @@ from hpctrain.gradients.sparse_gradients import writes_of
 from hpctrain.gradients.step_counter import StepCounter
 from hpctrain.gradients.step_header import GradientFacts, StepAgreement, StepMessage
 
-_STEPPED = "_hpctrain_stepped"  # the attribute of a gradient that a step has taken as it is
+_STEPPED = "_hpctrain_stepped"  # attribute of a gradient: its ``writes_of`` when a step used it
 
 
 class AdasumStep(OptimizerExchange):
-    """Turns the step that each rank takes by itself into one that all ranks take.
+    """Combines the steps that the ranks take separately into one step of all ranks.
 
-    The change of each parameter is combined over all ranks by Adasum: changes at right angles are
-    added, equal ones averaged. So the learning rate need not grow with the number of ranks.
+    The change of each parameter is combined over all ranks by Adasum: orthogonal changes are
+    added, equal changes are averaged. The learning rate therefore need not grow with the number of
+    ranks. Construction compares the parameters of all ranks. Collective.
 
-    Source: Maleki et al. 2020, arXiv:2006.02924, with an optimizer's step in the place of the
-    gradient, as in Horovod.
+    Args:
+        comm: ranks whose steps are combined.
+        compressor: compression of the changes.
+        parameters: returns the current parameters with their names.
+        steps: compares the ranks before each step.
+
+    Source: Maleki et al. 2020, arXiv:2006.02924.
+    Differs: combines steps of the optimizer in place of gradients, as Horovod does.
     """
 
     unscales = True
@@ -42,11 +49,10 @@ class AdasumStep(OptimizerExchange):
         parameters: Callable[[], NamedParameters],
         steps: StepCounter,
     ) -> None:
-        """Compare the parameters of all ranks, of today and with their names. Collective."""
         self._steps, self._exposed_seconds = steps, 0.0
         self._comm, self._compressor, self._parameters = comm, compressor, parameters
         self._before: list[tuple[Tensor, Tensor]] = []
-        self._num_forgotten = 0  # times that gradients were forgotten since the last step
+        self._num_forgotten = 0  # times that gradients were cleared since the last step
         steps.enter(self)
         today = _stepped(parameters())
         self._lines = _lines_of(today)
@@ -56,46 +62,50 @@ class AdasumStep(OptimizerExchange):
 
     @property
     def steps(self) -> StepCounter:
-        """What is compared before a step, and the number of steps that were taken."""
+        """Step counter, which compares the ranks before a step and holds their flags."""
         return self._steps
 
     @property
     def exposed_seconds(self) -> float:
-        """Time that the last step took to combine the steps of all ranks."""
+        """Seconds for which the last step combined the steps of all ranks."""
         return self._exposed_seconds
 
     def set_num_samples(self, num_samples: float, nominal: float) -> None:
-        """Refuse: Adasum has no weights."""
+        """Raise ``ConfigError``: Adasum has no weights."""
         raise ConfigError(
-            f"sample counts weight an average; this optimizer has op=Adasum, got "
-            f"num_samples={num_samples}, nominal={nominal}"
+            f"sample counts must be set with op=Average, but op is Adasum with "
+            f"num_samples={num_samples}, nominal={nominal}; leave set_num_samples out"
         )
 
     def require_skippable(self) -> None:
-        """Refuse: a step that is not combined would let the ranks diverge."""
+        """Raise ``ConfigError``: without the combination the ranks would diverge."""
         raise ConfigError(
-            "op=Adasum combines the ranks' steps inside step(); it cannot be skipped"
+            "skip_synchronize() must not be used with op=Adasum, which combines the ranks inside "
+            "step(); leave skip_synchronize() out"
         )
 
     def new_step(self) -> None:
-        """Note that gradients are forgotten, before they are. Not collective."""
-        if self._before:  # a closure does so inside of a step, as often as it likes
+        """Record that gradients are about to be cleared. Not collective."""
+        if self._before:  # inside a step, a closure may clear gradients any number of times
             return
         self._num_forgotten += _has_new(_gradients(self._parameters()))
 
     def start_again(self) -> None:
-        """Forget what has led here: parameters and state were replaced. Not collective."""
+        """Reset the step; parameters and state were replaced. Not collective."""
         self._steps.number = None
         self._before, self._num_forgotten = [], 0
 
     @torch.no_grad()
     def begin_step(self, stepping: Optimizer, closure: Closure) -> Closure:
-        """Keep the parameters as they are before this rank's own step. Collective.
+        """Save the parameters before this rank's own step. Collective.
 
-        Ranks that take different steps, or step different parameters, or hold different weights,
-        all raise ``MismatchError``; so do those of which only some take the gradients of the step
-        before, or have forgotten gradients and gone on to the next ones. A ``closure`` makes them
-        inside. A rank whose ``GradScaler`` has found ``inf`` adds nothing to the step.
+        A rank whose ``GradScaler`` has found infinity adds nothing to the step. A ``closure``
+        computes gradients inside of the step.
+
+        Raises:
+            MismatchError: ranks take different steps, step different parameters or hold different
+                weights; only some of them use the gradients of the previous step; or only some
+                have cleared gradients without a step. Raised on all ranks.
         """
         unscale_own(stepping)
         today = _stepped(self._parameters())
@@ -103,7 +113,7 @@ class AdasumStep(OptimizerExchange):
         is_new = closure is not None or _has_new(grads)
         repeats = not is_new and any(bool(grad.any()) for grad in grads)
         if self._num_forgotten and not is_new:
-            self._steps.number = None  # perhaps those that were forgotten were of this step
+            self._steps.number = None  # the cleared gradients may belong to this step
         for _ in range(self._num_forgotten):
             self._steps.end()
         self._num_forgotten = 0
@@ -124,12 +134,12 @@ class AdasumStep(OptimizerExchange):
         self._steps.take(agreement)
 
     def stand_in(self, agreement: StepAgreement) -> None:
-        """Not reached: ranks that have joined are refused by the header."""
+        """Raise: the step message refuses ranks that have joined."""
         raise AssertionError(agreement)
 
     @torch.no_grad()
     def end_step(self) -> None:
-        """Replace this rank's changes by those of all ranks. Collective."""
+        """Replace this rank's changes by the combined changes of all ranks. Collective."""
         start = time.perf_counter()
         changes = [self._compressor.compress(p - before) for p, before in self._before]
         combined = [change.cpu() for change, _ in changes]
@@ -143,7 +153,7 @@ class AdasumStep(OptimizerExchange):
         self._exposed_seconds = time.perf_counter() - start
 
     def _mark_gradients(self) -> None:
-        """Know these gradients again, until they are written to: they are of no further step."""
+        """Mark the current gradients as used until they are written."""
         for grad in _gradients(self._parameters()):
             setattr(grad, _STEPPED, writes_of(grad))
 
@@ -153,12 +163,12 @@ def _gradients(parameters: NamedParameters) -> list[Tensor]:
 
 
 def _has_new(grads: Iterable[Tensor]) -> bool:
-    """Say whether some are not zero everywhere, and no step has taken them."""
+    """Return whether any gradient is nonzero and not yet used by a step."""
     return any(getattr(g, _STEPPED, None) != writes_of(g) and bool(g.any()) for g in grads)
 
 
 def _stepped(parameters: NamedParameters) -> NamedParameters:
-    """Return those that a step may change: trained, or frozen with a gradient."""
+    """Return the parameters that a step may change: trained, or frozen with a gradient."""
     return [(name, p) for name, p in parameters if p.requires_grad or p.grad is not None]
 
 

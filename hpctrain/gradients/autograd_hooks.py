@@ -22,14 +22,23 @@ from hpctrain.gradients.parameter_names import NamedParameters
 
 
 class HookOwner(Protocol):
-    """What reduces the gradients of hooked parameters."""
+    """Object that reduces the gradients of hooked parameters."""
 
     is_exclusive: bool  # of several exclusive owners only the last one reduces a gradient
     superseded: str  # name of a parameter that a later owner has taken over
 
 
 class ParameterHooks:
-    """Calls functions of an owner when autograd makes gradients. The hooks go with the owner."""
+    """Calls functions of an owner when autograd computes gradients.
+
+    The hooks are removed when the owner is deleted.
+
+    Args:
+        owner: first argument of both functions; held by a weak reference.
+        on_ready: called with a parameter whose gradient has been accumulated.
+        before_sum: called with the ``id`` of a parameter whose gradient is about to be added to an
+            existing gradient.
+    """
 
     def __init__(
         self,
@@ -37,20 +46,18 @@ class ParameterHooks:
         on_ready: Callable[[Any, Tensor], None],
         before_sum: Callable[[Any, int], None] | None,
     ) -> None:
-        """Take functions of the owner and a parameter.
-
-        ``on_ready`` gets a parameter whose gradient is accumulated; ``before_sum`` the id of one
-        whose gradient is about to be added to another.
-        """
         self._owner, self._before_sum = weakref.ref(owner), before_sum
         self._ready = _Hook(owner, on_ready, None)
         self._handles: list[RemovableHandle] = []
         self._hooked: dict[int, int] = {}
-        """By parameter: what torch had hooked; a conversion may swap it for another."""
+        """``identity_of`` each hooked parameter by ``id``; a conversion may replace it."""
         weakref.finalize(owner, _remove, self._handles)
 
     def hook(self, parameters: NamedParameters) -> None:
-        """Hook the parameters that are not hooked yet, frozen ones too: one may thaw. Local."""
+        """Hook the parameters that are not hooked yet. Local.
+
+        Frozen parameters are hooked as well, because they may be trained later.
+        """
         for name, parameter in parameters:
             if self.has(parameter) or not _can_have_gradient(parameter):
                 continue
@@ -65,7 +72,7 @@ class ParameterHooks:
                 if other is not None and owner.is_exclusive and other.is_exclusive:
                     other.superseded = name
             is_trained = parameter.requires_grad
-            parameter.requires_grad_()  # torch hooks no frozen parameter
+            parameter.requires_grad_()  # torch refuses hooks on frozen parameters
             self._handles.append(parameter.register_post_accumulate_grad_hook(self._ready))
             if self._before_sum is not None:
                 hook = _Hook(owner, self._before_sum, id(parameter))
@@ -73,19 +80,22 @@ class ParameterHooks:
             parameter.requires_grad_(is_trained)
 
     def has(self, parameter: Parameter) -> bool:
-        """Return whether a parameter is hooked, and torch calls the hooks."""
+        """Return whether a parameter is hooked and torch calls its hooks."""
         is_armed = self._hooked.get(id(parameter)) == identity_of(parameter)
         return is_armed and self._ready in accumulation_hooks_of(parameter)
 
 
 class _Hook:
-    """Calls a function of an owner; does not keep the owner."""
+    """Calls a function of an owner, held by a weak reference.
+
+    Args:
+        about: second argument of the function; None to pass the argument from autograd.
+    """
 
     __slots__ = ("about", "call", "owner")
-    __torch_unserializable__ = True  # a worker that gets the model needs none, and no warning
+    __torch_unserializable__ = True  # no warning when a model is sent to a worker process
 
     def __init__(self, owner: HookOwner, call: Callable[[Any, Any], None], about: Any) -> None:
-        """Take the function and its argument; None for what autograd gives."""
         self.owner, self.call, self.about = weakref.ref(owner), call, about
 
     @dynamo_disable
@@ -104,43 +114,46 @@ def _can_have_gradient(parameter: Tensor) -> bool:
 
 
 class BackwardPass:
-    """The backward that runs, with those nested in it, and how often earlier ones have fired."""
+    """State of the running backward, with the backward passes nested in it.
+
+    It also records how often hooks fired in earlier backward passes.
+    """
 
     def __init__(self) -> None:
-        """Expect the first backward."""
         self.forget()
         self.relearn()
 
     def forget(self) -> None:
-        """Expect another backward."""
+        """Prepare for another backward."""
         self.tasks: set[int] = set()  # graph tasks of autograd
         self.has_outer_end = False  # whether the outermost backward reports its end
-        self.takes_early = False  # whether gradients are final as soon as they are made
+        self.takes_early = False  # whether gradients are final when their hook fires
         self.num_fires = 0  # hooks that have fired
 
     def relearn(self) -> None:
-        """Learn again how often hooks fire: the first step keeps all gradients to its end."""
+        """Count again how often hooks fire; the next step sends no gradient before its end."""
         self._is_first, self.fires_once = True, False
         self._nested_fires = -1
 
     def enter(self, task: int, on_end: Callable[[], None], *, is_outermost: bool) -> None:
-        """Note a graph task, and have its end reported."""
+        """Register a graph task, and call ``on_end`` at its end."""
         self.tasks.add(task)
         self.has_outer_end |= is_outermost
         call_after_backward(on_end)
 
     def is_over(self, have_all_fired: Callable[[], bool]) -> bool:
-        """Return whether all is over at the end of a nested backward (reentrant checkpointing).
+        """Return whether the backward is over at the end of a nested one (reentrant checkpoint).
 
-        If no hook has fired in the outer one, the end is known by counting: all have fired, or as
-        many as in an earlier backward in which none ever did. Else ``step()`` reduces.
+        If no hook has fired in the outer backward, its end is found by counting: either all hooks
+        have fired, or as many as in an earlier backward of this kind. Otherwise ``step()``
+        reduces.
         """
         if self.has_outer_end:
             return False
         return self.num_fires == self._nested_fires or have_all_fired()
 
     def learn(self, fires: Iterable[int], num_passes: int) -> None:
-        """Learn from the passes of a step how often each hook has fired."""
+        """Record how often each hook has fired in the passes of a step."""
         if self.num_fires:
             once = all(number <= num_passes for number in fires)
             self.fires_once = once and (self._is_first or self.fires_once)
@@ -150,11 +163,12 @@ class BackwardPass:
 
 
 def is_outermost(parameter: Tensor) -> bool:
-    """Return whether the ``backward()`` that made a gradient was not called by another one.
+    """Return whether the ``backward()`` that computed a gradient is not nested in another one.
 
-    Autograd does not tell: a callback queued in a nested backward runs at the nested one's end.
-    All of them enter the engine through one Python function, so its frames are counted. Gradients
-    of an accelerator are made by a thread of the engine, in which there is no frame of the first.
+    Autograd has no such query: a callback that is queued in a nested backward runs at the end of
+    the nested one. All backward passes enter the engine through one Python function, so this
+    function counts its frames. Gradients on an accelerator are computed by an engine thread, whose
+    stack does not have the frame of the outermost backward.
     """
     is_in_thread = not parameter.is_cpu and is_multithreading_enabled()
     frame, depth = inspect.currentframe(), 0

@@ -11,7 +11,17 @@ from hpctrain.gradients.step_counter import steps_over
 
 
 class AveragedGradients(Reducer, OptimizerExchange):
-    """Averages the gradients of an optimizer over all ranks by the end of ``backward()``."""
+    """Averages the gradients of an optimizer over all ranks by the end of ``backward()``.
+
+    Construction lays out the buckets and hooks the parameters. Collective.
+
+    Args:
+        reduction: sends the gradients.
+        parameters: returns the current parameters, by name.
+        note: receives the name of the last collective operation of this rank.
+        passes: backward passes that are accumulated before one reduction.
+        is_over_world: whether the exchange is over all ranks; required by ``rebind``.
+    """
 
     reduction: Reduction
 
@@ -24,33 +34,32 @@ class AveragedGradients(Reducer, OptimizerExchange):
         passes: int,
         is_over_world: bool,
     ) -> None:
-        """Lay out the buckets and hook the parameters. Collective.
-
-        Only an exchange over the whole world can ``rebind``.
-        """
         super().__init__(reduction, parameters, note, passes=passes)
         self._is_over_world = is_over_world
 
     @property
     def sums_are_finite(self) -> bool | None:
-        """Whether the averages of the last backward are finite; None where that is not known."""
+        """Whether the averages of the last backward are finite; None if unknown."""
         return self.reduction.is_finite
 
     def look_at_sums(self) -> None:
-        """Find out ``sums_are_finite``, from the next step on."""
+        """Compute ``sums_are_finite`` from the next step on."""
         self.reduction.looks = True
 
     def synchronize(self) -> bool:
-        """Average what ``backward()`` has not averaged. Collective."""
+        """Average the gradients that ``backward()`` has not averaged. Collective."""
         return not self.finish()
 
     def begin_clipping(self) -> None:
-        """Average the gradients of a rank that has skipped ``backward``. Collective then."""
+        """Average the gradients of a rank that has skipped ``backward``.
+
+        Collective if ``backward`` was skipped.
+        """
         if not self.has_begun:
             self.finish()
 
     def rebind(self, comm: Communicator, plan: Plan) -> None:
-        """Average over the ranks of another world. Collective over those."""
+        """Average over the ranks of another world. Collective over ``comm``."""
         if not self._is_over_world:
             super().rebind(comm, plan)
         self.move_to(self.reduction.over(comm, plan, steps_over(comm)))

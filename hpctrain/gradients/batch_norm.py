@@ -1,4 +1,4 @@
-"""``SyncBatchNorm``: normalises by the statistics of all ranks' samples together."""
+"""``SyncBatchNorm``: batch normalisation over the samples of all ranks."""
 
 from typing import Any
 
@@ -16,19 +16,27 @@ from hpctrain.runtime.process_sets import ProcessSet, global_process_set
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Batch normalisation over the samples of all ranks: that of one process with all of them.
+    """Batch normalisation over the samples of all ranks, as in one process with all samples.
 
-    Collective in training, and in evaluation where no statistics are tracked: forward, and
-    backward where the input needs a gradient. Batches may differ in size between ranks, also be
-    empty. Gradients of weight and bias are this rank's part; ``DistributedOptimizer`` combines
-    them. There is no second derivative.
+    Collective in training, and in evaluation without running statistics: forward, and backward if
+    the input needs a gradient. Batches may differ in size between ranks and may be empty.
+    Gradients of weight and bias are local to this rank; ``DistributedOptimizer`` combines them.
+    There is no second derivative.
 
-    Gradients flow between the ranks, so a sample must count the same in the losses of all ranks:
-    where batches differ in size, let the loss be a sum over the own samples divided by the same
-    number on every rank. ``set_num_samples`` comes after the backward, which is too late here.
+    Gradients flow between the ranks, so a sample must have the same weight in the losses of all
+    ranks: if batches differ in size, divide the sum of losses by the same number on every rank.
+    ``set_num_samples`` weights gradients after the backward, which is too late here.
 
-    Sums are taken in the dtype of the input, of 16-bit ones in float32, and combined over ranks
-    in float64.
+    Sums are computed in the dtype of the input, in float32 for 16-bit inputs, and combined over
+    ranks in float64.
+
+    Args:
+        num_features: C of the inputs ``(N, C)`` or ``(N, C, ...)``.
+        eps: added to the variance.
+        momentum: weight of a batch in the running statistics; None for the mean over all batches.
+        affine: whether the layer has weight and bias.
+        track_running_stats: whether evaluation uses running statistics.
+        process_set: the ranks that share statistics; None for all.
 
     Source: Chan, Golub, LeVeque 1979, for the variance of a union.
     """
@@ -42,16 +50,6 @@ class SyncBatchNorm(_BatchNorm):
         track_running_stats: bool = True,  # noqa: FBT001, FBT002 - torch's
         process_set: ProcessSet | None = global_process_set,
     ) -> None:
-        """Take what ``torch.nn.BatchNorm2d`` takes, for inputs ``(N, C)`` or ``(N, C, ...)``.
-
-        Args:
-            num_features: C.
-            eps: is added to the variance.
-            momentum: weight of a batch in the running statistics; None for a plain mean over all.
-            affine: whether there are a weight and a bias.
-            track_running_stats: whether evaluation uses running statistics.
-            process_set: the ranks whose samples are taken together; None for all.
-        """
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
         self.process_set = process_set or global_process_set
 
@@ -59,8 +57,8 @@ class SyncBatchNorm(_BatchNorm):
         """Normalise ``input``.
 
         Raises:
-            ConfigError: it has less than two dimensions or other features; or all ranks together
-                have one value per feature, which has no variance.
+            ConfigError: ``input`` has fewer than two dimensions or another number of features; or
+                all ranks together have one value per feature, which has no variance.
         """
         uses_batch = self.training or not self.track_running_stats
         if not uses_batch or self.process_set.size() == 1:
@@ -78,13 +76,13 @@ class SyncBatchNorm(_BatchNorm):
     def _check_input_dim(self, values: Tensor) -> None:
         if values.dim() < 2 or values.size(1) != self.num_features:
             raise ConfigError(
-                f"SyncBatchNorm({self.num_features}) takes inputs (N, {self.num_features}, ...), "
-                f"got {tuple(values.shape)}"
+                f"inputs of SyncBatchNorm({self.num_features}) must be (N, {self.num_features}, "
+                f"...), got {tuple(values.shape)}"
             )
 
     @torch.no_grad()
     def _track(self, mean: Tensor, variance: Tensor, count: int) -> None:
-        """Move the running statistics towards those of the batch, the variance unbiased."""
+        """Update the running statistics; the variance is unbiased."""
         assert self.num_batches_tracked is not None
         self.num_batches_tracked += 1
         if not count:
@@ -100,7 +98,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class _Normalise(Function):
-    """The output, and mean, biased variance and number of values per feature of all ranks."""
+    """Returns the output, and mean, biased variance and number of values of all ranks."""
 
     @staticmethod
     def forward(
@@ -151,8 +149,8 @@ class _Normalise(Function):
 def _statistics(values: Tensor, controller: Controller) -> tuple[Tensor, Tensor, int]:
     """Return mean and biased variance per feature in float64, and the number of values of each.
 
-    Collective. All ranks form them from the same parts in the same order; with one value per
-    feature all raise ``ConfigError``.
+    Collective. All ranks combine the same statistics in the same order. With one value per feature
+    all ranks raise ``ConfigError``.
     """
     features = values.size(1)
     count = values.numel() // features if features else 0
@@ -164,15 +162,15 @@ def _statistics(values: Tensor, controller: Controller) -> tuple[Tensor, Tensor,
         own[0, 0] = count
         own[0, 1 : features + 1] = mean
         own[0, features + 1 :] = variance
-    # One name for all layers of a width, so that it stays known however many there are: a layer
-    # waits for its result before the next one begins.
+    # Layers of one width share a name, so that it stays cached with any number of layers. A layer
+    # waits for its result before the next layer submits the name.
     request = Request(Kind.ALLGATHER, f"SyncBatchNorm.statistics.{features}", [own])
     (parts,) = controller.run(request)
     counts, means, variances = parts.split([1, features, features], dim=1)
     total = int(counts.sum())
     if total == 1:
         raise ConfigError(
-            "batch normalisation needs more than one value per feature on all ranks together, "
+            "batch normalisation must have more than one value per feature on all ranks together, "
             "got 1; use a larger batch, or eval()"
         )
     shares = counts / max(total, 1)
@@ -182,7 +180,7 @@ def _statistics(values: Tensor, controller: Controller) -> tuple[Tensor, Tensor,
 
 
 def _summed(sums: Tensor, controller: Controller) -> Tensor:
-    """Return sums of all ranks in float64. Collective."""
+    """Return sums over all ranks in float64. Collective."""
     name = f"SyncBatchNorm.sums.{sums.size(1)}"
     own = sums.to("cpu", torch.float64, copy=True)
     (total,) = controller.run(Request(Kind.ALLREDUCE, name, [own], in_place=True, op=Sum))
@@ -191,7 +189,7 @@ def _summed(sums: Tensor, controller: Controller) -> Tensor:
 
 
 def _wide(values: Tensor) -> torch.dtype:
-    """Return in which dtype to calculate."""
+    """Return the dtype for computations."""
     return torch.float32 if values.itemsize < 4 else values.dtype
 
 

@@ -1,4 +1,4 @@
-"""``BucketLayout``: the place of each gradient in the buckets, the same on every rank."""
+"""``BucketLayout``: the slot of each gradient in the buckets, the same on every rank."""
 
 from collections.abc import Collection, Sequence
 
@@ -18,17 +18,25 @@ from hpctrain.gradients.sparse_gradients import SparseSlot
 
 
 class BucketLayout:
-    """The buckets of a fixed set of parameters, and the sparse gradients that are in none."""
+    """Buckets of a fixed set of parameters, and the sparse gradients outside of buckets.
+
+    ``build`` allocates the buckets.
+
+    Args:
+        comm: ranks whose gradients are reduced.
+        plan: bucket size and time of the all-reduce.
+        codec: compression of the buckets.
+        grouping: groups of parameters that are sent in one message.
+    """
 
     def __init__(self, comm: Communicator, plan: Plan, codec: Codec, grouping: Grouping) -> None:
-        """Take what decides the buckets; ``build`` makes them."""
         self._comm, self._plan, self._codec, self.grouping = comm, plan, codec, grouping
         self.buckets: list[GradientBucket] = []
         self.dense: list[Slot] = []
         self.sparse: list[SparseSlot] = []
         self.slot_of: dict[Tensor, Slot | SparseSlot] = {}
         self.slot_by_id: dict[int, Slot | SparseSlot] = {}
-        self.found_new_sparse = False  # whether a slot was filled by ``is_new_sparse``
+        self.found_new_sparse = False  # whether a filled slot was ``is_new_sparse``
         self._parameters: NamedParameters = ()
         self._dims: dict[Tensor, int] = {}  # sparse dimensions of sparse gradients
 
@@ -38,10 +46,15 @@ class BucketLayout:
         return self.slot_of.values()
 
     def build(self, parameters: NamedParameters, results: Sequence[Tensor] = ()) -> None:
-        """Lay the buckets out for all these parameters, the same on every rank. Collective.
+        """Lay out the buckets for these parameters, identically on every rank. Collective.
 
-        Where ranks have other parameters or groups all raise ``MismatchError``. ``results`` are
-        those whose gradients are alike on all ranks, beside those known.
+        Args:
+            parameters: all parameters with their names.
+            results: parameters whose gradients are already equal on all ranks, in addition to
+                slots that hold a result.
+
+        Raises:
+            MismatchError: ranks have different parameters or groups; raised on all ranks.
         """
         groups = self.grouping.numbers([p for _, p in parameters])
         lines = [f"{n} {tuple(p.shape)} {p.dtype} strides {p.stride()}" for n, p in parameters]
@@ -62,21 +75,21 @@ class BucketLayout:
                 self.slot_of[parameter].adopt()
 
     def fits(self, parameters: NamedParameters) -> bool:
-        """Say whether these are the parameters of ``build``, in the same dtypes and layouts."""
+        """Return whether the parameters of ``build`` match these, with dtypes and layouts."""
         slot_of = self.slot_of
         return len(parameters) == len(slot_of) and all(
             (slot := slot_of.get(p)) is not None and slot.fits(p) for _, p in parameters
         )
 
     def is_new_sparse(self, slot: Slot) -> bool:
-        """Say whether the gradient is a sparse one that other ranks may not know of."""
+        """Return whether the gradient is sparse, which other ranks may not know yet."""
         return slot.found_sparse_dim is not None and slot.parameter not in self._dims
 
     def learn_sparse(self) -> None:
-        """Let all ranks know whose gradients are sparse, and lay them out so. Collective."""
+        """Exchange which gradients are sparse, and lay out the buckets again. Collective."""
         own = [self.slot_of[p].found_sparse_dim for _, p in self._parameters]
         self._dims = {}
-        for dims in reversed(self._comm.allgather_object(own)):  # the first rank's word counts
+        for dims in reversed(self._comm.allgather_object(own)):  # the lowest rank decides
             pairs = zip(self._parameters, dims, strict=True)
             self._dims |= {p: dim for (_, p), dim in pairs if dim is not None}
         self._lay_out()
@@ -85,21 +98,22 @@ class BucketLayout:
         self.found_new_sparse = False
 
     def check_place(self, slot: Slot) -> None:
-        """Refuse a gradient that lies in the place of another, which would overwrite it."""
+        """Raise ``CommError`` if a gradient shares the memory of another slot."""
         grad = slot.parameter.grad
         if grad is None or grad.is_sparse or slot.holds(grad):
             return
         address = grad.data_ptr()
         if any(first <= address < end for first, end in self._memory):
             raise CommError(
-                f"{slot.name}.grad lies in the memory of an earlier gradient, in another place or "
-                f"order; set a clone of it"
+                f"{slot.name}.grad must have its own memory, but shares that of an earlier "
+                f"gradient at another place or in another order; set .grad to a clone"
             )
 
     def _lay_out(self) -> None:
-        """Make buckets for all but the sparse gradients, last parameter first. Collective.
+        """Make buckets for all dense gradients, last parameter first. Collective.
 
-        Without memory enough all ranks raise ``NodeMemoryError``.
+        Raises:
+            NodeMemoryError: memory is insufficient; raised on all ranks.
         """
         named = self._parameters
         numbers = self.grouping.numbers([p for _, p in named])
@@ -132,7 +146,7 @@ class BucketLayout:
     def _new_buckets(
         self, dense: NamedParameters, plans: Sequence[BucketPlan]
     ) -> list[GradientBucket]:
-        """Make buckets, summed on accelerators where all ranks can do that. Collective."""
+        """Make buckets that are summed on accelerators if all ranks can do so. Collective."""
 
         def make(backend: ReduceBackend) -> list[GradientBucket]:
             return [
@@ -142,10 +156,13 @@ class BucketLayout:
 
         refusal = "" if dense else "there are no parameters"
         if not isinstance(self._codec, Identity):
-            refusal = f"the codec {type(self._codec).__name__} is there"
+            refusal = f"gradients are compressed by {type(self._codec).__name__}"
         return by_first_backend(self._comm, {p.device for _, p in dense}, make, refusal)
 
 
 def _device_numbers(tensors: Sequence[Tensor]) -> dict[torch.device, int]:
-    """Number the devices of tensors as they come: on other ranks others may have the numbers."""
+    """Number the devices of tensors in order of occurrence.
+
+    Device indices may differ between ranks.
+    """
     return {device: n for n, device in enumerate(dict.fromkeys(t.device for t in tensors))}

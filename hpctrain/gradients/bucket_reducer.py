@@ -1,8 +1,8 @@
-"""From ``.grad`` to the average over all ranks: by the time ``backward()`` returns, it is there.
+"""``Reducer``: gradients are averaged over all ranks by the time ``backward()`` returns.
 
-autograd finishes a gradient     on_ready      copies it into its place in the bucket
-the bucket's last one is there   take          starts its all-reduce (or waits for the end)
-backward ends                    complete      waits; ``.grad`` is the average from here on
+autograd accumulates a gradient   ``on_ready``   copies the gradient to its bucket
+the last gradient of a bucket     ``take``       starts the all-reduce (or waits for the end)
+backward ends                     ``complete``   waits; ``.grad`` is the average
 """
 
 from collections.abc import Callable
@@ -32,9 +32,18 @@ ParameterSource = Callable[[], NamedParameters]
 class Reducer:
     """Averages (or sums) the gradients of a set of parameters over all ranks, once per step.
 
-    Collective: every rank goes through the same number of steps. A rank may skip ``backward`` in
-    a step, and parameters may lack a gradient on some ranks (they add zeros) or on all of them
-    (``.grad`` stays None). The hooks go when the reducer goes.
+    Collective: every rank runs the same number of steps. A rank may skip ``backward`` in a step,
+    and parameters may lack a gradient on some ranks (which add zeros) or on all of them (``.grad``
+    stays None). Construction lays out the buckets and hooks the parameters; the hooks are removed
+    with the reducer.
+
+    Args:
+        reduction: sends the gradients.
+        parameters: returns the current parameters, by name; called in every step.
+        note: called once per step with the name of the collective operation.
+        passes: backward passes that are accumulated before one reduction.
+        is_exclusive: of several exclusive reducers of a parameter only the last one reduces its
+            gradient.
     """
 
     def __init__(
@@ -46,25 +55,18 @@ class Reducer:
         passes: int = 1,
         is_exclusive: bool = True,
     ) -> None:
-        """Lay out the buckets and hook the parameters. Collective.
-
-        ``parameters`` returns all of today, by name; it is asked again in every step. ``note`` is
-        told once per step what this rank has done with others. Of several reducers that are
-        exclusive only the last one reduces a gradient.
-        """
-        self.reduction = reduction  # what moves the gradients
+        self.reduction = reduction
         self.is_exclusive, self.superseded = is_exclusive, ""
         self.is_on = True
-        """Whether gradients are reduced; while it is off they stay as this rank made them. It
-        changes between two steps, on all ranks in the same one."""
+        """Whether gradients are reduced; changes between two steps, the same two on all ranks."""
         self._note = note
         self._parameters = parameters
         self._num_passes, self._passes_done = passes, 0
         self.state = StepState.EMPTY
         self._seen: dict[Tensor, tuple[Tensor, tuple[int, int]]] = {}
-        """Gradients that wait for another pass, and what changes when they are written."""
+        """Gradients that wait for another pass, with their ``writes_of`` after the last pass."""
         self._replaced_sum = ""
-        """Name of a sum that was replaced before this backward, which adds to it."""
+        """Name of a parameter whose sum was replaced before this backward added to it."""
         self._backward = BackwardPass()
         kind = type(self)
         before_sum = kind.before_sum if self._sees_sums else None
@@ -74,34 +76,34 @@ class Reducer:
         self._hook_anew()
 
     def set_passes(self, passes: int) -> None:
-        """Accumulate so many backward passes locally before one reduction, from the next on."""
+        """Set the backward passes that are accumulated before one reduction."""
         self._num_passes = passes
         self._passes_done = 0
 
     def switch(self, *, is_on: bool) -> None:
-        """Reduce gradients from the next step on, or stop. Collective where that is a change."""
+        """Start or stop reducing gradients, from the next step on. Collective when it stops."""
         if self.is_on and not is_on:
             self.reduction.confirm()
         self.is_on = is_on
 
     @property
     def steps(self) -> StepCounter:
-        """What is compared before a step, with the flags of the ranks."""
+        """Step counter, which compares the ranks before a step and holds their flags."""
         return self.reduction.steps
 
     @property
     def count(self) -> SampleCount:
-        """How the gradients of the ranks are weighted."""
+        """Weights of the ranks' gradients."""
         return self.reduction.count
 
     @property
     def exposed_seconds(self) -> float:
-        """Time in which the last step waited for other ranks."""
+        """Seconds for which the last step waited for other ranks."""
         return self.reduction.exposed_seconds
 
     @property
     def is_in_step(self) -> bool:
-        """Whether there are gradients of the present step."""
+        """Whether there are gradients of the current step."""
         return self.state.is_begun
 
     @property
@@ -111,7 +113,7 @@ class Reducer:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a backward of this step has made gradients, or others have come in its place."""
+        """Whether a backward of this step has run, or gradients of this step are reduced."""
         return self.state is StepState.REDUCED or self._has_backward
 
     @property
@@ -119,26 +121,34 @@ class Reducer:
         return bool(self._backward.num_fires or self._passes_done)
 
     def set_num_samples(self, num_samples: float, nominal: float) -> None:
-        """Let this rank's gradient count as the mean over ``num_samples``."""
+        """Weight the gradient of this rank as the mean over ``num_samples``."""
         if not self.count.average:
-            raise ConfigError("sample counts weight an average; this optimizer has op=Sum")
+            raise ConfigError(
+                "sample counts must be set with op=Average, but op is Sum; scale the loss instead"
+            )
         before = self.count.weight
         self.count.set(num_samples, nominal)
         if self._passes_done and self.count.weight != before:
             raise ConfigError(
-                f"all {self._num_passes} backward passes of a step count alike, got "
-                f"num_samples={num_samples} after pass {self._passes_done}; set it before them"
+                f"num_samples must be the same for all {self._num_passes} backward passes of a "
+                f"step, got num_samples={num_samples} after pass {self._passes_done}; call "
+                f"set_num_samples before the first pass"
             )
 
     @dynamo_disable
     def finish(self, *, is_skipped: bool = False) -> bool:
-        """Reduce now what ``backward()`` has not reduced in this step. Collective.
+        """Reduce the gradients that ``backward()`` has not reduced in this step. Collective.
 
-        Gradients that the program has replaced or dropped since are the ranks' own: where all
-        ranks have done the same they stay, else they are averaged; also behind a ``zero_grad()``
-        that no backward has followed. Returns whether there was anything to do. In a step that is
-        skipped, gradients of the step before add nothing, and samples count only if there was a
-        backward.
+        Reduced gradients that the program has replaced or dropped are kept if all ranks have made
+        the same changes; otherwise they are averaged again. The same applies after a
+        ``zero_grad()`` without a later backward.
+
+        Args:
+            is_skipped: whether this rank skips the step: gradients of the previous step are
+                dropped, and the sample count is 0 unless a backward has run.
+
+        Returns:
+            Whether anything had to be reduced.
         """
         if not self.is_on:
             return False
@@ -146,7 +156,7 @@ class Reducer:
         has_begun, is_reduced = self._has_backward, self.state is StepState.REDUCED
         if is_reduced or has_begun:
             old = []
-        else:  # no backward, so these are the gradients of the step before
+        else:  # no backward: the gradients are those of the previous step
             old = [slot for slot in self.reduction.layout.slots if slot.holds_result]
         for slot in old if is_skipped else ():
             slot.parameter.grad = None
@@ -172,7 +182,7 @@ class Reducer:
         return is_due
 
     def begin_step(self, stepping: Optimizer, closure: Closure) -> Closure:
-        """Average what is not averaged yet, inside of the closure if there is one. Collective."""
+        """Average gradients that are not averaged yet, after the closure if given. Collective."""
         if closure is None:
             self.finish()
             return None
@@ -180,7 +190,7 @@ class Reducer:
         def averaging() -> Any:
             loss = closure()
             self.finish()
-            if isinstance(stepping, LBFGS):  # which decides by the loss when a step ends
+            if isinstance(stepping, LBFGS):  # the loss decides when its step ends
                 self.reduction.require_equal_loss(loss)
             return loss
 
@@ -188,27 +198,27 @@ class Reducer:
 
     @dynamo_disable
     def new_step(self) -> None:
-        """Expect the gradients of another step."""
+        """Prepare for the gradients of another step."""
         self.reduction.is_finite = None
         self.state = self.state.cleared()
         self._passes_done = 0
         self._replaced_sum = ""
-        if self._backward.tasks:  # a backward has raised
+        if self._backward.tasks:  # a backward raised an error
             self._break_off()
 
     @dynamo_disable
     def end_step(self) -> None:
-        """Count a step that was taken, and expect another."""
+        """Count a step that was taken, and prepare for another."""
         self.steps.end()
         self.new_step()
         self.state = StepState.EMPTY
 
     @dynamo_disable
     def start_again(self) -> None:
-        """Forget what a backward that raised has left: parameters and state were replaced.
+        """Discard the gradients of a backward that raised; parameters and state were replaced.
 
-        Collective if one has raised after some of its gradients had travelled: then every rank
-        calls this, and the rest travels too, so that the ranks meet again.
+        Collective if a backward raised after some of its gradients were sent: then every rank
+        calls this and sends the remaining gradients, so that the ranks are synchronized again.
         """
         if self._backward.tasks and self.reduction.has_sent:
             with suppress(MismatchError):
@@ -220,7 +230,7 @@ class Reducer:
     def move_to(self, reduction: Reduction) -> None:
         """Reduce over the ranks of another reduction from the next step on. Collective over those.
 
-        What was under way is forgotten.
+        Gradients in flight are discarded.
         """
         reduction.around, reduction.steps.flags = self.reduction.around, self.steps.flags
         reduction.looks = self.reduction.looks
@@ -235,7 +245,7 @@ class Reducer:
         self._backward.forget()
 
     def stand_in(self, agreement: StepAgreement) -> None:
-        """Take part in a step of the others with nothing. Collective."""
+        """Add zeros to a step of the other ranks. Collective."""
         for parameter in self.reduction.layout.slot_of:
             parameter.grad = None
         changed = self._today() if agreement.outdated else None
@@ -250,20 +260,21 @@ class Reducer:
 
     def _hook_anew(self) -> None:
         self.hook()
-        self.steps.watch(self._parameters())  # frozen ones too: they are part of the replica
+        self.steps.watch(self._parameters())  # frozen parameters are part of the replica
         self._backward.relearn()
 
     def _check_owner(self) -> None:
         if self.superseded:
             raise ConfigError(
-                f"the gradient of {self.superseded} is reduced by a DistributedOptimizer that "
-                f"was made later; step that one, or drop it and wrap this optimizer anew"
+                f"only the last DistributedOptimizer of a parameter must step, but a later one "
+                f"reduces the gradient of {self.superseded}; step the later one, or delete it "
+                f"and wrap this optimizer again"
             )
 
-    # -- while backward runs ----------------------------------------------------------------
+    # -- during backward --------------------------------------------------------------------
 
     def on_ready(self, parameter: Tensor) -> None:
-        """Take one gradient; autograd calls this as soon as it is accumulated."""
+        """Reduce one gradient; autograd calls this when the gradient is accumulated."""
         if not self.is_on or self.superseded:
             return
         backward, task = self._backward, graph_task_id()
@@ -272,7 +283,7 @@ class Reducer:
             self._enter_graph_task(task, is_outermost=is_outermost(parameter))
         backward.num_fires += 1
         slot = self.reduction.layout.slot_of.get(parameter)
-        if slot is None:  # it was frozen
+        if slot is None:  # a frozen parameter
             return
         slot.fires += 1
         slot.is_result = False
@@ -280,7 +291,7 @@ class Reducer:
             self.reduction.take(slot)
 
     def before_sum(self, parameter_id: int) -> None:
-        """Make room for a gradient that is about to be added to a sum: one rank keeps that."""
+        """Clear a reduced sum that backward is about to add to, on all ranks but one."""
         slot = self.reduction.layout.slot_by_id.get(parameter_id)
         if not self.is_on or self.superseded or slot is None or not slot.is_result:
             return
@@ -309,7 +320,7 @@ class Reducer:
             self._on_backward_end()
 
     def _have_all_fired(self) -> bool:
-        """Return whether every trained parameter has got a gradient in this backward."""
+        """Return whether every trained parameter has a gradient in this backward."""
         return all(
             slot.fires > self._passes_done
             for slot in self.reduction.layout.slots
@@ -328,11 +339,11 @@ class Reducer:
             self._backward.forget()
 
     def _break_off(self) -> None:
-        """Forget a backward that raised: its gradients are not those of this step."""
+        """Discard the gradients of a backward that raised."""
         if self.reduction.has_sent:
             raise CommError(
-                "the last backward raised after some of its gradients had travelled, so the ranks "
-                "may differ; start again from a checkpoint, or set HPCTRAIN_OVERLAP=end"
+                "the last backward raised an error after some of its gradients were sent, so the "
+                "ranks may differ; restart from a checkpoint, or set HPCTRAIN_OVERLAP=end"
             )
         self.reduction.forget()
         self._passes_done = 0
@@ -349,13 +360,13 @@ class Reducer:
         ]
 
     def _changed(self) -> NamedParameters | None:
-        """Return the parameters of today if buckets or hooks no longer fit them."""
+        """Return the current parameters if they no longer fit the buckets or hooks."""
         today = self._today()
         is_hooked = all(self._hooks.has(p) or not p.requires_grad for _, p in today)
         return None if is_hooked and self.reduction.layout.fits(today) else today
 
     def _were_changed_early(self) -> bool:
-        """Say whether a gradient that waits for another pass is not what backward has left."""
+        """Return whether an accumulated gradient was changed between two passes."""
         if not self._passes_done:
             return False
         for parameter in self.reduction.layout.slot_of:
@@ -366,7 +377,10 @@ class Reducer:
         return False
 
     def _find_replaced_sum(self) -> str:
-        """Name a sum that was replaced: nobody can tell what part of it is whose."""
+        """Return the name of a parameter whose sum was replaced; empty for none.
+
+        The reducer cannot separate the contributions of the ranks to such a sum.
+        """
         if not self.count.average:
             for slot in self.reduction.layout.slots:
                 if _is_replaced(slot):
@@ -392,14 +406,17 @@ class Reducer:
 
     def _learn(self) -> None:
         slots = self.reduction.layout.slots
-        if self.count.weight and self.state is not StepState.REDUCED:  # else: no samples
+        if (
+            self.count.weight and self.state is not StepState.REDUCED
+        ):  # without samples, no backward
             self.steps.count_reached(slot.name for slot in slots if not slot.fires)
         self._backward.learn((slot.fires for slot in slots), self._num_passes)
 
 
 def _is_replaced(slot: Slot | SparseSlot) -> bool:
-    """Say whether another tensor is where a result was, and holds something.
+    """Return whether a reduced gradient was replaced by a tensor with nonzero values.
 
-    There are zeros only after ``zero_grad(set_to_none=False)`` of a parameter that was converted.
+    A replacement by zeros comes only from ``zero_grad(set_to_none=False)`` of a converted
+    parameter.
     """
     return slot.is_result and slot.is_touched and slot.has_values

@@ -1,4 +1,4 @@
-"""Optimizers that step each element or each tensor by itself: their own step, on some of them."""
+"""``PieceStep``: the step of an elementwise or tensorwise optimizer on parts of parameters."""
 
 import inspect
 from collections import defaultdict
@@ -20,67 +20,72 @@ _OF_TORCH = {
     ),
     "tensorwise": ("Adafactor", "Muon"),
 }
-"""By what a class says of itself: those of torch that it is true of."""
+"""Optimizers of torch by property; other classes set an attribute of that name."""
 _NOT_OF_STEPS = {"param_groups", "state", "step", "_exchange"}
-_NUM_PROBED = 3  # elements: neither a scalar nor one element
+_NUM_PROBED = 3  # elements, to distinguish an elementwise state from a single number
 
 
 class StateSpec(NamedTuple):
-    """One tensor of an optimizer's state of a parameter."""
+    """Dtype and shape of one tensor of an optimizer's state of a parameter."""
 
     dtype: torch.dtype
-    shape: tuple[int, ...] | None  # None for an element for each of the parameter
+    shape: tuple[int, ...] | None  # None for the shape of the parameter
 
 
 class PieceStep:
-    """Takes the step of an optimizer on pieces of its parameters, with the same bits.
+    """Takes the step of an optimizer on pieces of its parameters, with bitwise equal results.
 
-    The step is that of the optimizer's class, on an object that has all its attributes, and
-    pieces in the place of parameters. Settings of the groups are read anew in every step.
+    The step is that of the optimizer's class, called on an object with all attributes of the
+    optimizer and with pieces in place of parameters. Settings of the groups are read in every
+    step.
+
+    Args:
+        optimizer: an optimizer that steps every element, or every tensor, separately.
+
+    Raises:
+        ConfigError: it is not known that the optimizer does so.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        """Take the optimizer; ``ConfigError`` if it may look beyond single tensors."""
         kind = type(optimizer)
         says = next((how for how in _OF_TORCH if is_known_as(how, optimizer)), None)
         if says is None:
             raise ConfigError(
-                f'shard="node" needs an optimizer that steps every element or every tensor by '
-                f"itself, and whether {kind.__module__}.{kind.__qualname__} does is not known; "
-                f"known are {', '.join(chain(*_OF_TORCH.values()))} of torch.optim; a class of "
-                f"your own says so by elementwise = True or tensorwise = True; leave shard out "
-                f"for others"
+                f'the optimizer for shard="node" must step every element or every tensor '
+                f"separately, which is not known of {kind.__module__}.{kind.__qualname__}; use "
+                f"{', '.join(chain(*_OF_TORCH.values()))} of torch.optim, set elementwise = True "
+                f"or tensorwise = True in your class, or leave shard out"
             )
         self.takes_tensors = says == "tensorwise"
-        """Whether each piece is a whole parameter."""
+        """Whether each piece must be a whole parameter."""
         if any(group.get("differentiable") for group in optimizer.param_groups):
             raise ConfigError(
-                'shard="node" takes no step that is differentiated, got differentiable=True; '
-                "leave one of them out"
+                'differentiable must be False with shard="node", got differentiable=True; leave '
+                "one of them out"
             )
         if away := {p.device.type for g in optimizer.param_groups for p in g["params"]} - {"cpu"}:
             raise ConfigError(
-                f'shard="node" needs parameters in the memory of the node, got some on '
-                f"{', '.join(sorted(away))}; leave shard out, or divide the state there by "
+                f'parameters must be in host memory with shard="node", got some on '
+                f"{', '.join(sorted(away))}; leave shard out, or divide the state by "
                 f"hpctrain.parallel.shard(model, optimizer, stage=1)"
             )
         self.state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
-        """By piece, as the step leaves it."""
+        """State of each piece after a step."""
         self._of = kind.__new__(kind)
-        self._step = inspect.unwrap(kind.step)  # hooks are those of the whole step
-        # Before torch 2.13 the constructor of Adagrad makes the state, not its first step.
+        self._step = inspect.unwrap(kind.step)  # the hooks belong to the whole step
+        # Before torch 2.13 the constructor of Adagrad creates the state, not its first step.
         self._has_early_state = isinstance(self._of, Adagrad) and bool(
             first_state_of_adagrad(torch.zeros(()), {})
         )
         self.kinds: list[tuple[object, ...]] = []
-        """Of each group what decides which state a step leaves, such as a momentum or none."""
+        """Settings of each group that decide which state exists, such as a nonzero momentum."""
         self._settings: list[dict[str, Any]] = []
         self._parts: dict[Any, dict[str, StateSpec]] = {}
 
     def read(self, optimizer: Optimizer) -> str:
-        """Take over the settings of today; return them as a text that ranks can compare."""
+        """Copy the current settings; return them as text that ranks can compare."""
         own, its = vars(optimizer).items(), vars(self._of)
-        its.clear()  # a scaler puts something there and takes it away again
+        its.clear()  # a scaler adds attributes and deletes them again
         its.update({k: v for k, v in own if k not in _NOT_OF_STEPS})
         self._settings = [
             {k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups
@@ -107,10 +112,11 @@ class PieceStep:
     def parts(
         self, group: int, dtype: torch.dtype, shape: tuple[int, ...]
     ) -> dict[str, StateSpec]:
-        """Return what a step leaves as state of a parameter of a shape, found out on ones.
+        """Return the state of a parameter after a step, found by a step on ones.
 
-        ``ConfigError``: it holds something else than tensors; or, where a few elements stand for
-        the parameter, others than such with its elements and single numbers.
+        Raises:
+            ConfigError: the state contains a value that is not a tensor; or, for an elementwise
+                optimizer, a tensor with neither one element nor the parameter's elements.
         """
         shape = shape if self.takes_tensors else (_NUM_PROBED,)
         key = dtype, self.kinds[group], shape
@@ -136,7 +142,7 @@ class PieceStep:
             if not isinstance(value, Tensor) or not (whole or value.numel() in (1, _NUM_PROBED)):
                 form = "" if whole else " with the elements of their parameter, or one number"
                 raise ConfigError(
-                    f'shard="node" needs an optimizer state of tensors{form}, got '
+                    f'the optimizer state for shard="node" must consist of tensors{form}, got '
                     f"{name} = {value!r:.100} of {type(self._of).__name__}; leave shard out"
                 )
             has_elements = not whole and value.numel() == _NUM_PROBED
@@ -144,7 +150,10 @@ class PieceStep:
 
 
 def is_known_as(how: str, optimizer: Optimizer) -> bool:
-    """Say whether ``how`` is true of an optimizer: of a child of its class it may not be."""
+    """Return whether an optimizer is ``how``, for example "elementwise".
+
+    A subclass does not inherit the property, because its step may differ.
+    """
     kind = type(optimizer)
     if any(kind is getattr(torch.optim, name, None) for name in _OF_TORCH[how]):
         return True
@@ -152,7 +161,7 @@ def is_known_as(how: str, optimizer: Optimizer) -> bool:
 
 
 def can_shard(optimizer: Optimizer) -> bool:
-    """Say whether ``shard="node"`` takes an optimizer."""
+    """Return whether ``shard="node"`` supports an optimizer."""
     try:
         PieceStep(optimizer)
     except ConfigError:

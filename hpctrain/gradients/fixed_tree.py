@@ -1,8 +1,8 @@
 """Sums over a fixed binary tree: the same additions in the same order on any number of ranks.
 
-The leaves are numbered, as many as a power of two. Node i of level k is the sum of the nodes 2i
-and 2i + 1 of level k - 1; leaves are level 0. A rank that holds some leaves in a row adds up what
-they allow; what is left are the largest whole nodes of its range, at most 2 log2(leaves).
+The leaves are numbered; their number is a power of two. Node i of level k is the sum of nodes 2i
+and 2i + 1 of level k - 1; leaves are level 0. A rank that holds consecutive leaves adds up all
+complete subtrees of its range; at most 2 log2(leaves) nodes remain.
 """
 
 import hashlib
@@ -19,32 +19,33 @@ from hpctrain.comm.tensor_bucket import PackedTensors
 from hpctrain.core.errors import ConfigError
 
 ALIGNMENT = 64
-"""Bytes, a vector register of any CPU: libraries calculate the ends of other arrays apart."""
+"""Bytes of the widest vector register: libraries compute unaligned ends by other code."""
 
 
 def own_micro_shards(num_micro_shards: int, rank: int, size: int) -> range:
-    """Return the numbers of the micro-shards of a rank: contiguous, all ranks equal or one apart.
+    """Return the numbers of the micro-shards of a rank: consecutive, and balanced to within one.
 
-    ``ConfigError`` if the number of micro-shards is no power of two, or below that of ranks.
+    Raises:
+        ConfigError: the number of micro-shards is not a power of two, or less than ``size``.
     """
     if num_micro_shards < 1 or num_micro_shards & (num_micro_shards - 1):
         raise ConfigError(
-            f"micro_shards is a power of two, got {num_micro_shards}; "
-            f"take {1 << max(num_micro_shards, 1).bit_length()}"
+            f"micro_shards must be a power of two, got {num_micro_shards}; use "
+            f"{1 << max(num_micro_shards, 1).bit_length()}"
         )
     if num_micro_shards < size:
         raise ConfigError(
-            f"every rank needs a micro-shard, got micro_shards = {num_micro_shards} on {size} "
-            f"ranks; take {1 << (size - 1).bit_length()} or more, which changes the result, "
-            f"or fewer ranks"
+            f"micro_shards must be at least the number of ranks, got micro_shards = "
+            f"{num_micro_shards} on {size} ranks; use {1 << (size - 1).bit_length()} or more, "
+            f"which changes the result, or fewer ranks"
         )
     return range(num_micro_shards * rank // size, num_micro_shards * (rank + 1) // size)
 
 
 def sample_range(num_samples: int, num_micro_shards: int, shards: range) -> range:
-    """Return the samples of the micro-shards ``shards`` in a global batch: contiguous.
+    """Return the consecutive samples of the micro-shards ``shards`` in a global batch.
 
-    Micro-shards differ by one sample where their number does not divide that of the batch.
+    Micro-shards differ by one sample if their number does not divide that of the batch.
     """
     return range(
         num_samples * shards.start // num_micro_shards,
@@ -53,22 +54,26 @@ def sample_range(num_samples: int, num_micro_shards: int, shards: range) -> rang
 
 
 def seed_of(seed: int, step: int, micro_shard: int) -> int:
-    """Return the seed of the random numbers of one micro-shard in one step, below 2^64."""
+    """Return the random seed of one micro-shard in one step, below 2^64."""
     key = f"{seed} {step} {micro_shard}".encode()
     return int.from_bytes(hashlib.sha256(key).digest()[:8], "little")
 
 
 def num_samples_of(batch: Any) -> int:
-    """Return how many samples a batch holds.
+    """Return the number of samples in a batch.
 
-    It consists of tensors whose first dimension counts the samples, in tuples, lists and mappings;
-    ``ConfigError`` if it holds something else, nothing, or tensors of different lengths.
+    A batch consists of tensors whose first dimension counts the samples, in tuples, lists and
+    mappings.
+
+    Raises:
+        ConfigError: the batch contains another object, nothing, or tensors of different lengths.
     """
     found = {len(tensor) if tensor.dim() else -1 for tensor in _tensors_of(batch)}
     if len(found) != 1 or -1 in found:
         raise ConfigError(
-            f"tensors of a batch have a first dimension that counts the samples, the same in "
-            f"all, got lengths {sorted(found)} (-1: no dimension at all)"
+            f"all tensors of a batch must have a first dimension that counts the samples, the "
+            f"same in all, got lengths {sorted(found)} (-1: no dimension); reshape or remove the "
+            f"others"
         )
     return found.pop()
 
@@ -93,7 +98,7 @@ def aligned(tensor: Tensor) -> Tensor:
 def aligned_parts(
     batch: Any, num_samples: int, num_micro_shards: int, shards: range
 ) -> Iterator[Any]:
-    """Yield the micro-shards of a rank that have samples, each as ``aligned_part`` copies it.
+    """Yield the nonempty micro-shards of a rank, each as copied by ``aligned_part``.
 
     ``batch`` is samples ``sample_range(num_samples, num_micro_shards, shards)`` of a global batch.
     """
@@ -112,16 +117,15 @@ def _tensors_of(batch: Any) -> Iterator[Tensor]:
             yield from _tensors_of(value)
     else:
         raise ConfigError(
-            f"a batch holds tensors in tuples, lists and mappings, got {type(batch).__name__}; "
-            f"pad samples of different lengths to one fixed length"
+            f"a batch must consist of tensors in tuples, lists and mappings, got "
+            f"{type(batch).__name__}; pad samples of different lengths to one fixed length"
         )
 
 
-MESSAGE_BYTES = 4 << 20  # values that travel at once, unless one alone is larger
+MESSAGE_BYTES = 4 << 20  # values per message, unless a single one is larger
 
 Absent = Callable[[int, int], Tensor]
-"""From (entry, level) to what a node of this level sums to where no leaf has a value: a new
-tensor."""
+"""Return, for (entry, level), a new tensor: the sum of a node of this level without values."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,18 +135,18 @@ class Node:
     level: int
     index: int
     values: list[Tensor | None]
-    """Entry by entry; None where no leaf below has a value. The node owns their memory."""
+    """By entry; None if no leaf below has a value. The node owns their memory."""
 
 
 def push(pending: list[Node], node: Node, absent: Absent) -> None:
-    """Append ``node`` to the nodes before it, in order, and add up all pairs this completes."""
+    """Append ``node`` to the nodes before it, in order, and add up all pairs that are complete."""
     while pending and _are_siblings(pending[-1], node):
         node = _sum(pending.pop(), node, absent)
     pending.append(node)
 
 
 def whole_nodes(leaves: range) -> list[tuple[int, int]]:
-    """Return (level, index) of the largest nodes that lie in a range of leaves, in order."""
+    """Return (level, index) of the largest nodes inside a range of leaves, in order."""
     pending: list[Node] = []
     for leaf in leaves:
         push(pending, Node(0, leaf, []), _nothing)
@@ -156,13 +160,20 @@ def sum_over_ranks(
     present: Sequence[bool],
     absent: Absent,
 ) -> list[Tensor | None]:
-    """Return the value of the root: every rank gives the nodes that it holds, and their memory.
+    """Return the values of the root; reuses the memory of ``pending``. Collective.
 
-    Collective. Each rank sums a slice of the elements over the upper part of the tree, and gives
-    it to all others: with ranges that are whole nodes each rank sends 2 (N-1)/N of the bytes of
-    the values on N ranks, and half as much more for each further node that it holds. Beside the
-    nodes it needs memory for about 4 messages, and 2 more for each further node. Of each entry
-    ``present`` says whether any leaf of any rank has a value; without one the result is None.
+    Each rank sums a slice of the elements over the upper part of the tree, and sends it to all
+    other ranks. On N ranks whose ranges are whole nodes, each rank sends 2 (N-1)/N of the bytes of
+    the values, and half as much for each further node. Memory in addition to the nodes: about 4
+    messages, and 2 for each further node.
+
+    Args:
+        comm: ranks to sum over.
+        ranges: leaves of each rank.
+        pending: nodes of this rank.
+        present: for each entry, whether any leaf of any rank has a value; otherwise the result is
+            None.
+        absent: returns the sum of a node without values.
     """
     rows = [
         [_value(node, entry, absent) if there else None for entry, there in enumerate(present)]
@@ -180,7 +191,7 @@ def sum_over_ranks(
 def _sum_group_(
     comm: Communicator, nodes_of: Sequence[Sequence[tuple[int, int]]], rows: list[list[Tensor]]
 ) -> None:
-    """Replace the values of ``rows[0]``, all of one dtype, by those of the root. Collective."""
+    """Replace ``rows[0]``, all of one dtype, by the values of the root. Collective."""
     numel = sum(value.numel() for value in rows[0])
     packed = torch.empty((len(rows), numel), dtype=rows[0][0].dtype)
     for row, room in zip(rows, packed, strict=True):
@@ -197,7 +208,7 @@ def _sum_group_(
 
 
 def _groups(values: Sequence[Tensor | None]) -> Iterator[list[int]]:
-    """Cut the entries that are there into messages: neighbours of one dtype."""
+    """Divide the present entries into messages: neighbours of one dtype."""
     group: list[int] = []
     num_bytes = 0
     dtype: torch.dtype | None = None
@@ -241,7 +252,10 @@ def _nothing(entry: int, level: int) -> Tensor:
 
 
 def arithmetic(num_threads: int) -> dict[str, str]:
-    """Name the processor, the library versions and torch's threads: equal words, equal bits."""
+    """Return the processor, the library versions and torch's threads.
+
+    Equal values give bitwise equal results.
+    """
     names = ("math kernel library", "mkl-dnn", "onednn", "openmp", "blas_info")
     built = [line.strip(" -") for line in torch.__config__.show().splitlines()]
     libraries = (line.partition(" (")[0] for line in built if line.lower().startswith(names))

@@ -1,4 +1,4 @@
-"""One message of gradients: the place of each gradient, and a mark whether it is present."""
+"""One message of gradients: a slot for each gradient, and a mark that the gradient is present."""
 
 import torch
 from torch import Tensor
@@ -14,10 +14,10 @@ from hpctrain.gradients.sparse_gradients import GradientState, as_sparse
 
 
 class Slot(GradientState):
-    """The place of one parameter's gradient in its bucket.
+    """Memory of one parameter's gradient in its bucket.
 
-    ``.grad`` shares the memory of the place and nothing else: a change of the ``data`` or storage
-    of ``.grad`` does not change the place.
+    ``.grad`` shares the memory of the slot but is a separate tensor: replacing the ``data`` or
+    storage of ``.grad`` does not change the slot.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Slot(GradientState):
         self._sparse_grad: Tensor | None = None
 
     def fits(self, parameter: Tensor) -> bool:
-        """Return whether the parameter still has the dtype, shape and strides of its place."""
+        """Return whether the parameter has the device, dtype, shape and strides of the slot."""
         return (
             self.view.dtype == parameter.dtype
             and self.view.shape == parameter.shape
@@ -47,11 +47,15 @@ class Slot(GradientState):
         keeps_result: bool,
         copies: list[tuple[Tensor, Tensor]] | None = None,
     ) -> None:
-        """Copy the gradient, times ``weight``, into its place, and let ``.grad`` be that place.
+        """Copy the gradient, times ``weight``, to the slot, and make ``.grad`` a view of the slot.
 
-        The place is zeros without a gradient, and with a weight of zero, since the mean over no
-        samples is NaN. A gradient that was reduced before counts where this rank
-        ``keeps_result``. With ``copies``, a plain copy is not made but appended: place, source.
+        The slot is filled with zeros if there is no gradient, and if the weight is zero, since the
+        mean over no samples is NaN.
+
+        Args:
+            weight: factor of the gradient.
+            keeps_result: whether a gradient that was reduced before is added again on this rank.
+            copies: receives pairs of slot and source in place of plain copies.
         """
         grad = self.parameter.grad
         self.is_filled = True
@@ -78,7 +82,7 @@ class Slot(GradientState):
         self.show()
 
     def settle(self) -> None:
-        """Give the parameter its gradient after the sum, also if only other ranks had one."""
+        """Set ``.grad`` after the sum, also if only other ranks had a gradient."""
         if not self.is_present and self.mark.item() > 0:
             self.show()
         if self.sparse_dim is not None and self.parameter.grad is not None:
@@ -88,12 +92,12 @@ class Slot(GradientState):
 
     @property
     def is_written(self) -> bool:
-        """Whether a program has written to the result in its place, as clipping does."""
+        """Whether the program has changed the result in place, as clipping does."""
         changed = self.version != version_of(self._shown)
         return changed and self.holds_result and self.view.numel() > 0
 
     def adopt(self) -> None:
-        """Copy a gradient that is the same on all ranks already into the place."""
+        """Copy a gradient that is already equal on all ranks to the slot."""
         grad = self.parameter.grad
         self.is_present = self.is_result = grad is not None
         if grad is None:
@@ -107,7 +111,7 @@ class Slot(GradientState):
             self.parameter.grad = self._sparse_grad = as_sparse(grad, self.sparse_dim)
 
     def forget_result(self) -> None:
-        """Set ``.grad`` to zeros: another rank keeps the sum."""
+        """Set ``.grad`` to zeros; another rank keeps the sum."""
         grad = self.parameter.grad
         if grad is not None and grad.is_sparse:
             self.parameter.grad = None
@@ -115,7 +119,7 @@ class Slot(GradientState):
             self.view.zero_()
 
     def holds(self, grad: Tensor) -> bool:
-        """Return whether a gradient of the parameter is in its place."""
+        """Return whether a gradient of the parameter is stored in the slot."""
         if grad.is_sparse:
             return grad is self._sparse_grad
         return (
@@ -126,26 +130,39 @@ class Slot(GradientState):
         )
 
     def show(self) -> None:
-        """Let ``.grad`` be this place."""
-        if self._shown.data_ptr() != self._address:  # a program has moved the storage
+        """Make ``.grad`` a view of the slot."""
+        if self._shown.data_ptr() != self._address:  # the program has replaced the storage
             self._shown = _of_its_own(self.view)
         self.parameter.grad = self._shown.detach()
 
 
 def _of_its_own(view: Tensor) -> Tensor:
-    """Return a tensor on the same memory with its own count of writes, and storage on the CPU."""
+    """Return a tensor on the same memory with a separate version counter.
+
+    On the CPU its storage object is separate as well.
+    """
     if not view.is_cpu:
         place = view.storage_offset(), view.shape, view.stride()
         return torch.empty_like(view[:0]).set_(view.untyped_storage(), *place)
     if not view.numel():
         return view.detach()
-    flat = view.as_strided((view.numel(),), (1,))  # it has no gaps
+    flat = view.as_strided((view.numel(),), (1,))  # a slot has no gaps
     memory = flat.view(torch.uint8).numpy()
     return torch.frombuffer(memory, dtype=view.dtype).as_strided(view.shape, view.stride())
 
 
 class GradientBucket(TensorBucket):
-    """One message: slots of gradients, and for each a mark whether any rank has a gradient."""
+    """One message: slots of gradients, and a mark per slot whether any rank has a gradient.
+
+    Construction allocates the bucket. Collective.
+
+    Args:
+        comm: ranks that sum the bucket.
+        parameters: all parameters with their names.
+        plan: members of the bucket, all on one device, with their offsets.
+        index: number of the bucket.
+        backend: where the bucket is summed; see ``new_storage``.
+    """
 
     __slots__ = ("memory", "num_empty", "slots")
 
@@ -158,10 +175,6 @@ class GradientBucket(TensorBucket):
         *,
         backend: ReduceBackend,
     ) -> None:
-        """Allocate the bucket of a plan, whose parameters are on one device. Collective.
-
-        ``backend`` is for ``new_storage``.
-        """
         num_marks, members = len(plan.members), [parameters[member] for member in plan.members]
         tensors = [parameter for _, parameter in members]
         room = plan.numel - num_marks, num_marks, plan.dtype
@@ -172,7 +185,7 @@ class GradientBucket(TensorBucket):
             plan.offsets,
             num_marks=num_marks,
             storage=storage,
-            keeps_strides=True,  # fused optimizers want them of gradients
+            keeps_strides=True,  # fused optimizers require gradients with the parameter's strides
         )
         self.slots = [
             Slot(name, parameter, index, place, mark)
@@ -183,7 +196,7 @@ class GradientBucket(TensorBucket):
         self.num_empty = len(self.slots)
         flat = self.flat
         self.memory = flat.data_ptr(), flat.data_ptr() + flat.nbytes
-        """The first address, and the address after the last byte."""
+        """First address, and the address after the last byte."""
 
     def fill_at_once(self, weight: float, *, keeps_result: bool) -> None:
         """Fill all slots, on an accelerator by one call."""
@@ -198,7 +211,7 @@ class GradientBucket(TensorBucket):
             foreach_copy_(places, gradients)
 
     def write_marks(self) -> None:
-        """Write which parameters have a gradient on this rank."""
+        """Write a mark for each parameter with a gradient on this rank."""
         self.marks.fill_(1)
         for slot in self.slots:
             if not slot.is_present:

@@ -1,4 +1,4 @@
-"""What ``GradScaler`` does to optimizers whose ``.grad`` is not the average of all ranks."""
+"""Support of ``GradScaler`` for optimizers whose ``.grad`` is not the average of all ranks."""
 
 from functools import wraps
 from typing import Any
@@ -12,9 +12,10 @@ from hpctrain.gradients.optimizer_exchange import exchange_of
 
 
 def unscale_by_exchange() -> None:
-    """Let every ``GradScaler`` ask the exchange of an optimizer for gradients to unscale.
+    """Replace the unscaling of ``GradScaler`` by that of the exchange of an optimizer.
 
-    The exchange may have gradients that are not in ``.grad``. All else is as torch does it.
+    The exchange may have gradients that are not in ``.grad``. Other optimizers are unscaled by
+    torch.
     """
 
     @wraps(unscale_grads)
@@ -32,11 +33,11 @@ def unscale_by_exchange() -> None:
 
 
 def unscale_own(stepping: Any) -> None:
-    """Do what a scaler leaves to an optimizer that steps in any case, to this rank's gradients."""
+    """Unscale this rank's gradients in place of a ``GradScaler``; drop them after infinity."""
     found_inf, scale = (getattr(stepping, name, None) for name in ("found_inf", "grad_scale"))
     if found_inf is None:
         return
-    stepping.found_inf = stepping.grad_scale = None  # the scaler removes both
+    stepping.found_inf = stepping.grad_scale = None  # the scaler deletes both attributes
     inverse = None if scale is None else scale.double().reciprocal().float()
     for p in (p for group in stepping.param_groups for p in group["params"]):
         if found_inf:

@@ -1,7 +1,7 @@
-"""One bucket of what the ranks of a node have once: where it lies, and what each rank steps.
+"""``NodeBucket``: one bucket of parameters and state that the ranks of a node share.
 
-Parameters and state lie in node memory. A step goes chunk by chunk: the pieces that this rank has
-of the parameters, with their state and with the gradients of all ranks.
+Parameters and state are in node memory. A step processes chunks: this rank's pieces of the
+parameters, with their state and the gradients of all ranks.
 """
 
 import math
@@ -21,28 +21,30 @@ from hpctrain.gradients.elementwise import StateSpec
 from hpctrain.gradients.gradient_bucket import GradientBucket, Slot
 
 _STATE_BYTES = 2 << 20
-"""Of state that a step works on at once: all that belongs to it stays in the last-level cache, and
-torch, which takes 10 to 40 us for a step however little it does, is not called too often."""
-_BLOCK_BYTES = 512 << 10  # of gradients that are summed and scaled while they stay in L2
+"""State per chunk: a chunk stays in the last-level cache, and the overhead of an optimizer step in
+torch, 10 to 40 us, stays small."""
+_BLOCK_BYTES = 512 << 10  # gradients that are summed and scaled in the L2 cache
 _HALVES = (torch.bfloat16, torch.float16)
 _CUT = 64
-"""Pieces begin at a multiple of so many elements of their parameter, as vectors do."""
+"""Pieces begin at multiples of this number of elements, for vector instructions."""
 
 
 class NodeTensor:
-    """Values of one dtype that the node has once."""
+    """Values of one dtype in node memory, initially zeros.
+
+    Construction is collective over the node.
+    """
 
     def __init__(self, node: SharedMemory, numel: int, dtype: torch.dtype) -> None:
-        """Make them zeros. Collective over the node."""
         self._region, self._dtype = node.new_region(numel * dtype.itemsize), dtype
         self.shared = torch.frombuffer(self._region.shared, dtype=dtype, count=max(numel, 1))
 
     def place(self, like: Tensor, first: int) -> Tensor:
-        """Return the values from ``first`` on, formed like a tensor, where steps store them."""
+        """Return shared values from ``first`` on, shaped like ``like``, which steps write."""
         return _formed(self.shared[first : first + like.numel()], like)
 
     def shown(self, like: Tensor, first: int) -> Tensor:
-        """Return the values from ``first`` on, private to this process, formed like a tensor."""
+        """Return private values from ``first`` on, shaped like ``like``."""
         if not like.numel():
             return torch.empty_like(like, dtype=self._dtype)
         place = self._dtype.itemsize * first
@@ -53,32 +55,40 @@ class NodeTensor:
 
     @property
     def num_pages(self) -> int:
-        """Pages of memory."""
+        """Number of memory pages."""
         return len(self._region.private) // PAGESIZE
 
     def find_stores(self, first_page: int, num_pages: int) -> bool:
-        """Say whether this process has stored to some pages of what it sees."""
+        """Return whether this process has written to some pages of the private map."""
         return self._region.find_stores(first_page, min(num_pages, self.num_pages - first_page))
 
     def forget_stores(self) -> None:
-        """Drop what this process has stored to what it sees."""
+        """Discard what this process has written to the private map."""
         self._region.forget_stores()
 
     def freeze_in_children(self) -> None:
-        """Let forked children go on to see what is shown when they are forked."""
+        """Keep the values at the time of a fork visible in the forked child."""
         self._region.freeze_in_children()
 
     def end_step(self) -> None:
-        """Drop what was kept for children: later ones see what the step has left."""
+        """Discard copies for forked children; later children see the values after the step."""
         self._region.forget_kept()
 
 
 MASTER = "master"
-"""Name, in the state of a parameter of 16 bits, of its values before they were rounded."""
+"""Name of the unrounded values in the state of a 16-bit parameter."""
 
 
 class ParameterPiece:
-    """A part of one parameter that this rank updates, or all of it."""
+    """A part of one parameter, or all of it, that this rank updates.
+
+    Args:
+        number: index of the parameter in its bucket.
+        bounds: elements of the bucket.
+        start: first element of the parameter.
+        like: tensor with the shape and strides of the piece.
+        group: index of the optimizer's parameter group.
+    """
 
     __slots__ = (
         "bounds",
@@ -92,24 +102,24 @@ class ParameterPiece:
         "values",
     )
 
-    grad: Tensor  # the average, while its chunk is at work
-    values: Tensor  # what is stepped
-    rounded: Tensor  # what the model has of it
+    grad: Tensor  # the average, while its chunk is processed
+    values: Tensor  # values that the optimizer steps
+    rounded: Tensor  # values of the model
 
     def __init__(self, number: int, bounds: slice, start: int, like: Tensor, group: int) -> None:
         self.number, self.bounds, self.group = number, bounds, group
-        self.start = start  # among the elements of the parameter
-        self.like = like  # how it is formed
+        self.start = start
+        self.like = like
         self.state: dict[str, Tensor] = {}
-        """Where what the step keeps lies."""
+        """State of the optimizer, in node memory."""
 
     def of(self, flat: Tensor) -> Tensor:
-        """Return its part of all elements of the parameter, or of what has as many."""
+        """Return this piece of a flat tensor with the elements of the parameter."""
         return _formed(flat[self.start : self.start + self.like.numel()], self.like)
 
 
 def by_group(pieces: Sequence[ParameterPiece]) -> Mapping[int, list[Tensor]]:
-    """Return what a step takes of each group of the optimizer."""
+    """Return the values to step, by parameter group of the optimizer."""
     found: dict[int, list[Tensor]] = {}
     for piece in pieces:
         found.setdefault(piece.group, []).append(piece.values)
@@ -117,13 +127,13 @@ def by_group(pieces: Sequence[ParameterPiece]) -> Mapping[int, list[Tensor]]:
 
 
 class Change(NamedTuple):
-    """How averaged gradients are clipped, in place and on all ranks alike."""
+    """Clipping of averaged gradients, in place and equal on all ranks."""
 
-    bound: float | None = None  # of each element
-    factor: float | None = None  # of all
+    bound: float | None = None  # largest absolute value of an element
+    factor: float | None = None  # of all elements
 
     def __call__(self, grad: Tensor) -> None:
-        """Clip those of a piece."""
+        """Clip the gradient of a piece."""
         if self.bound is not None:
             grad.clamp_(-self.bound, self.bound)
         if self.factor is not None:
@@ -131,7 +141,7 @@ class Change(NamedTuple):
 
 
 class Chunk:
-    """Pieces in a row that fit the cache, with the gradients of all ranks of the node."""
+    """Consecutive pieces that fit the cache, with the gradients of all ranks of the node."""
 
     __slots__ = ("blocks", "bounds", "groups", "parts", "pieces", "total")
 
@@ -151,19 +161,26 @@ class Chunk:
         size = _BLOCK_BYTES // self.total.itemsize
         cut = [one.split(size) for one in (self.total, *self.parts)]
         self.blocks = [(out, parts) for out, *parts in zip(*cut, strict=True)]
-        """Parts of ``total``, with what is summed there."""
+        """Blocks of ``total``, with the gradients that are summed to each."""
         for piece in pieces:
             own = total[piece.bounds.start - first : piece.bounds.stop - first]
             piece.values.grad = piece.grad = _formed(own, piece.like)
 
 
 class NodeBucket:
-    """Parameters and state of one bucket of gradients."""
+    """Parameters and state of one bucket of gradients.
+
+    Construction allocates the parameters. Collective over the node.
+
+    Args:
+        node: memory that the ranks of the node share.
+        gradients: bucket of the gradients.
+        master_dtype: dtype of the copies of 16-bit parameters; None for none.
+    """
 
     def __init__(
         self, node: SharedMemory, gradients: GradientBucket, master_dtype: torch.dtype | None
     ) -> None:
-        """Make room for the parameters. Collective over the node."""
         bucket = gradients.bucket
         self.slots: Sequence[Slot] = gradients.slots
         self.dtype, self.peers = bucket.flat.dtype, bucket.peers
@@ -177,25 +194,27 @@ class NodeBucket:
         self.values.freeze_in_children()
         self.state: dict[str, NodeTensor] = {}
         self.parts: Sequence[Mapping[str, StateSpec]] = ()
-        """What a step leaves as state of each parameter."""
+        """State of each parameter after a step."""
         self._rooms: dict[str, tuple[torch.dtype, list[int]]] = {}
-        """Of each part its type, and where that of each parameter begins."""
+        """Dtype of each part of the state, and the offset of each parameter in it."""
         self.shown: list[dict[str, Tensor]] = [{} for _ in self.slots]
-        """What the program sees as state of each parameter."""
+        """The program's view of the state of each parameter."""
         self.chunks: list[Chunk] = []
 
     @property
     def chunk_numel(self) -> int:
-        """How many elements a step takes at once, of parameters that are cut."""
+        """Number of elements in a chunk of parameters that are cut."""
         parts = {name: one for each in self.parts for name, one in each.items() if name != MASTER}
         num_parts = sum(part.shape is None for part in parts.values())
         return _STATE_BYTES // max(num_parts, 1) // self.step_dtype.itemsize
 
     def cut(self, groups: Sequence[int], owned: Set[Slot] | None) -> list[list[ParameterPiece]]:
-        """Return this rank's pieces, chunk by chunk; each parameter is of a group.
+        """Return this rank's pieces, chunk by chunk.
 
-        They are those of its slice; with ``owned`` the parameters of these as a whole. One
-        without elements has a state, too: it is a piece of its own.
+        Args:
+            groups: parameter group of each parameter.
+            owned: parameters that this rank steps as a whole; None to step the slice of this rank.
+                A parameter without elements has state, and is a separate piece.
         """
         node, limit = self._node, self.chunk_numel
         mine = slice_bounds(self.num_elements, node.local_size, node.local_rank)
@@ -225,7 +244,7 @@ class NodeBucket:
         return chunks + empty
 
     def make_room(self, parts: Sequence[Mapping[str, StateSpec]]) -> None:
-        """Make room for these parts of each parameter's state. Collective over the node."""
+        """Allocate these parts of each parameter's state. Collective over the node."""
         self.parts, line = parts, LINE_BYTES // self.dtype.itemsize
         for name in dict.fromkeys(chain(*parts)):
             found = [of.get(name, StateSpec(self.dtype, (0,))) for of in parts]
@@ -240,13 +259,13 @@ class NodeBucket:
                 self.state[name] = NodeTensor(self._node, bounds[-1], room[0])
 
     def see(self, number: int, name: str) -> Tensor:
-        """Return what the program sees of a part of one parameter's state."""
+        """Return the program's view of a part of one parameter's state."""
         like, shape = self.slots[number].view, self.parts[number][name].shape
         like = like if shape in (None, like.shape) else torch.empty(shape)
         return self.state[name].shown(like, self._rooms[name][1][number])
 
     def keep(self, piece: ParameterPiece, made: dict[str, Any]) -> None:
-        """Let the state that a step has made of a piece lie where it belongs."""
+        """Move the state that a step has created for a piece to node memory."""
         for name, value in made.items():
             place = piece.state.get(name)
             if value is place or value is None:
@@ -260,7 +279,7 @@ class NodeBucket:
         part, first = self.parts[piece.number][name], self._rooms[name][1][piece.number]
         if part.shape is None:
             return self.state[name].place(piece.like, first + piece.start)
-        if piece.start:  # who has the first element shows it
+        if piece.start:  # the rank with the first element stores it
             return torch.empty(part.shape, dtype=part.dtype)
         is_like = part.shape == piece.like.shape
         return self.state[name].place(piece.like if is_like else torch.empty(part.shape), first)

@@ -1,9 +1,9 @@
-"""Parameters and optimizer state that the ranks of a node have once, in node memory.
+"""Parameters and optimizer state that the ranks of a node share, in node memory.
 
-Every rank maps that memory twice. Steps store to the shared map, each rank to its own slices. The
-program sees the private map: it shows what the steps store, and what the program itself stores to
-it stays with its rank, as with replicas. That is found before the next step, compared between the
-ranks and taken over, so that a change on all ranks acts once.
+Every rank maps that memory twice. Steps write to the shared map, each rank to its own slices. The
+program uses the private map: it shows the values from the steps, and a store by the program stays
+private to its rank, as with replicas. Such stores are detected before the next step, compared
+between the ranks and copied to the shared map, so that a change on all ranks is applied once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,11 +27,18 @@ from hpctrain.gradients.weight_sample import checksum_of, due, sample_of
 from hpctrain.runtime import world
 
 _LOOK, _MOST_LOOKS = 1024, 4
-"""How many pages are looked at together, and how often in a step: 0.3 ms at most."""
+"""Pages per check, and checks per step; a step takes at most 0.3 ms."""
 
 
 class NodeValues:
-    """All parameters that an optimizer steps, and their state, in the memory of the node."""
+    """All parameters that an optimizer steps, and their state, in the memory of the node.
+
+    Args:
+        comm: all ranks.
+        node: memory that the ranks of this node share.
+        rule: step of the optimizer on slices.
+        master_dtype: dtype of the copies of 16-bit parameters; None for none.
+    """
 
     def __init__(
         self,
@@ -46,10 +53,12 @@ class NodeValues:
         self._seen: list[tuple[Slot, int, int]] = []  # with address and version of the parameter
         self._versions: list[int] = []  # of the tensors of the optimizer's state
         self._kinds: list[tuple[object, ...]] = []  # of the groups, at the last ``adopt``
-        self._pairs: list[tuple[Tensor, Tensor]] = []  # parameters, and what the node has of them
+        self._pairs: list[
+            tuple[Tensor, Tensor]
+        ] = []  # parameters, and their values in node memory
 
     def is_written(self, optimizer: Optimizer, step: int) -> bool:
-        """Say whether this rank's program has changed parameters, state, or what a step keeps."""
+        """Return whether this rank's program has changed parameters, state or settings."""
         if self._kinds != self._rule.kinds or any(
             slot.parameter.data_ptr() != address or version_of(slot.parameter) != version
             for slot, address, version in self._seen
@@ -66,16 +75,16 @@ class NodeValues:
         return self._differs_silently(step)
 
     def _differs_silently(self, step: int) -> bool:
-        """Say whether a sample was changed in a way that torch does not count, as by ``.data``."""
+        """Return whether a sample was changed by a write that torch does not count."""
         looked = due(self._pairs, step)
         seen, shared = (sample_of([pair[i] for pair in looked], step) for i in (0, 1))
         return seen != shared
 
     def has_hidden_stores(self, step: int) -> bool:
-        """Say whether pages that are looked at in this step hold stores that torch did not count.
+        """Return whether the pages that are checked in this step contain uncounted stores.
 
-        Few pages are looked at in every step, of many the next ones step by step: what is found
-        there may have missed some steps.
+        At most 4 blocks of 1024 pages are checked per step. Of more blocks, consecutive steps
+        check the next ones, so that a store may be found some steps late.
         """
         pages = [
             (b.values, at) for b in self.buckets for at in range(0, b.values.num_pages, _LOOK)
@@ -87,12 +96,12 @@ class NodeValues:
 
     @property
     def step_dtypes(self) -> set[torch.dtype]:
-        """Types in which averages are used."""
+        """Dtypes of the averages that the optimizer uses."""
         return {bucket.step_dtype for bucket in self.buckets}
 
     @property
     def looks_at_all(self) -> bool:
-        """Whether ``has_hidden_stores`` looks at all pages in every step."""
+        """Whether ``has_hidden_stores`` checks all pages in every step."""
         return sum(-(-b.values.num_pages // _LOOK) for b in self.buckets) <= _MOST_LOOKS
 
     def _shown(self) -> Iterator[Tensor]:
@@ -100,9 +109,9 @@ class NodeValues:
 
     @torch.no_grad()
     def lay_out(self, gradients: Sequence[GradientBucket]) -> None:
-        """Make room for the parameters of these buckets. Collective.
+        """Allocate the parameters of these buckets. Collective.
 
-        Those that are in none of them any more become this rank's own.
+        Parameters that are no longer in a bucket become private to this rank.
         """
         here = {slot.parameter for bucket in gradients for slot in bucket.slots}
         for slot, address, _ in self._seen:
@@ -120,9 +129,10 @@ class NodeValues:
 
     @torch.no_grad()
     def adopt(self, optimizer: Optimizer) -> None:
-        """Take over parameters and state as the program sees them, if all ranks see the same.
+        """Copy the program's parameters and state to node memory. Collective.
 
-        Collective; else all raise ``MismatchError``.
+        Raises:
+            MismatchError: the values differ between ranks; raised on all ranks.
         """
         state, lines = optimizer.state, []
         for slot in (slot for bucket in self.buckets for slot in bucket.slots):
@@ -137,7 +147,7 @@ class NodeValues:
             lines,
             "weights and optimizer state",
             "call hvd.broadcast_parameters(model.state_dict()) before the first step, and change "
-            "weights and optimizer state on all ranks alike",
+            "weights and optimizer state identically on all ranks",
         )
         group_of = {p: i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
         self._kinds = self._rule.kinds
@@ -170,7 +180,7 @@ class NodeValues:
         self._note_versions()
 
     def _owned(self) -> set[Slot]:
-        """Return what this rank steps as a whole: the next largest has who has least so far."""
+        """Return the slots that this rank steps: the next largest goes to the smallest load."""
         loads, mine = [0] * self._node.local_size, set[Slot]()
         slots = [slot for bucket in self.buckets for slot in bucket.slots]
         for slot in sorted(slots, key=lambda slot: -slot.view.numel()):
@@ -183,9 +193,9 @@ class NodeValues:
     def _parts(
         self, bucket: NodeBucket, groups: Sequence[int], state: Any
     ) -> list[dict[str, StateSpec]]:
-        """Return what is kept of each parameter: what a step makes, and what is there already."""
+        """Return the state of each parameter: from the optimizer's step, and already present."""
         parts, whole = list[dict[str, StateSpec]](), self._rule.takes_tensors
-        dtypes: dict[str, torch.dtype] = {}  # what is there has the last word
+        dtypes: dict[str, torch.dtype] = {}  # existing state takes precedence
         for slot, group in zip(bucket.slots, groups, strict=True):
             shape = slot.view.shape
             parts.append(dict(self._rule.parts(group, bucket.step_dtype, shape)))
@@ -200,9 +210,9 @@ class NodeValues:
                 known = of.get(name, StateSpec(value.dtype, form))
                 if known.shape is None and value.shape != slot.view.shape:
                     raise ConfigError(
-                        f"{name} in the optimizer's state of {slot.name} has an element for each "
-                        f"of the parameter's {tuple(slot.view.shape)}, got {tuple(value.shape)}; "
-                        f"load the state of this model"
+                        f"{name} in the optimizer state of {slot.name} must have the shape of the "
+                        f"parameter, {tuple(slot.view.shape)}, got {tuple(value.shape)}; load the "
+                        f"state of this model"
                     )
                 if not (bucket.has_masters and name in dtypes):
                     dtypes[name] = value.dtype
@@ -210,7 +220,7 @@ class NodeValues:
         return [{n: part._replace(dtype=dtypes[n]) for n, part in of.items()} for of in parts]
 
     def _take_over(self, bucket: NodeBucket, state: Any) -> None:
-        """Copy what the program sees of this rank's pieces."""
+        """Copy the program's values of this rank's pieces."""
         flats = [_flat(slot.parameter, slot.view) for slot in bucket.slots]
         for piece in (piece for chunk in bucket.chunks for piece in chunk.pieces):
             slot, parts = bucket.slots[piece.number], bucket.parts[piece.number]
@@ -220,7 +230,9 @@ class NodeValues:
                 if v is not None
             }
             seen, master = piece.of(flats[piece.number]), made.pop(MASTER, None)
-            if bucket.has_masters and master is not None:  # unless the program has written since
+            if (
+                bucket.has_masters and master is not None
+            ):  # keep it where the program has not written
                 kept = torch.where(master.to(seen.dtype) == seen, master, seen.to(master.dtype))
                 piece.values.copy_(kept)
             else:
@@ -244,7 +256,7 @@ class NodeValues:
                 bucket.shown[number] = entry
 
     def show_new_state(self, optimizer: Optimizer, present: Sequence[Sequence[bool]]) -> None:
-        """Let the program see the state of parameters that were stepped for the first time."""
+        """Show the program the state of parameters that were stepped for the first time."""
         made: dict[Tensor, dict[str, Tensor]] = {}
         for bucket, are_present in zip(self.buckets, present, strict=True):
             for number, slot in enumerate(bucket.slots):
@@ -253,7 +265,7 @@ class NodeValues:
                     entry = entry | {n: bucket.see(number, n) for n in names if n not in entry}
                     made[slot.parameter] = bucket.shown[number] = entry
         for parameter in (p for g in optimizer.param_groups for p in g["params"] if made):
-            if parameter in made:  # in the order in which the optimizer would make them
+            if parameter in made:  # in the order in which the optimizer creates state
                 optimizer.state[parameter] = made[parameter]
         changed = [
             slot.parameter
@@ -263,11 +275,11 @@ class NodeValues:
         ]
         torch.autograd.graph.increment_version(
             changed
-        )  # as a step does: graphs of before are stale
+        )  # as a step does: earlier graphs are out of date
         self._note_versions()
 
     def _note_versions(self) -> None:
-        """Remember how the program's tensors look when nobody has written to them."""
+        """Record the versions of the program's tensors after a step."""
         self._seen = [
             (slot, slot.parameter.data_ptr(), version_of(slot.parameter))
             for bucket in self.buckets
@@ -279,37 +291,41 @@ class NodeValues:
 
 
 def require_no_masters(master_dtype: torch.dtype | None) -> None:
-    """Raise ``ConfigError`` if somebody wants masters where nobody keeps them."""
+    """Raise ``ConfigError`` if master copies are requested without shared memory."""
     if master_dtype is not None:
         raise ConfigError(
-            f'master_dtype is for shard="node" in memory that the ranks of a node share, got '
-            f"{master_dtype} without; see hpctrain doctor and HPCTRAIN_SHARED_MEMORY for that "
-            f"memory, or leave master_dtype out"
+            f'master_dtype must be used with shard="node" in memory that the ranks of a node '
+            f"share, got {master_dtype} without; see hpctrain doctor and HPCTRAIN_SHARED_MEMORY, "
+            f"or leave master_dtype out"
         )
 
 
 def is_shared(shard: str | None, comm: Communicator, codec: Codec) -> bool:
-    """Say whether ranks share parameters; not where each has a node to itself."""
+    """Return whether the ranks of a node share parameters; False with one rank per node.
+
+    Raises:
+        ConfigError: there is no shared memory, or gradients are compressed.
+    """
     if shard is None:
         return False
     if comm.node is None:
         if all(len(ranks) == 1 for ranks in world.current().topology.nodes):
             return False
         raise ConfigError(
-            'shard="node" needs memory that the ranks of a node share, and there is none here; '
-            "see hpctrain doctor and HPCTRAIN_SHARED_MEMORY, or leave shard out"
+            'shard="node" must have memory that the ranks of a node share, but there is none; see '
+            "hpctrain doctor and HPCTRAIN_SHARED_MEMORY, or leave shard out"
         )
-    is_plain = isinstance(codec, Identity)  # others do nothing inside a node
+    is_plain = isinstance(codec, Identity)  # codecs do nothing inside a node
     if isinstance(codec, TensorByTensor) or (comm.num_rails and not is_plain):
         raise ConfigError(
-            'shard="node" sends gradients between nodes as they are, got a compression; leave one '
-            "of them out"
+            'gradients must not be compressed with shard="node", got a compression; leave one of '
+            "them out"
         )
     return True
 
 
 def _flat(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return the elements in the order in which those of ``like`` lie in memory."""
+    """Return the elements in the memory order of ``like``."""
     tensor = tensor.detach()
     if tensor.stride() != like.stride():
         tensor = torch.empty_strided(like.shape, like.stride(), dtype=tensor.dtype).copy_(tensor)

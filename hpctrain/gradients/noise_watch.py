@@ -1,4 +1,4 @@
-"""The gradient noise scale of ranks that average: norms are taken around each bucket's sum."""
+"""Measurement of the gradient noise scale: norms before and after the sum of each bucket."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,43 +19,47 @@ from hpctrain.optim.noise_scale import NoiseScale
 
 
 def watch_noise(optimizer: Any, noise: NoiseScale) -> None:
-    """Let every step of a distributed optimizer tell a noise scale of its gradients.
+    """Add the gradient norms of every step of a distributed optimizer to a noise scale.
 
-    Not collective; every rank calls it, with a noise scale of its own. A step then takes two
-    passes more over the gradients: the norm of this rank's before the sum, of the average behind
-    it. Ranks count by ``set_num_samples``; where that is not called, each step of a rank counts as
-    one sample. A rank without gradients in a step is no part of it. With several passes before a
-    step the samples of all of them are to be counted. Sparse gradients are left out, and a codec
-    that loses something changes the average, so it adds to the noise that is found. In a world of
-    one nothing is told: there call ``noise.add`` with the norms of pieces of a batch.
+    Not collective; every rank calls it, with its own ``NoiseScale``. A step then takes two more
+    passes over the gradients: for the norm of this rank's gradients before the sum, and for the
+    norm of the average. Each rank counts by ``set_num_samples``; if that is not called, a step of
+    a rank counts as one sample. With several backward passes per step, count the samples of all
+    passes. A rank without gradients in a step is not counted. Sparse gradients are ignored, and a
+    lossy codec adds its error to the measured noise. In a world of one nothing is measured: call
+    ``noise.add`` with the norms of parts of a batch.
+
+    Args:
+        optimizer: a ``DistributedOptimizer`` with ``op=Average`` and without ``shard``.
+        noise: receives the norms.
 
     Raises:
-        ConfigError: this optimizer does not average gradients in ``backward()``.
+        ConfigError: the optimizer does not average gradients in ``backward()``.
     """
     exchange = exchange_of(optimizer)
     if isinstance(exchange, NoExchange):  # a world of one
         return
     if not isinstance(exchange, AveragedGradients) or not exchange.count.average:
         raise ConfigError(
-            f"a noise scale compares gradients of ranks with their average, which backward() of a "
-            f'DistributedOptimizer with op=Average and without shard="node" has, got '
-            f"{type(optimizer).__name__}; wrap the optimizer so, or call noise.add by hand"
+            f"watch_noise must get a DistributedOptimizer with op=Average and without "
+            f'shard="node", got {type(optimizer).__name__}; wrap the optimizer, or call '
+            f"noise.add in each step"
         )
     exchange.reduction.around = _Watch(exchange.reduction, noise).around
 
 
 class _Watch:
-    """Takes squared norms of a step's buckets before and behind their sums."""
+    """Computes squared norms of the buckets of a step before and after their sums."""
 
     def __init__(self, reduction: Reduction, noise: NoiseScale) -> None:
-        self._reduction: Any = proxy(reduction)  # which has this
+        self._reduction: Any = proxy(reduction)  # the reduction holds this object
         self._noise = noise
         self._own = self._average = 0.0  # of the buckets of this step, so far
         self._has_own = False
 
     @contextmanager
     def around(self, what: GradientBucket | SparseSlot) -> Iterator[None]:
-        """Let one bucket be summed; behind the last one, the step is told."""
+        """Measure around the sum of one bucket; the last bucket ends the step."""
         if isinstance(what, SparseSlot):
             yield
             return
@@ -75,7 +79,7 @@ class _Watch:
 
 
 def _wait_for(gradient: Tensor) -> None:
-    """Let the host wait for the accelerator of a gradient, if it is on one: it reads them."""
+    """Wait on the host for the accelerator of a gradient, if any."""
     if not gradient.is_cpu:
         torch.accelerator.synchronize(gradient.device)
 

@@ -1,4 +1,4 @@
-"""``DistributedOptimizer``: any torch optimizer, stepping on gradients averaged over all ranks."""
+"""``DistributedOptimizer``: a torch optimizer that steps on gradients averaged over all ranks."""
 
 import warnings
 import weakref
@@ -57,28 +57,35 @@ def DistributedOptimizer(  # noqa: N802, PLR0913, PLR0917 - Horovod's name and a
 
     The optimizer is changed in place and returned: schedulers, scalers and hooks continue to work,
     and ``isinstance`` stays true. When ``backward()`` returns, every ``.grad`` is the average, so
-    gradient clipping and unscaling use averages. A later step uses its memory again: clone what
-    you keep. Nothing happens outside ``process_set``, and, but for masters, in a world of one.
-    Collective over the process set, as are ``backward()`` and ``step()``. Several optimizers may
-    share one backward, if all ranks' hooks fire in the same order.
+    gradient clipping and unscaling use averages. The next step overwrites the memory of ``.grad``:
+    clone gradients that must outlive the step. Ranks outside ``process_set`` do not communicate;
+    neither does a world of one rank, except for ``master_dtype``. Collective over the process set,
+    as are ``backward()`` and ``step()``. Several optimizers may share one backward if the hooks of
+    all ranks fire in the same order.
 
     Args:
-        optimizer: any torch optimizer, already holding the parameters.
-        named_parameters: names for messages: of all parameters of the optimizer, or None.
+        optimizer: any torch optimizer that already holds the parameters.
+        named_parameters: names for messages, of all parameters of the optimizer, or None.
         compression: of dense gradients: ``Compression.none``, ``fp16``, ``bf16``, a codec or its
-            name (``hpctrain guide compression``), or anything with Horovod's two functions.
-        backward_passes_per_step: passes that are added up on each rank before one reduction.
-        op: ``Average``, weighted by ``set_num_samples``; ``Sum``; or ``Adasum``, of ranks' steps.
-        gradient_predivide_factor: with ``Average``: divides before the sum, multiplies it after.
-        num_groups: Horovod's old name of a number of ``groups``.
-        groups: gradients that travel together: lists of parameters, or a number of groups.
-        sparse_as_dense: sum sparse gradients as dense ones, gather no rows; ``.grad`` is sparse.
+            name (``hpctrain guide compression``), or an object with the two methods of Horovod
+            compressors.
+        backward_passes_per_step: backward passes that each rank accumulates before one reduction.
+        op: ``Average``, weighted by ``set_num_samples``; ``Sum``; or ``Adasum``, which combines
+            the steps of the ranks.
+        gradient_predivide_factor: with ``Average``: gradients are divided by the factor before the
+            sum and the sum is multiplied by it.
+        num_groups: deprecated name of an integer ``groups``.
+        groups: gradients that are sent in one message: lists of parameters, or a number of groups.
+        sparse_as_dense: sum sparse gradients as dense tensors instead of gathering their rows;
+            ``.grad`` is still sparse.
         process_set: the ranks to average over; None for all.
-        shard: ``"node"`` keeps parameters and state once per node; see ``hpctrain guide sharded``.
-        master_dtype: with ``shard``: in which parameters of 16 bits are kept and stepped, too.
+        shard: ``"node"`` stores parameters and optimizer state once per node; see ``hpctrain guide
+            sharded``.
+        master_dtype: with ``shard``: dtype of the additional copies of 16-bit parameters that the
+            optimizer updates.
 
     Raises:
-        ConfigError: an argument is not valid; a ``ValueError`` too.
+        ConfigError: an argument is not valid; also a ``ValueError``.
         NotInitializedError: ``hpctrain.init()`` was not called.
         MismatchError: the ranks do not have the same parameters.
     """
@@ -120,7 +127,7 @@ def _averaging(
 
 
 class DistributedMethods:
-    """What ``DistributedOptimizer`` adds to the optimizer that it is given."""
+    """Methods that ``DistributedOptimizer`` adds to an optimizer."""
 
     _exchange: OptimizerExchange
     _parameter_names: dict[Tensor, str]  # of all parameters, the same on every rank
@@ -128,125 +135,135 @@ class DistributedMethods:
 
     @property
     def raised_flags(self) -> int:
-        """Bits that any rank had raised for the last step; the same on every rank."""
+        """Flags that any rank has raised for the last step; the same on every rank."""
         return self._exchange.steps.raised_flags
 
     def raise_flags(self, flags: int) -> None:
-        """Report these bits to every rank, in ``raised_flags`` at the end of a step.
+        """Send flags to all ranks, which read them in ``raised_flags`` after the next step.
 
-        The message that opens a step contains them, until other flags are given. Not collective;
-        call it before ``backward``.
+        The flags are part of the step message of every following step, until the next call. Not
+        collective; call it before ``backward``.
 
         Args:
-            flags: bits 0 to 3, such as "somebody asked me to stop".
+            flags: bits 0 to 3, for example a bit that requests a stop.
 
         Raises:
-            ConfigError: there are other bits.
+            ConfigError: another bit is set.
         """
         if not 0 <= flags < 1 << NUM_FLAGS:
-            raise ConfigError(f"flags are bits 0 to {NUM_FLAGS - 1}, got {flags:#b}")
+            raise ConfigError(
+                f"flags must be bits 0 to {NUM_FLAGS - 1}, got {flags:#b}; set other bits to 0"
+            )
         self._exchange.steps.flags = flags
 
     @property
     def mean_loss(self) -> float:
-        """Mean of the losses given to ``tell_loss``, over all samples of the last step.
+        """Mean of the losses passed to ``tell_loss``, over all samples of the last step.
 
-        The same on every rank, known when ``backward()`` has returned, with ``shard="node"`` when
-        ``synchronize()`` has; NaN before any loss is given.
+        The same on every rank. Set when ``backward()`` returns, or, with ``shard="node"``, when
+        ``synchronize()`` returns; NaN before the first loss.
         """
         return self._exchange.steps.mean_loss
 
     def tell_loss(self, loss: float) -> None:
-        """Report the loss of a step, of which every rank sees the mean in ``mean_loss``.
+        """Pass the loss of this rank for ``mean_loss``, the mean over all ranks.
 
-        The message that opens a step contains it, weighted as gradients are. Not collective, but
-        every rank calls it, before ``backward``; a rank without samples gives 0.
+        The loss is part of the step message and has the same weight as the gradients of the rank.
+        Not collective, but every rank calls it before ``backward``; a rank without samples passes
+        0.
         """
         self._exchange.steps.loss = loss
 
     @property
     def sums_are_finite(self) -> bool | None:
-        """Whether the averages of the last backward are finite, as ``look_at_sums`` asks for.
+        """Whether the averages of the last backward are finite; requires ``look_at_sums``.
 
-        The same on every rank, until the step. None where that is not known: before a backward,
-        with a codec, sparse gradients, Adasum, ``shard``, accelerators that sum by themselves,
-        ranks without memory in common, and in a world of one.
+        The same on every rank, and valid until ``step()``. None before a backward, with a codec,
+        sparse gradients, Adasum or ``shard``, for sums on accelerators, for ranks without shared
+        memory, and in a world of one.
         """
         return self._exchange.sums_are_finite
 
     def look_at_sums(self) -> None:
-        """Search averages for NaN and infinity while they are summed, from the next step on.
+        """Search averages for NaN and infinity during the sum, from the next step on.
 
-        That costs less than a percent of a step; a search of all gradients after it costs
-        several. Not collective, but every rank calls it, between two steps.
+        The search costs less than one percent of a step; a search of all gradients after the step
+        costs several percent. Not collective, but every rank calls it, between two steps.
         """
         self._exchange.look_at_sums()
 
     @property
     def communication_seconds(self) -> float:
-        """Time in which the last step waited for gradients of other ranks, in seconds."""
+        """Seconds for which the last step waited for gradients of other ranks."""
         return self._exchange.exposed_seconds
 
     @property
     def codec(self) -> Codec | None:
-        """By what gradients travel, with a ``state_dict()`` of each rank; None if they do not."""
+        """Codec of the gradients; None if no gradients are sent.
+
+        Each rank has its own ``state_dict()`` of the codec.
+        """
         reduction = self._exchange.reduction
         return None if reduction is None else reduction.codec
 
     @property
     def savings(self) -> Savings | None:
-        """What ``codec`` spares between nodes; None if nothing travels."""
+        """Traffic between nodes with and without ``codec``; None if no gradients are sent."""
         reduction = self._exchange.reduction
         return None if reduction is None else reduction.savings
 
     @property
     def backward_passes_per_step(self) -> int:
-        """Passes that are added up on each rank before one reduction."""
+        """Backward passes that each rank accumulates before one reduction."""
         return self._passes
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Change the number of passes that are added up, from the next backward on.
+        """Change the number of accumulated backward passes, from the next backward on.
 
-        Not collective, but every rank calls it, between two steps. Raises ``ConfigError``: it is
-        less than 1.
+        Not collective, but every rank calls it, between two steps.
+
+        Raises:
+            ConfigError: ``passes`` is less than 1.
         """
         _check_passes(passes)
         self._passes = passes
         self._exchange.set_passes(passes)
 
     def set_num_samples(self, num_samples: float, nominal: float = 1.0) -> None:
-        """Say how many samples this rank's loss is the mean of, from the next backward on.
+        """Set the number of samples of this rank, from the next backward on.
 
-        With different counts the average gradient is weighted by them, so that it is the mean
-        over all samples of the step. Not collective, but every rank calls it, or none does.
+        The average gradient is weighted by these counts, so that it is the mean over all samples
+        of the step. Not collective, but either every rank calls it or none does.
 
         Args:
-            num_samples: of this rank in each pass of this step; 0 where it has none and skips
-                backward.
+            num_samples: samples over which this rank's loss is the mean, in each backward pass of
+                this step; 0 for a rank without samples, which skips backward.
             nominal: the usual count, the same on every rank.
 
         Raises:
-            ConfigError: the count is not valid, changes between the passes of a step, or the
-                optimizer sums.
+            ConfigError: the count is not valid, changes between the passes of a step, or ``op`` is
+                not ``Average``.
         """
         self._exchange.set_num_samples(num_samples, nominal)
 
     def synchronize(self) -> None:
-        """Average the gradients now, if ``backward()`` has not done so already. Collective.
+        """Average the gradients that ``backward()`` has not averaged. Collective.
 
-        Needed only by a rank that skips ``backward``: there it stands in its place, before
-        gradients are clipped and before any other collective of the step. Everywhere else it is
-        harmless, as is ``skip_synchronize``. With ``shard="node"`` the ranks compare here what
-        they are about to step on, ``raised_flags`` are known then, and ``step()`` averages: all
-        ranks call this, or those alone that skip ``backward()`` in this step.
+        Required only on a rank that skips ``backward``, before gradient clipping and before any
+        other collective of the step; otherwise a no-op. With ``shard="node"`` the ranks compare
+        their step messages here, ``raised_flags`` is set, and ``step()`` averages: either all
+        ranks call this, or only the ranks that skip ``backward()`` in this step.
         """
         self._exchange.was_synchronized |= self._exchange.synchronize()
 
     def skip_synchronize(self) -> AbstractContextManager[None]:
-        """Let ``step()`` inside come after ``synchronize()`` without a warning.
+        """Return a context in which ``step()`` after ``synchronize()`` does not warn.
 
-        Gradients are averaged once in any case, and what was changed since stays changed where
-        all ranks have changed it alike. Raises ``ConfigError`` with ``op=Adasum``.
+        Gradients are averaged once in any case. Changes of averaged gradients are kept if all
+        ranks have made the same changes.
+
+        Raises:
+            ConfigError: ``op`` is ``Adasum``.
         """
         self._exchange.require_skippable()
         return self._without_warning()
@@ -262,13 +279,13 @@ class DistributedMethods:
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
     ) -> Tensor:
-        """Clip the averaged gradients of all parameters together; return their norm.
+        """Clip the averaged gradients of all parameters by their total norm; return the norm.
 
-        As ``torch.nn.utils.clip_grad_norm_``, for any ``shard``; between ``backward()`` and
-        ``step()``. Every rank calls it. Collective with ``shard="node"``.
+        Same as ``torch.nn.utils.clip_grad_norm_``, for any ``shard``; call it between
+        ``backward()`` and ``step()`` on every rank. Collective with ``shard="node"``.
 
         Raises:
-            RuntimeError: the norm is not finite, and that was to be an error.
+            RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
         """
         self._exchange.begin_clipping()
         return self._exchange.clip_norm(
@@ -276,7 +293,7 @@ class DistributedMethods:
         )
 
     def clip_grad_value_(self, clip_value: float) -> None:
-        """Clip averaged elements, as ``torch.nn.utils.clip_grad_value_``; all ranks call it."""
+        """Clamp averaged gradients, as ``clip_grad_value_`` of torch does; every rank calls it."""
         self._exchange.begin_clipping()
         self._exchange.clip_value(self._stepped(), clip_value)
 
@@ -284,33 +301,34 @@ class DistributedMethods:
         return [p for _, p in places_of(self)]  # type: ignore[arg-type]
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's own
-        """Forget the gradients; see ``torch.optim.Optimizer.zero_grad``.
+        """Clear the gradients; see ``torch.optim.Optimizer.zero_grad``.
 
-        Harmless at any time: no gradient is on its way when ``backward()`` has returned. With
-        ``op=Adasum``, a rank that then takes the next batch, without a step, has left one out.
+        Safe at any time: no gradient is in flight after ``backward()`` has returned. With
+        ``op=Adasum``, a rank that clears gradients and continues with the next batch without
+        ``step()`` has skipped a step.
         """
         self._exchange.new_step()
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def add_param_group(self, param_group: Any) -> None:
-        """Add parameters; see ``torch.optim.Optimizer.add_param_group``. All ranks do."""
+        """Add parameters; see ``torch.optim.Optimizer.add_param_group``. Every rank calls it."""
         super().add_param_group(param_group)  # type: ignore[misc]
         self._exchange.hook()
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Replace the state; see ``torch.optim.Optimizer.load_state_dict``.
+        """Replace the optimizer state; see ``torch.optim.Optimizer.load_state_dict``.
 
-        What a backward that raised has left behind is forgotten.
+        Also clears the gradients of a backward that raised an error.
         """
         self._exchange.start_again()
         super().load_state_dict(state_dict)  # type: ignore[misc]
         self._exchange.state_loaded(state_dict)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuse to be copied: a copy would step on gradients that nobody averages."""
+        """Raise ``ConfigError``: no hooks would average the gradients of a copy."""
         raise ConfigError(
-            "a distributed optimizer cannot be copied or pickled; keep its state_dict(), and wrap "
-            "an optimizer of the copied model"
+            "a DistributedOptimizer must not be copied or pickled; copy its state_dict(), and "
+            "wrap an optimizer of the copied model"
         )
 
 
@@ -318,14 +336,14 @@ unscale_by_exchange()
 
 
 METHOD_MARK = "_local_method"
-"""The attribute of an optimizer that names the local or asynchronous method which hooks it."""
+"""Attribute of an optimizer: the name of the local or asynchronous method that hooks it."""
 
 
 def require_plain(method: str, optimizer: object) -> None:
-    """Raise ``ConfigError`` if the optimizer of a method averages gradients by itself."""
+    """Raise ``ConfigError`` if ``optimizer`` is a ``DistributedOptimizer``."""
     if isinstance(optimizer, DistributedMethods):
         raise ConfigError(
-            f"{method} takes the plain optimizer, this one averages gradients in every step; "
+            f"{method} must get a plain optimizer, but this one averages gradients in every step; "
             f"leave DistributedOptimizer out"
         )
 
@@ -334,17 +352,17 @@ def require_plain(method: str, optimizer: object) -> None:
 def before_step(
     stepping: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Begin a step of all ranks: torch calls this at the start of ``step()``.
+    """Begin a step on all ranks; torch calls this at the start of ``step()``.
 
-    A closure among the arguments makes gradients inside, so the exchange wraps it.
+    The exchange wraps the closure of ``step()``, because a closure computes gradients.
     """
     exchange = exchange_of(stepping)
     assert exchange is not None
     if exchange.was_synchronized and exchange.warns:
         warnings.warn(
             "optimizer.step() called without optimizer.skip_synchronize() after "
-            "optimizer.synchronize(); it changes nothing here, since gradients are averaged once, "
-            "when backward() returns: leave synchronize() out",
+            "optimizer.synchronize(); synchronize() has no effect after backward(), which "
+            "averages gradients; leave synchronize() out",
             stacklevel=3,
         )
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -354,7 +372,7 @@ def before_step(
 
 @dynamo_disable
 def after_step(stepped: Any, *_: object) -> None:
-    """End a step of all ranks: torch calls this after ``step()``."""
+    """End a step on all ranks; torch calls this after ``step()``."""
     exchange = exchange_of(stepped)
     assert exchange is not None
     exchange.was_synchronized = False
@@ -364,14 +382,14 @@ def after_step(stepped: Any, *_: object) -> None:
 def _upgraded(
     optimizer: Any, exchange: OptimizerExchange, names: Mapping[Tensor, str], passes: int
 ) -> Any:
-    """Give the optimizer its methods, now that nothing can fail any more."""
+    """Add ``DistributedMethods`` to the optimizer, after all calls that can fail."""
     kind = type(optimizer)
     optimizer.__class__ = type(kind.__name__, (DistributedMethods, kind), {})
     vars(optimizer).update(_exchange=exchange, _parameter_names=names, _passes=passes)
     if exchange.unscales:
         leave_scaling_to(optimizer)
     if not isinstance(exchange, NoExchange):
-        # They find it by the optimizer: functions that held it would keep both for ever.
+        # The hooks look the exchange up: a hook that held it would keep the optimizer alive.
         optimizer.register_step_pre_hook(before_step)
         optimizer.register_step_post_hook(after_step)
         _let_move(exchange)
@@ -379,7 +397,7 @@ def _upgraded(
 
 
 def _let_move(exchange: OptimizerExchange) -> None:
-    """Let an exchange continue in a world without the ranks that were lost."""
+    """Rebind an exchange when the world is rebuilt without lost ranks."""
     kept = weakref.ref(exchange)
 
     def move() -> None:
@@ -393,7 +411,7 @@ def _let_move(exchange: OptimizerExchange) -> None:
 
 def _groups(num_groups: int, groups: Groups | None) -> Groups | None:
     if num_groups:
-        warnings.warn("num_groups is called groups now", DeprecationWarning, stacklevel=3)
+        warnings.warn("num_groups is deprecated; use groups", DeprecationWarning, stacklevel=3)
     return num_groups or None if groups is None else groups
 
 
@@ -406,24 +424,26 @@ def _check(
 ) -> None:
     _check_passes(passes)
     if isinstance(optimizer, DistributedMethods):
-        raise ConfigError("this optimizer is distributed already; wrap it once")
+        raise ConfigError(
+            "optimizer must not be a DistributedOptimizer already; wrap the optimizer once"
+        )
     if op not in (Average, Sum, Adasum):
         raise ConfigError(f"op must be Average, Sum or Adasum, got {op!r}")
     if predivide != 1.0 and op is not Average:
         raise ConfigError(
-            f"gradient_predivide_factor splits the division of op=Average, got {predivide} with "
-            f"{op!r}; leave it out"
+            f"gradient_predivide_factor must be 1 unless op is Average, got {predivide} with "
+            f"{op!r}; leave gradient_predivide_factor out"
         )
     checked("gradient_predivide_factor", predivide, Amount)
     checked("shard", shard, Literal["node"] | None)
     if shard and op is Adasum:
-        raise ConfigError('op=Adasum combines whole steps of ranks, not with shard="node"')
+        raise ConfigError('op must not be Adasum with shard="node"; leave shard out')
 
 
 def _communicator(
     process_set: ProcessSet | None, master_dtype: torch.dtype | None
 ) -> Communicator | None:
-    """Return what to average over; None where nobody else is, and no masters are to be kept."""
+    """Return the ranks to average over; None for a single rank without master copies."""
     here, process_set = world.current(), process_set or global_process_set
     if process_set.process_set_id is not None and not process_set.included():
         return None

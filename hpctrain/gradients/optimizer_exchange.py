@@ -19,32 +19,32 @@ Closure = Callable[[], Any] | None
 
 
 class StepFacts(Protocol):
-    """What ranks report to each other in the message that opens a step."""
+    """Flags and losses that ranks exchange in the step message."""
 
     flags: int  # bits of this rank
     loss: float  # mean over the samples of this rank
 
     @property
     def raised_flags(self) -> int:
-        """Bits that any rank had in the last message; the same on every rank."""
+        """Flags that any rank had in the last message; the same on every rank."""
 
     @property
     def mean_loss(self) -> float:
-        """Mean over all samples, as of the last message; the same on every rank."""
+        """Mean over all samples in the last message; the same on every rank."""
 
 
 class OptimizerExchange:
-    """How ranks combine the steps of one ``DistributedOptimizer``.
+    """Base class: combines the steps of all ranks for one ``DistributedOptimizer``.
 
-    The protocol of all exchanges. What is defined here is right for an optimizer that steps on
-    the ``.grad`` of this rank and sends nothing; an exchange defines what it does otherwise.
+    The defaults suit an optimizer that steps on the ``.grad`` of this rank and sends nothing. Each
+    exchange overrides the methods in which it differs.
     """
 
     unscales = False
-    """Whether ``step()`` does what a ``GradScaler`` leaves to it, and is called in any case."""
-    reduction: Reduction | None = None  # what sends gradients; None where none are sent
+    """Whether ``step()`` unscales, and skips after infinity, in place of the ``GradScaler``."""
+    reduction: Reduction | None = None  # None if no gradients are sent
     was_synchronized = False  # whether ``synchronize()`` of this step had nothing to combine
-    warns = True  # whether ``step()`` warns of that
+    warns = True  # whether ``step()`` warns in that case
 
     @property
     def steps(self) -> StepFacts:
@@ -53,41 +53,45 @@ class OptimizerExchange:
 
     @property
     def exposed_seconds(self) -> float:
-        """Time in which the last step waited for other ranks."""
+        """Seconds for which the last step waited for other ranks."""
         return 0.0
 
     @property
     def count(self) -> SampleCount | None:
-        """How gradients of the ranks are weighted; None where no weights apply."""
+        """Weights of the ranks' gradients; None if gradients are not weighted."""
         return None
 
     @property
     def sums_are_finite(self) -> bool | None:
-        """Whether the averages of the last backward are finite; None where that is not known."""
+        """Whether the averages of the last backward are finite; None if unknown."""
         return None
 
     def look_at_sums(self) -> None:
-        """Find out ``sums_are_finite``, from the next step on."""
+        """Compute ``sums_are_finite`` from the next step on."""
 
     def set_passes(self, passes: int) -> None:
-        """Add up so many backward passes on each rank before one reduction."""
+        """Set the backward passes that each rank accumulates before one reduction."""
 
     def set_num_samples(self, num_samples: float, nominal: float) -> None:
         """Weight the gradient of this rank as the mean over ``num_samples``."""
-        check_count(num_samples, nominal)  # one rank refuses the counts that several refuse
+        check_count(num_samples, nominal)  # the same errors in a world of one
 
     def synchronize(self) -> bool:
-        """Combine now the gradients that ``backward()`` has not combined. Collective.
+        """Combine the gradients that ``backward()`` has not combined. Collective.
 
-        Returns whether ``backward()`` had combined all of them.
+        Returns:
+            Whether ``backward()`` had combined all of them.
         """
         return False
 
     def require_skippable(self) -> None:
-        """Raise ``ConfigError`` where ``step()`` cannot be separated from the exchange."""
+        """Raise ``ConfigError`` if ``step()`` itself combines the ranks."""
 
     def begin_clipping(self) -> None:
-        """Combine the gradients of a rank that has skipped ``backward``. Collective then."""
+        """Combine the gradients of a rank that has skipped ``backward``.
+
+        Collective if ``backward`` was skipped.
+        """
 
     def clip_norm(
         self,
@@ -107,27 +111,27 @@ class OptimizerExchange:
         clip_grad_value_(parameters, value)
 
     def unscale(self, inverse_scale: Tensor, *, allows_fp16: bool) -> bool | None:
-        """Unscale gradients that are not in ``.grad``; return whether some are not finite.
+        """Unscale gradients that are not in ``.grad``; return whether any is not finite.
 
-        None where ``.grad`` is what the step uses, which torch unscales.
+        None if the step uses ``.grad``, which torch unscales.
         """
         del inverse_scale, allows_fp16
         return None
 
     def new_step(self) -> None:
-        """Expect the gradients of another step: ``zero_grad()`` is about to forget these."""
+        """Prepare for the gradients of another step; called before ``zero_grad()``."""
 
     def hook(self) -> None:
-        """Hook the parameters that were added."""
+        """Hook added parameters."""
 
     def start_again(self) -> None:
-        """Forget what a backward that raised has left: the state is about to be replaced."""
+        """Discard a backward that raised; called before the state is replaced."""
 
     def state_loaded(self, state_dict: dict[str, Any]) -> None:
         """Correct the state that torch has loaded."""
 
     def begin_step(self, stepping: Optimizer, closure: Closure) -> Closure:
-        """Begin ``step()``; return the closure that it is to call. Collective."""
+        """Begin ``step()``; return the closure to call. Collective."""
         del stepping
         return closure
 
@@ -135,20 +139,21 @@ class OptimizerExchange:
         """End ``step()``. Collective."""
 
     def rebind(self, comm: Communicator, plan: Plan) -> None:
-        """Continue in a world without the ranks that were lost. Collective over ``comm``.
+        """Continue in a world without the lost ranks. Collective over ``comm``.
 
-        Raises ``ConfigError`` on all ranks where the exchange cannot.
+        Raises:
+            ConfigError: this exchange cannot continue; raised on all ranks.
         """
         del plan
         raise ConfigError(
-            f"an optimizer with shard, op=Adasum or a process set does not go on without lost "
-            f"ranks, got {comm.size} in the next world; start again from the checkpoint, or "
-            f"average over all ranks without them"
+            f"an optimizer that continues without lost ranks must have neither shard, op=Adasum "
+            f"nor a process set, but this one does, with {comm.size} ranks in the next world; "
+            f"restart from the checkpoint, or average over all ranks without these options"
         )
 
 
 class NoExchange(OptimizerExchange):
-    """The exchange of a rank that steps alone: flags and loss of all ranks are its own."""
+    """Exchange of a single rank: flags and loss of the world are its own."""
 
     flags, loss = 0, math.nan
 

@@ -14,17 +14,18 @@ NamedParameters = Sequence[tuple[str, Parameter]]
 
 
 def names_of(optimizer: Optimizer, named_parameters: Iterable[Any] | None) -> dict[Tensor, str]:
-    """Return the name of every parameter; by its place in the optimizer if none are given.
+    """Return the name of every parameter; the position in the optimizer if no names are given.
 
-    ``ConfigError`` if these are no pairs, a name comes twice, or a parameter has none.
+    Raises:
+        ConfigError: an entry is not a pair, a name occurs twice, or a parameter has no name.
     """
     if named_parameters is None:
         return {parameter: place for place, parameter in places_of(optimizer)}
     named = list(named_parameters)
     if strangers := [entry for entry in named if not isinstance(entry, tuple) or len(entry) != 2]:
         raise ConfigError(
-            f"named_parameters is a sequence of tuples (name, parameter), got "
-            f"{type(strangers[0]).__name__}; give model.named_parameters()"
+            f"named_parameters must contain tuples (name, parameter), got "
+            f"{type(strangers[0]).__name__}; pass model.named_parameters()"
         )
     times = Counter(name for name, _ in named)
     if repeated := sorted(name for name, count in times.items() if count > 1):
@@ -34,21 +35,24 @@ def names_of(optimizer: Optimizer, named_parameters: Iterable[Any] | None) -> di
         f"{place} {tuple(p.shape)}" for place, p in places_of(optimizer) if p not in names
     ]:
         raise ConfigError(
-            f"named_parameters names all parameters of the optimizer or is None, it lacks "
-            f"{len(missing)}: {', '.join(missing[:3])}"
+            f"named_parameters must contain all parameters of the optimizer, but lacks "
+            f"{len(missing)}: {', '.join(missing[:3])}; pass model.named_parameters() or None"
         )
     return names
 
 
 def named(owner: Callable[[], Optimizer | None], names: Mapping[Tensor, str]) -> NamedParameters:
-    """Return all parameters of an optimizer today; names are of those there at the wrap."""
+    """Return the current parameters of an optimizer with their names.
+
+    Parameters that were added after ``names`` was built are named by position.
+    """
     optimizer = owner()
     places = places_of(optimizer) if optimizer is not None else []
     return [(names.get(p) or place, p) for place, p in places]
 
 
 def places_of(optimizer: Optimizer) -> NamedParameters:
-    """Return the parameters of an optimizer, named by their places in it."""
+    """Return the parameters of an optimizer, named by position."""
     return [
         (f"group {g}, parameter {i}", parameter)
         for g, group in enumerate(optimizer.param_groups)
@@ -57,26 +61,31 @@ def places_of(optimizer: Optimizer) -> NamedParameters:
 
 
 Groups = int | Sequence[Sequence[Tensor]]
-"""How many groups of about as many parameters each, or the groups; 0 for none."""
+"""Number of groups of about equal length, or the groups; 0 for none."""
 
 
 class Grouping:
-    """Groups of parameters; each travels as one message for each dtype in it."""
+    """Groups of parameters; each group is sent as one message per dtype.
+
+    Args:
+        groups: number of groups, or the groups as lists of parameters, trained or frozen.
+            Parameters in no list are sent in ordinary buckets.
+        sparse_as_dense: whether sparse gradients are sent as dense ones; ``.grad`` is still
+            sparse.
+
+    Raises:
+        ConfigError: ``groups`` is neither, or contains a parameter twice.
+    """
 
     def __init__(self, groups: Groups | None = None, *, sparse_as_dense: bool = False) -> None:
-        """Check the groups: ``ConfigError`` if it is no such thing, or has a parameter twice.
-
-        Parameters of lists need not be trained; those in no list travel in ordinary buckets.
-        """
         self.sparse_as_dense = sparse_as_dense
-        """Whether sparse gradients travel with the others; they are made sparse again."""
         self._num_groups = 0
         self._group_of: dict[Tensor, int] = {}
         if groups is None:
             return
         if isinstance(groups, int):
             if groups < 0:
-                raise ConfigError(f"groups is a non-negative number or lists, got {groups}")
+                raise ConfigError(f"groups must be a non-negative number or lists, got {groups}")
             self._num_groups = groups
         else:
             self._group_of = _numbered(groups)
@@ -84,7 +93,7 @@ class Grouping:
     def numbers(self, parameters: Sequence[Parameter]) -> list[int | None]:
         """Return the group of each parameter, None for no group; empty without any groups.
 
-        Where only a number of groups was given, all parameters are cut into so many parts.
+        If only a number of groups was given, the parameters are divided into that many ranges.
         """
         if self._group_of:
             return [self._group_of.get(parameter) for parameter in parameters]
@@ -99,13 +108,13 @@ def _numbered(groups: object) -> dict[Tensor, int]:
         for parameter in _iterated(group):
             if not isinstance(parameter, Tensor):
                 raise ConfigError(
-                    f"groups consist of parameters, got {type(parameter).__name__} in group "
-                    f"{number}; give lists of the tensors themselves"
+                    f"groups must contain parameters, got {type(parameter).__name__} in group "
+                    f"{number}; pass lists of the tensors"
                 )
             if parameter in group_of:
                 raise ConfigError(
-                    f"a parameter is in one group, got one of shape {tuple(parameter.shape)} in "
-                    f"groups {group_of[parameter]} and {number}; take it out of one"
+                    f"a parameter must be in one group, got one of shape {tuple(parameter.shape)} "
+                    f"in groups {group_of[parameter]} and {number}; remove it from one of them"
                 )
             group_of[parameter] = number
     return group_of
@@ -114,7 +123,7 @@ def _numbered(groups: object) -> dict[Tensor, int]:
 def _iterated(groups: object) -> list[Any]:
     if isinstance(groups, Tensor | str) or not isinstance(groups, Iterable):
         raise ConfigError(
-            f"groups is a non-negative number or a list of lists of parameters, got "
-            f"{type(groups).__name__}"
+            f"groups must be a non-negative number or a list of lists of parameters, got "
+            f"{type(groups).__name__}; pass groups=None for no groups"
         )
     return list(groups)

@@ -1,7 +1,7 @@
-"""Sums over nodes for ``shard="node"``: they begin in backward, bucket by bucket.
+"""Sums over nodes for ``shard="node"``, which start during backward, bucket by bucket.
 
-a gradient is final     ready     the first buckets whose gradients all are go on their way
-``step()`` has opened   finish    what is left goes too, and all of it is there
+a gradient is final        ready     sends the next buckets whose gradients are all final
+``step()`` has opened      finish    sends the remaining buckets, and waits for all sums
 """
 
 from collections.abc import Callable, Sequence
@@ -30,26 +30,31 @@ if TYPE_CHECKING:
     from hpctrain.comm.operation_result import Work
 
 _LATE_STEPS = 64
-"""So many steps a rank begins nothing early after what it began was void: that costs a sum."""
+"""Steps without early sums after a void sum, because a void sum is computed twice."""
 
 
 class RailSums:
-    """What the gradients of all ranks add up to, once on each node.
+    """The sums of the gradients of all ranks, stored once on each node.
 
-    A gradient counts as final when it has come as often as in the step before. If it comes again
-    all the same, or is dropped, the sums are void, and made anew in the step. They travel on a
-    communicator of their own, in no order with what else the program does, so each rank begins
-    when it likes; in the step all ranks bring to its end what any of them has begun.
+    A gradient counts as final when its hook has fired as often as in the previous step. If the
+    hook fires again, or the gradient is dropped, the sums are void and are computed again in the
+    step. The sums use a separate communicator, in no order with other operations of the program,
+    so each rank starts them independently; in the step, all ranks finish the sums that any rank
+    has started. Construction is collective.
+
+    Args:
+        comm: ranks to sum over.
+        count: weight of this rank's gradients.
+        weights: bucket in node memory with the weights of all ranks of the node.
     """
 
     def __init__(self, comm: Communicator, count: SampleCount, weights: Bucket) -> None:
-        """Take what ranks weigh their gradients by, here and as others see it. Collective."""
         self._count, self._weights = count, weights
         self._comm, self._is_beside = comm, False
         if isinstance(comm, ThreadedCommunicator) and all(
             comm.allgather_object(calls_from_threads())
         ):
-            with suppress(NodeMemoryError):  # on all ranks
+            with suppress(NodeMemoryError):  # raised on all ranks
                 self._comm, self._is_beside = comm.lend(self), True
         node = self._comm.node
         assert node is not None
@@ -57,15 +62,15 @@ class RailSums:
         self.totals: list[NodeTensor] = []
         self._gradients: Sequence[GradientBucket] = ()
         self._chunks: list[list[tuple[Tensor, tuple[Tensor, ...]]]] = []
-        self._due: dict[Slot, int] = {}  # how often each gradient has come in the step before
-        self._num_late = 0  # steps to come in which this rank begins nothing early
+        self._due: dict[Slot, int] = {}  # how often each hook fired in the previous step
+        self._num_late = 0  # remaining steps without early sums
         self._missing: list[int] = []  # gradients of each bucket that are not final yet
-        self._weight: float | None = None  # of what was summed last
+        self._weight: float | None = None  # of the last sums
         self._reset()
 
     @property
     def is_void(self) -> bool:
-        """Whether what is on its way is no longer the sum of what this rank has."""
+        """Whether a sum in flight is out of date, because gradients or weights have changed."""
         return self.num_sent > 0 and (
             self._came_again
             or self._weight != self._count.weight
@@ -73,7 +78,7 @@ class RailSums:
         )
 
     def announced(self, told: ShardedFacts) -> ShardedFacts:
-        """Let all ranks hear what is on its way, and whether gradients count otherwise now."""
+        """Return ``told`` with the state of the sums in flight."""
         return replace(
             told,
             is_early=self.num_sent > 0,
@@ -82,7 +87,7 @@ class RailSums:
         )
 
     def lay_out(self, gradients: Sequence[GradientBucket]) -> None:
-        """Make room for the sums of these buckets. Collective."""
+        """Allocate the sums of these buckets. Collective."""
         made: list[NodeTensor] = []
 
         def make(flats: Sequence[Tensor]) -> None:
@@ -96,7 +101,7 @@ class RailSums:
         self, gradients: GradientBucket, total: NodeTensor
     ) -> list[tuple[Tensor, tuple[Tensor, ...]]]:
         bucket, how = gradients.bucket, combination(gradients.bucket.flat.dtype, Op.SUM)
-        numel = bucket.numel - len(gradients.slots)  # behind them come the marks
+        numel = bucket.numel - len(gradients.slots)  # the marks follow the gradients
         own = slice_bounds(numel, self._node.local_size, self._node.local_rank)
         step = CHUNK_BYTES // bucket.flat.itemsize
         bounds = [slice(at, min(at + step, own.stop)) for at in range(own.start, own.stop, step)]
@@ -105,25 +110,27 @@ class RailSums:
             for b in bounds
         ]
 
-    # -- while backward runs ----------------------------------------------------------------
+    # -- during backward --------------------------------------------------------------------
 
     def expect(self) -> None:
-        """Expect the gradients of another step; what was begun with those of this one is void."""
+        """Prepare for the gradients of another step; sums in flight become void."""
         self._came_again |= self.num_sent > 0
         of_buckets = [[self._due.get(slot, 1) for slot in one.slots] for one in self._gradients]
         self._missing = [sum(map(bool, due)) for due in of_buckets]
 
     def ready(self, slot: Slot, fill: Callable[[Slot], None]) -> None:
-        """Take note of a gradient that has come to its place; begin what can be begun.
+        """Count a gradient that is in its slot, and send the buckets that are complete.
 
-        ``fill`` puts a gradient there that has not.
+        Args:
+            slot: slot of the gradient.
+            fill: copies a gradient to its slot.
         """
         if slot.bucket < self.num_sent:
             self._came_again = True
         if not self._is_beside or not self._due or self._num_late or self._came_again:
             return
         if self._count.is_set and any(_is_scaled_first(one.bucket) for one in self._gradients):
-            return  # what the weights add up to is known in the step
+            return  # the sum of the weights is known only in the step
         self._missing[slot.bucket] -= slot.fires == self._due.get(slot)
         while self.num_sent < len(self._missing) and not self._missing[self.num_sent]:
             for each in self._gradients[self.num_sent].slots:
@@ -132,7 +139,7 @@ class RailSums:
             self._send()
 
     def learn(self) -> None:
-        """Remember how often each gradient has come in a step that is over."""
+        """Record how often each hook has fired in a finished step."""
         fires = {slot: slot.fires for one in self._gradients for slot in one.slots}
         self._due = fires if any(fires.values()) else self._due
         self._num_late = max(self._num_late - 1, 0)
@@ -140,7 +147,7 @@ class RailSums:
     # -- in the step ------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Sum what is not on its way yet, and wait for all of it. Collective."""
+        """Send the remaining buckets, and wait for all sums. Collective."""
         if self.is_void:
             self._num_late = _LATE_STEPS
         while self.num_sent < len(self._gradients):
@@ -155,7 +162,7 @@ class RailSums:
         self._works: list[Work] = []
         self._came_again = False
         self._sent: list[tuple[Slot, tuple[int, int] | None]] = []
-        """Gradients that are on their way, and what changes when they are written."""
+        """Gradients in flight, with their ``writes_of``."""
 
     def _send(self) -> None:
         gradients = self._gradients[self.num_sent]
@@ -169,12 +176,12 @@ class RailSums:
 
     @torch.no_grad()
     def _sum(self, number: int) -> None:
-        """Sum a bucket inside the node and over the rails. Collective."""
+        """Sum a bucket inside the node and between nodes. Collective."""
         gradients, total = self._gradients[number], self.totals[number].shared
         bucket, node, comm = gradients.bucket, self._node, self._comm
         how = combination(total.dtype, Op.SUM)
         count = self._count
-        # Sums of wider types may begin before the largest weight of the step is known.
+        # Sums in wide dtypes may start before the largest weight of the step is known.
         exponent = count.exponent if _is_scaled_first(bucket) else 0
         early, _ = scaled_when(count.scale_of(exponent), how)
         node.meet(call_of(f"sum of bucket {number} of {len(self._gradients)} between nodes"))
@@ -192,7 +199,7 @@ class RailSums:
 
 
 def weighted(parts: Sequence[Tensor], factors: Sequence[float]) -> Sequence[Tensor]:
-    """Multiply what ranks have by their factors; a mean over no samples, which is NaN, is zero."""
+    """Multiply the gradients of ranks by their factors; the factor 0 gives zeros, also for NaN."""
     if all(factor == 1.0 for factor in factors):
         return parts
     return [

@@ -1,6 +1,6 @@
-"""The reduction of one step: where gradients lie, and when they travel, in buckets.
+"""``Reduction``: copies the gradients of one step to buckets and sums the buckets over ranks.
 
-All ranks have the same buckets and send them in one order, behind the message of ``StepSync``.
+All ranks have the same buckets and send them in the same order, after the message of ``StepSync``.
 """
 
 import time
@@ -34,18 +34,27 @@ from hpctrain.gradients.weight_sample import checksum_of, due, sample_of
 
 @dataclass(slots=True)
 class StepProgress:
-    """How far the reduction of one step has come."""
+    """Progress of the reduction of one step."""
 
     num_sent: int = 0  # buckets
     agreement: StepAgreement | None = None
-    is_refused: bool = False  # whether the ranks have refused the step: no bucket is sent then
+    is_refused: bool = False  # whether the step message raised an error: no bucket is sent then
     works: list[Work] = field(default_factory=list)
-    finite: list[bool] = field(default_factory=list)  # of each bucket that was looked at
+    finite: list[bool] = field(default_factory=list)  # of each bucket that was checked
     waited_s: float = 0.0
 
 
 class Reduction:
-    """Fills the buckets of a fixed set of parameters and reduces them over all ranks."""
+    """Fills the buckets of a fixed set of parameters and reduces them over all ranks.
+
+    Args:
+        comm: ranks to reduce over; with a progress thread, buckets are sent during backward.
+        plan: bucket size and time of the all-reduce.
+        codec: compression of the buckets.
+        grouping: groups of parameters that are sent in one message.
+        count: weight of this rank's gradients.
+        steps: compares the ranks before each step.
+    """
 
     def __init__(
         self,
@@ -56,51 +65,55 @@ class Reduction:
         count: SampleCount,
         steps: StepCounter,
     ) -> None:
-        """Take what is needed; a communicator with a thread carries buckets beside backward."""
-        self.count, self.steps = count, steps  # the latter also compares what a step rests on
+        self.count, self.steps = count, steps
         self.exposed_seconds = 0.0
         self.looks = False
-        """Whether sums are looked at for what is not finite; the same on all ranks."""
+        """Whether sums are checked for NaN and infinity; the same on all ranks."""
         self.is_finite: bool | None = None
-        """Whether all sums of the last step are; None where nobody has looked at all of them."""
-        self.around: Callable[..., AbstractContextManager[None]] = nullcontext  # of each sum
+        """Whether all sums of the last step are finite; None if a sum was not checked."""
+        self.around: Callable[..., AbstractContextManager[None]] = (
+            nullcontext  # entered around each sum
+        )
         self._comm, self._plan, self.codec = comm, plan, codec
         self.layout = BucketLayout(comm, plan, codec, grouping)
         self.forget()
 
     def over(self, comm: Communicator, plan: Plan, steps: StepCounter) -> "Reduction":
-        """Return one that does the same over other ranks. Not collective; ``build`` is."""
+        """Return the same reduction over other ranks.
+
+        Not collective; ``BucketLayout.build`` is.
+        """
         return Reduction(comm, plan, self.codec, self.layout.grouping, self.count, steps)
 
     def is_over(self, comm: Communicator) -> bool:
-        """Say whether it reduces over the ranks of ``comm``."""
+        """Return whether gradients are reduced over ``comm``."""
         return self._comm is comm
 
     @property
     def num_ranks(self) -> int:
-        """Ranks that gradients are reduced over."""
+        """Number of ranks to reduce over."""
         return self._comm.size
 
     @property
     def leads(self) -> bool:
-        """Whether this rank is the first of them."""
+        """Whether this is rank 0 of the communicator."""
         return self._comm.rank == 0
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of this rank that travel in a step, sparse gradients left out."""
+        """Bytes that this rank sends per step, without sparse gradients."""
         return sum(self.codec.num_bytes(bucket.bucket) for bucket in self.layout.buckets)
 
     @property
     def savings(self) -> Savings:
-        """What the codec spares in a step."""
+        """Traffic between nodes with and without the codec, per step."""
         return savings_of(
             self.codec, [b.bucket for b in self.layout.buckets], self._comm, self._plan
         )
 
     @property
     def has_sent(self) -> bool:
-        """Whether gradients of this step have begun to travel."""
+        """Whether a bucket of this step was sent."""
         return self._step.num_sent > 0
 
     @property
@@ -110,17 +123,21 @@ class Reduction:
 
     @property
     def keeps_result(self) -> bool:
-        """Whether this rank adds what is reduced to a further reduction: one does of a sum."""
+        """Whether this rank adds an earlier result to a further reduction.
+
+        An earlier sum must be counted once, so only rank 0 adds it.
+        """
         return self.count.average or self.leads
 
     def take(self, slot: Slot | SparseSlot) -> None:
-        """Put a final gradient into its place, and send the buckets that are full."""
+        """Copy a final gradient to its bucket, and send the buckets that are full."""
         if isinstance(slot, SparseSlot):
             return
         if slot.is_filled and (self._step.num_sent > slot.bucket or self.count.factor != 1.0):
             raise CommError(
-                f"the gradient of {slot.name} came twice in one backward, and only once in the "
-                f"first step; keep the graph as it is, or checkpoint with use_reentrant=False"
+                f"a parameter must be used equally often in every backward, but the gradient of "
+                f"{slot.name} was accumulated twice in one, and once in the first step; keep the "
+                f"graph unchanged, or use activation checkpoints with use_reentrant=False"
             )
         self._fill(slot)
         if self._plan.overlap == "end":
@@ -133,10 +150,11 @@ class Reduction:
             self._launch_next()
 
     def changed_by_hand(self, today: NamedParameters | None) -> int | None:
-        """Return a checksum of what was done to reduced gradients; None for nothing.
+        """Return a checksum of the changes of reduced gradients by the program; None if unchanged.
 
-        What was put in their place becomes a copy: it may lie in the place of another. Of what
-        was written in place a sample counts, since clipping does that in every step.
+        A gradient that was replaced becomes a copy, because it may share memory with another
+        bucket slot. Of gradients that were changed in place only a sample is hashed, because
+        clipping changes all of them in every step.
         """
         touched = [(s.name, s.parameter) for s in self.layout.slots if s.is_touched]
         touched += [named for named in today or () if named[1] not in self.layout.slot_of]
@@ -148,7 +166,7 @@ class Reduction:
                 total = checksum_of(parameter.grad, total)
         written, step = [s for s in self.layout.dense if s.is_written], self.steps.number or 0
         total ^= sample_of(due([s.view for s in written if s.view.is_cpu], step), step)
-        for slot in written:  # where looking at values would keep the host waiting
+        for slot in written:  # the host does not wait for values of an accelerator
             total = total if slot.view.is_cpu else crc32(slot.name.encode(), total)
         return total if touched or written else None
 
@@ -158,12 +176,16 @@ class Reduction:
         told: StepMessage | None = None,
         agreement: StepAgreement | None = None,
     ) -> None:
-        """Fill what is missing, send what is not sent, wait for all of it. Collective.
+        """Fill and send the remaining buckets, and wait for all of them. Collective.
 
-        What all ranks have done alike by hand stays as it is; else what is there is reduced, or
-        all raise ``MismatchError``. ``changed`` are the parameters of today where they are no
-        longer those of ``build``; ``told`` is what the program has done to gradients;
-        ``agreement`` is how the others have begun, for a rank that only takes part.
+        If all ranks have made the same changes to reduced gradients, these gradients are kept.
+        Otherwise the current gradients are reduced, or all ranks raise ``MismatchError``.
+
+        Args:
+            changed: current parameters, if they do not match the buckets.
+            told: facts about this rank's gradients, for the step message.
+            agreement: result of the step message, for a rank that adds zeros to a step of other
+                ranks.
         """
         if agreement is not None:
             self._take(agreement)
@@ -184,7 +206,7 @@ class Reduction:
                 slot.settle()
             if self._step.agreement is not None and self._step.agreement.new_sparse:
                 self.layout.learn_sparse()
-        else:  # what all ranks have made of their gradients is the result
+        else:  # all ranks have made the same changes
             for changed_slot in self.layout.slots:
                 if changed_slot.is_touched:
                     changed_slot.adopt()
@@ -194,24 +216,24 @@ class Reduction:
         self.forget()
 
     def confirm(self) -> None:
-        """Raise ``MismatchError`` on all ranks that have taken other steps. Collective."""
+        """Raise ``MismatchError`` unless all ranks have taken the same steps. Collective."""
         self.steps.confirm(self._comm)
 
     def require_equal_loss(self, loss: object) -> None:
-        """Raise ``MismatchError`` on all ranks if their closures return other losses. Collective.
+        """Raise ``MismatchError`` unless the closures of all ranks return one loss. Collective.
 
-        Not while some have joined, who answer nothing else than averages of gradients.
+        No-op if some ranks have joined, because joined ranks answer only step messages.
         """
         if self.steps.num_active == self._comm.size:
             said = [repr(loss.detach().tolist() if isinstance(loss, Tensor) else loss)]
             way_out = (
-                "LBFGS decides by it when a step ends, and ranks that decide otherwise part: let "
-                "the closure return the mean over ranks, hvd.allreduce(loss.detach())"
+                "LBFGS ends a step by the loss, which must be equal on all ranks: return the "
+                "mean over ranks from the closure, hvd.allreduce(loss.detach())"
             )
-            require_equal(self._comm, said, "what the closure of LBFGS returns", way_out)
+            require_equal(self._comm, said, "results of the LBFGS closure", way_out)
 
     def drop(self) -> None:
-        """Forget a reduction that has failed; wait for what is under way."""
+        """Discard a failed reduction; wait for operations in flight."""
         for work in self._step.works:
             with suppress(CommError):
                 work.wait()
@@ -220,7 +242,7 @@ class Reduction:
         self.forget()
 
     def forget(self) -> None:
-        """Expect the gradients of another step; places that were filled count as empty."""
+        """Prepare for the gradients of another step; all buckets become empty."""
         self._step = StepProgress()
         for bucket in self.layout.buckets:
             bucket.num_empty = len(bucket.slots)
@@ -230,7 +252,7 @@ class Reduction:
             slot.is_filled = False
 
     def _set_by_hand(self, today: NamedParameters) -> list[Tensor]:
-        """Return the parameters whose gradients the program has put there."""
+        """Return the parameters whose gradients were set by the program."""
         return [
             p
             for _, p in today
@@ -248,7 +270,7 @@ class Reduction:
             else:
                 with torch.no_grad():
                     slot.fill(self.count.factor, keeps_result=self.keeps_result)
-            slot.is_filled = True  # on an accelerator it will be, with the others of its bucket
+            slot.is_filled = True  # on an accelerator the bucket is filled by one call later
             self.layout.found_new_sparse |= self.layout.is_new_sparse(slot)
 
     def _launch_next(self) -> None:
@@ -261,7 +283,7 @@ class Reduction:
         self._step.works.append(self._run(self._reduce, bucket))
 
     def _move(self) -> None:
-        """Fill what is missing, send what is not sent, and wait for all of it."""
+        """Fill and send the remaining buckets, and wait for all of them."""
         for slot in self.layout.dense:
             self._fill(slot)
         while self._step.num_sent < len(self.layout.buckets):
@@ -277,7 +299,7 @@ class Reduction:
             bucket.storage.arrive()
 
     def _run(self, function: Callable[..., None], *args: object) -> Work:
-        """Carry out what talks to other ranks; a wait of this thread for it is exposed."""
+        """Start a collective on the communicator's thread; count the waits of this thread."""
         work: Work = self._clocked(start_on, self._comm, function, *args)
         return work
 
@@ -308,7 +330,7 @@ class Reduction:
         try:
             agreement = self.steps.open(self._comm, mine)
         except BaseException:
-            self._step.is_refused = True  # what was to follow stays here, on every rank
+            self._step.is_refused = True  # later buckets are not sent, on every rank
             raise
         self._take(agreement)
 

@@ -1,4 +1,4 @@
-"""``check_replicas``: comparison of the model over all ranks, and its healing by the majority."""
+"""``check_replicas``: compare the model on all ranks, and repair it by majority."""
 
 import hashlib
 from collections import Counter
@@ -29,25 +29,25 @@ def check_replicas(
     process_set: ProcessSet | None = global_process_set,
     heal: bool = False,
 ) -> None:
-    """Return if the ranks hold the same bits; collective over the process set.
+    """Raise unless the model is bitwise identical on all ranks. Collective over the process set.
 
-    For any place between two steps where replicas should be equal. Each rank hashes what it has,
-    and one small message compares the hashes; names travel only where they differ.
+    Call it between two steps, where replicas should be equal. Each rank hashes its tensors, and
+    one small message compares the hashes; names are sent only if hashes differ.
 
     Args:
-        model: its parameters are compared.
-        optimizer: its state and its groups are compared too.
-        buffers: compare all buffers, or none. None compares those of ``SyncBatchNorm``, which all
-            ranks calculate together; those of other layers differ by each rank's own samples.
+        model: module whose parameters are compared.
+        optimizer: optimizer whose state and parameter groups are compared too.
+        buffers: compare all buffers, or none. None compares the buffers of ``SyncBatchNorm``,
+            which are computed from the samples of all ranks; buffers of other layers depend on
+            each rank's samples.
         process_set: the ranks to compare; None for all.
-        heal: where more than half of the ranks have the same value of a tensor, give it to the
-            others, bit for bit, and warn with their names.
+        heal: copy a tensor that is equal on more than half of the ranks to the other ranks,
+            bitwise, and log a warning with their names.
 
     Raises:
-        ReplicaError: some differ; names them with their ranks, on every rank. With ``heal``: of
-            some no value is that of more than half of the ranks, or it is no tensor; nothing has
-            been changed then.
-        CheckpointError: the optimizer's state holds what has no hash.
+        ReplicaError: values differ; names them with their ranks, on every rank. With ``heal``: a
+            value has no majority or is not a tensor; then nothing has been changed.
+        CheckpointError: the optimizer state contains a value that cannot be hashed.
         NotInitializedError: ``hpctrain.init()`` was not called.
     """
     which = process_set or global_process_set
@@ -66,7 +66,7 @@ def require_equal_replicas(
     buffers: bool | None = None,
     heal: bool = False,
 ) -> None:
-    """Return if the ranks of ``comm`` hold the same bits; see ``check_replicas``. Collective."""
+    """Raise unless the ranks of ``comm`` are identical; see ``check_replicas``. Collective."""
     if comm.size == 1:
         return
     values = dict(_of_model(model, buffers=buffers))
@@ -87,20 +87,20 @@ def require_equal_replicas(
         _heal(comm, values, owners, every)
         if comm.rank == 0:
             logs.logger.warning(
-                f"replicas must be equal on every rank, {found}; the others have now what more "
-                f"than half of them had"
+                f"replicas must be equal on every rank, but {found}; healed: the values of the "
+                f"majority were copied to the other ranks"
             )
         return
     nobody = f", and {lost} is not the same tensor on more than half of them" if heal else ""
     raise ReplicaError(
-        f"replicas must be equal on every rank, {found}{nobody}; look for what some ranks do "
-        f"alone, such as a change outside optimizer.step(), and begin with "
+        f"replicas must be equal on every rank, but {found}{nobody}; find changes that only some "
+        f"ranks make, such as outside optimizer.step(), and start with "
         f"broadcast_parameters(model.state_dict())"
     )
 
 
 def _owner(name: str, every: Sequence[Mapping[str, str]]) -> int | None:
-    """Return a rank with the value that more than half of the ranks have; None without one."""
+    """Return a rank that has the value of the majority of ranks; None without a majority."""
     seen = [hashes.get(name, "") for hashes in every]
     value, count = Counter(seen).most_common(1)[0]
     return seen.index(value) if value and 2 * count > len(seen) else None
@@ -113,13 +113,13 @@ def _heal(
     owners: Mapping[str, int | None],
     every: Sequence[Mapping[str, str]],
 ) -> None:
-    """Give the ranks whose values differ those of the owners. Collective."""
+    """Copy the values of the owners to the ranks whose values differ. Collective."""
     facts = comm.allgather_object([_facts(values.get(name)) for name in owners])
     for name, found in zip(owners, zip(*facts, strict=True), strict=True):
         if None in found or len(set(found)) > 1:
             raise ReplicaError(
-                f"replicas are healed tensor by tensor, and {name} is none, or of another shape "
-                f"on some rank; load a checkpoint"
+                f"values to heal must be tensors of one shape and dtype, but {name} is not so on "
+                f"every rank; load a checkpoint"
             )
     for name, owner in owners.items():
         value: Tensor = values[name].detach()
@@ -130,7 +130,7 @@ def _heal(
 
 
 def _facts(value: object) -> tuple[Any, ...] | None:
-    """Return what a tensor must have in common to be copied; None of what is none."""
+    """Return shape and dtype of a tensor, which must be equal to copy it; else None."""
     if not isinstance(value, Tensor) or value.layout is not torch.strided:
         return None
     return value.shape, value.dtype

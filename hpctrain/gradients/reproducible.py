@@ -1,4 +1,4 @@
-"""Training steps whose bits do not depend on the number of ranks."""
+"""``Reproducible``: training steps with bitwise equal results on any number of ranks."""
 
 import functools
 import operator
@@ -39,7 +39,7 @@ from hpctrain.gradients.step_values import StepValues
 
 @dataclass(slots=True)
 class _Report:
-    """What each rank tells the others before gradients travel."""
+    """Facts that each rank sends to the others before gradients are summed."""
 
     step: int
     num_samples: int | None
@@ -47,24 +47,39 @@ class _Report:
     refusal: str | None = None
     losses: list[float] = field(default_factory=list)  # of its micro-shards, each times its weight
     present: list[bool] = field(default_factory=list)
-    """Which entries have a value in any of its micro-shards."""
+    """By entry, whether any of its micro-shards has a value."""
     counters: dict[int, Tensor] | None = None
-    """Buffers without a mean, by entry, after its first micro-shard; None where all are empty."""
+    """Integer buffers, by entry, after its first micro-shard; None if all are empty."""
 
 
 class Reproducible:
-    """Takes the steps of a training; see ``backward`` for the rule that fixes their bits.
+    """Takes training steps whose results do not depend on the number of ranks.
 
-    1, 2, 3, ... up to ``num_micro_shards`` ranks get the same bits, on processors of one type and
-    with the same libraries: what ``facts`` names is part of the contract. The price is one
-    forward and backward of ``1 / num_micro_shards`` of the global batch after the other on each
-    rank, one thread, and gradients that travel when all of them are there. Besides the gradient
-    of the micro-shard at work a rank keeps one for each level of the tree at most, twice as many
-    where ranks do not divide micro-shards, and a copy of the buffers.
+    1, 2, 3, ... up to ``num_micro_shards`` ranks compute bitwise equal results, on processors of
+    one type and with the same libraries: all values in ``facts`` must be equal. The cost: each
+    rank runs forward and backward of one micro-shard after the other, in one thread, and gradients
+    are sent only at the end. In addition to the gradient of the current micro-shard a rank stores
+    at most one gradient per level of the tree, twice as many if the number of ranks does not
+    divide that of micro-shards, and a copy of the buffers.
 
-    Dropout and what else draws from the global generators of torch, numpy and Python is covered,
-    numbers from elsewhere are not.
-    What depends on the samples of a whole batch, such as padding to its longest, must be fixed.
+    The global random generators of torch, numpy and Python are covered, for example by dropout;
+    other generators are not. Batch-dependent preprocessing, such as padding to the longest sample,
+    must be fixed.
+
+    Construction checks that all ranks have the same settings. Collective. It calls
+    ``torch.set_num_threads``.
+
+    Args:
+        model: on the CPU, with the same values on every rank.
+        optimizer: not a ``DistributedOptimizer``.
+        comm: ranks that share each step.
+        num_micro_shards: a power of two, at least the number of ranks; the result depends on it.
+        seed: seed of the random numbers.
+        num_threads: threads of torch.
+
+    Raises:
+        ConfigError: an argument is not valid.
+        MismatchError: settings or tensors differ between ranks; raised on all ranks.
     """
 
     def __init__(
@@ -77,29 +92,26 @@ class Reproducible:
         seed: int,
         num_threads: int = 1,
     ) -> None:
-        """Check that all ranks mean the same, else all raise ``MismatchError``. Collective.
-
-        The model is on the CPU, with the same values on every rank; the optimizer is a plain one.
-        ``num_micro_shards`` is a power of two, at least the number of ranks; another one changes
-        the result. The process has ``num_threads`` of torch from now on.
-        """
         if isinstance(optimizer, DistributedMethods):
             raise ConfigError(
-                "gradients would be averaged twice; give the plain optimizer to Reproducible"
+                "Reproducible must get a plain optimizer, but this one averages gradients itself; "
+                "leave DistributedOptimizer out"
             )
         if num_threads < 1:
-            raise ConfigError(f"num_threads must be at least 1, got {num_threads}")
+            raise ConfigError(
+                f"num_threads must be at least 1, got {num_threads}; leave it out for 1"
+            )
         self._ranges = [
             own_micro_shards(num_micro_shards, rank, comm.size) for rank in range(comm.size)
         ]
         self.own = self._ranges[comm.rank]  # numbers of the micro-shards of this rank
         self.next_step = 0  # number of the next step; random numbers depend on it
         self.communication_seconds = 0.0
-        """Time that the last step spent on other ranks, waiting for them included."""
+        """Seconds of the last step for communication, including waits."""
         self.raised_flags = 0
-        """Bits that any rank had raised for the last step; the same on every rank."""
+        """Flags that any rank had raised for the last step; the same on every rank."""
         self.own_loss = 0.0
-        """What the samples of this rank have added to the loss of the last step."""
+        """Share of this rank's samples in the loss of the last step."""
         self._model, self._optimizer, self._comm = model, optimizer, comm
         self._num_micro_shards, self._seed, self._num_threads = num_micro_shards, seed, num_threads
         self._flags = 0
@@ -108,18 +120,18 @@ class Reproducible:
 
     @property
     def facts(self) -> dict[str, str]:
-        """What the bits depend on beside model, data and settings."""
+        """Settings, processor and libraries that must be equal for bitwise equal results."""
         return {"micro_shards": str(self._num_micro_shards), **arithmetic(self._num_threads)}
 
     def describe(self) -> str:
-        """Say for people how steps are taken."""
+        """Return a human-readable description of the method."""
         number = self._num_micro_shards
         return f"the same bits on up to {number} ranks, by {number} micro-shards of each batch"
 
     def step(
         self, batch: Any, loss_function: Callable[[Any], Tensor], *, num_samples: int | None = None
     ) -> float:
-        """Call ``backward``, let the optimizer step, return the loss. Collective."""
+        """Run ``backward``, let the optimizer step, and return the loss. Collective."""
         loss = self.backward(batch, loss_function, num_samples=num_samples)
         self._optimizer.step()
         return loss
@@ -127,21 +139,29 @@ class Reproducible:
     def backward(
         self, batch: Any, loss_function: Callable[[Any], Tensor], *, num_samples: int | None = None
     ) -> float:
-        """Replace all gradients by those of the global batch and return its loss. Collective.
+        """Compute the loss of the global batch and all gradients, which are replaced. Collective.
 
-        A global batch is cut into micro-shards, and each rank takes some in a row. Each has its
-        own forward and backward, on inputs in aligned memory, with random numbers that depend on
-        seed, step and micro-shard, and begins with the buffers as they were at the start of the
-        step. Gradients, and buffers that were changed, are summed over a fixed binary tree and
-        divided by the number of micro-shards, once; integer buffers become what the first
-        micro-shard makes of them. So BatchNorm normalises by micro-shard, and its running
-        statistics move towards the mean of the statistics of all of them.
+        A global batch is divided into micro-shards, and each rank takes consecutive ones. Each
+        micro-shard has its own forward and backward, on inputs in aligned memory, with random
+        numbers that depend on seed, step and micro-shard, and starts with the buffers as of the
+        start of the step. Gradients and changed buffers are summed over a fixed binary tree and
+        divided once by the number of micro-shards; integer buffers get the values after the first
+        micro-shard. BatchNorm therefore normalises by micro-shard, and its running statistics move
+        towards the mean of the statistics of all micro-shards.
 
-        ``batch`` is samples ``sample_range(...)`` of the global batch of ``num_samples``: tensors
-        whose first dimension counts them, in tuples, lists and mappings. None stands for equally
-        many in all micro-shards; else each counts by its samples, and empty ones are left out.
-        ``loss_function`` returns the mean loss over those of a micro-shard. All ranks raise
-        ``MismatchError`` where the part of one does not fit, or is refused by a ``DataError``.
+        Args:
+            batch: samples ``sample_range(...)`` of the global batch: tensors whose first dimension
+                counts samples, in tuples, lists and mappings.
+            loss_function: returns the mean loss over the samples of a micro-shard.
+            num_samples: samples of the global batch; each micro-shard is weighted by its samples,
+                and empty ones are skipped. None for equally many in all micro-shards.
+
+        Returns:
+            The mean loss of the global batch, the same on every rank.
+
+        Raises:
+            MismatchError: ranks take different steps, or the batch of a rank does not fit or was
+                refused by a ``DataError``; raised on all ranks.
         """
         if torch.get_num_threads() != self._num_threads:
             torch.set_num_threads(self._num_threads)
@@ -163,15 +183,15 @@ class Reproducible:
         return loss
 
     def raise_flags(self, flags: int) -> None:
-        """Let every rank see these bits in ``raised_flags`` after each step from now on."""
+        """Send these bits to all ranks, for ``raised_flags`` of each step from now on."""
         self._flags = flags
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the random numbers are, and the facts: the same on every rank."""
+        """Return step, seed and facts, the same on every rank."""
         return {"next_step": self.next_step, "seed": self._seed, "facts": self.facts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the step and the seed of ``state_dict``; warn where facts have changed."""
+        """Continue with step and seed of ``state_dict``; warn if facts have changed."""
         self.next_step, self._seed = state["next_step"], state["seed"]
         changes = [
             f"{name} was {state['facts'].get(name)}, is {fact}"
@@ -179,7 +199,9 @@ class Reproducible:
             if state["facts"].get(name) != fact
         ]
         if changes and self._comm.rank == 0:
-            logger.warning(f"from here on the bits may be others: {'; '.join(changes)}")
+            logger.warning(
+                f"facts must be equal for bitwise equal results, but {'; '.join(changes)}"
+            )
 
     def _run(
         self,
@@ -188,7 +210,7 @@ class Reproducible:
         loss_function: Callable[[Any], Tensor],
         sizes: Sequence[tuple[int, float]],
     ) -> None:
-        """Forward and backward of this rank's micro-shards, summed as far as they go."""
+        """Run forward and backward of this rank's micro-shards, and sum complete subtrees."""
         values, report, first = work.values, work.report, 0
         for micro_shard, (size, weight) in zip(self.own, sizes, strict=True):
             taken: list[Tensor | None] = [None] * len(values)
@@ -207,7 +229,7 @@ class Reproducible:
                 push(work.pending, Node(0, micro_shard, taken), values.absent)
 
     def _combine(self, work: "_Work") -> float:
-        """Sum over the ranks and give parameters and buffers their values. Collective."""
+        """Sum over the ranks and set gradients and buffers. Collective."""
         work.report.present = [
             any(node.values[entry] is not None for node in work.pending)
             for entry in range(len(work.values))
@@ -217,8 +239,8 @@ class Reproducible:
         steps = [f"step {report.step} of {report.num_samples} samples" for report in reports]
         if len(set(steps)) > 1:
             raise MismatchError(
-                f"ranks take the same steps, got {by_rank(steps)}; load the same state and give "
-                f"the same num_samples on every rank"
+                f"ranks must take the same steps, got {by_rank(steps)}; load the same state and "
+                f"pass the same num_samples on every rank"
             )
         self.raised_flags = functools.reduce(operator.or_, (r.flags for r in reports))
         present = [any(there) for there in zip(*(r.present for r in reports), strict=True)]
@@ -234,16 +256,17 @@ class Reproducible:
         if num_samples is None:
             if here == 0 or here % len(self.own):
                 raise ConfigError(
-                    f"{len(self.own)} equal micro-shards need a multiple of so many samples, got "
-                    f"{here}; give num_samples of the global batch where it does not divide"
+                    f"without num_samples the samples of a rank must be a multiple of its "
+                    f"{len(self.own)} micro-shards, got {here}; pass num_samples of the global "
+                    f"batch"
                 )
             return [(here // len(self.own), 1.0)] * len(self.own)
         expected = sample_range(num_samples, shards, self.own)
         if here != len(expected) or num_samples < 1:
             raise ConfigError(
-                f"micro-shards {self.own.start} to {self.own.stop - 1} of {shards} are "
-                f"{len(expected)} of {num_samples} samples, got {here}; share the batch out by "
-                f"sample_range"
+                f"the batch of a rank must contain its {len(expected)} of {num_samples} samples, "
+                f"for micro-shards {self.own.start} to {self.own.stop - 1} of {shards}, got "
+                f"{here}; divide the batch by sample_range"
             )
         sizes = [len(sample_range(num_samples, shards, range(i, i + 1))) for i in self.own]
         return [(size, size * shards / num_samples) for size in sizes]
@@ -255,8 +278,8 @@ class Reproducible:
         misplaced = [name for name, t in tensors if not t.is_cpu or t.data_ptr() % ALIGNMENT]
         self._comm.agree(
             not misplaced,
-            f"a reproducible step calculates on the CPU, in memory that begins at a multiple of "
-            f"{ALIGNMENT} bytes, which {', '.join(misplaced[:3])} do not; put a clone there",
+            f"parameters and buffers must be on the CPU, in memory that begins at a multiple of "
+            f"{ALIGNMENT} bytes, but {', '.join(misplaced[:3])} are not; replace them by clones",
         )
         mine = {**self.facts, "seed": str(self._seed)}
         every = self._comm.allgather_object(mine)
@@ -264,14 +287,14 @@ class Reproducible:
             if len({facts[name] for facts in every}) > 1:
                 raise MismatchError(
                     f"{name} must be the same on all ranks of a reproducible run, got "
-                    f"{by_rank([facts[name] for facts in every])}; set it alike, or ask for nodes "
-                    f"of one type"
+                    f"{by_rank([facts[name] for facts in every])}; use equal settings, or request "
+                    f"nodes of one type"
                 )
 
 
 @dataclass(slots=True)
 class _Work:
-    """A step on this rank, on its way."""
+    """State of a step on this rank."""
 
     values: StepValues
     report: _Report
@@ -284,7 +307,7 @@ def _trained(optimizer: Optimizer) -> list[Parameter]:
 
 @contextmanager
 def kept_generators() -> Iterator[None]:
-    """Let the generators of torch, numpy and Python be after the block where they were before."""
+    """Restore the random generators of torch, numpy and Python after the block."""
     of_numpy, of_python = np.random.get_state(legacy=False), random.getstate()  # noqa: NPY002
     try:
         with torch.random.fork_rng(devices=[]):
@@ -295,7 +318,7 @@ def kept_generators() -> Iterator[None]:
 
 
 def begin_generators(seed: int) -> None:
-    """Begin the numbers of torch, numpy and Python anew, by a seed below 2^64."""
+    """Seed the random generators of torch, numpy and Python; ``seed`` is below 2^64."""
     torch.default_generator.manual_seed(seed)
     np.random.seed([seed % 2**32, seed >> 32])  # noqa: NPY002 - a model may draw from it
     random.seed(seed)

@@ -1,4 +1,4 @@
-"""The reduction of ``shard="node"``: the optimizer's step takes the sums chunk by chunk."""
+"""The reduction of ``shard="node"``: the optimizer steps on the sums chunk by chunk."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -26,13 +26,13 @@ from hpctrain.gradients.step_header import GradientFacts, ShardedFacts, StepAgre
 
 
 class ShardedReduction(Reduction):
-    """Buckets whose sums go into the optimizer's step, chunk by chunk, and nowhere else."""
+    """Buckets whose sums are used by the optimizer's step, chunk by chunk, and not stored."""
 
-    _rails: RailSums | None = None  # between nodes, what sums there
-    _has_values = False  # whether the node has the parameters
+    _rails: RailSums | None = None  # sums between nodes; None on a single node
+    _has_values = False  # whether node memory holds the parameters
 
     def prepare(self, rule: PieceStep, master_dtype: torch.dtype | None) -> None:
-        """Make what the steps need beside the buckets. Collective."""
+        """Create the shared values and the sums between nodes. Collective."""
         node = self._comm.node
         assert node is not None
         self._node = node
@@ -51,10 +51,16 @@ class ShardedReduction(Reduction):
         *,
         repeats: bool,
     ) -> StepAgreement:
-        """Fill all buckets and let the ranks compare what they are about to do. Collective.
+        """Fill all buckets, and compare the ranks before a step. Collective.
 
-        Afterwards the buckets of all ranks of the node are full, until ``close``; between nodes
-        the sums of all are there.
+        Afterwards the buckets of all ranks of the node are full until ``close``; with several
+        nodes, the sums over all ranks are stored.
+
+        Args:
+            changed: current parameters, if they do not match the buckets.
+            told: facts about this rank's gradients.
+            optimizer: optimizer whose state is shared.
+            repeats: whether the gradients are from the previous step.
         """
         agreement, rails = self._opened(changed, told, repeats=repeats), self._rails
         facts = agreement.sharded
@@ -85,7 +91,7 @@ class ShardedReduction(Reduction):
         if changed is None and not told.own_changed:
             try:
                 self._fill_all()
-            except CommError as error:  # it lies where another one belongs
+            except CommError as error:  # shares memory with another slot
                 told = replace(told, own_changed=str(error).partition(".grad ")[0])
         if self._rails is not None:
             told = self._rails.announced(told)
@@ -99,13 +105,13 @@ class ShardedReduction(Reduction):
         assert agreement is not None
         if agreement.new_sparse:
             raise ConfigError(
-                'shard="node" takes dense gradients, and a rank has a sparse one; make the layer '
-                "with sparse=False, or leave shard out"
+                'gradients must be dense with shard="node", but a rank has a sparse one; make the '
+                "layer with sparse=False, or leave shard out"
             )
         return agreement
 
     def _fill_all(self) -> None:
-        """Fill what is not on its way already."""
+        """Fill the buckets that are not in flight."""
         first = self._rails.num_sent if self._rails is not None else 0
         for bucket in self.layout.buckets[first:]:
             for slot in bucket.slots:
@@ -121,23 +127,23 @@ class ShardedReduction(Reduction):
 
     @property
     def _sums(self) -> list[NodeTensor]:
-        """Between nodes, the sums of all buckets over all ranks."""
+        """Sums of all buckets over all ranks; empty on a single node."""
         return [] if self._rails is None else self._rails.totals
 
     def take(self, slot: Slot | SparseSlot) -> None:
-        """Put a gradient of this rank into its place."""
+        """Copy a gradient of this rank to its slot."""
         assert isinstance(slot, Slot)
         self.layout.check_place(slot)
         with torch.no_grad():
             slot.fill(1.0, keeps_result=True)
 
     def ready(self, slot: Slot | SparseSlot) -> None:
-        """Let a gradient that has come to its place travel between nodes, if that can begin."""
+        """Start sums between nodes, if possible, for a gradient that is in its slot."""
         if self._rails is not None and self._has_values and isinstance(slot, Slot):
             self._rails.ready(slot, self.take)
 
     def forget(self) -> None:
-        """Expect the gradients of another step; places that were filled count as empty."""
+        """Prepare for the gradients of another step; all buckets become empty."""
         super().forget()
         if self._rails is not None:
             self._rails.expect()
@@ -145,7 +151,8 @@ class ShardedReduction(Reduction):
     def update(self, rule: PieceStep, changes: Sequence[Change]) -> list[list[bool]]:
         """Step on the sums of all chunks of this rank, times the scale.
 
-        Returns for each bucket which parameters have a gradient on some rank.
+        Returns:
+            For each bucket, which parameters have a gradient on any rank.
         """
         present = self._present()
         for bucket, are in zip(self.values.buckets, present, strict=True):
@@ -167,7 +174,7 @@ class ShardedReduction(Reduction):
         return present
 
     def gradients(self, changes: Sequence[Change]) -> Iterator[Tensor]:
-        """Yield averages of this rank's slice that are not empty, in memory used again."""
+        """Yield the nonempty averages of this rank's slice; each reuses the same memory."""
         for bucket, are in zip(self.values.buckets, self._present(), strict=True):
             for chunk in bucket.chunks:
                 pieces = [p for p in chunk.pieces if are[p.number] and p.grad.numel()]
@@ -179,7 +186,7 @@ class ShardedReduction(Reduction):
                     yield piece.grad
 
     def _present(self) -> list[list[bool]]:
-        """Say for each bucket which parameters have a gradient on some rank."""
+        """Return for each bucket which parameters have a gradient on any rank."""
         found = []
         for number, bucket in enumerate(self.values.buckets):
             rows = [self._sums[number].shared] if self._sums else bucket.peers
@@ -190,17 +197,27 @@ class ShardedReduction(Reduction):
         return found
 
     def close(self, failure: BaseException | None) -> None:
-        """Return when all ranks of the node have stepped; all raise if one has not. Collective."""
+        """Wait until all ranks of the node have stepped. Collective.
+
+        Args:
+            failure: error of this rank's step; all ranks raise if any rank has one.
+        """
         call = call_of("end of a step" if failure is None else f"failed step: {failure!r:.300}")
         self._clocked(self._run(partial(self._node.meet, of_node=True), call).wait)
-        if failure is not None:  # on all ranks alike
+        if failure is not None:  # all ranks have failed with the same error
             raise failure
         if self._rails is not None:
             self._rails.learn()
         self.exposed_seconds = self._step.waited_s
 
     def norm_of_all(self, own: float, order: float) -> float:
-        """Return the norm of all slices; of this rank's its largest element or sum of powers."""
+        """Return the norm of all slices. Collective.
+
+        Args:
+            own: largest element of this rank's slice if ``order`` is infinite, else its sum of
+                powers.
+            order: order of the norm.
+        """
         total = torch.tensor([own], dtype=torch.float64)
         if math.isinf(order):
             return self._comm.allreduce(total, op=Op.MAX).item()
@@ -208,7 +225,7 @@ class ShardedReduction(Reduction):
         return float(powers ** (1.0 / order))
 
     def is_written(self, optimizer: Optimizer) -> bool:
-        """Say whether this rank's program has changed what the node shares. Not collective."""
+        """Return whether this rank's program has changed shared values. Not collective."""
         step = self.steps.number or 0
         if not self._has_values:
             return False
@@ -218,12 +235,12 @@ class ShardedReduction(Reduction):
 
     @property
     def is_stale(self) -> bool:
-        """Whether the program has written to parameters in a way that is found too late."""
+        """Whether a write to parameters was found too late: in a page checked every few steps."""
         values, step = self.values, self.steps.number or 0
         return self._has_values and not values.looks_at_all and values.has_hidden_stores(step)
 
     def _sum(self, bucket: NodeBucket, chunk: Chunk) -> None:
-        """Let ``chunk.total`` be the sum over all ranks, times the scale."""
+        """Set ``chunk.total`` to the sum over all ranks, times the scale."""
         if not self._sums:
             for out, parts in chunk.blocks:
                 combine_to(out, weighted(parts, self._factors), bucket.how, self.count.scale)

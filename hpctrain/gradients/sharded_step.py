@@ -1,9 +1,9 @@
-"""The step of ``shard="node"``: each rank of a node sums and updates a part of the parameters.
+"""The step of ``shard="node"``: each rank of a node sums and updates some of the parameters.
 
-backward     fills this rank's buckets; ``.grad`` lies there, and stays its own
-step begins  a message compares the ranks; then all buckets of the node are full
-chunk        its gradients are summed over the node, and the optimizer's own step updates it
-step ends    one barrier; every rank sees all parameters, nothing was written back or gathered
+backward     fills this rank's buckets; ``.grad`` is a view of a bucket and is not averaged
+step begins  a step message compares the ranks; all buckets of the node are full
+each chunk   gradients are summed over the node, and the optimizer updates the chunk
+step ends    one barrier; all ranks of the node read the parameters, without a gather
 """
 
 import math
@@ -39,9 +39,21 @@ from hpctrain.runtime import world
 
 
 class ShardedStep(Reducer, OptimizerExchange):
-    """Steps an optimizer on averages whose slices the ranks of a node sum and use themselves.
+    """Steps an optimizer on averages that the ranks of a node sum slice by slice.
 
-    Collective, as ``Reducer``; what travels does so in ``step()``.
+    Collective, as ``Reducer``; gradients are sent in ``step()``. Construction lays out the buckets
+    and hooks the parameters.
+
+    Args:
+        reduction: sums the slices.
+        parameters: returns the current parameters with their names.
+        optimizer: optimizer whose step is applied to the slices.
+        master_dtype: dtype of the copies of 16-bit parameters that the optimizer updates; None for
+            none.
+
+    Raises:
+        ConfigError: ``master_dtype`` is not supported, or ``PieceStep`` does not support the
+            optimizer.
     """
 
     reduction: ShardedReduction
@@ -53,31 +65,30 @@ class ShardedStep(Reducer, OptimizerExchange):
         optimizer: Optimizer,
         master_dtype: torch.dtype | None,
     ) -> None:
-        """Lay out the buckets and hook the parameters. Collective."""
         if master_dtype not in (None, torch.float32, torch.float64):
-            raise ConfigError(f"master_dtype is torch.float32 or float64, got {master_dtype}")
+            raise ConfigError(f"master_dtype must be torch.float32 or float64, got {master_dtype}")
         self._rule = PieceStep(optimizer)
         self.master_dtype = master_dtype
         self._optimizer = weakref.ref(optimizer)
         self._own: dict[Tensor, tuple[int, int, tuple[int, ...]]] = {}
-        """Gradients that backward has left, by what changes when they are written or turned."""
-        self._changed_name = ""  # of a gradient that was changed between two backwards
+        """Gradients after backward, with their version, address and strides."""
+        self._changed_name = ""  # parameter whose gradient was changed between two backwards
         self._changes: list[Change] = []
-        self._is_new = True  # whether gradients have come since the last message
+        self._is_new = True  # whether gradients were computed since the last message
         self._old_weight: float | None = None
-        """By what the gradients count that the last step has left; None if there are none."""
-        self._was_clipped = False  # whether what they were averaged to was, which they are not
+        """Weight of the gradients that remain from the last step; None if there are none."""
+        self._was_clipped = False  # whether the averages of these gradients were clipped
         self._hidden: list[tuple[Tensor, Tensor]] = []
-        self.is_spoilt = False  # whether a step has failed in the middle
-        self._overflowed = False  # whether what was unscaled last was not finite
+        self.is_spoilt = False  # whether a step has failed midway
+        self._overflowed = False  # whether the last unscaling found a value that is not finite
         reduction.prepare(self._rule, master_dtype)
         super().__init__(reduction, parameters, world.current().last_call.note)
         optimizer.register_state_dict_pre_hook(_require_trusted)
 
-    # -- while backward runs ----------------------------------------------------------------
+    # -- during backward --------------------------------------------------------------------
 
     def on_ready(self, parameter: Tensor) -> None:
-        """Take one gradient; autograd calls this as soon as it is accumulated."""
+        """Copy one gradient to its bucket; autograd calls this when it is accumulated."""
         slot = self.reduction.layout.slot_of.get(parameter)
         if not self.is_on or self.superseded:
             return
@@ -86,10 +97,10 @@ class ShardedStep(Reducer, OptimizerExchange):
             slot.is_result = False
             slot.fires += 1
             try:
-                if slot.fits(parameter):  # else buckets are laid out anew in step()
+                if slot.fits(parameter):  # otherwise step() lays the buckets out again
                     self.reduction.take(slot)
                     self.reduction.ready(slot)
-            except CommError:  # it lies where another one belongs; all ranks hear of it
+            except CommError:  # shares memory with another slot; the step message reports it
                 self._changed_name = slot.name
         self._note_own(parameter)
 
@@ -103,7 +114,7 @@ class ShardedStep(Reducer, OptimizerExchange):
         return True
 
     def before_sum(self, parameter_id: int) -> None:
-        """See whether a gradient was changed to which backward is about to add."""
+        """Check whether a gradient was changed before backward adds to it."""
         slot = self.reduction.layout.slot_by_id.get(parameter_id)
         if slot is None:
             return
@@ -111,29 +122,29 @@ class ShardedStep(Reducer, OptimizerExchange):
             if self._is_changed(slot.parameter):
                 self._changed_name = slot.name
             self._note_own(slot.parameter)
-        elif self._weighs_anew and slot.holds_result and slot.has_values:  # of the step before
+        elif self._weighs_anew and slot.holds_result and slot.has_values:  # of the previous step
             self._changed_name = slot.name
 
     # -- the step ---------------------------------------------------------------------------
 
     def synchronize(self) -> bool:
-        """Let the ranks compare what they are about to step on, before ``step()``. Collective.
+        """Compare the ranks before ``step()``. Collective.
 
-        Ranks that do not call this take part by their next ``open``.
+        Ranks that do not call this synchronize in their next ``open``.
         """
         self._open_once(synchronizes=True)
         return False
 
     def open(self) -> None:
-        """Let the ranks compare what they are about to step on. Collective."""
+        """Compare the ranks before a step. Collective."""
         while self._open_once():
-            pass  # only some ranks have called synchronize(), and come to this call next
+            pass  # some ranks were in synchronize(), and call open() next
 
     @dynamo_disable
     def _open_once(self, *, synchronizes: bool = False) -> bool:
-        """Open the step; return whether a rank has done so in ``synchronize``. Collective.
+        """Exchange step messages; return whether any rank called ``synchronize``. Collective.
 
-        That rank may still clip, so its settings are compared in a later opening.
+        Such a rank may still clip gradients, so its settings are compared in the next message.
         """
         optimizer = self._optimizer()
         assert optimizer is not None
@@ -142,7 +153,7 @@ class ShardedStep(Reducer, OptimizerExchange):
         slots = self.reduction.layout.slots
         is_written = not self.is_spoilt and self.reduction.is_written(optimizer)
         repeats = not self._own and any(
-            # Zeros that zero_grad() has written are gradients of no step.
+            # Zeros from zero_grad() belong to no step.
             slot.holds_result and (_version_of(slot) == slot.version or slot.has_values)
             for slot in slots
             if isinstance(slot, Slot)
@@ -161,7 +172,7 @@ class ShardedStep(Reducer, OptimizerExchange):
         self.state, self._is_new = FILLING, False
         if changed is not None:
             self._hook_anew()
-            for slot in self.reduction.layout.slots:  # zeros are gradients of no step
+            for slot in self.reduction.layout.slots:  # zeros belong to no step
                 slot.is_result = slot.is_result and slot.has_values
         for parameter in self._own:
             self._note_own(parameter)
@@ -170,7 +181,7 @@ class ShardedStep(Reducer, OptimizerExchange):
 
     @property
     def _weighs_anew(self) -> bool:
-        """Whether gradients of the step before would count by another weight now, or unclipped."""
+        """Whether gradients of the previous step would now have another weight or were clipped."""
         return self._was_clipped or self._old_weight not in (None, self.reduction.count.weight)
 
     def _find_changed(self) -> str:
@@ -184,7 +195,10 @@ class ShardedStep(Reducer, OptimizerExchange):
         return ""
 
     def _is_changed(self, parameter: Tensor) -> bool:
-        """Say whether a gradient is not what backward has left: dropped and zeros are none."""
+        """Return whether a gradient was changed after backward.
+
+        Dropping a gradient or setting it to zero does not count.
+        """
         grad, slot = parameter.grad, self.reduction.layout.slot_of.get(parameter)
         if grad is None or (*writes_of(grad), grad.stride()) == self._own[parameter]:
             return False
@@ -196,8 +210,8 @@ class ShardedStep(Reducer, OptimizerExchange):
     @dynamo_disable
     @torch.no_grad()
     def finish(self, *, is_skipped: bool = False) -> bool:
-        """Average and step; the optimizer finds no gradients then. Collective."""
-        del is_skipped  # no step of these gradients is skipped
+        """Average gradients and step; the optimizer then finds no gradients. Collective."""
+        del is_skipped  # a sharded step cannot be skipped
         optimizer = self._optimizer()
         if not self.is_on or optimizer is None:
             return False
@@ -206,13 +220,13 @@ class ShardedStep(Reducer, OptimizerExchange):
             self.open()
         except BaseException as error:
             if not isinstance(error, HpctrainError) or isinstance(error, RankLostError):
-                self._spoil()  # the others may have heard all they need to step
+                self._spoil()  # other ranks may have received the agreement, and step
             raise
         present: list[list[bool]] = []
         failure: BaseException | None = None
         try:
             present = self.reduction.update(self._rule, self._changes)
-        except BaseException as error:  # the others hear of it
+        except BaseException as error:  # ``close`` raises on all ranks
             failure = error
         try:
             self.reduction.close(failure)
@@ -224,7 +238,7 @@ class ShardedStep(Reducer, OptimizerExchange):
         for slot, is_on_any_rank in zip(slots, chain.from_iterable(present), strict=True):
             assert isinstance(slot, Slot)
             if is_on_any_rank and slot.parameter.grad is None:
-                slot.show()  # zeros, so that a parameter has a gradient on all ranks or on none
+                slot.show()  # zeros: a parameter has a gradient on all ranks or on none
             grad = slot.parameter.grad
             slot.is_result = grad is not None
             if grad is not None:
@@ -234,13 +248,13 @@ class ShardedStep(Reducer, OptimizerExchange):
         return True
 
     def _spoil(self) -> None:
-        """Let nobody take half a step for a model: the parameters of this rank become NaN."""
+        """Set the parameters of this rank to NaN, so that a partial step is not used."""
         self.is_spoilt = True
         for slot in self.reduction.layout.slots:
             slot.parameter.data = torch.full_like(slot.parameter, math.nan)
 
     def state_loaded(self, state_dict: dict[str, Any]) -> None:
-        """Replace the loaded state where parameters have masters: torch casts their state."""
+        """Restore the dtypes of loaded state for master copies, which torch has cast."""
         optimizer = self._optimizer()
         if optimizer is None or not self.master_dtype:
             return
@@ -253,7 +267,7 @@ class ShardedStep(Reducer, OptimizerExchange):
 
     @dynamo_disable
     def end_step(self) -> None:
-        """Give the gradients back, and expect another step."""
+        """Restore ``.grad``, and prepare for another step."""
         for parameter, grad in self._hidden:
             parameter.grad = grad
         self._old_weight = self.reduction.count.weight if self._hidden else None
@@ -265,7 +279,7 @@ class ShardedStep(Reducer, OptimizerExchange):
 
     @dynamo_disable
     def new_step(self) -> None:
-        """Expect the gradients of another step; one that was begun counts as taken."""
+        """Prepare for the gradients of another step; count a step that has begun."""
         if self.is_in_step:
             self.steps.end()
         self.state = EMPTY
@@ -281,8 +295,8 @@ class ShardedStep(Reducer, OptimizerExchange):
     # -- clipping ---------------------------------------------------------------------------
 
     def clip_value(self, parameters: Sequence[Tensor], value: float) -> None:
-        """Clamp the averages in the step to come."""
-        del parameters  # all are clipped
+        """Clamp the averages in the next step."""
+        del parameters  # all averages are clipped
         self._changes.append(Change(bound=float(value)))
 
     def clip_norm(
@@ -293,12 +307,12 @@ class ShardedStep(Reducer, OptimizerExchange):
         *,
         error_if_nonfinite: bool,
     ) -> Tensor:
-        """Clip the averages in the step to come; return their norm before that. Collective."""
+        """Clip the averages in the next step; return their norm before clipping. Collective."""
         norm = self._norm(float(norm_type))
         if error_if_nonfinite and not math.isfinite(norm):
             raise RuntimeError(
                 f"the norm of order {norm_type} of the averaged gradients must be finite to clip "
-                f"them, got {norm}; leave this step out on all ranks"
+                f"them, got {norm}; skip this step on all ranks"
             )
         if (factor := max_norm / (norm + 1e-6)) < 1.0 or math.isnan(factor):
             self._changes.append(Change(factor=factor))
@@ -319,18 +333,18 @@ class ShardedStep(Reducer, OptimizerExchange):
     def _norm_of_all(self, own: float, order: float) -> float:
         try:
             return self.reduction.norm_of_all(own, order)
-        except MismatchError:  # others do not clip: they may have stepped already
+        except MismatchError:  # ranks that do not clip may have stepped already
             self._spoil()
             raise
 
     @torch.no_grad()
     def unscale(self, inverse_scale: Tensor, *, allows_fp16: bool) -> bool:
-        """Multiply the average in the step to come; say whether it is not finite. Collective."""
-        if self._overflowed:  # then the step was left out, and clipped for nothing
+        """Unscale the averages in the next step; return whether any is not finite. Collective."""
+        if self._overflowed:  # that step was skipped: drop its clipping
             self._changes = []
         self.open()
         if not allows_fp16 and torch.float16 in self.reduction.values.step_dtypes:
-            raise ValueError("Attempting to unscale FP16 gradients.")  # as torch says it
+            raise ValueError("Attempting to unscale FP16 gradients.")  # torch's message
         one, found = torch.ones(()), torch.zeros(())
         for grad in self.reduction.gradients(self._changes):
             unscale_([grad], found, one)
@@ -341,12 +355,12 @@ class ShardedStep(Reducer, OptimizerExchange):
 
 
 def _require_trusted(optimizer: Optimizer) -> None:
-    """Raise ``CommError`` if a step has failed in the middle: torch asks for the state."""
+    """Raise ``CommError`` if a step has failed midway; torch calls this in ``state_dict()``."""
     exchange = exchange_of(optimizer)
     if isinstance(exchange, ShardedStep) and exchange.is_spoilt:
         raise CommError(
-            "a step has failed in the middle, and the parameters that the ranks of this node "
-            "share are not to be trusted; start again from a checkpoint"
+            "shared parameters must not be used after a failed step, but a step has failed "
+            "midway; restart from a checkpoint"
         )
 
 
@@ -356,5 +370,5 @@ def _version_of(slot: Slot) -> int:
 
 
 def same(one: Tensor, other: Tensor) -> bool:
-    """Say whether two tensors hold the same values, if only in different places."""
+    """Return whether two tensors have equal values, dtype and shape."""
     return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)

@@ -1,4 +1,4 @@
-"""Sparse gradients: rows of all ranks are gathered, and ``.grad`` stays sparse."""
+"""Sparse gradients: the rows of all ranks are gathered, and ``.grad`` stays sparse."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from hpctrain.core.torch_compat import version_of
 
 
 class GradientState:
-    """What is known of one parameter's gradient, wherever it travels."""
+    """State of one parameter's gradient, dense or sparse."""
 
     __slots__ = (
         "fires",
@@ -25,52 +25,52 @@ class GradientState:
         self.name = name
         self.parameter = parameter
         self.sparse_dim = sparse_dim
-        """Sparse dimensions of the gradient where it is sparse on some rank."""
+        """Number of sparse dimensions if the gradient is sparse on any rank, otherwise None."""
         self.fires = 0
         self.is_present = False
         self.is_result = False
-        """Whether ``.grad`` came out of a reduction, and no backward has added to it since."""
+        """Whether ``.grad`` is the result of a reduction, without a later backward."""
 
     @property
     def holds_result(self) -> bool:
-        """Whether ``.grad`` is the result of a reduction, where that was put."""
+        """Whether ``.grad`` is the result of a reduction, at its place."""
         grad = self.parameter.grad
         return self.is_result and grad is not None and self.holds(grad)
 
     @property
     def is_touched(self) -> bool:
-        """Whether a reduced gradient was dropped or replaced since."""
+        """Whether a reduced gradient was dropped or replaced after the reduction."""
         if self.is_result:
             return not self.holds_result
         return self.parameter.grad is not None
 
     @property
     def found_sparse_dim(self) -> int | None:
-        """Sparse dimensions of the gradient as far as this rank knows; None if it is dense."""
+        """Number of sparse dimensions of the gradient on this rank; None if dense."""
         grad = self.parameter.grad
         return grad.sparse_dim() if grad is not None and grad.is_sparse else self.sparse_dim
 
     @property
     def has_values(self) -> bool:
-        """Whether there is a gradient that is not zero everywhere."""
+        """Whether the gradient has a nonzero element."""
         grad = self.parameter.grad
         return grad is not None and bool(grad.any())
 
     def holds(self, grad: Tensor) -> bool:
-        """Say whether a gradient of the parameter lies in its place, as it should."""
+        """Return whether a gradient of the parameter is stored at its place."""
         raise NotImplementedError
 
 
 def writes_of(tensor: Tensor) -> tuple[int, int]:
-    """Return what changes when a tensor is written to, or when its ``.data`` is another."""
+    """Return a pair that changes when a tensor is written or its ``.data`` is replaced."""
     return version_of(tensor), 0 if tensor.is_sparse else tensor.data_ptr()
 
 
 class SparseSlot(GradientState):
-    """One parameter whose gradient is sparse: rows of an embedding, most often.
+    """One parameter whose gradient is sparse, usually that of an embedding.
 
-    It travels by itself, after the buckets: its indices, then its values. Where a rank's gradient
-    is dense for once, its rows that are not zero travel.
+    The gradient is sent after the buckets: first the indices, then the values. If the gradient of
+    a rank is dense, its nonzero rows are sent.
     """
 
     __slots__ = ("_gradient", "_rows", "_total")
@@ -80,33 +80,33 @@ class SparseSlot(GradientState):
     def __init__(self, name: str, parameter: Parameter, sparse_dim: int) -> None:
         super().__init__(name, parameter, sparse_dim)
         self._gradient: Tensor | None = None
-        self._rows: tuple[Tensor, Tensor] | None = None  # what travels, on the host
+        self._rows: tuple[Tensor, Tensor] | None = None  # indices and values to send, on the host
         self._total: Tensor | None = None
 
     def holds(self, grad: Tensor) -> bool:
-        """Say whether it is the one that a reduction has put there."""
+        """Return whether ``grad`` is the result of the last reduction."""
         return grad is self._gradient
 
     def forget_result(self) -> None:
-        """Have no gradient: another rank keeps the sum that was there."""
+        """Drop the gradient; another rank keeps the sum."""
         self.parameter.grad = None
 
     def fits(self, parameter: Tensor) -> bool:
-        """Say that no change of dtype or layout matters here: nothing was laid out."""
+        """Return whether this is the parameter; its dtype and layout may change."""
         return parameter is self.parameter
 
     def adopt(self) -> None:
-        """Take over what is the same on all ranks already."""
+        """Use a gradient that is already equal on all ranks as the result."""
         grad = self.parameter.grad
         self.is_present = self.is_result = grad is not None
         self._gradient = None if grad is None else as_sparse(grad, self.sparse_dim)
         self.parameter.grad = self._gradient
 
     def depart(self, weight: float, *, keeps_result: bool) -> None:
-        """Take the rows of this rank, times ``weight``, to the host.
+        """Copy the rows of this rank, times ``weight``, to the host.
 
-        A weight of zero, and what was reduced already where this rank does not keep it, count as
-        no rows.
+        No rows are sent if the weight is zero, or if the gradient is an earlier result and
+        ``keeps_result`` is False.
         """
         counts = weight != 0.0 and (keeps_result or not self.holds_result)
         indices, values = self._own(weight if counts else 0.0)
@@ -114,7 +114,13 @@ class SparseSlot(GradientState):
         self.is_result = False
 
     def reduce(self, comm: Communicator, rest: float, scale: float | None) -> None:
-        """Sum the rows of all ranks, this rank's times ``rest``, times ``scale``. Collective."""
+        """Sum the rows of all ranks. Collective.
+
+        Args:
+            comm: ranks to sum over.
+            rest: factor of this rank's rows.
+            scale: factor of the sum.
+        """
         assert self._rows is not None
         indices, values = self._rows
         self._rows = None
@@ -123,7 +129,7 @@ class SparseSlot(GradientState):
         there = [rank for rank, found in enumerate(all_indices) if found.dim() == 2]
         if not there:
             return
-        # A sum of 16 bits could overflow.
+        # A sum in 16 bits could overflow.
         wide = combination(values.dtype, Op.SUM).accumulate_dtype
         rows = torch.cat([all_values[rank] for rank in there])
         total = torch.sparse_coo_tensor(
@@ -137,13 +143,13 @@ class SparseSlot(GradientState):
         self._total = total.to(values.dtype)
 
     def arrive(self) -> None:
-        """Let the sum be the gradient; it stays None where no rank has one."""
+        """Set ``.grad`` to the sum; None if no rank has a gradient."""
         if self._total is not None:
             self.parameter.grad = self._gradient = self._total.to(self.parameter.device)
             self._total, self.is_result = None, True
 
     def _own(self, weight: float) -> tuple[Tensor, Tensor]:
-        """Return ``(sparse dimensions, rows)`` indices and their values; 1-D ones for None."""
+        """Return indices, ``(sparse dimensions, rows)``, and values; 1-D without a gradient."""
         grad = self.parameter.grad
         self.is_present = grad is not None
         if grad is None:
@@ -155,7 +161,7 @@ class SparseSlot(GradientState):
 
 
 def as_sparse(gradient: Tensor, sparse_dim: int) -> Tensor:
-    """Return a gradient with so many sparse dimensions, every row once."""
+    """Return a coalesced gradient with ``sparse_dim`` sparse dimensions."""
     if gradient.is_sparse and gradient.sparse_dim() == sparse_dim:
         return gradient.coalesce()
     dense = gradient.to_dense() if gradient.is_sparse else gradient

@@ -1,4 +1,4 @@
-"""The steps of one distributed optimizer: what a rank says before each, and leaves at the end."""
+"""``StepCounter``: the steps of one distributed optimizer, and the step message of this rank."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -20,52 +20,54 @@ from hpctrain.runtime import world
 from hpctrain.runtime.last_check import LastStates
 
 PARTED = 1 << NUM_FLAGS
-"""Is raised where the weights that were compared in the last message have parted."""
+"""Flag that is set in ``raised_flags`` if the compared weights differ between ranks."""
 
-_FIRST_BYTES = 64 * KIB  # how much of each gradient is compared in the first step
+_FIRST_BYTES = 64 * KIB  # compared of each gradient in the first step
 
 
 class StepCounter:
-    """The steps of one optimizer: what this rank says before each, and what it hears."""
+    """Counts the steps of one optimizer and builds the step message of this rank.
+
+    Args:
+        check: synchronizes the starts of steps.
+        check_weights: reaction to replicas that differ: ``"error"``, ``"warn"`` or ``"off"``.
+        may_skip_alone: whether ranks may skip different steps; otherwise that is an error. The
+            weights of ranks that have skipped different steps are not compared.
+    """
 
     def __init__(
         self, check: StepSync, check_weights: str = "off", *, may_skip_alone: bool = False
     ) -> None:
-        """Begin at step 0. Replicas that part are an ``error``, ``warn``, or nothing: ``off``.
-
-        Those that have skipped other steps than the rest are not compared; that is an error but
-        where ranks ``may_skip_alone``.
-        """
         self.number: int | None = 0
-        """Steps that were taken; None after state was loaded, until the next one tells."""
-        self.skipped = 0  # checksum of their numbers
+        """Steps that were taken; None between loading a state and the next agreement."""
+        self.skipped = 0  # checksum of the numbers of the skipped steps
         self.flags = 0  # bits of this rank
         self.raised_flags = 0  # bits that any rank had in the last message; the same on every rank
-        self.loss = 0.0  # of this rank's samples, where somebody asks for the mean
+        self.loss = 0.0  # mean over the samples of this rank
         self.mean_loss = math.nan  # of all samples, as of the last message; the same on every rank
         self.num_active = 0  # ranks that have not joined, as of the last message
-        self.may_differ = False  # whether this rank's weights may be others: it tells none
+        self.may_differ = False  # whether this rank's weights may differ: they are not compared
         self._sample = WeightSample(())
         self._check, self._check_weights = check, check_weights
         self._may_skip_alone = may_skip_alone
         self._member, self._is_first = 0, True
-        self._name = ""  # of what the last step leaves
+        self._name = ""  # key of this optimizer in ``last_states``
         self._num_counted = 0
-        """Steps with samples since it was last compared what backward reaches."""
-        self._unreached: set[str] = set()  # parameters that none of them has reached
+        """Steps with samples since the last comparison of unreached parameters."""
+        self._unreached: set[str] = set()  # parameters without a gradient in all of these steps
 
     def enter(self, member: Member) -> None:
-        """Let the check know whose steps these are."""
+        """Register the optimizer with ``StepSync``."""
         self._member = self._check.enter(member)
         if self._check.last_states is not None:
             self._name = self._check.last_states.enter((), self)
 
     def watch(self, parameters: Sequence[tuple[str, Parameter]]) -> None:
-        """Compare samples of these parameters from here on."""
+        """Compare samples of these parameters from now on."""
         self._sample = WeightSample(parameters)
 
     def count_reached(self, unreached: Iterable[str]) -> None:
-        """Count a step with samples; take the parameters that its backward has not reached."""
+        """Count a step with samples, and record the parameters without a gradient."""
         self._num_counted += 1
         if self._num_counted == 1:
             self._unreached = set(unreached)
@@ -73,11 +75,16 @@ class StepCounter:
             self._unreached &= set(unreached)
 
     def skip(self) -> None:
-        """Note that this rank does not take a step whose gradients it has averaged."""
+        """Record that this rank does not take a step whose gradients were averaged."""
         self.skipped = crc32(f"{self.skipped} {self.number}".encode())
 
     def end(self, *, is_own: bool = True) -> None:
-        """Count a step that was taken; is it of others alone, this rank's weights are old."""
+        """Count a step that was taken.
+
+        Args:
+            is_own: False for a step of other ranks that this rank has joined; the weights of this
+                rank are out of date afterwards.
+        """
         if self.number is not None:
             self.number += 1
         if is_own:
@@ -86,10 +93,11 @@ class StepCounter:
             self._sample.unmark()
 
     def left(self, _: tuple[int, ...] = (), /, *, has_weights: bool = True) -> dict[str, str]:
-        """Return what the last step has left, as text by name. Not collective.
+        """Return the state after the last step, as text by name. Not collective.
 
-        This is the number of steps, and hashes of the weights except those to which somebody has
-        written since: a rank may do so on purpose, such as to test with averaged weights.
+        The state is the number of steps and hashes of the weights. It omits weights that were
+        written after the last step, because a rank may change them on purpose, for example to
+        evaluate averaged weights.
         """
         if self._check_weights == "off" or self.number is None:
             return {}
@@ -98,7 +106,7 @@ class StepCounter:
         return {"the number of steps": str(self.number), **hashes}
 
     def __del__(self) -> None:
-        """Keep what is compared at the end: a program may drop its optimizer before."""
+        """Keep the final state for the comparison at shutdown."""
         if self._check.last_states is not None:
             self._check.last_states.keep(self._name, self)
 
@@ -110,7 +118,7 @@ class StepCounter:
         weight: float = 1.0,
         needs_all: bool = False,
     ) -> StepMessage:
-        """Return what is told, with the header and what can be compared of the replica."""
+        """Return ``told`` with the header and the facts about the weights."""
         step, is_first, self._is_first = self.number, self._is_first, False
         is_fresh = not told.gradients.outdated
         compares = self._check_weights != "off" and not self.may_differ and step is not None
@@ -138,9 +146,9 @@ class StepCounter:
         )
 
     def open(self, comm: Communicator, mine: StepMessage) -> StepAgreement:
-        """Return what all ranks say together, on the communicator's thread. Collective.
+        """Return the agreement of all ranks; runs on the communicator's thread. Collective.
 
-        After an error the number of steps is that of others who go on.
+        After an error, the number of steps is taken from the next agreement.
         """
         try:
             return self._check.exchange(comm, mine, self._sample.by_name)
@@ -151,14 +159,14 @@ class StepCounter:
     def confirm(self, comm: Communicator) -> None:
         """Raise ``MismatchError`` on all ranks unless all have taken the same steps. Collective.
 
-        A rank whose gradients were changed after ``backward()`` averages them again while the
-        other ranks finish the step; its message is received here.
+        A rank whose gradients were changed after ``backward()`` averages the gradients again while
+        the other ranks finish the step; this call receives the step message of that rank.
         """
         mine = StepMessage(self._header())
         start_on(comm, self.open, comm, mine).wait()
 
     def take(self, agreement: StepAgreement) -> None:
-        """Take over what all ranks have in common."""
+        """Store the agreement of all ranks."""
         self.raised_flags = agreement.flags | PARTED * agreement.weights.differ
         self.mean_loss = agreement.mean_loss
         self.num_active = agreement.num_active
@@ -166,7 +174,7 @@ class StepCounter:
 
 
 def _checksum_of_first(slots: Iterable[GradientState]) -> int | None:
-    """Return a checksum of this rank's own gradients; None if they are zeros, or not finite."""
+    """Return a checksum of this rank's gradients; None if all are zero or any is not finite."""
     total, is_zero = 0, True
     for slot in slots:
         grad = slot.parameter.grad
@@ -175,19 +183,19 @@ def _checksum_of_first(slots: Iterable[GradientState]) -> int | None:
             total = checksum_of(start, total)
             is_zero = is_zero and not start.any()
             if not start.isfinite().all():
-                return None  # every NaN is like the other
+                return None  # NaN gradients look identical on all ranks
     return None if is_zero else total
 
 
 def steps_over(comm: Communicator) -> StepCounter:
-    """Return the steps of an optimizer over these ranks. Collective for the first one."""
+    """Return a step counter over ``comm``. Collective for the first one."""
     if comm.size == 1:
         return StepCounter(StepSync(comm))
     return StepCounter(check_over(comm), world.current().settings.check_weights)
 
 
 def check_over(comm: Communicator) -> StepSync:
-    """Return what compares the steps of these ranks. Collective for the first one."""
+    """Return the ``StepSync`` of ``comm``. Collective for the first call."""
     checks = world.current().step_checks
     if comm not in checks:
         checks[comm] = StepSync(comm, LastStates())

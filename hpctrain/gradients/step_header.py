@@ -1,7 +1,7 @@
-"""``StepHeader`` and ``StepAgreement``: what ranks report at the start of a step, and the result.
+"""``StepMessage`` and ``StepAgreement``: facts that ranks report before a step, and the result.
 
-Each fact is a number of the message that opens a step. The message is summed over the ranks, so
-the agreement follows from sums: a fact is counted, or compared by its sum and its sum of squares.
+Each fact is a number in the step message. The message is summed over the ranks, so a fact is
+either counted, or compared by its sum and its sum of squares.
 """
 
 import math
@@ -19,45 +19,45 @@ from hpctrain.gradients.sample_count import (
 )
 
 _MASK = (1 << 20) - 1
-"""Bits of a number that are compared: squares of 8192 ranks add up exactly in float64."""
+"""Bits that are compared: the sum of squares of 8192 ranks is exact in float64."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepHeader:
-    """What a rank reports of its step, whatever the mechanism."""
+    """Facts about the step of a rank, for every kind of exchange."""
 
-    member: int = 0  # number of the optimizer, see ``StepSync.enter``
-    step: int | None = None  # steps taken; None after state was loaded: the others know the number
+    member: int = 0  # number of the optimizer; see ``StepSync.enter``
+    step: int | None = None  # steps taken; None after state was loaded: other ranks report it
     skipped: int = 0
-    """Checksum of the steps whose gradients were averaged and which this rank has not taken."""
-    may_skip_alone: bool = False  # whether these may differ from those of other ranks
-    needs_all: bool = False  # whether no rank may have joined
+    """Checksum of the steps that this rank skipped after their gradients were averaged."""
+    may_skip_alone: bool = False  # whether ``skipped`` may differ between ranks
+    needs_all: bool = False  # whether a joined rank is an error
     weight: float = 1.0  # of the gradient of this rank
     loss: float = 0.0  # mean over the samples of this rank
-    flags: int = 0  # bits that all ranks shall see
+    flags: int = 0  # bits for ``raised_flags`` of all ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GradientFacts:
-    """What a rank reports of the gradients that it steps on."""
+    """Facts about the gradients that a rank steps on."""
 
     is_weighted: bool = False  # whether ``weight`` was set by a number of samples
     outdated: bool = False
-    """Whether the parameters are no longer those that the buckets were laid out for."""
-    new_sparse: bool = False  # whether there is a sparse gradient where there was none so far
+    """Whether the parameters no longer match the buckets."""
+    new_sparse: bool = False  # whether a gradient is sparse for the first time
     repeats: bool = False
-    """Whether gradients of the step before are present, and no backward has added to them."""
+    """Whether gradients of the previous step are present without a later backward."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AverageFacts:
-    """What a rank reports before gradients are averaged: how the program has changed them."""
+    """Changes of gradients by the program before they are averaged."""
 
     by_hand: int | None = None
     """Checksum of reduced gradients that the program has replaced or dropped; None for none."""
     keeps_sums: bool = False
-    """With ``by_hand`` and a sum: whether something is left of it, or was put in its place, and
-    no ``zero_grad()`` has come in between."""
+    """For ``op=Sum`` with ``by_hand``: whether any gradient remains, without a ``zero_grad()``
+    since the reduction."""
     changed_early: bool = False
     """Whether gradients were changed between a pass that was not the last and ``step()``."""
     replaced_sum: str = ""
@@ -66,37 +66,37 @@ class AverageFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardedFacts:
-    """What a rank reports before a step of ``shard="node"``."""
+    """Facts before a step of ``shard="node"``."""
 
     settings: int | None = None
-    """Checksum of the settings of the optimizer; None where each rank steps by its own."""
+    """Checksum of the settings of the optimizer; None if not compared."""
     own_changed: str = ""
     """Name of a parameter whose gradient of this rank alone was changed; empty for none."""
     is_written: bool = False
     """Whether the program has changed parameters that the ranks of a node share."""
-    is_new: bool = False  # whether gradients have come since the last message of the same step
-    is_spoilt: bool = False  # whether a step has failed in the middle, so that no rank has a model
-    is_stale: bool = False  # whether parameters were changed where torch does not count writes
-    is_early: bool = False  # whether sums between nodes have begun, which all ranks must end
-    is_void: bool = False  # whether they have begun, and the gradients have changed since
-    synchronizes: bool = False  # whether this is ``synchronize()``, and a later call opens again
+    is_new: bool = False  # whether gradients were computed since the last message of this step
+    is_spoilt: bool = False  # whether a step failed midway, so that no rank has valid weights
+    is_stale: bool = False  # whether parameters were changed by writes that torch does not count
+    is_early: bool = False  # whether sums between nodes are in flight, which all ranks must finish
+    is_void: bool = False  # whether gradients have changed since these sums began
+    synchronizes: bool = False  # whether ``synchronize()`` sends this: a second message follows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightFacts:
-    """What a rank reports of its replica, for the comparison of replicas."""
+    """Facts about the weights of a rank, for the comparison of replicas."""
 
     weights: int | None = None  # checksum of a sample of the weights; None: not compared
     first: int | None = None
-    """Checksum of the first gradients; None later, and where there are none but zeros."""
+    """Checksum of the gradients of the first step; None if all are zero, and in later steps."""
     unreached: int | None = None  # checksum of ``unreached_names``; None: not compared
     unreached_names: tuple[str, ...] = ()
-    """Parameters that no backward of this rank has reached in the last ``LONG`` steps."""
+    """Parameters without a gradient on this rank in the last ``LONG`` steps."""
     is_strict: bool = True  # whether replicas that differ are an error
 
 
 class StepMessage(NamedTuple):
-    """All that one rank reports before a step; a mechanism sets the records that concern it."""
+    """All facts of one rank before a step; each kind of exchange sets its records."""
 
     header: StepHeader = StepHeader()
     gradients: GradientFacts = GradientFacts()
@@ -106,18 +106,18 @@ class StepMessage(NamedTuple):
 
 
 class WeightAgreement(NamedTuple):
-    """The comparison of the replicas; the same on every rank."""
+    """Result of the comparison of the replicas; the same on every rank."""
 
     are_compared: bool
     differ: bool  # whether the samples differ between the ranks that have compared them
     is_strict: bool
-    first_alike: bool  # whether the first gradients are the same bits on all ranks, of two or more
+    first_alike: bool  # whether all of two or more ranks have bitwise equal first gradients
     unreached_differ: bool
-    """Whether backward does not reach the same parameters on all ranks, for many steps."""
+    """Whether backward has reached different parameters on some ranks for ``LONG`` steps."""
 
 
 class ShardedAgreement(NamedTuple):
-    """What holds on any rank before a step of ``shard="node"``; see ``ShardedFacts``."""
+    """Facts that hold on any rank before a step of ``shard="node"``; see ``ShardedFacts``."""
 
     is_written: bool
     is_new: bool
@@ -127,19 +127,19 @@ class ShardedAgreement(NamedTuple):
 
 
 class StepAgreement(NamedTuple):
-    """What all ranks together have reported; the same on every rank."""
+    """Combined facts of all ranks; the same on every rank."""
 
-    num_active: int  # ranks that have not joined, see ``hpctrain.join``
+    num_active: int  # ranks that have not joined; see ``hpctrain.join``
     member: int
     step: int
     flags: int  # bits that any rank has raised
     total_weight: float
     exponent: int  # of the least power of two not below the largest weight
-    mean_loss: float  # over all samples; NaN of none
+    mean_loss: float  # over all samples; NaN without samples
     outdated: bool
     new_sparse: bool
     changed_alike: bool
-    """Whether all ranks have changed reduced gradients by hand, in the same way."""
+    """Whether all ranks have made the same changes to reduced gradients."""
     weights: WeightAgreement
     sharded: ShardedAgreement
 
@@ -148,7 +148,7 @@ _COMPARED = (
     *("header.member", "header.step", "header.skipped", "averages.by_hand"),
     *("weights.weights", "weights.first", "weights.unreached", "sharded.settings"),
 )
-"""Numbers of which the message shows whether all ranks that have one have the same."""
+"""Numbers that must be equal on all ranks that report one."""
 _COUNTED = (
     *("gradients.is_weighted", "gradients.outdated", "gradients.new_sparse"),
     *("averages.keeps_sums", "averages.changed_early", "averages.replaced_sum"),
@@ -156,7 +156,7 @@ _COUNTED = (
     *("sharded.own_changed", "sharded.is_written", "sharded.is_new", "sharded.is_spoilt"),
     *("sharded.is_stale", "sharded.is_early", "sharded.is_void", "sharded.synchronizes"),
 )
-"""Facts of which the message shows on how many ranks they hold."""
+"""Facts whose ranks are counted."""
 _compared_of, _counted_of = attrgetter(*_COMPARED), attrgetter(*_COUNTED)
 _NAMES_COMPARED = [name.rpartition(".")[2] for name in _COMPARED]
 _NAMES_COUNTED = [name.rpartition(".")[2] for name in _COUNTED]
@@ -166,7 +166,7 @@ NUM_WORDS = _NUM_BEFORE + len(_COUNTED) + NUM_FLAGS
 
 
 def words_of(mine: StepMessage | None) -> list[float]:
-    """Return what one rank adds to the sums; None for a rank that has joined."""
+    """Return the summands of one rank; ``mine`` is None for a rank that has joined."""
     if mine is None:
         return [1.0, *[0.0] * (NUM_WORDS - 1)]
     weight, loss = mine.header.weight, mine.header.loss
@@ -176,7 +176,7 @@ def words_of(mine: StepMessage | None) -> list[float]:
 
 
 def _comparable(value: int | None) -> tuple[int, int, int]:
-    """Return what is added up to know whether a value is the same on all ranks that have one."""
+    """Return three summands whose sums show whether all ranks with a value have the same."""
     if value is None:
         return 0, 0, 0
     value &= _MASK
@@ -184,7 +184,7 @@ def _comparable(value: int | None) -> tuple[int, int, int]:
 
 
 def _all_equal(sums: Sequence[float]) -> bool:
-    """Return whether the values of ``_comparable`` are equal: the mean square is the mean's."""
+    """Return whether all values are equal: the mean of squares is the square of the mean."""
     count, total, squares = map(int, sums)
     return count * squares == total * total
 
@@ -194,7 +194,7 @@ def _common(sums: Sequence[float]) -> int:
 
 
 def agreement_of(sums: Sequence[float], size: int) -> tuple[StepAgreement, str]:
-    """Return what all ranks have reported, and the rule that they have broken, if any."""
+    """Return the agreement of all ranks, and the first rule that is broken, or ""."""
     num_active = size - int(sums[0])
     of = {name: sums[_NUM_SUMS + 3 * i :][:3] for i, name in enumerate(_NAMES_COMPARED)}
     num = dict(zip(_NAMES_COUNTED, map(int, sums[_NUM_BEFORE:]), strict=False))
@@ -224,7 +224,7 @@ def agreement_of(sums: Sequence[float], size: int) -> tuple[StepAgreement, str]:
 def _broken(
     of: Mapping[str, Sequence[float]], num: Mapping[str, int], agreement: StepAgreement, size: int
 ) -> str:
-    """Return the first rule of those for all ranks that they have broken; empty for none."""
+    """Return the message of the first rule that the ranks have broken; empty for none."""
     some = range(1, agreement.num_active)
     is_broken = {
         "is_spoilt": num["is_spoilt"] > 0,
@@ -247,50 +247,50 @@ def _broken(
 
 
 SKIPPED = (
-    "skip_step() in a step of averaged gradients must be called by all ranks or by none: one "
-    "without samples calls optimizer.zero_grad() and optimizer.step(), as it needs the average too"
+    "skip_step() in a step of averaged gradients must be called by all ranks or by none; on a "
+    "rank without samples call optimizer.zero_grad() and optimizer.step()"
 )
 _RULES = {
     "member": "the optimizers of a backward must be reached in the same order on every rank",
-    "step": "ranks must take the same steps: backward() and step() equally often, and one without "
-    "samples step() alone; change .grad on all ranks or on none",
+    "step": "ranks must take the same steps; call backward() and step() equally often on every "
+    "rank, step() alone on a rank without samples, and change .grad on all ranks or on none",
     "skipped": SKIPPED,
-    "repeats": "a step without backward() must not take the gradients of the step before, which "
-    "others have replaced: call step() equally often on every rank, and optimizer.zero_grad() "
-    "where one has no samples",
-    "is_weighted": "set_num_samples must be called by all ranks or by none, {num} of {size} have "
-    "called it; call it on every rank, in every step",
-    "outdated": "parameters must change on all ranks in the same step, they have changed on {num} "
-    "of {size}: added, frozen, another dtype or layout",
+    "repeats": "a step without backward() must not use gradients of the previous step, but {num} "
+    "of {size} ranks do; call step() equally often on every rank, and optimizer.zero_grad() on "
+    "ranks without samples",
+    "is_weighted": "set_num_samples must be called by all ranks or by none, but {num} of {size} "
+    "have called it; call it on every rank, in every step",
+    "outdated": "parameters must change on all ranks in the same step, but have changed on {num} "
+    "of {size}; add, freeze or convert them on all ranks",
     "keeps_sums": "with op=Sum, gradients that are changed between backward() and step() must "
-    "become the same on every rank, and they differ; change the loss instead, or call "
-    "optimizer.zero_grad() and set all gradients anew",
-    "changed_early": "backward_passes_per_step averages gradients after the last pass, and they "
-    "were changed after an earlier one; where passes are left over, call optimizer.synchronize() "
-    "before you clip or change gradients",
-    "replaced_sum": "with op=Sum, backward() adds to what was reduced, and that was replaced; "
-    "call step() or optimizer.zero_grad() in between",
-    "needs_all": 'a rank has joined, and op=Adasum and shard="node" need the steps of all ranks; '
-    "join on all at once",
-    "is_spoilt": "a step has failed in the middle on {num} of {size} ranks, and parameters that "
-    "ranks of a node share are not to be trusted; start again from a checkpoint",
-    "settings": 'with shard="node" every rank steps a part of each parameter, so learning rates, '
-    "other settings of the optimizer and what clips must be the same on every rank; change them "
-    "on all",
-    "is_stale": 'with shard="node" torch must count what a program writes to parameters, and some '
-    "steps ago {num} of {size} ranks have written by .data or numpy; write to the parameter "
-    "itself under torch.no_grad(), and start again from a checkpoint",
-    "own_changed": 'with shard="node" .grad is each rank\'s own gradient until step(), which must '
-    "not be changed after backward(), nor kept for a step that counts other samples, nor after a "
-    "step that was clipped or unscaled, and was on {num} of {size} ranks; clip the average with "
+    "become the same on every rank, but differ; change the loss instead, or call "
+    "optimizer.zero_grad() and set all gradients again",
+    "changed_early": "with backward_passes_per_step gradients must not be changed before the "
+    "last pass, but were changed after an earlier one; if a step has fewer passes, call "
+    "optimizer.synchronize() before you clip or change gradients",
+    "replaced_sum": "with op=Sum, a reduced gradient must not be replaced before backward() adds "
+    "to it, but was on {num} of {size} ranks; call step() or optimizer.zero_grad() before "
+    "backward()",
+    "needs_all": 'all ranks must take the steps of op=Adasum and shard="node", but a rank has '
+    "joined; call join() on all ranks after the same step",
+    "is_spoilt": "shared parameters must not be used after a failed step, but a step has failed "
+    "midway on {num} of {size} ranks; restart from a checkpoint",
+    "settings": 'with shard="node" learning rates, other settings of the optimizer and gradient '
+    "clipping must be the same on every rank, but differ; change them on all ranks",
+    "is_stale": 'with shard="node" parameters must not be written through .data or numpy, but '
+    "{num} of {size} ranks did so some steps ago; write to the parameter itself under "
+    "torch.no_grad(), and restart from a checkpoint",
+    "own_changed": 'with shard="node" .grad is local until step() and must not be changed after '
+    "backward(), nor reused in a step with another sample count or after a step that was clipped "
+    "or unscaled, but was on {num} of {size} ranks; clip the average with "
     "optimizer.clip_grad_norm_() or clip_grad_value_(), scale the loss, call zero_grad() between "
     "steps, or leave shard out",
 }
-"""What all ranks must do alike, the first one first."""
+"""Message for each rule that all ranks must follow."""
 
 
 def describe(one: StepMessage | None) -> str:
-    """Return, for an error, where a rank is."""
+    """Return the step of a rank for an error message."""
     if one is None:
         return "joined"
     header, gradients, averages, sharded = one[:4]
@@ -299,8 +299,8 @@ def describe(one: StepMessage | None) -> str:
         "steps skipped": header.skipped,
         "samples set": gradients.is_weighted,
         "parameters changed": gradients.outdated,
-        "gradients changed by hand": averages.by_hand is not None,
-        "gradients of the step before": gradients.repeats,
+        "gradients changed": averages.by_hand is not None,
+        "gradients of the previous step": gradients.repeats,
         f"{averages.replaced_sum}.grad replaced": averages.replaced_sum,
         f"{sharded.own_changed}.grad changed": sharded.own_changed,
         f"settings {sharded.settings or 0:08x}": sharded.settings is not None,

@@ -1,10 +1,10 @@
-"""``StepState``: what a reducer has done with the gradients of the present step."""
+"""``StepState``: state of the gradients of the current step in a reducer."""
 
 from enum import Enum, auto
 
 
 class StepState(Enum):
-    """What a reducer has done with the gradients of the present step.
+    """State of the gradients of the current step in a reducer.
 
     =========== ============ ========== =============
     from        backward()   reduction  zero_grad()
@@ -20,7 +20,7 @@ class StepState(Enum):
     """
 
     EMPTY = auto()  # there are no gradients of this step
-    FILLING = auto()  # backward makes gradients, or a reduction of the gradients there has begun
+    FILLING = auto()  # backward computes gradients, or a reduction without a backward has begun
     REDUCED = auto()  # all ranks have the sum or average
     REFILLING = auto()  # as FILLING, in a step that was REDUCED before
     CLEARED = auto()  # as EMPTY, in a step that was REDUCED before

@@ -1,7 +1,7 @@
-"""The comparison between ranks at the start of each step, before gradients are sent.
+"""Comparison of the ranks at the start of each step, before gradients are sent.
 
-Ranks that take different steps, reduce other optimizers or hold other weights find out here, on
-all ranks at once, in one small all-reduce that is sent anyway, with flags and sample counts.
+One small all-reduce per step, which also sends flags and sample counts, detects ranks that take
+different steps, reduce different optimizers or hold different weights. All ranks raise the error.
 """
 
 import weakref
@@ -26,31 +26,37 @@ from hpctrain.gradients.step_header import (
 )
 from hpctrain.runtime.last_check import LastStates
 
-LONG = 16  # every so many steps it is compared which parameters no backward has reached in them
+LONG = 16  # steps between two comparisons of the parameters that no backward has reached
 
 
 class Member(Protocol):
-    """An optimizer whose steps begin with a header."""
+    """Optimizer whose steps begin with a step message."""
 
     def stand_in(self, agreement: StepAgreement) -> None:
-        """Take part in the step that begins so with nothing. Collective."""
+        """Add zeros to the step that has begun with ``agreement``. Collective."""
 
 
 class StepSync:
-    """Opens the steps of all optimizers that share a communicator."""
+    """Synchronizes the starts of the steps of all optimizers that share a communicator.
+
+    Construction is collective.
+
+    Args:
+        comm: ranks to synchronize.
+        last_states: collects the final states of the optimizers for the comparison at shutdown.
+    """
 
     def __init__(self, comm: Communicator, last_states: LastStates | None = None) -> None:
-        """Make the message. Collective."""
         self.last_states = last_states
         self._message = comm.new_bucket(NUM_WORDS, torch.float64)
         self._members: list[weakref.ref[Member]] = []
         self._were_equal: set[int] = set()
         self._were_told: set[int] = set()
         self._unreached_told: set[int] = set()
-        self._num_taken = 0  # exchanges since all ranks had joined in which this one had not
+        self._num_taken = 0  # exchanges of this rank since all ranks had joined
 
     def enter(self, member: Member) -> int:
-        """Return the number of one more optimizer; all ranks enter theirs in the same order."""
+        """Register an optimizer and return its number; all ranks use the same order."""
         self._members.append(weakref.ref(member))
         return len(self._members) - 1
 
@@ -60,11 +66,17 @@ class StepSync:
         mine: StepMessage | None,
         sample: Callable[[int], Mapping[str, str]] = lambda _: {},
     ) -> StepAgreement:
-        """Tell all ranks, and hear what they say together, on the communicator's thread.
+        """Sum the step messages of all ranks and return the result. Collective.
 
-        Collective. A rank that has joined gives None. ``sample`` returns the checksums of the
-        weights that are looked at in a step, by name. Where the ranks do not begin the same step,
-        all raise ``MismatchError``.
+        Runs on the communicator's thread.
+
+        Args:
+            comm: ranks to synchronize.
+            mine: message of this rank; None if the rank has joined.
+            sample: returns the checksums, by name, of the weights that are compared in a step.
+
+        Raises:
+            MismatchError: the ranks do not begin the same step; raised on all ranks.
         """
         flat = self._message.flat
         flat.copy_(torch.tensor(words_of(mine), dtype=torch.float64))
@@ -73,15 +85,16 @@ class StepSync:
         agreement, fault = agreement_of(flat.tolist(), comm.size)
         if fault:
             said = [describe(one) for one in comm.allgather_object(mine)]
-            raise MismatchError(f"{fault}; they are at: {by_rank(said)}")
+            raise MismatchError(f"{fault}; the ranks are at: {by_rank(said)}")
         if agreement.weights.differ:
             self._weights_differ(comm, agreement, sample)
         elif agreement.weights.are_compared:
             self._were_equal.add(agreement.member)
         if agreement.weights.first_alike and comm.rank == 0:
             text = (
-                f"all {comm.size} ranks have found the same gradients in their first step: do "
-                f"they read the same samples? hvd.shard_data(loader) gives each rank its own part"
+                f"ranks should read different samples, but all {comm.size} ranks have computed "
+                f"the same gradients in their first step; give each rank its own samples by "
+                f"hvd.shard_data(loader)"
             )
             logs.warn_merged([[text]])
         if agreement.weights.unreached_differ and agreement.member not in self._unreached_told:
@@ -92,7 +105,7 @@ class StepSync:
         return agreement
 
     def take_part(self, comm: Communicator) -> bool:
-        """Take part in the others' next step with nothing; False if there is none. Collective."""
+        """Add zeros to the others' next step; return False if there is none. Collective."""
         heard: list[StepAgreement] = []
         start_on(comm, lambda: heard.append(self.exchange(comm, None))).wait()
         agreement = heard[0]
@@ -104,14 +117,14 @@ class StepSync:
         return True
 
     def last_to_step(self, comm: Communicator) -> list[int]:
-        """Return the ranks that have taken every step since all ranks had joined. Collective."""
+        """Return the ranks with the most steps since all ranks had joined. Collective."""
         numbers: list[int] = []
         start_on(comm, lambda: numbers.extend(comm.allgather_object(self._num_taken))).wait()
         self._num_taken = 0
         return [rank for rank, number in enumerate(numbers) if number == max(numbers)]
 
     def were_equal(self, member: int) -> bool:
-        """Say whether the ranks have once found their weights to be the same."""
+        """Return whether a comparison has found the weights of the ranks equal."""
         return member in self._were_equal
 
     def _weights_differ(
@@ -120,7 +133,10 @@ class StepSync:
         agreement: StepAgreement,
         sample: Callable[[int], Mapping[str, str]],
     ) -> None:
-        """Raise where replicas have parted; those that never were alike may take one step so."""
+        """Raise or warn that the weights of the ranks differ.
+
+        Weights that were never equal only cause a warning the first time.
+        """
         member, step = agreement.member, agreement.step
         is_known = member in self._were_told
         is_error = agreement.weights.is_strict and (is_known or member in self._were_equal)
@@ -129,9 +145,9 @@ class StepSync:
         self._were_told.add(member)
         whose = _first_difference(comm.allgather_object(sample(step)))
         text = (
-            f"the replicas have parted before step {step}: {whose}; change weights, learning "
-            f"rates and optimizer state on all ranks alike, take equally many steps, or broadcast "
-            f"what differs with hvd.broadcast_parameters()"
+            f"replicas must be equal on every rank, but differ before step {step}: {whose}; "
+            f"change weights, learning rates and optimizer state identically on all ranks, take "
+            f"equally many steps, or call hvd.broadcast_parameters()"
             if member in self._were_equal
             else f"the ranks train from different weights at step {step}: {whose}; call "
             f"hvd.broadcast_parameters(model.state_dict()) before the first step, and after "
@@ -139,29 +155,28 @@ class StepSync:
         )
         if is_error:
             raise MismatchError(
-                f"{text}; HPCTRAIN_CHECK_WEIGHTS=warn goes on, for processors that round "
-                f"differently"
+                f"{text}; for processors that round differently, set HPCTRAIN_CHECK_WEIGHTS=warn"
             )
         if comm.rank == 0:
             logs.warn_merged([[text]])
 
 
 def _first_difference(of_ranks: Sequence[Mapping[str, str]]) -> str:
-    """Name a parameter whose checksum differs, and the ranks."""
+    """Return the name of a parameter whose checksums differ, with the ranks."""
     for name, seen in differing(of_ranks).items():
         return f"the checksums of {name} are {seen}"
     return "the parameters that are compared are not the same"
 
 
 def _unreached(of_ranks: Sequence[Sequence[str]]) -> str:
-    """Say which ranks train what others do not."""
+    """Return a warning that names the parameters that only some ranks train."""
     common = set(of_ranks[0]).intersection(*of_ranks[1:])
     own = [[name for name in names if name not in common] for names in of_ranks]
     whose = [f"{names[0]} ({len(names)} in all)" if names else None for names in own]
     return (
-        f"for {LONG} steps no backward has reached parameters that it reaches on other ranks, "
-        f"{by_rank(whose)}; these ranks add zeros to the average, which is right if their loss "
-        f"needs none of them or they have no samples; if their model has got other parameters, as "
-        f"by load_state_dict(assign=True), it no longer trains: make the optimizer anew after "
-        f"that, on all ranks"
+        f"backward should reach the same parameters on all ranks, but has not reached some for "
+        f"{LONG} steps: {by_rank(whose)}; these ranks add zeros to the average, which is correct "
+        f"if their loss does not use these parameters or they have no samples; if parameters were "
+        f"replaced, as by load_state_dict(assign=True), make the optimizer again after that, on "
+        f"all ranks"
     )

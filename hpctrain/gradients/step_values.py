@@ -10,11 +10,15 @@ from torch.nn import Parameter
 class StepValues:
     """The gradients of some parameters and the buffers of their model, as numbered entries.
 
-    Every pass begins with the buffers of the start of the step, of which this object has copies.
+    Construction clears the gradients and copies the buffers. Every backward pass starts from these
+    copies.
+
+    Args:
+        model: module whose buffers are restored.
+        parameters: parameters whose gradients are taken.
     """
 
     def __init__(self, model: nn.Module, parameters: Sequence[Parameter] = ()) -> None:
-        """Clear all gradients, and copy all buffers."""
         found: dict[int, tuple[nn.Module, str, Tensor]] = {}
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
@@ -32,8 +36,8 @@ class StepValues:
         """Return the results of a pass over a micro-shard, and restore the buffers.
 
         Returns:
-            For each entry a gradient, or a changed buffer of floating point, in memory of its
-            own; None for other entries. Then the other changed buffers, by entry.
+            For each entry a gradient, or a changed floating-point buffer, in separate memory; None
+                for other entries. Then the other changed buffers, by entry.
         """
         values: list[Tensor | None] = []
         memories: set[int] = set()

@@ -1,6 +1,6 @@
-"""Checksums of weights: of a sample in each step, cheap enough to be always compared.
+"""Checksums of a sample of the weights, cheap enough for every step.
 
-And which of them no one has written to since a step.
+``WeightSample`` also reports which weights were not written since a step.
 """
 
 import ctypes
@@ -18,15 +18,18 @@ from hpctrain.gradients.sparse_gradients import writes_of
 
 T = TypeVar("T")
 
-_NUM_PARAMETERS = 64  # how many are looked at in a step: the cost stays below 100 microseconds
-_NUM_BYTES = 256  # how much of each, step by step the next part
+_NUM_PARAMETERS = 64  # sampled per step, in less than 100 microseconds
+_NUM_BYTES = 256  # sampled of each parameter; the next bytes in the next step
 
 
 class WeightSample:
-    """Checksums of samples of some parameters; which bytes follows from the step alone."""
+    """Checksums of samples of some parameters; the step number selects the bytes.
+
+    Args:
+        parameters: parameters with their names; those with gaps in memory are not sampled.
+    """
 
     def __init__(self, parameters: Sequence[tuple[str, Parameter]]) -> None:
-        """Take the parameters; those with gaps in memory are left out."""
         self._all = [(name, p) for name, p in parameters if p.layout is torch.strided]
         self._left: list[tuple[int, int]] = []
         self._parameters = [
@@ -36,22 +39,22 @@ class WeightSample:
         ]
         self._is_on_host = all(p.is_cpu for _, p, _ in self._parameters)
         self._copied: tuple[int, Tensor, torch.Event] | None = None
-        """A step, what is looked at in it, on its way to the host, and when it is there."""
+        """Step, its sample as copied to the host, and the event at the end of the copy."""
 
     def checksum(self, step: int) -> int:
-        """Return one number for all that is looked at in this step."""
+        """Return one checksum of the sample of this step."""
         if self._is_on_host:
             return sample_of([p for _, p, _ in self._due(step)], step)
         copied = self._copied
         if copied is None or copied[0] != step:
             copied = self._copy(step)
         _, sample, there = copied
-        if not there.query():  # it has left before the forward pass, as a rule
+        if not there.query():  # usually the copy ends before the forward pass
             there.synchronize()
         return crc32(host_bytes(sample))
 
     def by_name(self, step: int) -> dict[str, str]:
-        """Return, for people, the checksum of each parameter that is looked at in this step."""
+        """Return a human-readable checksum for each parameter in the sample of this step."""
         notes = {True: "", False: " (not finite)"}
         return {
             name: f"{sample_of([p.cpu()], step):08x}{notes[bool(p.isfinite().all())]}"
@@ -59,9 +62,9 @@ class WeightSample:
         }
 
     def mark(self, next_step: int | None) -> None:
-        """Note that a step has left the parameters as they are.
+        """Record the versions of the parameters after a step.
 
-        What is looked at in the next one starts for the host, from an accelerator.
+        On an accelerator, the sample of the next step is copied to the host asynchronously.
         """
         self._left = [writes_of(p) for _, p in self._all]
         self._copied = None
@@ -79,13 +82,13 @@ class WeightSample:
         return step, host, there
 
     def unmark(self) -> None:
-        """Note that no step has left them so."""
+        """Discard the recorded versions."""
         self._left = []
 
     def as_left(self) -> dict[str, Parameter]:
-        """Return, by name, those that nobody has written to since the last step, as torch counts.
+        """Return the parameters, by name, that were not written since the last step.
 
-        What is written by ``.data`` or numpy torch does not count.
+        Writes through ``.data`` or numpy are not detected, because torch does not count them.
         """
         pairs = zip(self._all, self._left, strict=False)
         return {name: p for (name, p), left in pairs if writes_of(p) == left}
@@ -95,7 +98,7 @@ class WeightSample:
 
 
 def due(items: Sequence[T], step: int) -> Sequence[T]:
-    """Return those that are looked at in a step: the next ones step by step."""
+    """Return the items to compare in a step; consecutive steps cycle through all items."""
     count = len(items)
     if count <= _NUM_PARAMETERS:
         return items
@@ -104,7 +107,7 @@ def due(items: Sequence[T], step: int) -> Sequence[T]:
 
 
 def sample_of(tensors: Iterable[Tensor], step: int) -> int:
-    """Return a checksum of some bytes of each; on the CPU, without gaps in memory, not empty."""
+    """Return a checksum of some bytes of each tensor: on the CPU, without gaps, not empty."""
     total = 0
     for tensor in tensors:
         total = crc32(_bytes_of(tensor, tensor.nbytes, step), total)
@@ -122,18 +125,18 @@ def _part(num_bytes: int, step: int) -> slice:
 
 
 def _bytes_in(parameter: Tensor) -> Tensor:
-    """View a tensor without gaps as its bytes, in the order of memory."""
+    """View a tensor without gaps as bytes, in memory order."""
     return parameter.detach().as_strided((parameter.numel(),), (1,)).view(torch.uint8)
 
 
 def _is_dense(parameter: Tensor) -> bool:
-    """Say whether its elements lie in memory without gaps and overlaps."""
-    # The former holds for any stride of a dimension of size one, the latter for channels last.
+    """Return whether the elements are in memory without gaps and overlaps."""
+    # is_contiguous() ignores strides of dimensions of size one; ``like`` accepts channels_last.
     like = torch.empty_like(parameter, device="meta")
     return parameter.is_contiguous() or like.stride() == parameter.stride()
 
 
 def checksum_of(tensor: Tensor, total: int = 0) -> int:
-    """Go on with a checksum by the elements of a tensor, in order."""
+    """Continue a checksum with the elements of a tensor, in order."""
     dense = tensor.detach().to_dense() if tensor.is_sparse else tensor
     return crc32(host_bytes(dense), total)

@@ -1,6 +1,6 @@
-"""Large batches: optimizers that adapt each tensor's step, schedules, the gradient noise scale.
+"""Large batches: LARS and LAMB, learning rate schedules, and the gradient noise scale.
 
-Nothing here knows of ranks. Every name is loaded at its first use.
+No module here communicates with other ranks. Every name is loaded at its first use.
 """
 
 from hpctrain.core.lazy import exports

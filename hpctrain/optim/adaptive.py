@@ -1,4 +1,4 @@
-"""What LARS and LAMB share: all tensors of a group in a few kernels, and ratios of their norms."""
+"""Common base of LARS and LAMB: a few kernels per group, and ratios of norms of tensors."""
 
 from abc import abstractmethod
 from collections import defaultdict
@@ -17,14 +17,14 @@ from hpctrain.core.torch_compat import foreach_mul_
 Tensors = list[Tensor]
 
 _LARGEST = 2.0**100
-"""Largest factor of tensors at once: float32 has 2**127."""
+"""Largest factor of one multiplication; float32 ends at 2**127."""
 
 
 class AdaptiveOptimizer(Optimizer):
-    """An optimizer that scales the step of each tensor by norms of the whole tensor.
+    """Base class of optimizers that scale the step of each tensor by norms of the tensor.
 
-    Complex parameters are stepped as pairs of real numbers, as torch's Adam does; norms of tensors
-    of 16 bits are calculated in 32. Sparse gradients are refused.
+    Complex parameters are stepped as pairs of real numbers, as in Adam of torch; norms of 16-bit
+    tensors are computed in float32. Sparse gradients raise ``ConfigError``.
     """
 
     def __init__(self, params: ParamsT, **defaults: Any) -> None:
@@ -33,7 +33,8 @@ class AdaptiveOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; see ``torch.optim.Optimizer.add_param_group``.
 
-        Raises ``ConfigError``: an argument is not valid.
+        Raises:
+            ConfigError: an argument is not valid.
         """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -43,9 +44,16 @@ class AdaptiveOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step; a closure calculates gradients first, and its loss is returned.
+        """Take one step.
 
-        Raises ``ConfigError``: a gradient is sparse; nothing has changed then.
+        Args:
+            closure: computes gradients before the step, and returns the loss.
+
+        Returns:
+            The loss of the closure, or None.
+
+        Raises:
+            ConfigError: a gradient is sparse; parameters are unchanged.
         """
         loss = None
         if closure is not None:
@@ -63,26 +71,26 @@ class AdaptiveOptimizer(Optimizer):
 
     @abstractmethod
     def state_names(self, group: Mapping[str, Any]) -> Sequence[str]:
-        """Name what is kept for each parameter: ``step`` is a number, others are its tensors."""
+        """Return the names of the state: ``step`` is a number, the others are tensors."""
 
     @abstractmethod
     def update(
         self, group: Mapping[str, Any], params: Tensors, grads: Tensors, *state: Tensors
     ) -> None:
-        """Step on tensors of one device and dtype; ``grads`` stay as they are."""
+        """Step on tensors of one device and dtype; does not change ``grads``."""
 
     def _refuse_sparse(self) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None and parameter.grad.layout is not torch.strided:
                     raise ConfigError(
-                        f"{type(self).__name__} takes norms of whole tensors, got a sparse "
-                        f"gradient of {tuple(parameter.shape)}; make the layer with sparse=False, "
-                        f"or give its parameters to torch.optim.SparseAdam"
+                        f"{type(self).__name__} must get dense gradients, got a sparse gradient "
+                        f"of {tuple(parameter.shape)}; make the layer with sparse=False, or pass "
+                        f"its parameters to torch.optim.SparseAdam"
                     )
 
     def _tensors_of(self, group: Mapping[str, Any]) -> list[list[Tensors]]:
-        """Return parameters, gradients and state, of one device and dtype at a time."""
+        """Return parameters, gradients and state, by device and dtype."""
         rows, names = defaultdict(list), self.state_names(group)
         for parameter in group["params"]:
             if parameter.grad is None:
@@ -98,12 +106,12 @@ class AdaptiveOptimizer(Optimizer):
 
 
 def ratios(weights: Tensor, other: Tensor, below: Tensor) -> Tensor:
-    """Return ``weights / below`` of each tensor, 1 where weights or the other are 0."""
+    """Return ``weights / below`` of each tensor; 1 where ``weights`` or ``other`` is 0."""
     return torch.where((weights > 0) & (other > 0), weights / below, 1.0)
 
 
 def multiply_(tensors: Tensors, factors: Tensor) -> None:
-    """Multiply each tensor by a factor of float64, which may exceed the range of the tensor."""
+    """Multiply each tensor by a float64 factor, which may exceed the range of the tensor."""
     first = factors.clamp(1.0 / _LARGEST, _LARGEST)
     foreach_mul_(tensors, first.tolist())
     if not torch.equal(first, factors):

@@ -1,4 +1,4 @@
-"""Parameter groups: arguments of their own for parameters whose names match, norms and biases."""
+"""Parameter groups: separate arguments for parameters by name, and for norms and biases."""
 
 import difflib
 import fnmatch
@@ -16,11 +16,15 @@ _MOST_NAMES = 3
 
 
 def exclusions(model: nn.Module, **options: Any) -> list[dict[str, Any]]:
-    """Return two groups of parameters: norms and biases, with arguments of their own, and others.
+    """Return two parameter groups: norms and biases with ``options``, and all other parameters.
 
-    Norms and biases are the parameters of one dimension, or none. Their arguments are ``options``,
-    which are ``weight_decay=0`` and ``adapt=False`` where nothing is said: as LARS and LAMB were
-    published. For an optimizer without ``adapt`` write ``exclusions(model, weight_decay=0)``.
+    Norms and biases are the parameters with at most one dimension. For an optimizer without
+    ``adapt`` call ``exclusions(model, weight_decay=0)``.
+
+    Args:
+        model: module whose parameters are grouped.
+        options: arguments of norms and biases; by default ``weight_decay=0`` and ``adapt=False``,
+            as in the publications of LARS and LAMB.
     """
     return parameter_groups(model, exempt=options or EXEMPTIONS)
 
@@ -31,11 +35,17 @@ def parameter_groups(
     exempt: Mapping[str, Any] | None = None,
     key: str = "groups",
 ) -> list[dict[str, Any]]:
-    """Return a group for each set of equal arguments, all parameters in their order.
+    """Return one parameter group per set of equal arguments.
 
-    ``groups`` have ``match``, a pattern or a list of them, beside arguments; the first that
-    matches a name counts. Norms and biases have those of ``exempt`` besides. Raises
-    ``ConfigError``: a pattern matches no parameter; says so of the ``key``.
+    Args:
+        model: module whose parameters are grouped; their order is kept.
+        groups: tables with ``match``, a pattern or a list of patterns, and arguments; the first
+            group that matches a name applies.
+        exempt: additional arguments of norms and biases.
+        key: name of ``groups`` in error messages.
+
+    Raises:
+        ConfigError: a pattern matches no parameter.
     """
     parameters = dict(model.named_parameters())
     own: dict[str, dict[str, Any]] = {}
@@ -56,9 +66,15 @@ def parameter_groups(
 
 
 def matched(patterns: Sequence[str], names: Sequence[str], key: str) -> list[str]:
-    """Return the names that any of the patterns matches, in their order; ``*`` matches dots too.
+    """Return the names that any of the patterns matches, in their order.
 
-    Raises ``ConfigError``: a pattern matches none; lists names that are near it.
+    Args:
+        patterns: shell patterns, whose ``*`` also matches dots.
+        names: names to match.
+        key: configuration key for error messages.
+
+    Raises:
+        ConfigError: a pattern matches no name; lists similar names.
     """
     found: set[str] = set()
     for pattern in patterns:

@@ -1,4 +1,4 @@
-"""LAMB: Adam whose step for each tensor is as long as its weights, times the rate."""
+"""LAMB: Adam that scales the step of each tensor to the norm of its weights."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -25,34 +25,33 @@ from hpctrain.optim.adaptive import AdaptiveOptimizer, Tensors, multiply_, ratio
 class LAMB(AdaptiveOptimizer):
     """Layer-wise adaptive moments.
 
-    Of each tensor w, with the moments m and v of Adam over its gradients, free of the bias of
-    their start::
+    For each tensor w, with the bias-corrected moments m and v of Adam::
 
         r = m / (sqrt(v) + eps) + weight_decay * w
         w = w - lr * phi(|w|) / |r| * r                       phi / |r| is 1 if either is 0
 
-    Some implementations clip the norm of all gradients to 1 first: call
+    Some implementations first clip the norm of all gradients to 1: call
     ``torch.nn.utils.clip_grad_norm_``, or set ``train.clip_norm``.
 
-    Source: You et al. 2020, arXiv:1904.00962, algorithm 2. That large batches need LAMB at all is
-    disputed: Nado et al. 2021, arXiv:2102.06356, reach the same with tuned Adam.
+    Source: You et al. 2020, arXiv:1904.00962, algorithm 2. Nado et al. 2021, arXiv:2102.06356,
+    dispute that large batches need LAMB: they reach the same accuracy with tuned Adam.
 
     Args:
-        params: parameters, or groups of them; ``exclusions(model)`` makes usual ones.
-        lr: learning rate: length of a step by that of the weights.
-        betas: how much of the moments stays in a step, each below 1.
-        eps: what is added to the root of the second moment.
-        weight_decay: share of the weights that is added to the step, before its norm is taken.
-        bias_correction: whether moments are divided by what they miss in the first steps.
-        phi: least and largest value that a norm of weights counts as; None for all as they are.
-        adapt: False for a factor of 1, as groups of biases and norms have.
+        params: parameters or parameter groups; ``exclusions(model)`` makes the usual groups.
+        lr: learning rate: norm of a step over norm of the weights.
+        betas: factors of the two moments per step, each at least 0 and below 1.
+        eps: added to the root of the second moment.
+        weight_decay: factor of the weights that are added to the step before its norm is computed.
+        bias_correction: whether to divide the moments by their bias in the first steps.
+        phi: bounds to which norms of weights are clamped; None for no bounds.
+        adapt: False for a factor of 1, as for biases and norms.
 
     Raises:
         ConfigError: an argument is not valid.
     """
 
     tensorwise = True
-    """What a step looks at, for ``shard="node"``."""
+    """Whether each tensor is stepped separately; required by ``shard="node"``."""
 
     def __init__(  # noqa: PLR0913 - what a group can have
         self,
@@ -76,10 +75,10 @@ class LAMB(AdaptiveOptimizer):
         require(is_pair, "betas must be two numbers, at least 0 and below 1", betas)
         checked("eps", group["eps"], AtLeast0)
         is_range = phi is None or (len(phi) == 2 and 0 <= phi[0] <= phi[1] and phi[1] > 0)
-        require(is_range, "phi must be a least and a largest norm, from 0 on, or None", phi)
+        require(is_range, "phi must be the smallest and largest norm, at least 0, or None", phi)
 
     def state_names(self, group: Mapping[str, Any]) -> Sequence[str]:
-        """Name the moments as ``torch.optim.Adam`` does."""
+        """Return the names of the moments in ``torch.optim.Adam``."""
         del group
         return "step", "exp_avg", "exp_avg_sq"
 
@@ -93,7 +92,7 @@ class LAMB(AdaptiveOptimizer):
         foreach_lerp_(first, grads, 1 - beta1)
         foreach_mul_(second, beta2)
         foreach_addcmul_(second, grads, grads, 1 - beta2)
-        # Infinity would stay, and these weights with it: squares overflow above 1e19.
+        # Squares of gradients above 1e19 overflow; an infinite moment would stop the updates.
         foreach_clamp_max_(second, torch.finfo(params[0].dtype).max)
 
         counts = [step.item() if group["bias_correction"] else math.inf for step in steps]

@@ -1,4 +1,4 @@
-"""LARS: momentum SGD whose rate for each tensor follows the norms of weights and gradient."""
+"""LARS: momentum SGD that scales the learning rate of each tensor by weight and gradient norms."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,42 +15,42 @@ from hpctrain.optim.adaptive import AdaptiveOptimizer, Tensors, multiply_, ratio
 class LARS(AdaptiveOptimizer):
     """Layer-wise adaptive rate scaling.
 
-    Of each tensor w with gradient g::
+    For each tensor w with gradient g::
 
         ratio = trust_coefficient * |w| / (|g| + weight_decay * |w|)      1 if |w| or |g| is 0
         v = momentum * v + lr * ratio * (g + weight_decay * w)
         w = w - v
 
-    So the rate is inside the momentum, as in the paper, and when it changes v still has the old
-    one for some 1 / (1 - momentum) steps. ``momentum_correction`` multiplies v by the new rate
-    over the old one, which is the same as to keep the rate outside, as ``torch.optim.SGD`` and
-    most implementations do, and so it is calculated::
+    As in the paper, the learning rate is part of the momentum: after a change of the rate, v
+    contains the old rate for about 1 / (1 - momentum) steps. ``momentum_correction`` multiplies v
+    by the new rate over the old one. This equals a rate outside of the momentum, as in
+    ``torch.optim.SGD`` and most implementations, and is computed as::
 
         v = momentum * v + ratio * (g + weight_decay * w)
         w = w - lr * v
 
-    With Nesterov momentum the step is ``momentum * v`` plus what was just added to v.
+    With Nesterov momentum the step is ``momentum * v`` plus the last summand of v.
 
     Sources: You, Gitman and Ginsburg 2017, arXiv:1708.03888; the correction: Goyal et al. 2017,
-    arXiv:1706.02677, section 3. That large batches need LARS at all is disputed: Nado et al.
-    2021, arXiv:2102.06356, reach the same with tuned Nesterov momentum.
+    arXiv:1706.02677, section 3. Nado et al. 2021, arXiv:2102.06356, dispute that large batches
+    need LARS: they reach the same accuracy with tuned Nesterov momentum.
 
     Args:
-        params: parameters, or groups of them; ``exclusions(model)`` makes usual ones.
-        lr: learning rate of the global batch, the paper's gamma: far above that of SGD.
-        momentum: share of the last step in the next one, below 1.
-        weight_decay: share of the weights that is added to the gradient, inside the ratio.
-        trust_coefficient: the paper's eta: length of a step by that of the weights.
-        nesterov: whether momentum is Nesterov's.
-        momentum_correction: whether the momentum follows the rate.
-        adapt: False for a ratio of 1, as groups of biases and norms have.
+        params: parameters or parameter groups; ``exclusions(model)`` makes the usual groups.
+        lr: learning rate of the global batch, gamma in the paper: far above that of SGD.
+        momentum: factor of v per step, at least 0 and below 1.
+        weight_decay: factor of the weights that are added to the gradient, inside the ratio.
+        trust_coefficient: eta in the paper: norm of a step over norm of the weights.
+        nesterov: whether to use Nesterov momentum.
+        momentum_correction: whether to correct v after changes of the rate.
+        adapt: False for a ratio of 1, as for biases and norms.
 
     Raises:
         ConfigError: an argument is not valid.
     """
 
     tensorwise = True
-    """What a step looks at, for ``shard="node"``."""
+    """Whether each tensor is stepped separately; required by ``shard="node"``."""
 
     def __init__(  # noqa: PLR0913 - what a group can have
         self,
@@ -74,10 +74,12 @@ class LARS(AdaptiveOptimizer):
         """Raise ``ConfigError`` unless the arguments of a group are valid."""
         momentum = checked("momentum", group["momentum"], Decay)
         checked("trust_coefficient", group["trust_coefficient"], Positive)
-        require(not group["nesterov"] or momentum, "nesterov needs a momentum above 0", momentum)
+        require(
+            not group["nesterov"] or momentum, "momentum must be above 0 with nesterov", momentum
+        )
 
     def state_names(self, group: Mapping[str, Any]) -> Sequence[str]:
-        """Name the momentum, where there is one."""
+        """Return the momentum buffer, if any."""
         return ("momentum_buffer",) if group["momentum"] else ()
 
     def update(

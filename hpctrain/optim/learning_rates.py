@@ -1,4 +1,4 @@
-"""Learning rates of large batches: scaled with the batch; and the decay that torch has not."""
+"""Learning rates of large batches: scaling rules, and inverse time decay."""
 
 import math
 
@@ -10,16 +10,16 @@ from hpctrain.core.checks import AtLeast0, Number, checked, require
 
 
 class InverseTimeLR(LRScheduler):
-    """Lets rates fall as ``1 / (1 + decay * step / num_steps)``.
+    """Decays learning rates as ``1 / (1 + decay * step / num_steps)``.
 
-    After ``num_steps`` steps it is at ``1 / (1 + decay)``. With ``decay=num_steps`` step t has the
-    first rate over t, counted from one: Robbins and Monro.
+    After ``num_steps`` steps the factor is ``1 / (1 + decay)``. With ``decay=num_steps`` the rate
+    of step t, counted from one, is the first rate over t (Robbins and Monro).
 
     Args:
-        optimizer: whose rates change.
-        num_steps: over how many steps ``decay`` counts.
-        decay: how far the rate falls, at least 0.
-        last_epoch: the last step that was done, as of all schedulers; -1 to begin.
+        optimizer: optimizer whose rates change.
+        num_steps: number of steps after which the factor is ``1 / (1 + decay)``.
+        decay: strength of the decay, at least 0.
+        last_epoch: number of the last step, as in all schedulers of torch; -1 to start.
 
     Raises:
         ConfigError: an argument is not valid.
@@ -34,24 +34,27 @@ class InverseTimeLR(LRScheduler):
         super().__init__(optimizer, last_epoch)
 
     def get_lr(self) -> list[float | Tensor]:
-        """Return the rates of the groups for the next step."""
+        """Return the learning rates of the groups for the next step."""
         below = 1 + self.decay * self.last_epoch / self.num_steps
         return [base / below for base in self.base_lrs]
 
 
 def linear_scaling(base_batch: float, batch: float) -> float:
-    """Return the factor of the rate for another batch: k times the batch, k times the rate.
+    """Return the factor of the learning rate for another batch: proportional to the batch.
 
-    For SGD and LARS, below the noise scale. Source: Goyal et al. 2017, arXiv:1706.02677.
+    For SGD and LARS, below the noise scale.
+
+    Source: Goyal et al. 2017, arXiv:1706.02677.
     """
     require(min(base_batch, batch) > 0, "batches must have samples", (base_batch, batch))
     return batch / base_batch
 
 
 def square_root_scaling(base_batch: float, batch: float) -> float:
-    """Return the factor of the rate for another batch: k times the batch, root of k the rate.
+    """Return the factor of the learning rate for another batch: the root of the batch ratio.
 
-    For Adam and LAMB, whose step does not grow with the gradient. Source: You et al. 2020,
-    arXiv:1904.00962, section 4.
+    For Adam and LAMB, whose steps do not grow with the gradient.
+
+    Source: You et al. 2020, arXiv:1904.00962, section 4.
     """
     return math.sqrt(linear_scaling(base_batch, batch))

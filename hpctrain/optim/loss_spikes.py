@@ -1,4 +1,4 @@
-"""Detector of loss spikes: a loss far above the last ones, by median and absolute deviations."""
+"""``LossSpikes``: detects losses far above the recent ones, by median absolute deviation."""
 
 import math
 import statistics
@@ -8,22 +8,30 @@ from typing import Any
 
 from hpctrain.core.checks import Number, Positive, checked
 
-_TO_SIGMA = 1.4826  # of a normal distribution, over its median absolute deviation
-_LEAST = 0.01  # of the median: a loss that hardly changes has no deviations to speak of
+_TO_SIGMA = 1.4826  # standard deviation over median absolute deviation, normal distribution
+_LEAST = 0.01  # of the median: a constant loss has no deviation
 
 
 class LossSpikes:
-    """Tells a loss that is no longer one of a training that goes well.
+    """Detects a loss far above the recent losses.
 
-    A spike lies more than ``deviations`` standard deviations above the median of the last losses.
-    The deviation is estimated by the median absolute one, which spikes hardly move, and counts as
-    1 % of the median at least. Before half a ``window`` of losses is known, nothing is a spike.
+    A spike is more than ``deviations`` standard deviations above the median of the last losses.
+    The standard deviation is estimated from the median absolute deviation, on which spikes have
+    little influence, and is at least 1 % of the median. Before half a ``window`` of losses is
+    known, no loss is a spike.
 
-    Give it the same loss on every rank, such as ``optimizer.mean_loss``, and all decide alike.
+    Pass the same loss on every rank, such as ``optimizer.mean_loss``, so that all ranks make the
+    same decision.
+
+    Args:
+        deviations: standard deviations above the median, above 0.
+        window: number of recent losses, above 0.
+
+    Raises:
+        ConfigError: an argument is not valid.
     """
 
     def __init__(self, deviations: float = 6.0, window: int = 64) -> None:
-        """Begin without losses; ``ConfigError`` unless both arguments are above 0."""
         checked("deviations", deviations, Positive)
         checked("window", window, Number)
         self._deviations = deviations
@@ -31,7 +39,7 @@ class LossSpikes:
 
     @property
     def limit(self) -> float:
-        """Largest loss that is no spike; infinite while too few are known."""
+        """Largest loss that is not a spike; infinite while too few losses are known."""
         if 2 * len(self._losses) < (self._losses.maxlen or 0):
             return math.inf
         median = statistics.median(self._losses)
@@ -39,19 +47,19 @@ class LossSpikes:
         return median + self._deviations * max(_TO_SIGMA * spread, _LEAST * abs(median))
 
     def is_spike(self, loss: float) -> bool:
-        """Say whether a loss is a spike; one that is not finite is."""
+        """Return whether a loss is a spike; a loss that is not finite is one."""
         return not math.isfinite(loss) or loss > self.limit
 
     def see(self, loss: float) -> None:
-        """Remember the loss of a step that was taken; one that is not finite is left out."""
+        """Add the loss of a step; a loss that is not finite is ignored."""
         if math.isfinite(loss):
             self._losses.append(loss)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that it remembers: a few numbers."""
+        """Return the recent losses."""
         return {"losses": [*self._losses]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state."""
+        """Restore the recent losses from ``state_dict``."""
         self._losses.clear()
         self._losses.extend(state["losses"])

@@ -1,4 +1,4 @@
-"""The gradient noise scale of a training under way, from gradients that it calculates anyway."""
+"""``NoiseScale``: the gradient noise scale of a running training, from its own gradients."""
 
 from collections.abc import Iterable
 
@@ -10,41 +10,50 @@ from hpctrain.core.errors import ConfigError
 from hpctrain.cost.learning import noise_scale
 
 Measured = tuple[float, float]
-"""Samples, and the squared norm of their mean gradient."""
+"""Number of samples, and the squared norm of their mean gradient."""
 
 
 class NoiseScale:
-    """Estimates the batch at which the noise of the gradient weighs as much as the gradient.
+    """Estimates the batch size at which gradient noise is as large as the gradient.
 
-    The squared norm of a mean gradient of n samples is ``G2 + S / n`` on average, with that of the
-    true gradient and the variance of one sample's. Two sizes of n in every step tell both: parts
-    of a batch, as ranks or pieces of it have them, and the whole. Parts may be of different sizes,
-    and so may batches: a part of n samples counts n times, a step by its samples. All sums fade by
-    ``decay`` in each step, numerator and denominator apart from each other, as their ratio of one
-    step says nothing.
+    The expected squared norm of the mean gradient of n samples is ``G2 + S / n``, where G2 is the
+    squared norm of the true gradient and S the variance of the gradient of one sample. Every step
+    provides two values of n: the parts of a batch, from ranks or micro-batches, and the whole
+    batch; both may vary in size. A part of n samples has weight n, and a step is weighted by its
+    samples. All sums decay by ``decay`` per step; the ratio is taken of the decayed sums, because
+    the ratio of a single step is dominated by noise.
 
-    ``hpctrain.watch_noise(optimizer, noise)`` feeds it where ranks average, elsewhere ``add``.
-    Twice as many samples are needed at a batch of ``value()`` as with tiny ones, which makes it
-    the critical batch (``hpctrain plan --noise-scale``). A rank's own sums tell it from this
-    rank's gradients; the mean of all ranks' sums from those of all, with less noise::
+    ``hpctrain.watch_noise(optimizer, noise)`` adds the steps of a ``DistributedOptimizer``;
+    otherwise call ``add``. At a batch of ``value()`` samples, training needs twice as many samples
+    as with small batches, which makes it the critical batch size (``hpctrain plan
+    --noise-scale``). The sums of one rank cover the gradients of this rank; the mean of the sums
+    of all ranks has less noise::
 
         noise.value(hvd.allreduce(noise.sums))
+
+    Args:
+        decay: factor of all sums per step, at least 0 and below 1.
+
+    Raises:
+        ConfigError: ``decay`` is not valid.
 
     Source: McCandlish et al. 2018, arXiv:1812.06162, appendix A.1.
     """
 
     def __init__(self, decay: float = 0.99) -> None:
-        """Begin with nothing; ``ConfigError`` unless ``decay`` is from 0 on and below 1."""
         self._decay = checked("decay", decay, Decay)
         self.sums = torch.zeros(6, dtype=torch.float64)
-        """Of parts, then of batches: their number, samples, samples times squared norm. All that
-        it remembers: keep a copy to go on from."""
+        """Number, samples, and samples times squared norm, of parts and of batches: the state to
+        save in a checkpoint."""
 
     def add(self, parts: Iterable[Measured], batch: Measured) -> None:
-        """Add a step: some or all parts of a batch, and the batch. Not collective.
+        """Add one step. Not collective.
 
-        A part without samples tells nothing, and a step with a gradient that is not finite
-        neither: that is left out.
+        A part without samples is ignored, and so is a step with a gradient that is not finite.
+
+        Args:
+            parts: samples and squared gradient norm of some or all parts of a batch.
+            batch: samples and squared gradient norm of the batch.
         """
         step = torch.zeros(2, 3, dtype=torch.float64)
         for row, found in ((0, parts), (1, [batch])):
@@ -56,15 +65,18 @@ class NoiseScale:
             self.sums = self._decay * self.sums + step.flatten()
 
     def value(self, sums: Tensor | None = None) -> float | None:
-        """Return the noise scale in samples; of other ``sums`` than its own, if there are.
+        """Return the noise scale in samples, or None if it cannot be estimated.
 
-        None while it cannot be told: before the first step, where parts are whole batches, or
-        where what was seen is all noise or none, as of too few steps.
+        It cannot be estimated before the first step, if parts are whole batches, or if the steps
+        so far are too few to separate noise from gradient.
+
+        Args:
+            sums: replaces ``self.sums``, for example by the mean over ranks.
         """
         number, samples, weighted = (self.sums if sums is None else sums).view(2, 3).T.tolist()
         if 0.0 in samples:
             return None
-        # Norms weighted by n have the mean of 1 / n, weighted so too: that of n is one over it.
+        # The mean of 1 / n with weights n is the number of parts over the number of samples.
         sizes = [n / count for n, count in zip(samples, number, strict=True)]
         means = [total / n for total, n in zip(weighted, samples, strict=True)]
         try:

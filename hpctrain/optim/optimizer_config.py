@@ -36,8 +36,7 @@ class OptimizerConfig(CheckedFields):
         """Raise ``ConfigError`` if arguments contradict keys, or a group is not valid."""
         require(
             not {"lr", "params"} & {*self.args},
-            "optimizer.args must not have lr or params: the rate is optimizer.lr, the parameters "
-            "are those of the model",
+            "optimizer.args must not have lr or params; set optimizer.lr, and leave params out",
             dict(self.args),
         )
         for group in self.groups:

@@ -74,7 +74,7 @@ def test_name_may_be_reused_with_another_tensor(hvd):
     check(hvd, tensors, 9, order)
     with pytest.raises(ConfigError, match="dense"):
         hvd.allreduce_async_(torch.eye(2).to_sparse(), name="0", op=hvd.Sum)
-    with pytest.raises(ConfigError, match="operations take tensors"):
+    with pytest.raises(ConfigError, match="operations must get tensors"):
         hvd.allreduce_async_([1.0], name="0", op=hvd.Sum)
 
 

@@ -89,7 +89,7 @@ def test_parts_are_copied_to_aligned_memory():
     "batch", [[], [torch.ones(2), torch.ones(3)], torch.ones(()), {"x": "text"}, None]
 )
 def test_a_batch_is_made_of_tensors_of_one_length(batch):
-    with pytest.raises(ConfigError, match=r"of a batch|a batch holds"):
+    with pytest.raises(ConfigError, match=r"of a batch|a batch must consist of"):
         num_samples_of(batch)
 
 

@@ -230,17 +230,17 @@ def test_arguments_are_checked(hvd):
     refused("got twice: a", [("a", p) for p in model.parameters()])
     refused(r"lacks 5: group 0, parameter 1 \(48,\)", named[:1])
     refused("lacks 6", [])
-    refused("sequence of tuples", list(model.parameters()))
+    refused("contain tuples", list(model.parameters()))
     refused("op must be Average", op=hvd.Min)
     refused("predivide", gradient_predivide_factor=2.0, op=hvd.Sum)
     refused("predivide", gradient_predivide_factor=0.0)
     refused("non-negative", groups=-1)
     refused("lists of parameters", groups="all")
     refused("lists of parameters", groups=[first])
-    refused("groups consist of parameters, got str", groups=[["0.weight"]])
+    refused("groups must contain parameters, got str", groups=[["0.weight"]])
     refused("groups 0 and 1", groups=[[first], [first]])
     optimizer = distributed(hvd, model)
-    with pytest.raises(ConfigError, match="wrap it once"):
+    with pytest.raises(ConfigError, match="wrap the optimizer once"):
         hvd.DistributedOptimizer(optimizer)
     with pytest.raises(ConfigError, match="backward_passes_per_step"):
         optimizer.set_backward_passes_per_step(0)

@@ -88,7 +88,7 @@ _OF_A_RUN = 10
 def test_rank_interrupted_before_its_update_has_no_partial_step(tmp_path, monkeypatch):
     monkeypatch.setenv("HPCTRAIN_OVERLAP", "thread")
     outcome = run_ranks(tmp_path, INTERRUPTED)
-    assert "start again from a checkpoint" in outcome.err
+    assert "restart from a checkpoint" in outcome.err
     assert not outcome.left_over
 
 

@@ -238,5 +238,5 @@ def test_lbfgs_raises_with_local_losses_and_accepts_their_mean(world, hvd, line_
             optimizer.step(closure)
             assert len({p.numpy().tobytes() for p in world.allgather(net.weight.detach())}) == 1
         else:
-            with pytest.raises(MismatchError, match=r"closure of LBFGS .*hvd\.allreduce\(loss"):
+            with pytest.raises(MismatchError, match=r"LBFGS closure .*hvd\.allreduce\(loss"):
                 optimizer.step(closure)

@@ -158,5 +158,5 @@ def test_an_optimizer_without_averages_in_backward_is_rejected(hvd):
         with pytest.raises(ConfigError, match='op=Average and without shard="node"'):
             hvd.watch_noise(optimizer, NoiseScale())
         del optimizer
-    with pytest.raises(ConfigError, match="got SGD; wrap the optimizer so"):
+    with pytest.raises(ConfigError, match="got SGD; wrap the optimizer,"):
         hvd.watch_noise(torch.optim.SGD(model.parameters(), lr=0.1), NoiseScale())

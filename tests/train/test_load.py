@@ -73,7 +73,7 @@ def test_a_free_table_accepts_any_key_and_keeps_other_keys(file):
         ("schedule.warmup_epochs=-1", "schedule.warmup_epochs must be at least 0, got -1.0"),
         ("train.epochs=0", "train.epochs must be at least 1, got 0"),
         ("train.clip_norm=-1", "train.clip_norm must be at least 0"),
-        ("optimizer.args={lr=3}", "the rate is optimizer.lr"),
+        ("optimizer.args={lr=3}", "set optimizer.lr, and leave params out"),
         (
             'optimizer.groups=[{match="*",lr="x"}]',
             "optimizer.groups: lr must be a number, got 'x'",

@@ -45,7 +45,7 @@ def test_a_change_of_one_weight_on_one_rank_ends_all_ranks(here, configure, shar
 def test_the_comparison_in_each_step_finds_a_change(here, configure, shared):
     parting = ["model.target=tests.train.problem:Parting", "train.check_replicas=never"]
     job = Job(here, configure, shared / "run", *SHORT, *parting)
-    with pytest.raises(MismatchError, match=r"parted before step .*network\.4\.weight"):
+    with pytest.raises(MismatchError, match=r"differ before step .*network\.4\.weight"):
         job.part()
 
 
