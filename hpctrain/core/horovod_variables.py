@@ -30,7 +30,7 @@ def _number(text: str) -> float:
     except ValueError:
         number = math.nan
     if not 0 <= number < math.inf:  # also if it is NaN
-        raise ConfigError(f"a number of at least 0 is needed, got {text!r}")
+        raise ConfigError(f"the value must be a number of at least 0, got {text!r}")
     return number
 
 
@@ -41,7 +41,7 @@ _RENAMED = {"trace": "debug", "fatal": "critical"}
 def _level(text: str) -> str:
     level = text.lower()
     if level not in _LEVELS:
-        raise ConfigError(f"one of {', '.join(_LEVELS)} is needed, got {text!r}")
+        raise ConfigError(f"the value must be one of {', '.join(_LEVELS)}, got {text!r}")
     return _RENAMED.get(level, level)
 
 
@@ -90,8 +90,8 @@ def remarks(environ: Mapping[str, str]) -> list[str]:
         return []
     if environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR") and environ.get("HOROVOD_SIZE", "1") != "1":
         text = (
-            f"horovodrun has started {environ['HOROVOD_SIZE']} processes for Gloo, but here they "
-            f"meet by MPI; start them by `hpctrain launch`, mpirun, srun or `horovodrun --mpi`"
+            f"horovodrun started {environ['HOROVOD_SIZE']} processes for Gloo, but hpctrain needs "
+            f"MPI; start them with `hpctrain launch`, mpirun, srun or `horovodrun --mpi`"
         )
         return [text]
     verb = "have" if len(idle) > 1 else "has"
@@ -110,4 +110,4 @@ def _hint(idle: list[str]) -> str:
     for name in idle:
         if close := difflib.get_close_matches(name, known, n=1, cutoff=0.9):
             return f"is {name} meant to be {close[0]}?"
-    return f"{GUIDE} says why"
+    return f"see {GUIDE}"

@@ -27,7 +27,7 @@ def resolve(
     target: str,
     where: str,
     *,
-    way_out: str = "put it beside the configuration file or install it",
+    way_out: str = "put it next to the configuration file or install it",
     error_type: type[HpctrainError] = ConfigError,
 ) -> Any:
     """Import the module of ``target`` and return the object that it names.
@@ -42,7 +42,7 @@ def resolve(
         HpctrainError: of ``error_type``: the module or the name does not exist.
     """
     if not NAME.fullmatch(target):
-        raise error_type(f'{where} names a function as "module:function", got "{target}"')
+        raise error_type(f'{where} must be "module:function", got "{target}"')
     module_name, _, name = target.partition(":")
     try:
         module = importlib.import_module(module_name)
@@ -88,8 +88,8 @@ def check_arguments(
     """Raise ``ConfigError`` unless ``function`` accepts ``num_first`` positional and ``args``."""
     if not callable(function):
         raise ConfigError(
-            f"{key.replace('.args', '.target')} names what is of type {type(function).__name__}, "
-            f"nothing to call; name a function"
+            f"{key.replace('.args', '.target')} must name a function, got an object of type "
+            f"{type(function).__name__}"
         )
     try:
         signature = inspect.signature(function)

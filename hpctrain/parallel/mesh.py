@@ -80,7 +80,7 @@ def _use(device: str) -> None:
         RuntimeError,
     ) as error:  # AssertionError: torch was built without this device type
         raise ConfigError(
-            f"a mesh is of a type of device that every rank has, got {device!r}: "
+            f"every rank must have the device of a mesh, but {device!r} failed on a rank: "
             f"{str(error).splitlines()[0]}"
         ) from None
 
@@ -118,8 +118,8 @@ def hybrid_mesh(mesh: DeviceMesh | None = None) -> DeviceMesh:
     refusal = None
     if len({*runs}) > 1 or len(runs) > len({*nodes}):
         refusal = (
-            f"HSDP needs equally many ranks of an axis on every node, next to each other, got "
-            f"{sizes} on its nodes; shard over the whole axis, or change the mesh"
+            f"for HSDP every node must have the same number of consecutive ranks of the axis, got "
+            f"{sizes}; shard over the whole axis, or change the mesh"
         )
     raise_if_any(world.current().comm.allgather_object(refusal), TopologyError)
     parts = {"replicate": len(runs), "shard": runs[0]}
@@ -131,8 +131,7 @@ def require_one_axis(mesh: DeviceMesh, axis: str) -> None:
     if mesh.ndim != 1:
         names = ", ".join(mesh.mesh_dim_names or ("no names",))
         raise ConfigError(
-            f'the mesh has one axis, such as mesh["{axis}"], got {mesh.ndim} of them ({names}); '
-            f'give mesh["{axis}"]'
+            f'the mesh must have one axis, got {mesh.ndim} axes ({names}); use mesh["{axis}"]'
         )
 
 
@@ -141,14 +140,14 @@ def _checked(topology: Topology, *, dp: int | None, **inner: int) -> dict[str, i
     told = (dist.get_rank(), dist.get_world_size())
     if told != (topology.rank, topology.size):
         raise TopologyError(
-            f"a mesh is placed by the ranks of MPI, of which this is rank {topology.rank} of "
-            f"{topology.size}; torch.distributed says rank {told[0]} of {told[1]}; start the "
-            f'ranks with mpirun, srun or hpctrain launch, and init_process_group("hpctrain")'
+            f"ranks of MPI and torch.distributed must be equal, but this is rank {topology.rank} "
+            f"of {topology.size} in MPI, rank {told[0]} of {told[1]} in torch.distributed; start "
+            f'the ranks with mpirun, srun or hpctrain launch, and init_process_group("hpctrain")'
         )
     strange = {a: n for a, n in (inner | {"dp": dp}).items() if type(n) is not int}
     if strange and strange != {"dp": None}:
         found = ", ".join(f"{a}={n!r}" for a, n in strange.items() if n is not None)
-        raise TopologyError(f"sizes of axes are whole numbers, got {found}; give an int")
+        raise TopologyError(f"sizes of axes must be integers, got {found}; use an int")
     rest = math.prod(inner.values())
     if min(rest, *inner.values()) < 1 or topology.size % rest:
         raise TopologyError(

@@ -166,8 +166,8 @@ class FileState:
                 needed = {key for key, part in parts.items() if part.shape is None}
                 if more := needed - set(self._slots.get(p, ())):
                     raise ConfigError(
-                        f"a file of offload has room for the state of parameters at shard(), got "
-                        f"{', '.join(sorted(more))} besides; set the optimizer's options before"
+                        f"the optimizer must not need more state than at shard(), but needs "
+                        f"{', '.join(sorted(more))}; set its options before shard()"
                     )
 
     def _advise(self, bucket: list[_Slice], advice: int) -> None:
@@ -188,13 +188,13 @@ def _reserved(folder: Path, num_bytes: int) -> mmap.mmap:
         with tempfile.TemporaryFile(dir=folder) as file:
             if file_system_magic(file.fileno()) in _IN_MEMORY:
                 raise ConfigError(
-                    f"offload takes a folder on a disk of the node, got {folder}, which lies in "
-                    f"memory; take another one"
+                    f"the folder of offload must be on a disk, but {folder} is in memory; use "
+                    f"another folder"
                 )
             os.posix_fallocate(file.fileno(), 0, max(num_bytes, 1))
             return mmap.mmap(file.fileno(), max(num_bytes, 1))
     except OSError as error:
         raise ConfigError(
-            f"offload needs {format_bytes(num_bytes)} for each rank in {folder}, got "
-            f"{error.strerror}; free space there, or take another folder"
+            f"{folder} must have {format_bytes(num_bytes)} per rank for offload, but reserving "
+            f"the space failed: {error.strerror}; free space there, or use another folder"
         ) from error

@@ -121,5 +121,5 @@ def test_invalid_roles_and_meshes_are_an_error_on_all_ranks():
         ):
             call()
     for size in (2.0, "2"):
-        with pytest.raises(TopologyError, match=f"are whole numbers, got tp={size!r}"):
+        with pytest.raises(TopologyError, match=f"must be integers, got tp={size!r}"):
             build_mesh(tp=size)

@@ -54,7 +54,7 @@ _BY_GPU = ("ntasks-per-gpu", "gpus-per-task", "ntasks-per-socket", "gpus-per-soc
 def _header(script: BatchScript) -> Iterator[Fault]:
     """Directives that sbatch ignores or does not expand."""
     for line in script.late:
-        what = f"line {line}: #SBATCH behind the first command: sbatch does not read it"
+        what = f"line {line}: #SBATCH after the first command: sbatch does not read it"
         yield "warning", what, "move it to the top"
     for line in script.commented:
         what = f"line {line}: # SBATCH with a space is a comment: sbatch does not read it"
@@ -153,8 +153,8 @@ def _mpi(script: BatchScript) -> Iterator[Fault]:
         do = f"srun --mpi={needed} ..."
         if script.facts.has_mpi_package:
             do += (
-                " for this MPI, which came as a Python package; with the MPI of the site, install "
-                "hpctrain without the extra, and take its --mpi"
+                " for this MPI, which is a Python package; to use the MPI of the site, install "
+                "hpctrain without an extra, and use its --mpi"
             )
         fits = "$" in offered or offered == needed or offered.startswith(f"{needed}_")
         if step.does_own_launching or (fits and offered) or _is_foreign(step, script):
@@ -162,7 +162,7 @@ def _mpi(script: BatchScript) -> Iterator[Fault]:
         needs = f"the MPI of this environment needs {needed}"
         if offered:
             shown = f"--mpi={said}" if said is not None else f"MpiDefault={offered}"
-            alone = "each rank would be alone in a world of its own"
+            alone = "each rank would be a separate world"
             level: Level = "error" if _is_certain(step, script) else "warning"
             yield level, f"line {step.line}: srun with {shown}, but {needs}: {alone}", do
         else:
@@ -334,7 +334,7 @@ def _share(whole: int | None, nodes: int | None) -> int | None:
 def _not_told_to_save(script: BatchScript) -> Iterator[Fault]:
     said = script.options.get("signal")
     if said is None and script.is_requeued:
-        what = "the job may be queued again, and no --signal tells the run to save its state"
+        what = "the job may be requeued, but no --signal requests the run to save its state"
         yield "warning", what, "#SBATCH --signal=USR1@120"
     is_replaced = re.search(r"^\s*exec\s+\w*run\b", script.text, re.MULTILINE)
     has_trap = any(command.name == "trap" for command in script.commands)

@@ -50,7 +50,7 @@ def rendezvous(script: BatchScript) -> Iterator[Fault]:
         return
     line = assigned.get("MASTER_ADDR", 0)
     if line > max(step.line for step in steps):
-        what = f"line {line}: MASTER_ADDR is set behind the last srun, whose tasks do not see it"
+        what = f"line {line}: MASTER_ADDR is set after the last srun, whose tasks do not get it"
         yield "warning", what, "export MASTER_ADDR above srun; hpctrain needs none"
     elif line and script.environ.get("MASTER_ADDR") in _HERE and script.number("nodes") != 1:
         what = f"line {line}: MASTER_ADDR={script.environ.get('MASTER_ADDR')} is each node itself"
