@@ -392,5 +392,5 @@ def test_nodes_of_unequal_sizes_cannot_form_a_hybrid_mesh():
     if hpctrain.current().topology.num_nodes == 1:
         assert hybrid_mesh()["shard"].size() == 3
     else:
-        with pytest.raises(TopologyError, match="got 2, 1 on its nodes; shard over"):
+        with pytest.raises(TopologyError, match="got 2, 1; shard over"):
             hybrid_mesh()
