@@ -175,26 +175,25 @@ def _check(model: nn.Module, optimizer: Optimizer, chosen: _Choice) -> None:
     stage, mesh, _, _, offload = chosen
     if offload not in (None, "cpu") and mesh.device_type != "cpu":
         raise ConfigError(
-            f"offload to a folder is of ranks on CPUs, got a mesh on {mesh.device_type}; take "
-            f'offload="cpu"'
+            f"offload to a folder must be used with ranks on CPUs, got a mesh on "
+            f'{mesh.device_type}; use offload="cpu"'
         )
     if stage not in (1, 2, 3):
-        raise ConfigError(f"the stage of shard() is 1, 2 or 3, got {stage!r}")
+        raise ConfigError(f"the stage of shard() must be 1, 2 or 3, got {stage!r}")
     if mesh.ndim > 2:
         raise ConfigError(
-            f"shard() takes a mesh of one axis, or of replicas and shards, got {mesh.ndim} axes; "
-            f'take some of it, such as mesh["dp"]'
+            f"the mesh of shard() must have one or two axes, got {mesh.ndim} axes; use a part "
+            f'of it, such as mesh["dp"]'
         )
     if any(isinstance(one, DistributedDataParallel | FSDPModule) for one in model.modules()):
         raise ConfigError(
-            f"shard() averages gradients itself, got modules in a {type(model).__name__} that do; "
-            f"pass a model without fully_shard() or DistributedDataParallel"
+            f"the model of shard() must not average gradients itself, but modules of "
+            f"{type(model).__name__} do; remove fully_shard() or DistributedDataParallel"
         )
     if isinstance(optimizer, Rprop) or not is_known_as("elementwise", optimizer):
         raise ConfigError(
-            f"shard() takes an optimizer that steps every element by itself, got "
-            f"{type(optimizer).__name__}; take another one of torch.optim, such as AdamW; a class "
-            f"of your own says so by elementwise = True"
+            f"the optimizer of shard() must be elementwise, got {type(optimizer).__name__}; use "
+            f"another of torch.optim, such as AdamW, or set elementwise = True in your class"
         )
 
 
@@ -206,13 +205,13 @@ def _check_parameters(
     held = [p for group in optimizer.param_groups for p in group["params"]]
     if strange := sum(p not in names for p in held):
         raise ConfigError(
-            f"the optimizer of shard() holds parameters of its model alone, got {strange} of "
-            f"others; make it of model.parameters()"
+            f"the optimizer of shard() must have parameters of the model only, got {strange} "
+            f"others; create it with model.parameters()"
         )
     for module_name, module in model.named_modules():
         if getattr(module, "sparse", False):
             raise ConfigError(
-                f"shard() averages dense gradients, got sparse=True in {module_name}; leave it out"
+                f"gradients of shard() must be dense, got sparse=True in {module_name}; omit it"
             )
     for parameter, name in names.items():
         if parameter.is_meta or not parameter.ndim or not parameter.is_contiguous():
@@ -224,8 +223,9 @@ def _check_parameters(
     kinds = {p.dtype for p in names if p.requires_grad}
     if len(kinds) > 1 and not (compute_dtype and all(kind.itemsize <= 4 for kind in kinds)):
         raise ConfigError(
-            f"parameters of shard() have one dtype, got {', '.join(sorted(map(str, kinds)))}; "
-            f"convert the model, or say compute_dtype=torch.bfloat16"
+            f"parameters of shard() must have one dtype, got "
+            f"{', '.join(sorted(map(str, kinds)))}; convert the model, or use "
+            f"compute_dtype=torch.bfloat16"
         )
     for parameter in held:
         for key, value in optimizer.state.get(parameter, {}).items():
