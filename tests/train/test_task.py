@@ -300,7 +300,7 @@ def test_a_module_next_to_the_configuration_is_found_first(folder):
     ("target", "message"),
     [
         ("", 'model.target must be "module:function", got ""'),
-        ("mine_for_targets", 'as "module:function", got "mine_for_targets"'),
+        ("mine_for_targets", 'must be "module:function", got "mine_for_targets"'),
         ("nowhere_at_all:f", "there is no module nowhere_at_all; put it next to"),
         ("broken_for_targets:f", "cannot be imported: No module named 'no_such_package_at_all'"),
         ("mine_for_targets:modle", "mine_for_targets has no modle; did you mean model?"),
