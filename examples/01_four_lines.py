@@ -1,10 +1,11 @@
-"""Handwritten digits in plain PyTorch: four lines distribute the script, a fifth divides its data.
+"""PyTorch script for handwritten digits: four lines distribute it, a fifth divides its data.
 
     python examples/01_four_lines.py
     hpctrain launch -n 4 --nodes 2 python examples/01_four_lines.py
 
-A step learns from 64 samples on any number of ranks, so the learning rate stays as it is, and the
-average is exact where 64 cannot be divided evenly. Rank 0 alone prints and writes.
+The global batch is 64 samples on any number of ranks, so the learning rate does not change. The
+average is exact also if the ranks have different numbers of samples. Only rank 0 prints and
+writes.
 """
 
 import argparse
@@ -66,7 +67,7 @@ def main(output: Path | None) -> None:
 
 
 def write_metrics(output: Path, accuracy: float) -> None:
-    """Leave one record: the result, and the way the gradients took."""
+    """Write one record with the result and the communication of gradients."""
     world = hvd.current()
     record = {
         "event": "finished",

@@ -1,9 +1,9 @@
-"""Train digits.toml or text.toml with a codec, and with what that codec wants beside it.
+"""Train digits.toml or text.toml with a codec and the settings that the codec needs.
 
     hpctrain launch -n 2 --nodes 2 python examples/compressed.py digits int8 --out runs/int8
 
-The studies ``studies/compressed-*.toml`` compare all of them by it. What else is said goes to
-``hpctrain train``, such as ``--set train.epochs=30``.
+The studies ``studies/compressed-*.toml`` use this script. Other arguments, such as
+``--set train.epochs=30``, are passed to ``hpctrain train``.
 """
 
 import argparse
@@ -16,21 +16,21 @@ TASKS = {
     "digits": ["model.args.width=64", "train.epochs=12"],
     "text": ["data.args.num_windows=8000", "data.args.num_test=500"],
 }
-"""Networks large enough that their gradients take time, and runs short enough to repeat."""
+"""Settings for networks with large gradients, and for short runs."""
 
 NO_MOMENTUM = ["optimizer.name=SGD", "optimizer.args={}"]
 CODECS = {
     **{name: [] for name in ("none", "bf16", "int8", "top_k", "qsgd", "auto")},
     "power_sgd": ["sync.compression_args={rank = 4}"],
-    # Two values a row are rough as long as gradients change quickly:
+    # Quantization to two values per row is too coarse for the first steps.
     "one_bit": ["sync.compression_args={warmup_steps = 50}"],
-    # A vote has no length: the rate alone says how far a step goes.
+    # A majority vote of signs has no magnitude; the learning rate alone determines the step.
     "sign": [*NO_MOMENTUM, "optimizer.lr=0.001"],
-    # It has a momentum of its own.
+    # DGC applies momentum itself.
     "dgc": [*NO_MOMENTUM, "sync.compression_args={warmup_steps = 50}"],
 }
 RATES = {("digits", "dgc"): 0.05, ("text", "dgc"): 0.5}
-"""Where another optimizer wants another one."""
+"""Learning rates for SGD without momentum."""
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""What digits.toml names: a small network, and scikit-learn's digits as sharded data sets."""
+"""Model and data of digits.toml: a small network, and scikit-learn's digits."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from hpctrain.comm import Communicator
 from hpctrain.data import MANIFEST, ShardedDataset, write_arrays
 
 NUM_TEST = 360
-"""Of 1797 digits; 1437 are left to train on."""
+"""Number of test samples; the other 1437 digits are for training."""
 
 
 class Network(nn.Module):
@@ -56,7 +56,7 @@ def data(comm: Communicator, folder: str) -> tuple[ShardedDataset, ShardedDatase
 
 
 def _pack(root: Path) -> str | None:
-    """Write what is missing; return why that could not be done."""
+    """Write missing data sets; return a message if that fails."""
     digits = load_digits()
     order = np.random.default_rng(0).permutation(len(digits.target))
     try:

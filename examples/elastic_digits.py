@@ -1,14 +1,14 @@
-"""Handwritten digits, learnt by a training that survives failed operations.
+"""Elastic training on handwritten digits, which recovers from failed operations and ranks.
 
     python examples/elastic_digits.py
     hpctrain launch -n 4 python examples/elastic_digits.py --fail-at 100
     hpctrain launch -n 4 --recover python examples/elastic_digits.py --kill-at 100
     hpctrain launch -n 4 --recover --spares 1 python examples/elastic_digits.py --kill-at 100
 
-With --fail-at the last rank fails at that step: all ranks return to the last commit and go on, and
-the result is the same to the last digit. With --kill-at its process is killed: the others return
-to the last commit, share out what is left of the epoch, and go on without it; with a spare, which
-takes its place, the result is that of a run in which nobody dies.
+With --fail-at an operation of the last rank fails at that step: all ranks return to the last
+commit and continue, with the same result. With --kill-at the process of the last rank is killed:
+the others return to the last commit, divide the rest of the epoch and continue without that rank.
+If a spare replaces the rank, the result is the same as without a failure.
 """
 
 import argparse
@@ -26,7 +26,7 @@ import hpctrain as hvd
 BATCH, LEARNING_RATE, STEPS_PER_COMMIT = 16, 0.02, 20
 
 failed: list[int] = []
-"""Steps that have failed: no part of the state, so each fails once."""
+"""Steps that failed; not part of the state, so that each step fails once."""
 
 
 def main(epochs: int, fail_at: int | None, kill_at: int | None) -> None:

@@ -1,11 +1,11 @@
-"""GPT-2 of Hugging Face's transformers over bytes, from its configuration: nothing is downloaded.
+"""GPT-2 of Hugging Face's transformers over bytes, without pretrained weights or downloads.
 
-As a script of one's own, by the four lines; ``gpt2.toml`` trains the same:
+This script and ``gpt2.toml`` train the same model:
 
     pip install transformers
     hpctrain launch -n 2 -- python examples/gpt2.py
 
-Text, loss and metric are those of ``text.py``.
+Text, loss and metric are imported from ``text.py``.
 """
 
 from argparse import ArgumentParser

@@ -1,10 +1,10 @@
-"""A script in plain PyTorch tells a scaling study of its steps: one import and two calls.
+"""A PyTorch script that records its steps for a scaling study, by one import and two calls.
 
     hpctrain launch -n 4 --nodes 2 python examples/measured.py
     hpctrain study init script.toml --command 'python examples/measured.py --batch {rank_batch}'
     hpctrain study run script.toml
 
-Without a study the calls do nothing. The task is made up: which of ten random points is nearest.
+Without a study the calls do nothing. The synthetic task is to find the nearest of ten points.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def main(batch: int, steps: int) -> None:
     with torch.no_grad():
         right = model(x).argmax(dim=1) == torch.cdist(x, points).argmin(dim=1)
     accuracy = hvd.allreduce(right.float().mean()).item()
-    hvd.record(step=steps, accuracy=accuracy)  # no step, but what was reached
+    hvd.record(step=steps, accuracy=accuracy)  # final result, without a step
     if hvd.rank() == 0:
         print(f"test accuracy {accuracy:.4f}")
 

@@ -1,10 +1,11 @@
-"""A training loop of one's own that stops when it is asked, and goes on where it was.
+"""A custom training loop that stops on request and resumes.
 
     hpctrain launch -n 2 -- python examples/own_loop.py
     hpctrain submit --nodes 2 --tasks 2 --requeue -- python examples/own_loop.py
 
-A signal, the end of the job's time or a file STOP in the run's folder stops it between two steps:
-it saves and ends with code 85, and the same command goes on, with the same bits on as many ranks.
+After a signal, before the time limit of the job, or if the file STOP exists in the run directory,
+the script saves its state and exits with code 85 between two steps. The same command resumes, with
+bitwise equal results on the same number of ranks.
 """
 
 import argparse

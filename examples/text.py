@@ -1,4 +1,4 @@
-"""What text.toml names: a small transformer over bytes, and Python's standard library as text."""
+"""Model and data of text.toml: a small transformer over the bytes of Python's standard library."""
 
 import math
 import sysconfig
@@ -16,15 +16,15 @@ from hpctrain.comm import Communicator
 from hpctrain.data import MANIFEST, ShardedDataset, write_arrays
 
 CONTEXT = 128
-"""Bytes of a window that are guessed; one more comes before them."""
+"""Predicted bytes of a window, which follow one more byte."""
 FILES_PER_TEST_FILE = 20
-"""One file in so many is never learnt from."""
+"""One in this number of files is used for tests only."""
 REACH = 4
-"""Bytes that the network joins before its attention looks further back."""
+"""Kernel size of the convolution before the attention, in bytes."""
 
 
 class Block(nn.Module):
-    """Attention to what came before, then two linear layers, each added to the stream."""
+    """Causal attention and two linear layers, with residual connections."""
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Block(nn.Module):
         )
 
     def forward(self, stream: Tensor) -> Tensor:
-        """Turn ``(n, length, width)`` into the same shape."""
+        """Return a tensor of the same shape ``(n, length, width)``."""
         parts = self.queries_keys_values(self.norms[0](stream)).chunk(3, dim=-1)
         heads = (part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in parts)
         seen = functional.scaled_dot_product_attention(*heads, is_causal=True)
@@ -47,7 +47,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Guesses each byte of a window from those before it."""
+    """Predicts each byte of a window from the previous bytes."""
 
     def __init__(self, width: int, depth: int, num_heads: int) -> None:
         super().__init__()
@@ -61,9 +61,9 @@ class Transformer(nn.Module):
                 nn.init.normal_(weight, std=0.05)
 
     def forward(self, windows: Tensor) -> Tensor:
-        """Turn ``(n, CONTEXT + 1)`` bytes into ``(n, CONTEXT, 256)`` scores of all but the first.
+        """Return ``(n, CONTEXT, 256)`` scores for bytes 1 to ``CONTEXT`` of windows.
 
-        What is guessed at a place depends on no byte at that place or after it.
+        ``windows`` is ``(n, CONTEXT + 1)``. A score depends on previous bytes only.
         """
         seen = self.bytes(windows[:, :-1].long())
         past = functional.pad(seen.transpose(1, 2), (REACH - 1, 0))
@@ -73,34 +73,32 @@ class Transformer(nn.Module):
 
 
 def model(width: int = 64, depth: int = 2, num_heads: int = 4) -> Transformer:
-    """Make the network: ``depth`` blocks of ``width`` features per byte."""
+    """Return a transformer with ``depth`` blocks of ``width`` features per byte."""
     return Transformer(width, depth, num_heads)
 
 
 def bits_per_byte(scores: Tensor, windows: Tensor) -> Tensor:
-    """Bits that a byte of each window costs, ``(n,)``: 8 for one who knows nothing of text."""
+    """Return the cross-entropy per byte of each window in bits, ``(n,)``; 8 for uniform scores."""
     guessed = windows[:, 1:].long()
     nats = functional.cross_entropy(scores.transpose(1, 2), guessed, reduction="none")
     return nats.mean(dim=1) / math.log(2)
 
 
 def loss(scores: Tensor, windows: Tensor) -> Tensor:
-    """Mean of ``bits_per_byte``."""
+    """Return the mean of ``bits_per_byte``."""
     return bits_per_byte(scores, windows).mean()
 
 
 def data(
     comm: Communicator, folder: str, num_windows: int, num_test: int
 ) -> tuple[ShardedDataset, ShardedDataset]:
-    """Open the windows to learn from and those to test, packed by rank 0 at the first time.
-
-    Collective. The test windows are of files that no training window comes from.
+    """Return training and test windows, which rank 0 packs in the first run. Collective.
 
     Args:
         comm: all ranks.
-        folder: where the two data sets are, or are made.
-        num_windows: to learn from, at most.
-        num_test: to test, at most.
+        folder: folder of the two data sets, which are from different files.
+        num_windows: largest number of training windows.
+        num_test: largest number of test windows.
     """
     root = Path(folder)
     most = {"train": num_windows, "test": num_test}
@@ -110,7 +108,7 @@ def data(
 
 
 def _pack(root: Path, most: dict[str, int]) -> str | None:
-    """Write what is missing; return why that could not be done."""
+    """Write missing data sets; return a message if that fails."""
     library = Path(sysconfig.get_path("stdlib"))
     files: dict[str, list[Path]] = {"train": [], "test": []}
     for path in sorted(library.glob("*.py")):
@@ -127,7 +125,7 @@ def _pack(root: Path, most: dict[str, int]) -> str | None:
 
 
 def _windows(paths: Iterable[Path]) -> NDArray[np.uint8]:
-    """Cut files into windows, ``(n, CONTEXT + 1)``, in random order."""
+    """Return the windows of files, ``(n, CONTEXT + 1)``, in random order."""
     text = np.frombuffer(b"".join(path.read_bytes() for path in paths), np.uint8)
     num_windows = len(text) // (CONTEXT + 1)
     windows = text[: num_windows * (CONTEXT + 1)].reshape(num_windows, CONTEXT + 1)

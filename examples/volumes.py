@@ -1,9 +1,9 @@
-"""What volumes.toml names: a 3D network, and made-up universes whose parameters it estimates.
+"""Model and data of volumes.toml: a 3D network estimates parameters of synthetic volumes.
 
-The shape of work is that of CosmoFlow in MLPerf HPC: particles counted in the cells of a cube, at
-four times (the channels), and four parameters to be told from them. Here the cubes are small and
-come from a formula: a Gaussian random field with a power spectrum of three parameters, which grows
-with time at a rate that is the fourth; particles follow its exponential.
+The task resembles CosmoFlow of MLPerf HPC: the input is the number of particles in each cell of a
+cube at four times (channels), the output four parameters. Here the cubes are small and synthetic:
+three parameters define the power spectrum of a Gaussian random field, the fourth its growth rate.
+The density of particles is the exponential of the field.
 """
 
 from pathlib import Path
@@ -16,10 +16,10 @@ from hpctrain.comm import Communicator
 from hpctrain.data import MANIFEST, ShardedDataset, ShardWriter
 
 CELLS = 16
-"""Along each side of a cube."""
+"""Number of cells along each side of a cube."""
 NUM_TIMES = 4
 PARTICLES_PER_CELL = 20
-"""On average."""
+"""Average number."""
 FIELDS = {
     "counts": ((NUM_TIMES, CELLS, CELLS, CELLS), np.uint16),
     "parameters": ((4,), np.float32),
@@ -88,7 +88,7 @@ def data(
 
 
 def _write(directory: Path, split: str, numbers: range, comm: Communicator) -> None:
-    """Make cubes; every rank its part of the numbers, in shards of its own."""
+    """Write cubes; each rank writes its part of the numbers to separate shards."""
     start, stop = (len(numbers) * rank // comm.size for rank in (comm.rank, comm.rank + 1))
     mine = numbers[start:stop]
     with ShardWriter(

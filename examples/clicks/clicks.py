@@ -1,4 +1,4 @@
-"""What clicks.toml names: a wide and deep network over sharded embeddings, and a log of clicks.
+"""Model and data of clicks.toml: a wide and deep network with sharded embeddings.
 
 Source: Cheng et al. 2016, arXiv:1606.07792 (wide and deep).
 """
@@ -16,13 +16,13 @@ from hpctrain.comm import Communicator
 from hpctrain.data import MANIFEST, ShardedDataset, write_arrays
 
 FIELDS = 6
-"""Ids of a line of the log: the user, the ad, the site and so on, each with ids of its own."""
+"""Number of ids per line of the log, such as user, ad and site; fields share no ids."""
 EXPONENT = 1.2
-"""The k-th most frequent id of a field occurs as often as ``k ** -EXPONENT``, about."""
+"""The frequency of the k-th most frequent id of a field is about ``k ** -EXPONENT``."""
 
 
 class WideAndDeep(nn.Module):
-    """A weight for each id, and a network over a row for each id; both give a logit."""
+    """Sum of a linear model and a network over embeddings; returns logits."""
 
     def __init__(self, num_ids: int, dim: int, width: int, **cache: Any) -> None:
         super().__init__()
@@ -31,13 +31,13 @@ class WideAndDeep(nn.Module):
         self.layers = nn.Sequential(nn.Linear(FIELDS * dim, width), nn.ReLU(), nn.Linear(width, 1))
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Turn ``(n, FIELDS)`` ids into ``(n,)`` logits of a click."""
+        """Return ``(n,)`` logits of a click for ``(n, FIELDS)`` ids."""
         logits: Tensor = self.wide(ids) + self.layers(self.deep(ids).flatten(1))
         return logits.squeeze(1)
 
 
 def model(num_ids: int, dim: int = 16, width: int = 64, **cache: Any) -> WideAndDeep:
-    """Make the network; ``cache_rows`` and ``cache_steps`` are those of its tables."""
+    """Return the network; ``cache_rows`` and ``cache_steps`` are passed to its tables."""
     torch.manual_seed(0)
     return WideAndDeep(num_ids, dim, width, **cache)
 
@@ -45,7 +45,7 @@ def model(num_ids: int, dim: int = 16, width: int = 64, **cache: Any) -> WideAnd
 def data(
     comm: Communicator, folder: str, num_ids: int, num_train: int, num_test: int
 ) -> tuple[ShardedDataset, ShardedDataset]:
-    """Open the log to learn from and the one to test, made by rank 0 once. Collective.
+    """Return training and test log, which rank 0 writes in the first run. Collective.
 
     Args:
         comm: all ranks.
@@ -68,7 +68,7 @@ def data(
 
 
 def log_of(num: int, num_ids: int, seed: int) -> dict[str, NDArray[np.generic]]:
-    """Make lines of a log: ids, and whether somebody clicked."""
+    """Return lines of a synthetic log: ids and clicks."""
     generator = np.random.default_rng(seed)
     of_field = num_ids // FIELDS
     uniform = generator.random((num, FIELDS))

@@ -1,4 +1,4 @@
-"""Handwritten digits learnt by a small convolutional network, as scripts of Horovod do it.
+"""Train a small convolutional network on handwritten digits with Horovod.
 
     python digits.py
     horovodrun -np 4 python digits.py
@@ -6,7 +6,7 @@
     mpirun -n 4 python digits.py --fp16-allreduce
     mpirun -n 4 python digits.py --use-adasum
 
-The last line is the mean loss on digits that the network has not seen.
+The last line is the mean loss on the test digits.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 NUM_TRAIN = 1437
-"""Of 1797 digits; the rest is for the test."""
+"""Number of training samples of 1797; the others are for tests."""
 
 
 def arguments() -> argparse.Namespace:
@@ -56,12 +56,12 @@ class Network(nn.Module):
         self.head = nn.Sequential(nn.Linear(512, 64), nn.ReLU(), nn.Linear(64, 10))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Turn ``(n, 1, 8, 8)`` images into ``(n, 10)`` scores."""
+        """Return ``(n, 10)`` scores for ``(n, 1, 8, 8)`` images."""
         return self.head(self.convolutions(x).flatten(1))
 
 
 def datasets(seed: int) -> tuple[TensorDataset, TensorDataset]:
-    """Split the digits into those to learn and those to test, the same way on every rank."""
+    """Return training and test digits, identical on all ranks."""
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     labels = torch.tensor(digits.target)
@@ -77,7 +77,7 @@ def train(
     optimizer: torch.optim.Optimizer,
     batches: DataLoader,
 ) -> None:
-    """Learn from the part of this rank of one epoch."""
+    """Train on the part of this rank of one epoch."""
     model.train()
     batches.sampler.set_epoch(epoch)  # another order in each epoch
     for number, (images, labels) in enumerate(batches):
@@ -113,7 +113,7 @@ def evaluate(model: nn.Module, batches: DataLoader) -> tuple[float, float]:
 
 
 def main(args: argparse.Namespace) -> None:
-    """Train, and print what came of it."""
+    """Train, and print the results."""
     hvd.init()
     torch.manual_seed(args.seed)
 

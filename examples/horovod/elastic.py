@@ -1,13 +1,13 @@
-"""Training that goes on from its last commit when an operation fails, by Horovod's elastic API.
+"""Elastic training with Horovod, which resumes from the last commit after a failed operation.
 
     python elastic.py
     horovodrun -np 4 python elastic.py
     hpctrain launch -n 4 -- hpctrain shim elastic.py --fail-at 50
     mpirun -n 4 python elastic.py --fail-at 50 --commit-interval 5
 
-With --fail-at the ranks disagree once about a tensor, at that step, which needs two ranks. All of
-them return to the last commit, and the result is the one of a training that nothing interrupts.
-The last line is the mean loss on digits that the network has not seen.
+With --fail-at, which needs two ranks, the ranks pass tensors of different lengths at that step.
+All ranks return to the last commit, and the result is the same as without a failure. The last line
+is the mean loss on the test digits.
 """
 
 import argparse
@@ -20,16 +20,16 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-# Who starts MPI ends it. Started by Horovod it would end when ranks begin anew, and MPI cannot be
-# started twice. Horovod over Gloo needs none.
+# If Horovod initializes MPI, it also finalizes MPI at a restart, and MPI cannot be initialized
+# twice; so mpi4py initializes MPI first. Horovod over Gloo does not need mpi4py.
 with contextlib.suppress(ImportError, RuntimeError):
-    from mpi4py import MPI  # noqa: F401 - starts MPI
+    from mpi4py import MPI  # noqa: F401 - initializes MPI
 
 NUM_TRAIN = 1280
-"""Of 1797 digits; 2, 4, 5 and 8 ranks get equally many."""
+"""Number of training samples of 1797; divisible by 2, 4, 5 and 8 ranks."""
 
 failed: list[int] = []
-"""Steps that have failed: no part of the state, so each fails once."""
+"""Steps that failed; not part of the state, so that each step fails once."""
 
 
 def arguments() -> argparse.Namespace:
@@ -48,7 +48,7 @@ def arguments() -> argparse.Namespace:
 
 
 def datasets(seed: int) -> tuple[TensorDataset, TensorDataset]:
-    """Split the digits into those to learn and those to test, the same way on every rank."""
+    """Return training and test digits, identical on all ranks."""
     digits = load_digits()
     x = torch.tensor(digits.data, dtype=torch.float32) / 16
     y = torch.tensor(digits.target)
@@ -59,7 +59,7 @@ def datasets(seed: int) -> tuple[TensorDataset, TensorDataset]:
 
 @hvd.elastic.run
 def train(state: hvd.elastic.TorchState, args: argparse.Namespace, batches: DataLoader) -> None:
-    """Train from where ``state`` stands to the last epoch."""
+    """Train from ``state`` to the last epoch."""
     while state.epoch < args.epochs:
         for number, (x, y) in enumerate(batches):
             state.optimizer.zero_grad()
@@ -80,7 +80,7 @@ def train(state: hvd.elastic.TorchState, args: argparse.Namespace, batches: Data
 
 
 def disagree(step: int) -> None:
-    """Give one name to tensors that differ in length, the first time: it fails on every rank."""
+    """Reduce tensors of different lengths under one name once, which fails on all ranks."""
     if step not in failed:
         failed.append(step)
         hvd.allreduce(torch.zeros(1 + hvd.rank()), name="tensors that do not fit")
@@ -88,7 +88,7 @@ def disagree(step: int) -> None:
 
 @torch.no_grad()
 def test_loss(model: nn.Module, data: TensorDataset) -> float:
-    """Return the mean loss on all of ``data``, of which each rank takes its share."""
+    """Return the mean loss on ``data``, which the ranks divide."""
     x, y = (tensor[hvd.rank() :: hvd.size()] for tensor in data.tensors)
     mine = cross_entropy(model(x), y, reduction="sum")
     total = hvd.allreduce(torch.stack([mine, torch.tensor(float(len(y)))]), op=hvd.Sum)
@@ -96,7 +96,7 @@ def test_loss(model: nn.Module, data: TensorDataset) -> float:
 
 
 def main(args: argparse.Namespace) -> None:
-    """Train, and print what came of it."""
+    """Train, and print the results."""
     hvd.init()
     torch.manual_seed(args.seed)
     train_set, test_set = datasets(args.seed)

@@ -1,15 +1,15 @@
-"""ResNet-50 on images from an HDF5 file, in the shape of a training on ImageNet.
+"""Train ResNet-50 on images of an HDF5 file, with the structure of an ImageNet training.
 
     python imagenet_resnet50.py --depth 14 --width 8 --image-size 32 --num-train 256
     horovodrun -np 4 python imagenet_resnet50.py --epochs 90 --warmup-epochs 5
     hpctrain launch -n 4 -- hpctrain shim imagenet_resnet50.py --checkpoints runs/resnet
     mpirun -n 4 python imagenet_resnet50.py --batches-per-allreduce 4 --fp16-allreduce
 
-The images are synthetic: rank 0 writes the file at the first run, and each rank reads only the
-images of its own batches from it. The rate warms up to that of the batch of all ranks, then falls
-by ten after 1/3, 2/3 and 8/9 of the epochs: 30, 60 and 80 of 90. With --checkpoints the run goes
-on after its last whole epoch when it is started again. The last line is the mean loss on images
-that the network has not seen.
+The images are synthetic: rank 0 writes the file in the first run, and each rank reads only the
+images of its batches. The learning rate is scaled with the global batch, with a warm-up, and
+divided by ten after 1/3, 2/3 and 8/9 of the epochs: 30, 60 and 80 of 90. With --checkpoints a
+restarted run continues after its last complete epoch. The last line is the mean loss on test
+images.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def arguments() -> argparse.Namespace:
 
 
 class Images(Dataset):
-    """Images and classes in an HDF5 file, which each process opens when it first reads."""
+    """Images and classes in an HDF5 file, which each process opens at its first read."""
 
     def __init__(self, path: Path, split: str) -> None:
         self.path, self.split = path, split
@@ -74,7 +74,7 @@ class Images(Dataset):
 
 
 def data_file(args: argparse.Namespace) -> Path:
-    """Return the file of images, which rank 0 writes when it is not there yet."""
+    """Return the path of the file of images, which rank 0 writes if it is missing."""
     sizes = f"{args.num_train}+{args.num_test}x{args.image_size}x{args.num_classes}"
     path = args.data / f"images-{sizes}-{args.seed}.h5"
     if hvd.rank() == 0 and not path.exists():
@@ -82,14 +82,14 @@ def data_file(args: argparse.Namespace) -> Path:
         part = path.with_suffix(".part")
         with h5py.File(part, "w") as file:
             write_images(file, args)
-        part.replace(path)  # nobody ever sees half a file under its name
+        part.replace(path)  # the rename is atomic, so no process reads a partial file
         print(f"wrote {path}", flush=True)
     hvd.barrier()
     return path
 
 
 def write_images(file: h5py.File, args: argparse.Namespace) -> None:
-    """Write images of coarse patterns, one pattern for each class, under noise."""
+    """Write images of a coarse pattern per class, with noise."""
     rng = np.random.default_rng(args.seed)
     side = args.image_size
     patterns = rng.uniform(64, 192, (args.num_classes, 3, 4, 4))
@@ -105,7 +105,7 @@ def write_images(file: h5py.File, args: argparse.Namespace) -> None:
 
 
 def rate(args: argparse.Namespace, epoch: float) -> float:
-    """Return the learning rate at a fraction of an epoch: a warm-up, then three steps down."""
+    """Return the learning rate at a fractional epoch."""
     full = args.base_lr * args.batches_per_allreduce * hvd.size()
     if epoch < args.warmup_epochs:
         return args.base_lr + (full - args.base_lr) * epoch / args.warmup_epochs
@@ -119,7 +119,7 @@ def train(
     optimizer: torch.optim.Optimizer,
     batches: DataLoader,
 ) -> None:
-    """Learn from the part of this rank of one epoch."""
+    """Train on the part of this rank of one epoch."""
     model.train()
     batches.sampler.set_epoch(epoch)
     for number, (images, classes) in enumerate(batches):
@@ -130,7 +130,7 @@ def train(
         passes = (images.split(args.batch_size), classes.split(args.batch_size))
         for some, their_classes in zip(*passes, strict=True):
             loss = cross_entropy(model(some), their_classes) / args.batches_per_allreduce
-            loss.backward()  # the last of them averages what all have summed up
+            loss.backward()  # the last call averages the accumulated gradients
             step_loss += loss.item()
         optimizer.step()
         if hvd.rank() == 0 and number % 10 == 0:
@@ -139,7 +139,7 @@ def train(
 
 
 def average_statistics(model: nn.Module) -> None:
-    """Average what batch normalization has seen: a checkpoint holds the same as every rank."""
+    """Average the statistics of batch normalization, so that they match the checkpoint."""
     handles = [
         hvd.allreduce_async_(buffer, name=name)
         for name, buffer in model.named_buffers()
@@ -164,7 +164,7 @@ def evaluate(model: nn.Module, batches: DataLoader) -> tuple[float, float]:
 
 
 def resume(args: argparse.Namespace, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Give all ranks the weights of rank 0, or its last checkpoint; return the epochs done."""
+    """Load the last checkpoint, broadcast the state of rank 0, and return the finished epochs."""
     epoch = 0
     if hvd.rank() == 0 and args.checkpoints is not None:
         done = [
@@ -186,7 +186,7 @@ def resume(args: argparse.Namespace, model: nn.Module, optimizer: torch.optim.Op
 
 
 def save(folder: Path, epoch: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Keep an epoch that is done, whole or not at all."""
+    """Save a checkpoint atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"epoch-{epoch}.pt"
     part = path.with_suffix(".part")
@@ -195,7 +195,7 @@ def save(folder: Path, epoch: int, model: nn.Module, optimizer: torch.optim.Opti
 
 
 def loaders(args: argparse.Namespace) -> tuple[DataLoader, DataLoader]:
-    """Make the batches of this rank: those to learn, then those to test."""
+    """Return the training and test batches of this rank."""
     path = data_file(args)
     made = []
     for split, size in (("train", args.batch_size * args.batches_per_allreduce), ("test", 32)):
@@ -207,7 +207,7 @@ def loaders(args: argparse.Namespace) -> tuple[DataLoader, DataLoader]:
 
 
 def main(args: argparse.Namespace) -> None:
-    """Train from the last checkpoint to the last epoch, and print what came of it."""
+    """Train from the last checkpoint to the last epoch, and print the results."""
     hvd.init()
     torch.manual_seed(args.seed)
     train_batches, test_batches = loaders(args)

@@ -1,7 +1,7 @@
 """Residual networks of bottleneck blocks, after He et al. 2015, arXiv:1512.03385.
 
-The stride of a block is in its 3x3 convolution, as in most of today's implementations. Nothing
-here knows of other ranks: `imagenet_resnet50.py` and `synthetic_benchmark.py` train it.
+The 3x3 convolution of a block has the stride, as in most current implementations.
+`imagenet_resnet50.py` and `synthetic_benchmark.py` train these networks.
 """
 
 import torch
@@ -13,7 +13,7 @@ EXPANSION = 4
 
 
 class Bottleneck(nn.Module):
-    """Three convolutions around a short cut."""
+    """Three convolutions with a residual connection."""
 
     def __init__(self, num_in: int, width: int, stride: int) -> None:
         super().__init__()

@@ -1,12 +1,12 @@
-"""Images per second of training on random images, which cost no reading.
+"""Measure the images per second of training on random images in memory.
 
     python synthetic_benchmark.py --model mlp
     horovodrun -np 4 python synthetic_benchmark.py
     hpctrain launch -n 4 -- hpctrain shim synthetic_benchmark.py --depth 26 --image-size 32
     mpirun -n 4 python synthetic_benchmark.py --num-iters 20 --fp16-allreduce
 
-Each iteration times some steps. Rates are a mean over iterations, with a 95 % confidence interval.
-The last line is the mean loss of the last step, by which two engines can be compared.
+Each iteration times several steps. The script prints the mean rate with a 95 % confidence
+interval. The last line is the mean loss of the last step, for comparisons of engines.
 """
 
 import argparse
@@ -75,7 +75,7 @@ def make_step(args: argparse.Namespace) -> Callable[[], torch.Tensor]:
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 
-    torch.manual_seed(args.seed + hvd.rank())  # each rank has images of its own
+    torch.manual_seed(args.seed + hvd.rank())  # different images on each rank
     images = torch.randn(args.batch_size, 3, args.image_size, args.image_size)
     labels = torch.randint(1000, (args.batch_size,))
 

@@ -13,13 +13,13 @@ from hpctrain.comm import Communicator
 from hpctrain.data import MANIFEST, ShardedDataset, Subset, write_arrays
 
 FILES_PER_TEST_FILE = 20
-"""One file in so many is never learnt from."""
+"""One in this number of files is used for tests only."""
 
 
 def open_text(comm: Communicator, folder: Path, length: int) -> dict[str, ShardedDataset]:
-    """Open windows of ``length + 1`` bytes, ``train`` and ``test``. Collective.
+    """Return data sets ``train`` and ``test`` of windows of ``length + 1`` bytes. Collective.
 
-    Rank 0 packs them at the first time; those of ``test`` are of other files.
+    Rank 0 packs them in the first run, from different files.
     """
     root, refusal = folder / f"windows-{length}", None
     if comm.rank == 0:
@@ -34,19 +34,19 @@ def open_text(comm: Communicator, folder: Path, length: int) -> dict[str, Sharde
 def windows(
     comm: Communicator, folder: str, length: int, num_windows: int, num_test: int
 ) -> tuple[Subset, Subset]:
-    """Open the first windows to learn from and to test with, for ``lm.toml``. Collective."""
+    """Return the first training and test windows, for ``lm.toml``. Collective."""
     text = open_text(comm, Path(folder), length)
     return Subset(text["train"], range(num_windows)), Subset(text["test"], range(num_test))
 
 
 def shifted(columns: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Make bytes, and those that follow, of windows."""
+    """Split windows into bytes and their following bytes."""
     found = columns["bytes"].long()
     return {"given": found[:, :-1], "following": found[:, 1:]}
 
 
 def pack(root: Path, length: int) -> None:
-    """Write the data sets that are not there yet."""
+    """Write missing data sets."""
     for split in ("train", "test"):
         if (root / split / MANIFEST).exists():
             continue
@@ -63,9 +63,10 @@ def pack(root: Path, length: int) -> None:
 
 
 def batch(text: ShardedDataset, step: int, size: int, replica: int, replicas: int) -> Tensor:
-    """Read this replica's share of the batch of a step, ``(size / replicas, length + 1)``.
+    """Return the part of a replica of the batch of a step, ``(size / replicas, length + 1)``.
 
-    The batch of a step is the same on any number of ranks, so a run goes on in another layout.
+    The batch of a step does not depend on the number of ranks, so a run can resume in another
+    layout.
     """
     per_epoch = len(text) // size
     random = torch.Generator().manual_seed(step // per_epoch)

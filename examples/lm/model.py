@@ -24,13 +24,13 @@ ROLES = {
     "blocks.*.feed.down": "row",
     "head": "vocabulary",
 }
-"""How tensor parallel ranks divide the matrices: `hpctrain guide parallel`."""
+"""Roles of the matrices for tensor parallelism: `hpctrain guide parallel`."""
 LAYERS = ("embedding", "blocks.*", "norm", "head")
-"""The chain that a pipeline cuts into stages."""
+"""The chain of layers that a pipeline divides into stages."""
 
 
 def causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attend to what came before; all ``(n, heads, length, head_width)``."""
+    """Return causal attention; all tensors are ``(n, heads, length, head_width)``."""
     return scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
@@ -124,7 +124,7 @@ class Transformer(nn.Module):
                 nn.init.normal_(weight, std=0.05)
 
     def forward(self, given: Tensor) -> Tensor:
-        """Turn ``(n, length)`` bytes into ``(n, length, 256)`` scores of those that follow."""
+        """Return ``(n, length, 256)`` scores of the next bytes for ``(n, length)`` bytes."""
         scores: Tensor = self.head(self.norm(self.blocks(self.embedding(given))))
         return scores
 

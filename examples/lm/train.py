@@ -1,4 +1,4 @@
-"""Train a language model in any layout: replicas, shards, stages, parts of matrices and texts.
+"""Train a language model with any combination of data, tensor, pipeline and context parallelism.
 
     python examples/lm/train.py
     hpctrain launch -n 4 -- python examples/lm/train.py                   # replicas (DDP)
@@ -6,8 +6,8 @@
     hpctrain launch -n 4 -- python examples/lm/train.py --tp 2 --fsdp     # two by two
     hpctrain launch -n 8 -- python examples/lm/train.py --tp 2 --pp 2 --fsdp   # with stages
 
-All of them learn from the same batches and reach the same loss. The state is saved at the end:
-``--resume`` goes on with it, in any layout, and ``generate.py`` writes text.
+All layouts use the same batches and reach the same loss. The state is saved at the end:
+``--resume`` continues from it in any layout, and ``generate.py`` writes text.
 """
 
 import json
@@ -42,9 +42,9 @@ from hpctrain.parallel import (
 
 TEST_BATCHES = 4
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-"""State by the name of its weight, wherever that is."""
+"""Stores optimizer state by the name of its parameter, for any layout."""
 Facts = dict[str, int | float]
-"""What generate.py and a run that goes on want to know besides the state."""
+"""Values that ``generate.py`` and ``--resume`` need in addition to the state."""
 
 
 def options_of(words: list[str] | None) -> Namespace:
@@ -77,7 +77,7 @@ class Plain:
         self.model = model
 
     def step(self, given: Tensor, following: Tensor) -> Tensor:
-        """Calculate gradients, and return the loss."""
+        """Compute gradients, and return the loss."""
         loss = loss_of(self.model(given), following)
         loss.backward()
         return whole(loss.detach())
@@ -93,7 +93,7 @@ class Plain:
 
 
 def parallel(model: Transformer, mesh: DeviceMesh, options: Namespace) -> Plain | Pipeline:
-    """Divide matrices first, then layers, then what is left among replicas."""
+    """Apply tensor parallelism, then the pipeline, then replicas or shards."""
     if options.tp > 1:
         tensor_parallel(model, mesh["tp"], ROLES, sequence=options.sequence)
     if options.cp > 1:
@@ -120,7 +120,7 @@ def replicas(model: nn.Module, mesh: DeviceMesh, options: Namespace) -> nn.Modul
 
 
 def whole(loss: Tensor) -> Tensor:
-    """Return what tensor parallel ranks have calculated together."""
+    """Return the full tensor of a result of tensor parallel ranks."""
     return loss.full_tensor() if isinstance(loss, DTensor) else loss
 
 
@@ -129,7 +129,7 @@ def main(words: list[str] | None = None) -> None:
     options = options_of(words)
     mesh = build_mesh(tp=options.tp, pp=options.pp, cp=options.cp)
     text = open_text(hvd.current().comm, options.data, options.length)
-    torch.manual_seed(options.seed)  # the same first weights on every rank, in every layout
+    torch.manual_seed(options.seed)  # identical initial weights on all ranks in all layouts
     shape = {"width": options.width, "depth": options.depth, "num_heads": options.heads}
     trainer = parallel(Transformer(**shape), mesh, options)
     optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=options.rate)
@@ -137,7 +137,7 @@ def main(words: list[str] | None = None) -> None:
     dp, cp = mesh["dp"], mesh["cp"]
 
     def windows(split: str, step: int) -> tuple[Tensor, Tensor]:
-        """Bytes, and those that follow: windows of this replica, and the rank's part of each."""
+        """Return bytes and next bytes of the windows of this replica, and of this rank's part."""
         found = batch(text[split], step, options.batch, dp.get_local_rank(), dp.size())
         given, following = (
             part.chunk(cp.size(), dim=1)[cp.get_local_rank()]
@@ -146,7 +146,7 @@ def main(words: list[str] | None = None) -> None:
         return given, following
 
     def mean(loss: Tensor) -> float:
-        """Average over the replicas, and the parts of the sequence."""
+        """Average over replicas and parts of the sequence."""
         dist.all_reduce(loss, op=dist.ReduceOp.AVG, group=gradient_mesh(mesh).get_group())
         return loss.item()
 
@@ -159,7 +159,7 @@ def main(words: list[str] | None = None) -> None:
             if (step + 1) % 10 == 0:
                 tell(f"step {step + 1}  loss {loss:.4f}")
         facts = {**shape, "step": options.steps}
-        save(trainer.model, optimizer, options.output, facts)  # whatever comes behind
+        save(trainer.model, optimizer, options.output, facts)  # even if a later step fails
         tested = [mean(trainer.evaluate(*windows("test", i))) for i in range(TEST_BATCHES)]
     loss = sum(tested) / TEST_BATCHES
     tell(f"test loss {loss:.4f} nats per byte")
@@ -170,15 +170,15 @@ def main(words: list[str] | None = None) -> None:
 
 
 def save(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, facts: Facts) -> None:
-    """Write what any layout can read again. Collective."""
+    """Write a checkpoint that any layout can load. Collective."""
     weights, state = get_state_dict(model, optimizer, options=FLAT)
     place = folder / f"step-{facts['step']}"
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=place)
-    write(folder, facts)  # last of all: it names the state that is whole
+    write(folder, facts)  # written last: it marks the state as complete
 
 
 def write(folder: Path, facts: Facts) -> None:
-    """Write what is known besides the state, on one rank."""
+    """Write the values for ``generate.py`` and ``--resume``, on one rank."""
     if hvd.rank() == 0:
         (folder / "facts.json").write_text(json.dumps(facts))
 

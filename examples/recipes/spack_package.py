@@ -1,4 +1,4 @@
-"""hpctrain as a package of Spack, with the MPI that Spack has or finds on the system.
+"""Spack package of hpctrain, with an MPI of Spack or of the system.
 
     spack repo create my-packages && mkdir my-packages/packages/py_hpctrain
     cp examples/recipes/spack_package.py my-packages/packages/py_hpctrain/package.py
@@ -6,11 +6,10 @@
     spack external find openmpi
     spack install py-hpctrain
 
-Where Spack lacks a package that this one names, `pip install` it into the environment, and take
-its line out. isal is left out: without it checksums are slower.
+If Spack lacks a dependency, remove its line and `pip install` it into the environment. The
+optional isal, for faster checksums, is omitted.
 
-Checked by a test: what it depends on is what hpctrain asks for. Not built: the machine of the
-tests has no Spack.
+Checked by a test: the dependencies match the requirements of hpctrain. The package was not built.
 """
 
 from spack.package import (

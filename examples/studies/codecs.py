@@ -1,10 +1,10 @@
-"""Below which bandwidth a codec pays, and how much compression a network needs.
+"""Bandwidth below which a codec is faster, and compression that a network needs.
 
     python examples/studies/codecs.py
 
-Predicted: the bandwidth at which the time that bf16 saves is what its rounding costs, and the
-ratio by which gradients must shrink so that backward hides them. Published: at full utilisation
-100 Gbit/s need no compression, and 10 Gbit/s 2 to 5 times (Zhang et al. 2020, "Is network the
+Predicted: the bandwidth at which bf16 saves as much time as its rounding takes, and the
+compression ratio with which backward hides the communication. Published: at full utilisation 100
+Gbit/s need no compression, and 10 Gbit/s 2 to 5 times (Zhang et al. 2020, "Is network the
 bottleneck of distributed training?"). Assumed: 8 servers of 8 GPUs, 64 images a GPU (half as many
 need twice the compression), the speeds of a V100 below, backward two thirds of a step, and how
 many bytes a second a rank rounds.

@@ -4,8 +4,8 @@
 
 Published: 90 epochs in 29 hours on 8 GPUs and in one on 256, about 90 % efficiency, 32 images a
 GPU on servers of 8 P100 with 50 Gbit/s (Goyal et al. 2017, "Accurate, large minibatch SGD").
-Predicted: efficiency and hours between sums that nothing hides and sums beside backward, halving
-and doubling between servers as in the paper. Nothing is fitted; the speed of a GPU follows from
+Predicted: efficiency and hours without and with overlap of sums and backward, with halving and
+doubling between servers as in the paper. Nothing is fitted; the speed of a GPU follows from
 the 29 hours. Assumed: 20 us for a message, 20 GB/s between the GPUs of a server.
 """
 

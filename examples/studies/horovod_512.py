@@ -3,8 +3,8 @@
     python examples/studies/horovod_512.py
 
 Published: 128 servers of 4 Pascal GPUs on 25 Gbit/s reach 90 % of linear scaling with Inception-v3
-and ResNet-101 and 68 % with VGG-16 (Horovod, docs/benchmarks). Predicted: the band between sums
-that nothing hides and sums beside backward, as flat rings in Horovod's fusion buffers of 64 MiB.
+and ResNet-101 and 68 % with VGG-16 (Horovod, docs/benchmarks). Predicted: the range from
+no overlap to overlap of sums and backward, with flat rings and fusion buffers of 64 MiB.
 Nothing is fitted. Assumed: 64 images a GPU, the speeds below, 5 us for each message.
 """
 

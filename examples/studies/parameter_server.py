@@ -1,18 +1,18 @@
-"""Where parameter servers stop to scale: Piz Daint and EC2, and a ring on the same networks.
+"""Scaling limit of parameter servers on Piz Daint and EC2, and a ring on the same networks.
 
     python examples/studies/parameter_server.py
 
-Published: images a second of Inception-v3, 64 a GPU, one GPU a node, with the number of servers
-that was best (the report in e-bug/distributed-tensorflow-benchmarks). The model has two figures.
-The busiest server sends every node its share of the parameters and takes as much in gradients; the
-share is that of the largest tensor or more, since no tensor lies on two servers. A step waits for
-a part of such a transfer while it computes, and for two transfers where they take longer:
+Published: images per second of Inception-v3, 64 per GPU, one GPU per node, with the best number of
+servers (the report in e-bug/distributed-tensorflow-benchmarks). The model has two parameters. The
+busiest server sends its share of the parameters to every node and receives as many gradients; the
+share is at least the largest tensor, because a tensor is stored on one server. A step waits for a
+fraction of a transfer in addition to computation, or takes two transfers if that is longer:
 
     step = max(alone + waits * transfer, 2 * transfer)
 
-The network's speed is fitted to the points up to 32 GPUs of the system itself, the part that a
-step waits for to the whole table of the other system: up to 32 GPUs no table shows it by itself.
-Predicted are 64 and 128 GPUs.
+The speed of the network is fitted to the points up to 32 GPUs of the same system. The fraction
+``waits`` is fitted to all points of the other system, because points up to 32 GPUs do not
+determine it. Predicted are 64 and 128 GPUs.
 """
 
 from statistics import median

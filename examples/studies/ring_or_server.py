@@ -1,10 +1,10 @@
-"""A ring against parameter servers: who takes how long, by the number of nodes.
+"""Time of a ring and of parameter servers by the number of nodes.
 
     python examples/studies/ring_or_server.py
 
-Predicted, all of it: 100 MB of gradients over 10 Gbit/s and 20 us, by one server, by four, by a
-server on every node, by a ring and by two trees; and the least that is possible, 2 (K - 1) / K of
-the message in log2 K rounds. A server takes in and then sends out; nothing runs beside it.
+All numbers are predicted: 100 MB of gradients over links of 10 Gbit/s and 20 us, with one server,
+four servers, a server on every node, a ring and two trees, and the lower bound of 2 (K - 1) / K of
+the message in log2 K rounds. A server first receives and then sends, without overlap.
 """
 
 from hpctrain.cost import Link, Machine, Way, allreduce, bound, parameter_server
@@ -15,7 +15,7 @@ NODES = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
 def seconds(nodes: int) -> dict[str, float]:
-    """Predict the time of each way, and the bound."""
+    """Return the predicted time of each method, and the lower bound."""
     machine = Machine(nodes=nodes, network=NETWORK)
 
     def served(servers: int) -> float:

@@ -1,11 +1,11 @@
-"""Empirical risk: the gradient of a mean loss is a sum, so that ranks can share it out.
+"""Empirical risk: the gradient of a mean loss is a sum, which ranks can divide.
 
     hpctrain launch -n 2 -- python examples/tour/01_empirical_risk.py
 
-What training makes small is the mean loss over n examples. Its gradient is the mean of n
-gradients, whoever computes them: each rank adds up those of its shard, and one sum over the ranks
-is the gradient of the whole set. The shards here are of unequal length and sorted by class, as
-data often are. Then the mean of the shards' means is something else, and a frequent mistake.
+Training minimizes the mean loss over n examples. Its gradient is the mean of n gradients: each
+rank sums the gradients of its shard, and a sum over the ranks gives the gradient of the whole set.
+The shards here differ in length and are sorted by class, as data often are. The mean of the means
+of the shards is then a different value; using it is a frequent error.
 """
 
 import torch
@@ -26,7 +26,7 @@ def mean_gradient(weights: Tensor, x: Tensor, y: Tensor) -> Tensor:
 
 
 def main() -> None:
-    """Compare the gradient over all examples with two ways to put it together from shards."""
+    """Compare the gradient over all examples with two combinations of gradients of shards."""
     hvd.init()
     random = torch.Generator().manual_seed(0)  # the same on every rank
     x = torch.randn(NUM_EXAMPLES, NUM_FEATURES, generator=random, dtype=torch.float64)

@@ -1,12 +1,12 @@
-"""Mini-batch SGD: some examples give the right direction, with noise that the step keeps down.
+"""Mini-batch SGD: gradients of some examples are unbiased, and the step size limits their noise.
 
     hpctrain launch -n 2 -- python examples/tour/02_mini_batch.py
 
-The gradient of a mini-batch is right on average, and its variance falls as 1 / batch: that is
-what makes the batch the unit that ranks divide. What noise does to the end of a training shows a
-parabola, x^2 / 2, whose gradient x comes with noise of variance 1. A fixed step s stops at a
-floor, E[x^2] = s / (2 - s), a batch divides the floor, and steps a / t have none: E[x^2] falls as
-a^2 / (2a - 1) / t. Each rank simulates its part of 4000 runs.
+The gradient of a mini-batch is unbiased, and its variance decreases as 1 / batch, so ranks can
+divide a batch. The effect of noise is shown for the parabola x^2 / 2, whose gradient x has noise
+of variance 1. With a fixed step s, E[x^2] converges to s / (2 - s), which a larger batch reduces.
+With steps a / t, E[x^2] decreases as a^2 / (2a - 1) / t. Each rank simulates its part of 4000
+runs.
 
 Source: Robbins and Monro 1951; Bottou, Curtis and Nocedal 2018, arXiv:1606.04838.
 """
@@ -26,7 +26,7 @@ def mean_over_ranks(value: Tensor) -> float:
 
 
 def main() -> None:
-    """Check what is said of batches, of fixed steps and of steps that become smaller."""
+    """Test the claims about batches, fixed steps and decreasing steps."""
     hvd.init()
     random = torch.Generator().manual_seed(hvd.rank())
     num_runs = NUM_RUNS // hvd.size()

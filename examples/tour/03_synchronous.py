@@ -1,11 +1,11 @@
-"""Synchronous SGD: ranks that average in each step are one process with the whole batch.
+"""Synchronous SGD: ranks that average gradients are equivalent to one process.
 
     hpctrain launch -n 2 -- python examples/tour/03_synchronous.py
 
 Each rank computes the gradient of its part of a batch of 64 examples, `DistributedOptimizer`
-averages, and all take the same step. So the weights are those of a plain loop, up to the order of
-a sum: in float64 to 1e-13 after 200 steps with momentum. The price: a step lasts as long as the
-slowest rank takes. One that is late holds up all others, by as much as it is late.
+averages, and all ranks take the same step. The weights agree with a loop in one process, to 1e-13
+in float64 after 200 steps with momentum; only the order of additions differs. Every step takes as
+long as the slowest rank.
 """
 
 import time
@@ -21,7 +21,7 @@ NUM_STEPS, BATCH, NUM_LATE, DELAY_S = 200, 64, 20, 0.01
 
 
 def train(dtype: torch.dtype, *, is_distributed: bool) -> nn.Module:
-    """Train a small network; alone, or with this rank's part of every batch."""
+    """Train a small network with whole batches, or with the part of this rank."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 32), nn.Tanh(), nn.Linear(32, 5)).to(dtype)
     x, y = torch.randn(1000, 20, dtype=torch.float64).to(dtype), torch.randint(5, (1000,))
@@ -40,7 +40,7 @@ def train(dtype: torch.dtype, *, is_distributed: bool) -> nn.Module:
 
 
 def main() -> None:
-    """Compare the ranks with the plain loop, then let one of them be late."""
+    """Compare the ranks with one process, then delay one rank."""
     hvd.init()
     for dtype, limit in ((torch.float64, 1e-13), (torch.float32, 5e-6)):
         alone, together = (train(dtype, is_distributed=which) for which in (False, True))

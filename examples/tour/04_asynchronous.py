@@ -1,15 +1,14 @@
-"""Asynchronous SGD: nobody waits, and gradients come from weights that are old by then.
+"""Asynchronous SGD: workers do not wait, and their gradients are stale.
 
     hpctrain launch -n 2 -- python examples/tour/04_asynchronous.py
 
-Eight workers take as long for a gradient as chance wants, 1 second on average. If they wait for
-each other, a round lasts as long as the slowest of eight, which is H = 1 + 1/2 + ... + 1/8 = 2.72
-seconds. If each hands in its gradient when it is ready and goes on from the weights of that
-instant, eight come in a second. Meanwhile the others have handed in theirs: a gradient is seven
-updates old.
+Each of eight workers takes a random time per gradient, 1 second on average (exponential). If the
+workers wait for each other, a round takes as long as the slowest worker, on average
+H = 1 + 1/2 + ... + 1/8 = 2.72 seconds. If each worker sends its gradient and continues from the
+current weights, eight gradients arrive per second, and each is seven updates old on average.
 
-The seconds are simulated, by one clock with the same seed on every rank; the gradients are real:
-a worker belongs to a rank, which computes it from the weights that the worker has, and sends it.
+Times are simulated with the same seed on every rank. Gradients are computed: the rank of a worker
+computes the gradient for the weights of the worker, and sends it.
 """
 
 from heapq import heapify, heappop, heappush
@@ -24,7 +23,7 @@ HARMONIC = sum(1 / k for k in range(1, NUM_WORKERS + 1))
 
 
 def main() -> None:
-    """Count updates, their age, and the time to a loss; against workers that wait."""
+    """Compare rate and age of updates, and the time to a loss, with workers that wait."""
     hvd.init()
     comm = hvd.current().comm
     chance = torch.Generator().manual_seed(0)  # the same on every rank: all see one clock
@@ -55,7 +54,7 @@ def main() -> None:
     )
     claim(f"each {age:.2f} updates old", holds=abs(age / (NUM_WORKERS - 1) - 1) < 0.02)
 
-    # Those who wait take the mean of eight gradients, and may take a step eight times as long.
+    # Workers that wait average eight gradients, and can use a step eight times as large.
     rounds = torch.empty(20_000, NUM_WORKERS).exponential_(generator=chance).amax(dim=1)
     rate = NUM_WORKERS / rounds.mean().item()
     claim(

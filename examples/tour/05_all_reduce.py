@@ -1,13 +1,13 @@
-"""All-reduce: a ring sums over all ranks, and no rank carries more than any other.
+"""All-reduce: in a ring all ranks send equally many bytes, the minimum.
 
     hpctrain launch -n 2 -- python examples/tour/05_all_reduce.py
 
-A server that adds up the vectors of K ranks receives K - 1 of them and sends K - 1 back: what it
-carries grows with K. In a ring each rank talks to its two neighbours alone. K - 1 times it passes
-on a K-th of the vector, to which the next one adds its own; then every rank has one part of the
-sum, and K - 1 times more the parts are handed round. Each rank sends 2 (K - 1) / K vectors, the
-least possible, and as each part is summed in one order, all ranks have the same bits. With two
-ranks server and ring carry the same; start four to see them differ.
+A server that sums the vectors of K ranks receives K - 1 vectors and sends K - 1, so its traffic
+grows with K. In a ring each rank communicates with two neighbours. In K - 1 steps it sends one
+K-th of the vector, to which the next rank adds its own part; then each rank has one part of the
+sum, and K - 1 more steps distribute the parts. Each rank sends 2 (K - 1) / K vectors, the minimum.
+Each part is summed in one order, so the results of all ranks are bitwise equal. With two ranks the
+traffic of server and ring is equal; use four to see the difference.
 
 Source: Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002.
 """
@@ -23,7 +23,7 @@ LENGTH = 27_720  # a multiple of 1 to 12
 
 
 def ring(values: Tensor, comm: Communicator) -> int:
-    """Replace ``values`` by their sum over the ranks; return how many this rank has sent."""
+    """Replace ``values`` by their sum over the ranks; return the number of values sent."""
     rank, size, num_sent = comm.rank, comm.size, 0
     parts = values.tensor_split(size)
     for adds in (True, False):
@@ -31,7 +31,7 @@ def ring(values: Tensor, comm: Communicator) -> int:
             out = parts[(rank - step + (not adds)) % size]
             mine = parts[(rank - step - adds) % size]
             came = torch.empty_like(mine)
-            # Neighbours take turns: if all sent first, nobody would receive.
+            # Even ranks send first and odd ranks receive first; otherwise blocking sends deadlock.
             if rank % 2 == 0:
                 comm.send(out, (rank + 1) % size)
             comm.recv_(came, (rank - 1) % size)
@@ -43,7 +43,7 @@ def ring(values: Tensor, comm: Communicator) -> int:
 
 
 def main() -> None:
-    """Sum random vectors in a ring and by a server; count, and compare with the exact sum."""
+    """Sum random vectors by a ring and a server; compare the traffic and the exact sum."""
     hvd.init()
     comm = hvd.current().comm
     rank, size = comm.rank, comm.size

@@ -1,15 +1,15 @@
-"""Stale gradients: the older they are, the shorter the steps; a bound on age bounds the wait.
+"""Stale gradients: staleness limits the step size; bounded staleness limits the waiting time.
 
     hpctrain launch -n 2 -- python examples/tour/06_staleness.py
 
 On a parabola of curvature 1 a step of s is stable below 2. If each average of the gradients is
-used t steps late, the limit is 2 sin(pi / (4 t + 2)): 1 for one step, 0.18 for eight. Here the
-averages are started and picked up t steps later, so that they really travel meanwhile.
+used t steps late, the limit is 2 sin(pi / (4 t + 2)): 1 for one step, 0.18 for eight. Here an
+all-reduce is started in each step and its result is used t steps later, while others are in
+flight.
 
-How old gradients may get is a choice. With a bound of s, a worker at clock c goes on if all
-others are at c - s or later (stale synchronous parallel). Among eight workers whose clocks last
-by chance, that hides much of the waiting; a worker that is always three times as slow stays
-everybody's pace.
+With a bound of s (stale synchronous parallel), a worker at clock c continues if all others are at
+c - s or later. For eight workers with random times per clock, this hides much of the waiting. If
+one worker is always three times as slow, it still determines the speed of all workers.
 
 Source: Ho et al. 2013 (SSP); the limit is that of x' = x - s x(t steps ago), a textbook one.
 """
@@ -27,7 +27,7 @@ NUM_WORKERS, NUM_CLOCKS = 8, 6000
 
 
 def distance(delay: int, step: float) -> float:
-    """Return how far from the minimum SGD ends that uses each average ``delay`` steps late."""
+    """Return the final distance from the minimum if averages are used ``delay`` steps late."""
     mine = 2 * (hvd.rank() + 1) / (hvd.size() + 1)  # curvatures of the ranks: 1 on average
     x = torch.ones(1, dtype=torch.float64)
     under_way: deque[int] = deque()
@@ -41,7 +41,7 @@ def distance(delay: int, step: float) -> float:
 
 
 def finish_times(durations: Tensor, staleness: int) -> Tensor:
-    """Return when each worker (row) ends each clock (column), if none waits in vain."""
+    """Return the end of each clock (column) of each worker (row)."""
     ends, columns = torch.zeros(len(durations), dtype=torch.float64), list[Tensor]()
     for clock, seconds in enumerate(durations.T):
         if clock > staleness:
@@ -52,7 +52,7 @@ def finish_times(durations: Tensor, staleness: int) -> Tensor:
 
 
 def main() -> None:
-    """Check the limit of the step for several delays, and the rate for several bounds."""
+    """Test the largest step for several delays, and the rate for several bounds."""
     hvd.init()
     for delay in (0, 1, 4):
         limit = 2 * math.sin(math.pi / (4 * delay + 2))

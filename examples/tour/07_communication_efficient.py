@@ -2,11 +2,11 @@
 
     hpctrain launch -n 2 -- python examples/tour/07_communication_efficient.py
 
-Fewer bits: QSGD sends of a gradient v its norm, and of each entry a sign and one of a few levels,
-drawn so that it is right on average. What travels has a known variance, which more levels lessen;
-with one level most entries are zero. Fewer messages: local SGD lets each rank take H steps of its
-own and averages the weights. Where all ranks draw from the same examples, that takes about as
-many steps as an average in every step, with an H-th of the messages.
+Fewer bits: QSGD sends the norm of a gradient, and for each entry a sign and one of a few levels,
+which is drawn so that the entry is unbiased. The variance is known and decreases with more levels;
+with one level most entries are zero. Fewer messages: in local SGD each rank takes H steps before
+the weights are averaged. If all ranks draw from the same examples, local SGD needs about as many
+steps as averaging in every step, with 1 / H of the messages.
 
 Source: Alistarh et al. 2017, arXiv:1610.02132; Stich 2019, arXiv:1805.09767.
 """
@@ -22,7 +22,7 @@ LENGTH, NUM_DRAWS = 4096, 1000  # of each rank
 
 
 def quantized(vector: Tensor, levels: int, random: torch.Generator) -> Tensor:
-    """Return ``vector`` with entries of ``levels`` sizes and signs, right on average."""
+    """Return an unbiased quantization of ``vector`` to signs and ``levels`` levels."""
     norm = vector.norm()
     scaled = vector.abs() * levels / norm
     drawn = torch.rand(len(vector), generator=random, dtype=torch.float64)
@@ -31,7 +31,7 @@ def quantized(vector: Tensor, levels: int, random: torch.Generator) -> Tensor:
 
 
 def steps_to_target(steps_of_a_round: int) -> int:
-    """Return after how many steps local SGD has learnt to tell two classes apart."""
+    """Return the steps that local SGD needs to separate two classes."""
     torch.manual_seed(0)
     x = torch.randn(2000, 20)
     y = (x @ torch.randn(20) + torch.randn(2000) > 0).float()
@@ -53,7 +53,7 @@ def steps_to_target(steps_of_a_round: int) -> int:
 
 
 def main() -> None:
-    """Check mean and variance of quantized gradients, then steps and messages of local SGD."""
+    """Test mean and variance of quantized gradients, then steps and messages of local SGD."""
     hvd.init()
     vector = torch.randn(LENGTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     random = torch.Generator().manual_seed(1 + hvd.rank())

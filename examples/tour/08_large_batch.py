@@ -1,12 +1,12 @@
-"""Large batches: k times the batch wants k times the learning rate, up to an end, and a warm-up.
+"""Large batches: the learning rate scales with the batch, up to a limit, and needs a warm-up.
 
     hpctrain launch -n 2 -- python examples/tour/08_large_batch.py
 
-Sixteen times the batch is a sixteenth of the steps. With the old rate they lead less far; a rate
-sixteen times as large makes up for it. That ends where the rate itself is too large: eight times
-more, and nothing is learnt. The first steps are the most dangerous ones: where the weights begin
-too large, a rate that grows over the first five epochs ends lower than one that is large at once.
-Ranks share every batch.
+With 16 times the batch an epoch has 1/16 of the steps. With the same learning rate the loss is
+higher; 16 times the rate compensates for this. The limit is the largest stable rate: with another
+factor of 8 training fails. The first steps are critical: with large initial weights, a rate that
+increases over the first five epochs reaches a lower loss than a constant one. Ranks divide every
+batch.
 
 Source: Goyal et al. 2017, arXiv:1706.02677. On handwritten digits; needs scikit-learn.
 """
@@ -28,7 +28,7 @@ X, Y = torch.tensor(DIGITS.data[:1437]).float() / 16, torch.tensor(DIGITS.target
 
 
 def network(depth: int, gain: float) -> nn.Sequential:
-    """Return a network of ReLUs; a ``gain`` of 1 keeps the size of what goes through it."""
+    """Return a network of ReLUs; a ``gain`` of 1 preserves the magnitude of activations."""
     widths = [64, *[64] * depth, 10]
     layers = [nn.Linear(a, b) for a, b in pairwise(widths)]
     for layer in layers:
@@ -38,7 +38,7 @@ def network(depth: int, gain: float) -> nn.Sequential:
 
 
 def train(model: nn.Module, rate: float, batch: int, epochs: int, warm_up: int = 0) -> float:
-    """Train with a rate that falls like a cosine, and return the loss over all examples.
+    """Train with a cosine schedule, and return the loss over all examples.
 
     ``warm_up`` epochs let it grow first.
     """

@@ -1,14 +1,13 @@
-"""Lower bounds: some rounds no method saves, however much each rank computes in between.
+"""Lower bounds: every method needs a number of rounds, whatever ranks compute between them.
 
     hpctrain launch -n 2 -- python examples/tour/09_lower_bounds.py
 
-The loss is a chain: a link pulls at the first weight, each further one ties a weight to the next,
-and neighbouring links belong to different ranks. From zero, whatever a rank does by itself moves
-only weights beside one that is not zero any more: each round reaches one weight more. What lies
-beyond is an error that every method has: at least q^r after r rounds, with q = (sqrt(k) - 1) /
-(sqrt(k) + 1) for a condition number k. So rounds grow as sqrt(k) at best. Nesterov's method is of
-that order, gradient descent needs as many as k, and steps in between the rounds change nothing of
-it.
+The loss is a chain: the first link acts on the first weight, each other link couples a weight to
+the next one, and neighbouring links belong to different ranks. Starting from zero, a rank alone
+can only change weights next to nonzero ones, so each round reaches one more weight. The other
+weights cause an error of at least q^r after r rounds, with q = (sqrt(k) - 1) / (sqrt(k) + 1) for a
+condition number k. The number of rounds is therefore at least of order sqrt(k). Nesterov's method
+has this order, gradient descent needs order k, and local steps between rounds do not change it.
 
 Source: Arjevani and Shamir 2015, arXiv:1506.01900; Nesterov's chain. Bytes have a bound as well,
 which the ring of 05_all_reduce.py reaches.
@@ -24,10 +23,10 @@ LENGTH = 300
 
 
 class Chain:
-    """The loss: this rank's links, a condition number, and the weights that make it least."""
+    """The loss: links of this rank, a condition number, and the optimal weights."""
 
     def __init__(self, condition: float) -> None:
-        """Take every so many-th link; each row of ``links`` is one, the first pulls."""
+        """Select the links of this rank, one per row of ``links``."""
         unit = torch.eye(LENGTH, dtype=torch.float64)
         links = (unit - unit.roll(1, 0).tril()) * ((condition - 1) / 4) ** 0.5
         mine = links[hvd.rank() :: hvd.size()] * hvd.size() ** 0.5
@@ -37,15 +36,15 @@ class Chain:
         self.q = (condition**0.5 - 1) / (condition**0.5 + 1)
 
     def gradient(self, weights: Tensor) -> Tensor:
-        """Return that of this rank's loss; the mean over the ranks is that of the whole one."""
-        first = hvd.size() if hvd.rank() == 0 else 0  # the link that pulls is of rank 0
+        """Return the gradient of this rank; the mean over ranks is the gradient of the loss."""
+        first = hvd.size() if hvd.rank() == 0 else 0  # rank 0 has the first link
         return self.mine @ weights - first * self.goal
 
 
 def descend(chain: Chain, method: str, most: int, error: float) -> tuple[int, float, Tensor]:
-    """Take at most so many rounds, until the weights are within ``error`` of the least.
+    """Run at most this number of rounds, until the weights are within ``error`` of the optimum.
 
-    Returns the number of rounds, the least ratio of their error to the bound, and the weights.
+    Returns the number of rounds, the smallest ratio of the error to the bound, and the weights.
     """
     comm = hvd.current().comm
     weights, before = torch.zeros(2, LENGTH, dtype=torch.float64)
@@ -67,7 +66,7 @@ def descend(chain: Chain, method: str, most: int, error: float) -> tuple[int, fl
 
 
 def main() -> None:
-    """Look how far the weights reach, then how rounds grow with the condition number."""
+    """Test the nonzero weights per round, then the rounds by condition number."""
     hvd.init()
     easy, hard = Chain(100.0), Chain(400.0)
     methods = "gradient descent", "Nesterov", "local steps"

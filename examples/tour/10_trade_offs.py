@@ -1,14 +1,15 @@
-"""Trade-offs: how many ranks are worth it, by the noise of the gradient.
+"""Trade-offs: the gradient noise scale determines the useful number of ranks.
 
     hpctrain launch -n 2 -- python examples/tour/10_trade_offs.py
 
-More ranks make a larger batch, and a larger batch makes a better step, up to that of the whole
-data set. In between stands one number, the noise scale N: the variance of an example's gradient
-by the square of the gradient. With the best rate for it, a step with a batch of B makes 1 / (1 +
-N / B) of the best progress: half at B = N. So below N twice the ranks save nearly half of the
-steps; at N they save a quarter, at 1.5 times the node-hours; far above it they save nothing.
+More ranks allow a larger batch, and a larger batch makes more progress per step. The noise scale N
+is the variance of the gradient of one example divided by the squared norm of the gradient. With
+the optimal learning rate, a batch of B makes 1 / (1 + N / B) of the progress of the full gradient:
+half at B = N. Far below N, twice the ranks save nearly half of the steps. At N they save a
+quarter, for 1.5 times the node-hours; far above N they save nothing.
 
-Ranks learn N for nothing: from the squares of their own gradients, and that of the average.
+Ranks estimate N without extra communication, from the squared norms of their gradients and of the
+average.
 
 Source: McCandlish et al. 2018, arXiv:1812.06162.
 """
@@ -25,7 +26,7 @@ TRUE_SCALE = DIM * NOISE**2 / POINT.square().sum().item()  # 16 examples
 
 
 def gradients(batch: int, random: torch.Generator) -> Tensor:
-    """Return some mean gradients of ``batch`` examples, (NUM_DRAWS, DIM)."""
+    """Return mean gradients of ``batch`` examples, ``(NUM_DRAWS, DIM)``."""
     shape = NUM_DRAWS, batch, DIM
     noise = NOISE * torch.randn(shape, generator=random, dtype=torch.float64)
     return POINT + noise.mean(dim=1)
@@ -37,7 +38,7 @@ def main() -> None:
     size = hvd.size()
     random = torch.Generator().manual_seed(hvd.rank())
 
-    # Two micro-batches on each rank, and what all ranks average.
+    # Two micro-batches on each rank, and the average over all ranks.
     first, second = gradients(8, random), gradients(8, random)
     small, large = 8, 16 * size
     average = hvd.allreduce((first + second) / 2)

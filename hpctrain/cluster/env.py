@@ -44,7 +44,7 @@ LAUNCHERS = (
     # Also under `accelerate launch` and `torch.distributed.launch`.
     Launcher("torchrun", *_TORCH, needs="TORCHELASTIC_RUN_ID", by_mpi=False),
     Launcher("deepspeed", *_TORCH, needs="CROSS_SIZE MASTER_ADDR", by_mpi=False),
-    # jsrun's Spectrum MPI sets Open MPI's variables as well, so it comes first.
+    # Spectrum MPI under jsrun also sets the variables of Open MPI, so jsrun precedes it.
     Launcher("jsrun", *_four("JSM_NAMESPACE_")),
     Launcher("Open MPI mpirun", *_four("OMPI_COMM_WORLD_")),
     # Hydra starts ranks of MPICH and Intel MPI; MPI_LOCALRANKID is set by no other launcher.
@@ -108,7 +108,7 @@ SCHEDULERS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launched:
-    """Facts about this process from the variables of its launcher; those of MPI win."""
+    """Facts about this process from variables of its launcher; MPI has priority over them."""
 
     name: str  # name of the launcher, from the table
     rank: int  # rank in the world

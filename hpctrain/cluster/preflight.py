@@ -1,6 +1,6 @@
-"""Checks before the first collective: do launcher, MPI library, world and cores fit together?
+"""Checks of launcher, MPI library, world and cores before the first collective.
 
-Pure: what was found goes in, an error, a warning or a number comes out.
+The functions take the facts as arguments and query nothing themselves. Not collective.
 """
 
 from collections.abc import Sequence
@@ -18,13 +18,12 @@ FIX: dict[tuple[str, Family], str] = {
     ("PALS mpiexec", "openmpi"): "`mpiexec --pmi=pmix ...`",
     ("PALS mpiexec", "mpich"): "`mpiexec --pmi=pmi2 ...`",
 }
-"""What makes a launcher that serves several MPI libraries serve one of this family; srun has more:
-``srun_type``."""
+"""Commands that select the interface of an MPI family, by launcher; for srun see ``srun_type``."""
 
 
-_SHOWN = 4  # sets of accelerators that a warning names
+_SHOWN = 4  # largest number of accelerator sets in a warning
 
-ALONE = "HPCTRAIN_ALONE=1"  # allows a world of one where several ranks were expected
+ALONE = "HPCTRAIN_ALONE=1"  # allows a world of one rank in a launch of several
 
 
 def check_world(
@@ -33,12 +32,18 @@ def check_world(
     libraries: Sequence[Path],
     starter: Path | None = None,
 ) -> None:
-    """Stop when every rank believes to be alone, or when two MPI libraries are loaded.
+    """Raise if each rank is a separate world, or if two MPI libraries are loaded.
 
-    Rank-local, before any collective: where it fails there is no world to agree with, and
-    two libraries show on every rank alike.
+    Local: without a common world the ranks cannot agree, and all ranks load the same libraries.
 
-    ``launched`` is None in a process that no launcher started; ``size`` is that of MPI's world.
+    Args:
+        launched: the launch, or None if no launcher started this process.
+        size: ranks of MPI's world.
+        libraries: MPI libraries that this process loaded.
+        starter: program that started the rank, for the message.
+
+    Raises:
+        LaunchError: the ranks are not one world, or there are two libraries.
     """
     found = distinct(libraries)
     if len(found) > 1:
@@ -67,9 +72,9 @@ def check_world(
 
 
 def check_job(job: Launched | None, library: Path | None, *, is_typed: bool = False) -> str | None:
-    """Stop a process that would train alone in a job for several ranks, or return a warning.
+    """Raise for a process that would train alone in a job of several ranks, or return a warning.
 
-    A warning where a person types into the process (``is_typed``), and where the job counts slots,
+    Returns a warning in an interactive process (``is_typed``), and in a job that counts slots,
     which may be the cores of one task.
 
     Raises:
@@ -91,9 +96,9 @@ def check_job(job: Launched | None, library: Path | None, *, is_typed: bool = Fa
 
 
 def core_warning(topology: Topology) -> str | None:
-    """Say that ranks take turns on too few cores, ``None`` when each has one.
+    """Return a warning if ranks share cores, or None.
 
-    The text is the same on all ranks that share the same cores, so a log can merge them.
+    The text is identical on all ranks that share cores, so that a log can merge the warnings.
     """
     ranks = topology.shared_cores
     if not ranks:
@@ -113,9 +118,9 @@ _ISOLATED = (
 
 
 def accelerator_warning(facts: Sequence[RankFacts], rank: int) -> str | None:
-    """Say that ranks of a host share accelerators, or see other ones each; else ``None``.
+    """Return a warning if ranks of a host share GPUs or see different GPUs, or None.
 
-    The text is the same on all ranks of a host, so a log can merge them.
+    The text is identical on all ranks of a host, so that a log can merge the warnings.
     """
     host = facts[rank].host
     here = [one for one in facts if one.host == host]
@@ -133,10 +138,12 @@ def accelerator_warning(facts: Sequence[RankFacts], rank: int) -> str | None:
 
 
 def threads_for(num_cores: int, num_sharing: int, quota: float | None = None) -> int:
-    """Return how many threads a rank can run at once, at least 1.
+    """Return the number of threads of a rank, at least 1.
 
-    The quota of a container is divided by its ranks; ``num_sharing`` have these cores in their
-    mask.
+    Args:
+        num_cores: cores in the affinity mask of the rank.
+        num_sharing: ranks with these cores in their mask.
+        quota: CPU quota of the container, which its ranks share.
     """
     cores = num_cores if quota is None else min(num_cores, int(quota))
     return max(1, cores // max(1, num_sharing))

@@ -106,7 +106,7 @@ def reason_of(error: BaseException) -> str:
 
 _REMEDIES = {
     errno.ENOSPC: "free space there",
-    errno.EDQUOT: "remove files of yours there, or ask for a larger quota",
+    errno.EDQUOT: "delete files there, or request a larger quota",
     errno.EFBIG: "raise the limit of file sizes (ulimit -f)",
     errno.EACCES: "get the permission to write there",
     errno.EPERM: "get the permission to write there",

@@ -26,7 +26,7 @@ TYPE_NAMES: dict[type, str] = {
 }
 
 _ACCEPTED: dict[type, Any] = {int: Integral, float: Real, dict: Mapping, list: (list, tuple)}
-"""What else than a type itself stands for it, such as numbers of numpy; never a bool."""
+"""Types that are accepted in place of a type, such as numbers of numpy; never a bool."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,11 +38,11 @@ class Bounds:
     most: float | None = None
     below: float | None = None
     unit: Literal["", "time", "bytes"] = ""
-    """Of a text: what it is a number of, such as ``"10min"``. A time may be empty, for none."""
+    """Unit of a text such as ``"10min"``. An empty time means none."""
     each: type | None = None
-    """Of a list: the type of all items."""
+    """Type of the items of a list."""
     names: tuple[str, ...] = ()
-    """Of a text: the valid ones; empty for any."""
+    """Valid texts; empty for any text."""
 
     def check(self, name: str, value: Any, got: object = None) -> None:
         """Raise ``ConfigError`` if a value, read from the text ``got``, breaks the rule."""

@@ -1,4 +1,4 @@
-"""Settings that come from the environment: one table of type, default and meaning."""
+"""Settings that are read from environment variables, with type, default and meaning."""
 
 import math
 import os

@@ -1,6 +1,6 @@
-"""Horovod's environment variables: which of them mean something here, and what.
+"""Environment variables of Horovod that set a setting of hpctrain.
 
-``hpctrain guide horovod-variables`` tells it of every one.
+``hpctrain guide horovod-variables`` lists all variables.
 """
 
 import difflib
@@ -17,11 +17,11 @@ GUIDE = "`hpctrain guide horovod-variables`"
 
 
 class Variable(NamedTuple):
-    """A variable of Horovod's that is read where ours of the same meaning is not set."""
+    """A variable of Horovod that is read if the variable of hpctrain is not set."""
 
     name: str
     setting: str  # name in ``hpctrain.core.config.Settings``
-    parse: Callable[[str], Any]  # reads the text; returns None where that asks for nothing
+    parse: Callable[[str], Any]  # converts the text; returns None if the setting keeps its default
 
 
 def _number(text: str) -> float:
@@ -29,8 +29,8 @@ def _number(text: str) -> float:
         number = float(text)
     except ValueError:
         number = math.nan
-    if not 0 <= number < math.inf:  # also what is no number
-        raise ConfigError(f"a number of at least 0 is needed, got {text!r}")
+    if not 0 <= number < math.inf:  # also if it is NaN
+        raise ConfigError(f"the value must be a number of at least 0, got {text!r}")
     return number
 
 
@@ -41,12 +41,12 @@ _RENAMED = {"trace": "debug", "fatal": "critical"}
 def _level(text: str) -> str:
     level = text.lower()
     if level not in _LEVELS:
-        raise ConfigError(f"one of {', '.join(_LEVELS)} is needed, got {text!r}")
+        raise ConfigError(f"the value must be one of {', '.join(_LEVELS)}, got {text!r}")
     return _RENAMED.get(level, level)
 
 
 HONOURED = (
-    # DYNAMIC asks that a program may start the timeline later, as it may here at any time.
+    # DYNAMIC lets the program start the timeline later, which hpctrain always allows.
     Variable(
         "HOROVOD_TIMELINE",
         "timeline",
@@ -60,7 +60,7 @@ HONOURED = (
     Variable("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "stall_abort_s", lambda t: _number(t) or None),
     Variable("HOROVOD_LOG_LEVEL", "log_level", _level),
 )
-"""In the order in which they are asked: of two for one setting the first that says something."""
+"""If two variables of one setting are set, the first one in this order is used."""
 
 FULFILLED: Mapping[str, tuple[str, ...]] = {
     "HOROVOD_AUTOTUNE": (),
@@ -71,27 +71,27 @@ FULFILLED: Mapping[str, tuple[str, ...]] = {
     "HOROVOD_HIERARCHICAL_ALLREDUCE": (),
     "HOROVOD_LOG_HIDE_TIME": (),
 }
-"""What they ask for is so without them, for these values; for any where there are none."""
+"""Variables that request the behaviour of hpctrain, with these values; with any value if empty."""
 
 
 def found(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables of Horovod's that are set."""
+    """Return the variables of Horovod that are set."""
     return {name: text for name, text in environ.items() if name.startswith(PREFIX)}
 
 
 def remarks(environ: Mapping[str, str]) -> list[str]:
-    """Return what there is to say about the variables of Horovod's that are set.
+    """Return messages about variables of Horovod that are set but have no effect.
 
-    Each is a sentence and a way out behind a semicolon: one about all variables that have no
-    effect, one about ranks that Horovod's own launcher has started without MPI.
+    Each message is a finding and a remedy, separated by a semicolon. If Horovod's launcher started
+    the ranks without MPI, the message is about that instead.
     """
     idle = sorted(name for name in found(environ) if _is_idle(name, environ))
     if not idle:
         return []
     if environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR") and environ.get("HOROVOD_SIZE", "1") != "1":
         text = (
-            f"horovodrun has started {environ['HOROVOD_SIZE']} processes for Gloo, but here they "
-            f"meet by MPI; start them by `hpctrain launch`, mpirun, srun or `horovodrun --mpi`"
+            f"horovodrun started {environ['HOROVOD_SIZE']} processes for Gloo, but hpctrain needs "
+            f"MPI; start them with `hpctrain launch`, mpirun, srun or `horovodrun --mpi`"
         )
         return [text]
     verb = "have" if len(idle) > 1 else "has"
@@ -110,4 +110,4 @@ def _hint(idle: list[str]) -> str:
     for name in idle:
         if close := difflib.get_close_matches(name, known, n=1, cutoff=0.9):
             return f"is {name} meant to be {close[0]}?"
-    return f"{GUIDE} says why"
+    return f"see {GUIDE}"

@@ -1,6 +1,6 @@
-"""The keys of a configuration file, read off dataclasses, and their values in TOML.
+"""Keys of a configuration file, derived from dataclasses, and their values in TOML.
 
-A field is a key: its type says what it takes, the string below it is its sentence.
+Each field is a key. Its type determines the valid values, and the string below it is the help.
 """
 
 import ast

@@ -1,4 +1,4 @@
-"""Objects of the user, named as ``module:name`` in a file or on a command line."""
+"""Import objects that a file or a command line names as ``module:name``."""
 
 import difflib
 import importlib
@@ -12,13 +12,13 @@ from typing import Any
 
 from hpctrain.core.errors import ConfigError, HpctrainError
 
-NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # how such a name looks
+NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
-_MOST_NAMED = 40  # so many names are told where none is like the one that was given
+_MOST_NAMED = 40  # largest number of valid names in a message
 
 
 def make_importable(folder: Path) -> None:
-    """Let modules in ``folder`` be found before all others, as if its script were started."""
+    """Put ``folder`` first in ``sys.path``, as for a script in that folder."""
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
@@ -27,22 +27,27 @@ def resolve(
     target: str,
     where: str,
     *,
-    way_out: str = "put it beside the configuration file or install it",
+    way_out: str = "put it next to the configuration file or install it",
     error_type: type[HpctrainError] = ConfigError,
 ) -> Any:
-    """Return what ``target``, a ``"module:name"``, names; its module is imported.
+    """Import the module of ``target`` and return the object that it names.
 
-    ``where`` is what named it, such as the key of a file, and ``way_out`` what to do where there
-    is no such module, for the message. Raises ``HpctrainError``: of ``error_type``: there is no
-    such module, or no such name in it.
+    Args:
+        target: ``"module:name"``.
+        where: origin of the name, such as the key of a file, for messages.
+        way_out: remedy for a missing module, for messages.
+        error_type: class of the errors.
+
+    Raises:
+        HpctrainError: of ``error_type``: the module or the name does not exist.
     """
     if not NAME.fullmatch(target):
-        raise error_type(f'{where} names a function as "module:function", got "{target}"')
+        raise error_type(f'{where} must be "module:function", got "{target}"')
     module_name, _, name = target.partition(":")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        # A module that exists but misses an import of its own says so itself.
+        # If the module exists but one of its imports fails, report that import.
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             remedy = ""
             if (error.name or "").startswith("horovod"):
@@ -59,7 +64,7 @@ def resolve(
 def member(
     module: ModuleType, name: str, where: str, *, error_type: type[HpctrainError] = ConfigError
 ) -> Any:
-    """Return what is called ``name`` in a module; arguments and errors as those of ``resolve``."""
+    """Return the attribute ``name`` of a module; arguments and errors as of ``resolve``."""
     if not hasattr(module, name):
         public = [each for each in vars(module) if not each.startswith("_")]
         raise error_type(
@@ -80,15 +85,15 @@ def call(
 def check_arguments(
     function: Callable[..., Any], num_first: int, args: Mapping[str, Any], key: str
 ) -> None:
-    """Return if ``function`` takes ``num_first`` positions and then ``args``, of the ``key``."""
+    """Raise ``ConfigError`` unless ``function`` accepts ``num_first`` positional and ``args``."""
     if not callable(function):
         raise ConfigError(
-            f"{key.replace('.args', '.target')} names what is of type {type(function).__name__}, "
-            f"nothing to call; name a function"
+            f"{key.replace('.args', '.target')} must name a function, got an object of type "
+            f"{type(function).__name__}"
         )
     try:
         signature = inspect.signature(function)
-    except ValueError:  # functions written in C may hide it; they check for themselves
+    except ValueError:  # functions in C may lack a signature; they check their arguments
         return
     try:
         signature.bind(*range(num_first), **args)
@@ -103,13 +108,13 @@ def check_arguments(
 
 
 def file_of(target: str) -> tuple[Path, ...]:
-    """Return the file of a module that ``resolve`` has imported, where it has one."""
+    """Return the file of a module that ``resolve`` imported, if it has one."""
     file = getattr(sys.modules[target.partition(":")[0]], "__file__", None)
     return (Path(file),) if file else ()
 
 
 def hint(name: str, valid: Iterable[str]) -> str:
-    """Return the end of a message about a wrong name: the one that was meant, or all there are."""
+    """Return the end of a message about a wrong name: the closest valid name, or all of them."""
     by_lower = {each.lower(): each for each in valid}
     close = difflib.get_close_matches(name.lower(), by_lower, n=1)
     if close:

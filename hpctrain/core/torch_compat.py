@@ -46,7 +46,7 @@ def warn_if_untested() -> None:
 
 
 def require(feature: str, is_there: object, version: str) -> None:
-    """Raise ``ConfigError`` unless this torch has what a feature needs, new in ``version``."""
+    """Raise ``ConfigError`` if this torch lacks a feature, which needs ``version``."""
     if not is_there:
         raise ConfigError(
             f"{feature} needs torch {version} or later, got {torch.__version__}; use that version "
@@ -60,10 +60,10 @@ _frames: Any = torch._C._dynamo.eval_frame
 
 
 def dynamo_disable(function: F) -> F:
-    """Let ``torch.compile`` run a function, and the functions that it calls, as they are.
+    """Exclude a function, and the functions that it calls, from ``torch.compile``.
 
-    Apply it directly to the function, below other decorators. ``torch.compiler.disable`` wraps
-    the function and imports the compiler: a second of processor time on every rank.
+    Apply it directly to the function, below other decorators. ``torch.compiler.disable`` instead
+    imports the compiler, which takes a second of processor time on every rank.
     """
     if hasattr(_frames, "set_code_exec_strategy"):  # 2.7
         skip = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
@@ -141,7 +141,7 @@ def version_of(tensor: Tensor) -> int:
 
 
 def values_of(tensor: Tensor) -> Tensor:
-    """Return the values that a tensor stores; those of a sparse tensor may not be coalesced."""
+    """Return the stored values of a tensor, which a sparse tensor may not have coalesced."""
     return tensor._values() if tensor.is_sparse else tensor
 
 
@@ -208,7 +208,7 @@ def replace_builtin_hooks(changed: Callable[[Callable[..., Any]], Callable[..., 
 
 
 def backend_of(group: Any, device: torch.device) -> Any:
-    """Return what a process group moves tensors of a device by."""
+    """Return the backend of a process group for a device."""
     return group._get_backend(device)
 
 

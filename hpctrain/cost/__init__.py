@@ -1,6 +1,6 @@
-"""Models of time: what a collective, a step or a run takes on a machine. Pure arithmetic.
+"""Models of the time of collectives, steps and runs on a machine.
 
-Every name is loaded at its first use.
+Names are imported at their first use.
 """
 
 from hpctrain.core.lazy import exports

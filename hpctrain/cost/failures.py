@@ -1,8 +1,7 @@
-"""Failures: the interval between checkpoints that costs least, and what is left of the time.
+"""Optimal interval between checkpoints, and useful fraction of time, under node failures.
 
-In closed form, and of simulated failures: nodes fail at any time, restarts included, independently
-of each other and of how long they have been up. What was done since the last complete checkpoint
-is lost.
+By formula, and by simulation. Nodes fail independently of each other and of their age, also during
+restarts. A failure loses all work since the last complete checkpoint.
 
 Sources: Daly 2006, "A higher order estimate of the optimum checkpoint interval for restart dumps";
 Vaidya 1997, "Impact of checkpoint latency on overhead ratio of a checkpointing scheme".
@@ -17,15 +16,15 @@ from numpy.typing import NDArray
 from hpctrain.core.errors import ConfigError
 from hpctrain.cost.machine import Machine
 
-_NUM_FAILURES = 100_000  # of which an average is taken
+_NUM_FAILURES = 100_000  # number of simulated failures to average over
 
 
 def daly(cost_s: float, mtbf_s: float) -> float:
-    """Return the seconds of computing between two checkpoints, to higher order: equation 37.
+    """Return the optimal seconds of computation between two checkpoints (equation 37).
 
-    A cost of two mean times between failures and more gives the mean time: hardly anything can be
-    done then. The cost of a checkpoint that is written in the background is the time that the
-    training stands still, not the time until it is on disk (Vaidya).
+    Returns ``mtbf_s`` if the cost is at least twice as large. The cost of a checkpoint that is
+    written in the background is the time in which training is blocked, not the time until the
+    checkpoint is on disk (Vaidya).
     """
     if cost_s >= 2 * mtbf_s:
         return mtbf_s
@@ -34,20 +33,20 @@ def daly(cost_s: float, mtbf_s: float) -> float:
 
 
 def goodput(interval_s: float, cost_s: float, restart_s: float, mtbf_s: float) -> float:
-    """Return the part of the time, 0 to 1, in which training gets on that is not lost again.
+    """Return the fraction of time, 0 to 1, spent on work that no failure loses (equation 20).
 
-    ``mtbf_s`` is of all nodes together, ``interval_s`` the computing between two checkpoints;
-    failures come at random, also during a checkpoint or a restart. Equation 20.
+    ``mtbf_s`` refers to all nodes together, ``interval_s`` is the computation between two
+    checkpoints. Failures are random, also during a checkpoint or a restart.
     """
     if math.isinf(mtbf_s):
         return 1.0 if math.isinf(interval_s) else interval_s / (interval_s + cost_s)
-    paid_s = interval_s + cost_s  # in exponents below 0, which vanish where nothing gets on
+    paid_s = interval_s + cost_s  # negative exponents: they underflow to 0 without progress
     kept = math.exp(-(restart_s + paid_s) / mtbf_s) / -math.expm1(-paid_s / mtbf_s)
     return interval_s / mtbf_s * kept
 
 
 class SimulatedRun(NamedTuple):
-    """A run until its work is done, in seconds."""
+    """Result of a simulated run, in seconds."""
 
     wall_s: float
     num_failures: int
@@ -95,7 +94,7 @@ def best_interval(machine: Machine, *, seed: int = 0) -> float:
             f"a best interval needs nodes that fail and checkpoints that cost time, got "
             f"mtbf_s={machine.mtbf_s} and checkpoint_s={machine.checkpoint_s}; set both"
         )
-    # One time from each of as many equally likely ranges: an average over them is smooth.
+    # Stratified samples of the times between failures make the average smooth in the interval.
     ranges = np.arange(_NUM_FAILURES) + np.random.default_rng(seed).random(_NUM_FAILURES)
     up_s = -np.log1p(-ranges / _NUM_FAILURES) * machine.mtbf_s / machine.nodes
     low, high = math.log(machine.checkpoint_s / 100), math.log(100 * up_s.max())
@@ -108,6 +107,6 @@ def best_interval(machine: Machine, *, seed: int = 0) -> float:
 
 
 def _saved_s(interval_s: float, machine: Machine, up_s: NDArray[np.float64]) -> float:
-    """Return the work that is not lost between failures that come after these times."""
+    """Return the work that checkpoints save if failures occur after these times."""
     running_s = np.maximum(0.0, up_s - machine.restart_s)
     return float(np.floor(running_s / (interval_s + machine.checkpoint_s)).sum() * interval_s)

@@ -1,4 +1,4 @@
-"""A machine's figures from measured sums: a non-negative fit in which no outlier counts much."""
+"""Fit the parameters of a machine to measured sums, non-negative and robust against outliers."""
 
 import json
 from collections.abc import Sequence
@@ -19,34 +19,38 @@ from hpctrain.cost.machine import Link, Machine
 Vector = NDArray[np.float64]
 
 LEAST_POINTS = 4
-"""Fewer say nothing about five figures."""
+"""Fewest points for a fit of five parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point(CheckedFields):
-    """One measured sum over all ranks; ``ConfigError`` where a rule is broken."""
+    """One measured sum over all ranks.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
 
     nodes: Number
     ranks_per_node: Number
-    nics: Number = 1  # network cards of each node
+    nics: Number = 1  # network adapters per node
     algorithm: str
-    """As a plan names it: ``slices`` or ``direct`` on one node, else that of the rails, or of all
-    ranks where there is no rail."""
-    rails: Count  # 0 where the algorithm runs flat over all ranks
+    """Name in a plan: ``slices`` or ``direct`` on one node, else the algorithm of the rails, or of
+    all ranks without rails."""
+    rails: Count  # 0 if the algorithm runs over all ranks
     codec: str = "none"
     ranks_per_core: Positive = 1.0
-    """How many ranks take turns on a core: what a processor does takes as many times as long."""
+    """Ranks per core; times of the processor are multiplied by this number."""
     num_bytes: Number  # of the message, before the codec
     seconds: Positive  # of the slowest rank
 
     @property
     def way(self) -> Way:
-        """How the ranks summed; ``ConfigError`` if no model knows it."""
+        """Method of the sum; raises ``ConfigError`` if there is no model of it."""
         return Way(self.algorithm, self.rails, self.codec)
 
     @property
     def shape(self) -> Machine:
-        """The machine that it was measured on, of default links."""
+        """Machine of the measurement, with default links."""
         return Machine(
             nodes=self.nodes,
             ranks_per_node=self.ranks_per_node,
@@ -55,24 +59,24 @@ class Point(CheckedFields):
         )
 
     def load(self) -> Load:
-        """Return what the models say that it asked of links and processors."""
+        """Return the load of links and processors according to the models."""
         return allreduce(self.shape, self.num_bytes, self.way)
 
 
 def read_points(path: Path) -> list[Point]:
-    """Read the points of a file of JSON."""
+    """Read points from a JSON file."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))["points"]
         return [Point(**values) for values in found]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{path} holds no points to fit to: {error!r}; write some with hpctrain bench "
-            f"allreduce --json FILE, or perf/bench_cost.py"
+            f"{path} must contain points, but reading it failed: {error!r}; write points with "
+            f"hpctrain bench allreduce --json FILE, or perf/bench_cost.py"
         ) from None
 
 
 def write_points(path: Path, points: Sequence[Point], **facts: Any) -> None:
-    """Write points, and ``facts`` about how they were measured, as JSON."""
+    """Write points, and ``facts`` about their measurement, to a JSON file."""
     table = facts | {"points": [asdict(point) for point in points]}
     with publishing(path) as part:
         part.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
@@ -80,33 +84,32 @@ def write_points(path: Path, points: Sequence[Point], **facts: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Figures of a machine, and how well the models meet the points with them."""
+    """Fitted parameters of a machine, and their errors."""
 
     points: tuple[Point, ...]
     per_unit: Load
-    """Seconds for one of each field of a ``Load``."""
+    """Seconds per unit of each field of a ``Load``."""
     held_out: float
-    """Median relative error on the half of the points that the fit did not see, of both halves."""
+    """Median relative error on points outside of the fit, by two-fold cross-validation."""
 
     @property
     def error(self) -> float:
-        """Median of the relative errors."""
+        """Median relative error on all points."""
         return float(np.median(np.abs(self.residuals)))
 
     @property
     def residuals(self) -> list[float]:
-        """Predicted over measured time, less 1, of each point."""
+        """Predicted divided by measured time, minus 1, of each point."""
         return [self.seconds(point) / point.seconds - 1 for point in self.points]
 
     def seconds(self, point: Point) -> float:
-        """Return the time that the models predict for what a point measured."""
+        """Return the predicted time of a point."""
         return float(np.dot(point.load(), self.per_unit))
 
     def machine(self) -> Machine:
-        """Return the largest machine of the points with the figures that were fitted.
+        """Return the largest machine of the points with the fitted parameters.
 
-        A figure that fits as well at no cost at all is infinitely fast; links that no point has
-        used keep the machine's defaults.
+        A rate whose fitted cost is zero is infinite. Links that no point used keep their defaults.
         """
         largest = max(self.points, key=lambda point: (point.nodes, point.ranks_per_node))
         found, unit = largest.shape, self.per_unit
@@ -126,20 +129,21 @@ def _rate(per_byte_s: float) -> float:
 
 
 def fit(points: Sequence[Point], *, seed: int = 0) -> Fit:
-    """Fit the figures of a machine to points.
+    """Fit the parameters of a machine to points.
 
-    Errors by factor count, and those of points far off the others as if they were nearer (Huber's
-    weights). To say how far the figures can be trusted, they are fitted to either half of the
-    points too, drawn by ``seed``, and compared with the other half.
+    Minimizes relative errors with Huber's weights, which limit the influence of outliers. For
+    ``held_out``, each of two halves of the points, drawn by ``seed``, is predicted by a fit to the
+    other half.
 
-    Raises ``ConfigError``: too few points.
+    Raises:
+        ConfigError: there are fewer than ``LEAST_POINTS`` points.
 
     Source: Huber 1964, "Robust estimation of a location parameter".
     """
     if len(points) < LEAST_POINTS:
         raise ConfigError(
-            f"a fit takes {LEAST_POINTS} points or more, got {len(points)}; measure other sizes, "
-            f"ways or numbers of nodes too"
+            f"a fit must have at least {LEAST_POINTS} points, got {len(points)}; measure more "
+            f"sizes, algorithms or numbers of nodes"
         )
     order = np.random.default_rng(seed).permutation(len(points))
     halves = [[points[k] for k in order[start::2]] for start in range(2)]
@@ -149,22 +153,23 @@ def fit(points: Sequence[Point], *, seed: int = 0) -> Fit:
 
 
 def _figures(points: Sequence[Point]) -> Load:
-    """Return the seconds for one of each field of a load; a codec's are seconds already."""
+    """Return the seconds per unit of each field of a load; ``codec_s`` is in seconds already."""
     *loads, codec_s = np.array([point.load() for point in points]).T
     seconds = np.array([point.seconds for point in points]) - codec_s
     return Load(*robust(np.array(loads).T, seconds).tolist())._replace(codec_s=1.0)
 
 
 TURNS = 20
-NEAR = 1.345  # in spreads of the errors, 95 % as good as least squares where none is off
-LEAST_SPREAD = 0.01  # relative; below it all points count alike
-FARTHEST = 100.0  # a point that is predicted as shorter by more is taken for so much
+NEAR = 1.345  # in standard deviations: 95 % of the efficiency of least squares without outliers
+LEAST_SPREAD = 0.01  # relative; below it all points have equal weight
+FARTHEST = 100.0  # largest factor by which a time may be underestimated
 
 
 def robust(loads: Vector, seconds: Vector) -> Vector:
-    """Return non-negative figures ``x`` so that ``loads @ x`` is near ``seconds``, by factor.
+    """Return a non-negative ``x`` that minimizes relative errors of ``loads @ x``.
 
-    Too long and too short count alike: an error is relative to the geometric mean of both.
+    Errors are relative to the geometric mean of prediction and ``seconds``, so over- and
+    underestimates have equal weight.
     """
     weights, scale = np.ones(len(seconds)), seconds
     found = np.zeros(loads.shape[1])
@@ -179,9 +184,9 @@ def robust(loads: Vector, seconds: Vector) -> Vector:
 
 
 def non_negative(matrix: Vector, target: Vector) -> Vector:
-    """Return the ``x`` without negative numbers that brings ``matrix @ x`` nearest to ``target``.
+    """Return the non-negative least-squares solution of ``matrix @ x = target``.
 
-    Of few unknowns: every subset of them is tried.
+    Tries every subset of columns, so the number of columns must be small.
     """
     scale = np.abs(matrix).max(axis=0)
     columns = np.flatnonzero(scale)

@@ -1,14 +1,14 @@
-"""The all-reduces between nodes as rounds of messages: what ranks carry out and a model times.
+"""All-reduce algorithms between nodes as schedules of messages, for execution and for simulation.
 
-A schedule is written once, elementwise in the rank: ``rank`` is the number of one rank, which
-carries the rounds out (``hpctrain.comm.rail.algorithms``), or an array of all ranks, whose
-messages ``hpctrain.cost.simulate`` times. Times below are of N ranks and a message of m bytes,
-with a seconds of latency and b seconds per byte. Pure.
+``rank`` is the number of one rank, which executes the rounds
+(``hpctrain.comm.rail.algorithms``), or an array of all ranks, for ``hpctrain.cost.simulate``.
+Docstrings state times for N ranks, a message of m bytes, a latency of a seconds and b seconds per
+byte. Not collective.
 
 Sources: Thakur, Rabenseifner and Gropp 2005, "Optimization of collective communication operations
 in MPICH"; of the ring, Patarasu and Yuan 2009, "Bandwidth optimal all-reduce algorithms for
 clusters of workstations"; of two trees, Sanders, Speck and Träff 2009, "Two-tree algorithms for
-full bandwidth broadcast, reduction and scan", which NCCL's double trees are like.
+full bandwidth broadcast, reduction and scan", similar to the double trees of NCCL.
 """
 
 import math
@@ -22,50 +22,53 @@ import numpy as np
 from hpctrain.core.units import KIB, MIB
 
 Each = Any
-"""An ``int`` for one rank, or an array of integers with one for each rank."""
+"""An ``int`` for one rank, or an array with one integer per rank."""
 
 NOBODY = -1
 COPY, COMBINE, COMBINE_BEHIND = range(3)
-"""What becomes of what arrives: it replaces what is there, or is combined with it; what is there
-comes first, or behind, which takes a message of all pieces."""
+"""Actions of a receiver: replace the local data, or combine them with the received data.
+
+The local data are the first operand of ``COMBINE`` and the second of ``COMBINE_BEHIND``, which
+requires a message of all pieces.
+"""
 
 
 class Round(NamedTuple):
-    """At most one message from each rank and one to it; all of them are equally long."""
+    """One round, in which each rank sends and receives at most one message of equal length."""
 
-    dest: Each  # to whom a rank sends, or NOBODY
-    outgoing: Each  # the first piece that it sends
-    source: Each  # from whom it receives, or NOBODY
-    incoming: Each  # the first piece that it receives
+    dest: Each  # rank to send to, or ``NOBODY``
+    outgoing: Each  # first piece to send
+    source: Each  # rank to receive from, or ``NOBODY``
+    incoming: Each  # first piece to receive
     num_pieces: int
     action: Each  # COPY, COMBINE or COMBINE_BEHIND
 
 
 class Phase(NamedTuple):
-    """Rounds as each rank takes them, one after the other; at the end its sends are finished."""
+    """Rounds that each rank executes in order; sends are complete at the end of a phase."""
 
     rounds: Iterable[Round]
     lead: int = 1
-    """A send starts as soon as what was received ``lead`` rounds before is dealt with."""
+    """A send starts after the data received ``lead`` rounds earlier are combined or copied."""
     ahead: int = 1
-    """How many receives are posted all the time."""
+    """Number of receives that are posted in advance."""
     window: float = 0
-    """How many sends may be unfinished while what arrives is combined; 0 where they read that."""
+    """Sends that may be in flight during a combination; 0 if they read the memory it writes."""
     runs: Sequence[tuple[Round, int]] = ()
-    """Where many rounds in a row differ in their pieces alone: one of them, and how many."""
+    """Consecutive rounds that differ only in their pieces, as one round and their number."""
 
     def timed(self) -> Iterable[tuple[Round, int]]:
-        """Return the rounds for who times them, each with how many are like it."""
+        """Return rounds with the number of their repetitions, for the simulation."""
         return self.runs or ((each, 1) for each in self.rounds)
 
 
 def even_cut(numel: int, num_pieces: int) -> list[int]:
-    """Return where pieces begin that differ by one element at most, and where the last ends."""
+    """Return the bounds of pieces whose lengths differ by at most one element."""
     return [piece * numel // num_pieces for piece in range(num_pieces + 1)]
 
 
 def halved_cut(numel: int, num_pieces: int) -> list[int]:
-    """Return the same of pieces that come from cutting into halves, and these again."""
+    """Return the bounds of pieces that are made by repeated halving."""
     bounds = [0, numel]
     while len(bounds) <= num_pieces:
         bounds = [0] + [b for start, stop in pairwise(bounds) for b in ((start + stop) // 2, stop)]
@@ -74,38 +77,40 @@ def halved_cut(numel: int, num_pieces: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Schedule:
-    """An all-reduce among two or more ranks."""
+    """An all-reduce algorithm for two or more ranks."""
 
     phases: Callable[[Each, int, int], Iterator[Phase]]
-    """Of the rank, the number of ranks and that of segments."""
+    """Returns the phases for a rank, a number of ranks and a number of segments."""
     num_parts: Callable[[int], int] = lambda _: 1
-    """Into how many parts the message is cut among so many ranks."""
+    """Returns the number of parts of a message for a number of ranks."""
     segment_bytes: float = math.inf
-    """Longer parts are cut into segments: one is combined while the next is on its way. Small
-    enough to fill a tree quickly, large enough to hide the latency of a message."""
+    """Largest segment of a part; a segment is combined while the next one is in flight.
+
+    Small enough to fill a tree quickly, and large enough to hide the latency of a message.
+    """
     cut: Callable[[int, int], list[int]] = even_cut
 
     def num_segments(self, num_bytes: int, size: int) -> int:
-        """Return into how many segments each part of a message is cut."""
+        """Return the number of segments of each part of a message."""
         return max(1, int(-(-num_bytes // self.num_parts(size) // self.segment_bytes)))
 
 
 class Fold(NamedTuple):
-    """How the ranks are brought down to a power of two."""
+    """Reduction of the number of ranks to a power of two."""
 
     power: int
     num_pairs: int
-    """Of the first ``2 num_pairs`` ranks the even ones take part for the odd ones too."""
-    place: Each  # where a rank stands among those that take part; NOBODY if another does for it
-    other: Each  # the rank for which it takes part, or the reverse; NOBODY if there is none
+    """Number of pairs at the start; the even rank of a pair participates for the odd rank too."""
+    place: Each  # index among the participating ranks, or ``NOBODY``
+    other: Each  # other rank of the pair, or ``NOBODY``
 
     def rank_at(self, place: Each) -> Each:
-        """Return the rank that stands at this place."""
+        """Return the rank with this index among the participating ranks."""
         return _choose(place < self.num_pairs, 2 * place, place + self.num_pairs)
 
 
 def fold(rank: Each, size: int) -> Fold:
-    """Let as many even ones of the first ranks take part for their odd neighbours as needed."""
+    """Return the pairs that reduce ``size`` to a power of two, as seen from ``rank``."""
     power = _power_below(size)
     num_pairs = size - power
     paired = rank < 2 * num_pairs
@@ -120,10 +125,10 @@ def _choose(condition: Any, yes: Each, no: Each) -> Each:
 
 
 def _doubling(rank: Each, size: int) -> Iterator[Round]:
-    """In round k ranks exchange all they have with the one 2^k further on or back.
+    """Yield recursive doubling: in round k partners at distance 2^k exchange their partial sums.
 
-    About log2(N) (a + m b), and two more rounds if N is no power of two. Both partners combine the
-    same two tensors with the lower rank's first, hence to the same bits.
+    Takes about log2(N) (a + m b), and two more rounds if N is not a power of two. Both partners
+    combine the data of the lower rank first, so their results are bitwise equal.
     """
     folded = fold(rank, size)
     out = folded.place == NOBODY
@@ -140,12 +145,11 @@ def _doubling(rank: Each, size: int) -> Iterator[Round]:
 
 
 def _halving(rank: Each, size: int) -> Iterator[Round]:
-    """A reduce-scatter in which partners send each other half of what they have, and back.
+    """Yield a reduce-scatter by recursive halving, then an all-gather in the reverse order.
 
-    The all-gather goes the same way back. About 2 log2(N) a + 2(N-1)/N m b for N a power of two,
-    the least bytes possible; two ranks just exchange halves. Other N take 3 rounds and up to 3/2
-    of the message more, to take in the odd ones of the first 2r ranks (r above the power of two)
-    and to tell them the result.
+    Takes about 2 log2(N) a + 2(N-1)/N m b for N a power of two, which is the minimum of bytes. For
+    other N, pairs add 3 rounds and up to 3/2 m b, to combine the data of the odd ranks and to send
+    them the result.
     """
     folded = fold(rank, size)
     out = folded.place == NOBODY
@@ -171,12 +175,12 @@ def _halving(rank: Each, size: int) -> Iterator[Round]:
 
 
 def _ring(rank: Each, size: int, num_segments: int) -> Iterator[Phase]:
-    """Part p of N travels the ring from rank p on, to be combined, then once more to be copied.
+    """Yield a ring: part p of N is sent around from rank p, first combined and then copied.
 
-    It is combined in that order and complete on rank p-1. About 2(N-1) a + 2(N-1)/N m b. 16-bit
-    floats are rounded at each of the N-1 combinations.
+    Part p is complete on rank p-1. Takes about 2(N-1) a + 2(N-1)/N m b. 16-bit floats are rounded
+    at each of the N-1 combinations.
 
-    Differs: a rank passes each segment of a part on as soon as it is combined.
+    Differs: a rank sends each segment of a part immediately after its combination.
     """
     steps = range(2 * size - 2)
     yield Phase(
@@ -200,10 +204,10 @@ def _ring_step(rank: Each, size: int, num_segments: int, step: int) -> Iterator[
 
 
 def _tree(rank: Each, size: int) -> Iterator[Round]:
-    """A binomial tree: children are 1, 2, 4, ... further on, up to the rank's lowest set bit.
+    """Yield a binomial tree: children are at distances 1, 2, 4, ... below the lowest set bit.
 
-    Their subtrees are combined in that order. About 2 log2(N) (a + m b): slower than doubling on a
-    quiet network, but it sends only 2(N-1) messages in all.
+    Subtrees are combined in that order. Takes about 2 log2(N) (a + m b), which is slower than
+    doubling on an idle network, but sends only 2(N-1) messages in total.
     """
     distances = [1 << level for level in range((size - 1).bit_length())]
     for action in (COMBINE, COPY):
@@ -216,14 +220,14 @@ def _tree(rank: Each, size: int) -> Iterator[Round]:
 
 
 def _double_tree(rank: Each, size: int, num_segments: int) -> Iterator[Phase]:
-    """Each half of the message goes up one of two binary trees, combined, and down again.
+    """Yield two binary trees: each reduces and then broadcasts one half of the message.
 
-    Segments follow each other. No rank has children in both trees, so each sends and receives the
-    message twice at most: 4 log2(N) (a + s b) until the first segment of s bytes is there, and 4
-    to 5 m b until the last is.
+    Segments are pipelined. No rank has children in both trees, so a rank sends and receives the
+    message at most twice. The first segment of s bytes takes 4 log2(N) (a + s b), all of them
+    another 4 to 5 m b.
 
-    Differs: messages are not coloured by rounds, so the last segment is there after 4 m b and not
-    2 m b; all ranks belong to both trees, each of which has a root of its own.
+    Differs: messages are not coloured by rounds, so segments take 4 m b instead of 2 m b; all
+    ranks belong to both trees, whose roots differ.
     """
     up = list(_levels(rank, size, num_segments))
     down = [[_answer(each) for each in level] for level in reversed(up)]
@@ -239,11 +243,12 @@ def _answer(message: Round) -> Round:
 
 
 def _wave(levels: list[list[Round]], num_segments: int) -> Iterator[Round]:
-    """Let each segment of each half pass one level of its tree in each step.
+    """Yield the messages of a pipeline: in each step each segment advances by one tree level.
 
-    First what came a step ago goes on, so nobody waits for two messages in a row. And a leaf of
-    one tree, which may be the root of the other, is as many segments ahead there as the trees are
-    high; if it took the same segment in both, none could follow another.
+    Within a step the segments that arrived in the previous step are sent first, so a rank does not
+    wait for two messages in succession. A leaf of one tree may be the root of the other, and is
+    there several segments ahead, by the height of the trees; with the same segment in both trees,
+    segments could not be pipelined.
     """
     for step in range(num_segments + len(levels) - 1):
         for level in reversed(range(len(levels))):
@@ -255,10 +260,10 @@ def _wave(levels: list[list[Round]], num_segments: int) -> Iterator[Round]:
 
 
 def _levels(rank: Each, size: int, num_segments: int) -> Iterator[list[Round]]:
-    """Yield the rounds up both trees for each level of parents, for their first segments.
+    """Yield, for each level of parents, the rounds of the first segment towards both roots.
 
-    While parents in one tree take what their second child sends, those in the other take what
-    their first one does: so no rank, even if it is a leaf of both, sends two messages at once.
+    Parents in one tree receive from their second child while parents in the other tree receive
+    from their first child. A leaf of both trees therefore never sends two messages at once.
     """
     nothing = 0 * rank + NOBODY, 0 * rank + NOBODY
     for level in range(1, size.bit_length()):
@@ -274,7 +279,7 @@ def _levels(rank: Each, size: int, num_segments: int) -> Iterator[list[Round]]:
 
 
 def _up(rank: Each, size: int, tree: int, level: int, child: int) -> tuple[Each, Each]:
-    """Return to whom and from whom a message goes up to a parent of this level in one tree."""
+    """Return destination and source of a message to a parent at this level of one tree."""
     place = tree_place(rank, size, tree)
     above = tree_place(place.parent, size, tree)
     is_next = (above.level_bit == 1 << level) & (above.children[child] == rank)
@@ -283,19 +288,19 @@ def _up(rank: Each, size: int, tree: int, level: int, child: int) -> tuple[Each,
 
 
 class TreePlace(NamedTuple):
-    """Where a rank stands in one of two trees."""
+    """Parent and children of a rank in one of two trees."""
 
-    parent: Each  # NOBODY for the root
-    children: tuple[Each, Each]  # the lower rank first, or NOBODY
-    level_bit: Each  # 1 for leaves, twice as much or more for their parents
+    parent: Each  # ``NOBODY`` for the root
+    children: tuple[Each, Each]  # lower rank first; ``NOBODY`` if absent
+    level_bit: Each  # 1 for leaves, 2 or more for parents
 
 
 def tree_place(rank: Each, size: int, tree: int) -> TreePlace:
-    """Return the place of a rank in tree 0 or 1.
+    """Return parent and children of a rank in tree 0 or 1.
 
-    The first tree is in order: with ranks counted from 1, odd ones are leaves. The second is its
-    mirror image if the number of ranks is even, else the same one rank further on: either way
-    no rank has children in both.
+    Tree 0 is an in-order tree: with ranks counted from 1, odd ranks are leaves. Tree 1 is its
+    mirror image if the number of ranks is even, and tree 0 shifted by one rank otherwise. In both
+    cases no rank has children in both trees.
     """
 
     def rank_of(number: Each) -> Each:
@@ -334,4 +339,4 @@ SCHEDULES = {
     "tree": Schedule(_one_phase(_tree)),
     "double_tree": Schedule(_double_tree, num_parts=lambda _: 2, segment_bytes=256 * KIB),
 }
-"""By the name that a plan gives them."""
+"""Schedules by their names in a plan."""

@@ -1,4 +1,4 @@
-"""A training step, in closed form and by events: stragglers, sums beside backward, local steps."""
+"""Time of a training step, by formula and by simulation, with stragglers and overlap."""
 
 import math
 from dataclasses import dataclass, replace
@@ -17,18 +17,22 @@ from hpctrain.cost.simulate import allreduce_times
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model(CheckedFields):
-    """What is trained, as far as it costs time; ``ConfigError`` where a rule is broken."""
+    """Properties of a model that determine the time of a step.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
 
     parameters: Amount
     samples_per_s: Amount  # of one rank that computes alone
     rank_batch: Annotated[int, Bounds(above=0)] = 32
-    """Samples that a rank takes at once; those of a larger share come one after the other, and
-    their gradients are added up."""
+    """Largest batch of a rank; a larger share is computed in several batches, whose gradients
+    are accumulated."""
     bytes_per_parameter: Positive = 4.0
-    bucket_bytes: Positive = 25 * MIB  # largest message of gradients
-    overlap: bool = True  # whether gradients travel while backward computes others
+    bucket_bytes: Positive = 25 * MIB  # largest message with gradients
+    overlap: bool = True  # whether gradients are sent during backward
     backward: Annotated[float, Bounds(least=0, most=1)] = 2 / 3
-    """Its part of the time to compute: forward multiplies once by every weight, backward twice."""
+    """Fraction of the computing time: forward multiplies once by every weight, backward twice."""
 
     @property
     def num_bytes(self) -> float:
@@ -37,13 +41,14 @@ class Model(CheckedFields):
 
     @property
     def num_buckets(self) -> int:
-        """Messages of gradients, all of one length."""
+        """Number of messages with gradients, all of equal length."""
         return max(1, math.ceil(self.num_bytes / self.bucket_bytes))
 
     def left_s(self, rank_share: float, done: float) -> float:
-        """Return how long a rank still computes once this part of the gradients is there.
+        """Return the seconds of computation left when this fraction of gradients is complete.
 
-        Evenly by bytes, in the backward of the samples that it takes last.
+        Gradients become complete in proportion to their bytes, in the backward pass of the last
+        batch.
         """
         last_s = min(rank_share, self.rank_batch) / self.samples_per_s
         return self.backward * last_s * (1 - done) if self.overlap else 0.0
@@ -51,31 +56,31 @@ class Model(CheckedFields):
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Seconds of a step."""
+    """Seconds of a step by cause."""
 
-    compute_s: float  # of a rank that is neither late nor slow
-    waiting_s: float  # for the slowest rank
-    exposed_s: float  # communication that no computing hides, by step
+    compute_s: float  # of a rank without delay
+    waiting_s: float  # waiting for the slowest rank
+    exposed_s: float  # communication that is not overlapped with computation
 
     @property
     def total_s(self) -> float:
-        """All of it."""
+        """Seconds of the whole step."""
         return self.compute_s + self.waiting_s + self.exposed_s
 
     @property
     def efficiency(self) -> float:
-        """Part of the time in which ranks compute."""
+        """Fraction of the step in which ranks compute."""
         return self.compute_s / self.total_s
 
 
 def lateness(machine: Machine, local_steps: int = 1) -> float:
-    """Return how many times as long as usual the slowest of all ranks computes, on average.
+    """Return the expected computing time of the slowest rank, relative to a rank without delay.
 
-    Of times whose logarithms are normal with the machine's jitter, to about a percent; over steps
-    between two averagings a rank's luck evens out. A slow node holds all others up.
+    Computing times are log-normal with the machine's jitter; the result is accurate to about 1 %.
+    The jitter of a rank averages out over ``local_steps``. All ranks wait for a slow node.
 
-    Source: Blom 1958, "Statistical estimates and transformed beta-variables", for the largest of
-    normal values.
+    Source: Blom 1958, "Statistical estimates and transformed beta-variables", for the expected
+    maximum of normal values.
     """
     ranks = machine.num_ranks
     spread = machine.jitter / math.sqrt(local_steps)
@@ -87,11 +92,11 @@ def lateness(machine: Machine, local_steps: int = 1) -> float:
 def step_time(
     machine: Machine, model: Model, rank_share: float, way: Way, *, local_steps: int = 1
 ) -> StepTime:
-    """Predict a step in which every rank learns from ``rank_share`` samples.
+    """Return the predicted time of a step in which each rank processes ``rank_share`` samples.
 
-    With one local step, gradients are summed in buckets, behind or beside backward: of the last
-    bucket nothing is hidden. With more, all parameters are averaged after so many steps, which
-    nothing hides.
+    With one local step, gradients are summed in buckets, during backward if ``model.overlap`` is
+    set; the last bucket is not overlapped. With more, parameters are averaged once per
+    ``local_steps`` steps, without overlap.
     """
     compute_s, buckets = rank_share / model.samples_per_s, model.num_buckets
     sum_s = buckets * allreduce(machine, model.num_bytes / buckets, way).seconds(machine)
@@ -100,7 +105,7 @@ def step_time(
     return StepTime(compute_s, compute_s * (lateness(machine, local_steps) - 1), exposed_s)
 
 
-def simulate_steps(  # noqa: PLR0913 - as of ``step_time``, and how many
+def simulate_steps(  # noqa: PLR0913 - the arguments of ``step_time``, and the number of steps
     machine: Machine,
     model: Model,
     rank_share: float,
@@ -110,15 +115,15 @@ def simulate_steps(  # noqa: PLR0913 - as of ``step_time``, and how many
     num_steps: int = 1,
     seed: int = 0,
 ) -> StepTime:
-    """Simulate what ``step_time`` predicts; return the mean of ``num_steps`` steps or more.
+    """Return the mean time of at least ``num_steps`` simulated steps.
 
-    Each rank begins a step as soon as it has the sums of the last; with local steps, rounds of so
-    many are whole. Buckets travel one after the other. A rank's time to compute is drawn for each
-    step by the machine's ``jitter``, and is ``slow_factor`` times as long where the node is slow.
-    The same ``seed`` gives the same times.
+    A rank starts a step when it has the sums of the previous step; the number of steps is rounded
+    up to a multiple of ``local_steps``. Buckets are sent one after another. The computing time of
+    a rank is drawn for each step from the machine's ``jitter``, and multiplied by ``slow_factor``
+    on slow nodes. The same ``seed`` returns the same times.
     """
     if num_steps < 1:
-        raise ConfigError(f"there is 1 step or more to simulate, got {num_steps}")
+        raise ConfigError(f"num_steps must be at least 1, got {num_steps}")
     random = np.random.default_rng(seed)
     slow = np.zeros(machine.nodes, dtype=bool)
     slow[random.permutation(machine.nodes)[: round(machine.slow_fraction * machine.nodes)]] = True
@@ -145,11 +150,11 @@ def simulate_steps(  # noqa: PLR0913 - as of ``step_time``, and how many
 def least_step_s(
     machine: Machine, compute_s: float, *, network_bytes: float = 0.0, node_bytes: float = 0.0
 ) -> float:
-    """Return what no step goes below that moves so many bytes, those of all ranks together.
+    """Return a lower bound of the seconds of a step that moves these bytes, summed over all ranks.
 
-    All computing may hide what travels, but a sum takes as many rounds as ``bound`` says, and the
-    links of a level are busy all at once at best. Gradients of m bytes move 2 (N - 1) m between N
-    nodes, or more.
+    Assumes complete overlap of communication and computation, the number of rounds of ``bound``,
+    and that all links of a level are busy at the same time. Gradients of m bytes move at least
+    2 (N - 1) m between N nodes.
     """
     between, inside = bound(machine, 0.0), bound(replace(machine, nodes=1), 0.0)
     asked = (

@@ -1,7 +1,7 @@
-"""A transformer by its sizes: parameters, arithmetic and activations, in closed form.
+"""Parameters, operations and activations of a transformer, by formula.
 
 Sources: Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters
-using Megatron-LM", for parameters and arithmetic; Korthikanti et al. 2022, "Reducing activation
+using Megatron-LM", for parameters and operations; Korthikanti et al. 2022, "Reducing activation
 recomputation in large transformer models", for activations.
 """
 
@@ -13,59 +13,65 @@ from hpctrain.core.checks import Amount, AtLeast0, Bounds, CheckedFields, Number
 from hpctrain.core.errors import ConfigError
 
 SEQUENCE, VOCABULARY = 2048, 51200
-"""What is taken where nobody says how long samples are, and of how many words."""
+"""Default tokens per sample, and default size of the vocabulary."""
 RECOMPUTE = ("none", "selective", "full")
-"""What backward computes again: nothing, scores of attention, or all of a layer from its input."""
+"""Parts that backward recomputes: nothing, attention scores, or a whole layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transformer(CheckedFields):
-    """A stack of alike layers below a vocabulary; ``ConfigError`` where a rule is broken."""
+    """A stack of identical layers with an embedding and an output layer.
+
+    Raises:
+        ConfigError: a value is out of range, or values contradict each other.
+    """
 
     parameters: Amount
-    """All that are trained; what embeddings do not have is spread evenly over the layers."""
+    """All trained parameters; those outside of embeddings are divided evenly among the layers."""
     layers: Number
-    hidden: Number  # elements of a token between two layers
+    hidden: Number  # elements per token between layers
     heads: Number
-    sequence: Number = SEQUENCE  # tokens of a sample
+    sequence: Number = SEQUENCE  # tokens per sample
     vocabulary: Number = VOCABULARY
     tied: bool = True
-    """Whether the output has the weights of the embedding; stages apart hold a copy each."""
-    fused_attention: bool = False  # whether it keeps no scores, as FlashAttention does
+    """Whether output and embedding share weights; different stages then store a copy each."""
+    fused_attention: bool = False  # whether scores are not stored, as in FlashAttention
     parameter_bytes: Positive = 2.0
     gradient_bytes: Positive = 2.0
     optimizer_bytes: AtLeast0 = 12.0
-    """Of a parameter: Adam's two moments and a copy of the parameter in float32."""
+    """Per parameter; the default is for Adam: two moments and a float32 copy."""
 
     def check(self) -> None:
         """Raise ``ConfigError`` if values contradict each other."""
         if self.hidden % self.heads:
             raise ConfigError(
-                f"heads divide the hidden size, got {self.heads} heads and a hidden size of "
-                f"{self.hidden}; change one of them"
+                f"the hidden size must be a multiple of the heads, got {self.heads} heads and a "
+                f"hidden size of {self.hidden}; change one of them"
             )
         if self.layer_parameters <= 0:
             raise ConfigError(
-                f"layers have parameters beside the embedding, got {self.parameters:.4g} in all "
-                f"and {self.embeddings:.4g} for a vocabulary of {self.vocabulary} and a hidden "
-                f"size of {self.hidden}; give smaller ones"
+                f"layers must have parameters, got {self.parameters:.4g} in total, with "
+                f"{self.embeddings:.4g} for a vocabulary of {self.vocabulary} and a hidden size "
+                f"of {self.hidden}; use smaller sizes"
             )
 
     @classmethod
     def of(cls, parameters: float | None = None, **sizes: Any) -> "Transformer":
-        """Fill in what is not given: parameters by formula, sizes as large models have them.
+        """Return a transformer, with missing sizes estimated from typical large models.
 
-        A guess has layers of 12 parameters for each square of the hidden size, which is about 128
-        for each layer, and heads of 128 elements. Raises ``ConfigError``: there are neither
-        parameters nor layers and a hidden size.
+        Assumes 12 ``hidden**2`` parameters per layer, a hidden size of about 128 per layer, and
+        heads of at most 128 elements.
+
+        Raises:
+            ConfigError: neither ``parameters`` nor both ``layers`` and ``hidden`` are given.
         """
         layers, hidden = sizes.get("layers"), sizes.get("hidden")
         words, tokens = sizes.get("vocabulary", VOCABULARY), sizes.get("sequence", SEQUENCE)
         if parameters is None:
             if not layers or not hidden:
                 raise ConfigError(
-                    "a model is known by its parameters, or by its layers and hidden size, got "
-                    "neither; give --params, or --layers and --hidden"
+                    "a model must have parameters, or layers and a hidden size, got neither; "
+                    "use --params, or --layers and --hidden"
                 )
             parameters = layers * (12 * hidden + 13) * hidden + (words + tokens) * hidden
         Bounds(above=0, below=math.inf).check("parameters", parameters)
@@ -73,7 +79,7 @@ class Transformer(CheckedFields):
             found = (128 / 12 * parameters) ** (1 / 3)
             if layers:  # 12 layers h^2 + vocabulary h = parameters
                 found = 2 * parameters / (words + math.sqrt(words**2 + 48 * layers * parameters))
-            unit = 2 ** max(0, math.frexp(found)[1] - 3)  # one that many ranks divide
+            unit = 2 ** max(0, math.frexp(found)[1] - 3)  # divisible by many numbers of ranks
             hidden = max(1, round(found / unit)) * unit
         if not layers:
             found = max(1.0, (parameters - words * hidden) / (12 * hidden**2))
@@ -84,12 +90,12 @@ class Transformer(CheckedFields):
 
     @property
     def embedding(self) -> float:
-        """Parameters of the embedding, or of the output."""
+        """Parameters of the embedding, or of the output layer."""
         return float(self.vocabulary * self.hidden)
 
     @property
     def embeddings(self) -> float:
-        """Parameters of both."""
+        """Parameters of embedding and output layer; counted once if tied."""
         return self.embedding * (1 if self.tied else 2)
 
     @property
@@ -99,38 +105,38 @@ class Transformer(CheckedFields):
 
     @property
     def state_bytes(self) -> float:
-        """Bytes of a parameter with its gradient and the optimizer's state."""
+        """Bytes per parameter, with its gradient and the optimizer's state."""
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
 
     @property
     def attention_flops(self) -> float:
-        """Operations of scores, and of the sums weighted by them, for a sample, forward."""
+        """Operations of attention scores and weighted sums per sample, forward."""
         return 4.0 * self.sequence**2 * self.hidden
 
     @property
     def layer_flops(self) -> float:
-        """Operations of a layer for a sample, forward; backward takes twice as many."""
+        """Operations of a layer per sample, forward; backward takes twice as many."""
         return 2 * self.layer_parameters * self.sequence + self.attention_flops
 
     @property
     def output_flops(self) -> float:
-        """Operations of the output for a sample, forward."""
+        """Operations of the output layer per sample, forward."""
         return 2 * self.embedding * self.sequence
 
     @property
     def input_bytes(self) -> float:
-        """Bytes of a sample between two layers."""
+        """Bytes per sample between two layers."""
         return self.parameter_bytes * self.sequence * self.hidden
 
     @property
     def output_activations(self) -> float:
-        """Bytes that the end of the model keeps of a sample: its input, a norm's, the scores."""
+        """Bytes per sample that the output layer and the last norm store for backward."""
         return (2 * self.parameter_bytes * self.hidden + 4 * self.vocabulary) * self.sequence
 
     def activations(self, recompute: str) -> tuple[float, float]:
-        """Return bytes that a layer keeps of a sample, and those that it computes again.
+        """Return the bytes per sample that a layer stores, and the bytes that it recomputes.
 
-        The latter are there of one layer at a time. Both are divided evenly among tensor and
+        Recomputed bytes exist for one layer at a time. Both are divided evenly among tensor and
         context parallel ranks.
         """
         elements = self.parameter_bytes / 2 * self.sequence * self.hidden

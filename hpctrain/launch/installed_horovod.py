@@ -30,7 +30,7 @@ _HOROVOD = re.compile(r"^[ \t]*(?:import|from)[ \t]+horovod\b", re.MULTILINE)
 
 
 def without_horovod(argv: Sequence[str]) -> str:
-    """Say how a Python script of a command runs that imports Horovod, where none is installed."""
+    """Return a message if a command runs a script that imports Horovod, which is not installed."""
     script = next((word for word in argv if word.endswith(".py")), "")
     try:
         text = Path(script).read_text(encoding="utf-8") if script else ""
@@ -46,7 +46,7 @@ def without_horovod(argv: Sequence[str]) -> str:
 
 
 def needed_by(module: Path) -> str:
-    """Return the MPI library that a module was linked with, empty for none: its name is in it."""
+    """Return the name of the MPI library that a module was linked with; empty if there is none."""
     try:
         with module.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as view:
             match = _LIBMPI.search(view)

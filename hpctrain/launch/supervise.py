@@ -67,8 +67,8 @@ def supervise(
     SIGUSR1 is sent to mpirun alone, which sends it to the ranks: they stop in their own time.
 
     The exit code is that of mpirun, with these exceptions. A launch that a signal has ended
-    returns 128 plus the number of the signal, as a shell does, unless the ranks stopped with a
-    code of their own; one that took longer than ``timeout_s`` returns 124. A launch that has lost
+    returns 128 plus the number of the signal, as a shell does, unless the ranks stopped with
+    another code; one that took longer than ``timeout_s`` returns 124. A launch that has lost
     a rank returns 87: SIGKILL has ended the rank, its node is lost, or the others wait for it in
     ``MPI_Init``, or longer than ``HPCTRAIN_TIMEOUT`` in ``MPI_Init`` or ``MPI_Finalize``. So does
     one that would return 0 after its ranks have reported, see ``WATCHED``, that they have begun
@@ -178,11 +178,12 @@ class _Ending:
         self.timers: list[threading.Timer] = []
 
     def wait(self) -> int:
-        """Wait for mpirun, also for one that does not end although all its ranks have.
+        """Wait for mpirun, and end it if it hangs.
 
-        Open MPI's can deadlock in its own end when a rank has failed before ``MPI_Init``, and when
-        a node is gone with its daemon. And no mpirun tells of a rank that has ended there with 0:
-        the others wait for it for ever, as they do in ``MPI_Finalize`` for one that is stopped.
+        The mpirun of Open MPI can deadlock at its end after a rank failed before ``MPI_Init``, or
+        after a node with its daemon was lost. No mpirun reports a rank that exits with 0 before
+        ``MPI_Init``: the other ranks wait for it forever, as they do in ``MPI_Finalize`` for a
+        rank that is stopped.
         """
         orphaned_s = few_s = late_s = 0.0
         while True:

@@ -13,11 +13,12 @@ from hpctrain.parallel.mesh import require_one_axis
 
 
 def context_attention(query: Tensor, key: Tensor, value: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Causal attention of a sequence of which each rank has a part. Collective over the mesh.
+    """Return causal attention over a sequence that is divided among ranks. Collective.
 
-    Rank ``r`` has the ``r``-th of equal parts of the sequence. Where the ranks divide the heads,
-    each takes some heads of the whole sequence, by one exchange before and one after; else keys
-    and values go around a ring, and a rank holds those of two parts at a time.
+    Rank ``r`` has the ``r``-th of equal parts of the sequence. If the number of ranks divides the
+    number of heads, each rank processes some heads of the whole sequence, with one all-to-all
+    before and one after. Otherwise keys and values are sent around a ring, and a rank stores the
+    keys and values of two parts at a time.
 
     Args:
         query: ``(n, heads, length / size, head_width)``, floating point, on the CPU or a device.
@@ -26,13 +27,14 @@ def context_attention(query: Tensor, key: Tensor, value: Tensor, mesh: DeviceMes
         mesh: one axis, such as ``build_mesh(cp=2)["cp"]``.
 
     Returns:
-        What ``scaled_dot_product_attention(..., is_causal=True)`` gives for this rank's part.
+        The result of ``scaled_dot_product_attention(..., is_causal=True)`` for the part of this
+        rank.
 
     Raises:
         ConfigError: the shapes differ from each other, or the mesh has several axes.
 
     Source: Jacobs et al. 2023, arXiv:2309.14509 (Ulysses); Liu et al. 2023, arXiv:2310.01889
-    (ring). Differs: parts are not mixed, so in a ring the first rank waits for the last.
+    (ring). Differs: parts are contiguous, so in a ring the first rank waits for the last.
     """
     require_one_axis(mesh, "cp")
     if not query.shape == key.shape == value.shape:
@@ -56,7 +58,7 @@ def context_attention(query: Tensor, key: Tensor, value: Tensor, mesh: DeviceMes
 
 
 def _exchanged(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Give the ``i``-th part to rank ``i``, for the part that it has for this one. Collective."""
+    """Send part ``i`` to rank ``i``, and return the received parts in rank order. Collective."""
     out: Tensor = _Exchange.apply(parts, group)  # type: ignore[no-untyped-call]
     return out
 
@@ -149,7 +151,7 @@ def _around(group: dist.ProcessGroup, *tensors: Tensor) -> Any:
 
 
 def _pass_on(group: dist.ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Send tensors to the next rank, and receive those of the previous rank. Collective."""
+    """Send tensors to the next rank, and return the tensors of the previous rank. Collective."""
     ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
     following, before = ranks[(rank + 1) % len(ranks)], ranks[rank - 1]
     given = torch.stack([tensor.contiguous() for tensor in tensors])

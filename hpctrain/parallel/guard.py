@@ -76,10 +76,10 @@ Shared = Sequence[tuple[str, nn.Parameter | None]]
 
 
 class Guard:
-    """Compares what ranks do with a model, before each forward in training and each step.
+    """Compares the operations of ranks on a model before each training forward and each step.
 
-    The axes are those of the meshes of DTensors, of replicas, and of ``stages``. A comparison is
-    an all-reduce of some 20 numbers along each axis.
+    A comparison is an all-reduce of about 20 numbers along each axis: the axes of the meshes of
+    DTensors, of replicas, and of ``stages``.
     """
 
     def __init__(

@@ -91,10 +91,11 @@ def states_of(parameters: Sequence[nn.Parameter]) -> list[int]:
 
 
 def bounds_of(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Return numbers whose maxima over ranks ``is_clamp`` judges: four rows.
+    """Return four rows of numbers, whose maxima over ranks are evaluated by ``is_clamp``.
 
-    The negative of the largest element of gradients that changed without a count of writes; the
-    largest element of those that did not; the state of all others, and its negative.
+    Row 0: negative of the largest element of each gradient that changed without a counted write.
+    Row 1: largest element of each unchanged gradient. Rows 2 and 3: state of the other parameters,
+    and its negative.
     """
     states = states_of(parameters)
     gradients = [p.grad for p in parameters if p.grad is not None]

@@ -38,7 +38,7 @@ class LayoutFinder:
         return self._stages is not None
 
     def refresh(self) -> None:
-        """Forget modules and layout: the model has other modules."""
+        """Discard the cached modules and layout after the modules of the model changed."""
         self._modules: list[tuple[str, nn.Module]] = []
         self.layout = _UNKNOWN
 

@@ -119,6 +119,6 @@ class LastStep:
         }
 
     def __del__(self) -> None:
-        """Keep what is compared at the end: a program may delete its model before."""
+        """Keep the values for the comparison at the end, also if the program deletes its model."""
         for name in self._names.values() if self._states else ():
             self._states.keep(name, self)  # type: ignore[union-attr]

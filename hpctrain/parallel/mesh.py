@@ -1,4 +1,4 @@
-"""A mesh of ranks, placed by topology: who speaks most stays inside a node."""
+"""Meshes of ranks, placed by topology: axes with the most traffic stay inside a node."""
 
 import math
 import sys
@@ -17,7 +17,7 @@ from hpctrain.core.units import format_numbers
 from hpctrain.runtime import initialization, world
 
 AXES = ("dp", "pp", "cp", "tp")
-"""Axes of a mesh, from who speaks least to who speaks most."""
+"""Axes of a mesh, in the order of increasing traffic."""
 
 TRAFFIC = {
     "dp": "gradients",
@@ -25,7 +25,7 @@ TRAFFIC = {
     "cp": "keys and values of every attention",
     "tp": "activations of every layer",
 }
-"""What ranks along an axis send to each other."""
+"""Data that ranks along an axis exchange."""
 
 
 def build_mesh(
@@ -33,25 +33,24 @@ def build_mesh(
 ) -> DeviceMesh:
     """Arrange all ranks along the axes ``dp``, ``pp``, ``cp`` and ``tp``. Collective.
 
-    Ranks of one ``tp`` group lie inside a node wherever they fit, then those of ``cp``, then
-    ``pp``; ``dp`` is outermost. Rank 0 prints once, to stderr, who lies where and what crosses
-    between nodes. Every axis is there, also those of one rank: ``mesh["tp"]`` always works.
+    Ranks of one ``tp`` group are placed inside a node if they fit, then ranks of ``cp``, then of
+    ``pp``; ``dp`` is outermost. Rank 0 prints the placement and the traffic between nodes to
+    stderr. The mesh has all four axes, including axes of size 1.
 
-    Joins the world, and torch's group of all ranks with the backend ``hpctrain``, where that has
-    not been done.
+    Initializes the world, and torch's default group with the backend ``hpctrain``, if necessary.
 
     Args:
         tp: ranks that share the matrices of a layer, or its sequence.
         pp: stages of a pipeline.
-        dp: replicas, or shards of one; what the other axes leave, unless given.
+        dp: replicas, or shards of one; by default the remaining ranks.
         cp: ranks that share the sequence of a sample.
-        device: type of the device whose tensors the ranks exchange.
+        device: device type of the tensors that the ranks exchange.
 
     Raises:
-        TopologyError: the sizes do not multiply to the number of ranks, or torch.distributed
-            numbers the ranks otherwise than MPI; on every rank.
-        MismatchError: the ranks ask for different meshes; on every rank.
-        ConfigError: a rank has no such device; on every rank.
+        TopologyError: the product of the sizes is not the number of ranks, or the ranks of
+            torch.distributed and MPI differ; on every rank.
+        MismatchError: the ranks request different meshes; on every rank.
+        ConfigError: a rank lacks such a device; on every rank.
     """
     initialization.init()
     if not dist.is_initialized():
@@ -73,23 +72,26 @@ def build_mesh(
 
 
 def _use(device: str) -> None:
-    """Begin with this rank's card, else torch takes that of LOCAL_RANK, which may not be there."""
+    """Initialize the device; without it torch selects GPU LOCAL_RANK, which may not exist."""
     try:
         torch.empty(0, device=device)
-    except (AssertionError, RuntimeError) as error:  # the first where torch was built without
+    except (
+        AssertionError,
+        RuntimeError,
+    ) as error:  # AssertionError: torch was built without this device type
         raise ConfigError(
-            f"a mesh is of a type of device that every rank has, got {device!r}: "
+            f"every rank must have the device of a mesh, but {device!r} failed on a rank: "
             f"{str(error).splitlines()[0]}"
         ) from None
 
 
 def gradient_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the ranks that average their gradients as one axis: those of ``dp`` and ``cp``.
+    """Return the axes ``dp`` and ``cp`` as one axis, whose ranks average their gradients.
 
     Collective over all ranks at the first call for a mesh; the same mesh afterwards.
 
     Args:
-        mesh: of ``build_mesh``.
+        mesh: result of ``build_mesh``.
     """
     if mesh["cp"].size() == 1:
         return mesh["dp"]
@@ -102,10 +104,10 @@ def hybrid_mesh(mesh: DeviceMesh | None = None) -> DeviceMesh:
     Collective over all ranks.
 
     Args:
-        mesh: one axis, such as ``build_mesh(tp=2)["dp"]``; all ranks, unless given.
+        mesh: one axis, such as ``build_mesh(tp=2)["dp"]``; by default all ranks.
 
     Raises:
-        TopologyError: the axis does not have as many neighbours on every node.
+        TopologyError: the nodes do not have equal numbers of consecutive ranks of the axis.
     """
     axis = build_mesh()["dp"] if mesh is None else mesh
     topology = world.current().topology
@@ -116,8 +118,8 @@ def hybrid_mesh(mesh: DeviceMesh | None = None) -> DeviceMesh:
     refusal = None
     if len({*runs}) > 1 or len(runs) > len({*nodes}):
         refusal = (
-            f"HSDP needs equally many ranks of an axis on every node, next to each other, got "
-            f"{sizes} on its nodes; shard over the whole axis, or change the mesh"
+            f"for HSDP every node must have the same number of consecutive ranks of the axis, got "
+            f"{sizes}; shard over the whole axis, or change the mesh"
         )
     raise_if_any(world.current().comm.allgather_object(refusal), TopologyError)
     parts = {"replicate": len(runs), "shard": runs[0]}
@@ -129,8 +131,7 @@ def require_one_axis(mesh: DeviceMesh, axis: str) -> None:
     if mesh.ndim != 1:
         names = ", ".join(mesh.mesh_dim_names or ("no names",))
         raise ConfigError(
-            f'the mesh has one axis, such as mesh["{axis}"], got {mesh.ndim} of them ({names}); '
-            f'give mesh["{axis}"]'
+            f'the mesh must have one axis, got {mesh.ndim} axes ({names}); use mesh["{axis}"]'
         )
 
 
@@ -139,14 +140,14 @@ def _checked(topology: Topology, *, dp: int | None, **inner: int) -> dict[str, i
     told = (dist.get_rank(), dist.get_world_size())
     if told != (topology.rank, topology.size):
         raise TopologyError(
-            f"a mesh is placed by the ranks of MPI, of which this is rank {topology.rank} of "
-            f"{topology.size}; torch.distributed says rank {told[0]} of {told[1]}; start the "
-            f'ranks with mpirun, srun or hpctrain launch, and init_process_group("hpctrain")'
+            f"ranks of MPI and torch.distributed must be equal, but this is rank {topology.rank} "
+            f"of {topology.size} in MPI, rank {told[0]} of {told[1]} in torch.distributed; start "
+            f'the ranks with mpirun, srun or hpctrain launch, and init_process_group("hpctrain")'
         )
     strange = {a: n for a, n in (inner | {"dp": dp}).items() if type(n) is not int}
     if strange and strange != {"dp": None}:
         found = ", ".join(f"{a}={n!r}" for a, n in strange.items() if n is not None)
-        raise TopologyError(f"sizes of axes are whole numbers, got {found}; give an int")
+        raise TopologyError(f"sizes of axes must be integers, got {found}; use an int")
     rest = math.prod(inner.values())
     if min(rest, *inner.values()) < 1 or topology.size % rest:
         raise TopologyError(
@@ -167,15 +168,15 @@ def _words(sizes: dict[str, int]) -> str:
 
 
 def packed(nodes: Sequence[Sequence[int]], sizes: Sequence[int]) -> list[int]:
-    """Order ranks so that groups of neighbours lie inside a node wherever that can be. Pure.
+    """Order ranks so that groups of an axis are inside a node if possible. Not collective.
 
     Args:
         nodes: ranks of each node.
-        sizes: of the axes, the innermost first; their product is the number of ranks.
+        sizes: sizes of the axes, innermost first; their product is the number of ranks.
 
     Returns:
-        All ranks, row by row of the mesh. Of each axis in turn, every node makes as many whole
-        groups as it can; what is left over on the nodes then forms groups across them.
+        All ranks in row-major order of the mesh. For each axis, every node forms as many complete
+        groups as possible; the remaining ranks form groups across nodes.
     """
     units = [(node, [rank]) for node, ranks in enumerate(nodes) for rank in ranks]
     for size in sizes:
@@ -192,16 +193,17 @@ def packed(nodes: Sequence[Sequence[int]], sizes: Sequence[int]) -> list[int]:
 
 
 def placement(mesh: DeviceMesh) -> str:
-    """Describe where the ranks of a mesh lie, and what crosses between nodes. Not collective.
+    """Describe the placement of a mesh and its traffic between nodes. Not collective.
 
-    Any mesh of torch will do, such as that of ``init_device_mesh("cpu", ...)``.
+    Args:
+        mesh: any mesh of torch, also from ``init_device_mesh``.
 
     Returns:
-        Two lines: the axes with the ranks of their first groups, and what crosses; a third one
-        where tensor or context parallel ranks of several nodes have to wait for each other.
+        Two lines: the axes with the ranks of their first groups, and the traffic; a third line if
+        tensor or context parallel groups extend over several nodes.
 
     Raises:
-        NotInitializedError: there is no world yet.
+        NotInitializedError: ``init`` was not called.
     """
     topology = world.current().topology
     node_of = {rank: node for node, ranks in enumerate(topology.nodes) for rank in ranks}

@@ -1,4 +1,4 @@
-"""Parts of parameters and optimizer state in a file on a node's disk, stepped bucket by bucket."""
+"""Offloading of parameters and optimizer state to a file on a local disk."""
 
 import mmap
 import os
@@ -22,16 +22,16 @@ from hpctrain.gradients.elementwise import PieceStep
 from hpctrain.parallel.guard_facts import part
 
 BUCKET_ELEMENTS = 2 * MIB
-"""Elements of parameters that are stepped at once."""
+"""Elements of parameters that are updated together."""
 _IN_MEMORY = {0x01021994, 0x858458F6}  # tmpfs, ramfs
-_ALIGNED = 64  # bytes: whole vectors, whatever the dtype
-_VALUES = ""  # the slot of the parameter itself, beside those of its state
+_ALIGNED = 64  # bytes; alignment for vector instructions
+_VALUES = ""  # slot of the parameter; other slots contain its state
 
 Slots: TypeAlias = dict[str, Tensor]
 
 
 class _Slice(NamedTuple):
-    """Some elements of a parameter of a group."""
+    """A range of elements of a parameter."""
 
     group: int
     parameter: Any
@@ -39,20 +39,25 @@ class _Slice(NamedTuple):
 
 
 class FileState:
-    """The parts of parameters and state that a rank has, one after another in a file.
+    """Shards of parameters and optimizer state in an unnamed file.
 
-    The file has no name and goes with the process. Its blocks are reserved at the start, so a
-    disk that fills up later takes nothing away. What the disk has not taken yet, and what is read
-    ahead, lies in memory that the system takes back when it needs some.
+    The file is deleted at the end of the process. Its blocks are reserved at the start, so a disk
+    that becomes full later causes no error. Pages that are not written yet, or that are read
+    ahead, are in the page cache, which the kernel can reclaim.
+
+    Args:
+        optimizer: optimizer of the parameters, before they are sharded.
+        folder: folder on a local disk.
+        num_shards: number of ranks that divide each parameter.
+        masters: dtype to promote parameters to, or None.
+
+    Raises:
+        ConfigError: the space cannot be reserved, or the folder is in memory.
     """
 
     def __init__(
         self, optimizer: Optimizer, folder: str, num_shards: int, masters: torch.dtype | None
     ) -> None:
-        """Reserve the space, before anything is sharded.
-
-        Raises ``ConfigError``: there is none, or the folder lies in memory.
-        """
         self._optimizer, self._steps = optimizer, PieceStep(optimizer)
         self._steps.read(optimizer)
         self._slots: dict[Any, Slots] = {}
@@ -79,11 +84,12 @@ class FileState:
 
     @torch.no_grad()
     def take_over(self) -> None:
-        """Move the parameters into the file, now that the optimizer holds their shards."""
+        """Move the shards of parameters, which the optimizer holds now, into the file."""
         slots, room = iter(self._forms), BUCKET_ELEMENTS
         for number, group in enumerate(self._optimizer.param_groups):
             for p in group["params"]:
-                # Not to_local(), which wraps it: torch's FSDP looks for the memory of this one.
+                # FSDP identifies the local tensor by its storage, and to_local() returns a
+                # wrapper.
                 local: Any = part(p)
                 whole = next(slots)
                 numel, begin = local.numel(), 0
@@ -99,10 +105,14 @@ class FileState:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Step all parameters that have a gradient, and read the next ones meanwhile.
+        """Update all parameters that have a gradient, while the next bucket is read ahead.
 
-        The optimizer's own ``step()``, which follows, finds no parameters: see ``end_step``.
-        ``ConfigError``, before anything is stepped: the state has become another one.
+        Takes the parameters from the optimizer, so that its own ``step()``, which follows, updates
+        nothing; ``end_step`` returns them.
+
+        Raises:
+            ConfigError: the options of the optimizer need other state than at the start; raised
+                before any update.
         """
         groups = self._optimizer.param_groups
         self._steps.read(self._optimizer)
@@ -120,12 +130,12 @@ class FileState:
             group["params"] = []
 
     def end_step(self) -> None:
-        """Give the optimizer its parameters back."""
+        """Return the parameters to the optimizer."""
         for group, held in zip(self._optimizer.param_groups, self._held, strict=True):
             group["params"] = held
 
     def _step_bucket(self, bucket: list[_Slice], fresh: dict[Any, dict[str, Any]]) -> None:
-        """Step some elements; put what else a parameter's state will be into ``fresh``."""
+        """Update a bucket; store the state of its parameters in ``fresh``."""
         pieces: dict[int, list[Tensor]] = defaultdict(list)
         state = self._steps.state
         for group, p, elements in bucket:
@@ -133,7 +143,7 @@ class FileState:
             piece.grad = _part(p.grad, elements)
             pieces[group].append(piece)
             for key, value in self._optimizer.state.get(p, {}).items():
-                is_whole = key not in self._slots[p]  # one number, of all slices
+                is_whole = key not in self._slots[p]  # one value for all slices
                 state[piece][key] = deepcopy(value) if is_whole else _part(value, elements)
         self._steps.step(pieces)
         for (_, p, elements), piece in zip(bucket, chain(*pieces.values()), strict=True):
@@ -144,7 +154,7 @@ class FileState:
                     kept[key] = value
                     continue
                 if value.data_ptr() != slot[elements].data_ptr():
-                    slot[elements] = value  # made by this step, or loaded
+                    slot[elements] = value  # created by this step, or loaded
                 place = p.device_mesh, p.placements
                 form = {"shape": p.shape, "stride": p.stride(), "run_check": False}
                 kept[key] = DTensor.from_local(slot.view(p.to_local().shape), *place, **form)
@@ -156,8 +166,8 @@ class FileState:
                 needed = {key for key, part in parts.items() if part.shape is None}
                 if more := needed - set(self._slots.get(p, ())):
                     raise ConfigError(
-                        f"a file of offload has room for the state of parameters at shard(), got "
-                        f"{', '.join(sorted(more))} besides; set the optimizer's options before"
+                        f"the optimizer must not need more state than at shard(), but needs "
+                        f"{', '.join(sorted(more))}; set its options before shard()"
                     )
 
     def _advise(self, bucket: list[_Slice], advice: int) -> None:
@@ -173,18 +183,18 @@ def _part(tensor: DTensor, elements: slice) -> Tensor:
 
 
 def _reserved(folder: Path, num_bytes: int) -> mmap.mmap:
-    """Map a new file without a name, whose blocks are all there."""
+    """Map a new unnamed file with reserved blocks."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             if file_system_magic(file.fileno()) in _IN_MEMORY:
                 raise ConfigError(
-                    f"offload takes a folder on a disk of the node, got {folder}, which lies in "
-                    f"memory; take another one"
+                    f"the folder of offload must be on a disk, but {folder} is in memory; use "
+                    f"another folder"
                 )
             os.posix_fallocate(file.fileno(), 0, max(num_bytes, 1))
             return mmap.mmap(file.fileno(), max(num_bytes, 1))
     except OSError as error:
         raise ConfigError(
-            f"offload needs {format_bytes(num_bytes)} for each rank in {folder}, got "
-            f"{error.strerror}; free space there, or take another folder"
+            f"{folder} must have {format_bytes(num_bytes)} per rank for offload, but reserving "
+            f"the space failed: {error.strerror}; free space there, or use another folder"
         ) from error

@@ -1,4 +1,4 @@
-"""Table ``[parallel]`` of a configuration: how one model is divided among ranks."""
+"""Table ``[parallel]`` of a configuration: division of a model among ranks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -70,11 +70,11 @@ class ParallelConfig(CheckedFields):
 
     @property
     def divides(self) -> bool:
-        """Whether ranks have parts of one model, or of its state."""
+        """Whether ranks divide one model or its state."""
         return max(self.tp, self.pp, self.cp) > 1 or self.zero > 0
 
     def describe(self, replicas: int = 1) -> str:
-        """Say which axes there are, such as ``dp=2 x tp=2 x zero=1``."""
+        """Return the axes, such as ``dp=2 x tp=2 x zero=1``."""
         axes = {"dp": replicas, "pp": self.pp, "cp": self.cp, "tp": self.tp}
         words = [f"{name}={size}" for name, size in axes.items() if size > 1]
         return " x ".join([*words, f"zero={self.zero}"] if self.zero else words)

@@ -1,4 +1,4 @@
-"""A pipeline of torch: stages cut by measured time, tied weights, clipping, and its bubble."""
+"""Pipeline parallelism with torch's schedules, balanced stages and tied weights."""
 
 import socket
 import statistics
@@ -28,17 +28,40 @@ Wrap = Callable[[nn.Module], nn.Module]
 
 
 class Pipeline:
-    """The stages that this rank has of a model that is cut along its layers.
+    """The stages of this rank of a model that is divided by layers. Collective over all ranks.
 
-    ``model`` holds the layers of this rank under the names that they have in the whole model, for
-    the optimizer and for distributed checkpoints: ``AdamW(pipeline.model.parameters())``. The
-    whole model is not kept; let go of it.
+    ``model`` contains the layers of this rank under their names in the whole model, for the
+    optimizer and for distributed checkpoints: ``AdamW(pipeline.model.parameters())``. The pipeline
+    does not keep the whole model; delete it to free its memory.
+
+    Args:
+        model: identical on all ranks.
+        mesh: one axis, such as ``build_mesh(pp=2)["pp"]``.
+        layers: names of the modules of the chain, in the order of forward; ``*`` matches any
+            part: ``["embedding", "blocks.*", "head"]``.
+        loss: returns the mean loss for the output of the last layer and the target of a
+            micro-batch.
+        num_microbatches: number of equal parts of a batch; for ``1f1b`` at least the number of
+            ranks.
+        schedule: ``gpipe`` or ``1f1b`` with one stage per rank, or ``interleaved``,
+            ``zero_bubble`` or ``zbv`` with two.
+        stages_per_rank: for ``interleaved`` and ``zero_bubble``, which need a multiple of
+            ``M // P`` micro-batches, such as a multiple of P, for M micro-batches on P ranks.
+        sample: a micro-batch for timing the layers, to balance the stages; by default stages are
+            balanced by their number of parameters.
+        wrap: applied to each stage, such as ``fully_shard`` over ``mesh["dp"]``.
+
+    Raises:
+        ConfigError: a schedule or layer does not exist, the schedule needs another number of
+            stages or micro-batches, there are more stages than layers, a parameter is in no layer,
+            or selective recomputation is used with a schedule that divides backward in two.
+        MismatchError: the ranks pass different arguments; on every rank of the axis.
 
     Source: Huang et al. 2019, arXiv:1811.06965 (GPipe); Narayanan et al. 2021, arXiv:2104.04473
     (1F1B, interleaved); Qi et al. 2024, arXiv:2401.10241 (zero bubble).
     """
 
-    def __init__(  # noqa: PLR0913 - all but the first three by name
+    def __init__(  # noqa: PLR0913 - keyword-only options
         self,
         model: nn.Module,
         mesh: DeviceMesh,
@@ -51,31 +74,6 @@ class Pipeline:
         sample: Tensor | None = None,
         wrap: Wrap | None = None,
     ) -> None:
-        """Cut a model into stages. Collective over all ranks.
-
-        Args:
-            model: the same on all ranks.
-            mesh: one axis, such as ``build_mesh(pp=2)["pp"]``.
-            layers: names of the modules whose chain the model is, in the order of forward, in
-                which ``*`` stands for any part: ``["embedding", "blocks.*", "head"]``.
-            loss: mean loss of the last layer's output and the target of a micro-batch.
-            num_microbatches: into how many equal parts a batch is cut; by ``1f1b`` at least as
-                many as there are ranks.
-            schedule: ``gpipe``, ``1f1b``, or, with two stages on each rank, ``interleaved``,
-                ``zero_bubble`` and ``zbv``.
-            stages_per_rank: for ``interleaved`` and ``zero_bubble``, whose M micro-batches are a
-                multiple of the whole part of M / P, such as a multiple of P.
-            sample: a micro-batch, by which the layers are timed, so that the slowest stage is as
-                fast as can be; without it they count by their parameters.
-            wrap: applied to each stage, such as ``fully_shard`` over ``mesh["dp"]``.
-
-        Raises:
-            ConfigError: there is no such schedule or layer, the schedule has another number of
-                stages or micro-batches, there are more stages than layers, a parameter is in no
-                layer, or something is computed again selectively where the schedule cuts backward
-                in two.
-            MismatchError: the ranks ask for different pipelines; on every rank of the axis.
-        """
         require_one_axis(mesh, "pp")
         require("a pipeline", can_pipeline, "2.7")
         self._mesh, self._group = mesh, mesh.get_group()
@@ -89,7 +87,7 @@ class Pipeline:
         chain, rank_of = layers_of(model, layers), self._schedule.rank_of
         costs = _agreed_costs([layer for _, layer in chain], sample)
         self.split = cut(costs, len(rank_of))
-        """Layers of each stage, by their numbers."""
+        """Numbers of the layers of each stage."""
         self._device = next(model.parameters()).device
         release(model)
         self._place(chain, wrap)
@@ -97,7 +95,7 @@ class Pipeline:
         self._learnt: object = None
 
     def _place(self, chain: Sequence[tuple[str, nn.Module]], wrap: Wrap | None) -> None:
-        """Make the stages of this rank. Collective over all ranks."""
+        """Create the stages of this rank. Collective over all ranks."""
         rank_of, mesh = self._schedule.rank_of, self._mesh
         mine = [stage for stage, rank in enumerate(rank_of) if rank == mesh.get_local_rank()]
         parts = {stage: [chain[number] for number in self.split[stage]] for stage in mine}
@@ -112,7 +110,7 @@ class Pipeline:
         self._watch([*chains.values()], [*wrapped.values()])
 
     def _watch(self, chains: Sequence[nn.Module], wrapped: Sequence[nn.Module]) -> None:
-        """Let one guard compare the calls of ranks for all stages, and for their replicas."""
+        """Attach one guard to all stages and their replicas."""
         guard = self._guard
         for chain in chains:
             guard.num_flags = max(guard.num_flags, release(chain))
@@ -121,25 +119,25 @@ class Pipeline:
         guard.add_replicas(groups, self._device.type, is_averaged=False)
 
     def step(self, given: Tensor, target: Tensor) -> Tensor:
-        """Compute gradients of a batch, and add them to existing ones. Collective over the axis.
+        """Accumulate the gradients of a batch. Collective over the axis.
 
-        All ranks of the axis give the same batch; gradients of tied weights are summed. Between
-        two steps batches may change their size, and parameters their ``requires_grad``. With
-        tensor parallel scores, call it within ``loss_parallel()``.
+        All ranks of the axis pass the same batch; gradients of tied weights are summed. Batch
+        sizes and ``requires_grad`` may change between steps. With tensor parallel scores, call
+        ``step`` within ``loss_parallel()``.
 
         Args:
-            given: ``(n, ...)``, what the first layer takes; ``n`` is a multiple of
+            given: ``(n, ...)``, input of the first layer; ``n`` is a multiple of
                 ``num_microbatches``.
-            target: ``(n, ...)``, what the loss takes.
+            target: ``(n, ...)``, target of the loss.
 
         Returns:
             The mean loss, on every rank.
 
         Raises:
-            ConfigError: the micro-batches do not divide the batch, it has not as many targets, or
-                a weight of several stages is frozen in some; on every rank of the axis.
-            MismatchError: the ranks give different batches, or differ in what they have done to
-                gradients, weights and settings since; on every rank of the axis.
+            ConfigError: the batch cannot be divided into micro-batches, the number of targets
+                differs, or a shared weight is frozen in some stages; on every rank of the axis.
+            MismatchError: the ranks pass different batches, or changed gradients, weights or
+                settings differently; on every rank of the axis.
         """
         self._check_batch(given, target, FORWARD)
         self._tied.begin_step()
@@ -151,7 +149,7 @@ class Pipeline:
     def evaluate(self, given: Tensor, target: Tensor) -> Tensor:
         """Return the mean loss of a batch, without gradients. Collective over the axis.
 
-        Arguments, result and errors are those of ``step``.
+        Arguments, result and errors are as for ``step``.
         """
         self._check_batch(given, target, EVALUATION)
         with torch.no_grad():
@@ -161,7 +159,7 @@ class Pipeline:
         for stage in self._stages:
             stage.reset()
         losses: list[Tensor] = []
-        # Torch before 2.13 compares strides with those of a copy.
+        # Torch before 2.13 compares strides with the strides of a contiguous copy.
         inputs = (given.contiguous(),) if self._stages[0].is_first else ()
         told = target if self._stages[-1].is_last else None
         start = time.perf_counter()
@@ -175,7 +173,7 @@ class Pipeline:
         return mean
 
     def _check_batch(self, given: Tensor, target: Tensor, what: int) -> None:
-        """Raise on all ranks of the axis, or on none. Collective over it."""
+        """Check a batch; raises on all ranks of the axis or none. Collective over the axis."""
         lines = [f"given {digest(given)}", f"target {digest(target)}"]
         mine = zlib.crc32("".join(lines).encode())
         trained = tuple(parameter.requires_grad for parameter in self.model.parameters())
@@ -201,12 +199,12 @@ class Pipeline:
             self._learnt = now
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale the gradients of all stages so that their norm is ``max_norm`` at most.
+        """Scale the gradients of all stages to a norm of at most ``max_norm``.
 
         Collective over the axis. Tied weights count once.
 
         Returns:
-            The norm before, on every rank.
+            The norm before scaling, on every rank.
         """
         norm = norm_of(p.grad for p in self._tied.counted() if p.grad is not None)
         total = norm.to("cpu", torch.float64).square()
@@ -217,17 +215,18 @@ class Pipeline:
 
     @property
     def most_in_flight(self) -> int:
-        """Micro-batches whose activations this rank held at once in the last step."""
+        """Largest number of micro-batches that this rank stored at once in the last step."""
         return sum(stage.most_in_flight for stage in self._stages)
 
     def report(self) -> str:
-        """Describe where the last step spent its time. Collective over the axis.
+        """Describe the waiting time of the last step. Collective over the axis.
 
         Returns:
-            The bubble, which is the share of the step in which ranks wait for each other, beside
-            that of equal stages, ``(P - 1) / (M + P - 1)``; and the slowest rank, on every rank.
+            On every rank: the bubble, which is the fraction of the step in which ranks wait, the
+            bubble of equal stages, ``(P - 1) / (M + P - 1)``, and the slowest rank.
 
-        Raises ``ConfigError``: there was no step yet.
+        Raises:
+            ConfigError: ``step`` was not called.
         """
         if not self._seconds:
             raise ConfigError("a report is of the last step, got none; call step before it")
@@ -235,7 +234,7 @@ class Pipeline:
         here = dist.get_rank(), socket.gethostname()
         found = gathered((mine, self._seconds, here), self._mesh)
         busy = [seconds for seconds, _, _ in found]
-        # Ranks leave a step one after the other: the longest time is that of the step.
+        # Ranks end a step at different times; the longest time is the time of the step.
         size = self._mesh.size()
         bubble = 1 - sum(busy) / (size * max(seconds for _, seconds, _ in found))
         ideal = (size - 1) / (self._schedule.num_microbatches + size - 1)
@@ -246,7 +245,7 @@ class Pipeline:
 
 
 def _agreed_costs(layers: Sequence[nn.Module], sample: Tensor | None) -> list[float]:
-    """Return the cost of each layer, the mean of the times of all ranks. Collective."""
+    """Return the cost of each layer, averaged over all ranks. Collective."""
     if sample is None:
         return [1.0 + sum(p.numel() for p in layer.parameters()) for layer in layers]
     found = gathered(seconds_of(layers, sample))
@@ -254,7 +253,7 @@ def _agreed_costs(layers: Sequence[nn.Module], sample: Tensor | None) -> list[fl
 
 
 def _against_others(busy: Sequence[float], places: Sequence[tuple[int, str]]) -> str:
-    """Name the slowest rank of a pipeline, and its time against the others'. Pure."""
+    """Return a text about the slowest rank and its time relative to the others."""
     slowest = busy.index(max(busy))
     others = [seconds for rank, seconds in enumerate(busy) if rank != slowest] or [max(busy)]
     ratio, (rank, host) = max(busy) / max(statistics.median(others), 1e-9), places[slowest]

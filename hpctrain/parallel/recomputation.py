@@ -1,4 +1,4 @@
-"""Activations that backward computes again instead of keeping them."""
+"""Activation checkpointing, complete or selective."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,32 +15,32 @@ from hpctrain.core.torch_compat import Operator
 from hpctrain.parallel.split import matching
 
 DEAR = ("mm", "addmm", "convolution")
-"""What selective recomputation keeps, by the names of torch's operators, and fused attention."""
+"""Operators whose results selective recomputation keeps, in addition to fused attention."""
 
 
 def recompute(model: nn.Module, blocks: Sequence[str], *, selective: bool = False) -> nn.Module:
-    """Keep of some modules only what they are given, until backward computes the rest again.
+    """Store only the inputs of modules, and repeat their forward during backward.
 
-    Not collective, but what the modules exchange in forward they exchange again in backward. Call
-    it behind ``tensor_parallel``, and before ``fully_shard`` and ``Pipeline``. Names and values of
-    parameters stay, random numbers are drawn again as they were.
+    Not collective, but backward repeats the communication of the modules' forward. Call it after
+    ``tensor_parallel``, and before ``fully_shard`` and ``Pipeline``. Names and values of
+    parameters do not change; the repeated forward draws the same random numbers.
 
     Args:
         model: changed in place.
-        blocks: names of modules, in which ``*`` stands for any part: ``["blocks.*"]``.
-        selective: keep also what matrices of weights and fused attention return, so that only what
-            is cheap is computed again: norms, activations, scores that are not fused.
+        blocks: names of modules, in which ``*`` matches any part: ``["blocks.*"]``.
+        selective: also store the results of weight matrices and fused attention, so that only
+            cheap operations are repeated: norms, activations, unfused scores.
 
     Returns:
         The model.
 
     Raises:
-        ConfigError: there is no such module.
+        ConfigError: a name matches no module.
 
     Source: Chen et al. 2016, arXiv:1604.06174; Korthikanti et al. 2022, arXiv:2205.05198.
     """
     for block in matching(model, blocks).values():
-        inner = vars(block).get("forward")  # of this object alone, as some tools leave one
+        inner = vars(block).get("forward")  # set on the instance by some tools
         if isinstance(inner, _Recomputed):
             inner = inner.inner
         block.forward = _Recomputed(block, inner, selective=selective)
@@ -48,13 +48,13 @@ def recompute(model: nn.Module, blocks: Sequence[str], *, selective: bool = Fals
 
 
 def selective_in(model: nn.Module) -> list[str]:
-    """Return the names of the modules that keep what is dear."""
+    """Return the names of modules with selective recomputation."""
     named = ((name, vars(module).get("forward")) for name, module in model.named_modules())
     return [name for name, one in named if isinstance(one, _Recomputed) and one.selective]
 
 
 class _Recomputed:
-    """A forward that keeps less; of a class, so that modules can be pickled."""
+    """A forward with checkpointing; a class, so that modules can be pickled."""
 
     def __init__(
         self, block: nn.Module, inner: Callable[..., Any] | None, *, selective: bool

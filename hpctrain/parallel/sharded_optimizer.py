@@ -94,7 +94,7 @@ class Gradients:
         self._used.add(name)
 
     def forget(self) -> None:
-        """Drop all gradients, also those of gathered parameters."""
+        """Drop all gradients, including gradients of gathered parameters."""
         self._used.clear()
         for whole in self._whole.values():
             whole.grad = None

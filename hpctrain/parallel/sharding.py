@@ -1,4 +1,4 @@
-"""ZeRO in one call: parameters, gradients and optimizer state divided by torch's FSDP2."""
+"""ZeRO stages 1 to 3 with torch's FSDP2."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -39,7 +39,7 @@ _MASTER_BYTES = 4
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 
 
-def shard(  # noqa: PLR0913 - each is one choice
+def shard(  # noqa: PLR0913 - independent options
     model: nn.Module,
     optimizer: Optimizer,
     *,
@@ -49,40 +49,41 @@ def shard(  # noqa: PLR0913 - each is one choice
     compute_dtype: torch.dtype | None = None,
     offload: str | None = None,
 ) -> ShardedOptimizer:
-    """Divide a model and its optimizer's state among ranks, in place. Collective over them.
+    """Divide a model and its optimizer state among ranks, in place. Collective over the mesh.
 
-    Forward and backward gather a layer's parameters when it is its turn, backward averages the
-    gradients and leaves each rank its part, which the optimizer steps. The stage is what stays
-    whole in between; N ranks with Adam and a ``compute_dtype`` of 16 bits hold at most so many
-    bytes per parameter, besides activations and the layer at work:
+    Forward and backward gather the parameters of one layer at a time. Backward averages the
+    gradients and stores on each rank the part that its optimizer updates. The stage determines
+    which tensors stay complete on every rank. With Adam, a 16-bit ``compute_dtype`` and N ranks,
+    the bytes per parameter, without activations and the layer in use, are at most:
 
     1. parameters from forward to backward, gradients inside ``no_sync()``: 4 + 12 / N;
-    2. parameters from forward to backward: 2 + 12 / N, or 2 + 16 / N if gradients add up;
-    3. nothing: 16 / N.
+    2. parameters from forward to backward: 2 + 12 / N, or 2 + 16 / N with accumulation;
+    3. none: 16 / N.
 
     Args:
-        model: the same on all ranks, its forward runs the same layers on all. Rank 0's values
-            count. Tensor parallel ones may be sharded further.
-        optimizer: one that steps every element by itself, with parameters of the model; it may
-            have a state. A class of yours says so by ``elementwise = True``.
+        model: identical on all ranks; its forward runs the same layers on all ranks. Values of
+            rank 0 are used. Tensor parallel models can be sharded further.
+        optimizer: an elementwise optimizer of parameters of the model, with or without state;
+            custom classes need the attribute ``elementwise = True``.
         stage: 1, 2 or 3.
-        mesh: one axis of shards, or two, of replicas and of shards (HSDP), as ``hybrid_mesh()``
-            makes them; all ranks, unless given.
-        layers: names of the modules that are gathered at once; ``*`` stands for any text. By
+        mesh: one axis for shards, or two axes for replicas and shards (HSDP), as from
+            ``hybrid_mesh()``; by default all ranks.
+        layers: names of the modules that are gathered together; ``*`` matches any text. By
             default the members of the outermost ``nn.ModuleList`` and ``nn.Sequential`` modules.
-        compute_dtype: of forward and backward; parameters and state are float32 at least then.
-        offload: a folder on a disk of the node that holds parameters and state, for ranks on
-            CPUs; or ``"cpu"``: they lie, and are stepped, in the memory of the CPU.
+        compute_dtype: dtype of forward and backward; parameters and state are then stored in
+            float32 or wider.
+        offload: a folder on a local disk for parameters and state, for ranks on CPUs; or
+            ``"cpu"`` to store and update them in host memory.
 
     Returns:
         The optimizer, whose state and parameters are ``DTensor`` objects.
 
     Raises:
-        ConfigError: an argument does not fit; on every rank.
+        ConfigError: an argument is invalid; on every rank.
         MismatchError: the ranks have different models or arguments; on every rank.
 
     Source: Rajbhandari et al. 2020, arXiv:1910.02054; Zhao et al. 2023, arXiv:2304.11277.
-    Differs: in stages 1 and 2 parameters go while gradients come, which add up in float32.
+    Differs: in stages 1 and 2 backward frees parameters while it stores gradients, in float32.
     """
     mesh = build_mesh()["dp"] if mesh is None else mesh
     require("shard() on CPUs", mesh.device_type != "cpu" or has_cpu_streams, "2.7")
@@ -111,7 +112,7 @@ class _Choice(NamedTuple):
 def _checked(
     model: nn.Module, optimizer: Optimizer, names: Mapping[nn.Parameter, str], chosen: _Choice
 ) -> tuple[list[nn.Module], FileState | None]:
-    """Return what is gathered at once, and the file; raise on all ranks, or on none."""
+    """Return gathered modules and offload file. Collective; raises on all ranks or none."""
     units, file, refusal = [], None, None
     stage, mesh, layers, compute_dtype, offload = chosen
     try:
@@ -133,7 +134,7 @@ def _checked(
 
 
 def _distribute(model: nn.Module, units: Sequence[nn.Module], chosen: _Choice) -> None:
-    """Shard a model, whose values are those of the first rank. Collective."""
+    """Shard a model with the values of the first rank. Collective."""
     stage, mesh, _, compute_dtype, offload = chosen
     model.to(mesh.device_type)
     for parameter in model.parameters():
@@ -146,15 +147,15 @@ def _distribute(model: nn.Module, units: Sequence[nn.Module], chosen: _Choice) -
         options["offload_policy"] = CPUOffloadPolicy()
     for unit in reversed(units):
         fully_shard(unit, reshard_after_forward=stage == 3, **options)
-    # By default the rest of the model stays whole after forward, as backward begins with it.
+    # By default FSDP2 keeps the root complete after forward, because backward starts with it.
     rest: dict[str, Any] = {} if stage == 3 else {"reshard_after_forward": False}
     fully_shard(model, **options, **rest)
-    if mesh.device_type == "cpu":  # a stream does so elsewhere
+    if mesh.device_type == "cpu":  # on GPUs a stream overlaps the gathering
         _gather_ahead(model, units)
 
 
 def _gather_ahead(model: nn.Module, units: Sequence[nn.Module]) -> None:
-    """Let a layer's parameters be gathered while the one before is at work."""
+    """Gather the parameters of a layer while the previous layer computes."""
     sharded = [unit for unit in (model, *units) if isinstance(unit, FSDPModule)]
     for unit, following in pairwise(sharded[1:]):
         unit.set_modules_to_forward_prefetch([following])
@@ -162,7 +163,7 @@ def _gather_ahead(model: nn.Module, units: Sequence[nn.Module]) -> None:
         gather_asynchronously(unit)
 
     def forget(*_: object) -> None:
-        """Drop what a pass has left out: it would be old in the next."""
+        """Drop gathered parameters that a pass did not use, which are outdated in the next."""
         for unit in sharded:
             drop_gathered(unit)
 
@@ -170,48 +171,47 @@ def _gather_ahead(model: nn.Module, units: Sequence[nn.Module]) -> None:
 
 
 def _check(model: nn.Module, optimizer: Optimizer, chosen: _Choice) -> None:
-    """Raise unless these can be sharded at all."""
+    """Raise ``ConfigError`` if the arguments cannot be sharded."""
     stage, mesh, _, _, offload = chosen
     if offload not in (None, "cpu") and mesh.device_type != "cpu":
         raise ConfigError(
-            f"offload to a folder is of ranks on CPUs, got a mesh on {mesh.device_type}; take "
-            f'offload="cpu"'
+            f"offload to a folder must be used with ranks on CPUs, got a mesh on "
+            f'{mesh.device_type}; use offload="cpu"'
         )
     if stage not in (1, 2, 3):
-        raise ConfigError(f"the stage of shard() is 1, 2 or 3, got {stage!r}")
+        raise ConfigError(f"the stage of shard() must be 1, 2 or 3, got {stage!r}")
     if mesh.ndim > 2:
         raise ConfigError(
-            f"shard() takes a mesh of one axis, or of replicas and shards, got {mesh.ndim} axes; "
-            f'take some of it, such as mesh["dp"]'
+            f"the mesh of shard() must have one or two axes, got {mesh.ndim} axes; use a part "
+            f'of it, such as mesh["dp"]'
         )
     if any(isinstance(one, DistributedDataParallel | FSDPModule) for one in model.modules()):
         raise ConfigError(
-            f"shard() averages gradients itself, got modules in a {type(model).__name__} that do; "
-            f"pass a model without fully_shard() or DistributedDataParallel"
+            f"the model of shard() must not average gradients itself, but modules of "
+            f"{type(model).__name__} do; remove fully_shard() or DistributedDataParallel"
         )
     if isinstance(optimizer, Rprop) or not is_known_as("elementwise", optimizer):
         raise ConfigError(
-            f"shard() takes an optimizer that steps every element by itself, got "
-            f"{type(optimizer).__name__}; take another one of torch.optim, such as AdamW; a class "
-            f"of your own says so by elementwise = True"
+            f"the optimizer of shard() must be elementwise, got {type(optimizer).__name__}; use "
+            f"another of torch.optim, such as AdamW, or set elementwise = True in your class"
         )
 
 
 def _check_parameters(
     model: nn.Module, optimizer: Optimizer, compute_dtype: torch.dtype | None
 ) -> None:
-    """Raise unless torch can shard every parameter, and the optimizer has no others."""
+    """Raise ``ConfigError`` for parameters that torch cannot shard or the model does not have."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     held = [p for group in optimizer.param_groups for p in group["params"]]
     if strange := sum(p not in names for p in held):
         raise ConfigError(
-            f"the optimizer of shard() holds parameters of its model alone, got {strange} of "
-            f"others; make it of model.parameters()"
+            f"the optimizer of shard() must have parameters of the model only, got {strange} "
+            f"others; create it with model.parameters()"
         )
     for module_name, module in model.named_modules():
         if getattr(module, "sparse", False):
             raise ConfigError(
-                f"shard() averages dense gradients, got sparse=True in {module_name}; leave it out"
+                f"gradients of shard() must be dense, got sparse=True in {module_name}; omit it"
             )
     for parameter, name in names.items():
         if parameter.is_meta or not parameter.ndim or not parameter.is_contiguous():
@@ -223,8 +223,9 @@ def _check_parameters(
     kinds = {p.dtype for p in names if p.requires_grad}
     if len(kinds) > 1 and not (compute_dtype and all(kind.itemsize <= 4 for kind in kinds)):
         raise ConfigError(
-            f"parameters of shard() have one dtype, got {', '.join(sorted(map(str, kinds)))}; "
-            f"convert the model, or say compute_dtype=torch.bfloat16"
+            f"parameters of shard() must have one dtype, got "
+            f"{', '.join(sorted(map(str, kinds)))}; convert the model, or use "
+            f"compute_dtype=torch.bfloat16"
         )
     for parameter in held:
         for key, value in optimizer.state.get(parameter, {}).items():
@@ -236,9 +237,9 @@ def _check_parameters(
 
 
 def _units(model: nn.Module, names: Sequence[str] | None) -> list[nn.Module]:
-    """Return the modules that are gathered at once, outer ones first.
+    """Return the modules that are gathered together, outer modules first.
 
-    Not those that share parameters with others: the whole model's remainder has these.
+    Excludes modules that share parameters with others; the root module gathers these.
     """
     modules = {name: module for name, module in model.named_modules() if name}
     if names is None:
@@ -256,7 +257,7 @@ def _units(model: nn.Module, names: Sequence[str] | None) -> list[nn.Module]:
 
 
 def _members(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the members of outermost lists of modules."""
+    """Yield the members of the outermost module lists."""
     for child in module.children():
         if isinstance(module, (*_LISTS, nn.Sequential)) and not isinstance(child, _LISTS):
             yield child
@@ -266,7 +267,7 @@ def _members(module: nn.Module) -> Iterator[nn.Module]:
 
 @torch.no_grad()
 def _broadcast(tensor: Tensor, mesh: DeviceMesh) -> None:
-    """Take over what the first rank has. Collective."""
+    """Copy a tensor from the first rank of the mesh. Collective."""
     here = local(tensor)
     sent = here.detach().contiguous()
     for dim in reversed(range(mesh.ndim)):
@@ -279,7 +280,7 @@ def _broadcast(tensor: Tensor, mesh: DeviceMesh) -> None:
 def _move(
     optimizer: Optimizer, names: Mapping[nn.Parameter, str], new: Mapping[str, nn.Parameter]
 ) -> None:
-    """Let an optimizer hold the sharded parameters, and its state be sharded as they are."""
+    """Replace the parameters of an optimizer by their shards, and shard its state likewise."""
     following: dict[Any, Any] = {parameter: new[name] for parameter, name in names.items()}
     for group in optimizer.param_groups:
         group["params"][:] = [following[parameter] for parameter in group["params"]]

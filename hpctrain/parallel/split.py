@@ -15,15 +15,18 @@ from hpctrain.core.target import hint
 
 
 class Chain(nn.Module):
-    """Layers that take what the one before returns, under the names that they have in a model."""
+    """A chain of layers under their names in the whole model.
+
+    Args:
+        layers: names and modules in the order of forward.
+    """
 
     def __init__(self, layers: Sequence[tuple[str, nn.Module]]) -> None:
-        """Keep names and modules in the order of forward."""
         super().__init__()
         self.fill(layers)
 
     def fill(self, layers: Sequence[tuple[str, nn.Module]]) -> None:
-        """Have these layers, and no others."""
+        """Replace all layers."""
         self._modules.clear()
         self.layers = [layer for _, layer in layers]  # a list registers nothing
         self._names = [name for name, _ in layers]
@@ -37,7 +40,7 @@ class Chain(nn.Module):
             place.add_module(last, layer)
 
     def forward(self, given: Tensor) -> Tensor:
-        """Call one layer after the other."""
+        """Apply all layers."""
         for name, layer in zip(self._names, self.layers, strict=True):
             given = layer(given)
             if not isinstance(given, Tensor):
@@ -49,7 +52,7 @@ class Chain(nn.Module):
 
 
 def names_like(pattern: str, names: Iterable[str], *, same_depth: bool = False) -> list[str]:
-    """Return the module names that match a pattern, in which ``*`` stands for any text.
+    """Return the module names that match a pattern, in which ``*`` matches any text.
 
     With ``same_depth`` a name must have as many parts as the pattern.
 
@@ -77,10 +80,10 @@ def places_of(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]
 
 
 def matching(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
-    """Return modules by name, in the order of ``names``, in which ``*`` stands for any part.
+    """Return modules by name, in the order of ``names``, in which ``*`` matches any part.
 
     Raises:
-        ConfigError: a name is not there.
+        ConfigError: a name matches no module.
     """
     modules = {name: module for name, module in model.named_modules() if name}
     chosen = [name for one in names for name in names_like(one, modules, same_depth=True)]
@@ -88,10 +91,10 @@ def matching(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
 
 
 def layers_of(model: nn.Module, names: Sequence[str]) -> list[tuple[str, nn.Module]]:
-    """Return the layers of a model, in the order of ``names``, in which ``*`` stands for any part.
+    """Return layers of a model, in the order of ``names``, in which ``*`` matches any part.
 
     Raises:
-        ConfigError: a name is not there, or a parameter of the model is in no layer.
+        ConfigError: a name matches no module, or a parameter of the model is in no layer.
     """
     found = matching(model, names)
     held = {parameter for layer in found.values() for parameter in layer.parameters()}
@@ -105,9 +108,10 @@ def layers_of(model: nn.Module, names: Sequence[str]) -> list[tuple[str, nn.Modu
 
 
 def seconds_of(layers: Sequence[nn.Module], sample: Tensor, repeats: int = 3) -> list[float]:
-    """Time forward and backward of each layer on one micro-batch; the best of several.
+    """Return the seconds of forward and backward of each layer on one micro-batch.
 
-    Gradients that the layers have are lost; buffers and random numbers do not change.
+    Each time is the minimum of ``repeats``. Clears the gradients of the layers; buffers and random
+    states do not change.
     """
     best = [float("inf")] * len(layers)
     with left_as_they_are(layers, sample.device):
@@ -128,11 +132,11 @@ def seconds_of(layers: Sequence[nn.Module], sample: Tensor, repeats: int = 3) ->
 
 @contextmanager
 def left_as_they_are(modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
-    """Run a forward pass outside of training with copies of buffers and random numbers."""
+    """Restore buffers and random states after the block."""
     held = {id(each): vars(each)["_buffers"] for one in modules for each in one.modules()}
     kept = [(buffers, dict(buffers)) for buffers in held.values()]
     copies = {id(b): b.clone() for _, own in kept for b in own.values() if b is not None}
-    for buffers, own in kept:  # others in their place: torch sees what is changed in place
+    for buffers, own in kept:  # replaced by copies, because torch detects in-place changes
         buffers.update({name: b if b is None else copies[id(b)] for name, b in own.items()})
     kind = device.type
     try:
@@ -146,11 +150,11 @@ def left_as_they_are(modules: Sequence[nn.Module], device: torch.device) -> Iter
 
 
 def cut(costs: Sequence[float], num_stages: int) -> list[range]:
-    """Cut layers into stages so that the dearest stage costs as little as can be. Pure.
+    """Divide layers into stages so that the largest cost of a stage is minimal. Not collective.
 
     Args:
-        costs: of each layer.
-        num_stages: each of at least one layer.
+        costs: cost of each layer.
+        num_stages: number of stages, each with at least one layer.
 
     Returns:
         The layers of each stage.
@@ -164,7 +168,7 @@ def cut(costs: Sequence[float], num_stages: int) -> list[range]:
             f"stages; take fewer stages"
         )
     ends = [0.0, *accumulate(costs)]
-    # For each number of first layers: the least cost of the dearest stage, and the cuts for it.
+    # Dynamic programming: for the first n layers, the minimal largest cost and its bounds.
     best: dict[int, tuple[float, tuple[int, ...]]]
     best = {n: (ends[n], (0, n)) for n in range(1, len(ends))}
     for stage in range(2, num_stages + 1):
@@ -182,7 +186,7 @@ def cut(costs: Sequence[float], num_stages: int) -> list[range]:
 
 
 def shared_between(layers: Sequence[tuple[str, nn.Module]]) -> list[list[tuple[int, str]]]:
-    """Return the places of parameters that several layers share: layer and name."""
+    """Return layer numbers and names of each parameter that several layers share."""
     places: dict[nn.Parameter, list[tuple[int, str]]] = {}
     for number, (prefix, layer) in enumerate(layers):
         for name, parameter in layer.named_parameters(prefix, remove_duplicate=False):

@@ -157,10 +157,13 @@ class PipelineSchedule:
         return stages
 
     def prepare(self, stages: Sequence[Stage], loss: Callable[..., Any]) -> None:
-        """Let torch learn shapes in the next run: stages, inputs or parameters have changed."""
+        """Rebuild the schedule, so that torch exchanges shapes again in the next run.
+
+        Called after stages, inputs or parameters changed.
+        """
         given: Any = stages if len(stages) > 1 else stages[0]
 
-        # torch would divide gradients by the number, also those of earlier batches.
+        # scale_grads of torch would also divide the accumulated gradients of earlier batches.
         def mean(output: Any, target: Any) -> Any:
             return loss(output, target) / self.num_microbatches
 

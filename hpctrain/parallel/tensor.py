@@ -1,4 +1,4 @@
-"""Tensor and sequence parallel layers: torch's styles, chosen by the role of each matrix."""
+"""Tensor and sequence parallelism with torch's styles, selected by the role of each matrix."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -27,46 +27,46 @@ ROLES = ("column", "row", "vocabulary")
 def tensor_parallel(
     model: nn.Module, mesh: DeviceMesh, roles: Mapping[str, str], *, sequence: bool = False
 ) -> nn.Module:
-    """Divide the matrices of a transformer among the ranks of a mesh. Collective over them.
+    """Divide the matrices of a transformer among the ranks of a mesh. Collective over the mesh.
 
-    Of each block the first matrices are divided by ``column`` (their outputs: heads, hidden
-    features) and the last by ``row`` (their inputs), so that it communicates twice: an
-    all-reduce of the activations in forward and one in backward for attention, the same for the
-    feed-forward layer. With ``sequence``, what lies between blocks is divided along the sequence,
-    and each all-reduce becomes an all-gather and a reduce-scatter of as many bytes.
+    The first matrices of each block are divided by ``column`` (outputs: heads, hidden features),
+    the last by ``row`` (inputs). Attention and feed-forward layer each need one all-reduce of
+    activations in forward and one in backward. With ``sequence``, activations between blocks are
+    divided along the sequence, and each all-reduce becomes an all-gather and a reduce-scatter with
+    the same number of bytes.
 
-    Modules without a role are replicated; their gradients are summed over the ranks where
-    ``sequence`` lets each rank see a part. Every parameter becomes a ``DTensor``, which torch's
-    optimizers, ``clip_grad_norm_``, ``fully_shard`` and distributed checkpoints know.
+    Modules without a role are replicated; with ``sequence`` their gradients are summed over the
+    ranks. Every parameter becomes a ``DTensor``, which torch's optimizers, ``clip_grad_norm_``,
+    ``fully_shard`` and distributed checkpoints support.
 
-    Between modules lie plain tensors, ``(n, length, width)``, or ``(n, length / size, width)``
-    with ``sequence``; code that reshapes to heads says ``-1`` for their number. All ranks of the
-    mesh are given the same samples, and draw the same random numbers (dropout): they are seeded
-    alike. With ``sequence`` each draws for its part. What mixes places of a sequence, attention
-    above all, then lies between ``column`` and ``row``, where all of it is.
+    Modules exchange plain tensors ``(n, length, width)``, or ``(n, length / size, width)`` with
+    ``sequence``. Code that reshapes to heads must use ``-1`` for their number. All ranks of the
+    mesh get the same samples and must be seeded identically, for dropout; with ``sequence`` each
+    rank draws random numbers for its part. Modules that mix positions, such as attention, must
+    then be between ``column`` and ``row``, where ranks have the whole sequence.
 
     Args:
-        model: the same on all ranks; changed in place. Rank 0's values count.
+        model: identical on all ranks; changed in place. Values of rank 0 are used.
         mesh: one axis, such as ``build_mesh(tp=2)["tp"]``.
-        roles: role by name of a module, in which ``*`` stands for anything: ``column`` and
-            ``row`` for ``nn.Linear``; ``vocabulary`` for the embedding, whose rows are divided,
-            and for the last layer, whose scores then are a ``DTensor`` divided by class, as
-            ``torch.distributed.tensor.parallel.loss_parallel`` takes them.
-        sequence: whether the stream between blocks is divided along its dimension 1, from an
-            embedding with the role ``vocabulary`` on.
+        roles: role by module name, in which ``*`` matches any text. ``column`` and ``row`` are for
+            ``nn.Linear``; ``vocabulary`` is for the embedding, whose rows are divided, and for the
+            last layer, whose scores become a ``DTensor`` divided by class, for
+            ``torch.distributed.tensor.parallel.loss_parallel``.
+        sequence: whether activations between blocks are divided along dimension 1; requires an
+            embedding with the role ``vocabulary``.
 
     Returns:
         The model.
 
     Raises:
-        ConfigError: a role does not fit its module or has no counterpart, a name is not there or
-            has two roles, the ranks do not divide a matrix, a parameter is of no layer or divided
-            already, or ``sequence`` meets an embedding without a role or what mixes places. So
-            does forward for tokens that the embedding has no row for, and the first one for
-            attention to a part of a sequence.
+        ConfigError: a role does not match its module or has no counterpart, a name matches no
+            module or has two roles, a matrix cannot be divided, a parameter belongs to no layer or
+            is divided already, or with ``sequence`` an embedding has no role or a module outside
+            of ``column`` and ``row`` mixes positions. Also raised by forward for tokens outside of
+            the vocabulary, and by the first forward for attention to a part of a sequence.
         MismatchError: the ranks have different models, roles or ``sequence``; on every rank of the
-            mesh. So does the first forward of ranks with different samples, and one whose random
-            numbers differ (looked at from time to time).
+            mesh. Also raised by the first forward for different samples, and by forward 1, 2, 4, 8
+            and so on for different random states.
 
     Source: Shoeybi et al. 2019, arXiv:1909.08053; Korthikanti et al. 2022, arXiv:2205.05198.
     """
@@ -85,7 +85,7 @@ def tensor_parallel(
 def _checked(
     model: nn.Module, mesh: DeviceMesh, roles: Mapping[str, str], *, sequence: bool
 ) -> dict[str, tuple[nn.Module, str]]:
-    """Return module and role by name; raise on all ranks if these cannot divide the model so."""
+    """Return module and role by name. Collective; raises on all ranks or none."""
     told = [f"sequence={sequence}", *(f"{name}: {role}" for name, role in roles.items())]
     way_out = "give the same on every rank"
     require_identical(mesh, told, "what tensor_parallel is told", way_out)
@@ -106,7 +106,7 @@ def _divide(
     *,
     sequence: bool,
 ) -> None:
-    """Make every parameter a ``DTensor``, and what goes in and out of layers fit."""
+    """Convert parameters to ``DTensor``, and add hooks that convert inputs and outputs."""
     stream: Placement = Shard(1) if sequence else Replicate()
     inputs: dict[nn.Module, _SharedInput] = {}
     for name, (module, role) in found.items():
@@ -126,7 +126,7 @@ def _divide(
             _replicate(module, mesh, stream)
     for parameter in model.parameters():
         placements, trains = cast("DTensor", parameter).placements, parameter.requires_grad
-        parameter.requires_grad = True  # it may be frozen now, and trained later
+        parameter.requires_grad = True  # a frozen parameter may be trained later
         parameter.register_hook(partial(_placed, placements=placements))
         parameter.requires_grad = trains
 
@@ -164,7 +164,7 @@ def _modules_of(model: nn.Module, roles: Mapping[str, str]) -> dict[str, tuple[n
 
 
 def _check(name: str, module: nn.Module, role: str, size: int) -> None:
-    """Raise unless the ranks can divide the matrix of a module."""
+    """Raise ``ConfigError`` if the matrix of a module cannot be divided."""
     divided = 0
     if isinstance(module, nn.Linear):
         divided = module.in_features if role == "row" else module.out_features
@@ -184,7 +184,7 @@ def _check(name: str, module: nn.Module, role: str, size: int) -> None:
 
 
 def _check_counterpart(name: str, role: str, found: Mapping[str, tuple[nn.Module, str]]) -> None:
-    """Raise unless what a matrix leaves divided another one takes, next to it or around it."""
+    """Raise ``ConfigError`` for ``column`` without ``row`` in its block, or the reverse."""
     other = {"column": "row", "row": "column"}.get(role)
     around = name
     while other and around:
@@ -219,7 +219,7 @@ def _style(module: nn.Module, role: str, stream: Placement) -> ParallelStyle:
 
 
 class _SharedInput:
-    """The input of matrices that take the same tensor: made whole once for all of them."""
+    """The common input of several matrices, which is gathered once for all of them."""
 
     def __init__(self, mesh: DeviceMesh, placement: Placement) -> None:
         self._mesh, self._placement = mesh, placement
@@ -235,12 +235,12 @@ class _SharedInput:
         return (self._whole, *others)
 
     def forget(self, *_: object) -> None:
-        """Let go of both tensors; a forward hook of what the matrices are in."""
+        """Release both tensors; a forward hook of the parent module."""
         self._given = self._whole = None
 
 
 def _replicate(module: nn.Module, mesh: DeviceMesh, stream: Placement) -> None:
-    """Replicate a layer that works on each element of the stream."""
+    """Replicate a layer that processes each position separately."""
     if not any(True for _ in module.parameters(recurse=False)):
         return
 
@@ -252,5 +252,5 @@ def _replicate(module: nn.Module, mesh: DeviceMesh, stream: Placement) -> None:
 
 
 def _placed(gradient: DTensor, *, placements: tuple[Placement, ...]) -> DTensor:
-    """Sum what each rank has found by its part of the sequence, once for all that read it."""
+    """Sum the gradients of a parameter over the ranks, if it is replicated; a tensor hook."""
     return gradient.redistribute(placements=placements)

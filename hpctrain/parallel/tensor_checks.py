@@ -75,14 +75,17 @@ class CheckedSamples:
 
 
 class ForwardChecks:
-    """Checks random numbers and attention in calls of a model, or of layers called alone.
+    """Checks random numbers and attention in calls of a model or of its layers.
 
-    At the first, second, fourth, eighth, ... call that draws random numbers the ranks compare
-    what they draw from. With ``parts``, attention to a part of the sequence is an error.
+    At calls 1, 2, 4, 8 and so on that draw random numbers, the ranks compare the states of their
+    generators. With several ``parts``, attention to a part of the sequence raises an error.
+
+    Args:
+        mesh: the ranks of tensor parallelism.
+        parts: number of parts of the sequence.
     """
 
     def __init__(self, mesh: DeviceMesh, parts: int) -> None:
-        """Keep the ranks, and the number of parts of the stream."""
         self._mesh, self._device_type, self._parts = mesh, mesh.device_type, parts
         self._outer: nn.Module | None = None
         self._calls: dict[nn.Module, int] = {}
@@ -129,7 +132,7 @@ class ForwardChecks:
 
 
 class _WholeAttention(TorchFunctionMode):
-    """Refuses attention to as many places as a part of the sequence has."""
+    """Raises an error for attention whose length is that of a part of the sequence."""
 
     def __init__(self, length: int, parts: int) -> None:
         super().__init__()

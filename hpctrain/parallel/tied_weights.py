@@ -50,7 +50,7 @@ class TiedWeights:
                 self._counted_elsewhere.add(name_on[mine])
 
     def shared(self) -> list[tuple[str, nn.Parameter | None]]:
-        """Return all shared weights by one of their names; None for those of other ranks."""
+        """Return all shared weights by one of their names; None for weights of other ranks."""
         here = dict(self._model.named_parameters(remove_duplicate=False))
         return [
             (places[0][1], next((here[name] for _, name in places if name in self._groups), None))
@@ -58,7 +58,7 @@ class TiedWeights:
         ]
 
     def counted(self) -> list[nn.Parameter]:
-        """Return the parameters of this rank, without those that count on another rank."""
+        """Return the parameters of this rank, except shared ones that another rank counts."""
         named = self._model.named_parameters()
         return [p for name, p in named if name not in self._counted_elsewhere]
 
@@ -81,14 +81,14 @@ class TiedWeights:
         return all(any(of_rank.values()) for of_rank in found)
 
     def begin_step(self) -> None:
-        """Set gradients aside that earlier steps have already summed. Local."""
+        """Set aside gradients of earlier steps, which are already summed. Local."""
         self._kept = []
         for parameter in self._parameters():
             self._kept.append(parameter.grad)
             parameter.grad = None
 
     def end_step(self) -> None:
-        """Sum the gradients of a step, and add those of earlier steps. Collective."""
+        """Sum the gradients of a step, and add the gradients of earlier steps. Collective."""
         tied = zip(self._parameters(), self._groups.values(), self._kept, strict=True)
         for parameter, group, before in tied:
             if not parameter.requires_grad:  # also on the other ranks

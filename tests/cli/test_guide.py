@@ -81,7 +81,7 @@ def test_without_a_topic_every_guide_is_listed_once_with_its_title_below_its_kin
 
 
 def test_the_written_guides_together_are_short():
-    assert sum(len(TEXTS[name].split()) for name in WRITTEN) <= 32_000
+    assert sum(len(TEXTS[name].split()) for name in WRITTEN) <= 31_050
 
 
 def test_generated_pages_have_every_key_with_its_default_and_every_option():
@@ -239,7 +239,7 @@ def test_messages_that_the_guide_of_errors_quotes_are_those_of_the_code():
     every = messages()
     table = TEXTS["errors"].partition("## Starting")[2]
     quoted = re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE)
-    assert len(quoted) > 20
+    assert len(quoted) > 15
     for message in quoted:
         pattern = ".*".join(map(re.escape, message.split("...")))
         assert re.search(pattern, every), message

@@ -157,14 +157,14 @@ def test_a_script_of_ones_own_is_submitted_with_its_arguments():
     assert "program=(python train.py --seed 'a b')" in script
     assert 'directory="runs/train/$SLURM_ARRAY_TASK_ID"' in script
     assert {"--nodes=2", "--requeue", "--job-name=train"} <= set(options(script))
-    assert "to go on: the same hpctrain submit" not in script  # the job is requeued automatically
+    assert "to continue: the same hpctrain submit" not in script  # it is queued again by itself
     assert "--job-name=b" in options(
         run("--name", "b", "--print", "--", "python", "-m", "x").stdout
     )
 
 
 def test_the_hint_after_a_stop_is_the_command_that_submitted():
-    assert "to go on: the same hpctrain submit again" in run("my.toml", "--print").stdout
+    assert "to continue: the same hpctrain submit again" in run("my.toml", "--print").stdout
 
 
 @pytest.mark.limit(120)

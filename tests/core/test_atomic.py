@@ -58,7 +58,7 @@ def test_crc_of_a_file_is_that_of_its_bytes(tmp_path):
     ("number", "told"),
     [
         (errno.ENOSPC, "No space left on device; free space there, or go elsewhere"),
-        (errno.EDQUOT, "quota exceeded; remove files of yours there, or ask for a larger quota"),
+        (errno.EDQUOT, "quota exceeded; delete files there, or request a larger quota"),
         (errno.EACCES, "Permission denied; get the permission to write there, or go elsewhere"),
         (errno.EROFS, "Read-only file system; go elsewhere"),
         (errno.EIO, "Input/output error; go elsewhere"),

@@ -76,7 +76,7 @@ def test_all_others_that_are_set_get_one_line():
     (text,) = remarks(environ | {"HOROVOD_CYCLE_TIME": "1", "HOROVOD_AUTOTUNE": "1"})
     assert text == (
         "HOROVOD_CMAKE, HOROVOD_NUM_NCCL_STREAMS have no effect in hpctrain; "
-        "`hpctrain guide horovod-variables` says why"
+        "see `hpctrain guide horovod-variables`"
     )
     assert remarks({"HOME": "/"}) == []
     assert config.remarks(environ | {"HPCTRAIN_X": "1"})[1:] == remarks(environ)

@@ -151,8 +151,8 @@ def test_points_and_machines_survive_their_files(tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "holds no points"),
-        ("[]", "holds no points"),
+        ("", "must contain points"),
+        ("[]", "must contain points"),
         ('{"points": [3]}', "must be a mapping"),
         ('{"points": [{"nodes": 1}]}', "missing .* 'ranks_per_node'"),
         (json.dumps({"points": [asdict(made()[0]) | {"nodes": "1"}]}), "nodes must be an integer"),
@@ -163,7 +163,7 @@ def test_a_file_without_points_is_refused_by_name(tmp_path, text, said):
     (tmp_path / "wrong.json").write_text(text)
     with pytest.raises(ConfigError, match=said):
         read_points(tmp_path / "wrong.json")
-    with pytest.raises(ConfigError, match="holds no points"):
+    with pytest.raises(ConfigError, match="must contain points"):
         read_points(tmp_path / "none.json")
 
 
@@ -172,7 +172,7 @@ def test_numbers_of_a_point_are_above_zero_and_a_fit_takes_several():
     for wrong in ({"seconds": 0}, {"nodes": -1}):
         with pytest.raises(ConfigError, match="must be "):
             Point(**values | wrong)
-    with pytest.raises(ConfigError, match="4 points or more, got 3"):
+    with pytest.raises(ConfigError, match="at least 4 points, got 3"):
         fit(made()[:3])
 
 

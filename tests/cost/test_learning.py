@@ -28,7 +28,7 @@ def test_two_batches_give_the_noise_scale_within_3_percent():
     ("small", "large", "said"),
     [
         ((32, 1.0), (32, 2.0), "two batch sizes"),
-        ((32, 1.0), (256, 1.1), "fall with the batch"),
+        ((32, 1.0), (256, 1.1), "decrease with the batch"),
         ((32, 8.0), (256, 0.9), "average over more"),
     ],
 )

@@ -139,13 +139,13 @@ def test_guesses_are_near_published_models():
 @pytest.mark.parametrize(
     ("sizes", "told"),
     [
-        ({}, "give --params, or --layers and --hidden"),
+        ({}, "use --params, or --layers and --hidden"),
         ({"layers": 3}, "got neither"),
         ({"parameters": math.nan}, "parameters must be above 0, got nan"),
         ({"parameters": math.inf}, "parameters must be below inf, got inf"),
         ({"parameters": -1.0}, "parameters must be above 0, got -1"),
         ({"parameters": 1e6, "layers": 2, "hidden": 64, "heads": 7}, "got 7 heads and a"),
-        ({"parameters": 1e6, "hidden": 512}, "got 1e[+]06 in all and 2.621e[+]07 for"),
+        ({"parameters": 1e6, "hidden": 512}, "got 1e[+]06 in total, with 2.621e[+]07 for"),
         ({"layers": 2, "hidden": 64, "sequence": 0}, "sequence must be at least 1, got 0"),
     ],
 )  # fmt: skip

@@ -141,7 +141,7 @@ def test_recovery_needs_open_mpi_5(monkeypatch):
     assert "btl self,sm,tcp" in found
     assert "-x HPCTRAIN_RECOVER=1" in found
     for mpirun in (OPENMPI4, *HYDRA):
-        with pytest.raises(LaunchError, match=f"need Open MPI 5, and {mpirun.path} is"):
+        with pytest.raises(LaunchError, match=f"of Open MPI 5, but {mpirun.path} is"):
             line(mpirun, options=recover)
 
 
@@ -182,13 +182,13 @@ def test_ranks_per_node_gives_the_requested_number_of_nodes(num_ranks, nodes):
 @pytest.mark.parametrize(
     ("how", "text"),
     [
-        ({"num_ranks": 0}, "at least 1 rank, got 0"),
-        ({"num_ranks": 4, "nodes": 3}, "4 ranks cannot make 3; take 1 or 2 or 4 nodes"),
+        ({"num_ranks": 0}, "at least 1, got 0"),
+        ({"num_ranks": 4, "nodes": 3}, "4 ranks cannot make 3; use 1 or 2 or 4 nodes"),
         ({"num_ranks": 2, "nodes": 3}, "2 ranks cannot make 3"),
-        ({"num_ranks": 5, "hosts": "a:2,b:2"}, "5 ranks and 4 places"),
+        ({"num_ranks": 5, "hosts": "a:2,b:2"}, "5 ranks and 4 slots"),
         ({"num_ranks": 2, "hosts": "a:two"}, "'a:two'"),
         ({"num_ranks": 2, "hosts": "a:2,"}, "''"),
-        ({"num_ranks": 2, "hosts": "a:2", "nodes": 2}, "leave one out"),
+        ({"num_ranks": 2, "hosts": "a:2", "nodes": 2}, "omit one"),
     ],
 )
 def test_ranks_and_slots_that_do_not_match_are_an_error(how, text):
@@ -288,7 +288,7 @@ def test_an_invalid_line_of_a_host_file_is_reported_with_its_number(line, tmp_pa
 
 def test_a_file_without_hosts_is_an_error(tmp_path):
     (tmp_path / "hosts").write_text("# nobody\n\n")
-    with pytest.raises(LaunchError, match="names none"):
+    with pytest.raises(LaunchError, match="has none"):
         read_hostfile(tmp_path / "hosts")
     with pytest.raises(LaunchError, match="cannot be read"):
         read_hostfile(tmp_path / "nowhere")
@@ -299,7 +299,7 @@ def test_a_file_without_hosts_is_an_error(tmp_path):
 
 def test_an_interface_must_be_on_this_host():
     check_interfaces(["lo", "10.0.0.0/24"])
-    with pytest.raises(LaunchError, match=r"'eth99' is not on this one: it has .*lo"):
+    with pytest.raises(LaunchError, match=r"'eth99' does not exist on this host, which has .*lo"):
         check_interfaces(["lo", "eth99"])
 
 

@@ -323,15 +323,15 @@ def test_an_evaluation_between_backward_and_step_does_not_keep_old_weights():
 
 
 REFUSED = {
-    "the stage of shard() is 1, 2 or 3, got 0": {"stage": 0},
+    "the stage of shard() must be 1, 2 or 3, got 0": {"stage": 0},
     "the model has no module block.*; did you mean": {"layers": ["block.*"]},
-    "steps every element by itself, got Adafactor": {
+    "must be elementwise, got Adafactor": {
         "make": lambda m: torch.optim.Adafactor(m.parameters())
     },
-    "got 1 of others; make it of model.parameters()": {
+    "got 1 others; create it with model.parameters()": {
         "make": lambda _: adamw([nn.Parameter(torch.zeros(2))])
     },
-    "takes a mesh of one axis, or of replicas and shards, got 4 axes": {"mesh": build_mesh},
+    "must have one or two axes, got 4 axes": {"mesh": build_mesh},
     "No such file or directory; free space there": {"offload": "/not/there"},
 }
 
@@ -392,5 +392,5 @@ def test_nodes_of_unequal_sizes_cannot_form_a_hybrid_mesh():
     if hpctrain.current().topology.num_nodes == 1:
         assert hybrid_mesh()["shard"].size() == 3
     else:
-        with pytest.raises(TopologyError, match="got 2, 1 on its nodes; shard over"):
+        with pytest.raises(TopologyError, match="got 2, 1; shard over"):
             hybrid_mesh()

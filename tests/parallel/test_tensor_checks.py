@@ -117,9 +117,9 @@ def test_invalid_roles_and_meshes_are_an_error_on_all_ranks():
         lambda: context_attention(x, x, x, mesh),
     ):
         with pytest.raises(
-            ConfigError, match=r"has one axis, .* got 4 of them \(dp, pp, cp, tp\)"
+            ConfigError, match=r"must have one axis, got 4 axes \(dp, pp, cp, tp\)"
         ):
             call()
     for size in (2.0, "2"):
-        with pytest.raises(TopologyError, match=f"are whole numbers, got tp={size!r}"):
+        with pytest.raises(TopologyError, match=f"must be integers, got tp={size!r}"):
             build_mesh(tp=size)

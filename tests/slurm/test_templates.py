@@ -119,7 +119,7 @@ def thin_environment(folder: Path) -> Path:
 
 def next_link(cluster: SlurmCluster, link: Job) -> Job:
     """Return the job that a link of a chain has queued."""
-    found = re.search(r"job (\d+) goes on", link.output())
+    found = re.search(r"job (\d+) continues", link.output())
     assert found, link.output()
     return cluster.job(int(found[1]))
 

@@ -20,8 +20,8 @@ _TRAIN = re.compile(
     re.DOTALL,
 )
 """Command that a template starts on the ranks, up to the arguments of the script."""
-_JUDGED = re.compile(r"^( *)(?=# The run's own last record)", re.MULTILINE)
-_AGAIN = re.compile(r'echo "to go on: .*"')
+_JUDGED = re.compile(r"^( *)(?=# The last record of the run)", re.MULTILINE)
+_AGAIN = re.compile(r'echo "to continue: .*"')
 _OPPOSITE = {"--requeue": "--no-requeue", "--no-requeue": "--requeue"}
 _OPTION = re.compile(r"^#SBATCH (--[a-z-]+).*$")
 
@@ -121,7 +121,7 @@ def script(name: str, settings: BatchSettings) -> str:
         line = f"directory={_quoted(settings.directory)}"
         whole = _DIRECTORY.sub(lambda _: line, whole, count=1)
     if settings.directory is not None or settings.program:
-        whole = _AGAIN.sub('echo "to go on: the same hpctrain submit again"', whole)
+        whole = _AGAIN.sub('echo "to continue: the same hpctrain submit again"', whole)
     return _starting(whole, settings.program) if settings.program else whole
 
 

@@ -1,4 +1,4 @@
-"""The door to Slurm's commands: the job we are part of, and jobs to submit."""
+"""Calls of Slurm's commands, about the current job and to submit jobs."""
 
 import os
 import re
@@ -17,20 +17,20 @@ from hpctrain.launch.program import Said, ask
 
 NO_ANSWER = "Slurm does not answer"
 ANSWER_S = 10.0
-"""Time that a busy controller gets to answer; a run waits for it once, at its start."""
+"""Time limit of a question; a run asks once, at its start."""
 
-SUBMIT_S = 120.0  # time that it gets where a person waits for a job to be taken
+SUBMIT_S = 120.0  # time limit of commands that submit and manage jobs
 
-SCRIPT = "job.sbatch"  # in a run's folder: the script of its latest job
+SCRIPT = "job.sbatch"  # in the run directory: script of the latest job
 
-JOBS = "jobs.txt"  # in a run's folder: the numbers of its jobs, one a line
+JOBS = "jobs.txt"  # in the run directory: numbers of all jobs, one per line
 
 WITHOUT_SLURM = (
     "without Slurm, --print shows the script and `hpctrain launch -n RANKS -- COMMAND` starts the "
     "ranks here"
 )
 
-UNLIMITED = ("0", "unlimited", "infinite")  # time limits that are none
+UNLIMITED = ("0", "unlimited", "infinite")  # values that mean no time limit
 
 _DAYS = re.compile(r"(\d+)-(\d+)(?::(\d+))?(?::(\d+))?")
 _OTHERS = {"qsub": "PBS", "bsub": "LSF", "flux": "Flux", "ccc_msub": "Bridge", "pjsub": "PJM"}
@@ -38,24 +38,24 @@ _OTHERS = {"qsub": "PBS", "bsub": "LSF", "flux": "Flux", "ccc_msub": "Bridge", "
 
 
 class RefusedJobError(LaunchError):
-    """Slurm would not take a job."""
+    """Slurm refuses a job."""
 
 
 class NodeShape(NamedTuple):
-    """What every node of a partition has at least."""
+    """Smallest resources of the nodes of a partition."""
 
     cores: int
     threads_per_core: int
 
     def cpus_per_task(self, tasks: int) -> int:
-        """Return the CPUs, as Slurm counts them, that each of so many tasks on a node can have."""
+        """Return the CPUs per task, as Slurm counts them, for ``tasks`` tasks on a node."""
         return self.cores // tasks * self.threads_per_core
 
 
 def node_shape(partition: str | None, environ: Mapping[str, str] = os.environ) -> NodeShape | None:
-    """Return the smallest shape of the nodes of a partition, the default one where None.
+    """Return the smallest shape of the nodes of a partition, or of the default partition.
 
-    None where Slurm does not answer.
+    Returns None if Slurm does not answer.
     """
     line = ["sinfo", "-h", "-N", "-o", "%P %X %Y %Z", *(["-p", partition] if partition else [])]
     try:
@@ -69,30 +69,30 @@ def node_shape(partition: str | None, environ: Mapping[str, str] = os.environ) -
 
 
 def job_end(environ: Mapping[str, str] = os.environ) -> float | None:
-    """Return when Slurm ends this job, in seconds since 1970; None outside of one, or without.
+    """Return the end of this job in seconds since 1970, or None without a job or a limit.
 
-    Newer versions say it in ``SLURM_JOB_END_TIME``; others are asked, by one call of ``squeue``.
-    Not collective: let one rank ask, a controller does not like thousands.
+    Reads ``SLURM_JOB_END_TIME`` of newer versions, and calls ``squeue`` otherwise. Not collective:
+    call it on one rank only, because thousands of calls overload the controller.
     """
     end = slurm("job_end_time", environ)
     if end.isdigit():
         return float(end)
     if not (job := slurm("job_id", environ)):
         return None
-    asked = time.time()  # before the answer: rather stop early
+    asked = time.time()  # before the call, so that an error is to the safe side
     done = run(["squeue", "-h", "-j", job, "-t", "running", "-o", "%A %L"], environ)
     if done.returncode:
         raise no_answer(done.stderr)
-    # The first number of an array names all its tasks, each of which has a line.
+    # The first number of a job array selects all its tasks, each of which has a line.
     lines = dict(line.split(maxsplit=1) for line in done.stdout.splitlines() if " " in line)
     seconds = time_limit_s(lines.get(job, ""))
     return None if seconds is None else asked + seconds
 
 
 def time_limit_s(text: str) -> float | None:
-    """Read a time as Slurm does; None for no limit and for what is no time.
+    """Return the seconds of a time limit of Slurm, or None if it is unlimited or invalid.
 
-    Minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes and
+    Formats: minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes and
     days-hours:minutes:seconds.
     """
     text = text.strip()
@@ -110,7 +110,7 @@ def time_limit_s(text: str) -> float | None:
 
 
 def sbatch_time(text: str) -> str:
-    """Return a time limit as sbatch takes it; ``90min`` and ``1h30min`` are read as well."""
+    """Return a time limit in the format of sbatch; also converts ``90min`` and ``1h30min``."""
     if time_limit_s(text) is not None or text.lower() in UNLIMITED:
         return text
     try:
@@ -120,12 +120,12 @@ def sbatch_time(text: str) -> str:
             f'a time limit is Slurm\'s "01:30:00" or "1-12", or a duration such as "90min", '
             f"got {text!r}"
         ) from None
-    hours, minutes = divmod(int(minutes) + (rest > 0), 60)  # Slurm counts in whole minutes
+    hours, minutes = divmod(int(minutes) + (rest > 0), 60)  # Slurm rounds to minutes
     return f"{hours:02d}:{minutes:02d}:00"
 
 
 def restart_count(environ: Mapping[str, str] = os.environ) -> int:
-    """Return how often Slurm has started this job again; 0 the first time and outside of jobs."""
+    """Return how often Slurm restarted this job; 0 outside of jobs."""
     return slurm_number("restart_count", environ) or 0
 
 
@@ -136,13 +136,16 @@ def run(
     text: str = "",
     timeout_s: float | None = None,
 ) -> Said:
-    """Run one of Slurm's commands, found by PATH of ``environ``, whatever its exit code.
+    """Run a command of Slurm; the caller checks its exit code.
 
-    ``text`` is its standard input, ``timeout_s`` the time that a busy controller gets to answer,
-    ``ANSWER_S`` by default.
+    Args:
+        line: command and arguments; the command is searched in PATH of ``environ``.
+        environ: environment variables of the command.
+        text: standard input.
+        timeout_s: time limit; by default ``ANSWER_S``.
 
     Raises:
-        LaunchError: there is no such command, or it does not end in time.
+        LaunchError: the command was not found, or did not end in time.
     """
     program = shutil.which(line[0], path=environ.get("PATH"))
     if program is None:
@@ -156,7 +159,7 @@ def run(
 
 
 def no_answer(said: str) -> LaunchError:
-    """Return the error that a command of Slurm found no controller; ``said`` is its output."""
+    """Return the error for a command that reached no controller; ``said`` is its output."""
     return LaunchError(
         f"{NO_ANSWER}: its commands are installed here, but reach no controller; use a login node "
         f"of the cluster, or set SLURM_CONF to its slurm.conf; {WITHOUT_SLURM}; Slurm reports: "
@@ -183,9 +186,11 @@ def find_sbatch(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def try_out(script: str, environ: Mapping[str, str] = os.environ) -> str:
-    """Ask Slurm if it would take a script, and queue nothing; return when the job would start.
+    """Return Slurm's estimate of the start of a job, without submitting the job.
 
-    Raises ``RefusedJobError``: it would not. ``LaunchError``: Slurm cannot be asked.
+    Raises:
+        RefusedJobError: Slurm refuses the job.
+        LaunchError: Slurm does not answer.
     """
     done = run([find_sbatch(environ), "--test-only"], environ, text=script, timeout_s=SUBMIT_S)
     said = _words(done.stderr)
@@ -197,10 +202,13 @@ def try_out(script: str, environ: Mapping[str, str] = os.environ) -> str:
 
 
 def submit(path: Path, environ: Mapping[str, str] = os.environ) -> int:
-    """Hand a script over to Slurm; return the number of its job.
+    """Submit a script and return the number of the job.
 
-    The job finds the ``hpctrain`` of this environment first, also where nobody has activated it.
-    Raises ``LaunchError``: there is no sbatch, or Slurm refuses; holds Slurm's own words.
+    PATH of the job begins with the directory of the current ``hpctrain``, also if its environment
+    is not activated.
+
+    Raises:
+        LaunchError: sbatch was not found, or Slurm refuses the job; contains the output of Slurm.
     """
     done = run(
         [find_sbatch(environ), "--parsable", str(path)], _with_ours(environ), timeout_s=SUBMIT_S
@@ -213,9 +221,11 @@ def submit(path: Path, environ: Mapping[str, str] = os.environ) -> int:
 
 
 def submit_in(folder: Path, script: str, environ: Mapping[str, str] = os.environ) -> int:
-    """Write a script into a run's folder and submit it; return the number of the job.
+    """Write a script into a run directory, submit it and return the number of the job.
 
-    Raises ``ConfigError``: the folder cannot be written. ``LaunchError``: Slurm refuses.
+    Raises:
+        ConfigError: the directory is not writable.
+        LaunchError: Slurm refuses the job.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -233,12 +243,12 @@ def submit_in(folder: Path, script: str, environ: Mapping[str, str] = os.environ
 
 
 def in_queue(jobs: Iterable[int], environ: Mapping[str, str] = os.environ) -> dict[int, str]:
-    """Return how it stands with those of the jobs that wait or run, for people.
+    """Return a human-readable status of each job that is pending or running.
 
-    Such as ``PENDING, Priority, since 2026-11-25T09:12:40``; the state stands before the comma.
+    For example ``PENDING, Priority, since 2026-11-25T09:12:40``; begins with the state of Slurm.
     """
     squeue = Path(find_sbatch(environ)).with_name("squeue")
-    # Slurm forgets jobs and then refuses a question about them: so ask for all of this user.
+    # squeue fails if a number is unknown, as of an old job; so list all jobs of this user.
     done = run(
         [str(squeue), "-h", "-u", str(os.getuid()), "-o", "%A %F %T %V %S %r"],
         environ,
@@ -254,7 +264,7 @@ def in_queue(jobs: Iterable[int], environ: Mapping[str, str] = os.environ) -> di
         since = queued if waits else start
         more += f", since {since}" if since[:1].isdigit() else ""
         more += f", expected to start {start}" if waits and start[:1].isdigit() else ""
-        # The number of an array names all its tasks: one that runs comes before those that wait.
+        # The number of a job array stands for all its tasks; report a running task, if any.
         for name in {number, whole} if number.isdigit() and whole.isdigit() else ():
             if found.get(int(name), "PENDING").startswith("PENDING"):
                 found[int(name)] = f"{state}{more}"
@@ -262,9 +272,10 @@ def in_queue(jobs: Iterable[int], environ: Mapping[str, str] = os.environ) -> di
 
 
 def state_of(job: int, environ: Mapping[str, str] = os.environ) -> str:
-    """Return the state of a job as Slurm calls it; empty where it has forgotten the job.
+    """Return the state of a job in Slurm's terms; empty if Slurm no longer knows the job.
 
-    Raises ``LaunchError``: Slurm does not answer.
+    Raises:
+        LaunchError: Slurm does not answer.
     """
     if text := in_queue([job], environ).get(job):
         return text.partition(",")[0]
@@ -274,21 +285,22 @@ def state_of(job: int, environ: Mapping[str, str] = os.environ) -> str:
 
 
 def cancel(job: int, environ: Mapping[str, str] = os.environ) -> None:
-    """End a job, or take it from the queue; nothing where it has ended.
+    """Cancel a job that is pending or running.
 
-    Raises ``LaunchError``: Slurm does not answer.
+    Raises:
+        LaunchError: Slurm does not answer.
     """
     run(["scancel", str(job)], environ, timeout_s=SUBMIT_S)
 
 
 def jobs_of(folder: Path) -> list[int]:
-    """Return the numbers of the jobs that ``hpctrain submit`` has sent for a run, oldest first."""
+    """Return the numbers of the jobs of a run that ``hpctrain submit`` submitted, oldest first."""
     path = folder / JOBS
     return [int(word) for word in path.read_text("utf-8").split()] if path.exists() else []
 
 
 def dependency(text: str) -> str:
-    """Return what ``--dependency`` takes for a job number, several, or Slurm's own form."""
+    """Return the value of ``--dependency`` for job numbers, or for a condition of Slurm."""
     text = text.strip()
     if re.fullmatch(r"\d+(_\d+)?([,:]\d+(_\d+)?)*", text):
         return "afterok:" + text.replace(",", ":")
@@ -301,7 +313,7 @@ def dependency(text: str) -> str:
 
 
 def _with_ours(environ: Mapping[str, str]) -> dict[str, str]:
-    """Put the folder of this environment's ``hpctrain`` in front of PATH if another is there."""
+    """Return the environment with the current ``hpctrain`` first in PATH."""
     ours = Path(sys.executable).parent / "hpctrain"
     path = environ.get("PATH", os.defpath)
     if not ours.exists() or shutil.which("hpctrain", path=path) == str(ours):
@@ -310,6 +322,6 @@ def _with_ours(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _words(stderr: str) -> str:
-    """Return what a command of Slurm has said, in one line and without its name."""
+    """Return the output of a command of Slurm in one line, without the name of the command."""
     lines = (re.sub(r"^\w+: (error: )?", "", line) for line in stderr.splitlines())
     return "; ".join(dict.fromkeys(line.strip() for line in lines if line.strip()))

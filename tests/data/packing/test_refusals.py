@@ -318,7 +318,7 @@ def test_other_unsupported_sources_are_rejected(tmp_path, source, words):
 
 
 def test_a_name_of_a_function_has_a_form(tmp_path):
-    with pytest.raises(DataError, match='as "module:function", got "my rows"'):
+    with pytest.raises(DataError, match='must be "module:function", got "my rows"'):
         pack("my rows", tmp_path / "set", PackConfig(kind="python"))
 
 

@@ -1,6 +1,6 @@
-"""All checks of a batch script, before it waits in a queue: a rule for what sbatch itself takes.
+"""Checks of a batch script before its submission, for errors that sbatch does not report.
 
-A rule knows when to be silent: a value that only a run would tell is no fault.
+A check reports nothing about values that are unknown before the run.
 """
 
 import os
@@ -30,31 +30,31 @@ from hpctrain.launch.slurm.lint.script import (
 from hpctrain.launch.slurm.lint.surroundings import Fault
 from hpctrain.launch.slurm.scheduler import run, time_limit_s
 
-DEFAULT_EVERY = "10min"  # ``checkpoint.every`` of a run that does not say it
+DEFAULT_EVERY = "10min"  # default of ``checkpoint.every``
 
 _COUNTS = re.compile(
     r"(restart|requeue|attempt|retr|tries|count|round)\w*\W{0,6}\w*\W{0,3}"
     r"(-lt|-le|-gt|-ge|-eq|-ne|[<>=!]=?)",
     re.IGNORECASE,
 )
-"""A comparison of something that counts."""
+"""Matches a comparison of a counter."""
 
 _PLACES = ("-N", "--map-by", "-map-by", "-npernode", "--npernode", "-ppn", "-perhost", "-ppr")
-"""Options of mpirun that say how many ranks a node gets."""
+"""Options of mpirun for the number of ranks per node."""
 
 _NUM_RANKS = ("-n", "-np", "--np", "--ranks", "-c")
-"""Options of mpirun that say how many ranks there are."""
+"""Options of mpirun for the number of ranks."""
 
 _BY_GPU = ("ntasks-per-gpu", "gpus-per-task", "ntasks-per-socket", "gpus-per-socket")
 
 
-# -- what sbatch reads ---------------------------------------------------------------------------
+# -- directives ---------------------------------------------------------------------------------
 
 
 def _header(script: BatchScript) -> Iterator[Fault]:
-    """What sbatch does not read."""
+    """Directives that sbatch ignores or does not expand."""
     for line in script.late:
-        what = f"line {line}: #SBATCH behind the first command: sbatch does not read it"
+        what = f"line {line}: #SBATCH after the first command: sbatch does not read it"
         yield "warning", what, "move it to the top"
     for line in script.commented:
         what = f"line {line}: # SBATCH with a space is a comment: sbatch does not read it"
@@ -66,11 +66,11 @@ def _header(script: BatchScript) -> Iterator[Fault]:
             yield "warning", what, f"write the value itself, or give it on the command line: {do}"
 
 
-# -- what it starts ------------------------------------------------------------------------------
+# -- start of ranks -----------------------------------------------------------------------------
 
 
 def _runs_once(script: BatchScript) -> Iterator[Fault]:
-    """A program that runs once although the job has asked for many tasks."""
+    """A program that runs once in a job of several tasks."""
     tasks, nodes = script.num_tasks, script.number("nodes") or 1
     if script.steps or script.launchers or not tasks or tasks == 1:
         return
@@ -82,7 +82,7 @@ def _runs_once(script: BatchScript) -> Iterator[Fault]:
         )
         yield "error", f"{what} for", f"srun --ntasks-per-node=1 torchrun --nnodes={nodes} ..."
     if names & {"", *OWN_LAUNCHERS}:
-        return  # what is not known may start ranks
+        return  # unknown commands may start ranks
     if script.has_unread_sources:
         return
     for command in script.commands:
@@ -109,7 +109,7 @@ def _not_waited_for(script: BatchScript) -> Iterator[Fault]:
 
 
 def _nested(script: BatchScript) -> Iterator[Fault]:
-    """``srun mpirun``, ``mpirun srun``, and several of torchrun on a node."""
+    """``srun mpirun``, ``mpirun srun``, and several torchrun on a node."""
     for step in script.steps:
         for found in filter(None, map(launcher_of, step.programs)):
             what = (
@@ -143,7 +143,7 @@ def _runs_srun(launcher: Command) -> bool:
 
 
 def _mpi(script: BatchScript) -> Iterator[Fault]:
-    """Steps whose ``--mpi`` does not fit the MPI library."""
+    """Steps whose ``--mpi`` does not match the MPI library."""
     needed = script.facts.needed_pmi
     if script.facts.has_mpi_package and _takes_mpi_of_site(script):
         return
@@ -153,8 +153,8 @@ def _mpi(script: BatchScript) -> Iterator[Fault]:
         do = f"srun --mpi={needed} ..."
         if script.facts.has_mpi_package:
             do += (
-                " for this MPI, which came as a Python package; with the MPI of the site, install "
-                "hpctrain without the extra, and take its --mpi"
+                " for this MPI, which is a Python package; to use the MPI of the site, install "
+                "hpctrain without an extra, and use its --mpi"
             )
         fits = "$" in offered or offered == needed or offered.startswith(f"{needed}_")
         if step.does_own_launching or (fits and offered) or _is_foreign(step, script):
@@ -162,7 +162,7 @@ def _mpi(script: BatchScript) -> Iterator[Fault]:
         needs = f"the MPI of this environment needs {needed}"
         if offered:
             shown = f"--mpi={said}" if said is not None else f"MpiDefault={offered}"
-            alone = "each rank would be alone in a world of its own"
+            alone = "each rank would be a separate world"
             level: Level = "error" if _is_certain(step, script) else "warning"
             yield level, f"line {step.line}: srun with {shown}, but {needs}: {alone}", do
         else:
@@ -174,7 +174,7 @@ _MPI_MODULE = re.compile(r"mpi|mpt|mvapich|PrgEnv|cray", re.IGNORECASE)
 
 
 def _takes_mpi_of_site(script: BatchScript) -> bool:
-    """Return True if the job has an MPI of the site, by its modules or on a Cray."""
+    """Return True if the job uses the MPI of the site, by modules or on a Cray."""
     loads = (command for command in script.commands if command.name in ("module", "ml"))
     words = (word for command in loads for word in command.words[1:])
     is_cray = any(name.startswith(("CRAY_MPICH", "CRAYPE_")) for name in script.facts.environ)
@@ -182,14 +182,14 @@ def _takes_mpi_of_site(script: BatchScript) -> bool:
 
 
 def _is_foreign(step: ScriptStep, script: BatchScript) -> bool:
-    """Say whether a step runs a compiled program, below modules of its own."""
+    """Return True if a step runs a compiled program after modules were loaded."""
     names = [program.name for program in step.programs]
     is_compiled = names and not any(re.match(r"$|python|hpctrain|.*sh$", name) for name in names)
     return bool(is_compiled) and any(each.name in ("module", "ml") for each in script.commands)
 
 
 def _is_certain(step: ScriptStep, script: BatchScript) -> bool:
-    """Say whether the step runs hpctrain with the MPI of this environment."""
+    """Return True if a step certainly runs hpctrain with the MPI of this environment."""
     changes = ("module", "ml", "source", ".", "conda", "mamba", "micromamba", "spack")
     if any(command.name in changes for command in script.commands):
         return False
@@ -219,7 +219,7 @@ def _one_core(script: BatchScript) -> Iterator[Fault]:
             yield "warning", what, "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK"
 
 
-# -- how many ------------------------------------------------------------------------------------
+# -- numbers -------------------------------------------------------------------------------------
 
 
 def _uneven_tasks(script: BatchScript) -> Iterator[Fault]:
@@ -260,7 +260,7 @@ def _unequal_gpus(script: BatchScript) -> Iterator[Fault]:
 
 
 def _isolated_gpus(script: BatchScript) -> Iterator[Fault]:
-    """Ranks that see their own GPU alone."""
+    """Ranks that see only their own GPU."""
     for options in (script.options, *(step.options for step in script.rank_steps)):
         bound = options.get("gpu-bind", "")
         if bound == "none" or _binds_none(script):
@@ -289,7 +289,7 @@ def _gpus_per_node(script: BatchScript) -> int | None:
 
 
 def _num_gpus(kinds: list[str]) -> int:
-    """Sum up GPUs such as ``4``, ``a100:4`` or ``gpu:a100``, which is one; 0 if not known."""
+    """Return the number of GPUs of ``4``, ``a100:4`` or ``gpu:a100`` (one); 0 if unknown."""
     if any("$" in kind for kind in kinds):
         return 0
     counts = (re.search(r"(?:^|:)(\d+)$", kind) for kind in kinds if kind)
@@ -297,7 +297,7 @@ def _num_gpus(kinds: list[str]) -> int:
 
 
 def _tasks_per_node(script: BatchScript) -> int | None:
-    """Return the ranks of a node; None where they are not known, or fit the GPUs by themselves."""
+    """Return the ranks per node, or None if they are unknown or placed by GPU."""
     steps, nodes = script.rank_steps, script.number("nodes") or 1
     words = [launcher.words for launcher in script.launchers]
     options = set(script.options).union(*(step.options for step in steps))
@@ -318,7 +318,7 @@ def _tasks_per_node(script: BatchScript) -> int | None:
 
 
 def _own_tasks(options: Options, nodes: int, usual: int | None) -> int | None:
-    """Return the tasks of a node by a launcher's own options, ``usual`` where they say nothing."""
+    """Return the tasks per node by the options of a launcher, or else ``usual``."""
     if "ntasks-per-node" in options:
         return number(options, "ntasks-per-node")
     return _share(number(options, "ntasks"), nodes) if "ntasks" in options else usual
@@ -328,13 +328,13 @@ def _share(whole: int | None, nodes: int | None) -> int | None:
     return whole // nodes if whole and nodes and whole % nodes == 0 else None
 
 
-# -- how it ends, and goes on --------------------------------------------------------------------
+# -- end and continuation ------------------------------------------------------------------------
 
 
 def _not_told_to_save(script: BatchScript) -> Iterator[Fault]:
     said = script.options.get("signal")
     if said is None and script.is_requeued:
-        what = "the job may be queued again, and no --signal tells the run to save its state"
+        what = "the job may be requeued, but no --signal requests the run to save its state"
         yield "warning", what, "#SBATCH --signal=USR1@120"
     is_replaced = re.search(r"^\s*exec\s+\w*run\b", script.text, re.MULTILINE)
     has_trap = any(command.name == "trap" for command in script.commands)
@@ -349,7 +349,7 @@ def _not_told_to_save(script: BatchScript) -> Iterator[Fault]:
 
 
 def _output(script: BatchScript) -> Iterator[Fault]:
-    """An output that has no folder, or that a second run of the job would empty."""
+    """An output without a folder, or which a requeued job would truncate."""
     facts, options = script.facts, script.options
     if script.is_requeued and not options.get("open-mode", "").lower().startswith("a"):
         what = "the job may be queued again, and each run empties the output of those before"
@@ -378,7 +378,7 @@ def _endless_requeue(script: BatchScript) -> Iterator[Fault]:
 
 
 def _time(script: BatchScript) -> Iterator[Fault]:
-    """A limit before the run's first checkpoint; sbatch itself refuses one it cannot read."""
+    """A time limit before the first checkpoint; sbatch itself rejects an invalid limit."""
     text = script.options.get("time", "")
     limit_s = time_limit_s(text)
     if limit_s is None:
@@ -387,7 +387,7 @@ def _time(script: BatchScript) -> Iterator[Fault]:
         every, is_said = _every(command, script.facts.directory)
         try:
             every_s = parse_seconds(every) if isinstance(every, str) else 0.0
-        except ConfigError:  # none, auto, or what the run itself will refuse
+        except ConfigError:  # none, auto, or an invalid value that the run will report
             continue
         if limit_s < every_s:
             what = (
@@ -400,7 +400,7 @@ def _time(script: BatchScript) -> Iterator[Fault]:
 
 
 def _every(command: Command, directory: Path | None) -> tuple[Any, bool]:
-    """Return ``checkpoint.every`` of the run that a command starts, and whether it is said."""
+    """Return ``checkpoint.every`` of the run of a command, and whether it is set explicitly."""
     words = command.words
     names = [word.rpartition("/")[2] for word in words]
     starts = [at for at, pair in enumerate(pairwise(names), 2) if pair == ("hpctrain", "train")]
@@ -417,7 +417,7 @@ def _every(command: Command, directory: Path | None) -> tuple[Any, bool]:
         path = directory / Path(config).expanduser()
         table = tomllib.loads(path.read_text(encoding="utf-8")).get("checkpoint")
     except (OSError, UnicodeDecodeError, RuntimeError, tomllib.TOMLDecodeError):
-        return None, False  # hpctrain train will say what is wrong
+        return None, False  # hpctrain train will report the error
     if isinstance(table, dict) and "every" in table:
         return table["every"], True
     return DEFAULT_EVERY, False
@@ -440,18 +440,18 @@ RULES: dict[str, Callable[[BatchScript], Iterator[Fault]]] = {
     "time limit": _time,
     **surroundings.RULES,
 }
-"""All of them, by what their findings are called, in the order of these."""
+"""Checks by the names of their findings, in the order of the output."""
 
 
 def lint(script: str, *, facts: LintFacts | None = None) -> list[Finding]:
-    """Check the text of a batch script without running it; one ``ok`` where nothing is wrong.
+    """Return the findings about a batch script, or one ``ok`` finding. Does not run the script.
 
-    Its ``#SBATCH`` lines are read as sbatch does; the rest is split into words. The configuration
-    of its run is read for the time between two checkpoints.
+    The ``#SBATCH`` lines are read as by sbatch; other lines are split into words. The
+    configuration of the run is read for the interval between checkpoints.
     """
     known = BatchScript(script, facts or LintFacts())
     found = [Finding(name, *fault) for name, find in RULES.items() for fault in find(known)]
-    unique = list(dict.fromkeys(found))  # a shell's text is found twice: as text and as commands
+    unique = list(dict.fromkeys(found))  # the text of ``bash -c`` is checked twice
     return unique or [Finding("script", "ok", f"{len(RULES)} checks found nothing wrong")]
 
 
@@ -461,14 +461,16 @@ def gather(
     *,
     made: Path | None = None,
 ) -> LintFacts:
-    """Look at this machine, in about a second.
+    """Return facts about this machine for ``lint``; takes about a second.
 
-    ``directory`` is where sbatch will be called, the current one by default; ``made`` a folder
-    that will be there when the job begins.
+    Args:
+        directory: working directory of sbatch; by default the current one.
+        environ: environment variables of the script.
+        made: a folder that will be created before the job starts.
     """
     try:
         needed = needed_pmi()
-    except LaunchError:  # no MPI here: the job's own environment may have one
+    except LaunchError:  # the environment of the job may have an MPI
         needed = ""
     return LintFacts(
         needed_pmi=needed,
@@ -488,7 +490,7 @@ def _is_installed(package: str) -> bool:
 
 
 def default_pmi(environ: Mapping[str, str]) -> str:
-    """Return Slurm's MpiDefault; empty where Slurm does not answer."""
+    """Return MpiDefault of Slurm; empty if Slurm does not answer."""
     try:
         done = run(["scontrol", "show", "config"], environ)
     except LaunchError:

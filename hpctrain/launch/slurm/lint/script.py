@@ -89,28 +89,28 @@ OPTIONAL = frozenset(
         *("nice", "no-kill", "propagate", "send-libs", "I"),
     )
 )
-"""Options whose value, if any, is joined to them: ``--nice=5``, ``-K0``."""
+"""Options whose value, if any, follows without a space: ``--nice=5``, ``-K0``."""
 
 
 Options = Mapping[str, str]
-"""By long name; empty for a flag."""
+"""Values of options by long name; empty for a flag."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LintFacts:
-    """Facts beside the script; a check that lacks one is left out."""
+    """Facts about the machine; checks whose facts are unknown are skipped."""
 
     needed_pmi: str = ""
-    """What ``srun --mpi=`` must name for the installed MPI; empty where that is not known."""
+    """Value of ``srun --mpi=`` for the installed MPI; empty if unknown."""
     has_mpi_package: bool = False
-    """Whether that MPI came as a Python package, in place of the one of the site."""
+    """Whether that MPI is a Python package, not the MPI of the site."""
     default_pmi: str = ""
-    """What srun takes without ``--mpi``, MpiDefault of Slurm; empty where that is not known."""
+    """MpiDefault of Slurm, which srun uses without ``--mpi``; empty if unknown."""
     environ: Mapping[str, str] = field(default_factory=dict)
-    """Variables that the script will find set."""
+    """Environment variables of the script."""
     directory: Path | None = None
-    """Where sbatch is called, so where relative names begin; None reads no other file."""
-    made: Path | None = None  # a folder that will be there when the job begins
+    """Directory of the call of sbatch, for relative names; None to read no other file."""
+    made: Path | None = None  # a folder that exists before the job starts
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +124,12 @@ class Command:
 
     @property
     def name(self) -> str:
-        """The program it runs, without its folder; empty if only a run knows it."""
+        """Name of the program, without its folder; empty if it contains a variable."""
         return "" if not self.words or "$" in self.words[0] else self.words[0].rpartition("/")[2]
 
     @property
     def inner(self) -> list["Command"]:
-        """The commands of ``bash -c "..."``, and what its text runs by ``"$@"``."""
+        """Commands of ``bash -c "..."``, and the command that its text runs by ``"$@"``."""
         for at, (flag, text) in enumerate(pairwise(self.words[1:]), 2):
             if self.name in _SHELLS and re.fullmatch(r"-\w*c", flag):
                 after = self.words[at + 2 :] if '"$@"' in text or text.startswith("$") else ()
@@ -145,11 +145,11 @@ class ScriptStep:
     line: int
     options: Options
     programs: tuple[Command, ...]
-    """What each task runs: one program, or those of ``bash -c "..."``."""
+    """Programs of each task: one, or all commands of ``bash -c "..."``."""
     is_complete: bool  # whether all options are known
-    num_tasks: int | None  # None where that is not known
+    num_tasks: int | None  # None if unknown
     environ: Mapping[str, str]  # variables that the script sets for it
-    does_own_launching: bool  # whether it runs torchrun or one of its kind, as far as can be seen
+    does_own_launching: bool  # whether it runs torchrun or a similar launcher
 
     @property
     def are_ranks(self) -> bool:
@@ -157,9 +157,9 @@ class ScriptStep:
         return self.num_tasks != 1 and (not self.programs or any(map(is_rank, self.programs)))
 
     def option(self, name: str, variable: str) -> str | None:
-        """Return the value of an option or else of a variable, None where neither is set.
+        """Return the value of an option, or else of a variable, or None if neither is set.
 
-        A value that only a run knows contains a ``$``.
+        A value that is unknown before the run contains a ``$``.
         """
         if name in self.options:
             return self.options[name]
@@ -174,7 +174,7 @@ class BatchScript:
         self.text = text
         self.facts = facts
         self.options, self.late = _directives(text)
-        """Of the ``#SBATCH`` lines, by long name; and lines that sbatch does not read."""
+        """Options of the ``#SBATCH`` lines by long name; numbers of lines that sbatch ignores."""
         is_comment = re.compile(r"#\s+SBATCH\s+-").match
         self.commented = [at for at, line in enumerate(text.splitlines(), 1) if is_comment(line)]
         found = [*commands(text)]
@@ -200,7 +200,7 @@ class BatchScript:
         self.launchers = [each for each in self.commands if launcher_of(each)]
 
     def _expanded(self, word: str) -> str:
-        """Replace the variables whose value is known and a single word."""
+        """Replace variables whose value is known and a single word."""
 
         def value(match: re.Match[str]) -> str:
             known = self._known.get(match[1] or match[2], "")
@@ -232,7 +232,7 @@ class BatchScript:
 
     @cached_property
     def requeues(self) -> list[int]:
-        """Lines that queue the job again."""
+        """Numbers of lines that queue the job again."""
         lines = enumerate(self.text.splitlines(), 1)
         return [at for at, line in lines if re.match(r"[^#]*\bscontrol\s+requeue\b", line)]
 
@@ -242,12 +242,12 @@ class BatchScript:
         return "requeue" in self.options or bool(self.requeues)
 
     def number(self, name: str) -> int | None:
-        """Return the value of an option of sbatch; None where it is not one integer."""
+        """Return the value of an option of sbatch, or None if it is not an integer."""
         return number(self.options, name)
 
     @property
     def num_tasks(self) -> int | None:
-        """Tasks of the job; None where they are not known."""
+        """Tasks of the job, or None if unknown."""
         if (whole := self.number("ntasks")) is not None:
             return whole
         per_node, nodes = self.number("ntasks-per-node"), self.number("nodes")
@@ -286,13 +286,13 @@ class BatchScript:
 
 
 def number(options: Options, name: str) -> int | None:
-    """Return the value of an option; None where it is not one integer."""
+    """Return the value of an option, or None if it is not an integer."""
     text = options.get(name, "")
     return int(text) if text.isdigit() else None
 
 
 def launcher_of(command: Command) -> str:
-    """Return the launcher of ranks that a command is; empty for others, and without arguments."""
+    """Return the name of the launcher of a command; empty if it starts no ranks."""
     if command.name in MPIRUNS and len(command.words) > 1:
         return command.name
     is_ours = command.name == "hpctrain" and command.words[1:2] == ("launch",)
@@ -300,7 +300,7 @@ def launcher_of(command: Command) -> str:
 
 
 def is_rank(command: Command) -> bool:
-    """Return True if a command may be one whose processes wait for each other."""
+    """Return True if the processes of a command may be ranks, which wait for each other."""
     if command.name in _UTILITIES or command.name in MPIRUNS or not command.words:
         return False
     if re.fullmatch(r"python[\d.]*", command.name) and command.words[1:2] == ("-m",):
@@ -323,7 +323,7 @@ def commands(text: str, first_line: int = 1) -> Iterator[Command]:
 
 
 def _logical_lines(text: str, first_line: int) -> Iterator[tuple[int, list[str]]]:
-    """Return the words of each line, with those that a backslash or an open quote continue."""
+    """Yield the words of each logical line, joined at backslashes and open quotes."""
     lines = text.splitlines()
     at = 0
     while at < len(lines):

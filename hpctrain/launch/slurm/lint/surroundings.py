@@ -1,4 +1,4 @@
-"""Checks of what a batch script names and finds: options, files, variables, memory."""
+"""Checks of the options, files, variables and memory of a batch script."""
 
 import re
 from collections.abc import Iterator
@@ -7,17 +7,17 @@ from pathlib import Path
 from hpctrain.core.finding import Level
 from hpctrain.launch.slurm.lint.script import BatchScript, Command, number
 
-Fault = tuple[Level, str, str]  # how bad it is, what is wrong, and what to do
+Fault = tuple[Level, str, str]  # level, finding and remedy
 
-LEAST_MB = 1000  # a process that has imported torch takes half of it
+LEAST_MB = 1000  # a process that imported torch needs half of this
 
-_HOURS = ("12", "24", "36", "48", "72", "96", "168")  # what people write for hours
+_HOURS = ("12", "24", "36", "48", "72", "96", "168")  # probably meant as hours
 _HERE = ("localhost", "127.0.0.1")
 _UNITS_MB = {"": 1.0, "K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
 
 
 def little(script: BatchScript) -> Iterator[Fault]:
-    """Memory or time without the unit that was meant."""
+    """Memory or time that probably lacks a unit."""
     for name in ("mem", "mem-per-cpu"):
         match = re.fullmatch(r"(\d+)([KMGT]?)B?", script.options.get(name, "").upper())
         if match and 0 < (mb := float(match[1]) * _UNITS_MB[match[2]]) < LEAST_MB:
@@ -29,7 +29,7 @@ def little(script: BatchScript) -> Iterator[Fault]:
 
 
 def threads(script: BatchScript) -> Iterator[Fault]:
-    """More threads than a task has cores."""
+    """More threads than cores per task."""
     text = script.environ.get("OMP_NUM_THREADS", "")
     is_own = "OMP_NUM_THREADS" in script.assigned and text.isdigit()
     for step in script.rank_steps if is_own and "exclusive" not in script.options else ():
@@ -43,14 +43,14 @@ def threads(script: BatchScript) -> Iterator[Fault]:
 
 
 def rendezvous(script: BatchScript) -> Iterator[Fault]:
-    """What ``torch.distributed`` reads, set where it cannot be right."""
+    """Variables of ``torch.distributed`` with a wrong value or in a wrong place."""
     assigned = script.assigned
     steps = [step for step in script.rank_steps if not step.does_own_launching]
     if not steps:
         return
     line = assigned.get("MASTER_ADDR", 0)
     if line > max(step.line for step in steps):
-        what = f"line {line}: MASTER_ADDR is set behind the last srun, whose tasks do not see it"
+        what = f"line {line}: MASTER_ADDR is set after the last srun, whose tasks do not get it"
         yield "warning", what, "export MASTER_ADDR above srun; hpctrain needs none"
     elif line and script.environ.get("MASTER_ADDR") in _HERE and script.number("nodes") != 1:
         what = f"line {line}: MASTER_ADDR={script.environ.get('MASTER_ADDR')} is each node itself"
@@ -66,7 +66,7 @@ def rendezvous(script: BatchScript) -> Iterator[Fault]:
 
 
 def crowded(script: BatchScript) -> Iterator[Fault]:
-    """A step of more tasks than its job has."""
+    """A step with more tasks than its job."""
     whole = script.num_tasks
     for step in script.steps if whole and not {"overcommit", "O"} & {*script.options} else ():
         own = number(step.options, "ntasks")
@@ -76,7 +76,7 @@ def crowded(script: BatchScript) -> Iterator[Fault]:
 
 
 def missing(script: BatchScript) -> Iterator[Fault]:
-    """A file that a script uses and that is not there, where names begin at a known folder."""
+    """A missing file of a script; relative names only if their directory is known."""
     facts = script.facts
     moves = any(command.name in ("cd", "pushd") for command in script.commands)
     if facts.directory is None:
@@ -101,7 +101,7 @@ def missing(script: BatchScript) -> Iterator[Fault]:
 
 
 def _files(command: Command) -> Iterator[str]:
-    """Return the files without which a command fails at once."""
+    """Yield the files that a command needs at its start."""
     rest = command.words[1:]
     if command.name in ("source", ".") and rest and rest[0].endswith("/activate"):
         yield rest[0]
@@ -120,4 +120,4 @@ RULES = {
     "tasks of a step": crowded,
     "files": missing,
 }
-"""All of them, by what their findings are called."""
+"""Checks by the names of their findings."""

@@ -211,7 +211,7 @@ def test_a_packaged_mpi_is_ignored_if_the_job_loads_the_mpi_of_the_site():
     script = HEALTHY.replace("--mpi=pmix ", "")
     assert [found for found in lint(script, facts=on_cray) if found.check == "srun --mpi"] == []
     (found,) = [found for found in lint(script, facts=facts) if found.check == "srun --mpi"]
-    assert "with the MPI of the site, install hpctrain without the extra" in found.do
+    assert "to use the MPI of the site, install hpctrain without an extra" in found.do
     of_site = replace(facts, has_mpi_package=False)
     (found,) = [found for found in lint(OF_CRAY, facts=of_site) if found.check == "srun --mpi"]
     assert found.do == "srun --mpi=pmix ..."
