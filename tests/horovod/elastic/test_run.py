@@ -167,7 +167,9 @@ def test_a_repeated_failure_ends_the_training(hvd):
         last_rank_alone(hvd)
         hvd.barrier()
 
-    with pytest.raises(CommError, match=r"in 3 resets, .* rank \d: the last rank has stumbled") as end:
+    with pytest.raises(
+        CommError, match=r"in 3 resets, .* rank \d: the last rank has stumbled"
+    ) as end:
         train(ObjectState(value=0))
     assert len(attempts) == 5
     assert not isinstance(end.value, HorovodInternalError)
