@@ -339,10 +339,7 @@ def test_error_of_one_rank_raises_on_all_ranks(hvd_nodes):
     with pytest.raises(AttributeError, match="look rows up by"):
         _ = table.weight
     assert "padding_idx=None, init=0.05, seed=5, dtype=torch.float64" in repr(table)
-    assert table.to("cpu").double()(torch.tensor([1])).shape == (
-        1,
-        DIM,
-    )  # still usable
+    assert table.to("cpu").double()(torch.tensor([1])).shape == (1, DIM)  # still usable
 
 
 @MANY
