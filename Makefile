@@ -194,13 +194,14 @@ CALLS_ONLY := --config-file= --ignore-missing-imports --explicit-package-bases \
   list-item operator return-value func-returns-value type-abstract union-attr)
 
 .PHONY: check
-check: .venv/stamp ## lint, types, layers, spelling, size of files
+check: .venv/stamp ## lint, types, layers, spelling, plain English, size of files
 	ruff check .
 	ruff format --check .
 	mypy
 	MYPYPATH=perf mypy $(CALLS_ONLY) perf/*.py
 	lint-imports --no-logo
 	codespell
+	python -m tests.plain_english
 	shellcheck $(SHELL_FILES)
 	python -m pytest -q tests/test_size.py
 
