@@ -1,5 +1,7 @@
 """``hpctrain guide``: the manual, by topic."""
 
+import importlib
+import inspect
 from collections.abc import Callable, Iterator
 from importlib import resources
 from typing import Any
@@ -15,6 +17,19 @@ from hpctrain.guide.contents import KINDS
 from hpctrain.train import run_config
 
 MAX_WIDTH = 100  # columns of a page on a wide terminal
+
+PACKAGES = (
+    *("hpctrain", "hpctrain.data", "hpctrain.checkpoint", "hpctrain.comm", "hpctrain.compress"),
+    *("hpctrain.optim", "hpctrain.parallel", "hpctrain.cost", "hpctrain.elastic"),
+)
+"""Packages whose names are public."""
+
+GENERATED = {
+    "api": "Public names: functions and classes with their documentation",
+    "commands": "Commands and their options",
+    "keys": "Configuration keys and their defaults",
+}
+"""Titles of the pages that are generated from the code."""
 
 app = typer.Typer()
 
@@ -52,7 +67,7 @@ def pages(root: Any) -> dict[str, Callable[[], str]]:
         if file.name.endswith(".md")
     }
     written = {name: lambda file=file: file.read_text("utf-8") for name, file in files.items()}
-    return {**written, "commands": lambda: _commands(root), "keys": _keys}
+    return {**written, "api": _api, "commands": lambda: _commands(root), "keys": _keys}
 
 
 def _contents(found: dict[str, Callable[[], str]]) -> Iterator[str]:
@@ -61,14 +76,37 @@ def _contents(found: dict[str, Callable[[], str]]) -> Iterator[str]:
     for kind, topics in KINDS.items():
         yield f"{kind}:"
         for name in topics:
-            title = found[name]().partition("\n")[0].lstrip("# ")
+            title = GENERATED.get(name) or found[name]().partition("\n")[0].lstrip("# ")
             yield f"  hpctrain guide {name:<{width}}   {title}"
+
+
+def _api() -> str:
+    """Return the page of all public names, from their docstrings."""
+    lines = [f"# {GENERATED['api']}"]
+    for package in PACKAGES:
+        module = importlib.import_module(package)
+        lines += ["", f"## {package}", "", (inspect.getdoc(module) or "").partition("\n")[0]]
+        for name in sorted({*module.__all__} - {"__version__"}):
+            lines += ["", f"### {package}.{name}", "", "```text", *_about(name, module), "```"]
+    return "\n".join([*lines, ""])
+
+
+def _about(name: str, module: Any) -> list[str]:
+    """Return signature and docstring of a public name."""
+    value = getattr(module, name)
+    if not callable(value):
+        return [f"{name} = {value!r}"]
+    try:
+        signature = str(inspect.signature(value))
+    except (TypeError, ValueError):  # of a class without a readable constructor
+        signature = ""
+    return [f"{name}{signature}", "", *(inspect.getdoc(value) or "").splitlines()]
 
 
 def _keys() -> str:
     """Return the page of all configuration keys, from the classes of the configuration."""
     return (
-        "# Configuration keys and their defaults\n\n"
+        f"# {GENERATED['keys']}\n\n"
         "`hpctrain train FILE --init` writes this text to a file; `hpctrain train FILE --explain "
         "KEY` shows one key, its value in FILE and where the value was set. `--set KEY=VALUE` "
         "changes a key for one run. Keys that a file omits have the defaults below.\n\n"
@@ -78,7 +116,7 @@ def _keys() -> str:
 
 def _commands(root: Any) -> str:
     """Return the page of all commands, from their docstrings and options."""
-    lines = ["# Commands and their options", ""]
+    lines = [f"# {GENERATED['commands']}", ""]
     lines += ["`hpctrain COMMAND --help` shows one command with examples.", ""]
     for name, command in root.commands.items():
         lines += _command(f"hpctrain {name}", command.loaded())

@@ -9,9 +9,9 @@ KINDS = {
         *("plan", "cost", "studies", "results", "performance", "hangs"),
     ),
     "Reference": (
-        *("commands", "keys", "settings", "errors", "horovod-names", "horovod-variables"),
+        *("api", "commands", "keys", "settings", "errors", "horovod-names", "horovod-variables"),
         *("versions", "glossary"),
     ),
     "Explanation": ("step", "architecture", "consistency", "tour"),
 }
-"""Topics by kind, in reading order. ``commands`` and ``keys`` are generated from the code."""
+"""Topics by kind, in reading order; ``api``, ``commands`` and ``keys`` are generated."""

@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import importlib
 import inspect
 import os
 import re
@@ -45,7 +46,7 @@ from tests.processes import ended
 ROOT = get_command(app)
 PAGES = guides.pages(ROOT)
 TEXTS = {name: text_of() for name, text_of in PAGES.items()}
-WRITTEN = [name for name in PAGES if name not in ("commands", "keys")]
+WRITTEN = [name for name in PAGES if name not in guides.GENERATED]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LAUNCH = re.compile(r"^hpctrain launch (.*?)-- ")
 
@@ -82,6 +83,16 @@ def test_without_a_topic_every_guide_is_listed_once_with_its_title_below_its_kin
 
 def test_the_written_guides_together_are_short():
     assert sum(len(TEXTS[name].split()) for name in WRITTEN) <= 31_050
+
+
+def test_the_generated_api_has_every_public_name_with_its_documentation():
+    for package in guides.PACKAGES:
+        module = importlib.import_module(package)
+        for name in {*module.__all__} - {"__version__"}:
+            text = TEXTS["api"].partition(f"### {package}.{name}\n")[2].partition("\n### ")[0]
+            doc = inspect.getdoc(getattr(module, name)) or ""
+            assert name in text
+            assert not callable(getattr(module, name)) or doc.partition("\n")[0] in text
 
 
 def test_generated_pages_have_every_key_with_its_default_and_every_option():

@@ -76,6 +76,7 @@ class Pages:
         self._folder = folder
         self._with_output = with_output
         self._guides = guide.pages(get_command(app))
+        del self._guides["api"]  # the reference has these names
         self._examples = sorted(
             path.relative_to(ROOT)
             for path in (ROOT / "examples").rglob("*")
@@ -102,7 +103,9 @@ class Pages:
     def _contents(self) -> Iterator[str]:
         """The tables of contents, which the page itself does not show."""
         for caption, topics in KINDS.items():
-            yield from _toctree(caption, [f"{topic} <guide/{topic}>" for topic in topics])
+            yield from _toctree(
+                caption, [f"{topic} <guide/{topic}>" for topic in topics if topic != "api"]
+            )
         yield from _toctree("Public names", [f"{name} <reference/{name}>" for name in PACKAGES])
         yield from _toctree("Examples", ["examples <examples/README>"])
         yield from _toctree("Project", PROJECT)
@@ -280,6 +283,7 @@ def _sections(package: str, module: ModuleType) -> dict[str, list[str]]:
     if package != "hpctrain":
         return {"": names}
     places = _places(package)
+    names = [name for name in names if name in places]  # without aliases
     where = {name: places[name].split(".")[1] for name in names}
     order = [*SECTIONS, *sorted({*where.values()} - {*SECTIONS})]
     found: dict[str, list[str]] = {}
