@@ -141,7 +141,7 @@ def test_late_rank_is_reported_once_with_its_node_and_the_rail(caplog):
         watch.look(100.0)  # waits inside a node are not reported
     (record,) = caplog.records
     assert record.getMessage().startswith(
-        "rank 0 on n0 has waited 3 s for rank 1 on n1 over rail 0; it is busy"
+        "rank 0 on n0 has waited 3 s for rank 1 on n1 over rail 0; that rank is busy"
     )
 
 

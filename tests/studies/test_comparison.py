@@ -166,7 +166,7 @@ def test_differences_between_environments_are_reported():
 
 
 @pytest.mark.parametrize(("factor", "code"), [(1.2, 1), (1.0, 0), (0.8, 0)])
-def test_fail_slower_sets_the_exit_code_for_a_slower_study(tmp_path, factor, code):
+def test_the_verdict_sets_the_exit_code_if_requested(tmp_path, factor, code):
     first = generated.write(study(), tmp_path / "a")
     second = generated.write(changed(factor), tmp_path / "b")
     words = ["study", "compare", str(first), str(second), "--alpha", "0.02"]

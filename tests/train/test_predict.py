@@ -192,7 +192,7 @@ def test_a_run_reports_its_best_checkpoint_and_commands_accept_it(tmp_path, monk
         assert told[-2:] == [others, last]
         for words, message in (
             (["evaluate", "runs/none"], "runs/none contains no run"),
-            (["predict", "runs/small", "--output", "small.toml"], "is there already"),
+            (["predict", "runs/small", "--output", "small.toml"], "already exists"),
         ):
             assert message in str(runner.invoke(app, words).exception)
         refused = runner.invoke(app, ["evaluate", "runs/small", "--split", "all"])

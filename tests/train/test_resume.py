@@ -224,7 +224,7 @@ def test_a_resume_needs_an_existing_run_with_the_same_configuration(here, config
     assert "log.every_steps" not in str(refused.value)
     assert len(check_same(job.directory, other, changed=True)) == 3
     assert check_same(job.directory, job.config, changed=False) == []
-    with pytest.raises(ConfigError, match=r"config\.toml says: seed was 0, is 1; set"):
+    with pytest.raises(ConfigError, match=r"config\.toml seed was 0, is 1; set"):
         check_same(job.directory, configure(*job.overrides, "seed=1"), changed=False)
 
 

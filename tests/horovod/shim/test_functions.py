@@ -25,7 +25,7 @@ def test_both_names_of_the_number_of_ranks_and_remote_options_are_accepted(asked
 
 
 def test_unsupported_arguments_are_rejected_by_name(asked):
-    with pytest.raises(ConfigError, match="no max_num_proc, min_np; leave them out"):
+    with pytest.raises(ConfigError, match="got max_num_proc, min_np; leave them out"):
         functions.run(print, min_np=1, max_num_proc=4)
     with pytest.raises(ConfigError, match=r"this host only, got a:2; .*--hosts a:2"):
         functions.run(print, np=2, hosts="a:2")
