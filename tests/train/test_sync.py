@@ -261,7 +261,7 @@ def test_a_run_cannot_resume_with_another_method(here, configure):
     plain = RunState(task=build(configure(), here.comm))
     other = RunState(task=build(configure("sync.method=diloco"), here.comm))
     state, own = plain.shared(), plain.own()
-    with pytest.raises(CheckpointError, match="'synchronous', as in .*, but it is 'diloco'"):
+    with pytest.raises(CheckpointError, match=r"'synchronous', as in .*, but it is 'diloco'"):
         other.restore(state, own)
 
 

@@ -29,7 +29,7 @@ def test_unsupported_arguments_are_rejected_by_name(asked):
         functions.run(print, min_np=1, max_num_proc=4)
     with pytest.raises(ConfigError, match=r"this host only, got a:2; .*--hosts a:2"):
         functions.run(print, np=2, hosts="a:2")
-    with pytest.raises(LaunchError, match="3 ranks and 2 places"):
+    with pytest.raises(LaunchError, match="got 3 ranks and 2 slots"):
         functions.run(print, np=3, hosts="localhost:2")
     assert asked == []
 
