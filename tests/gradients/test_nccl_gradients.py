@@ -90,7 +90,7 @@ def test_unusable_nccl_raises_reason_and_remedy_on_all_ranks(hvd):
                 wrapped(hvd)
         assert said in str(raised.value)
         assert str(raised.value).endswith("or set HPCTRAIN_DEVICE_SUMS=auto")
-    with pytest.raises(CommError, match="the codec HalfCodec is there; or set"):
+    with pytest.raises(CommError, match="compressed by HalfCodec; or set"):
         wrapped(hvd, compression="fp16")
 
 
