@@ -61,10 +61,8 @@ def test_node_sharding_gives_the_same_bits_with_lars_and_lamb(here, configure, s
 @pytest.mark.ranks(2)
 def test_the_noise_scale_is_rejected_without_averages_in_backward(here, configure):
     for other in ("train.shard=node", "train.reproducible=true", "sync.method=local_sgd"):
-        with pytest.raises(
-            ConfigError,
-            match="compares gradients of ranks|must get a DistributedOptimizer with op=Average",
-        ):
+        expected = r"compares gradients of ranks|DistributedOptimizer with op=Average"
+        with pytest.raises(ConfigError, match=expected):
             build(configure("log.noise_scale=true", other), here.comm)
 
 
