@@ -60,7 +60,10 @@ IN_SECONDS = {
 }
 ALONE = "hpctrain launch -n 2 -- python examples/tour/{name}"
 LIMIT_S = 600
-PROJECT = ["Changes <CHANGELOG>", "Contributing <CONTRIBUTING>", "Figures <perf/README>"]
+PROJECT = [
+    *("Changes <CHANGELOG>", "Contributing <CONTRIBUTING>", "Tests <tests/README>"),
+    "Figures <perf/README>",
+]
 
 GUIDE = re.compile(r"`hpctrain guide\s+([a-z-]+)`")
 EXAMPLE = re.compile(r"`(examples/[\w./-]+)`")
@@ -89,7 +92,7 @@ class Pages:
             self._put(Path("guide", f"{topic}.md"), self._converted(text_of(), GUIDES))
         for source in (ROOT / "examples").rglob("*.md"):
             self._document(source, source.relative_to(ROOT), self._examples_of(source.parent))
-        for name in ("CHANGELOG.md", "CONTRIBUTING.md", "perf/README.md"):
+        for name in ("CHANGELOG.md", "CONTRIBUTING.md", "tests/README.md", "perf/README.md"):
             self._document(ROOT / name, Path(name))
         for pattern in ("perf/results/*.png", "LICENSE", "CITATION.cff"):
             for file in ROOT.glob(pattern):
