@@ -82,7 +82,11 @@ def test_without_a_topic_every_guide_is_listed_once_with_its_title_below_its_kin
 
 
 def test_the_written_guides_together_are_short():
-    assert sum(len(TEXTS[name].split()) for name in WRITTEN) <= 31_050
+    texts = {name: TEXTS[name] for name in WRITTEN}
+    for name in ("settings", "versions"):  # whose first table is generated
+        head, table, rest = texts[name].partition("\n| ")
+        texts[name] = head + (table + rest).partition("\n\n")[2]
+    assert sum(len(text.split()) for text in texts.values()) <= 30_000
 
 
 def test_the_generated_api_has_every_public_name_with_its_documentation():
