@@ -157,7 +157,7 @@ def test_a_list_of_ranks_is_a_world_in_the_order_of_the_list(world):
         assert hpctrain.allgather_object(world.rank) == chosen
         hpctrain.shutdown()
     else:
-        with pytest.raises(ConfigError, match=rf"rank {world.rank} calls init.*: 0-1; only the"):
+        with pytest.raises(ConfigError, match=f"rank {world.rank} is not in 0-1"):
             hpctrain.init(chosen)
         assert not hpctrain.is_initialized()
 
