@@ -20,6 +20,7 @@ from hpctrain.cluster import env, process
 from hpctrain.cluster.env import ENDING, RANK_LOST
 from hpctrain.cluster.libraries import end_launch
 from hpctrain.comm.mpi_start import is_loss
+from hpctrain.comm.survivors import failed
 from hpctrain.core.errors import LaunchError, RankLostError
 from hpctrain.core.units import format_ranks
 from hpctrain.core.user_error import folded, user_lines
@@ -277,8 +278,6 @@ def _verdict(error: BaseException, world: "MpiComm", *, recovers: bool) -> tuple
     text, rule = str(error), _MPI_RULE if is_of_mpi else ""
     is_outside = recovers and "hpctrain.runtime.recovery" not in modules
     if is_outside and any(name.startswith("hpctrain.") for name in modules):
-        from hpctrain.comm.survivors import failed  # noqa: PLC0415 - a world of one needs no MPI
-
         with contextlib.suppress(Exception):  # MPI may be over
             if is_of_mpi and (dead := failed(world)):
                 text = f"{format_ranks(dead)} of {world.size} died"

@@ -11,10 +11,10 @@ communication capability: design and rationale".
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 from hpctrain.cluster.env import RANK_LOST
+from hpctrain.comm import survivors
 from hpctrain.comm.mpi_start import is_loss, is_of_mpi
 from hpctrain.core.errors import CommError, RankLostError
 from hpctrain.core.logs import logger
@@ -121,7 +121,7 @@ def give_up(error: Exception) -> NoReturn:
     """
     if not is_loss(error) or not is_on():
         raise error
-    raise RankLostError(_died(_survivors().failed(_ranks()))) from error
+    raise RankLostError(_died(survivors.failed(_ranks()))) from error
 
 
 def _died(lost: list[int]) -> str:
@@ -145,9 +145,7 @@ def _is_of_loss(error: BaseException) -> bool:
 
     The results of a collective in which a rank dies are undefined and may cause any error.
     """
-    return (
-        isinstance(error, RankLostError) or is_loss(error) or _survivors().knows_of_loss(_ranks())
-    )
+    return isinstance(error, RankLostError) or is_loss(error) or survivors.knows_of_loss(_ranks())
 
 
 def _all_are_well(*, am_well: bool) -> bool:
@@ -160,7 +158,7 @@ def _all_are_well(*, am_well: bool) -> bool:
     if not am_well:
         _end_waits()
     with _limited(world.current().settings.timeout):
-        return bool(_survivors().agree(_ranks(), am_well=am_well))
+        return bool(survivors.agree(_ranks(), am_well=am_well))
 
 
 def _shrink(
@@ -174,7 +172,7 @@ def _shrink(
         make: creates the next world from its ranks; called again if more ranks die in the call.
         check: raises, on all ranks, if the program cannot continue without the lost ranks.
     """
-    before, ranks, survivors = world.current(), _ranks(), _survivors()
+    before, ranks = world.current(), _ranks()
     lost: list[int] = []
 
     def remade(left: "MpiComm") -> None:
@@ -236,13 +234,7 @@ def _ranks() -> "MpiComm":
     return ranks
 
 
-def _survivors() -> ModuleType:
-    from hpctrain.comm import survivors  # noqa: PLC0415 - a world of one needs no MPI
-
-    return survivors
-
-
 def _end_waits() -> None:
     """Interrupt all waits in this world, on all ranks. Not collective."""
-    _survivors().revoke(_ranks())
-    _survivors().end_waits()
+    survivors.revoke(_ranks())
+    survivors.end_waits()
