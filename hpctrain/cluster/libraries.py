@@ -134,22 +134,27 @@ def owner(library: Path) -> Family:
     return "openmpi" if own else "mpich"
 
 
-def mismatch(launched: Launched | None, library: Path | None) -> str:
-    """Return a warning if srun offers another interface than the library probably needs.
+def mismatch(launched: Launched | None, library: Path | None) -> tuple[str, str]:
+    """Compare the interface that srun offers with the one that the library probably needs.
 
-    A site may have built its MPI for another interface, so this is not an error. Empty if the
-    interfaces match or are unknown.
+    A site may have built its MPI for another interface, so a difference is not an error.
+
+    Returns:
+        The difference and the remedy; empty if the interfaces match or are unknown.
     """
     if library is None or launched is None or launched.name != "srun" or launched.size == 1:
-        return ""
+        return "", ""
     offered, needed = launched.pmi or "none", srun_type(library)
     if offered.startswith(needed):  # pmix_v4 is a pmix
-        return ""
-    return (
+        return "", ""
+    what = (
         f"srun --mpi={offered} started {launched.size} ranks, but the MPI library {library} "
-        f"finds its ranks by {needed}; if MPI stops now, start again with "
-        f"`srun --mpi={needed} ...`, or inside the job with `hpctrain launch ...`"
+        f"finds its ranks by {needed}"
     )
+    remedy = (
+        f"start again with `srun --mpi={needed} ...`, or inside the job with `hpctrain launch ...`"
+    )
+    return what, remedy
 
 
 def expected_libmpi(

@@ -47,11 +47,11 @@ def doubt() -> None:
         LaunchError: the ranks do not find each other.
     """
     launched = env.launched()
-    text = mismatch(launched, expected_libmpi())
-    if not text or launched is None:
+    what, remedy = mismatch(launched, expected_libmpi())
+    if not what or launched is None:
         return
     if launched.rank == 0:  # MPI may end this process with another message
-        sys.stderr.write(f"hpctrain: {text}\n")
+        sys.stderr.write(f"hpctrain: {what}; if MPI stops now, {remedy}\n")
         sys.stderr.flush()
     else:  # the end of any process may end all others, before rank 0 has printed
         time.sleep(_HEAD_START_S)

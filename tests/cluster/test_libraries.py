@@ -145,12 +145,12 @@ def by_srun(interface, size=4):
     ],
 )
 def test_mismatch_is_reported_with_the_remedy(found, library, needed):
-    text = mismatch(found, library)
-    assert bool(text) == bool(needed)
-    if text:
-        assert f"srun --mpi={found.pmi or 'none'} started 4 ranks" in text
-        assert str(library) in text
-        assert f"`srun --mpi={needed} ...`, or inside the job with `hpctrain launch ...`" in text
+    what, remedy = mismatch(found, library)
+    assert bool(what) == bool(remedy) == bool(needed)
+    if what:
+        assert f"srun --mpi={found.pmi or 'none'} started 4 ranks" in what
+        assert str(library) in what
+        assert f"`srun --mpi={needed} ...`, or inside the job with `hpctrain launch ...`" in remedy
 
 
 def test_the_library_of_this_environment_is_expected_without_loading_it():

@@ -83,7 +83,7 @@ def wrong_interface(
     """
     if library is None or not library.is_relative_to(prefix):
         return None
-    what, _, do = mismatch(launched, library).partition("; if MPI stops now, ")
+    what, do = mismatch(launched, library)
     return Finding("world", "error", what, do) if what else None
 
 
