@@ -75,8 +75,7 @@ class StepFindings:
             may_be_older: if weights are not finite, describe the last taken step instead.
         """
         if self.own is None:
-            is_older = may_be_older and self._of_last and unfinite_weights(self._task)
-            self.own = self._of_last() if is_older and self._of_last else finding()
+            self.own = (may_be_older and self._older()) or finding()
 
     def report(
         self, step: int, event: str = "not_finite", **about: Any
@@ -107,9 +106,12 @@ class StepFindings:
         """Return lines to add to an error that all ranks raise; empty if reported. Collective."""
         if self.is_reported:
             return []
-        if self.own is None and self._of_last and unfinite_weights(self._task):
-            self.own = self._of_last()
+        self.own = self.own or self._older()
         return _lines_of(self.report(step))
+
+    def _older(self) -> NotFiniteFinding | None:
+        """Describe the last taken step if it has left weights that are not finite. Local."""
+        return self._of_last() if self._of_last and unfinite_weights(self._task) else None
 
 
 def message_of(shown: Mapping[int, NotFiniteFinding]) -> str:
