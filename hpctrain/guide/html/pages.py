@@ -31,8 +31,6 @@ from hpctrain.guide.contents import KINDS
 ROOT = Path(__file__).parents[3]
 GUIDES = ROOT / "hpctrain/guide"
 
-PARTS = ("data", "checkpoint", "comm", "compress", "optim", "parallel", "cost", "elastic")
-PACKAGES = ("hpctrain", *(f"hpctrain.{part}" for part in PARTS))
 
 SECTIONS = {
     "runtime": "The world",
@@ -99,17 +97,17 @@ class Pages:
                 self._copy(file, file.relative_to(ROOT))
         for example in self._examples:
             self._example(example)
-        for package in PACKAGES:
+        for package in guide.PACKAGES:
             self._put(Path("reference", f"{package}.md"), "\n".join(reference(package)))
         self._document(ROOT / "README.md", Path("index.md"), "\n".join(self._contents()))
 
     def _contents(self) -> Iterator[str]:
         """The tables of contents, which the page itself does not show."""
         for caption, topics in KINDS.items():
-            yield from _toctree(
-                caption, [f"{topic} <guide/{topic}>" for topic in topics if topic != "api"]
-            )
-        yield from _toctree("Public names", [f"{name} <reference/{name}>" for name in PACKAGES])
+            shown = [f"{topic} <guide/{topic}>" for topic in topics if topic in self._guides]
+            yield from _toctree(caption, shown)
+        packages = [f"{name} <reference/{name}>" for name in guide.PACKAGES]
+        yield from _toctree("Public names", packages)
         yield from _toctree("Examples", ["examples <examples/README>"])
         yield from _toctree("Project", PROJECT)
 
