@@ -80,7 +80,7 @@ _REQUEST_BYTES = 128 * KIB
 
 
 def read_ahead(
-    threads: Executor, file: ShardFile, rows: Array, *, check: bool, stays: bool = False
+    threads: Executor, file: ShardFile, rows: Array, *, check: bool, stays: bool
 ) -> None:
     """Start threads that read rows of a file into memory, in file order, and return immediately.
 
