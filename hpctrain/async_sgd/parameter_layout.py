@@ -88,10 +88,10 @@ class ParameterLayout:
         return [flat[slice_bounds(len(flat), self._num_servers, server)] for flat in flats]
 
     def new_parts(self, server: int) -> list[Tensor]:
-        """Allocate tensors of the size of a server's parts."""
+        """Allocate tensors of zeros of the size of a server's parts."""
         bounds = [slice_bounds(b.numel, self._num_servers, server) for b in self.blocks]
         pairs = zip(bounds, self.blocks, strict=True)
-        return [torch.empty(own.stop - own.start, dtype=block.dtype) for own, block in pairs]
+        return [torch.zeros(own.stop - own.start, dtype=block.dtype) for own, block in pairs]
 
     def ranges(self, server: int) -> Iterator[ParameterRange]:
         """Yield the elements that a server has, by parameter."""

@@ -43,7 +43,7 @@ def shard(request, directory):
 def test_blocks_of_any_size_are_brought_ahead(shard, monkeypatch, at_once):
     monkeypatch.setattr("hpctrain.data.io.open_files._PIECE_BYTES", at_once)
     with ThreadPoolExecutor(2) as threads:
-        read_ahead(threads, shard.file, np.array([39, 3, 20]), check=True)
+        read_ahead(threads, shard.file, np.array([39, 3, 20]), check=True, stays=True)
     assert np.flatnonzero(shard.file.checked).tolist() == [0, 2, 5]
 
 
@@ -52,7 +52,7 @@ def test_damage_that_was_brought_ahead_is_told_to_who_takes_it(directory):
     flip(directory / entry.file, entry.places["number"].offset + 15 * 8)
     shard = OpenShard(directory, Manifest.read(directory), 0)
     with ThreadPoolExecutor(2) as threads:
-        read_ahead(threads, shard.file, np.arange(40), check=True)
+        read_ahead(threads, shard.file, np.arange(40), check=True, stays=True)
     assert np.flatnonzero(~shard.file.checked).tolist() == [2]
     with pytest.raises(CorruptError, match="samples 14 to 20"):
         shard.check_blocks(np.arange(40), again=False)
@@ -62,7 +62,7 @@ def test_damage_that_was_brought_ahead_is_told_to_who_takes_it(directory):
 
 def test_without_checks_samples_are_asked_for_and_nothing_is_waited_for(shard):
     held = Held()
-    read_ahead(held, shard.file, np.array([39, 3, 20]), check=False)
+    read_ahead(held, shard.file, np.array([39, 3, 20]), check=False, stays=True)
     held.go()
     assert not shard.file.checked.any()
 
