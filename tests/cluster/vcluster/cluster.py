@@ -201,8 +201,8 @@ class VirtualCluster:
         Raises:
             TimeoutError: see ``run``.
         """
-        timeout_s = scaled(LIMIT_S) if timeout_s is None else timeout_s
         began, before = time.monotonic(), self.sent_bytes()
+        timeout_s = scaled(LIMIT_S) if timeout_s is None else timeout_s
         try:
             stdout, stderr = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
