@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hpctrain.cluster import env, preflight, process
+from hpctrain.cluster import env, preflight
 from hpctrain.cluster.resources import affinity, num_cards, quota
 from hpctrain.cluster.topology import RankFacts, Topology
 from hpctrain.comm.communicator import Communicator
@@ -111,15 +111,13 @@ def _together(
     from hpctrain.comm import build  # noqa: PLC0415 - a world of one needs no MPI
     from hpctrain.comm.liveness import Liveness  # noqa: PLC0415
     from hpctrain.comm.mpi import MpiCommunicator  # noqa: PLC0415
+    from hpctrain.comm.node_processes import NodeProcesses  # noqa: PLC0415
     from hpctrain.comm.watched_calls import WatchedCalls  # noqa: PLC0415
 
     sharpen_sleep()
     calls = WatchedCalls(world, Watch(rank=world.rank, timeout_s=settings.timeout))
-    seen, here = calls.allgather(process.identity()), process.identity()
-    pids = {
-        rank: other.pid for rank, other in enumerate(seen) if other.namespace == here.namespace
-    }
-    presence, rank = Liveness(calls.duplicate(), pids, settings.timeout), topology.rank
+    processes, rank = NodeProcesses.of(calls), topology.rank
+    presence = Liveness(calls.duplicate(), processes, settings.timeout)
     on_hosts = zip(topology.nodes, topology.hosts, strict=True)
     hosts = {rank: host for ranks, host in on_hosts for rank in ranks}
     watch = Watch(

@@ -36,20 +36,20 @@ class Liveness:
     """
 
     def __init__(
-        self, control: MPI.Intracomm, node_pids: Mapping[int, int], timeout_s: float = math.inf
+        self, control: MPI.Intracomm, processes: NodeProcesses, timeout_s: float = math.inf
     ) -> None:
         """Use ``control``, a duplicate of the world, until ``farewell()`` frees it.
 
         Args:
             control: only this class sends on it.
-            node_pids: processes of the ranks of this node, by rank, in this pid namespace.
+            processes: of the ranks of this node.
             timeout_s: limit of each wait of the farewell.
         """
         self._rank: int = control.rank
         self._timeout_s = timeout_s
         self._control = control
         self._reports = reports.Reports(control)
-        self.processes = NodeProcesses(node_pids, self._rank)
+        self.processes = processes
         self.blocks = Blocks(self._rank, self._reports)
         self._left: set[int] = set()
         self._failed: dict[int, tuple[int, str]] = {}

@@ -4,8 +4,10 @@ import os
 import time
 from collections.abc import Mapping
 
-from hpctrain.cluster.process import STOPPED, birth, stat
+from hpctrain.cluster.process import STOPPED, birth, identity, stat
+from hpctrain.comm.watched_calls import WatchedCalls
 from hpctrain.core.errors import RankLostError
+from hpctrain.core.python_compat import Self
 
 LOOK_S = 0.1  # between two checks
 PEERS_PER_LOOK = 16
@@ -26,6 +28,13 @@ class NodeProcesses:
         self._born = {r: (p, birth(p)) for r, p in pids.items() if r != rank and can_check}
         self._to_look: list[int] = []
         self._next_look = 0.0
+
+    @classmethod
+    def of(cls, calls: WatchedCalls) -> Self:
+        """Find the processes of the ranks of ``calls`` in this pid namespace. Collective."""
+        seen, here = calls.allgather(identity()), identity()
+        same = {r: other.pid for r, other in enumerate(seen) if other.namespace == here.namespace}
+        return cls(same, calls.rank)
 
     def check(self) -> None:
         """Check the next processes if the last check is long enough ago.
@@ -49,7 +58,11 @@ class NodeProcesses:
                     f"kernel's log if it ran out of memory"
                 )
 
-    def stopped(self) -> list[int]:
-        """Return the ranks whose process a signal or a debugger has stopped."""
-        found = {rank: stat(pid) for rank, (pid, _) in self._born.items()}
-        return [rank for rank, one in found.items() if one and one.state in STOPPED]
+    def stopped(self) -> dict[int, int]:
+        """Return the processes that a signal or a debugger has stopped, by rank."""
+        found = [(rank, pid, born, stat(pid)) for rank, (pid, born) in self._born.items()]
+        return {
+            rank: pid
+            for rank, pid, born, now in found
+            if now and now.birth == born and now.state in STOPPED
+        }

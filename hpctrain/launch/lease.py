@@ -20,7 +20,7 @@ from hpctrain.cluster.env import job_id
 from hpctrain.cluster.process import birth, identity
 from hpctrain.core.atomic import PART, publishing, sync
 from hpctrain.core.errors import CheckpointError, ConfigError
-from hpctrain.core.logs import logger
+from hpctrain.core.logs import warn_once
 from hpctrain.core.python_compat import Self
 from hpctrain.launch.slurm.scheduler import restart_count
 
@@ -82,14 +82,12 @@ class Holder:
     @classmethod
     def here(cls) -> Self:
         """Return this process, with a new token."""
-        me = identity()
         return cls(
             host=node(),
             job=job_id(),
             restarts=restart_count(),
-            pid=me.pid,
-            born=birth(me.pid),
-            namespace=me.namespace,
+            born=birth(os.getpid()),
+            **identity()._asdict(),
             since=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC"),
             token=token_hex(8),
         )
@@ -177,7 +175,6 @@ class Lease:
         self._thread: threading.Thread | None = None
         self._held_at = float("-inf")
         self._loss = ""
-        self._told: set[str] = set()
         # State of a waiting process:
         self._silence = Silence(2 * times.look_s)
         self._settled_s, self._may_force = 0.0, True
@@ -234,9 +231,7 @@ class Lease:
     def _create(self) -> bool:
         """Create the file exclusively; remove it if it cannot be written completely."""
         try:
-            file = os.fdopen(
-                os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb"
-            )
+            file = self._file.open("xb")
         except FileExistsError:
             return False
         try:
@@ -282,7 +277,7 @@ class Lease:
             try:
                 found = self._read()
             except OSError as error:
-                self._warn(f"the lease {self._file} cannot be read: {error}")
+                warn_once(f"the lease {self._file} cannot be read: {error}")
                 return True
             if found != self._mine:
                 self._loss = self._described_loss(found)
@@ -333,7 +328,7 @@ class Lease:
             try:
                 self._count(count)
             except OSError as error:
-                self._warn(f"no sign of life can be written into {self._folder}: {error}")
+                warn_once(f"no sign of life can be written into {self._folder}: {error}")
 
     def _count(self, count: int) -> None:
         part = self._counter.with_name(self._counter.name + PART)
@@ -345,8 +340,3 @@ class Lease:
             return (path or self._file).read_bytes()
         except FileNotFoundError:
             return None
-
-    def _warn(self, text: str) -> None:
-        if text not in self._told:
-            self._told.add(text)
-            logger.warning(text)

@@ -16,14 +16,13 @@ from hpctrain.comm.blocks import Block
 from hpctrain.comm.liveness import Liveness
 from hpctrain.comm.node_processes import NodeProcesses
 from hpctrain.comm.waiting import LATE_S, Watch
+from hpctrain.comm.watched_calls import WatchedCalls
 from hpctrain.core.errors import RankLostError
 from tests.harness.pace import scaled
 
 
-def presence_of(world: MPI.Intracomm, pids: dict[int, int] | None = None) -> Liveness:
-    if pids is None:
-        pids = dict(enumerate(world.allgather(os.getpid())))
-    return Liveness(world.Dup(), pids)
+def presence_of(world: MPI.Intracomm) -> Liveness:
+    return Liveness(world.Dup(), NodeProcesses.of(WatchedCalls(world, Watch())))
 
 
 @pytest.mark.ranks(2, 3, 4)
@@ -147,7 +146,7 @@ def test_processes_that_a_signal_has_stopped_are_listed_until_they_continue() ->
             os.waitid(os.P_PID, process.pid, event)
             found.append(processes.stopped())
         process.kill()
-    assert found == [[1], []]
+    assert found == [{1: process.pid}, {}]
 
 
 def error_of(check: Callable[[], None], limit_s: float) -> str:

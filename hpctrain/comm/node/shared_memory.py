@@ -8,7 +8,7 @@ its own copy of the sum.
 import math
 import mmap
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -52,12 +52,7 @@ class SharedMemory:
     """
 
     def __init__(
-        self,
-        node: "MPI.Intracomm",
-        *,
-        spin: bool,
-        watch: Watch,
-        stage_bytes: int,
+        self, node: "MPI.Intracomm", *, spin: bool, watch: Watch, stage_bytes: int
     ) -> None:
         self.local_rank = node.rank
         self.local_size = node.size
@@ -229,11 +224,8 @@ class SharedMemory:
         refusal, made = None, None
         try:
             made = make()
-        except (
-            NodeMemoryError,
-            OSError,
-            MemoryError,
-        ) as error:  # the error is raised after the ranks have exchanged it
+        except (NodeMemoryError, OSError, MemoryError) as error:
+            # The error is raised after the ranks have exchanged it.
             refusal = str(error) or type(error).__name__
         refusals = [text for text in self._watched.allgather(refusal) if text]
         if refusals or made is None:
@@ -343,8 +335,8 @@ class SharedSlots:
         self._node = node
         self._num_bytes = len(node.stage[0]) // 2
         self._place_bytes = len(node.stage[0]) // NUM_PLACES // _PLACE_ALIGN * _PLACE_ALIGN
-        self._seen: dict[tuple[torch.dtype, torch.Size, int], Slots] = {}
-        self._buckets: dict[tuple[torch.dtype, torch.Size, int], Bucket] = {}
+        self._views = lru_cache(MOST_SEEN)(self._make_views)
+        self._bucket_of = lru_cache(MOST_SEEN)(self._make_bucket)
 
     def numel(self, dtype: torch.dtype) -> int:
         """Return the number of elements of ``dtype`` that fit a slot."""
@@ -407,14 +399,11 @@ class SharedSlots:
     def _bucket(self, values: Tensor, first: int) -> Bucket:
         """Return the stages from byte ``first`` as a bucket for ``values``; count a copy."""
         self._node.count(values.nbytes)
-        key = values.dtype, values.shape, first
-        bucket = self._buckets.get(key)
-        if bucket is None:
-            if len(self._buckets) >= MOST_SEEN:
-                self._buckets.clear()
-            slots, rank = self._views(*key), self._node.local_rank
-            bucket = self._buckets[key] = Bucket(slots[rank], slots, chunks_of(slots, rank))
-        return bucket
+        return self._bucket_of(values.dtype, values.shape, first)
+
+    def _make_bucket(self, dtype: torch.dtype, shape: torch.Size, first: int) -> Bucket:
+        slots, rank = self._views(dtype, shape, first), self._node.local_rank
+        return Bucket(slots[rank], slots, chunks_of(slots, rank))
 
     def leave(self, values: Tensor, bucket: Bucket, scale: float | None) -> None:
         """Copy the sum, times ``scale``, from the first rank's slot, after a barrier."""
@@ -427,15 +416,8 @@ class SharedSlots:
         """Return the slots of a turn as tensors of this dtype and shape. Not collective."""
         return self._views(dtype, shape, turn * self._num_bytes)
 
-    def _views(self, dtype: torch.dtype, shape: torch.Size, first: int) -> Slots:
-        key = (dtype, shape, first)
-        slots = self._seen.get(key)
-        if slots is None:
-            if len(self._seen) >= MOST_SEEN:
-                self._seen.clear()
-            end = first + shape.numel() * dtype.itemsize
-            # A view created in inference mode could not be written outside of it later.
-            with torch.inference_mode(mode=False):
-                slots = tuple(raw[first:end].view(dtype).view(shape) for raw in self._node.stage)
-            self._seen[key] = slots
-        return slots
+    def _make_views(self, dtype: torch.dtype, shape: torch.Size, first: int) -> Slots:
+        end = first + shape.numel() * dtype.itemsize
+        # A view created in inference mode could not be written outside of it later.
+        with torch.inference_mode(mode=False):
+            return tuple(raw[first:end].view(dtype).view(shape) for raw in self._node.stage)
