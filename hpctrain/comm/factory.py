@@ -13,6 +13,7 @@ from hpctrain.cluster.resources import affinity, num_cards, quota
 from hpctrain.cluster.topology import RankFacts, Topology
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.flight_recorder import FlightRecorder
+from hpctrain.comm.node_processes import NodeProcesses
 from hpctrain.comm.plan import planning
 from hpctrain.comm.plan.plan import Plan
 from hpctrain.comm.serial import SerialCommunicator
@@ -111,7 +112,6 @@ def _together(
     from hpctrain.comm import build  # noqa: PLC0415 - a world of one needs no MPI
     from hpctrain.comm.liveness import Liveness  # noqa: PLC0415
     from hpctrain.comm.mpi import MpiCommunicator  # noqa: PLC0415
-    from hpctrain.comm.node_processes import NodeProcesses  # noqa: PLC0415
     from hpctrain.comm.watched_calls import WatchedCalls  # noqa: PLC0415
 
     sharpen_sleep()

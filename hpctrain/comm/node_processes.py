@@ -3,11 +3,14 @@
 import os
 import time
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from hpctrain.cluster.process import STOPPED, birth, identity, stat
-from hpctrain.comm.watched_calls import WatchedCalls
 from hpctrain.core.errors import RankLostError
 from hpctrain.core.python_compat import Self
+
+if TYPE_CHECKING:
+    from hpctrain.comm.watched_calls import WatchedCalls
 
 LOOK_S = 0.1  # between two checks
 PEERS_PER_LOOK = 16
@@ -30,7 +33,7 @@ class NodeProcesses:
         self._next_look = 0.0
 
     @classmethod
-    def of(cls, calls: WatchedCalls) -> Self:
+    def of(cls, calls: "WatchedCalls") -> Self:
         """Find the processes of the ranks of ``calls`` in this pid namespace. Collective."""
         seen, here = calls.allgather(identity()), identity()
         same = {r: other.pid for r, other in enumerate(seen) if other.namespace == here.namespace}
