@@ -411,14 +411,14 @@ class AsyncMethod(CommonBlock):
             sets = world.current().sets
             self._states = check_over(sets.communicator(global_process_set)).last_states
             assert self._states is not None
-            self._name = self._states.enter((), self)
+            self._name = self._states.enter((), self._left)
 
     def __del__(self) -> None:
         """Keep the values for the comparison at the end of the world."""
         if self._states is not None:
-            self._states.keep(self._name, self)
+            self._states.keep(self._name, self._left)
 
-    def left(self, _: tuple[int, ...] = (), /, *, has_weights: bool = True) -> dict[str, str]:
+    def _left(self, _: tuple[int, ...], /, *, has_weights: bool = True) -> dict[str, str]:
         """Return what must be equal between ranks that did not settle. Local."""
         if self._phase is not _Phase.STEPPING or not self.is_compared:
             return {}

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from hpctrain.comm.bucket import ALIGN, slice_bounds
 from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.tensor_bucket import PackedTensors
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.torch_compat import version_of
 
@@ -35,9 +36,8 @@ class DtypeBlock(NamedTuple):
     as the step of the whole parameter.
     """
 
-    dtype: torch.dtype
-    numel: int
-    members: list[tuple[int, int]]  # number of a parameter, and its first element in the block
+    numbers: list[int]  # of its parameters
+    packed: PackedTensors  # their places; the buffer has no memory
 
 
 class ParameterLayout:
@@ -56,14 +56,18 @@ class ParameterLayout:
         self._groups = [group for group, _ in found]
         self.parameters: list[Tensor] = [p for _, p in found]
         self.names = [names[id(p)] for p in self.parameters]
-        self._strides = [torch.empty_like(p, device="meta").stride() for p in self.parameters]
+        self._forms: dict[int, Tensor] = {}  # shapes and strides in blocks
         self.blocks: list[DtypeBlock] = []
         for dtype in dict.fromkeys(p.dtype for p in self.parameters):
             numbers = [n for n, p in enumerate(self.parameters) if p.dtype is dtype]
             sizes = (-(-self.parameters[n].numel() // ALIGN) * ALIGN for n in numbers)
             *begins, end = accumulate(sizes, initial=0)
             if end:  # empty parameters need no server
-                self.blocks.append(DtypeBlock(dtype, end, [*zip(numbers, begins, strict=True)]))
+                members = [self.parameters[n] for n in numbers]
+                flat = torch.empty(end, dtype=dtype, device="meta")
+                packed = PackedTensors(flat, members, begins, keeps_strides=True)
+                self.blocks.append(DtypeBlock(numbers, packed))
+                self._forms |= zip(numbers, packed.places, strict=True)
 
     def describe(self) -> list[str]:
         """Return name, group, shape and dtype of each parameter, the same on all ranks."""
@@ -74,7 +78,7 @@ class ParameterLayout:
         """Raise ``ConfigError`` if other parameters are trained now than at the start."""
         now = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
         if [*map(id, now)] != [*map(id, self.parameters)] or any(
-            self.parameters[n].dtype is not b.dtype for b in self.blocks for n, _ in b.members
+            self.parameters[n].dtype is not form.dtype for n, form in self._forms.items()
         ):
             raise ConfigError(
                 f"the {len(self.parameters)} parameters that were trained at the start must be "
@@ -89,15 +93,14 @@ class ParameterLayout:
 
     def new_parts(self, server: int) -> list[Tensor]:
         """Allocate tensors of zeros of the size of a server's parts."""
-        bounds = [slice_bounds(b.numel, self._num_servers, server) for b in self.blocks]
-        pairs = zip(bounds, self.blocks, strict=True)
-        return [torch.zeros(own.stop - own.start, dtype=block.dtype) for own, block in pairs]
+        parts = self.parts([block.packed.flat for block in self.blocks], server)
+        return [torch.zeros_like(part, device="cpu") for part in parts]
 
     def ranges(self, server: int) -> Iterator[ParameterRange]:
         """Yield the elements that a server has, by parameter."""
         for number, block in enumerate(self.blocks):
-            own = slice_bounds(block.numel, self._num_servers, server)
-            for member, begin in block.members:
+            own = slice_bounds(len(block.packed.flat), self._num_servers, server)
+            for member, begin in zip(block.numbers, block.packed.offsets, strict=True):
                 end = begin + self.parameters[member].numel()
                 first, last = max(begin, own.start), min(end, own.stop)
                 if first < last:
@@ -127,12 +130,11 @@ class ParameterLayout:
     def _places(self, flats: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
         """Yield each parameter's number, and its view of the blocks, in its shape."""
         for block, flat in zip(self.blocks, flats, strict=True):
-            for number, begin in block.members:
-                yield number, self.shaped(number, flat[begin:])
+            yield from zip(block.numbers, block.packed.places_in(flat), strict=True)
 
     def shaped(self, number: int, flat: Tensor) -> Tensor:
         """Return the first elements of a flat tensor in the shape of a parameter."""
-        return flat.as_strided(self.parameters[number].shape, self._strides[number])
+        return flat.as_strided(self._forms[number].shape, self._forms[number].stride())
 
     def flattened(self, number: int, values: Tensor) -> Tensor:
         """Return a flat copy of a tensor of the shape of a parameter, in its memory order."""
@@ -182,12 +184,11 @@ class Slots:
         """Allocate the slots. Collective."""
         self._of_ranks: dict[int, list[Tensor]] = {comm.rank: []}
         for block in layout.blocks:
-            stride = -(-block.numel // ALIGN) * ALIGN
-            bucket = comm.new_bucket(num_slots * stride, block.dtype)
+            numel = len(block.packed.flat)
+            bucket = comm.new_bucket(num_slots * numel, block.packed.flat.dtype)
             shared = dict(zip(mates, bucket.peers, strict=True)) if bucket.peers else {}
             for rank, flat in (shared or {comm.rank: bucket.flat}).items():
-                slots = flat.view(num_slots, stride)[:, : block.numel]
-                self._of_ranks.setdefault(rank, []).append(slots)
+                self._of_ranks.setdefault(rank, []).append(flat.view(num_slots, numel))
 
     def __contains__(self, rank: int) -> bool:
         """Return whether this rank can access the memory of another."""

@@ -104,7 +104,4 @@ def first_not_finite(names: Iterable[str], gradients: Iterable[Tensor | None]) -
 
 def bound_of(most_ahead: int | None) -> float:
     """Return the steps that a worker may be ahead, inf for None; raises ``ConfigError``."""
-    if most_ahead is None:
-        return math.inf
-    checked("most_ahead", most_ahead, Count)
-    return most_ahead
+    return math.inf if most_ahead is None else checked("most_ahead", most_ahead, Count)

@@ -1,6 +1,5 @@
 """Accelerators: streams, events, pinned host memory, and memory shared between processes."""
 
-import logging
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -15,8 +14,7 @@ from hpctrain.comm.node.peer_memory import CudaSegment, Segment
 from hpctrain.comm.ops import Combination
 from hpctrain.comm.tensor_bucket import BucketStorage
 from hpctrain.core.errors import CommError
-
-_LOG = logging.getLogger(__name__)
+from hpctrain.core.logs import warn_once
 
 
 class Device:
@@ -94,9 +92,7 @@ class Device:
         raise OSError(f"{self.device.type}: {self.keeps_apart}, asked for {num_bytes} bytes")
 
     def sum_of(
-        self,
-        parts: Sequence[Tensor],
-        how: Combination,
+        self, parts: Sequence[Tensor], how: Combination
     ) -> Callable[[float | None], None] | None:
         """Return a function that stores in each tensor of ``parts`` their sum, times a factor.
 
@@ -130,9 +126,8 @@ class Makers:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._last: torch.Stream | None = None
-        self._left: dict[
-            torch.Stream, torch.Event
-        ] = {}  # other streams, with an event recorded after their last tensor
+        self._left: dict[torch.Stream, torch.Event] = {}
+        """Other streams, with an event recorded after their last tensor."""
 
     def note(self) -> None:
         """Record that a tensor was computed on the current stream."""
@@ -216,7 +211,7 @@ class CudaDevice(Device):
         if not host.numel():
             return
         if refused := int(runtime.cudaHostRegister(address, host.nbytes, 0)):
-            _tell_once(
+            warn_once(
                 f"copies between {self.device} and the host are synchronous: host memory "
                 f"cannot be pinned (error {refused}); check ulimit -l"
             )
@@ -284,8 +279,3 @@ def device_of(device: torch.device) -> Device | None:
     if device.type == "cpu":
         return None
     return CudaDevice(device) if device.type == "cuda" else Device(device)
-
-
-@cache
-def _tell_once(text: str) -> None:
-    _LOG.warning(text)

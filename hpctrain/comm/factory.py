@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hpctrain.cluster import env, preflight, process
+from hpctrain.cluster import env, preflight
 from hpctrain.cluster.resources import affinity, num_cards, quota
 from hpctrain.cluster.topology import RankFacts, Topology
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.flight_recorder import FlightRecorder
+from hpctrain.comm.node_processes import NodeProcesses
 from hpctrain.comm.plan import planning
 from hpctrain.comm.plan.plan import Plan
 from hpctrain.comm.serial import SerialCommunicator
@@ -115,11 +116,8 @@ def _together(
 
     sharpen_sleep()
     calls = WatchedCalls(world, Watch(rank=world.rank, timeout_s=settings.timeout))
-    seen, here = calls.allgather(process.identity()), process.identity()
-    pids = {
-        rank: other.pid for rank, other in enumerate(seen) if other.namespace == here.namespace
-    }
-    presence, rank = Liveness(calls.duplicate(), pids, settings.timeout), topology.rank
+    processes, rank = NodeProcesses.of(calls), topology.rank
+    presence = Liveness(calls.duplicate(), processes, settings.timeout)
     on_hosts = zip(topology.nodes, topology.hosts, strict=True)
     hosts = {rank: host for ranks, host in on_hosts for rank in ranks}
     watch = Watch(

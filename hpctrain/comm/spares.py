@@ -12,13 +12,13 @@ import platform
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import cast
 
-from hpctrain.cluster import process
 from hpctrain.comm import requests
 from hpctrain.comm.mpi_start import MPI, is_loss
+from hpctrain.comm.node_processes import NodeProcesses
 from hpctrain.comm.survivors import remake, revoke, shrink
 from hpctrain.comm.waiting import Watch
 from hpctrain.comm.watched_calls import WatchedCalls
@@ -71,12 +71,7 @@ class Spares:
         color = 0 if self.is_worker else MPI.UNDEFINED
         self.workers = calls.split(color, self._whole.rank) or MPI.Intracomm()
         """Communicator of the workers; ``MPI.COMM_NULL`` on spares."""
-        here = process.identity()
-        told = calls.allgather((here, process.birth(here.pid)))[self._num_workers :]
-        self._waiting = [
-            (other.pid, born) for other, born in told if other.namespace == here.namespace
-        ]
-        """Process id and start time of the spares in the PID namespace of this rank."""
+        self._processes = NodeProcesses.of(calls)
 
     def replace(self, make: Callable[[MPI.Intracomm], object]) -> None:
         """Replace lost workers by spares. Collective over all survivors.
@@ -97,12 +92,12 @@ class Spares:
     @contextmanager
     def _nobody_stopped(self) -> Iterator[None]:
         """Kill stopped spares during the block, on workers."""
-        is_over, waiting = threading.Event(), self._waiting if self.is_worker else ()
+        is_over, end_stopped = threading.Event(), self._end_stopped if self.is_worker else bool
 
         def look() -> None:
-            self._end_stopped(waiting)
+            end_stopped()
             while not is_over.wait(LOOK_S):
-                self._end_stopped(waiting)
+                end_stopped()
 
         watch = threading.Thread(target=look, daemon=True)
         watch.start()
@@ -112,12 +107,10 @@ class Spares:
             is_over.set()
             watch.join()
 
-    @staticmethod
-    def _end_stopped(waiting: Iterable[tuple[int, int | None]]) -> None:
+    def _end_stopped(self) -> None:
         """Kill the spares of this host that are stopped by SIGSTOP. Not collective."""
-        for pid, born in waiting:
-            found = process.stat(pid)
-            if found is not None and found.birth == born and found.state in process.STOPPED:
+        for rank, pid in self._processes.stopped().items():
+            if rank >= self._num_workers:
                 logger.warning("a spare rank, process %d of this host, is stopped: it ends", pid)
                 with suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
@@ -158,7 +151,7 @@ class Spares:
 
     def end(self) -> None:
         """Report the end of the run to the spares. Called by all workers."""
-        self._end_stopped(self._waiting)
+        self._end_stopped()
         if self._whole.rank != _LEADER:
             return
         limit = time.monotonic() + END_S

@@ -75,12 +75,8 @@ class ThreadedCommunicator:
 
         # Used by functions that run on the thread, see ``start_on``.
         self.node, self.num_rails, self.node_ranks = comm.node, comm.num_rails, comm.node_ranks
-        self.internode = comm.internode
-        self.part_of, self.reduce_node, self.publish = (
-            comm.part_of,
-            comm.reduce_node,
-            comm.publish,
-        )
+        self.internode, self.part_of = comm.internode, comm.part_of
+        self.reduce_node, self.publish = comm.reduce_node, comm.publish
 
     def submit(self, function: Callable[..., object], *args: object) -> ThreadWork:
         """Call a function on the thread, after all operations started before."""

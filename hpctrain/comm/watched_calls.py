@@ -111,13 +111,12 @@ class WatchedCalls:
 
     def bcast(self, value: T, root: int = 0) -> T:
         """Return the object of rank ``root`` on every rank."""
-        mine = _Pickle(value) if self.rank == root else None
-        sizes = array("q", [len(mine.parts), *map(len, mine.parts)] if mine else [0])
-        num = sizes[:1]
+        mine = _pickled(value) if self.rank == root else []
+        num = array("q", [len(mine)])
         self.run(self._comm.Ibcast, num, root)
-        sizes = sizes[1:] if mine else array("q", [0] * num[0])
+        sizes = array("q", map(len, mine) if mine else [0] * num[0])
         self.run(self._comm.Ibcast, sizes, root)
-        parts = mine.parts if mine else [memoryview(bytearray(size)) for size in sizes]
+        parts = mine or [memoryview(bytearray(size)) for size in sizes]
         for part in parts:
             for piece in _pieces(part):
                 self.run(self._comm.Ibcast, [piece, MPI.BYTE], root)
@@ -171,13 +170,11 @@ class WatchedCalls:
         return [unpickled(part) for part in _cut(joined, sizes)]
 
 
-class _Pickle:
-    """An object pickled with protocol 5, whose out-of-band buffers are not copied."""
-
-    def __init__(self, value: object) -> None:
-        buffers: list[pickle.PickleBuffer] = []
-        head = pickle.dumps(value, 5, buffer_callback=buffers.append)
-        self.parts = [memoryview(head), *(buffer.raw() for buffer in buffers)]
+def _pickled(value: object) -> list[memoryview]:
+    """Pickle with protocol 5; return the pickle and its out-of-band buffers, without a copy."""
+    buffers: list[pickle.PickleBuffer] = []
+    head = pickle.dumps(value, 5, buffer_callback=buffers.append)
+    return [memoryview(head), *(buffer.raw() for buffer in buffers)]
 
 
 def _cut(joined: memoryview, sizes: Sequence[int]) -> list[memoryview]:

@@ -6,11 +6,19 @@ This module does not use MPI: ``runtime/world`` passes the rank and gathers held
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 from hpctrain.core.units import format_ranks
 
 logger = logging.getLogger("hpctrain")
+
+
+@cache
+def warn_once(text: str) -> None:
+    """Log a warning unless this process has logged it before."""
+    logger.warning("%s", text)
+
 
 _PLAIN = "hpctrain: %(message)s"
 _IN_FILE = "%(asctime)s %(levelname)s %(name)s: %(message)s"

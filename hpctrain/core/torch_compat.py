@@ -224,12 +224,6 @@ def group_by_nccl(store: Store, rank: int, size: int, timeout: timedelta) -> dis
     return group
 
 
-def rendezvous_handlers() -> dict[str, Any]:
-    """Return torch's functions that find the ranks of a group, by the scheme of their URL."""
-    handlers: dict[str, Any] = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
-    return handlers
-
-
 def leave_unrecorded(kind: type) -> None:
     """Let the flight recorder of torch 2.15, which reads groups of C++, leave out a kind."""
     name = "_maybe_attach_flight_recorder"

@@ -139,16 +139,14 @@ class Division:
         """Parts of a global batch."""
         return self.micro_shards or self.size
 
-    @property
-    def own_parts(self) -> range:
-        """Parts of this rank: contiguous, as many as another rank has or one more or less."""
-        total = self.num_parts
-        return range(total * self.rank // self.size, total * (self.rank + 1) // self.size)
-
     def share(self, total: int) -> slice:
-        """Return which of the samples of a global batch this rank has."""
-        parts = self.own_parts
-        return slice(total * parts.start // self.num_parts, total * parts.stop // self.num_parts)
+        """Return which of the samples of a global batch this rank has.
+
+        The parts of a rank are contiguous, as many as another rank has or one more or less.
+        """
+        of_all = self.num_parts
+        begin, end = (of_all * rank // self.size for rank in (self.rank, self.rank + 1))
+        return slice(total * begin // of_all, total * end // of_all)
 
     def num_steps(self, num_samples: int) -> int:
         """Return the steps that ``num_samples`` make, the same number on every rank."""

@@ -60,7 +60,7 @@ class StepCounter:
         """Register the optimizer with ``StepSync``."""
         self._member = self._check.enter(member)
         if self._check.last_states is not None:
-            self._name = self._check.last_states.enter((), self)
+            self._name = self._check.last_states.enter((), self.left)
 
     def watch(self, parameters: Sequence[tuple[str, Parameter]]) -> None:
         """Compare samples of these parameters from now on."""
@@ -108,7 +108,7 @@ class StepCounter:
     def __del__(self) -> None:
         """Keep the final state for the comparison at shutdown."""
         if self._check.last_states is not None:
-            self._check.last_states.keep(self._name, self)
+            self._check.last_states.keep(self._name, self.left)
 
     def message(
         self,

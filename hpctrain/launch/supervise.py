@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
@@ -85,15 +85,12 @@ def supervise(
         ending = _Ending(process, own.get(ASKED), heard, grace_s=grace_s, save_s=save_s)
         told = threading.Thread(target=fold, args=(process, heard), daemon=True, name="stderr")
         told.start()
-        limit = threading.Timer(timeout_s or 0, ending.on_timeout)
-        limit.daemon = True
         if timeout_s:
-            limit.start()
+            ending.after(timeout_s, ending.on_timeout)
         try:
             with ending.catching():
                 code = ending.wait()
         finally:
-            limit.cancel()
             ending.close()
             told.join(LOOK_S)  # a process that a rank left behind may hold the pipe for ever
     if ending.timed_out:
@@ -272,10 +269,14 @@ class _Ending:
         """Send a signal, then SIGTERM, then SIGKILL, ``grace_s`` seconds apart."""
         rungs = (lambda: self.send(number), lambda: self.send(signal.SIGTERM), self.kill)
         for i, rung in enumerate(rungs):
-            timer = threading.Timer(after_s + i * self.grace_s, rung)
-            timer.daemon = True
-            timer.start()
-            self.timers.append(timer)
+            self.after(after_s + i * self.grace_s, rung)
+
+    def after(self, seconds: float, rung: Callable[[], object]) -> None:
+        """Call ``rung`` after a time, on another thread, unless ``close`` is called before."""
+        timer = threading.Timer(seconds, rung)
+        timer.daemon = True
+        timer.start()
+        self.timers.append(timer)
 
     def tell(self, number: int) -> None:
         """Signal mpirun alone, which hands the signal to all ranks."""

@@ -14,7 +14,7 @@ from hpctrain.core.errors import ConfigError
 from hpctrain.local_sgd.averaged_tensors import NamedTensors
 from hpctrain.local_sgd.federated import Federated
 from hpctrain.local_sgd.local_method import LocalMethod
-from hpctrain.local_sgd.replica_weight import SampleSums, Share
+from hpctrain.local_sgd.replica_weight import SampleSums
 from hpctrain.local_sgd.rounds import RoundOpening
 from hpctrain.local_sgd.state_fields import Fields
 from hpctrain.local_sgd.sync_interval import Steps, SyncInterval
@@ -102,6 +102,7 @@ class DiLoCo(LocalMethod):
         self._sent = [0] * fragments  # step after which each fragment was sent last
         self._due = [0] * fragments  # step of the outer step of each fragment in flight
         self._samples = [SampleSums() for _ in range(fragments)]
+        self.rounds.samples = self._samples[-1]  # since the last fragment was sent
         self._buffers = self._exchange.averages_buffers()
 
     @property
@@ -122,12 +123,8 @@ class DiLoCo(LocalMethod):
                 outer[name] = anchors[name]
             else:  # added since the last exchange
                 others.append((name, tensor))
-        with replica.holding(outer | replica.means(others, self.share())):
+        with replica.holding(outer | replica.means(others, self.rounds.share())):
             yield
-
-    def share(self) -> Share:
-        """Return the factors of this rank's replica since the last fragment was sent."""
-        return self.rounds.share(self._samples[-1])
 
     def _start_again(self) -> None:
         super()._start_again()

@@ -17,7 +17,7 @@ from hpctrain.gradients.optimizer import METHOD_MARK, require_plain
 from hpctrain.gradients.sample_count import NUM_FLAGS, check_count
 from hpctrain.local_sgd.federated import Federated, LocalGradients
 from hpctrain.local_sgd.replica import Exchange, Replica
-from hpctrain.local_sgd.replica_weight import SampleSums, Share
+from hpctrain.local_sgd.replica_weight import SampleSums
 from hpctrain.local_sgd.round_clock import RoundClock
 from hpctrain.local_sgd.rounds import Rounds
 from hpctrain.local_sgd.state_fields import Fields, StateFields
@@ -105,6 +105,7 @@ class LocalMethod(CommonBlock, StateFields):
         self.communication_seconds = 0.0  # time that the last step waited for other ranks
         self._exchange = Exchange(here, self.replica, self.rounds, compression)
         self._samples = [SampleSums()]
+        self.rounds.samples = self._samples[0]
         self._flags, self._wants_switch = 0, False
         broadcast_parameters(model.state_dict())
         self.replica.all_agree()
@@ -188,7 +189,7 @@ class LocalMethod(CommonBlock, StateFields):
         if self._presence is None or self._block is None:
             self._finish()
             return
-        with self._presence.at_end(self._block):
+        with self._presence.blocks.at_end(self._block):
             self._finish()
 
     def _steps_begun(self) -> int:
@@ -222,12 +223,8 @@ class LocalMethod(CommonBlock, StateFields):
         if self.rounds.agrees:
             yield
             return
-        with self.replica.as_mean(self.share()):
+        with self.replica.as_mean(self.rounds.share()):
             yield
-
-    def share(self) -> Share:
-        """Return the factors of this rank's replica in a mean of all replicas. Collective."""
-        return self.rounds.share(self._samples[0])
 
     def close(self) -> None:
         """Remove the hooks. Local."""

@@ -54,6 +54,8 @@ class Rounds:
         before the last synchronization; the same on every rank."""
         self.own_drift = 0.0
         """Squared distance of this rank's replica from the mean, at the last averaging."""
+        self.samples: SampleSums | None = None
+        """Samples of this rank's replica since the averaging that ``share`` follows."""
         self.takes_part = True  # whether this rank's replica counts if it is drawn
         self.draw = Draw(comm.rank, comm.size)
         self.flags = 0  # bits of this rank
@@ -126,12 +128,12 @@ class Rounds:
             round_s=self._clock.round_s,
         )
 
-    def share(self, samples: SampleSums) -> Share:
+    def share(self) -> Share:
         """Return the factors of this rank's replica in a mean of all replicas now. Collective.
 
         As at the end of a round; the factors are equal on all ranks if no rank counts.
         """
-        weight, total, _ = self._report(samples)
+        weight, total, _ = self._report(self.samples)
         if not total["weight"]:
             return Share(1.0, 1.0 / self._comm.size)
         return Share(weight, 1.0 / total["weight"])

@@ -62,7 +62,7 @@ class LastStep:
             if states is not self._states:
                 self._states, self._names = states, {}
             new = [ranks for ranks in self._axes if ranks not in self._names]
-            self._names |= {ranks: states.enter(ranks, self) for ranks in new}
+            self._names |= {ranks: states.enter(ranks, self.left) for ranks in new}
 
     def forget(self) -> None:
         """Compare nothing until the next step, as after an error on all ranks."""
@@ -121,4 +121,4 @@ class LastStep:
     def __del__(self) -> None:
         """Keep the values for the comparison at the end, also if the program deletes its model."""
         for name in self._names.values() if self._states else ():
-            self._states.keep(name, self)  # type: ignore[union-attr]
+            self._states.keep(name, self.left)  # type: ignore[union-attr]

@@ -10,7 +10,7 @@ import json
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from hpctrain.comm.agreement import differing
@@ -27,11 +27,11 @@ Left = tuple[Sequence[int], Mapping[str, str]]
 _MAX_KEPT = 16  # states of models that no longer exist
 
 
-class LeavesState(Protocol):
-    """Steps of an optimizer, or of a model that is sharded over ranks."""
+StateOf = Callable[..., Mapping[str, str]]
+"""Returns the state of steps that the given ranks compare, as text by name. Not collective.
 
-    def left(self, ranks: tuple[int, ...], /, *, has_weights: bool = True) -> Mapping[str, str]:
-        """Return the state that these ranks compare, as text by name. Not collective."""
+A method of the steps of an optimizer, or of a model that is sharded over ranks. With the argument
+``has_weights=False`` the state has only the numbers of steps."""
 
 
 class Collection:
@@ -59,18 +59,18 @@ class LastStates:
 
     def __init__(self) -> None:
         self._num_of = Counter[tuple[int, ...]]()
-        self._living: dict[str, tuple[tuple[int, ...], weakref.ref[LeavesState]]] = {}
+        self._living: dict[str, tuple[tuple[int, ...], weakref.WeakMethod[StateOf]]] = {}
         self._kept: dict[str, Left] = {}
         self._collection, self._owner = Collection(self), Owner()
 
-    def enter(self, ranks: tuple[int, ...], steps: LeavesState) -> str:
+    def enter(self, ranks: tuple[int, ...], state_of: StateOf) -> str:
         """Register steps and return their name; same order on all of ``ranks``. Local."""
         name = f"{ranks} {self._num_of[ranks]}"
         self._num_of[ranks] += 1
-        self._living[name] = ranks, weakref.ref(steps)
+        self._living[name] = ranks, weakref.WeakMethod(state_of)
         return name
 
-    def keep(self, name: str, steps: LeavesState) -> None:
+    def keep(self, name: str, state_of: StateOf) -> None:
         """Store the state of steps that are about to be deleted; the last 16 are kept.
 
         During a garbage collection only the numbers of steps are stored, since each rank collects
@@ -79,15 +79,15 @@ class LastStates:
         if name in self._living and self._owner.is_here:  # not in a forked child
             ranks, _ = self._living.pop(name)
             has_weights = not self._collection.is_running
-            self._kept[name] = ranks, steps.left(ranks, has_weights=has_weights)
+            self._kept[name] = ranks, state_of(ranks, has_weights=has_weights)
             while len(self._kept) > _MAX_KEPT:
                 del self._kept[next(iter(self._kept))]
 
     def hand_over(self) -> dict[str, Left]:
         """Return all states by name; called once, at the end. Not collective."""
         living, self._living = self._living, {}
-        found = {name: (ranks, steps()) for name, (ranks, steps) in living.items()}
-        states = {name: (ranks, one.left(ranks)) for name, (ranks, one) in found.items() if one}
+        found = {name: (ranks, method()) for name, (ranks, method) in living.items()}
+        states = {name: (ranks, of(ranks)) for name, (ranks, of) in found.items() if of}
         return self._kept | states
 
 

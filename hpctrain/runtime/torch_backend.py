@@ -1,42 +1,50 @@
 """The backend ``hpctrain`` of torch.distributed, whose groups consist of ranks of the world.
 
 The entry point ``torch.backends`` imports this module with torch, so other modules are imported
-only when a group is created.
+only when a group is created. A module that imports torch before this one is incomplete then, also
+``core/torch_compat``, so this module imports none of them.
 """
 
+from collections.abc import Iterator
 from datetime import timedelta
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
-
+from hpctrain.cluster.env import torch_finds_ranks
 from hpctrain.core.lazy import imported
 from hpctrain.core.logs import logger
 
-if TYPE_CHECKING:
-    from hpctrain.core.torch_compat import Store
+NAME = "hpctrain"
 
 
 def register() -> None:
     """Register the backend ``hpctrain`` of torch.distributed. A second call has no effect.
 
-    ``import torch`` calls this function in every program, so a torch without the names that the
-    backend needs gives a warning instead of an error.
+    For all backends, ``env://`` finds the ranks by MPI if ``MASTER_ADDR`` is not set, where torch
+    alone would raise an error. ``import torch`` calls this function in every program, so a torch
+    without the names that the backend needs gives a warning instead of an error.
     """
+    dist: Any = import_module("torch.distributed")
+    if not dist.is_available() or NAME in dist.Backend.backend_list:
+        return
     try:
-        rendezvous = import_module("hpctrain.comm.process_group.rendezvous")
-    except (ImportError, AttributeError) as error:
-        logger.warning(f"torch {torch.__version__} has no backend hpctrain: {error}")
-    else:
-        rendezvous.register(_create, _find_ranks)
+        handlers = vars(import_module("torch.distributed.rendezvous"))["_rendezvous_handlers"]
+        of_torch, default = handlers["env"], dist.default_pg_timeout
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+    except (AttributeError, KeyError) as error:
+        version = import_module("torch").__version__
+        logger.warning(f"torch {version} has no backend hpctrain: {error!r}")
+        return
+
+    def meet(url: str, timeout: timedelta = default, **options: Any) -> Iterator[Any]:
+        if torch_finds_ranks():
+            yield from of_torch(url, timeout=timeout, **options)
+        else:
+            yield imported("hpctrain.runtime.torch_groups:find_ranks")(timeout)
+
+    handlers["env"] = meet
 
 
 def _create(options: Any, _: object = None) -> Any:
     """Create a group of the ranks that torch passes; of all ranks if none. Collective."""
     return imported("hpctrain.runtime.torch_groups:create")(options)
-
-
-def _find_ranks(timeout: timedelta) -> "tuple[Store, int, int]":
-    """Join the world of all ranks, and create a store for them. Collective."""
-    found: tuple[Store, int, int] = imported("hpctrain.runtime.torch_groups:find_ranks")(timeout)
-    return found

@@ -195,7 +195,7 @@ class LocalExchange(OwnStepsExchange):
     def _shared_model(self) -> dict[str, Any]:
         if self.comm.size == 1 or self.replicas_agree:
             return super()._shared_model()
-        with self.method.replica.as_mean(self.method.share()):
+        with self.method.replica.as_mean(self.method.rounds.share()):
             found: dict[str, Any] = mapped(super()._shared_model(), Tensor.clone)
         return found
 
@@ -211,7 +211,7 @@ class LocalExchange(OwnStepsExchange):
         names = state_hash({"names": [name for name, _ in replica.state()]})
         if len(set(self.comm.allgather_object(names))) > 1:
             return {**state, "state": {}}
-        return replica.mean_state(self.method.share())
+        return replica.mean_state(self.method.rounds.share())
 
     def _method_shared_state(self) -> dict[str, Any]:
         return self.method.shared_state()

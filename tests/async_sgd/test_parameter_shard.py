@@ -26,7 +26,7 @@ def made(optimizer, num_servers):
 
 
 def push_of(layout, shard, gradients, settings, weight):
-    flats = [torch.empty(block.numel, dtype=block.dtype) for block in layout.blocks]
+    flats = [torch.empty_like(block.packed.flat, device="cpu") for block in layout.blocks]
     layout.fill(flats, gradients)
     has = bytes(grad is not None for grad in gradients)
     return Push(0, 0, weight, has, settings, True, False, parts=shard.parts(flats))
@@ -62,7 +62,7 @@ def test_shards_step_with_the_weighted_mean_of_gradients(name, num_servers):
         for shard in shards:
             pushes = zip(both, (1.0, 3.0), strict=True)
             shard.step([push_of(layout, shard, g, settings, w) for g, w in pushes], settings)
-    flats = [torch.empty(block.numel, dtype=block.dtype) for block in layout.blocks]
+    flats = [torch.empty_like(block.packed.flat, device="cpu") for block in layout.blocks]
     for shard in shards:
         shard.copy_to(shard.parts(flats))
     layout.take(flats)

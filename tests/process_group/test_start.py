@@ -55,6 +55,20 @@ def test_ranks_need_no_import_and_no_address_and_a_failure_ends_all(installed):
     assert "[rank 1] ValueError: one rank fails" in done.stderr
 
 
+@pytest.mark.parametrize("module", ["core.torch_compat", "runtime.torch_backend"])
+def test_the_backend_is_registered_if_a_module_of_hpctrain_imports_torch_first(installed, module):
+    program = (
+        "import sys\n"
+        f"import hpctrain.{module}\n"
+        "import torch.distributed as dist\n"
+        "handler = sys.modules['torch.distributed.rendezvous']._rendezvous_handlers['env']\n"
+        "print('hpctrain' in dist.Backend.backend_list, handler.__module__[:8])\n"
+    )
+    done = run(installed, program)
+    assert done.stdout == "True hpctrain\n", done.stderr
+    assert done.stderr == ""
+
+
 def test_torch_starts_without_mpi(installed):
     """The entry point imports neither MPI nor the world, and a world of one rank needs no MPI."""
     program = (

@@ -26,13 +26,7 @@ T = TypeVar("T")
 
 def reserve(num_bytes: int) -> int:
     """Return the descriptor of new memory with all pages allocated, else raise OSError."""
-    descriptor = os.memfd_create("hpctrain", os.MFD_CLOEXEC)
-    try:
-        os.posix_fallocate(descriptor, 0, num_bytes)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
+    return _memory_of_size(lambda descriptor: os.posix_fallocate(descriptor, 0, num_bytes))
 
 
 def reserve_lazily(num_bytes: int) -> int:
@@ -40,9 +34,13 @@ def reserve_lazily(num_bytes: int) -> int:
 
     If memory runs out, a store ends the process.
     """
+    return _memory_of_size(lambda descriptor: os.ftruncate(descriptor, num_bytes))
+
+
+def _memory_of_size(resize: Callable[[int], object]) -> int:
     descriptor = os.memfd_create("hpctrain", os.MFD_CLOEXEC)
     try:
-        os.ftruncate(descriptor, num_bytes)
+        resize(descriptor)
     except OSError:
         os.close(descriptor)
         raise

@@ -7,9 +7,8 @@ its own copy of the sum.
 
 import math
 import mmap
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -20,10 +19,11 @@ from hpctrain.comm.bucket import Bucket, chunks_of
 from hpctrain.comm.call_check import bucket_call, disagreement, tensor_call
 from hpctrain.comm.flight_recorder import Call
 from hpctrain.comm.node import node_memory
-from hpctrain.comm.node.segments import LINE_BYTES, Region, Semaphore, map_in_a_row
+from hpctrain.comm.node.node_barrier import NodeBarrier
+from hpctrain.comm.node.segments import LINE_BYTES, Region, map_in_a_row
 from hpctrain.comm.ops import Combination, scale_
 from hpctrain.comm.owner import Owner
-from hpctrain.comm.waiting import IN_NODE, Watch
+from hpctrain.comm.waiting import Watch
 from hpctrain.comm.watched_calls import WatchedCalls
 from hpctrain.core.errors import CommError, NodeMemoryError
 from hpctrain.core.libc import Segment
@@ -31,16 +31,11 @@ from hpctrain.core.libc import Segment
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from hpctrain.comm.rail.rail import InFlight
-
 T = TypeVar("T")
 
 _CELLS = LINE_BYTES // 8  # int64 numbers in the cache line of each rank
 _UNFINITE = 4
 """Index in the cache line of the number of chunks so far whose sum was not finite."""
-
-IN_TURNS = IN_NODE._replace(spin_s=0.0, yield_s=200e-6)
-"""Pace if ranks outnumber cores: a rank that yields its core resumes sooner than one asleep."""
 
 
 class SharedMemory:
@@ -57,57 +52,41 @@ class SharedMemory:
     """
 
     def __init__(
-        self,
-        node: "MPI.Intracomm",
-        *,
-        spin: bool,
-        watch: Watch,
-        stage_bytes: int,
+        self, node: "MPI.Intracomm", *, spin: bool, watch: Watch, stage_bytes: int
     ) -> None:
         self.local_rank = node.rank
         self.local_size = node.size
-        self.pace = IN_NODE if spin else IN_TURNS  # of waits within the node
         self.turn = 0
         """Index, alternately 0 and 1, of the cell and the slot that the next call uses. Other
         ranks may read a cell or slot until its owner begins the call after the next."""
         self.num_bytes = 0  # bytes read and written by this rank in node memory
         self._looks = False  # whether sums of buckets are checked for non-finite values
-        self._meanwhile: InFlight | None = None
         self._node, self._watched = node, WatchedCalls(node, watch)
         self._num_buckets = 0
         self._is_closed = False
         self._owner = Owner()
-        num_rounds = (self.local_size - 1).bit_length()
         cell_bytes = self.local_size * LINE_BYTES
-        sign_byte = cell_bytes + num_rounds * LINE_BYTES
+        sign_byte = cell_bytes + NodeBarrier.num_bytes(self.local_size)
         head_bytes = sign_byte + LINE_BYTES
-        self._segments = self.allocate(head_bytes + stage_bytes)
+        segments = self.allocate(head_bytes + stage_bytes)
         # The first rank's segment has one cache line per rank with the number of its next call.
-        cells = np.frombuffer(memoryview(self._segments[0])[:cell_bytes], np.int64)
+        cells = np.frombuffer(memoryview(segments[0])[:cell_bytes], np.int64)
         self._calls = cells.data
-        self._rounds = self._make_rounds(num_rounds, cell_bytes)
-        """Per round of a barrier: the semaphore to wait for and the semaphore to post."""
+        self.waits = NodeBarrier(segments, self.local_rank, cell_bytes, watch, spin=spin)
+        self._watched.barrier()
         self._watch = watch
         # A separate cache line: the sign is read after each barrier and written at most once.
-        watch.sign = np.frombuffer(memoryview(self._segments[0]), np.int64, 1, sign_byte).data
+        watch.sign = np.frombuffer(memoryview(segments[0]), np.int64, 1, sign_byte).data
         self.stage = tuple(
-            torch.frombuffer(segment, dtype=torch.uint8, offset=head_bytes)
-            for segment in self._segments
+            torch.frombuffer(segment, dtype=torch.uint8, offset=head_bytes) for segment in segments
         )
         """Staging buffer of every rank, by local rank, for tensors that are not buckets."""
         self.slots = SharedSlots(self)
 
     def barrier(self) -> None:
-        """Wait until all ranks of the node have called this method.
-
-        Dissemination barrier: in round k rank r posts the semaphore of rank r + 2^k and waits for
-        the post of rank r - 2^k, modulo n, so each rank posts ceil(log2 n) times. The semaphores
-        count, so a post of the next barrier is not lost. ``CommError`` as ``require_usable``.
-
-        Source: Hensgen, Finkel and Manber 1988, "Two algorithms for barrier synchronization".
-        """
+        """Wait until all ranks of the node call this; ``CommError`` as ``require_usable``."""
         self.require_usable()
-        self._pass_barrier()
+        self.waits.wait()
 
     def meet(self, call: Call, *, of_node: bool = False) -> None:
         """Call ``begin``, then ``await_others``."""
@@ -132,7 +111,7 @@ class SharedMemory:
         """
         turn = self.turn
         self._calls[self.local_rank * _CELLS + turn] = call.number
-        self._pass_barrier()
+        self.waits.wait()
         calls = self._calls[turn::_CELLS].tolist()
         self.turn = 1 - turn
         if calls.count(call.number) != self.local_size:
@@ -156,15 +135,6 @@ class SharedMemory:
         self._calls[self.local_rank * _CELLS + place] = number
         self.await_others(call)
         return self._calls[place::_CELLS].tolist().count(number) == self.local_size
-
-    @contextmanager
-    def busy(self, work: "InFlight") -> Iterator[None]:
-        """Poll ``work`` while this rank waits for others in a barrier. Not collective."""
-        self._meanwhile = work
-        try:
-            yield
-        finally:
-            self._meanwhile = None
 
     def new_bucket(self, numel: int, dtype: torch.dtype) -> Bucket:
         """Create a bucket of ``numel`` zeros on every rank, mapped by all ranks of the node.
@@ -254,11 +224,8 @@ class SharedMemory:
         refusal, made = None, None
         try:
             made = make()
-        except (
-            NodeMemoryError,
-            OSError,
-            MemoryError,
-        ) as error:  # the error is raised after the ranks have exchanged it
+        except (NodeMemoryError, OSError, MemoryError) as error:
+            # The error is raised after the ranks have exchanged it.
             refusal = str(error) or type(error).__name__
         refusals = [text for text in self._watched.allgather(refusal) if text]
         if refusals or made is None:
@@ -284,21 +251,6 @@ class SharedMemory:
             )
         self._watch.require_in_step()
 
-    def _pass_barrier(self) -> None:
-        meanwhile = self._meanwhile
-        for mine, next_one in self._rounds:
-            next_one.post()
-            if mine.try_wait():
-                continue
-            if meanwhile is None:
-                self._watch.wait(mine.try_wait, self.pace, nap=mine.wait)
-            else:
-                poll = partial(_polled, meanwhile, mine)
-                self._watch.wait(poll, meanwhile.pace(), nap=mine.wait)
-        # A rank that failed in the barrier may have changed its bucket afterwards.
-        if self._watch.sign[0]:
-            self._watch.require_in_step()
-
     def _look(self, total: Tensor) -> None:
         """Count a chunk with non-finite values. The sum alone may overflow for finite values."""
         if self._looks:
@@ -313,20 +265,6 @@ class SharedMemory:
     def _count(self, parts: Sequence[Tensor], passes: int = 1) -> None:
         """Count the bytes of passes over the chunks of all ranks."""
         self.count(passes * len(parts) * parts[0].nbytes)
-
-    def _make_rounds(
-        self, num_rounds: int, first_byte: int
-    ) -> tuple[tuple[Semaphore, Semaphore], ...]:
-        places = [first_byte + k * LINE_BYTES for k in range(num_rounds)]
-        mine = [Semaphore(self._segments[self.local_rank], place) for place in places]
-        for semaphore in mine:
-            semaphore.initialise()
-        self._watched.barrier()
-        next_ones = [
-            Semaphore(self._segments[(self.local_rank + (1 << k)) % self.local_size], place)
-            for k, place in enumerate(places)
-        ]
-        return tuple(zip(mine, next_ones, strict=True))
 
 
 def combine(parts: Sequence[Tensor], combination: Combination, scale: float | None) -> Tensor:
@@ -385,11 +323,6 @@ _PLACE_ALIGN = 4096
 MOST_SEEN = 256  # cached views: creating a view costs as much as a small sum
 
 
-def _polled(work: "InFlight", mine: Semaphore) -> bool:
-    work.poll()
-    return mine.try_wait()
-
-
 class SharedSlots:
     """Reductions of tensors that are not buckets, through the stage of ``node``.
 
@@ -402,8 +335,8 @@ class SharedSlots:
         self._node = node
         self._num_bytes = len(node.stage[0]) // 2
         self._place_bytes = len(node.stage[0]) // NUM_PLACES // _PLACE_ALIGN * _PLACE_ALIGN
-        self._seen: dict[tuple[torch.dtype, torch.Size, int], Slots] = {}
-        self._buckets: dict[tuple[torch.dtype, torch.Size, int], Bucket] = {}
+        self._views = lru_cache(MOST_SEEN)(self._make_views)
+        self._bucket_of = lru_cache(MOST_SEEN)(self._make_bucket)
 
     def numel(self, dtype: torch.dtype) -> int:
         """Return the number of elements of ``dtype`` that fit a slot."""
@@ -466,14 +399,11 @@ class SharedSlots:
     def _bucket(self, values: Tensor, first: int) -> Bucket:
         """Return the stages from byte ``first`` as a bucket for ``values``; count a copy."""
         self._node.count(values.nbytes)
-        key = values.dtype, values.shape, first
-        bucket = self._buckets.get(key)
-        if bucket is None:
-            if len(self._buckets) >= MOST_SEEN:
-                self._buckets.clear()
-            slots, rank = self._views(*key), self._node.local_rank
-            bucket = self._buckets[key] = Bucket(slots[rank], slots, chunks_of(slots, rank))
-        return bucket
+        return self._bucket_of(values.dtype, values.shape, first)
+
+    def _make_bucket(self, dtype: torch.dtype, shape: torch.Size, first: int) -> Bucket:
+        slots, rank = self._views(dtype, shape, first), self._node.local_rank
+        return Bucket(slots[rank], slots, chunks_of(slots, rank))
 
     def leave(self, values: Tensor, bucket: Bucket, scale: float | None) -> None:
         """Copy the sum, times ``scale``, from the first rank's slot, after a barrier."""
@@ -486,15 +416,8 @@ class SharedSlots:
         """Return the slots of a turn as tensors of this dtype and shape. Not collective."""
         return self._views(dtype, shape, turn * self._num_bytes)
 
-    def _views(self, dtype: torch.dtype, shape: torch.Size, first: int) -> Slots:
-        key = (dtype, shape, first)
-        slots = self._seen.get(key)
-        if slots is None:
-            if len(self._seen) >= MOST_SEEN:
-                self._seen.clear()
-            end = first + shape.numel() * dtype.itemsize
-            # A view created in inference mode could not be written outside of it later.
-            with torch.inference_mode(mode=False):
-                slots = tuple(raw[first:end].view(dtype).view(shape) for raw in self._node.stage)
-            self._seen[key] = slots
-        return slots
+    def _make_views(self, dtype: torch.dtype, shape: torch.Size, first: int) -> Slots:
+        end = first + shape.numel() * dtype.itemsize
+        # A view created in inference mode could not be written outside of it later.
+        with torch.inference_mode(mode=False):
+            return tuple(raw[first:end].view(dtype).view(shape) for raw in self._node.stage)

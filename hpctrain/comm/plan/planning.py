@@ -3,11 +3,11 @@
 import hashlib
 import json
 import logging
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from secrets import token_hex
 from typing import TYPE_CHECKING, Any
 
 from hpctrain import __version__
@@ -26,7 +26,7 @@ from hpctrain.comm.plan.choice import (
 from hpctrain.comm.plan.plan import Plan
 from hpctrain.comm.rail.algorithms import ALGORITHMS
 from hpctrain.core import config
-from hpctrain.core.atomic import reason_of, sync
+from hpctrain.core.atomic import publishing, reason_of
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.python_compat import Self
@@ -251,12 +251,8 @@ def store_cached(key: str, stored: StoredPlan) -> None:
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", dir=path.parent, suffix=".part", encoding="utf-8", delete=False
-        ) as file:
-            json.dump(stored.as_dict(), file, indent=1)
-        sync(Path(file.name))
-        Path(file.name).replace(path)
+        with publishing(path, token_hex(8)) as part:
+            part.write_text(json.dumps(stored.as_dict(), indent=1), encoding="utf-8")
     except OSError as error:
         _LOG.debug("the plan cannot be stored in %s: %s", path, reason_of(error))
 

@@ -245,11 +245,8 @@ class Stopwatch:
             seconds = (time.perf_counter() - start) / calls
         except RankLostError:
             raise
-        except (
-            CommError,
-            MemoryError,
-            RuntimeError,
-        ) as error:  # torch raises RuntimeError if memory runs out
+        except (CommError, MemoryError, RuntimeError) as error:
+            # torch raises RuntimeError if memory runs out.
             _LOG.debug("an algorithm does not work here: %s", error)
             failed = True
         slowest, failures, self.elapsed_s = self._largest(

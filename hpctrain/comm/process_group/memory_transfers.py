@@ -4,7 +4,6 @@ Tensors here are flat and contiguous.
 """
 
 from collections.abc import Sequence
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -122,6 +121,8 @@ class NodeExchange:
     def __init__(self, node: SharedMemory, slots: SharedSlots) -> None:
         self._node, self._slots = node, slots
         self._rank, self._size = node.local_rank, node.local_size
+        self._room = slots.numel(torch.uint8)  # size of a slot in bytes
+        self._shape = torch.Size((self._room,))
 
     def broadcast(self, values: Tensor, root: int) -> None:
         """Replace ``values`` by those of ``root``."""
@@ -246,15 +247,6 @@ class NodeExchange:
     def _all_slots(self) -> tuple[Tensor, ...]:
         """Return the current slot of every rank, as bytes."""
         return self._slots.views(torch.uint8, self._shape, self._node.turn)
-
-    @cached_property
-    def _shape(self) -> torch.Size:
-        return torch.Size((self._room,))
-
-    @cached_property
-    def _room(self) -> int:
-        """Size of a slot in bytes."""
-        return self._slots.numel(torch.uint8)
 
     def _share(self, head: int) -> int:
         """Return the bytes of a slot per rank, after ``head`` bytes."""

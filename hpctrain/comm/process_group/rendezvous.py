@@ -1,63 +1,17 @@
-"""Registration of the backend with torch, and rendezvous over MPI.
-
-Torch imports this module in every program; other modules are imported when a group is created.
-"""
+"""The store of a process group, whose address rank 0 sends to the others over MPI."""
 
 import fcntl
 import socket
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-
-from hpctrain.cluster.env import torch_finds_ranks
-from hpctrain.core.torch_compat import (
-    HashStore,
-    Store,
-    TCPStore,
-    rendezvous_handlers,
-)
+from hpctrain.core.torch_compat import HashStore, Store, TCPStore
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
-
-NAME = "hpctrain"
-
-Create = Callable[[Any, Any], Any]
-"""Creates a process group from the options of torch and of the user."""
-FindRanks = Callable[[timedelta], tuple[Any, int, int]]
-"""Returns a store for all ranks, this rank, and the number of ranks. Collective."""
-
-
-def register(create: Create, find_ranks: FindRanks) -> None:
-    """Register the backend ``hpctrain``; a no-op the second time. Not collective.
-
-    For all backends, ``env://`` uses ``find_ranks`` if ``MASTER_ADDR`` is not set. Torch alone
-    would raise an error.
-
-    Args:
-        create: creates a process group.
-        find_ranks: performs the rendezvous.
-    """
-    if not dist.is_available() or NAME in dist.Backend.backend_list:
-        return
-    dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
-    handlers = rendezvous_handlers()
-    of_torch = handlers["env"]
-
-    def meet(
-        url: str, timeout: timedelta = dist.default_pg_timeout, **options: Any
-    ) -> Iterator[Any]:
-        if torch_finds_ranks():
-            yield from of_torch(url, timeout=timeout, **options)
-        else:
-            yield find_ranks(timeout)
-
-    handlers["env"] = meet
-
 
 CONNECT_S = 3.0
 """Longest wait for a connection to one address, in seconds."""

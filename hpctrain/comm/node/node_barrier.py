@@ -1,0 +1,89 @@
+"""The barrier of the ranks of a node: semaphores in shared memory."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING
+
+from hpctrain.comm.node.segments import LINE_BYTES, Semaphore
+from hpctrain.comm.waiting import IN_NODE, Watch
+from hpctrain.core.libc import Segment
+
+if TYPE_CHECKING:
+    from hpctrain.comm.rail.rail import InFlight
+
+IN_TURNS = IN_NODE._replace(spin_s=0.0, yield_s=200e-6)
+"""Pace if ranks outnumber cores: a rank that yields its core resumes sooner than one asleep."""
+
+
+class NodeBarrier:
+    """Dissemination barrier of the ranks that map ``segments``.
+
+    In round k rank r posts the semaphore of rank r + 2^k and waits for the post of rank r - 2^k,
+    modulo n, so each rank posts ceil(log2 n) times. The semaphores count, so a post of the next
+    barrier is not lost. All ranks must have created the barrier before one waits.
+
+    Args:
+        segments: zeroed memory of each rank, by rank.
+        rank: this rank.
+        first_byte: offset in each segment of ``num_bytes(n)`` bytes for semaphores.
+        watch: performs all waits.
+        spin: whether each rank has its own core, so that short waits may spin.
+
+    Source: Hensgen, Finkel and Manber 1988, "Two algorithms for barrier synchronization".
+    """
+
+    def __init__(
+        self, segments: Sequence[Segment], rank: int, first_byte: int, watch: Watch, *, spin: bool
+    ) -> None:
+        self.pace = IN_NODE if spin else IN_TURNS
+        self._watch = watch
+        self._meanwhile: InFlight | None = None
+        size = len(segments)
+        places = range(first_byte, first_byte + self.num_bytes(size), LINE_BYTES)
+        self._rounds = tuple(
+            (Semaphore(segments[rank], byte), Semaphore(segments[(rank + (1 << k)) % size], byte))
+            for k, byte in enumerate(places)
+        )
+        """The semaphore to wait for and the semaphore to post, by round."""
+        for mine, _ in self._rounds:
+            mine.initialise()
+
+    @staticmethod
+    def num_bytes(num_ranks: int) -> int:
+        """Return the bytes of the semaphores of one rank."""
+        return (num_ranks - 1).bit_length() * LINE_BYTES
+
+    @contextmanager
+    def busy(self, work: "InFlight") -> Iterator[None]:
+        """Poll ``work`` while this rank waits for others in the barrier. Not collective."""
+        self._meanwhile = work
+        try:
+            yield
+        finally:
+            self._meanwhile = None
+
+    def wait(self) -> None:
+        """Wait until all ranks have called this method.
+
+        Raises:
+            CommError: the communicator of ``watch`` has failed on a rank of the node.
+        """
+        meanwhile = self._meanwhile
+        for mine, next_one in self._rounds:
+            next_one.post()
+            if mine.try_wait():
+                continue
+            if meanwhile is None:
+                self._watch.wait(mine.try_wait, self.pace, nap=mine.wait)
+            else:
+                poll = partial(_polled, meanwhile, mine)
+                self._watch.wait(poll, meanwhile.pace(), nap=mine.wait)
+        # A rank that failed in the barrier may have changed its bucket afterwards.
+        if self._watch.sign[0]:
+            self._watch.require_in_step()
+
+
+def _polled(work: "InFlight", mine: Semaphore) -> bool:
+    work.poll()
+    return mine.try_wait()
