@@ -59,7 +59,7 @@ class AsyncMethod(CommonBlock):
         optimizer: a plain optimizer of torch.
         make_server: takes messages, slots, roles and shard of a server.
         servers: ranks that serve; None for all ranks.
-        curvature: of the loss, for a warning; None if it is not known.
+        curvature: curvature of the loss, for a warning; None if it is not known.
         same: further arguments that must be the same on every rank, by name.
     """
 

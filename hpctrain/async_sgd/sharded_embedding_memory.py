@@ -36,7 +36,7 @@ class NodeRows:
 
     Args:
         comm: all ranks.
-        owners: of the rows.
+        owners: owners of the rows.
         first: initial values of rows.
         widths: numbers of optimizer state of a row, by name.
         folder: on a disk of the node for the rows; None for memory.
@@ -183,11 +183,11 @@ def require_memory(
 
     Args:
         comm: all ranks.
-        name: of the table, for messages.
-        owners: of its rows.
+        name: name of the table, for messages.
+        owners: owners of its rows.
         row_bytes: bytes of a row and its state.
         copies: rows in the cache of each rank.
-        path: of rows on disk; None for memory.
+        path: path of rows on disk; None for memory.
     """
     rank_bytes = row_bytes * owners.per_rank + (row_bytes + 24) * copies
     need_bytes, left_bytes = rank_bytes * owners.local_size, available_bytes()

@@ -49,8 +49,8 @@ def require(feature: str, is_there: object, version: str) -> None:
     """Raise ``ConfigError`` if this torch lacks a feature, which needs ``version``."""
     if not is_there:
         raise ConfigError(
-            f"{feature} needs torch {version} or later, got {torch.__version__}; use that version "
-            f"or do without {feature}"
+            f"torch must be {version} or later for {feature}, got {torch.__version__}; update "
+            f"torch, or do without {feature}"
         )
 
 
