@@ -95,7 +95,7 @@ def test_layers_are_cut_by_measured_time_and_the_slowest_rank_is_named():
         assert Pipeline(model, mesh["pp"], ["*"], **options).split != pipeline.split
         with pytest.raises(ConfigError, match="4 micro-batches must divide a batch, got 3 sa"):
             pipeline.step(batch[:3], batch[:3])
-        with pytest.raises(ConfigError, match=r"got 1\.factor in none"):
+        with pytest.raises(ConfigError, match=r"but 1\.factor is in none"):
             Pipeline(model, mesh["pp"], ["0", "2", "3", "4"], **options)
         with pytest.raises(ConfigError, match=r"schedule must be one of gpipe, .*, got '1f2b'"):
             Pipeline(model, mesh["pp"], ["*"], schedule="1f2b", **options)
