@@ -187,7 +187,7 @@ class ShardedEmbedding(nn.Module):
     def _apply(
         self, fn: Callable[[Tensor], Tensor], *args: Any, **options: Any
     ) -> "ShardedEmbedding":
-        """Refuse another dtype; rows remain in host memory for any device of the model."""
+        """Raise for another dtype. Rows stay in host memory for any device of the model."""
         dtype = self._memory.first.dtype
         if (wanted := fn(torch.zeros(0, dtype=dtype)).dtype) != dtype:
             raise ConfigError(
@@ -420,7 +420,7 @@ class ShardedEmbedding(nn.Module):
             logger.warning(text)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuse copies: rows are in the memory of several ranks."""
+        """Raise: rows are in the memory of several ranks, and cannot be copied."""
         raise ConfigError(
             "a sharded embedding cannot be copied or pickled; save its sharded_state() in a "
             "checkpoint of hpctrain"

@@ -131,7 +131,7 @@ class NodeRows:
         return found
 
     def check(self, what: str, state: Any) -> None:
-        """Raise ``CheckpointError`` unless a state is of the table that ``what`` describes."""
+        """Raise ``CheckpointError`` unless ``state`` fits this table, described by ``what``."""
         if not isinstance(state, Mapping) or not {*state} >= _KEYS:
             got = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
             raise CheckpointError(

@@ -85,7 +85,7 @@ def require_same(comm: Communicator, found: Mapping[str, int | None]) -> None:
 
 
 def _grouped(values: Iterable[int | None]) -> str:
-    """Name the ranks that have equal values, group by group."""
+    """Return a text that groups the ranks by equal values."""
     groups: dict[int, list[int]] = {}
     for rank, value in enumerate(values):
         if value is not None:

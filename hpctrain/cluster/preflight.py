@@ -155,7 +155,7 @@ def _who(launched: Launched, starter: Path | None) -> str:
 
 
 def _fix(launched: Launched, library: Path | None) -> str:
-    """Name the command that would have made one world."""
+    """Return the command that starts all ranks in one world."""
     again = f"start again with `hpctrain launch -n {launched.size} ...`"
     if library is None:
         return again

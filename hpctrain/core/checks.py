@@ -192,7 +192,7 @@ class CheckedFields:
         self.check()
 
     def check(self) -> None:
-        """Check what fields demand of each other."""
+        """Check rules between fields. Raises ``ConfigError``: two fields contradict each other."""
 
 
 def seconds(text: str) -> float | None:

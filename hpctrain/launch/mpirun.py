@@ -66,7 +66,7 @@ def find_mpirun(path: str | Path | None = None) -> Mpirun:
 
 
 def identify(path: Path) -> Mpirun:
-    """Ask an ``mpirun`` whose it is."""
+    """Return the flavour and version of an ``mpirun``."""
     try:
         done = ask([path, "--version"], with_home(), timeout_s=VERSION_TIMEOUT_S)
     except OSError as error:

@@ -35,7 +35,7 @@ class ShardedOptimizer(Optimizer):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Say that more backwards follow before the step: gradients add up with or without it.
+        """Announce more backward passes before the step; gradients accumulate with or without it.
 
         In stage 1 they stay whole here and are averaged by the next backward outside, so that a
         step communicates once. In stages 1 and 2 parameters stay whole until then.

@@ -28,7 +28,7 @@ _MAX_KEPT = 16  # states of models that no longer exist
 
 
 class LeavesState(Protocol):
-    """Steps of an optimizer, or of a model that is sharded over ranks."""
+    """Object with a state after the last step: an optimizer, or a sharded model."""
 
     def left(self, ranks: tuple[int, ...], /, *, has_weights: bool = True) -> Mapping[str, str]:
         """Return the state that these ranks compare, as text by name. Not collective."""

@@ -44,7 +44,7 @@ DTYPES: dict[str, torch.dtype] = {
 
 
 def check_storable(path: str, tensor: Tensor) -> None:
-    """Refuse a tensor without values, one that is not dense, or a dtype that the format lacks."""
+    """Raise for a tensor without values, a tensor that is not dense, or an unsupported dtype."""
     if tensor.is_meta or tensor.layout is not torch.strided:
         raise CheckpointError(
             f"tensors of a checkpoint must be dense and have values, got {tensor.layout} on "
@@ -124,7 +124,7 @@ class TensorFile:
         self._entries = dict(self._read_header())
 
     def check(self, name: str, dtype: str, shape: Sequence[int]) -> None:
-        """Refuse a file that has another tensor under this name than the manifest says.
+        """Raise if the tensor of this name in the file differs from the manifest.
 
         Raises ``CheckpointError``: it has another one, or none.
         """

@@ -284,8 +284,8 @@ class Manifest:
             index = (place.index_crc32, place.num_rows)
             if (None not in index) != field.ragged:
                 raise DataError(
-                    f"only ragged fields must have an index, but field {name} of shard "
-                    f"{shard.file} is{'' if field.ragged else ' not'} ragged, its index {index}"
+                    f"a ragged field must have an index and others must not, but field {name} of "
+                    f"shard {shard.file} is{'' if field.ragged else ' not'} ragged and has {index}"
                 )
             num_rows = shard.num_samples if place.num_rows is None else place.num_rows
             for offset, size in (

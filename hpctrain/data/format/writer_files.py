@@ -50,7 +50,7 @@ class Journal:
         return None if record is None else str(record["uuid"])
 
     def recover(self, uuid: str) -> list[ShardEntry]:
-        """Return the finished shards, whose files are there, as they were before publication.
+        """Return the finished shards whose files exist, and undo a partial publication.
 
         Raises ``OSError``: the file system refuses.
         """

@@ -127,7 +127,7 @@ def _take_shard(source: Path, directory: Path, shard: ShardEntry) -> str:
         shutil.copyfile(path, part)
         if crc32_of(part) != shard.crc32:
             raise DataError(
-                f"{path} changed while it was copied, or {directory} does not keep written bytes; "
-                f"{shard.file} is unchanged"
+                f"the copy of {path} must have its checksum, but differs, and {shard.file} is "
+                f"unchanged; check that nothing writes to {source}, and the disk of {directory}"
             )
     return ""
