@@ -59,7 +59,7 @@ class AsyncMethod(CommonBlock):
         optimizer: a plain optimizer of torch.
         make_server: takes messages, slots, roles and shard of a server.
         servers: ranks that serve; None for all ranks.
-        curvature: of the loss, for a warning; None if it is not known.
+        curvature: curvature of the loss, for a warning; None if it is not known.
         same: further arguments that must be the same on every rank, by name.
     """
 
@@ -167,13 +167,13 @@ class AsyncMethod(CommonBlock):
         self._samples.set(num_samples, nominal)
 
     def skip_step(self) -> None:
-        """Take a step without weight, instead of ``optimizer.step()``."""
+        """Take a step with weight 0 and no gradient, instead of ``optimizer.step()``."""
         self._require_open()
         self._step([None] * len(self._layout.parameters), weight=0.0)
 
     @dynamo_disable
     def settle(self, where: str = "settle()") -> None:
-        """Give all ranks the values with all updates. Collective.
+        """Copy the values after all updates to all ranks. Collective.
 
         A rank in this call delays no other rank, and waits for all ranks; ``where`` is for
         messages.
@@ -203,7 +203,9 @@ class AsyncMethod(CommonBlock):
 
     @contextmanager
     def settled(self, *, shows_all: bool = True) -> Iterator[None]:
-        """Give model and optimizer the state of the servers in the block. Collective.
+        """Replace the state of model and optimizer by that of the servers inside the block.
+
+        Collective.
 
         In the block ``optimizer.state_dict()`` is that of a plain optimizer, for any number of
         ranks; with ``shows_all`` it includes the additional state of servers, for ``Downpour``.

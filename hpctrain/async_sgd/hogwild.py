@@ -92,7 +92,9 @@ class Hogwild(CommonBlock):
             NotFiniteError: parameters are not finite; on every rank.
         """
         if self._own.keys() != self._names.keys():
-            raise ConfigError("lost_updates() needs counts=True; make Hogwild with it")
+            raise ConfigError(
+                "counts must be True for lost_updates(), got False; make Hogwild with counts=True"
+            )
         self._comm.barrier()
         self._require_countable()
         components, missing, moved = 0, 0.0, 0.0
@@ -198,8 +200,8 @@ class Hogwild(CommonBlock):
     def _check(self, num_nodes: int) -> None:
         if type(self.optimizer) is not SGD:
             raise ConfigError(
-                f"Hogwild needs torch.optim.SGD, whose steps add up in any order, got "
-                f"{type(self.optimizer).__name__}; use it, or AsyncSGD"
+                "the optimizer of Hogwild must be torch.optim.SGD, whose steps add up in any "
+                f"order, got {type(self.optimizer).__name__}; use it, or AsyncSGD"
             )
         self._check_settings()
         if num_nodes > 1 or (self._comm.size > 1 and self._comm.node is None):
@@ -208,7 +210,10 @@ class Hogwild(CommonBlock):
                 f"share none; run it on one node, or use AsyncSGD or Downpour"
             )
         if any(p.device.type != "cpu" for p in self.model.parameters()):
-            raise ConfigError("Hogwild needs parameters on the CPU; move the model there")
+            raise ConfigError(
+                "the parameters of Hogwild must be on the CPU, but some are not; move the model "
+                "there"
+            )
 
     def _check_settings(self) -> None:
         for group in self.optimizer.param_groups:

@@ -45,7 +45,7 @@ class ParameterLayout:
 
     Args:
         optimizer: its parameters that are trained now are laid out.
-        names: of parameters, by ``id``.
+        names: names of parameters, by ``id``.
         num_servers: parts of each block.
     """
 
@@ -170,7 +170,7 @@ class Slots:
 
     Args:
         comm: all ranks.
-        layout: of the blocks.
+        layout: layout of the blocks.
         mates: the ranks of this node.
         num_slots: per rank.
 

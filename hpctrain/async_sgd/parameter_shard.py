@@ -23,8 +23,8 @@ class ParameterShard:
     """Holds and steps the elements of parameters that one server has.
 
     Args:
-        layout: of all parameters.
-        number: of the server.
+        layout: layout of all parameters.
+        number: number of the server.
         optimizer: whose class takes the steps, on ranges of parameters.
     """
 

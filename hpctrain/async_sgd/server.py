@@ -34,7 +34,7 @@ class ParameterServer(ABC):
     Args:
         messages: requests and replies.
         slots: gradients and values of the ranks of this node.
-        roles: of all ranks.
+        roles: roles of all ranks.
         shard: the parameters of this server.
         bound: a worker receives values at clock c after all workers are at c - ``bound`` or later.
         warmup: clock that the first worker reaches before other workers receive values.
@@ -71,8 +71,8 @@ class ParameterServer(ABC):
         Requests of lost ranks that were not applied are dropped. The server must have stopped.
 
         Args:
-            messages: of the new world.
-            slots: of the new world.
+            messages: messages of the new world.
+            slots: slots of the new world.
             roles: in the new world.
             numbers: new numbers of the surviving ranks, by their old numbers.
         """

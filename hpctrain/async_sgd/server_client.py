@@ -32,11 +32,11 @@ class ServerClient:
     """Sends requests of this rank to all servers, and takes values from their replies.
 
     The last request of a rank, ``Leave``, is sent when ``leave`` is called or the owner of
-    ``on_close`` is garbage. In a world of one there is none.
+    ``on_close`` is garbage. A world of one rank sends no ``Leave``.
 
     Args:
-        layout: of the parameters.
-        roles: of all ranks.
+        layout: layout of the parameters.
+        roles: roles of all ranks.
         num_slots: gradients of this rank in flight.
         on_close: a method that the world calls before it closes the messages. The world does not
             keep its object alive.
@@ -86,7 +86,7 @@ class ServerClient:
         """Stop in a world that has lost ranks; ``reconnect`` continues in the current world.
 
         Args:
-            numbers: of the surviving ranks, by their old numbers.
+            numbers: new numbers of the surviving ranks, by their old numbers.
         """
         self.messages.stop()
         self.comm = world.current().comm
@@ -127,7 +127,7 @@ class ServerClient:
 
         Args:
             request: with a slot for ``gradients`` if it is a push.
-            gradients: of each parameter.
+            gradients: gradients of each parameter.
             takes: whether values in the replies are copied into the parameters.
 
         Raises:

@@ -104,7 +104,7 @@ class ShardedEmbedding(nn.Module):
             mode: ``"sum"`` or ``"mean"`` of bags as of ``torch.nn.EmbeddingBag``; None for rows.
             padding_idx: a row that remains zero; bags do not include it.
             init: first values are uniform in ``[-init, init)``.
-            seed: of the first values.
+            seed: seed of the first values.
             dtype: float32 or float64.
             path: folder on a disk of each node for rows, whose files are removed with the job; or
                 None for memory.
@@ -187,7 +187,7 @@ class ShardedEmbedding(nn.Module):
     def _apply(
         self, fn: Callable[[Tensor], Tensor], *args: Any, **options: Any
     ) -> "ShardedEmbedding":
-        """Refuse another dtype; rows remain in host memory for any device of the model."""
+        """Raise for another dtype. Rows stay in host memory for any device of the model."""
         dtype = self._memory.first.dtype
         if (wanted := fn(torch.zeros(0, dtype=dtype)).dtype) != dtype:
             raise ConfigError(
@@ -295,12 +295,13 @@ class ShardedEmbedding(nn.Module):
         """
         if not isinstance(optimizer, Optimizer):
             raise ConfigError(
-                f"a table steps with an optimizer of torch, got {type(optimizer).__name__}; pass "
-                f"one, or call table.step() in each step"
+                f"the optimizer of a table must be one of torch, got {type(optimizer).__name__}; "
+                "pass one, or call table.step() in each step"
             )
         if self._optimizer() is not None:
             raise ConfigError(
-                "a table steps with one optimizer, but step_with was called before; call it once"
+                "step_with must be called once for each table, but was called before; delete the "
+                "second call"
             )
         table, self._optimizer = weakref.ref(self), weakref.ref(optimizer)
 
@@ -388,7 +389,7 @@ class ShardedEmbedding(nn.Module):
         """Return the shards that ``load(into=...)`` reads for this rank. Local.
 
         Args:
-            path: of the state in the checkpoint: keys with slashes, ``"model/table"``.
+            path: path of the state in the checkpoint: keys with slashes, ``"model/table"``.
         """
         pieces = self._memory.pieces()
         return {f"{path}/tensors/{name}": own.shard for name, own in pieces.items()}
@@ -419,7 +420,7 @@ class ShardedEmbedding(nn.Module):
             logger.warning(text)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuse copies: rows are in the memory of several ranks."""
+        """Raise: rows are in the memory of several ranks, and cannot be copied."""
         raise ConfigError(
             "a sharded embedding cannot be copied or pickled; save its sharded_state() in a "
             "checkpoint of hpctrain"

@@ -77,9 +77,9 @@ class RowExchange:
 
     Args:
         comm: all ranks.
-        name: of the table, for messages.
-        owners: of the rows.
-        memory: of this node.
+        name: name of the table, for messages.
+        owners: owners of the rows.
+        memory: memory of this node.
         cache: copies of rows of other nodes.
     """
 
@@ -110,8 +110,8 @@ class RowExchange:
         def move() -> None:
             if kept() is not None:
                 raise ConfigError(
-                    "a sharded embedding needs all ranks, but rows were lost with some of them; "
-                    "start again from the checkpoint"
+                    "a sharded embedding must have all its ranks, but rows were lost with some "
+                    "of them; start again from the checkpoint"
                 )
 
         def close() -> None:
@@ -209,8 +209,9 @@ class RowExchange:
         """Return the sums over all ranks for the rows of this rank, in a fixed order.
 
         Args:
-            sums: of this rank.
-            reports: of all ranks, by ``agree``. The result is valid until ranks agree again.
+            sums: sums of this rank.
+            reports: reports of all ranks, by ``agree``. The result is valid until ranks agree
+                again.
         """
         self.cache.clock += 1
         if self.comm.size == 1:

@@ -57,8 +57,8 @@ def check_ids(ids: object, offsets: object, num_rows: int, mode: str | None) -> 
     if mode is None or offsets is None:
         if offsets is not None or (mode is not None and ids.dim() != 2):
             raise ConfigError(
-                f"bags need a table with a mode, and 2-D ids, or 1-D ids with offsets, got ids of "
-                f"shape {list(ids.shape)} with mode={mode}; set mode, or leave offsets out"
+                "bags must have a table with a mode, and 2-D ids, or 1-D ids with offsets, got "
+                f"ids of shape {list(ids.shape)} with mode={mode}; set mode, or leave offsets out"
             )
         return
     offsets = _integers(offsets, "offsets")
@@ -111,7 +111,7 @@ class IdSpread:
     """The permutation ``id * factor % rows``, which puts consecutive ids on different ranks.
 
     Args:
-        num_rows: of the table.
+        num_rows: number of rows of the table.
         padding_idx: the id of the row that remains zero; None for none.
     """
 

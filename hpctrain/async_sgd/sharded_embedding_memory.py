@@ -36,7 +36,7 @@ class NodeRows:
 
     Args:
         comm: all ranks.
-        owners: of the rows.
+        owners: owners of the rows.
         first: initial values of rows.
         widths: numbers of optimizer state of a row, by name.
         folder: on a disk of the node for the rows; None for memory.
@@ -131,7 +131,7 @@ class NodeRows:
         return found
 
     def check(self, what: str, state: Any) -> None:
-        """Raise ``CheckpointError`` unless a state is of the table that ``what`` describes."""
+        """Raise ``CheckpointError`` unless ``state`` fits this table, described by ``what``."""
         if not isinstance(state, Mapping) or not {*state} >= _KEYS:
             got = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
             raise CheckpointError(
@@ -183,11 +183,11 @@ def require_memory(
 
     Args:
         comm: all ranks.
-        name: of the table, for messages.
-        owners: of its rows.
+        name: name of the table, for messages.
+        owners: owners of its rows.
         row_bytes: bytes of a row and its state.
         copies: rows in the cache of each rank.
-        path: of rows on disk; None for memory.
+        path: path of rows on disk; None for memory.
     """
     rank_bytes = row_bytes * owners.per_rank + (row_bytes + 24) * copies
     need_bytes, left_bytes = rank_bytes * owners.local_size, available_bytes()

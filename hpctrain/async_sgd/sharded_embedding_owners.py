@@ -13,7 +13,7 @@ class RowOwners:
     Owners are numbered by nodes, so that a node owns one range of rows.
 
     Args:
-        num_rows: of the table.
+        num_rows: number of rows of the table.
         nodes: the ranks of each node.
         rank: this rank.
     """

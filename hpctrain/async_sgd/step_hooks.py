@@ -66,8 +66,8 @@ class StepHooks:
         require_plain(self._name, self._optimizer)
         if kwargs.get("closure") or len(args) > 1:
             raise ConfigError(
-                f"{self._name} needs gradients before step(), but got a closure; call backward() "
-                f"before step()"
+                f"{self._name} must have gradients before step(), but got a closure; call "
+                "backward() before step()"
             )
         self._before()
         if self._hides:
@@ -87,17 +87,17 @@ def require_unhooked(name: str, optimizer: Optimizer) -> None:
     """Raise ``ConfigError`` if another method has the optimizer, or one of its parameters."""
     if (has := getattr(optimizer, METHOD_MARK, None)) is not None:
         raise ConfigError(
-            f"an optimizer has one such method at a time, but {name} follows {has}; end its "
-            f"block, or call its close(), before"
+            f"an optimizer must have one such method at a time, but {name} follows {has}; end the "
+            "block of the first, or call its close(), before"
         )
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     marks = [getattr(p, _MARK, None) for p in trained]
     others = [m[2] for p, m in zip(trained, marks, strict=True) if m and m[:2] == _here(p)]
     if others:
         raise ConfigError(
-            f"a parameter has one such method at a time, but {name} follows {others[0]}, which "
-            f"has {len(others)} parameters of this optimizer by another one; end its block, or "
-            f"call its close(), before"
+            f"a parameter must have one such method at a time, but {name} follows {others[0]}, "
+            f"which has {len(others)} parameters of this optimizer by another one; end its block, "
+            "or call its close(), before"
         )
 
 

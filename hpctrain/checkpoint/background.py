@@ -117,7 +117,7 @@ class BackgroundWriter(Generic[T]):
 
     @property
     def at_once(self) -> bool:
-        """Whether jobs run in ``start``."""
+        """Whether ``start`` runs each job to its end, without a thread."""
         return self._thread is None
 
     def start(self, job: Callable[[Communicator], T]) -> None:
@@ -141,7 +141,7 @@ class BackgroundWriter(Generic[T]):
             futures.wait([self._running])
 
     def join(self) -> T | None:
-        """Wait for the job and return its result, once; None where there is none. Not collective.
+        """Wait for the job and return its result, once; None without a job. Not collective.
 
         Raises:
             Exception: the error of the job, once.

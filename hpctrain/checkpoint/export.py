@@ -27,8 +27,8 @@ def newest_state(path: Path | str, only: str | None = None) -> tuple[Path, dict[
     part = state if only is None else part_of(state, only)
     if not isinstance(part, dict):
         raise CheckpointError(
-            f"{only or 'the state'} of {source} is a {type(part).__name__}, a dict is needed; "
-            f"name what holds it"
+            f"the exported part must be a dict, but {only or 'the state'} of {source} is a "
+            f"{type(part).__name__}; name the dict that contains it"
         )
     return source, part
 
@@ -55,7 +55,7 @@ def check_ending(path: Path) -> None:
     """Check that the ending of a name selects a format."""
     if path.suffix not in ENDINGS:
         raise CheckpointError(
-            f"a state is exported to a file that ends in {', '.join(ENDINGS)}; got {path.name!r}"
+            f"the file of an exported state must end in {', '.join(ENDINGS)}, got {path.name!r}"
         )
 
 
@@ -68,16 +68,22 @@ def export(state: Mapping[str, Any], path: Path | str, *, overwrite: bool = Fals
     path = absolute(path)
     check_ending(path)
     if path.is_dir():
-        raise CheckpointError(f"{path} is a directory and is not replaced; choose another name")
+        raise CheckpointError(
+            f"the output must be a file, but {path} is a directory; choose another name"
+        )
     if path.exists() and not overwrite:
-        raise CheckpointError(f"{path} is there already; choose another name or --overwrite")
+        raise CheckpointError(
+            f"the output must not exist, but {path} does; choose another name, or replace it with "
+            "--overwrite"
+        )
     own = mapped(state, _owner())
     if path.suffix == ".safetensors" and (
         others := [name for name, value in own.items() if not isinstance(value, Tensor)]
     ):
         raise CheckpointError(
-            f"safetensors holds tensors by name, {', '.join(map(str, others[:20]))} of the state "
-            f"is none; choose a part of it, as --only model does, or a file of torch: .pt"
+            "the values of a safetensors file must be tensors, but "
+            f"{', '.join(map(str, others[:20]))} of the state are not; choose a part such as "
+            "--only model, or a file that ends in .pt"
         )
     try:
         make_folder(path.parent)

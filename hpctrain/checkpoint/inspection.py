@@ -47,14 +47,14 @@ def checkpoint_of(path: Path | str, which: str) -> Path:
         if scored:
             return max(scored)[1]
         raise CheckpointError(
-            f"the best checkpoint needs a score, but none of {path} was saved after a test; set "
-            f"checkpoint.keep_best or test.patience"
+            f"the best checkpoint must have a score, but none of {path} was saved after a test; "
+            "set checkpoint.keep_best or test.patience"
         )
     steps = {str(step_of(one.name)): one for one in found}
     if which not in steps:
         raise CheckpointError(
-            f"a checkpoint is last, best, or a number of steps, which here is one of "
-            f"{', '.join(steps)}; got {which!r}"
+            "a checkpoint must be named last, best, or by a number of steps, here one of "
+            f"{', '.join(steps)}, got {which!r}"
         )
     return steps[which]
 

@@ -55,7 +55,7 @@ def load(
     named by ``into``. A rank checks the checksum of all that it reads.
 
     Args:
-        directory: of the checkpoint.
+        directory: directory of the checkpoint.
         comm: the ranks that read.
         into: part of a tensor that this rank wants, by path; its leaf is a ``TensorPiece``, and
             only the blocks of the files that it touches are read.

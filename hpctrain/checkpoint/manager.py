@@ -79,8 +79,8 @@ class Manager:
         """Join the ranks that save together. Collective.
 
         Args:
-            directory: of all checkpoints of the run, seen by all ranks; need not exist.
-            comm: of the ranks; used only in collective calls.
+            directory: directory of all checkpoints of the run, seen by all ranks; need not exist.
+            comm: communicator of the ranks; used only in collective calls.
             every: number of steps, a time such as ``"10min"``, ``"auto"`` or ``"none"``.
             keep: number of newest checkpoints that are kept, at least 1.
             keep_best: number of checkpoints with the best score that are kept in addition.
@@ -121,7 +121,7 @@ class Manager:
 
         Args:
             step: number of steps done.
-            now: of ``time.monotonic()``, which is the default.
+            now: value of ``time.monotonic()``, which is the default.
         """
         if self._schedule.by_clock and self._comm.rank != 0:
             return False

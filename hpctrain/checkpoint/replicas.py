@@ -55,7 +55,7 @@ def require_same(comm: Communicator, found: Mapping[str, int | None]) -> None:
     depend on the number of ranks; only differing checksums are gathered.
 
     Args:
-        comm: of the ranks.
+        comm: communicator of the ranks.
         found: checksums by name, with the same names in the same order on every rank; None where
             this rank holds no value.
 
@@ -85,7 +85,7 @@ def require_same(comm: Communicator, found: Mapping[str, int | None]) -> None:
 
 
 def _grouped(values: Iterable[int | None]) -> str:
-    """Name the ranks that have equal values, group by group."""
+    """Return a text that groups the ranks by equal values."""
     groups: dict[int, list[int]] = {}
     for rank, value in enumerate(values):
         if value is not None:

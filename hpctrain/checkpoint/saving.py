@@ -111,7 +111,8 @@ def save(  # noqa: PLR0913 - what belongs to a checkpoint
     Collective. Needs no further memory if the tensors of the state are contiguous.
 
     Args:
-        directory: of this checkpoint; its parents are made. An older one there is replaced.
+        directory: directory of this checkpoint; its parents are made. An older one there is
+            replaced.
         state: the same tree of plain values, tensors and pieces on every rank, with the same
             bits: checksums are compared before the checkpoint appears. Tensors are written once,
             each rank writes a part of them; pieces are written by a rank that has them.
@@ -247,8 +248,8 @@ def _plan(
         shape = pieces[0][path].global_shape
         if fault := fault_of_cover(shape, list(parts.values())):
             raise CheckpointError(
-                f"the pieces of all ranks are the whole tensor, each element once: {fault} of "
-                f"{path} {list(shape)}; give every rank its piece"
+                f"the pieces of all ranks must cover the tensor, each element once, but {fault} "
+                f"of {path} {list(shape)}; give every rank its piece"
             )
     return {**divide(whole, len(pieces), source_rank), **sharded}
 

@@ -48,9 +48,9 @@ class Difference:
 def compare(a: Path | str, b: Path | str, only: Sequence[str] = ()) -> list[Difference]:
     """Return the differences of two checkpoints: tensors, plain values, then private values.
 
-    Reads both into memory, the newest one of a run directory. With paths of parts, ``only``,
-    private values are left out. Raises ``CheckpointError``: a checkpoint cannot be read, or lacks
-    a part.
+    Reads both checkpoints into memory. If a path is a run directory, its newest checkpoint is
+    compared. If ``only`` names parts of the state, other parts and private values are omitted.
+    Raises ``CheckpointError``: a checkpoint cannot be read, or lacks a part.
     """
     mine, theirs = _read(a, only), _read(b, only)
     return [replace(one, what=_kind_of(one, mine, theirs)) for one in differences(mine, theirs)]

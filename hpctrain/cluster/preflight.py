@@ -48,26 +48,25 @@ def check_world(
     found = distinct(libraries)
     if len(found) > 1:
         raise LaunchError(
-            f"a process holds one MPI library, this one has loaded "
-            f"{' and '.join(map(str, found))}; keep the one "
-            "whose mpirun starts the ranks: `pip uninstall` the other's wheel, take it out of "
-            "LD_LIBRARY_PATH and LD_PRELOAD, or rebuild the package that brought it in"
+            "a process must load one MPI library, but this one has loaded "
+            f"{' and '.join(map(str, found))}; keep the one whose mpirun starts the ranks: `pip "
+            "uninstall` the other's wheel, take it out of LD_LIBRARY_PATH and LD_PRELOAD, or "
+            "rebuild the package that brought it in"
         )
     if launched is None or size > 1 or launched.size == 1:
         return
     library = found[0] if found else None
     if not launched.by_mpi:
         raise LaunchError(
-            f"all ranks of a launch form one world by MPI, but {launched.name} started "
-            f"{launched.size} ranks ({launched.source}) that MPI knows "
-            f"nothing of: each would train alone; start them with `hpctrain launch -n "
-            f"{launched.size} -- python ...`, or in a Slurm job with `srun python ...`; "
-            f"{ALONE} lets each of them train alone"
+            f"all ranks of a launch must form one world by MPI, but {launched.name} started "
+            f"{launched.size} ranks ({launched.source}) that MPI knows nothing of: each would "
+            f"train alone; start them with `hpctrain launch -n {launched.size} -- python ...`, or "
+            f"in a Slurm job with `srun python ...`; {ALONE} lets each of them train alone"
         )
     raise LaunchError(
-        f"all ranks of a launch form one world, but {_who(launched, starter)} started "
-        f"{launched.size} ranks ({launched.source}) and MPI "
-        f"({library or 'library unknown'}) sees a world of size {size}; {_fix(launched, library)}"
+        f"all ranks of a launch must form one world, but {_who(launched, starter)} started "
+        f"{launched.size} ranks ({launched.source}) and MPI ({library or 'library unknown'}) sees "
+        f"a world of size {size}; {_fix(launched, library)}"
     )
 
 
@@ -90,7 +89,7 @@ def check_job(job: Launched | None, library: Path | None, *, is_typed: bool = Fa
     if is_typed or job.name not in COUNTS_TASKS:
         return f"this process trains alone, but {found}; {remedy} allows that without a warning"
     raise LaunchError(
-        f"all ranks of a job form one world, but {found} and no launcher has started this "
+        f"all ranks of a job must form one world, but {found} and no launcher has started this "
         f"process: it would train alone; {remedy} lets it train alone"
     )
 
@@ -156,7 +155,7 @@ def _who(launched: Launched, starter: Path | None) -> str:
 
 
 def _fix(launched: Launched, library: Path | None) -> str:
-    """Name the command that would have made one world."""
+    """Return the command that starts all ranks in one world."""
     again = f"start again with `hpctrain launch -n {launched.size} ...`"
     if library is None:
         return again

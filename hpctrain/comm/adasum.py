@@ -51,8 +51,8 @@ def adasum_(comm: Communicator, tensors: Sequence[Tensor]) -> None:
         check_tensor(tensor)
         if not tensor.is_floating_point():
             raise CommError(
-                f"Adasum needs floating point tensors, got {name_of(tensor.dtype)}; convert them, "
-                f"or take the sum"
+                f"tensors of Adasum must be floating point, got {name_of(tensor.dtype)}; convert "
+                "them, or use the sum"
             )
     if comm.size == 1 or not any(tensor.numel() for tensor in tensors):
         return

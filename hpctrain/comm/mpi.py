@@ -65,7 +65,7 @@ class MpiCommunicator(Communicator):
     Args:
         comm: ranks of this communicator. No other code may use it; ``close`` frees it.
         watch: performs all waits; by default without detection of lost ranks and without timeout.
-        world_ranks: rank in the world of each rank; empty if they are the same.
+        world_ranks: rank in the world for each rank of ``comm``; empty if both are equal.
         make_group: creates the communicators of groups; flat ones by default.
     """
 

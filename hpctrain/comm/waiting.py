@@ -124,7 +124,7 @@ class InStepError(Exception):
 
 
 class Notices(Protocol):
-    """Reports between ranks without shared memory that a communicator has failed."""
+    """Sends failures of communicators to ranks with which this rank shares no memory."""
 
     def report_failure(
         self, number: int, ranks: Sequence[int] | None, reason: str, *, is_own: bool = True

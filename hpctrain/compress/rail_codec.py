@@ -179,7 +179,7 @@ class RailCodec:
         self._prepared[id(bucket)] = _Prepared(bucket, share, whole, marks)
 
     def forget(self) -> None:
-        """Drop all shares; new shares of the same tensors take over their state."""
+        """Drop all shares; ``prepare`` restores the state of a share with the same tensors."""
         self._before = self._shares or self._before
         self._prepared.clear()
 

@@ -55,7 +55,7 @@ class SignSGD(Quantized):
         super().__init__(Signs(), feedback=False)
 
     def warning(self, optimizer: Optimizer) -> str:
-        """Return a warning for optimizers with a second moment, which is 1; see ``Codec``."""
+        """Return a warning if the optimizer divides by a second moment; see ``Codec``."""
         if not any("betas" in group for group in optimizer.param_groups):
             return ""
         return (

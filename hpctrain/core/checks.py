@@ -102,7 +102,7 @@ def require_values(config: object, reason: str, rules: Mapping[str, tuple[Any, s
     """Raise ``ConfigError`` unless keys have the values that another key demands.
 
     Args:
-        config: of all keys.
+        config: configuration of all keys.
         reason: the other key and its value, such as ``train.reproducible = true``.
         rules: by key: the value, or a tuple of valid values, and the explanation, after a colon
             also the remedy.
@@ -192,7 +192,7 @@ class CheckedFields:
         self.check()
 
     def check(self) -> None:
-        """Check what fields demand of each other."""
+        """Check rules between fields. Raises ``ConfigError``: two fields contradict each other."""
 
 
 def seconds(text: str) -> float | None:

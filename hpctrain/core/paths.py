@@ -1,4 +1,4 @@
-"""Paths are made absolute where they enter: the program may change its directory later."""
+"""Absolute paths: paths are resolved when given, as a program may later change directory."""
 
 import os
 from pathlib import Path

@@ -49,8 +49,8 @@ def require(feature: str, is_there: object, version: str) -> None:
     """Raise ``ConfigError`` if this torch lacks a feature, which needs ``version``."""
     if not is_there:
         raise ConfigError(
-            f"{feature} needs torch {version} or later, got {torch.__version__}; use that version "
-            f"or do without {feature}"
+            f"torch must be {version} or later for {feature}, got {torch.__version__}; update "
+            f"torch, or do without {feature}"
         )
 
 
@@ -78,7 +78,7 @@ DYNAMO = "torch._dynamo"
 
 
 def set_dynamo(module: Any) -> None:
-    """Let a module be ``torch._dynamo``; None removes the module that is there."""
+    """Use a module as ``torch._dynamo``; None removes the present one."""
     if module is None:
         del sys.modules[DYNAMO], torch._dynamo
     else:
@@ -141,12 +141,12 @@ def version_of(tensor: Tensor) -> int:
 
 
 def values_of(tensor: Tensor) -> Tensor:
-    """Return the stored values of a tensor, which a sparse tensor may not have coalesced."""
+    """Return the stored values of a tensor; those of a sparse tensor may be uncoalesced."""
     return tensor._values() if tensor.is_sparse else tensor
 
 
 def replace_unscale_grads(function: Callable[..., dict[torch.device, Tensor]]) -> None:
-    """Let every ``GradScaler`` unscale the gradients of an optimizer by a function."""
+    """Replace the function by which ``GradScaler`` unscales the gradients of an optimizer."""
     GradScaler._unscale_grads_ = function  # type: ignore[method-assign]
 
 
@@ -213,7 +213,7 @@ def backend_of(group: Any, device: torch.device) -> Any:
 
 
 def group_by_nccl(store: Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-    """Make a process group for tensors on CUDA: only a group has all functions. Collective."""
+    """Create an NCCL process group, because some functions need a group. Collective."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     kind = dist.ProcessGroup.BackendType.NCCL
@@ -225,7 +225,7 @@ def group_by_nccl(store: Store, rank: int, size: int, timeout: timedelta) -> dis
 
 
 def leave_unrecorded(kind: type) -> None:
-    """Let the flight recorder of torch 2.15, which reads groups of C++, leave out a kind."""
+    """Exclude a kind of group from the flight recorder of torch 2.15, which reads C++ groups."""
     name = "_maybe_attach_flight_recorder"
     attach = getattr(distributed_c10d, name, None)
     if attach is None:
@@ -297,7 +297,7 @@ def without_outputs(run: Callable[..., Any]) -> dict[str, bool]:
 
 
 def average_unused_parameters(model: Any) -> None:
-    """Let FSDP2 average zeros for parameters that had no gradient on this rank."""
+    """Make FSDP2 average zeros for parameters without a gradient on this rank."""
     if hasattr(model, "set_reduce_scatter_unused_params"):  # 2.13
         model.set_reduce_scatter_unused_params(True)
         return
@@ -320,7 +320,7 @@ def _fill_in_zeros(group: Any, parameter: Any, accumulate: Callable[[], None]) -
 
 
 def gather_asynchronously(unit: Any) -> None:
-    """Let FSDP2 gather the parameters of a module on a CPU without waiting for them."""
+    """Make FSDP2 gather the parameters of a module on a CPU without waiting for them."""
     unit._set_unshard_async_op(async_op=True)
 
 

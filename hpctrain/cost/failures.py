@@ -62,7 +62,9 @@ def simulate_run(
     The same ``seed`` gives the same run. Raises ``ConfigError``: the interval is not above 0.
     """
     if not interval_s > 0:
-        raise ConfigError(f"an interval between checkpoints is more than 0 s, got {interval_s}")
+        raise ConfigError(
+            f"the interval between checkpoints must be more than 0 s, got {interval_s}"
+        )
     random = np.random.default_rng(seed)
     mean_s = machine.mtbf_s / machine.nodes
     done_s = lost_s = wall_s = start_s = 0.0
@@ -91,7 +93,7 @@ def best_interval(machine: Machine, *, seed: int = 0) -> float:
     """
     if not (math.isfinite(machine.mtbf_s) and machine.checkpoint_s > 0):
         raise ConfigError(
-            f"a best interval needs nodes that fail and checkpoints that cost time, got "
+            "mtbf_s must be finite and checkpoint_s above 0 for a best interval, got "
             f"mtbf_s={machine.mtbf_s} and checkpoint_s={machine.checkpoint_s}; set both"
         )
     # Stratified samples of the times between failures make the average smooth in the interval.

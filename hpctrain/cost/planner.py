@@ -138,9 +138,9 @@ def advise(machine: Machine, model: Model, goal: Goal) -> Advice:
     if not eligible:
         soonest = min(candidates, key=lambda c: c.seconds)
         raise ConfigError(
-            f"the deadline is {goal.deadline_s / 3600:.3g} h, but the fastest candidate takes "
-            f"{soonest.seconds / 3600:.3g} h, on {soonest.nodes} nodes; give more nodes, a later "
-            f"deadline or another goal"
+            f"the deadline must be at least {soonest.seconds / 3600:.3g} h, the time of the "
+            f"fastest candidate, on {soonest.nodes} nodes, got {goal.deadline_s / 3600:.3g} h; "
+            "allow more nodes, a later deadline or another goal"
         )
     best, *others = _unlike_first(eligible)
     payoffs = tuple(_payoffs(best, model, goal))

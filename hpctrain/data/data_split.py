@@ -1,4 +1,4 @@
-"""A data set divided into parts, one for each rank or several: which sample is in which."""
+"""Division of a data set into parts, of which each rank has one or more."""
 
 import zipfile
 from functools import cached_property
@@ -22,7 +22,7 @@ _DAMAGE = (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile)
 
 
 class Split:
-    """Which part of a data set each sample is in, such as the data of a client.
+    """The part of each sample of a data set, such as the client that owns the sample.
 
     ``hpctrain data split --by-label`` writes it to a file of a few bytes for each sample, and the
     data set is not changed.
@@ -33,13 +33,14 @@ class Split:
     ) -> None:
         """Take the part of each sample of the data set ``uuid``, in [0, num_parts).
 
-        Raises ``DataError``: there is no such part, or one has no samples.
+        Raises ``DataError``: a part is out of range, or has no samples.
         """
         is_array = isinstance(parts, np.ndarray)
         if not is_array or not parts.size or parts.ndim != 1 or parts.dtype != np.uint32:
             raise DataError(
-                f"a split needs the part of each sample as an array of uint32 (samples,), got "
-                f"{f'{parts.dtype} {parts.shape}' if is_array else type(parts).__name__}"
+                "the parts of a split must be an array of uint32 with shape (samples,), got "
+                f"{f'{parts.dtype} {parts.shape}' if is_array else type(parts).__name__}; convert "
+                "it with numpy.asarray(parts, numpy.uint32)"
             )
         self.uuid, self.parts, self.about = uuid, parts, about
         self.num_parts = num_parts
@@ -79,7 +80,7 @@ class Split:
             ) from error
 
     def write(self, path: Path | str) -> None:
-        """Write the file, whole or not at all. Raises ``DataError``: the system refuses."""
+        """Write the file atomically. Raises ``DataError``: the file cannot be written."""
         try:
             with publishing(absolute(path)) as part, part.open("wb") as file:
                 number = np.int64(self.num_parts)
@@ -94,7 +95,7 @@ class Split:
         return f"{crc32(np.ascontiguousarray(self.parts).tobytes()):08x}"
 
     def parts_of(self, rank: int, size: int) -> range:
-        """Return the parts of a rank: neighbours, as many as another has or one more or less.
+        """Return the consecutive parts of a rank; ranks differ by at most one part.
 
         Raises ``DataError``: there are fewer parts than ranks, or no such rank.
         """
@@ -103,8 +104,8 @@ class Split:
             raise DataError(f"rank must be in [0, size), got rank {rank} of {size}")
         if num_parts < size:
             raise DataError(
-                f"each rank needs a part of the data, but got {num_parts} parts and {size} ranks; "
-                f"use fewer ranks, or split the data into more parts"
+                f"each rank must have a part of the data, but got {num_parts} parts and {size} "
+                "ranks; use fewer ranks, or split the data into more parts"
             )
         return range(num_parts * rank // size, num_parts * (rank + 1) // size)
 
@@ -117,7 +118,7 @@ class Split:
         return Subset(dataset, np.flatnonzero(self.holds(self.parts_of(rank, size), self.parts)))
 
     def check(self, dataset: Samples) -> None:
-        """Return if this is a split of the data set; else raise ``DataError``."""
+        """Raise ``DataError`` unless this is a split of the data set."""
         if (self.uuid, len(self.parts)) != (dataset.uuid, len(dataset)):
             raise DataError(
                 f"a split must belong to the data set, but it was made of {self.uuid} with "
@@ -127,19 +128,19 @@ class Split:
 
     @staticmethod
     def holds(own: range, parts: NDArray[Any]) -> NDArray[np.bool_]:
-        """Say for each of some parts whether it is among ``own``."""
+        """Return, for each part, whether it is in ``own``."""
         return (parts >= own.start) & (parts < own.stop)
 
 
 class SplitSteps(Steps):
     """Steps in which a rank has the samples of its parts.
 
-    Of each step a part has samples in proportion to its size, so that all of them end an epoch
+    In each step the samples of a part are proportional to its size, so that all parts end an epoch
     together. The samples of a step are the same for any number of ranks.
     """
 
     def __init__(self, split: Split, order: Order, division: Division, positions: range) -> None:
-        """Let each part have its samples in the order of an epoch; otherwise as for ``Steps``."""
+        """Order the samples of each part as in an epoch; other arguments as for ``Steps``."""
         super().__init__(_Line(split, order), division, positions)
         self._parts, self._own = split.parts, split.parts_of(division.rank, division.size)
 
@@ -152,7 +153,7 @@ class SplitSteps(Steps):
 
 
 class _Line:
-    """An order of an epoch in which neighbours have samples of all parts in proportion."""
+    """An order of an epoch in which each range has samples of all parts in proportion."""
 
     def __init__(self, split: Split, order: Order) -> None:
         samples = order.samples_at(np.arange(len(split.parts)))
@@ -163,5 +164,5 @@ class _Line:
         self._samples: Indices = samples[np.argsort(place, kind="stable")]
 
     def samples_at(self, positions: Indices) -> Indices:
-        """Look the samples up."""
+        """Return the samples at some positions."""
         return self._samples[positions]

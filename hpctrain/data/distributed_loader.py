@@ -32,38 +32,38 @@ class Counts(Protocol):
     """Object that takes sample counts: a ``DistributedOptimizer`` or a local method."""
 
     def set_num_samples(self, num_samples: float, nominal: float = 1.0) -> None:
-        """Set the number of samples that this rank's loss is the mean of."""
+        """Set the number of samples over which this rank's loss is the mean."""
 
 
 def shard_data(data: T, optimizer: Counts | None = None) -> T:
     """Return this rank's part of a ``DataLoader`` or of a data set. Collective.
 
-    Of a loader the ranks see together what one process with it would see: the same samples in
-    each step, in an order that rank 0 draws for each epoch. Its batch is that of all ranks,
-    and each takes every ``size()``-th sample of it. Everything else is as in ``loader``: workers,
-    ``collate_fn``, ``len()``. All ranks begin their epochs together.
+    If ``data`` is a loader, each of its batches is a global batch: rank 0 draws the order of an
+    epoch, and each rank reads every ``size()``-th sample of a batch. Workers, ``collate_fn`` and
+    ``len()`` do not change. All ranks begin their epochs together.
 
-    Of a data set a rank gets every ``size()``-th sample; where they do not divide evenly, first
-    ones come twice, as of torch's ``DistributedSampler``. One that is iterated leaves out an
-    incomplete round at its end.
+    If ``data`` is a data set, each rank gets every ``size()``-th sample. If the samples do not
+    divide evenly, the first ones are repeated, as by torch's ``DistributedSampler``; an
+    ``IterableDataset`` omits an incomplete last round instead.
 
-    An ``IterableDataset``, by itself or in a loader, is read whole by every rank, of which each
-    keeps its part: it must give all ranks the same samples in the same order. An epoch of a loader
-    ends on all ranks with the first that has no batch.
+    Every rank reads all samples of an ``IterableDataset``, alone or in a loader, and keeps its
+    part; the data set must yield the same samples in the same order on all ranks. An epoch of a
+    loader ends on all ranks when the first rank has no batch.
 
     Args:
-        data: as one process would use it.
+        data: the loader or data set that one process would use.
         optimizer: gets the weight of each batch by ``set_num_samples``, so that the average of
-            gradients is exact where ranks have unequally many samples. A rank without any gets
-            one that counts nothing. Without an optimizer that is an error, but below
-            ``torch.no_grad()``: there a rank without samples gets no batch.
+            gradients is exact if ranks have different numbers of samples. A rank without samples
+            gets a batch with weight 0; without an optimizer this is an error. Inside
+            ``torch.no_grad()`` a rank without samples gets no batch.
 
     Raises:
-        MismatchError: ``data`` is divided already, cannot be divided or differs between ranks, as
-            by a random split with another seed on each; on every rank.
-        ConfigError: several backward passes make a step, and the last batch is a shorter one.
+        MismatchError: ``data`` is already divided, cannot be divided, or differs between ranks,
+            for example after a random split with different seeds; on every rank.
+        ConfigError: the last batch is shorter, but several backward passes are accumulated per
+            step.
 
-    Where this differs from one process: each rank draws its own random numbers for transforms.
+    Differs from one process: each rank draws separate random numbers for transforms.
     """
     topology = current().topology
     refusal = _refusal(data, optimizer)
@@ -93,28 +93,29 @@ def shard_data(data: T, optimizer: Counts | None = None) -> T:
 
 
 def _compare(identities: Sequence[Mapping[str, str]]) -> None:
-    """Refuse data sets that hold other samples, or the same in another order.
+    """Raise if the data sets of the ranks have different samples or orders.
 
-    Where their floating point numbers differ, which processors may round differently, warn.
+    Warn if only floating point values differ, because processors may round differently.
     """
     for name in identities[0]:
         of_ranks = [one.get(name, "") for one in identities]
         if len(set(of_ranks)) == 1:
             continue
         text = (
-            f"shard_data() needs the same data set on every rank, got {name} with the checksums "
-            f"{by_rank(of_ranks)}; split and shuffle it with the same seed on every rank, as "
-            "in random_split(data, sizes, generator=torch.Generator().manual_seed(0)); one "
-            "that holds a part for each rank needs no shard_data()"
+            f"the data of shard_data() must be identical on every rank, but {name} has the "
+            f"checksums {by_rank(of_ranks)}; split and shuffle with the same seed on every rank, "
+            "as in random_split(data, sizes, generator=torch.Generator().manual_seed(0)), or omit "
+            "shard_data() if each rank has a separate part"
         )
         if not of_ranks[0].startswith(_OF_FLOATS):
             raise MismatchError(text)
         if current().topology.rank == 0:
-            logger.warning(text)
+            # Different processors may round the same samples differently.
+            logger.warning("%s; the run continues, as only floating point values differ", text)
 
 
 def _refusal(data: object, optimizer: object) -> str | None:
-    """Say why this cannot be divided, or need not be."""
+    """Return the reason why ``data`` cannot or need not be divided."""
     kind = type(data).__name__
     if isinstance(data, Loader | DividedLoader):
         return f"{kind} is divided among the ranks already; leave shard_data() out"
@@ -206,7 +207,7 @@ class SharedLoader(DividedLoader):
         super().__init__(loader, weigh, batch_sampler=self._order)
 
     def __iter__(self) -> Any:
-        """Begin an epoch. Collective, and so is at least every 64th step of it."""
+        """Begin an epoch. Collective, as is at least one of every 64 steps."""
         is_training = torch.is_grad_enabled()
         for num_samples in self._order.known_sizes() if is_training else ():
             self._weigh.check(num_samples)  # before the first step, not at the last
@@ -309,7 +310,7 @@ class StreamLoader(DividedLoader):
         super().__init__(loader, weigh, collate_fn=collate)
 
     def __iter__(self) -> Any:
-        """Begin an epoch. Collective, and so is every step of it."""
+        """Begin an epoch. Collective, as is every step."""
         return self._shares(super().__iter__(), is_training=torch.is_grad_enabled())
 
     def _shares(self, batches: Iterator[Any], *, is_training: bool) -> Iterator[Any]:
@@ -341,7 +342,7 @@ class StreamLoader(DividedLoader):
 
 
 class _CollateShare:
-    """Makes a batch of this rank's samples, with their number, that of all, and a checksum."""
+    """Collates this rank's samples, and adds their number, the global number and a checksum."""
 
     def __init__(self, collate: Callable[[list[Any]], Any], rank: int, size: int) -> None:
         self._collate, self._rank, self._size = collate, rank, size
@@ -367,7 +368,7 @@ class _Weights:
             self._optimizer.set_num_samples(mine, self._nominal)
 
     def check(self, num_samples: int) -> None:
-        """Refuse a batch of all ranks that would count for too much or too little."""
+        """Raise if a global batch would get too large or too small a weight."""
         if self._optimizer is None and num_samples % self._size:
             raise ConfigError(
                 f"without an optimizer to weight gradients all ranks must have equally many "
@@ -432,7 +433,7 @@ def _attributes(value: object) -> Iterator[tuple[str, Any]]:
 
 
 def _holds_samples(value: object) -> bool:
-    """Return whether to look into it: a data set, a loader, or a few of them in a list."""
+    """Return whether a value is a data set, a loader, or a short list of these."""
     if isinstance(value, list | tuple):
         return any(isinstance(held, Tensor | np.ndarray) or _is_data(held) for held in value[:8])
     return _is_data(value)

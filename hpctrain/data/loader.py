@@ -50,8 +50,8 @@ class Loader(Reading):
     rank gets a part of them, and every rank runs the same number of steps. Whatever goes wrong
     while reading is raised at the step that it belongs to; with ``comm``, on every rank.
 
-    A pass begins where the loader is: after ``load_state_dict`` or an early exit with the first
-    batch that was not delivered. At its end the loader is at the start of the next epoch.
+    An iteration begins at the current position: after ``load_state_dict`` or an early exit this is
+    the first batch that was not delivered. After the last batch it is the start of the next epoch.
 
     Args of ``Division`` say which samples of a step a rank has, those of ``Reading`` how they are
     read.
@@ -114,7 +114,7 @@ class Loader(Reading):
         self.epoch, self.consumed, self._pass = epoch, 0, None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the loader is: the same on every rank, whatever their number."""
+        """Return the position of the loader: identical on every rank, for any number of ranks."""
         return {
             "format": STATE_FORMAT,
             "uuid": self.dataset.uuid,
@@ -127,15 +127,15 @@ class Loader(Reading):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where a loader was, with any number of ranks and any global batch.
+        """Continue from the position of a loader, with any number of ranks and any global batch.
 
-        Seed and order are taken from the state.
+        The state sets seed and order.
 
         Args:
-            state: of ``state_dict``, the same on every rank.
+            state: result of ``state_dict``, identical on every rank.
 
         Raises:
-            DataError: it is of other data, or no state of a loader.
+            DataError: the state belongs to other data or is not a loader state.
         """
         _require(
             state.get("format", 0) == STATE_FORMAT,
@@ -203,14 +203,14 @@ class Loader(Reading):
 
     @property
     def place(self) -> tuple[int, int]:
-        """Epoch of the batch that was delivered last, and the samples of all ranks before it.
-
-        Until the next one is asked for.
-        """
+        """Epoch of the last batch, and the samples of all ranks before that batch."""
         return self.epoch, self.consumed - self.step_samples
 
     def samples_at(self, place: tuple[int, int]) -> Indices:
-        """Return the numbers of this rank's samples in the batch of a place; not collective."""
+        """Return the indices of this rank's samples in the batch at a ``place``.
+
+        Not collective.
+        """
         return self._skipped.without(self._steps(*place).samples(0))
 
     def __enter__(self) -> Self:
@@ -257,9 +257,9 @@ class Loader(Reading):
         return Steps(order, self, positions)
 
     def _batches(self) -> Generator[Batch | Exception]:
-        """Read on from where the loader is; give the batch of each step, or what prevents it.
+        """Read from the current position; yield the batch or the error of each step.
 
-        What prevents all further steps is given at the next one, and is the last.
+        An error that prevents all further steps is the last item.
         """
         if not self.num_steps(len(self.dataset) - self.consumed):
             return
@@ -271,9 +271,9 @@ class Loader(Reading):
             yield error
 
     def _leave_out(self, errors: dict[int, Exception]) -> bool:
-        """Leave damaged samples out from now on, if there are any, and log them.
+        """Skip and log damaged samples from now on.
 
-        Any other error is raised; so is damage outside the samples that were asked for.
+        Raise other errors, and damage outside the requested samples.
         """
         if not errors:
             return False
@@ -298,9 +298,9 @@ def _require(is_kept: object, rule: str) -> None:
 
 
 def _failures(error: Exception | None, comm: Communicator | None) -> dict[int, Exception]:
-    """Return what went wrong with the same step, by rank; nothing, on all ranks, if all is well.
+    """Return the errors of one step, by rank; empty on all ranks if there are none.
 
-    Collective over ``comm``, the ranks that take this step together, if there is one.
+    Collective over ``comm``, if given.
     """
     if comm is None:
         return {} if error is None else {0: error}

@@ -25,13 +25,12 @@ _PATTERN = 2
 
 
 class Mixture:
-    """Samples of several data sets in fixed proportions, each shuffled, without an end.
+    """Samples of several shuffled data sets in fixed proportions, without end.
 
-    From its beginning on, each source has given less than one sample more or less than its share;
-    in any run of samples, less than two. Each source goes through separate epochs, in each of
-    which every sample comes once. An epoch of the mixture is ``len(mixture)`` samples; the next
-    one continues from there. The sample at a position is a function of the position alone, in
-    constant memory.
+    At each position the number of samples of a source differs from its share by less than one; in
+    each range of positions by less than two. Each source has separate epochs, each of which has
+    every sample once. An epoch of the mixture is ``len(mixture)`` samples; the next one continues
+    from there. The sample at a position is computed from the position in constant memory.
 
     Differs from an ordinary data set: indices do not end at ``len``, and a loader reads them in
     their order, which is shuffled already.
@@ -51,10 +50,10 @@ class Mixture:
         Args:
             weights: share of each data set in the samples; only their proportions count.
             length: samples of an epoch; by default as many as all data sets have together.
-            seed: of the orders of the data sets.
+            seed: seed of the orders of the data sets.
 
         Raises:
-            DataError: weights, length or fields are not as they must be.
+            DataError: weights or length are invalid, or the fields of the data sets differ.
         """
         pairs: list[tuple[Samples, float]] = list(
             weights.items() if isinstance(weights, Mapping) else weights
@@ -79,7 +78,7 @@ class Mixture:
 
     @property
     def in_memory(self) -> bool:
-        """Whether all of it is in memory."""
+        """Whether all samples are in memory."""
         return all(source.in_memory for source in self.sources)
 
     def __len__(self) -> int:
@@ -112,12 +111,12 @@ class Mixture:
         return {name: _gathered([part[name] for part in parts], back) for name in self.fields}
 
     def will_need(self, indices: Indices) -> None:
-        """Announce to each source the samples that are read soon."""
+        """Start to read samples of each source into memory."""
         for source, samples, _ in self._parts(np.asarray(indices, np.int64)):
             source.will_need(samples)
 
     def locate(self, indices: Indices) -> tuple[Indices, Indices]:
-        """Return the source of each index, and the number of its samples before."""
+        """Return the source of each index, and the number of earlier samples of that source."""
         periods, inside = np.divmod(indices, PERIOD)
         numbers = self._pattern[inside]
         return numbers, periods * self._counts[numbers] + self._before[inside]
@@ -145,11 +144,11 @@ class Mixture:
     def _check(self, pairs: list[tuple[Samples, float]], length: int | None) -> None:
         if not pairs or any(not 0 < weight < float("inf") for _, weight in pairs):
             raise DataError(
-                f"a mixture needs data sets with positive weights, got "
+                "a mixture must have data sets with positive weights, got "
                 f"{[weight for _, weight in pairs]}"
             )
         if length is not None and length < 1:
-            raise DataError(f"an epoch of a mixture needs at least 1 sample, got {length}")
+            raise DataError(f"an epoch of a mixture must have at least 1 sample, got {length}")
         for source in self.sources:
             if not len(source):
                 raise DataError(f"data sets of a mixture must have samples, but {source} has none")
@@ -176,7 +175,8 @@ def _whole(weights: NDArray[np.float64]) -> Indices:
     counts[np.argsort(counts - exact, kind="stable")[: PERIOD - int(counts.sum())]] += 1
     if not counts.all():
         raise DataError(
-            f"the smallest weight of a mixture is 1/{PERIOD} of their sum, got {weights.tolist()}"
+            f"each weight of a mixture must be at least 1/{PERIOD} of their sum, got "
+            f"{weights.tolist()}"
         )
     return counts
 

@@ -1,4 +1,4 @@
-"""A folder of one node that lives as long as a process of the job holds its lock."""
+"""A folder of one node that exists while a process of the job holds its lock."""
 
 import fcntl
 import os
@@ -36,11 +36,11 @@ class Site(NamedTuple):
 
 
 def sites(to: Path | str, source: Path) -> list[Site]:
-    """Return the folders that are worth copying to, best first.
+    """Return the folders for copies of data, best first.
 
-    A folder that the user named is taken, and made if missing; for ``auto`` that is
-    HPCTRAIN_STAGE_DIR. Then, for ``auto``, come the job's folders for temporary files and the
-    memory of the node, if they are on a file system of this node and not on that of ``source``.
+    The folder that the user named, or HPCTRAIN_STAGE_DIR for ``auto``, is first, and is created if
+    missing. For ``auto`` the job's folders for temporary files and the memory of the node follow,
+    if they are on a file system of this node other than that of ``source``.
     Raises ``OSError``: the folder that the user named cannot be made.
     """
     found = []
@@ -60,10 +60,10 @@ def sites(to: Path | str, source: Path) -> list[Site]:
 
 
 class NodeFolder:
-    """One process's hold of a folder; whoever lets go last removes it.
+    """Lock of one process on a folder; the last process to release its lock removes the folder.
 
-    Each process lets go at its end, or when nothing refers to this any more. If all are killed,
-    the ``sweep`` of a later job removes the folder.
+    A process releases the lock at its end, or when this object is deleted. If all processes are
+    killed, the ``sweep`` of a later job removes the folder.
     """
 
     def __init__(self, path: Path, lock: int) -> None:
@@ -73,7 +73,7 @@ class NodeFolder:
 
     @classmethod
     def create(cls, parent: Path, label: str) -> Self:
-        """Make a folder in another one and hold it; ``label`` is part of its name.
+        """Create and lock a folder in ``parent``; ``label`` is part of its name.
 
         Raises ``OSError``: it cannot be made there, or its file system has no locks.
         """
@@ -89,7 +89,7 @@ class NodeFolder:
 
     @classmethod
     def join(cls, path: Path) -> Self:
-        """Hold a folder that another process holds.
+        """Lock a folder that another process has locked.
 
         Raises:
             OSError: it cannot be seen from here.
@@ -97,18 +97,18 @@ class NodeFolder:
         return cls(path, _locked(path / LOCK))
 
     def close(self) -> None:
-        """Let go; the last process removes the folder. Harmless the second time."""
+        """Release the lock; the last process removes the folder. May be called twice."""
         self._end()
 
     def __reduce__(self) -> Any:
-        """Refuse: a copy in another process would hold nothing."""
+        """Raise ``TypeError``: a copy in another process would not hold the lock."""
         raise TypeError("a NodeFolder belongs to one process")
 
 
 def sweep(parent: Path) -> list[Path]:
-    """Remove the folders of this user whose processes are all gone; return the removed folders.
+    """Remove and return the folders of this user whose processes have all ended.
 
-    Several processes may do so at once.
+    Several processes may call this concurrently.
     """
     removed = []
     with suppress(OSError):

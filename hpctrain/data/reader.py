@@ -31,8 +31,8 @@ Verify = Literal["first", "always", "off"]
 class ShardedDataset(Indexable):
     """A data set on disk, mapped into memory if it fits.
 
-    Cheap to pickle and safe to use after a fork: each process opens shards for itself, at first
-    use. Several threads may read at once.
+    Can be pickled, and used after a fork: each process opens shards at their first use. Several
+    threads may read concurrently.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class ShardedDataset(Indexable):
             io: ``map`` shards into memory, ``read`` the wanted rows, or ``auto``: map a data set
                 that fits into free memory twice. A mapped page that the disk cannot read ends the
                 process; this is rare, as blocks are read and checked before.
-            manifest: of this directory, if it was read and checked before.
+            manifest: manifest of this directory, if it was read and checked before.
 
         Raises:
             DataError: the data set is missing, damaged or incomplete.
@@ -79,7 +79,7 @@ class ShardedDataset(Indexable):
         verify: Verify = "first",
         io: IO = "auto",
     ) -> Self:
-        """Open a data set on all ranks: one reads the manifest, each checks some of the shards.
+        """Open a data set on all ranks: rank 0 reads the manifest, each rank checks some shards.
 
         Collective.
 
@@ -106,7 +106,7 @@ class ShardedDataset(Indexable):
 
     @property
     def block_size(self) -> int:
-        """Neighbouring samples that are best read together: a block, or a compressed chunk."""
+        """Number of consecutive samples that are read together: a block or a chunk."""
         size = self.manifest.block_size
         chunks = [
             rows_per_chunk(field, size)
@@ -117,12 +117,12 @@ class ShardedDataset(Indexable):
 
     @property
     def sample_bytes(self) -> float:
-        """Bytes of a sample, of all fields together, on average."""
+        """Mean bytes of a sample, over all fields."""
         return self.manifest.sample_bytes
 
     @property
     def in_memory(self) -> bool:
-        """Whether all of it is mapped and in memory, as seen once all shards are open."""
+        """Whether all shards are open, mapped and in memory."""
         return self._own is not None and self._own.is_in_memory()
 
     def __len__(self) -> int:
@@ -138,7 +138,7 @@ class ShardedDataset(Indexable):
         """Gather samples.
 
         Args:
-            indices: ``(num_samples,)`` in [0, len), in any order, also none, also repeated.
+            indices: ``(num_samples,)`` in [0, len), in any order; may be empty or repeat indices.
 
         Returns:
             For each field a tensor ``(num_samples, *shape)`` on the CPU, or the samples of a
@@ -169,7 +169,7 @@ class ShardedDataset(Indexable):
         return batch
 
     def will_need(self, indices: ArrayLike) -> None:
-        """Start to bring samples into memory, and return at once.
+        """Start to read samples into memory, and return immediately.
 
         Raises:
             DataError: an index is out of range.
@@ -194,7 +194,7 @@ class ShardedDataset(Indexable):
         # As unsigned numbers, negative ones are too large as well.
         if wanted.size and wanted.view(np.uint64).max() >= self._num_samples:
             raise DataError(
-                f"indices are in [0, {len(self)}), got {wanted.min()} to {wanted.max()}"
+                f"indices must be in [0, {len(self)}), got {wanted.min()} to {wanted.max()}"
             )
         return wanted
 

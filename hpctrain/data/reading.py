@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(kw_only=True)
 class Reading(Division):
-    """The data set of a loader, and how its batches are read and made."""
+    """The data set of a loader, and options of reading its batches."""
 
     dataset: Samples = field(kw_only=False)  # what to read; the same on every rank
     transform: Transform | None = None
@@ -52,7 +52,7 @@ class Reading(Division):
     def reading(
         self, steps: Steps, skipped: Skipped, epoch: int, seed: int
     ) -> AbstractContextManager[Iterator[Batch | Exception]]:
-        """Begin to read the batches of ``steps`` ahead: each one, or what prevents it."""
+        """Read the batches of ``steps`` ahead; an item is a batch or the error of its step."""
         if self.workers and self._pool is None:
             self._pool = imported("hpctrain.data.workers.pool:DecodePool")(
                 self.dataset,
@@ -112,7 +112,7 @@ def _padded(fields: Mapping[str, Values]) -> Columns:
 def prefetched(
     work: Callable[[int], T], numbers: Iterable[int], *, threads: int, depth: int
 ) -> Iterator[Iterator[T]]:
-    """Give the results of ``work(number)`` in order; at most ``depth`` are ahead, 0 for none.
+    """Yield the results of ``work(number)`` in order, computed at most ``depth`` items ahead.
 
     At the end of the block, however it ends, work in progress is waited for, work that has not
     begun is dropped, and no thread remains.

@@ -43,7 +43,7 @@ class Ragged:
 
     def __getitem__(self, index: int) -> Tensor:
         if not -len(self) <= index < len(self):
-            raise IndexError(f"there are {len(self)} samples, got index {index}")
+            raise IndexError(f"an index must be from {-len(self)} to {len(self) - 1}, got {index}")
         index %= len(self)
         return self.values[int(self.offsets[index]) : int(self.offsets[index + 1])]
 
@@ -52,7 +52,7 @@ class Ragged:
 
         Args:
             fill: value after the end of a sample.
-            length: of every row; by default that of the longest sample.
+            length: length of every row; by default the length of the longest sample.
 
         Raises:
             DataError: a sample is longer than ``length``.
@@ -93,7 +93,7 @@ Columns = dict[str, Values]
 
 
 class Samples(Protocol):
-    """Numbered samples that several threads may read at once."""
+    """Samples by index, which several threads may read concurrently."""
 
     @property
     def uuid(self) -> str:
@@ -126,7 +126,7 @@ class Samples(Protocol):
         """
 
     def will_need(self, indices: Indices) -> None:
-        """Start to bring samples into memory, and return at once."""
+        """Start to read samples into memory, and return immediately."""
 
 
 def file_of(samples: Samples, index: int) -> str | None:
@@ -165,7 +165,7 @@ class Batch:
 
 
 class Indexable:
-    """Samples by number, of what can ``take`` many at once; slow for single ones."""
+    """Samples by index, of a source whose ``take`` gathers many; slow for single samples."""
 
     take: Callable[..., Columns]
     __len__: Callable[..., int]
@@ -173,7 +173,7 @@ class Indexable:
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Return one sample. Raises ``IndexError``: there is no such sample."""
         if not -len(self) <= index < len(self):
-            raise IndexError(f"there are {len(self)} samples, got index {index}")
+            raise IndexError(f"an index must be from {-len(self)} to {len(self) - 1}, got {index}")
         found: dict[str, Tensor] = self.__getitems__([index % len(self)])[0]
         return found
 
@@ -203,6 +203,7 @@ def collate(samples: Sequence[Any]) -> Any:
     """Return the batch that a data set picked, unchanged: ``DataLoader(collate_fn=collate)``.
 
     Args:
-        samples: from ``ShardedDataset.__getitems__``; any others go to ``default_collate``.
+        samples: samples from ``ShardedDataset.__getitems__``; others are passed to
+            ``default_collate``.
     """
     return samples.fields if isinstance(samples, Picked) else default_collate(list(samples))

@@ -45,12 +45,12 @@ def stage(dataset: ShardedDataset, node: Communicator, to: Path | str = "auto") 
     Args:
         dataset: the same on every rank.
         node: the ranks of one node.
-        to: a folder, made if missing; by default ``HPCTRAIN_STAGE_DIR``, else the job's folder
+        to: a folder, created if missing; by default ``HPCTRAIN_STAGE_DIR``, else the job's folder
             for temporary files if it is on a disk of the node, else the node's memory, at most
             half of the free part.
 
     Returns:
-        The data set, reading from the copy; ``dataset`` itself where nothing was copied.
+        The data set, which reads from the copy; ``dataset`` itself if nothing was copied.
 
     Raises:
         DataError: a shard of the data set is damaged, or the folder cannot be used; on every rank
@@ -85,7 +85,7 @@ def stage(dataset: ShardedDataset, node: Communicator, to: Path | str = "auto") 
 
 @dataclass(frozen=True)
 class StagedOpener:
-    """Opens shards from the node's copy where it has them; picklable."""
+    """Opens shards from the node's copy if it has them; picklable."""
 
     directory: Path  # of the copy
     present: frozenset[int]  # numbers of the shards that were copied
@@ -95,7 +95,7 @@ class StagedOpener:
     def __call__(
         self, directory: Path, manifest: Manifest, index: int, *, io: IO, chunks: ChunkCache
     ) -> OpenShard:
-        """Open a shard; from ``directory`` where there is no copy, or none that can be read."""
+        """Open a shard; from ``directory`` if there is no readable copy."""
         if index in self.present:
             try:
                 return OpenShard(self.directory, manifest, index, io=io, chunks=chunks)
@@ -145,7 +145,7 @@ class _Copies:
             logger.warning("this rank has copied %s of %s to %s", *sizes, self._target)
 
     def _pieces(self, index: int) -> Iterator[bytes]:
-        """Yield the bytes of a shard; after the last one, all of them have proved to be right."""
+        """Yield the bytes of a shard; raise after the last ones if a checksum is wrong."""
         directory, manifest = self._dataset.path, self._dataset.manifest
         shard = manifest.shards[index]
         check_file(directory, manifest, index)

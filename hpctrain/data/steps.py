@@ -33,7 +33,7 @@ _NUM_PLANS = 32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ordering:
-    """An order of every epoch: the same for all ranks, and after a change of their number."""
+    """The order of each epoch: identical on all ranks, and for any number of ranks."""
 
     name: Literal["global", "window", "sequential"]
     shape: WindowShape | None = None  # of a window order
@@ -62,15 +62,13 @@ class Ordering:
     ) -> Self:
         """Choose an order by the sizes of samples and data set, never by the machine."""
         if name not in ("auto", "global", "window", "sequential"):
-            raise DataError(f"order is auto, global, window or sequential, got {name!r}")
+            raise DataError(f"order must be auto, global, window or sequential, got {name!r}")
         if isinstance(dataset, Mixture):
             if name not in ("auto", "sequential"):
-                raise DataError(
-                    f'a mixture has an order of its own, but got order={name!r}; use "auto"'
-                )
+                raise DataError(f'order of a mixture must be "auto", got {name!r}')
             return cls(name="sequential")
         if shape is not None and name not in ("auto", "window"):
-            raise DataError(f'window= needs order="window", got order={name!r}')
+            raise DataError(f'order must be "window" if window is set, got order={name!r}')
         usual = WindowShape.of(global_batch, dataset.sample_bytes, dataset.block_size)
         if name == "auto" and shape is None:
             is_global = (
@@ -155,11 +153,10 @@ class Division:
 
 
 class Steps:
-    """The samples of one rank in each step, and those that it requests ahead. Thread-safe.
+    """The samples of one rank in each step, and the samples to read ahead. Thread-safe.
 
-    A global batch is the samples at its positions, whatever the number of ranks. They are
-    sorted by lane, if the order has lanes, before each rank gets a contiguous part: so a rank
-    reads few of the lanes.
+    The samples of a global batch do not depend on the number of ranks. If the order has lanes,
+    samples are sorted by lane before each rank gets a contiguous part, so a rank reads few lanes.
     """
 
     def __init__(self, order: Order, division: Division, positions: range) -> None:
@@ -198,7 +195,7 @@ class Steps:
         return steps[: stop - group * self._group]
 
     def _mine(self, positions: Indices) -> Indices:
-        """Return what this rank has of ``(num_steps, samples of a step)`` positions."""
+        """Return this rank's part of positions ``(num_steps, samples of a step)``."""
         if isinstance(self._order, WindowOrder) and positions.size:
             lanes = self._order.lanes_of(positions.ravel()).reshape(positions.shape)
             by_lane = np.argsort(lanes, axis=1, kind="stable")

@@ -22,10 +22,11 @@ class Subset(Indexable):
 
         Args:
             dataset: to choose from.
-            indices: of the samples. A range takes no memory; anything else 8 bytes a sample.
+            indices: indices of the samples; a range needs no memory, other values need 8 bytes
+                each.
 
         Raises:
-            DataError: there are none, or they are out of range or no integers.
+            DataError: ``indices`` is empty, out of range or not of integers.
         """
         self.dataset = dataset
         self.fields, self.sample_bytes = dataset.fields, dataset.sample_bytes
@@ -34,18 +35,20 @@ class Subset(Indexable):
         given = np.asarray([] if self._range else indices)
         if given.size and given.dtype.kind not in "iu":
             raise DataError(
-                f"a subset needs the numbers of its samples, got {given.dtype} values; for a mask "
-                f"use numpy.flatnonzero(mask)"
+                f"the indices of a subset must be integers, got {given.dtype} values; convert a "
+                "mask with numpy.flatnonzero(mask)"
             )
         self._indices = given.astype(np.int64)
         self._length = len(self._range) if self._range else self._indices.size
         if not self._length or self._indices.ndim != 1:
-            raise DataError("a subset has at least 1 sample, its indices have one dimension")
+            raise DataError(
+                f"the indices of a subset must be 1-D and not empty, got shape {given.shape}"
+            )
         ends = (self._range[0], self._range[-1]) if self._range else self._indices
         low, high = int(np.min(ends)), int(np.max(ends))
         if low < 0 or high >= len(dataset):
             raise DataError(
-                f"a subset chooses from [0, {len(dataset)}), got indices from {low} to {high}"
+                f"the indices of a subset must be in [0, {len(dataset)}), got {low} to {high}"
             )
         chosen = hashlib.sha256(json.dumps([dataset.uuid, str(self._range)]).encode())
         chosen.update(self._indices.tobytes())
@@ -53,7 +56,7 @@ class Subset(Indexable):
 
     @property
     def in_memory(self) -> bool:
-        """Whether all of it is in memory."""
+        """Whether all samples are in memory."""
         return self.dataset.in_memory
 
     def __len__(self) -> int:
@@ -64,12 +67,13 @@ class Subset(Indexable):
 
         Raises:
             DataError: an index is out of range.
-            CorruptError: samples are damaged; has some of them, in the numbers of the subset.
+            CorruptError: samples are damaged; the error has the range of some of them in the
+                subset.
         """
         wanted = np.asarray(indices, np.int64)
         if wanted.size and not 0 <= wanted.min() <= wanted.max() < len(self):
             raise DataError(
-                f"indices are in [0, {len(self)}), got {wanted.min()} to {wanted.max()}"
+                f"indices must be in [0, {len(self)}), got {wanted.min()} to {wanted.max()}"
             )
         chosen = self._chosen(wanted)
         try:
@@ -79,7 +83,7 @@ class Subset(Indexable):
             raise self._own(error, int(wanted[np.argmax(bad)])) from error
 
     def will_need(self, indices: Indices) -> None:
-        """Announce to the data set the samples that are read soon."""
+        """Start to read samples into memory."""
         self.dataset.will_need(self._chosen(np.asarray(indices, np.int64)))
 
     def file_of(self, index: int) -> str | None:
@@ -92,7 +96,7 @@ class Subset(Indexable):
         return self._indices[wanted]
 
     def _own(self, error: CorruptError, index: int) -> CorruptError:
-        """Return the error in numbers of the subset; one sample, where they do not ascend."""
+        """Return the error with indices of the subset; of one sample if indices do not ascend."""
         known = self._range or self._indices
         if self._range or (np.diff(self._indices) > 0).all():
             first, last = bisect_left(known, error.start), bisect_left(known, error.stop)

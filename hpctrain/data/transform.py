@@ -39,14 +39,15 @@ class PerSample:
     random: bool = False  # whether the function takes a generator
 
     def __call__(self, columns: Columns) -> dict[str, Values]:
-        """Transform a batch without the numbers of its samples.
+        """Transform a batch without the indices of its samples.
 
         Raises:
             DataError: the function needs a generator.
         """
         if self.random:
             raise DataError(
-                "PerSample(random=True) needs the numbers of the samples; give it to a Loader"
+                "PerSample(random=True) must get the indices of the samples, but got none; pass "
+                "it to a Loader"
             )
         made = [self.function(sample) for sample in _samples(columns)]
         return _joined(made, columns, self.function)
@@ -59,9 +60,9 @@ class PerSample:
         seed: int,
         on_sample: OnSample | None = None,
     ) -> dict[str, Values]:
-        """Transform samples, whose random numbers begin with seed, epoch and number.
+        """Transform samples with random numbers seeded by seed, epoch and index.
 
-        ``on_sample`` gets the number of each sample before its work begins.
+        ``on_sample`` is called with the index of each sample before its transform.
         """
         if not self.random and on_sample is None:
             return self(columns)
@@ -127,8 +128,8 @@ def _column(name: str, values: list[Tensor]) -> Values:
     if all(value.dim() for value in values) and len({shape[1:] for shape in shapes}) == 1:
         return Ragged.of(values)
     raise DataError(
-        f"samples of a batch may differ in their first dimension only, "
-        f"field {name} has {', '.join(map(str, sorted(map(tuple, shapes))))}"
+        f"samples of a batch must have equal shapes after their first dimension, but field {name} "
+        f"has {', '.join(map(str, sorted(map(tuple, shapes))))}"
     )
 
 
@@ -136,9 +137,9 @@ T = TypeVar("T")
 
 
 def begin_generators(indices: Indices, epoch: int, seed: int) -> None:
-    """Let the global generators depend on seed, epoch and samples only.
+    """Seed the global generators from seed, epoch and samples.
 
-    For a process that does nothing else: who trains draws from the same generators.
+    Only for worker processes: the training process draws from the same generators.
     """
     start = crc32(np.ascontiguousarray(indices).data, crc32(f"{seed} {epoch}".encode()))
     random.seed(start)
@@ -159,12 +160,12 @@ def refused_draws(why: str) -> Iterator[None]:
 
 
 class ThreadDraws:
-    """Finds transforms in threads that draw from a generator which the training draws from too.
+    """Detects transforms in threads that draw from a global generator, which training also uses.
 
-    In which order threads draw, chance decides: every run has other numbers. While the main
-    thread waits for a batch only transforms are at work, so a generator that has moved by then
-    was moved by one. All transforms before the first batch of a pass are checked, later ones
-    only if the training waits for them; and none where another thread than the main one waits.
+    The order in which threads draw is random, so runs would differ. While the main thread waits
+    for a batch only transforms run, so a generator that changes meanwhile was used by a transform.
+    All transforms before the first batch of a pass are checked, and later ones if training waits
+    for them. Transforms are not checked if a thread other than the main thread waits.
     """
 
     def __init__(self) -> None:

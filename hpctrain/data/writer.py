@@ -49,12 +49,12 @@ def write_arrays(
     """Write arrays, whose first dimension counts samples, as a data set.
 
     Args:
-        directory: made when missing; a data set in it is replaced, at once, at the end.
+        directory: created if missing; a data set in it is replaced atomically at the end.
         arrays: one array per field, or a ``Ragged``, all of the same length.
         samples_per_shard: samples of each file but the last; aim at 256 MiB to 2 GiB.
         split: name of this part of the data, such as ``train``; a directory holds one.
         block_size: samples per crc32.
-        compression: of every field: None or ``zstd``.
+        compression: compression of every field: None or ``zstd``.
 
     Returns:
         The manifest, as published.
@@ -82,9 +82,9 @@ def write_arrays(
 class ShardWriter:
     """Writes samples into a new data set; a context manager, one at a time per directory.
 
-    The data set appears, or replaces the one in the directory, when the block ends well. After an
-    exception the directory is unchanged. After a kill it has at most some more files, which the
-    next writer removes or, with ``resume_key``, resumes from.
+    The data set is published, or replaces that in the directory, when the block ends without
+    error. After an exception the directory is unchanged. After a kill it has at most some more
+    files, which the next writer removes or, with ``resume_key``, resumes from.
     """
 
     manifest: Manifest
@@ -107,15 +107,15 @@ class ShardWriter:
         """Start a data set. Collective over ``comm``.
 
         Args:
-            directory: made when missing; with ``comm``, one that all ranks see.
-            fields: by name a shape and dtype, such as ``{"x": ((8, 8), "f4")}``, or a ``Field``.
+            directory: created if missing; with ``comm``, on a file system of all ranks.
+            fields: shape and dtype by name, such as ``{"x": ((8, 8), "f4")}``, or a ``Field``.
             samples_per_shard: samples of each file but the last of a rank.
             split: name of this part of the data, such as ``train``.
             block_size: samples per crc32.
-            compression: of the fields that name none: None or ``zstd``.
-            comm: ranks that write side by side. Each one appends its own samples, also none; the
-                data set holds the samples of rank 0, then of rank 1, ... An error on one rank
-                is an error on every rank, at the latest when the block ends.
+            compression: compression of fields without their own: None or ``zstd``.
+            comm: ranks that write concurrently. Each rank appends its samples, or none; the data
+                set contains the samples of rank 0, then of rank 1, ... An error on one rank is an
+                error on every rank, at the latest when the block ends.
             resume_key: a text that identifies the content. Finished shards of a writer that was
                 killed or has failed are kept if key, fields, split, sizes and number of ranks
                 are the same: continue with sample ``num_written``.
@@ -123,8 +123,8 @@ class ShardWriter:
             classes: names of the labels 0, 1, ..., for the manifest.
 
         Raises:
-            DataError: an argument is not valid or not the same on every rank, the directory
-                cannot be had, another writer is at work in it, or it holds another split.
+            DataError: an argument is not valid or not the same on every rank, the directory cannot
+                be created, another writer uses it, or it contains another split.
         """
         self._samples_per_shard = samples_per_shard
         self._comm: Communicator = comm or SerialCommunicator()
@@ -150,11 +150,11 @@ class ShardWriter:
 
     @property
     def num_written(self) -> int:
-        """Samples of this rank that are written; at the start, the samples that were kept."""
+        """Number of written samples of this rank, including those kept from an earlier writer."""
         return self.manifest.num_samples + (self._part.num_samples if self._part else 0)
 
     def append(self, samples: Samples) -> None:
-        """Add samples of this rank, any number at a time. Not collective.
+        """Append any number of samples of this rank. Not collective.
 
         Args:
             samples: for each field an array ``(num_samples, *shape)``; for a ragged one a list
@@ -307,5 +307,7 @@ def _field_of(name: str, array: NDArray[Any] | Ragged) -> Field:
         values = array.values.numpy(force=True)
         return Field.of(values.shape[1:], values.dtype, ragged=True)
     if not array.ndim:
-        raise DataError(f"the first dimension counts samples, field {name} has no dimension")
+        raise DataError(
+            f"the first dimension of a field must count samples, but field {name} is a scalar"
+        )
     return Field.of(array.shape[1:], array.dtype)

@@ -66,9 +66,9 @@ def DistributedOptimizer(  # noqa: N802, PLR0913, PLR0917 - Horovod's name and a
     Args:
         optimizer: any torch optimizer that already holds the parameters.
         named_parameters: names for messages, of all parameters of the optimizer, or None.
-        compression: of dense gradients: ``Compression.none``, ``fp16``, ``bf16``, a codec or its
-            name (``hpctrain guide compression``), or an object with the two methods of Horovod
-            compressors.
+        compression: compression of dense gradients: ``Compression.none``, ``fp16``, ``bf16``, a
+            codec or its name (``hpctrain guide compression``), or an object with the two methods
+            of Horovod compressors.
         backward_passes_per_step: backward passes that each rank accumulates before one reduction.
         op: ``Average``, weighted by ``set_num_samples``; ``Sum``; or ``Adasum``, which combines
             the steps of the ranks.

@@ -49,7 +49,7 @@ class Reduction:
 
     Args:
         comm: ranks to reduce over; with a progress thread, buckets are sent during backward.
-        plan: bucket size and time of the all-reduce.
+        plan: gives the bucket size, and whether buckets are reduced during or after backward.
         codec: compression of the buckets.
         grouping: groups of parameters that are sent in one message.
         count: weight of this rank's gradients.

@@ -89,7 +89,7 @@ def build(
     found = launched()
     if found is not None and found.size > 1:
         raise LaunchError(
-            f"one process builds Horovod, this is rank {found.rank} of {found.size}; run "
+            f"one process must build Horovod, but this is rank {found.rank} of {found.size}; run "
             "`hpctrain horovod build` without a launcher"
         )
     mpi, torch = load(), _torch()

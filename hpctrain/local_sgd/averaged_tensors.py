@@ -22,7 +22,7 @@ class Tensors:
     """Tensors that are averaged unchanged, such as buffers."""
 
     def __init__(self, found: Callable[[], NamedTensors]) -> None:
-        """Take a function that returns the current tensors, floating point or complex."""
+        """Store a function that returns the current floating point or complex tensors."""
         self._found = found
 
     def find(self) -> dict[str, Tensor]:
@@ -41,7 +41,7 @@ class Tensors:
         """Agree on the tensors that the ranks of ``comm`` average from now on. Collective."""
 
     def held(self) -> Collection[str]:
-        """Return the names of tensors that are replaced by the mean, whatever a rank keeps."""
+        """Return the names of tensors that always take the mean, even if a rank keeps values."""
         return ()
 
     def became_equal(self, names: Collection[str]) -> None:
@@ -49,10 +49,10 @@ class Tensors:
 
 
 class Roster(Tensors):
-    """The parameters that some ranks average: trained ones, and ones that have changed before.
+    """The parameters that some ranks average: trained parameters, and others that have changed.
 
     A parameter that is frozen in the middle of a round, or changed without the optimizer, differs
-    between ranks until it was averaged once more.
+    between ranks until the next average.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -280,9 +280,9 @@ def _united(layouts: Sequence[Layout]) -> Layout:
             for key, spec in keys.items():
                 if known.setdefault(key, spec) != spec:
                     raise MismatchError(
-                        f"the optimizer's state must have the same shapes on every rank, "
-                        f"{place}, {key} has {known[key]} and {spec}; build the same optimizer on "
-                        f"every rank"
+                        "the optimizer's state must have the same shapes on every rank, but "
+                        f"{key} of {place} has {known[key]} and {spec}; build the same optimizer "
+                        "on every rank"
                     )
     return united
 

@@ -84,7 +84,8 @@ class Averaging:
         """Begin to send copies of the tensors. Collective.
 
         Args:
-            weight: of this rank; with 0 its tensors do not count, even if they are not finite.
+            weight: weight of this rank; with 0 its tensors do not count, even if they are not
+                finite.
             scale: one over the sum of all ranks' weights.
         """
         found = self._tensors.find()

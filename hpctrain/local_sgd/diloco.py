@@ -79,7 +79,7 @@ class DiLoCo(LocalMethod):
             most: as for ``LocalSGD``.
             compression: codec of outer gradients.
             fraction: as for ``LocalSGD``, with one fragment, without delay and keep.
-            seed: of the draws.
+            seed: seed of the draws.
             proximal: as ``fraction``.
 
         Raises:

@@ -23,8 +23,8 @@ class Draw(StateFields):
     Args:
         rank: this rank.
         size: number of ranks.
-        fraction: of the ranks, rounded, at least one; above 0 and at most 1.
-        seed: of all draws.
+        fraction: fraction of the ranks, rounded, at least one; above 0 and at most 1.
+        seed: seed of all draws.
     """
 
     _SHARED: ClassVar[Fields] = {"seed": "_seed"}
@@ -112,7 +112,7 @@ class LocalGradients(StateFields):
         return self._proximal > 0
 
     def begin_round(self) -> None:
-        """Let the next step be the first one of a round."""
+        """Begin a round with the next step."""
         self._start: dict[str, Tensor] = {}  # parameters at the start of the round
         self._number = -1  # of that round
 

@@ -33,14 +33,13 @@ _PLAIN = Federated()
 class LocalMethod(CommonBlock, StateFields):
     """Hooks an optimizer, and exchanges replicas after some of its steps.
 
-    The training loop does not change. All ranks take the same number of steps. As a context
-    manager: the round ends with the block, so that all ranks have one model after it, and the
-    hooks are removed. If an error ends the block on some ranks, ranks that wait at its end raise
-    within seconds.
+    The training loop does not change. All ranks take the same number of steps. The end of a
+    ``with`` block ends the round, after which all ranks have one model, and removes the hooks. If
+    an error ends the block on some ranks, ranks that wait at its end raise within seconds.
 
-    A method averages the parameters that are trained when the ranks synchronize, and parameters
-    that have changed before, by name. All ranks freeze, unfreeze and add parameters after the
-    same step.
+    A synchronization averages, by name, all trained parameters and frozen parameters that have
+    changed since their last average. All ranks freeze, unfreeze and add parameters after the same
+    step.
 
     A subclass implements ``_after_step`` and ``_end_round``.
 
@@ -48,7 +47,7 @@ class LocalMethod(CommonBlock, StateFields):
         model: has equal parameters and buffers on every rank.
         optimizer: a plain optimizer of torch.
         compression: codec of tensors that are sent between all ranks.
-        federated: which ranks count in a round, and how they take local steps.
+        federated: selection of the ranks of a round, and options of their local steps.
 
     Raises:
         ConfigError: the optimizer averages gradients or has a local method already, or the method
@@ -124,7 +123,7 @@ class LocalMethod(CommonBlock, StateFields):
         steps by the samples of the step. Local, but all ranks call it, or none does.
 
         Args:
-            num_samples: of this rank in the next step; 0 where it has none.
+            num_samples: number of samples of this rank in the next step; may be 0.
             nominal: the usual count, the same on every rank.
 
         Raises:
@@ -216,7 +215,7 @@ class LocalMethod(CommonBlock, StateFields):
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Give the model the mean of all replicas in the block, to test or save it. Collective.
+        """Replace the model by the mean of all replicas inside the block. Collective.
 
         The weights are the same as at the end of a round.
         """

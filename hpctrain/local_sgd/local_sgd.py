@@ -65,21 +65,23 @@ class LocalSGD(LocalMethod):
         Args:
             model: with equal parameters and buffers on every rank.
             optimizer: a plain one of torch, which has the model's parameters.
-            steps: of a round: a number; a function from the number of the round, counted from 0;
-                or ``"auto"``: measured, so that averaging takes at most ``share`` of the time.
-            state: of the optimizer, when replicas are averaged. ``local``: each rank keeps its
-                own state, as in torch, post-local SGD and DiLoCo; no further bytes are sent.
-                ``average``: the state is averaged too, which sends as many bytes again for each
-                kind of state and makes ``steps=1`` exact for momentum. ``reset``: the state is
-                cleared, for states that no longer fit after a long round.
+            steps: steps per round: a number; a function of the number of the round,
+                counted from 0; or ``"auto"``: measured, so that averaging takes at most ``share``
+                of the time.
+            state: handling of the optimizer's state when replicas are averaged. ``local``: each
+                rank keeps its own state, as in torch, post-local SGD and DiLoCo; no further bytes
+                are sent. ``average``: the state is averaged too, which sends as many bytes again
+                for each kind of state and makes ``steps=1`` exact for momentum. ``reset``: the
+                state is cleared, for states that no longer fit after a long round.
             share: largest fraction of the time for averaging, with ``auto``.
             most: largest number of steps, with ``auto``.
             compression: codec of parameters; then their changes since the last round are sent,
                 and each node holds one copy of the model.
-            fraction: of the ranks, rounded and at least one, drawn for each round: the mean is
-                over these ranks, and all ranks begin the next round from it. The other ranks keep
-                their optimizer state until they are drawn; ``reset`` clears it on all ranks.
-            seed: of the draws, the same on every rank. A loaded state includes its own seed.
+            fraction: fraction of the ranks, rounded and at least one, drawn for each round: the
+                mean is over these ranks, and all ranks begin the next round from it. The other
+                ranks keep their optimizer state until they are drawn; ``reset`` clears it on all
+                ranks.
+            seed: seed of the draws, the same on every rank. A loaded state includes its own seed.
             proximal: mu of the term mu/2 ||w - w_round||^2 that is added to the loss of local
                 steps; each rank holds a copy of w_round, the model at the start of the round.
 
@@ -216,7 +218,7 @@ class PostLocalSGD(LocalSGD):
         Args:
             model: as for ``LocalSGD``.
             optimizer: as for ``LocalSGD``.
-            steps: of a round, as for ``LocalSGD``.
+            steps: steps per round, as for ``LocalSGD``.
             start: number of synchronous steps; or ``"lr_drop"``: until a step after that in which
                 the learning rate of a group is at most half of its highest.
             options: the other options of ``LocalSGD``.

@@ -75,17 +75,20 @@ class Replica:
 
     @contextmanager
     def as_mean(self, share: Share) -> Iterator[None]:
-        """Give parameters and buffers their means over all ranks in the block. Collective."""
+        """Replace parameters and buffers by their means over all ranks inside the block.
+
+        Collective.
+        """
         with self.holding(self.means([*self.unequal_parameters(), *self.buffers()], share)):
             yield
 
     def unequal_parameters(self) -> NamedTensors:
-        """Return the parameters of the next averaging, the same on every rank. Collective."""
+        """Return the parameters that differ between ranks and are averaged next. Collective."""
         names = self.roster.union(self._comm)
         return [(n, p.detach()) for n, p in self._model.named_parameters() if n in names]
 
     def average_buffers(self) -> None:
-        """Give all ranks the means of their buffers. Collective."""
+        """Replace buffers by their means over all ranks. Collective."""
         means = self.means(self.buffers(), Share(1.0, 1.0 / self._comm.size))
         for name, buffer in self.buffers():
             buffer.copy_(means[name])
@@ -96,7 +99,7 @@ class Replica:
 
     @contextmanager
     def holding(self, values: dict[str, Tensor]) -> Iterator[None]:
-        """Give parameters and buffers other values in the block, by name."""
+        """Replace parameters and buffers by ``values`` inside the block."""
         everything = (*self._model.named_parameters(), *self.buffers())
         tensors = {name: tensor.detach() for name, tensor in everything if name in values}
         kept = {name: tensor.clone() for name, tensor in tensors.items()}
@@ -201,7 +204,7 @@ class Exchange(StateFields):
         Args:
             averagings: the first one is of parameters.
             samples: determine the weight of this rank; they are cleared.
-            rounds: of some ranks; None for the rounds of all ranks.
+            rounds: rounds of some ranks; None for the rounds of all ranks.
         """
         outdated = not all(averaging.fits() for averaging in averagings)
         opening = (rounds or self._rounds).synchronize(samples, outdated=outdated)

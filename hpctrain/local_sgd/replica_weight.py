@@ -26,7 +26,7 @@ class SampleSums:
 
     @property
     def weight(self) -> float:
-        """Samples over their nominal number; 1 where they are not counted."""
+        """Number of samples divided by its nominal value; 1 if samples are not counted."""
         num_samples = self._sum + sum(number for number, _ in self._of_step)
         nominal = self._nominal + sum(nominal for _, nominal in self._of_step)
         nominal += self._num_unset * self._usual

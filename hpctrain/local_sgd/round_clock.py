@@ -57,9 +57,9 @@ class RoundClock:
         """Record a synchronization after ``step``.
 
         Args:
-            step: of this rank.
+            step: step of this rank.
             step_s: mean over ranks of ``step_s``.
-            round_s: mean over ranks of ``waited_s``; None where replicas are not averaged.
+            round_s: mean over ranks of ``waited_s``; None if replicas are not averaged.
         """
         self.has_synchronized, self.must_synchronize, self._last_sync = True, False, step
         self._num_timed, self._timed_s = 0, 0.0

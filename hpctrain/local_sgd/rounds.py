@@ -93,7 +93,7 @@ class Rounds:
         self._clock.restart(self.step)
 
     def start_here(self) -> None:
-        """Let the current round begin with the next step."""
+        """Begin the current round with the next step."""
         self.start = self.step
 
     def synchronize(
@@ -102,7 +102,8 @@ class Rounds:
         """Exchange reports between all ranks. Collective.
 
         Args:
-            samples: determine the weight of this rank's replica; None where none is averaged.
+            samples: sample counts of this rank, the weight of its replica; None if replicas are
+                not averaged.
             outdated: whether its tensors have changed since the buckets were laid out.
 
         Raises:

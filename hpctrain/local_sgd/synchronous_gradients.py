@@ -28,7 +28,8 @@ class SynchronousGradients:
     Args:
         here: the world, with its plan and settings.
         optimizer: has the parameters.
-        compression: of gradients between all ranks; inside a node they are not compressed.
+        compression: compression of gradients between all ranks; inside a node they are not
+            compressed.
     """
 
     def __init__(self, here: World, optimizer: Optimizer, compression: Compressing) -> None:

@@ -310,7 +310,7 @@ class Executor:
             reduce_(self._comm, taken[number], how)
 
     def _recipe(self, request: Request, dtype: torch.dtype | None = None) -> Recipe:
-        """Return the recipe of a request; ``dtype`` selects one of several dtypes."""
+        """Return the reduction steps of a request for ``dtype``, by default its first dtype."""
         _, dtypes, _, op, prescale, postscale, _, _ = request.signature
         assert op is not None
         return recipe(dtype or dtypes[0], op, prescale, postscale, self._comm.size)

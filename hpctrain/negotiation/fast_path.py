@@ -437,7 +437,7 @@ class FastPath:
         return (tensor if is_in_place else result,)
 
     def _ballot(self, known: Known) -> Ballot:
-        """Sum the values of the node into the slot of its first rank."""
+        """Sum the values of the node in the slot of its first rank; return them as a ballot."""
         parts = known.slots[self._node.turn]
         assert known.how is not None
         combine_to(parts[0], parts, known.how, None)

@@ -32,7 +32,7 @@ _SILENT = "stopped, or in code that holds the GIL"
 
 
 class Question(NamedTuple):
-    """Question which ranks have not submitted some operations."""
+    """A request for the ranks that have not submitted some operations."""
 
     key: tuple[int, int]  # asking rank, and number of its question
     ages_s: dict[str, float]  # how long that rank has waited for each

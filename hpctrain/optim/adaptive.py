@@ -44,7 +44,7 @@ class AdaptiveOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step.
+        """Update the parameters.
 
         Args:
             closure: computes gradients before the step, and returns the loss.

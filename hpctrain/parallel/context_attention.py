@@ -22,8 +22,8 @@ def context_attention(query: Tensor, key: Tensor, value: Tensor, mesh: DeviceMes
 
     Args:
         query: ``(n, heads, length / size, head_width)``, floating point, on the CPU or a device.
-        key: of the same shape.
-        value: of the same shape.
+        key: tensor of the same shape.
+        value: tensor of the same shape.
         mesh: one axis, such as ``build_mesh(cp=2)["cp"]``.
 
     Returns:
@@ -39,8 +39,9 @@ def context_attention(query: Tensor, key: Tensor, value: Tensor, mesh: DeviceMes
     require_one_axis(mesh, "cp")
     if not query.shape == key.shape == value.shape:
         raise ConfigError(
-            f"query, key and value of divided attention have one shape, got {tuple(query.shape)}, "
-            f"{tuple(key.shape)} and {tuple(value.shape)}; repeat the heads of keys and values"
+            "query, key and value of divided attention must have one shape, got "
+            f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}; repeat the heads "
+            "of keys and values"
         )
     size, group = mesh.size(), mesh.get_group()
     if size == 1:

@@ -112,7 +112,7 @@ class Guard:
             weakref.finalize(model, handle.remove)
 
     def __reduce__(self) -> Any:
-        """Let copies of a model compare nothing."""
+        """Return a guard without comparisons, for copies of a model."""
         return _closed, ()
 
     def close(self) -> None:

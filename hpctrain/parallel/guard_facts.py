@@ -146,7 +146,7 @@ def _sizes(gradients: Sequence[Tensor]) -> dict[Tensor, Tensor]:
 
 
 def _has_all(tensor: DTensor) -> Iterator[bool]:
-    """Yield, for each dimension, whether every rank has some of it."""
+    """Yield, for each dimension, whether every rank has at least one index."""
     parts = [1] * tensor.ndim
     for one, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True):
         if not isinstance(one, Replicate):

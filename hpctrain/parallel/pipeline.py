@@ -184,8 +184,8 @@ class Pipeline:
             require_identical(self._mesh, lines, "a batch of a pipeline", way_out)
         if len(given) != len(target):
             raise ConfigError(
-                f"a batch has a target for each sample, got {len(given)} samples and "
-                f"{len(target)} targets; give as many"
+                f"a batch must have a target for each sample, got {len(given)} samples and "
+                f"{len(target)} targets; pass equally many"
             )
         num = self._schedule.num_microbatches
         if len(given) % num:
@@ -229,7 +229,7 @@ class Pipeline:
             ConfigError: ``step`` was not called.
         """
         if not self._seconds:
-            raise ConfigError("a report is of the last step, got none; call step before it")
+            raise ConfigError("step must be called before report, but was not; call it first")
         mine = sum(stage.busy_s for stage in self._stages)
         here = dist.get_rank(), socket.gethostname()
         found = gathered((mine, self._seconds, here), self._mesh)

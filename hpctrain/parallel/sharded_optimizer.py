@@ -35,7 +35,7 @@ class ShardedOptimizer(Optimizer):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Say that more backwards follow before the step: gradients add up with or without it.
+        """Announce more backward passes before the step; gradients accumulate with or without it.
 
         In stage 1 they stay whole here and are averaged by the next backward outside, so that a
         step communicates once. In stages 1 and 2 parameters stay whole until then.
@@ -115,8 +115,9 @@ class Gradients:
         is_held_back, has_any, *found = guard_of(self.model).before_step(optimizer, flags)
         if is_held_back:
             raise ConfigError(
-                "a step of stage 1 follows a backward outside of no_sync(), which averages the "
-                "gradients, got none since the last one inside; leave the last one outside"
+                "in stage 1 a backward outside of no_sync() must precede step, because it "
+                "averages the gradients, but there was none since the last one inside; leave "
+                "no_sync() before the last backward"
             )
         for parameter, is_known in zip(self._sharded.values(), found, strict=True):
             if has_any and not is_known:

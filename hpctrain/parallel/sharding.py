@@ -216,9 +216,9 @@ def _check_parameters(
     for parameter, name in names.items():
         if parameter.is_meta or not parameter.ndim or not parameter.is_contiguous():
             raise ConfigError(
-                f"a parameter of shard() has values, a dimension and contiguous memory, got {name}"
-                f" of shape {tuple(parameter.shape)}, stride {parameter.stride()} on "
-                f"{parameter.device}; make it so before, as by reshape(1) or contiguous()"
+                "a parameter of shard() must have values, a dimension and contiguous memory, got "
+                f"{name} of shape {tuple(parameter.shape)}, stride {parameter.stride()} on "
+                f"{parameter.device}; convert it before, such as by reshape(1) or contiguous()"
             )
     kinds = {p.dtype for p in names if p.requires_grad}
     if len(kinds) > 1 and not (compute_dtype and all(kind.itemsize <= 4 for kind in kinds)):
@@ -231,8 +231,9 @@ def _check_parameters(
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor) and value.ndim and value.shape != parameter.shape:
                 raise ConfigError(
-                    f"state that shard() takes over has the shape of its parameter, got {key} of "
-                    f"{tuple(value.shape)} for {names[parameter]}; call shard() before a step"
+                    "optimizer state that shard() divides must have the shape of its parameter, "
+                    f"got {key} of {tuple(value.shape)} for {names[parameter]}; call shard() "
+                    "before the first step"
                 )
 
 

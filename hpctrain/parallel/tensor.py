@@ -138,27 +138,28 @@ def _modules_of(model: nn.Module, roles: Mapping[str, str]) -> dict[str, tuple[n
     for pattern, role in roles.items():
         if role not in ROLES:
             raise ConfigError(
-                f"the role of a module is one of {', '.join(ROLES)}, got {role!r} for {pattern}"
+                f"the role of a module must be one of {', '.join(ROLES)}, got {role!r} for "
+                f"{pattern}"
             )
         for name in names_like(pattern, modules):
             if found.get(name, (None, role))[1] != role:
                 raise ConfigError(
-                    f"a module has one role, got {found[name][1]} and {role} for {name}; let the "
-                    f"names with * leave it out"
+                    f"a module must have one role, got {found[name][1]} and {role} for {name}; "
+                    "exclude the module from the pattern with *"
                 )
             found[name] = modules[name], role
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             raise ConfigError(
-                f"tensor_parallel divides a model once, before shard and fully_shard, got {name}, "
-                f"which is divided already; call it on the model as it was made"
+                "tensor_parallel must divide a model once, before shard and fully_shard, but "
+                f"{name} is divided already; call it on the undivided model"
             )
     for name, module in modules.items():
         own = [key for key, one in module.named_parameters(name, recurse=False) if one is not None]
         if own and name not in found and any(True for _ in module.children()):
             raise ConfigError(
-                f"tensor parallel parameters belong to layers, got {', '.join(own)} of a module "
-                f"that has others inside; put them into a module of their own"
+                "tensor parallel parameters must belong to layers, but a module with submodules "
+                f"has {', '.join(own)}; put them into a separate module"
             )
     return found
 
@@ -172,8 +173,9 @@ def _check(name: str, module: nn.Module, role: str, size: int) -> None:
         divided = module.num_embeddings
     else:
         raise ConfigError(
-            f"column and row are roles of nn.Linear, vocabulary also of nn.Embedding, got {role} "
-            f"for {name}, a {type(module).__name__}; leave it out to replicate it"
+            "the module of the roles column and row must be nn.Linear, and of vocabulary "
+            f"nn.Linear or nn.Embedding, got {role} for {name}, a {type(module).__name__}; remove "
+            "the role, which replicates the module"
         )
     if divided % size:
         whose = "inputs" if role == "row" else "rows" if role == "vocabulary" else "outputs"
@@ -202,9 +204,9 @@ def _check_counterpart(name: str, role: str, found: Mapping[str, tuple[nn.Module
             break
     if other:
         raise ConfigError(
-            f"column divides what row takes, in one block, got {role} for {name} without a "
+            f"column and row must be used together in one block, got {role} for {name} without a "
             f"{other}; give the {'last' if role == 'column' else 'first'} nn.Linear of its block "
-            f"the role {other}, or take {role} away"
+            f"the role {other}, or remove {role}"
         )
 
 

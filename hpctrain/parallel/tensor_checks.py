@@ -27,18 +27,19 @@ def require_divided_stream(model: nn.Module, found: Mapping[str, tuple[nn.Module
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and name not in found:
             raise ConfigError(
-                f"sequence=True divides the stream where an embedding has the role vocabulary, "
-                f"got {name} without a role; give it the role, or leave sequence out"
+                "an embedding must have the role vocabulary with sequence=True, which divides "
+                f"the stream there, but {name} has no role; give it the role, or omit sequence"
             )
         if isinstance(module, MIXING):
             raise ConfigError(
-                f"with sequence=True layers without a role see a part of the sequence, got "
-                f"{name}, a {type(module).__name__}, which mixes its places; leave sequence out"
+                "a layer without a role must not mix positions with sequence=True, because it "
+                f"gets a part of the sequence, but {name}, a {type(module).__name__}, does; omit "
+                "sequence"
             )
     if not any(isinstance(module, nn.Embedding) for module, _ in found.values()):
         raise ConfigError(
-            "sequence=True divides the stream where an embedding has the role vocabulary, got "
-            "none in the model; give one the role, or leave sequence out"
+            "an embedding must have the role vocabulary with sequence=True, which divides the "
+            "stream there, but the model has none; give one the role, or omit sequence"
         )
 
 
@@ -64,8 +65,8 @@ class CheckedSamples:
             least, most = (int(each) for each in given.aminmax())
             if least < 0 or most >= self._rows:
                 raise ConfigError(
-                    f"the embedding {self._name} has the tokens 0 to {self._rows - 1}, got "
-                    f"{least if least < 0 else most}; take a larger vocabulary"
+                    f"tokens of the embedding {self._name} must be from 0 to {self._rows - 1}, "
+                    f"got {least if least < 0 else most}; use a larger vocabulary"
                 )
         if self._parts > 1 and (given.dim() < 2 or given.shape[1] % self._parts):
             raise ConfigError(
@@ -156,9 +157,9 @@ class _WholeAttention(TorchFunctionMode):
     def _check(self, length: int) -> None:
         if length == self._length:
             raise ConfigError(
-                f"with sequence=True attention needs the whole sequence, which is there between "
-                f"column and row alone, got attention to {length} places, a part of "
-                f"{self._parts}; give its matrices roles, or leave sequence out"
+                "attention must get the whole sequence with sequence=True, as between column and "
+                f"row, but got {length} positions, a part of {self._parts}; give its matrices "
+                "roles, or omit sequence"
             )
 
 

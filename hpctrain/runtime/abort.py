@@ -241,7 +241,7 @@ class FailureHooks:
 
 
 def computes(trace: TracebackType | None) -> bool:
-    """Return True if an exception was raised by code of torch or hpctrain, or that uses either.
+    """Return True if a frame of an exception belongs to torch or hpctrain, or uses one of them.
 
     A frame uses either if a local variable is a tensor, a model, an optimizer or another object
     of the two packages.

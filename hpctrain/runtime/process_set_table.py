@@ -203,8 +203,9 @@ class ProcessSets:
         """Return a set for each entry, and create missing ones. Collective over the world.
 
         Args:
-            asked: ranks of each set, and whether a communicator defines them; the same on
-                every rank, except for communicators, for which each rank gets its own set.
+            asked: ranks of each set, and whether they are the ranks of a communicator. Ranks pass
+                identical entries, except for a communicator, where a rank passes the ranks of its
+                own communicator.
             new: True if existing sets are an error.
 
         Raises:

@@ -75,7 +75,9 @@ def _run(config: StudyConfig, attempt: PointRepeat, place: Path) -> None:
     environ = {**os.environ, **variables, _VARIABLE: records}
     code = _wait(words, environ, place / OUTPUT, seconds(config.study.timeout))
     if code is None:
-        raise DataError(f"it took longer than study.timeout = {config.study.timeout}")
+        raise DataError(
+            f"the command must end within study.timeout = {config.study.timeout}, but took longer"
+        )
     if code:
         raise DataError(f"it ended with exit code {code}")
 

@@ -42,9 +42,9 @@ class AsyncExchange(OwnStepsExchange):
     and combine their flags.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         comm: all ranks.
-        model: of this rank.
+        model: model of this rank.
         method: without dedicated servers.
         precision: scales the loss.
     """

@@ -86,7 +86,7 @@ class RunInDirectory:
 
     Args:
         task: what to train.
-        directory: of the run.
+        directory: directory of the run.
         console: displays the progress on rank 0.
         lease: lease of the directory on rank 0; None on other ranks.
         modules: folder of the modules that the configuration names; stored in the records.

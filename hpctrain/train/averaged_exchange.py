@@ -33,10 +33,10 @@ class AccumulatedExchange(StepExchange):
     """Runs forward and backward over ``train.accumulate`` micro-batches of this rank's samples.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         comm: all ranks.
-        model: of this rank.
-        optimizer: of this rank.
+        model: model of this rank.
+        optimizer: optimizer of this rank.
         method: weights this rank by its number of samples and combines the gradients.
         precision: scales the loss.
     """
@@ -114,9 +114,9 @@ class AveragedExchange(AccumulatedExchange):
     """Averages gradients with a ``DistributedOptimizer``, or combines steps with Adasum.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         comm: all ranks.
-        model: of this rank.
+        model: model of this rank.
         optimizer: the distributed optimizer.
         precision: scales the loss.
         tables: sharded embeddings, updated in addition to the optimizer.

@@ -70,7 +70,7 @@ class Boundary:
         """Write a checkpoint and continue; log a warning if the write fails. Collective.
 
         Args:
-            state: of the run.
+            state: state of the run.
             score: larger is better; None without a test.
 
         Raises:
@@ -92,7 +92,7 @@ class Boundary:
         """Write the final checkpoint and wait for it. Collective.
 
         Args:
-            state: of the run.
+            state: state of the run.
             score: larger is better; None without a finite test.
 
         Raises:

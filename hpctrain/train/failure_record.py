@@ -23,7 +23,7 @@ class FailureRecord:
     detects it from the lease.
 
     Args:
-        directory: of the run.
+        directory: directory of the run.
         comm: all ranks.
         lease: lease of the directory on rank 0; None on other ranks.
         step: returns the number of finished steps.

@@ -53,7 +53,7 @@ class StepGuard:
     spikes.
 
     Args:
-        task: of the run.
+        task: task of the run.
         metrics: receives findings.
         memory: state that is kept between steps; None for a single step.
     """

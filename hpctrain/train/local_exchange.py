@@ -118,9 +118,9 @@ class LocalExchange(OwnStepsExchange):
     """Averages replicas at the end of each round with a method of ``[sync]``, e.g. local SGD.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         comm: all ranks.
-        model: of this rank.
+        model: model of this rank.
         optimizer: plain optimizer, on which ``method`` registers hooks.
         method: decides when the ranks average parameters or updates.
         precision: scales the loss.

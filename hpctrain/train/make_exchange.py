@@ -25,7 +25,7 @@ def make_exchange(config: RunConfig, comm: Communicator, built: BuiltModel) -> S
     The exchange may replace model and optimizer.
 
     Args:
-        config: of the run, with ``train.shard`` resolved.
+        config: configuration of the run, with ``train.shard`` resolved.
         comm: all ranks.
         built: identical model on all ranks, and a plain optimizer without state.
 
@@ -50,11 +50,12 @@ def _name(config: RunConfig) -> str:
 
 def _check(config: RunConfig, comm: Communicator) -> None:
     """Raise ``ConfigError`` if the exchange does not support the values of other keys."""
-    train, sync, parallel = config.train, config.sync, config.parallel
-    if config.log.noise_scale and (train.reproducible or sync.is_local or parallel.divides):
+    parallel = config.parallel
+    if config.log.noise_scale and _name(config) != "averaged":
         raise ConfigError(
-            "log.noise_scale compares gradients of ranks with their average, which "
-            "train.reproducible, a local sync.method and [parallel] lack; leave one of them out"
+            "log.noise_scale must not be combined with train.shard, train.reproducible, a local "
+            "sync.method or [parallel], because it compares gradients of ranks with their "
+            "average; omit one of them"
         )
     if _name(config) in ("averaged", "sharded") and parallel.dp not in (0, comm.size):
         raise ConfigError(

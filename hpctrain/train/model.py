@@ -352,9 +352,9 @@ def with_shard(
     """Resolve ``train.shard = "auto"``. Local, with identical results on all ranks.
 
     Args:
-        config: of the run.
-        model: of this rank.
-        optimizer: of this rank.
+        config: configuration of the run.
+        model: model of this rank.
+        optimizer: optimizer of this rank.
         local_sizes: numbers of ranks of the nodes whose ranks share memory.
 
     Returns:

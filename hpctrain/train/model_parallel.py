@@ -39,7 +39,7 @@ class ModelParallel:
     replica's mean loss is weighted by its number of samples.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         built: identical on all ranks; the model is changed in place.
         layout: mesh of all ranks.
 

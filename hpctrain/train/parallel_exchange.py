@@ -31,7 +31,7 @@ class ParallelExchange(StepExchange):
     """Trains with tensor, sequence, pipeline and data parallelism, and ZeRO.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         comm: all ranks.
         layout: mesh of all ranks.
         method: this rank's part of the model, and its optimizer.

@@ -25,7 +25,7 @@ class ParallelLayout:
 
     Args:
         config: sizes of the mesh axes.
-        device_type: of the mesh, such as ``cuda``.
+        device_type: device type of the mesh, such as ``cuda``.
 
     Raises:
         TopologyError: the product of the axes is not the number of ranks; on all ranks.
@@ -88,7 +88,7 @@ class BatchPadding:
     padded with copies of a sample, whose loss has weight 0.
 
     Args:
-        layout: of all ranks.
+        layout: layout of all ranks.
         global_batch: samples of a full batch of all replicas.
     """
 
@@ -133,7 +133,7 @@ class MicroBatches:
     """Runs a replica's batch through a pipeline, and computes the loss of each micro-batch.
 
     Args:
-        padding: of the batches.
+        padding: padding of the batches.
         loss: mean over samples.
         precision: precision of the loss.
         number: number of micro-batches per pass.
@@ -193,7 +193,7 @@ class GradientAverage:
     """Averages the gradients of all replicas in buckets.
 
     Args:
-        layout: of all ranks.
+        layout: layout of all ranks.
         model: part of this rank.
         bucket_bytes: size at which a bucket is sent.
     """

@@ -18,8 +18,8 @@ class Profiler:
 
     Args:
         config: selects steps and ranks.
-        folder: of the traces.
-        rank: of this process.
+        folder: folder of the traces.
+        rank: rank of this process.
     """
 
     def __init__(self, config: LogConfig, folder: Path, rank: int) -> None:

@@ -29,9 +29,9 @@ class ReproducibleExchange(StepExchange):
     """Sums the gradients of micro-shards over a fixed tree (``train.reproducible``).
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         comm: all ranks.
-        model: of this rank.
+        model: model of this rank.
         optimizer: plain optimizer.
         method: computes and sums the gradients.
     """

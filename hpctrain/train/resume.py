@@ -47,8 +47,8 @@ def goes_on(config: RunConfig, directory: RunDirectory, *, asked: bool) -> bool:
     A run that wrote neither a checkpoint nor a test starts again from step 0.
 
     Args:
-        config: of this job.
-        directory: of the run.
+        config: configuration of this job.
+        directory: directory of the run.
         asked: whether the command has ``--resume``.
 
     Raises:
@@ -72,8 +72,8 @@ def check_same(directory: RunDirectory, config: RunConfig, *, changed: bool) -> 
     """Return one line for each key whose value differs from the stored configuration.
 
     Args:
-        directory: of the run.
-        config: of this job.
+        directory: directory of the run.
+        config: configuration of this job.
         changed: accept keys that affect the trained weights.
 
     Raises:
@@ -121,8 +121,8 @@ def settled(config: RunConfig, directory: RunDirectory | None, comm: Communicato
     configuration; a new run derives the number from the ranks.
 
     Args:
-        config: of this job.
-        directory: of the run to resume; None for a new run.
+        config: configuration of this job.
+        directory: directory of the run to resume; None for a new run.
         comm: all ranks.
 
     Raises:

@@ -390,7 +390,7 @@ def held(
     Waits for a job that is about to end, and takes the lease from a job that is dead.
 
     Args:
-        directory: of the run.
+        directory: directory of the run.
         comm: all ranks.
         console: displays the job that this job waits for.
         force: take the lease from a running job too.

@@ -44,7 +44,7 @@ def write_report(runs: Sequence[RunHistory], path: Path, smooth: int = 0) -> Pat
 
     Args:
         runs: one or more runs.
-        path: of the page.
+        path: path of the page.
         smooth: number of records that curves are averaged over; 0 chooses.
 
     Raises:

@@ -17,7 +17,7 @@ class Snapshot:
     schedule, tests and checkpoints do not move.
 
     Args:
-        task: of the run.
+        task: task of the run.
         memory: loss statistics to copy.
         step: number of the next step.
     """
@@ -52,7 +52,7 @@ class Rollback:
     """Takes snapshots at regular steps, and restores the last snapshot.
 
     Args:
-        task: of the run.
+        task: task of the run.
         memory: loss statistics, restored too.
         every: number of steps between snapshots.
     """

@@ -68,10 +68,10 @@ class StepExchange:
     The default methods suit mechanisms whose ranks have identical models after every step.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         comm: all ranks.
-        model: of this rank.
-        optimizer: of this rank; holds the parameters of ``model``.
+        model: model of this rank.
+        optimizer: optimizer of this rank; holds the parameters of ``model``.
         method: object that communicates in each step, such as a ``DistributedOptimizer``.
     """
 

@@ -48,7 +48,7 @@ class StepFindings:
     """Stores the finding of this rank until ``report`` collects the findings of all ranks.
 
     Args:
-        task: of the run.
+        task: task of the run.
         metrics: receives the findings of all ranks, on rank 0.
     """
 
@@ -83,8 +83,8 @@ class StepFindings:
         """Record the findings of all ranks; return findings for a message. Collective.
 
         Args:
-            step: of the record.
-            event: of the record.
+            step: step of the record.
+            event: event of the record.
             about: further entries of the record.
 
         Returns:

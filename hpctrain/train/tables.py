@@ -47,7 +47,7 @@ class Tables:
 
     Args:
         model: its modules are searched for ``RowTable``.
-        config: of the run.
+        config: configuration of the run.
 
     Raises:
         ConfigError: the configuration does not support sharded embeddings.

@@ -212,7 +212,7 @@ def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task
     All ranks start with the parameters of rank 0.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         comm: all ranks.
         is_new: load ``model.init_from``; False if the run continues from a checkpoint.
 
@@ -412,7 +412,7 @@ def stage_for(loader: Loader, to: str, comm: Communicator, topology: Topology) -
         loader: its data set is replaced.
         to: folder of the copy; ``auto`` chooses a folder with enough free space.
         comm: all ranks.
-        topology: of the ranks of ``comm``.
+        topology: topology of the ranks of ``comm``.
 
     Raises:
         ConfigError: the loader does not read a ``ShardedDataset``.

@@ -383,7 +383,7 @@ def test_invalid_arguments_are_rejected_at_construction(hvd, world):
         with pytest.raises(ConfigError, match=r"one (such|local) method"):
             other(model, plain)
     for other in (hvd.StaleSynchronous, hvd.Downpour, hvd.AsyncSGD, hvd.Hogwild):
-        with pytest.raises(ConfigError, match="a parameter has one such method"):
+        with pytest.raises(ConfigError, match="a parameter must have one such method"):
             other(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(ConfigError, match="sample count"):
         method.set_num_samples("a")

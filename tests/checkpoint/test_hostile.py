@@ -75,7 +75,7 @@ def test_missing_or_irregular_file_raises(good, name, tmp_path):
     refused(good)
     path.rmdir()
     os.mkfifo(path)
-    refused(good, "are regular files")
+    refused(good, "must be regular files")
 
 
 @pytest.mark.limit(60)

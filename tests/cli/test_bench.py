@@ -160,8 +160,8 @@ def test_sizes_grow_and_end_at_the_last_one():
         ({"min_bytes": 100, "max_bytes": 10}, "--min-bytes 100"),
         ({"dtype": "float33"}, "'float33'"),
         ({"dtype": "float8_e8m0fnu"}, "'float8_e8m0fnu'"),
-        ({"operation": "broadcast", "in_bucket": True}, "--bucket is for allreduce"),
-        ({"operation": "send", "peers": True}, "--peers is for allreduce"),
+        ({"operation": "broadcast", "in_bucket": True}, "operation of --bucket must be allreduce"),
+        ({"operation": "send", "peers": True}, "operation of --peers must be allreduce"),
     ],
 )
 def test_invalid_requests_are_rejected_before_the_start(options, text):

@@ -105,8 +105,8 @@ def test_export_writes_what_torch_loads(run, tmp_path):
     assert torch.equal(found["0.weight"], torch.arange(12.0).reshape(3, 4))
     assert call("export", run, tmp_path / "m.safetensors", "--only", "model").exit_code == 0
     assert "model, optimizer of the state" in told_by("export", run, tmp_path / "x.safetensors")
-    assert "ends in .pt" in told_by("export", run, tmp_path / "directory")
-    assert "is there already" in told_by("export", run, out)
+    assert "must end in .pt" in told_by("export", run, tmp_path / "directory")
+    assert "the output must not exist" in told_by("export", run, out)
     assert call("export", run, out, "--overwrite").exit_code == 0
 
 

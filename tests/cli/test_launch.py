@@ -52,7 +52,7 @@ def test_options_after_the_command_belong_to_it(dashes):
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["-n", "2"], "needs a command"),
+        (["-n", "2"], "must have a command"),
         (["-n", "2", "no-such-program"], "no-such-program"),
         (["-n", "4", "--nodes", "3", "python"], "4 ranks cannot make 3"),
         (["-n", "2", "--mpirun", "/nowhere/mpirun", "python"], "/nowhere/mpirun"),

@@ -119,4 +119,4 @@ def test_missing_or_wrong_inputs_raise(ask, tmp_path):
     assert "give RUN" in str(ask("--target-loss", "1", **GIVEN).exception)
     assert "must be a run directory" in str(ask(str(tmp_path), **GIVEN).exception)
     assert ask(**GIVEN | {"--samples": "many"}).exit_code == 2
-    assert "the fastest candidate takes" in str(ask("--deadline", "1s", **GIVEN).exception)
+    assert "the time of the fastest candidate" in str(ask("--deadline", "1s", **GIVEN).exception)

@@ -134,7 +134,7 @@ def test_zeros_change_nothing_and_tensors_may_have_any_layout(world, comm):
 def test_integers_are_rejected_and_empty_inputs_are_permitted(comm):
     adasum_(comm, [])
     adasum_(comm, [torch.zeros(0)])
-    with pytest.raises(CommError, match="Adasum needs floating point tensors, got int64"):
+    with pytest.raises(CommError, match="tensors of Adasum must be floating point, got int64"):
         adasum_(comm, [torch.zeros(3, dtype=torch.int64)])
 
 

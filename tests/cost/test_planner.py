@@ -126,7 +126,7 @@ def test_a_deadline_is_met_for_the_least_node_hours():
     assert found.seconds <= deadline_s
     in_time = [c for c in everything if c.seconds <= deadline_s]
     assert found.score * found.nodes <= min(c.score * c.nodes for c in in_time)
-    with pytest.raises(ConfigError, match="the fastest candidate takes"):
+    with pytest.raises(ConfigError, match="the time of the fastest candidate"):
         advise(MACHINE, MODEL, replace(GOAL, deadline_s=1.0))
 
 

@@ -166,7 +166,7 @@ def test_missing_or_long_values_raise():
     with pytest.raises(DataError, match="not be longer than 2, but one has 3"):
         Ragged.of(samples([1, 3])).padded(length=2)
     for index in (2, -3):
-        with pytest.raises(IndexError, match=f"2 samples, got index {index}"):
+        with pytest.raises(IndexError, match=f"from -2 to 1, got {index}"):
             Ragged.of(samples([1, 3]))[index]
 
 

@@ -178,7 +178,10 @@ def test_a_batch_is_a_tuple_a_mapping_and_a_record(dataset_of):
         ({"tail": "long"}, "short, drop"),
         ({"ragged": "list"}, "packed, padded"),
         ({"order": "random"}, "global, window or sequential"),
-        ({"order": "global", "window": WindowShape(block=1, window=1, lanes=1)}, "window="),
+        (
+            {"order": "global", "window": WindowShape(block=1, window=1, lanes=1)},
+            "if window is set",
+        ),
         ({"tail": "drop", "global_batch": 32}, "no step"),
         ({"on_corrupt": "ignore"}, "raise, skip"),
         ({"on_corrupt": "skip"}, "needs comm"),

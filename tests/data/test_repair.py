@@ -78,7 +78,7 @@ def test_damage_that_cannot_be_repaired_is_reported_and_kept(copy, damaged, tmp_
     assert files_of(damaged) == before
     (damaged / MANIFEST).unlink()
     for source in (None, tmp_path / "other"):
-        with pytest.raises(DataError, match=f"a data set needs its {MANIFEST}"):
+        with pytest.raises(DataError, match=f"a data set must contain {MANIFEST}"):
             repair(damaged, source)
 
 

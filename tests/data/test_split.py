@@ -90,7 +90,7 @@ def test_a_file_is_the_same_for_any_number_of_ranks_and_has_what_the_table_says(
             batches = [batch["y"] for batch in DataLoader(mine, batch_size=7, **how)]
             assert np.array_equal(torch.cat(batches), LABELS[own])
         assert mine[-1]["y"] == LABELS[own][-1]
-        with pytest.raises(IndexError, match="samples, got index"):
+        with pytest.raises(IndexError, match="an index must be from"):
             mine[len(mine)]
     with pytest.raises(DataError, match="exists, and a split replaces nothing"):
         split_by_label(original, out, LabelShares(num_parts=5, alpha=0.3), comm)
@@ -153,7 +153,7 @@ def test_a_file_that_is_damaged_or_of_other_data_is_refused(original, tmp_path):
             "part 1 would have no samples, of 3 in 2 parts; take fewer parts",
         ),
         (np.full(3, 7, np.uint32), r"a part must be in \[0, 2\), got 7"),
-        (np.zeros(3), "the part of each sample"),
+        (np.zeros(3), "the parts of a split must be"),
         ([0, 1], "got list"),
     ):
         with pytest.raises(DataError, match=message):

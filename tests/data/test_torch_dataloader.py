@@ -17,7 +17,7 @@ def test_a_data_set_is_a_list_of_samples(dataset_of):
     assert np.array_equal(dataset[3]["image"], whole["image"][3])
     assert [sample["number"].item() for sample in dataset] == list(range(31))
     for index in (31, -32):
-        with pytest.raises(IndexError, match=f"31 samples, got index {index}"):
+        with pytest.raises(IndexError, match=f"from -31 to 30, got {index}"):
             dataset[index]
 
 

@@ -157,7 +157,7 @@ def test_a_lost_or_damaged_manifest_is_a_fault(damaged, content):
 
 def test_where_there_is_no_directory_nothing_can_be_checked(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(DataError, match=r"a data set is a directory, .* is none"):
+    with pytest.raises(DataError, match=r"a data set must be a directory, but .* is a file"):
         verify(tmp_path / "file")
     for name in ("none", "file/none"):
         with pytest.raises(DataError, match=r"cannot see the data set .*; check path and mount"):

@@ -78,5 +78,5 @@ def test_an_environment_without_mpi4py_is_named(monkeypatch):
 def test_a_library_that_does_not_load_in_time_is_an_error(monkeypatch):
     monkeypatch.setattr(pmi, "_LOAD", "import time; time.sleep(60)")
     monkeypatch.setattr(pmi, "TIMEOUT_S", 0.2)
-    with pytest.raises(LaunchError, match=r"is the file system of .* slow or away"):
+    with pytest.raises(LaunchError, match="check the file system of"):
         load()

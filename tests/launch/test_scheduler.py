@@ -190,5 +190,5 @@ def test_a_job_id_means_afterok(text, condition):
 
 @pytest.mark.parametrize("text", ["", "12 13", "after ok:12", "-1"])
 def test_invalid_conditions_are_rejected(text):
-    with pytest.raises(LaunchError, match="a job starts after"):
+    with pytest.raises(LaunchError, match="--after must be"):
         dependency(text)

@@ -65,14 +65,16 @@ def test_different_batches_or_arguments_are_an_error():
 
 
 def test_unsupported_schedules_and_layers_are_an_error():
-    with pytest.raises(ConfigError, match="1f1b of 2 ranks needs at least 2 micro-batches, got 1"):
+    with pytest.raises(
+        ConfigError, match="1f1b of 2 ranks must have at least 2 micro-batches, got 1"
+    ):
         made(linear(), num_microbatches=1)
     for schedule in ("interleaved", "zero_bubble"):
-        with pytest.raises(ConfigError, match="got 5 for 2 rounds; take 4"):
+        with pytest.raises(ConfigError, match="got 5 for 2 rounds; use 4"):
             made(linear(), schedule=schedule, num_microbatches=5)
     chain = Chain([("0", nn.LSTM(4, 4))])
     with pytest.raises(
-        ConfigError, match="a layer of a pipeline returns a tensor, got tuple of 0"
+        ConfigError, match="a layer of a pipeline must return a tensor, got tuple of 0"
     ):
         chain(torch.zeros(2, 4))
 

@@ -129,7 +129,7 @@ def test_indivisible_models_are_an_error_on_all():
     for change, told in (
         ({"blocks.*.feed.dwn": "row"}, "no module blocks.*.feed.dwn"),
         ({"head": "columns"}, "one of column, row, vocabulary, got 'columns' for head"),
-        ({"norm": "column"}, "got column for norm, a RMSNorm; leave it out"),
+        ({"norm": "column"}, "got column for norm, a RMSNorm; remove the role"),
     ):
         with pytest.raises(ConfigError, match=re.escape(told)):
             tensor_parallel(transformer(), rows(), {**lm.ROLES, **change})
@@ -137,7 +137,7 @@ def test_indivisible_models_are_an_error_on_all():
         tensor_parallel(nn.Sequential(nn.Linear(3, 9)), rows(), {"0": "column"})
     own = transformer()
     own.scale = nn.Parameter(torch.ones(1))
-    with pytest.raises(ConfigError, match="got scale of a module that has others inside"):
+    with pytest.raises(ConfigError, match="but a module with submodules has scale"):
         tensor_parallel(own, rows(), lm.ROLES)
     model = divided(sequence=True)
     with pytest.raises(ConfigError, match=f"got {size + 1} for {size} ranks; pad"):

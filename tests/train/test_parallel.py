@@ -262,7 +262,11 @@ def test_incompatible_options_are_rejected_with_the_configuration(layout, other)
         ("cp=2", "model.target=tests.train.problem:model", "with a method parallel_context"),
         ("zero=1", "optimizer.name=LAMB", "update each element separately"),
         ("tp=2", "model.target=tests.train.divided:odd_model", "must divide the 9 outputs"),
-        ("pp=2", 'parallel.layers=["embedding"]', "every parameter of a pipeline is in one of"),
+        (
+            "pp=2",
+            'parallel.layers=["embedding"]',
+            "every parameter of a pipeline must be in one of",
+        ),
         ("tp=2 dp=2", "seed=1", "must multiply to the 2 ranks"),
         ("dp=1", "seed=1", "must be the number of ranks, 2"),
     ],

@@ -27,7 +27,7 @@ class Shard:
             for whole, start, size in zip(self.global_shape, self.offset, self.shape, strict=True)
         ):
             raise CheckpointError(
-                f"a shard lies inside its tensor and has as many dimensions, got shape "
+                "a shard must be inside its tensor and have as many dimensions, got shape "
                 f"{list(self.shape)} at {list(self.offset)} of {list(self.global_shape)}"
             )
 
@@ -42,15 +42,15 @@ class Shard:
         return math.prod(self.shape)
 
     def intersection(self, other: "Shard") -> "Shard | None":
-        """Return what both hold of the same tensor; None where that is no element.
+        """Return the part of the tensor that both shards hold; None if it is empty.
 
         Raises:
             CheckpointError: they are of tensors of different shapes.
         """
         if self.global_shape != other.global_shape:
             raise CheckpointError(
-                f"shards of one tensor have one global shape, got {list(self.global_shape)} and "
-                f"{list(other.global_shape)}; convert the checkpoint or change the model"
+                f"shards of one tensor must have one global shape, got {list(self.global_shape)} "
+                f"and {list(other.global_shape)}; convert the checkpoint or change the model"
             )
         starts = tuple(map(max, self.offset, other.offset))
         stops = map(min, self.stop, other.stop)
@@ -90,13 +90,13 @@ class TensorPiece:
     def __post_init__(self) -> None:
         if tuple(self.tensor.shape) != self.shard.shape:
             raise CheckpointError(
-                f"a piece has the shape of its shard, got {list(self.tensor.shape)} and "
+                f"a piece must have the shape of its shard, got {list(self.tensor.shape)} and "
                 f"{list(self.shard.shape)}"
             )
 
 
 def fault_of_cover(shape: Sequence[int], shards: Sequence[Shard]) -> str | None:
-    """Return why the shards are not every element of a tensor exactly once; None when they are."""
+    """Return why the shards do not have each element of a tensor exactly once; None if they do."""
     held = sum(shard.numel for shard in shards)
     total = math.prod(shape)
     if held != total:

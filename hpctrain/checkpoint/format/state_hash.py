@@ -101,14 +101,16 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
             yield from _leaves(item, f"{path}/{number}")
     elif isinstance(value, Tensor) and value.layout is not torch.strided:
         raise CheckpointError(
-            f"tensors of a state are dense, got {value.layout} at {path}; call to_dense() first"
+            f"tensors of a state must be dense, got {value.layout} at {path}; call to_dense() "
+            "first"
         )
     elif value is None or isinstance(value, bool | int | float | str | bytes | Tensor):
         yield path, value
     else:
         raise CheckpointError(
-            f"a state holds tensors and plain Python values, got {type(value).__name__} at "
-            f"{path}; convert it, for example with float(), str() or torch.from_numpy()"
+            "the values of a state must be tensors or plain Python values, got "
+            f"{type(value).__name__} at {path}; convert it, for example with float(), str() or "
+            "torch.from_numpy()"
         )
 
 

@@ -44,16 +44,16 @@ DTYPES: dict[str, torch.dtype] = {
 
 
 def check_storable(path: str, tensor: Tensor) -> None:
-    """Refuse a tensor without values, one that is not dense, or a dtype that the format lacks."""
+    """Raise for a tensor without values, a tensor that is not dense, or an unsupported dtype."""
     if tensor.is_meta or tensor.layout is not torch.strided:
         raise CheckpointError(
-            f"tensors of a checkpoint are dense and have values, got {tensor.layout} on "
+            f"tensors of a checkpoint must be dense and have values, got {tensor.layout} on "
             f"{tensor.device} at {path}; convert it first"
         )
     if name_of(tensor.dtype) not in DTYPES:
         raise CheckpointError(
-            f"a checkpoint holds tensors of {', '.join(DTYPES)}, got {name_of(tensor.dtype)} at "
-            f"{path}; convert it first"
+            f"tensors of a checkpoint must be of {', '.join(DTYPES)}, got {name_of(tensor.dtype)} "
+            f"at {path}; convert it first"
         )
 
 
@@ -124,7 +124,7 @@ class TensorFile:
         self._entries = dict(self._read_header())
 
     def check(self, name: str, dtype: str, shape: Sequence[int]) -> None:
-        """Refuse a file that has another tensor under this name than the manifest says.
+        """Raise if the tensor of this name in the file differs from the manifest.
 
         Raises ``CheckpointError``: it has another one, or none.
         """
@@ -224,6 +224,7 @@ def open_regular(path: Path) -> int:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise CheckpointError(
-            f"the files of a checkpoint are regular files, {path} is not; use another checkpoint"
+            f"the files of a checkpoint must be regular files, but {path} is not; use another "
+            "checkpoint"
         )
     return descriptor

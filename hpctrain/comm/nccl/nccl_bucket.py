@@ -36,7 +36,8 @@ class NcclBucket(DeviceBucket):
         self._how = combination(dtype, Op.SUM)
         if self._how.storage_dtype not in TYPES:
             raise CommError(
-                f"dtypes of NCCL are {', '.join(map(name_of, TYPES))}, got {name_of(dtype)}"
+                f"the dtype of an NCCL bucket must be one of {', '.join(map(name_of, TYPES))}, "
+                f"got {name_of(dtype)}"
             )
         super().__init__(device, device.zeros(numel, dtype, (nccl.stream,)), device.new_event())
         self._nccl = nccl

@@ -210,7 +210,7 @@ class NodeExchange:
             for other, taken in enumerate(sizes):
                 if given[other] != taken[self._size + rank]:
                     raise MismatchError(
-                        f"all_to_all needs the same size at both ends, but rank {rank} sends "
+                        f"both ends of all_to_all must have the same size, but rank {rank} sends "
                         f"{given[other]} bytes to rank {other}, which expects "
                         f"{taken[self._size + rank]}; compare the split sizes of the two"
                     )

@@ -209,7 +209,7 @@ class InFlight:
     Args:
         rail: None if all parts are empty.
         combination: how flat, contiguous parts of dtype ``storage_dtype`` are combined.
-        watch: of the communicator.
+        watch: watch of the communicator.
     """
 
     def __init__(self, rail: "Rail | None", combination: Combination, watch: Watch) -> None:

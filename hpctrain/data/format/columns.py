@@ -69,7 +69,9 @@ def count(rows: Rows) -> int:
 
 def _array(name: str, field: Field, array: NDArray[Any], counts: str) -> NDArray[Any]:
     if array.shape[1:] != field.shape or not array.ndim:
-        raise DataError(f"field {name} has shape ({counts}, *{field.shape}), got {array.shape}")
+        raise DataError(
+            f"field {name} must have shape ({counts}, *{field.shape}), got {array.shape}"
+        )
     if array.size and not np.can_cast(array.dtype, field.dtype, "safe"):
         raise DataError(
             f"field {name} holds {field.dtype}, which cannot hold every {array.dtype}; "

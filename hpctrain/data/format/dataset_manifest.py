@@ -55,11 +55,13 @@ class Field:
 
     def __post_init__(self) -> None:
         if any(extent < 0 for extent in self.shape):
-            raise DataError(f"a sample's shape has no negative extent, got {self.shape}")
+            raise DataError(
+                f"the shape of a sample must not contain negative sizes, got {self.shape}"
+            )
         try:
             dtype = np.dtype(self.dtype)
         except TypeError:
-            raise DataError(f"{self.dtype!r} is not a dtype of numpy") from None
+            raise DataError(f"a dtype must be one of numpy, got {self.dtype!r}") from None
         little = dtype.newbyteorder("<").str
         if dtype.kind not in _KINDS or dtype.itemsize > 8 or self.dtype != little:
             raise DataError(
@@ -67,7 +69,7 @@ class Field:
                 f"bytes, got dtype {self.dtype}; convert it first"
             )
         if self.compression not in COMPRESSIONS:
-            raise DataError(f"compression is None or zstd, got {self.compression!r}")
+            raise DataError(f"compression must be None or zstd, got {self.compression!r}")
 
     @classmethod
     def of(
@@ -78,7 +80,7 @@ class Field:
         ragged: bool = False,
         compression: str | None = None,
     ) -> Self:
-        """Make a field from any numpy dtype; the byte order becomes little-endian."""
+        """Return a field of a numpy dtype, with little-endian byte order."""
         return cls(
             shape=tuple(map(int, shape)),
             dtype=np.dtype(dtype).newbyteorder("<").str,
@@ -118,7 +120,7 @@ class ShardEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """All that a reader must know before it opens a shard."""
+    """Description of a data set, from which a reader opens its shards."""
 
     uuid: str
     split: str
@@ -130,12 +132,17 @@ class Manifest:
 
     def __post_init__(self) -> None:
         if not PLAIN_NAME.fullmatch(self.split):
-            raise DataError(f"a split is a word such as train, got {self.split!r}")
+            raise DataError(f"a split must be a word such as train, got {self.split!r}")
         if not self.fields:
-            raise DataError('a data set needs at least one field, such as {"x": ((8, 8), "f4")}')
+            raise DataError(
+                "a data set must have at least one field, got none; add one, such as "
+                '{"x": ((8, 8), "f4")}'
+            )
         for name in self.fields:
             if not name.isidentifier():
-                raise DataError(f"a field has the name of a Python variable, got {name!r}")
+                raise DataError(
+                    f"the name of a field must be a valid Python identifier, got {name!r}"
+                )
         if self.block_size < 1:
             raise DataError(f"block_size must be positive, got {self.block_size}")
         for shard in self.shards:
@@ -153,7 +160,7 @@ class Manifest:
 
     @property
     def sample_bytes(self) -> float:
-        """Bytes of a sample, decoded, of all fields together, on average."""
+        """Mean bytes of a decoded sample, over all fields."""
         total = sum(
             self.num_rows(name) * field.sample_bytes for name, field in self.fields.items()
         )
@@ -179,15 +186,15 @@ class Manifest:
         """Read and check the manifest of a data set.
 
         Raises:
-            DataError: there is none, it was changed or damaged, or it is of a later version.
+            DataError: the manifest is missing, changed, damaged or of a later version.
         """
         path = directory / MANIFEST
         try:
             return cls._from_record(json.loads(path.read_text()))
         except FileNotFoundError:
             raise DataError(
-                f"a data set needs its {MANIFEST}, but there is none in {directory}; make it with "
-                f"hpctrain data pack, or give the right directory"
+                f"a data set must contain {MANIFEST}, but {directory} has none; pack one with "
+                "hpctrain data pack, or correct the path"
             ) from None
         except OSError as error:
             raise DataError(f"cannot read {path}: {reason_of(error)}; check the mount") from error
@@ -198,7 +205,7 @@ class Manifest:
             ) from None
 
     def write(self, directory: Path) -> None:
-        """Publish the manifest: from here on the data set exists.
+        """Write the manifest, which publishes the data set.
 
         Raises ``OSError``: the file system refuses; an older manifest is still there.
         """
@@ -264,7 +271,7 @@ class Manifest:
 
     def _check_shard(self, shard: ShardEntry) -> None:
         if not PLAIN_NAME.fullmatch(shard.file):
-            raise DataError(f"a shard is a plain file name, got {shard.file!r}")
+            raise DataError(f"a shard must be a plain file name, got {shard.file!r}")
         if shard.num_samples < 1:
             raise DataError(f"shard {shard.file} must have samples, got {shard.num_samples}")
         if shard.places.keys() != self.fields.keys():
@@ -277,8 +284,8 @@ class Manifest:
             index = (place.index_crc32, place.num_rows)
             if (None not in index) != field.ragged:
                 raise DataError(
-                    f"only ragged fields must have an index, but field {name} of shard "
-                    f"{shard.file} is{'' if field.ragged else ' not'} ragged, its index {index}"
+                    f"a ragged field must have an index and others must not, but field {name} of "
+                    f"shard {shard.file} is{'' if field.ragged else ' not'} ragged and has {index}"
                 )
             num_rows = shard.num_samples if place.num_rows is None else place.num_rows
             for offset, size in (
@@ -325,24 +332,24 @@ def _check_numbers(value: object) -> None:
         for one in value.values() if isinstance(value, dict) else value:
             _check_numbers(one)
     elif isinstance(value, float) or (isinstance(value, int) and not 0 <= value < _MOST):
-        raise DataError(f"its numbers are whole, at least 0 and less than 2^62, got {value}")
+        raise DataError(f"its numbers must be integers from 0 to below 2^62, got {value}")
 
 
 def shard_file(split: str, uuid: str, shard: int, num_shards: int) -> str:
     """Return the name of a shard.
 
-    The start of the uuid keeps the shards of a new data set apart from those it replaces.
+    The start of the uuid distinguishes the shards of a new data set from those it replaces.
     """
     return f"{split}-{uuid[:8]}-{shard:05d}-of-{num_shards:05d}.h5"
 
 
 def shard_part(split: str, uuid: str, rank: int, shard: int) -> str:
-    """Return the name of a shard, the ``shard``-th of ``rank``, before it has a place in all."""
+    """Return the name of the ``shard``-th shard of ``rank`` before publication."""
     return f"{split}-{uuid[:8]}-r{rank:05d}-{shard:05d}.h5{PART}"
 
 
 def leftovers(directory: Path, manifest: Manifest | None) -> tuple[str, ...]:
-    """Name what killed writers have left, and shards that no manifest names.
+    """Return the files that killed writers have left, and shards that the manifest does not name.
 
     Without a manifest only unfinished files count, as the shards may be all that remains.
     """
@@ -365,7 +372,7 @@ def classes_of(directory: Path, manifest: Manifest) -> tuple[str, ...]:
 
 
 def read_classes(directory: Path) -> tuple[str, ...]:
-    """Return the names in the file; none where there is no such file."""
+    """Return the names in the file; empty if there is no such file."""
     try:
         text = (directory / CLASSES).read_text(encoding="utf-8")
     except (OSError, ValueError):

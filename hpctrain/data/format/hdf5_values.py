@@ -18,12 +18,12 @@ _MOST_BYTES = 2**32 - 1
 
 
 def is_compressed(fields: Mapping[str, Field]) -> bool:
-    """Return whether any of these fields is."""
+    """Return whether any of these fields is compressed."""
     return any(field.compression for field in fields.values())
 
 
 def load_filters(fields: Mapping[str, Field]) -> None:
-    """Let HDF5 find zstd, if any of these fields needs it."""
+    """Register zstd in HDF5 if any of these fields needs it."""
     if not is_compressed(fields):
         return
     try:
@@ -41,13 +41,13 @@ def filters() -> dict[str, Any]:
 
 
 def rows_per_chunk(field: Field, block_size: int) -> int:
-    """Return how many rows are compressed together: whole blocks, of a ragged field 1 at least."""
+    """Return the rows per chunk: whole blocks, or at least 1 row of a ragged field."""
     step = 1 if field.ragged else block_size
     step_bytes = max(1, step * field.sample_bytes)
     if step_bytes > _MOST_BYTES:
         raise DataError(
-            f"a chunk of HDF5 holds less than 4 GiB, but a block of {block_size} samples needs "
-            f"{step_bytes} bytes; take a smaller block_size, or no compression"
+            f"a chunk of HDF5 must be smaller than 4 GiB, but a block of {block_size} samples has "
+            f"{step_bytes} bytes; use a smaller block_size, or no compression"
         )
     return step * max(1, CHUNK_BYTES // step_bytes)
 
@@ -59,11 +59,11 @@ _MOST_LINKS = 16  # soft links that lead from one to the next
 
 
 def own_dataset(file: h5py.File, path: str) -> Any:
-    """Return the object at a path in an HDF5 file, which is a dataset, as a rule.
+    """Return the object at a path in an HDF5 file, usually a dataset, without opening other files.
 
-    A file can name other files of this machine, by links, as storage of a dataset, or as sources
-    of a virtual one; who made it could have them read. None of them is opened. Raises
-    ``KeyError``: there is nothing of this name. ``ValueError``: it is in another file.
+    Links, external storage and virtual datasets can name any file of this machine, so the author
+    of a malicious file could have it read. Raises ``KeyError``: there is no such object.
+    ``ValueError``: the object is in another file.
     """
     found = file[_resolved(file, path)]
     if isinstance(found, h5py.Dataset) and (found.is_virtual or found.external):
@@ -110,7 +110,7 @@ def _refusal(path: str, what: str) -> str:
 def raw_offset(dataset: Any, file_bytes: int) -> int | None:
     """Return the offset of an HDF5 dataset's values in its file, if they are plain bytes.
 
-    None where only HDF5 can read them: chunked, compact, virtual, filtered or external storage,
+    None if only HDF5 can read the values: chunked, compact, virtual, filtered or external storage,
     another byte order, or no storage at all.
     """
     properties = dataset.id.get_create_plist()

@@ -1,4 +1,4 @@
-"""One HDF5 shard while it is written, and where its bytes lie afterwards."""
+"""One HDF5 shard while it is written, and the offsets of its values."""
 
 import io
 import json
@@ -22,10 +22,10 @@ from hpctrain.data.format.hdf5_values import own_dataset, raw_offset
 
 
 class PartFile(io.FileIO):
-    """A file that takes every byte; after a refusal it keeps none, and ``check`` raises it.
+    """A file whose writes never fail; after an error it drops all bytes, and ``check`` raises it.
 
-    HDF5 keeps data that it could not write, tries again when it closes and when the program ends,
-    and crashes there (seen with 2.0). So it never learns of a refusal.
+    HDF5 retries failed writes when it closes the file and when the program ends, and crashes there
+    (seen with 2.0). So errors are hidden from HDF5.
     """
 
     def __init__(self, path: Path, mode: str) -> None:
@@ -33,7 +33,7 @@ class PartFile(io.FileIO):
         self._error: BaseException | None = None
 
     def check(self) -> None:
-        """Raise what the system, or a signal, has said since the file was opened."""
+        """Raise the first error of a write, or of a signal, since the file was opened."""
         if self._error is not None:
             raise self._error
 
@@ -46,7 +46,7 @@ class PartFile(io.FileIO):
         return len(view)
 
     def write(self, data: Any) -> int:
-        """Write all of it, or keep the reason for ``check``."""
+        """Write all bytes, or store the error for ``check``."""
         view = memoryview(data).cast("B")
         start, done = self.tell(), 0
         if self._error is None:
@@ -59,7 +59,7 @@ class PartFile(io.FileIO):
         return len(view)
 
     def truncate(self, size: int | None = None) -> int:
-        """Set the size, or keep the reason for ``check``."""
+        """Set the size, or store the error for ``check``."""
         size = self.tell() if size is None else size
         if self._error is None:
             try:
@@ -89,7 +89,7 @@ class ShardPart:
 
     @property
     def num_free(self) -> int:
-        """Samples that still fit."""
+        """Number of samples that still fit."""
         return self._capacity - self.num_samples
 
     def append(self, rows: Rows) -> None:

@@ -34,7 +34,7 @@ class Journal:
     """The finished shards of one rank, in a file that is replaced with each of them."""
 
     def __init__(self, directory: Path, draft: Manifest, rank: int, terms: dict[str, Any]) -> None:
-        """Name the file; ``terms`` must be the same for a writer to resume with the shards."""
+        """Set the file. A writer resumes with the shards only if ``terms`` are identical."""
         self.path = directory / f"{draft.split}-r{rank:05d}.journal"
         self._directory = directory
         self._terms = {
@@ -45,12 +45,12 @@ class Journal:
         }
 
     def uuid(self) -> str | None:
-        """Return of which data set the journal is; None without one on the same terms."""
+        """Return the uuid of the data set; None without a journal with identical terms."""
         record = self._read()
         return None if record is None else str(record["uuid"])
 
     def recover(self, uuid: str) -> list[ShardEntry]:
-        """Return the finished shards, whose files are there, as they were before publication.
+        """Return the finished shards whose files exist, and undo a partial publication.
 
         Raises ``OSError``: the file system refuses.
         """
@@ -100,10 +100,10 @@ class Journal:
 
 
 class WriterLock:
-    """Held by rank 0 of a writer from its start to its end; goes with its process, also by a kill.
+    """Lock that rank 0 of a writer holds; the kernel releases it when the process ends.
 
-    Where a file system has no locks, such as Lustre mounted without ``flock``, writers are not
-    kept apart, which a warning says.
+    On a file system without locks, such as Lustre mounted without ``flock``, a warning says that
+    concurrent writers are not detected.
 
     Raises:
         DataError: another writer holds it.
@@ -145,7 +145,7 @@ class WriterLock:
         return False
 
     def close(self) -> None:
-        """Let go; harmless the second time."""
+        """Release the lock. May be called twice."""
         if not self._file.closed:
             with suppress(OSError):
                 self._path.unlink()
@@ -161,7 +161,7 @@ class Publication:
         self._directory, self._comm, self._journal = directory, comm, journal
 
     def publish(self, draft: Manifest) -> Manifest:
-        """Replace the data set in the directory at once. Collective.
+        """Replace the data set in the directory atomically. Collective.
 
         ``draft`` holds the finished shards of this rank, under the names of parts. Returns the
         manifest, the same on every rank: the shards of rank 0, then of rank 1, ... Raises
@@ -170,7 +170,7 @@ class Publication:
         sizes = self._comm.allgather_object((len(draft.shards), draft.num_samples))
         num_shards = sum(some for some, _ in sizes)
         if not num_shards:
-            raise DataError("a data set needs at least one sample, got none")
+            raise DataError("a data set must have at least one sample, got none")
         before = sizes[: self._comm.rank]
         first = sum(some for some, _ in before)
         names = [
@@ -250,7 +250,7 @@ class Publication:
 
 @contextmanager
 def explained(directory: Path) -> Iterator[None]:
-    """Raise what the file system and HDF5 say as a DataError."""
+    """Raise errors of the file system and of HDF5 as ``DataError``."""
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -262,7 +262,7 @@ def explained(directory: Path) -> Iterator[None]:
 def manifest_in(directory: Path) -> Manifest | None:
     """Return the manifest of a directory; None without one, or with a damaged one.
 
-    A damaged manifest can be replaced: its error advises just that. Raises ``DataError``: the file
+    A damaged manifest may be replaced. Raises ``DataError``: the file
     system refuses.
     """
     try:
@@ -274,7 +274,7 @@ def manifest_in(directory: Path) -> Manifest | None:
 
 
 def sweep(directory: Path, manifest: Manifest | None, keep: Collection[str] = ()) -> None:
-    """Remove leftovers, but for some, as far as the system allows."""
+    """Remove leftovers, except some; ignore files that cannot be removed."""
     for name in {*leftovers(directory, manifest)} - {LOCK, *keep}:
         with suppress(OSError):
             (directory / name).unlink()

@@ -58,14 +58,14 @@ class Handles:
         return found
 
     def is_in_memory(self) -> bool:
-        """Return whether all shards are mapped, and have come into memory."""
+        """Return whether all shards are mapped and in memory."""
         if not self._fits or len(self._shards) < len(self._manifest.shards):
             return False
         with self._lock:
             return all(shard.file.is_in_memory for shard in self._shards.values())
 
     def will_need(self, parts: Iterable[tuple[int, Array, Any]], *, check: bool) -> None:
-        """Begin to bring rows of shards into memory, in separate threads."""
+        """Start to read rows of shards into memory, in separate threads."""
         for home, rows, _ in parts:
             # Errors of a shard are raised where samples are taken from it.
             with suppress(DataError, *UNREADABLE):
@@ -115,7 +115,7 @@ def _bring(file: ShardFile, blocks: Array) -> None:
 
 
 def _advise(file: ShardFile, blocks: Array, block_size: int) -> None:
-    """Ask the disk for blocks, which ascend, all at the same time; neighbours together."""
+    """Start reading ascending blocks concurrently; adjacent blocks in one request."""
     if not len(blocks):
         return
     runs = np.split(blocks, np.flatnonzero(np.diff(blocks) != 1) + 1)

@@ -1,4 +1,4 @@
-"""The file of one shard, open for reading: its samples, or an error that names those it lacks."""
+"""The file of one shard, open for reading; errors name the samples that cannot be read."""
 
 import mmap
 import os
@@ -40,7 +40,7 @@ _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
 
 class RawShard:
-    """The file of a shard in any state: everything that is read from it may be damaged."""
+    """The file of a shard that may be damaged in any place."""
 
     _map: NDArray[np.uint8] | None = None
 
@@ -116,7 +116,7 @@ class RawShard:
 
 
 class ShardFile(RawShard):
-    """Opened once; a file that changes is reopened, as another object."""
+    """An open shard. A file that has changed is reopened as another object."""
 
     def __init__(
         self, path: Path, manifest: Manifest, index: int, *, io: IO, chunks: ChunkCache
@@ -163,7 +163,7 @@ class ShardFile(RawShard):
         return [block for block in blocks.tolist() if self.problem(block)]
 
     def found(self, blocks: Array, wrong: list[int]) -> None:
-        """Count blocks as checked, without the ``wrong`` ones.
+        """Record blocks as checked, except the ``wrong`` blocks.
 
         Other threads read the flags: a damaged block must not count as checked at any time.
         """
@@ -209,7 +209,7 @@ class ShardFile(RawShard):
         return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
     def _is_kept(self, name: str) -> bool:
-        """Return whether a field is small, as labels are: one read of all costs less than many."""
+        """Return whether a field is so small, such as labels, that one read of all is faster."""
         field, num_samples = self._manifest.fields[name], self._manifest.num_samples
         size = field.sample_bytes
         is_small = size <= _KEPT_ROW_BYTES and num_samples * size <= _KEPT_FIELD_BYTES
@@ -257,7 +257,7 @@ def size_problem(shard: ShardEntry, num_bytes: int) -> str:
 
 
 def open_hdf5(path: Path) -> h5py.File:
-    """Open a file for reading whatever locks it has; HDF5 keeps no values of it in memory.
+    """Open a file for reading, without locks and without HDF5's cache of values.
 
     Raises ``OSError``: it is missing, or not HDF5.
     """
@@ -288,8 +288,8 @@ def check_file(directory: Path, manifest: Manifest, index: int) -> None:
 class OpenShard:
     """Gathers samples of one file; belongs to the process that opened it.
 
-    Whatever fails is tried once more on the reopened file, which heals a read that went
-    wrong and a file that was replaced by a good copy. Several threads may read at once.
+    A failed read is repeated once on the reopened file, in case the error was transient or the
+    file was replaced. Several threads may read concurrently.
     """
 
     def __init__(

@@ -70,7 +70,7 @@ class DirectValues(Values):
     def __init__(
         self, descriptor: int, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]
     ) -> None:
-        """Take the open file, the first byte, and the shape of a row."""
+        """Store the open file, the offset of the first byte, and the shape of a row."""
         self._descriptor, self._offset = descriptor, offset
         self._shape, self._dtype = shape, dtype
         self._row_bytes = prod(shape) * dtype.itemsize
@@ -125,10 +125,10 @@ class ChunkCache:
 
 
 class CachedValues(Values):
-    """Values of an HDF5 dataset without plain bytes in the file, read chunk by chunk."""
+    """Values of a chunked or compressed HDF5 dataset, which HDF5 decodes chunk by chunk."""
 
     def __init__(self, dataset: Any, cache: ChunkCache) -> None:
-        """Take the open dataset ``(num_rows, *shape)``."""
+        """Store the open dataset ``(num_rows, *shape)``."""
         self._dataset, self._cache, self._number = dataset, cache, next(cache.numbers)
         row_bytes = max(1, prod(dataset.shape[1:]) * dataset.dtype.itemsize)
         plain_rows = max(1, _PLAIN_CHUNK_BYTES // row_bytes)

@@ -1,1 +1,1 @@
-"""The order of the samples of an epoch, computed where it is needed."""
+"""The order of the samples of an epoch, computed on demand."""

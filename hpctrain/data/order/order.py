@@ -1,9 +1,9 @@
-"""The order of the samples of an epoch: a bijection of [0, n), computed where it is needed.
+"""The order of the samples of an epoch: a bijection of [0, n), computed on demand.
 
-An order is a function of (n, seed, epoch) only, never of the ranks or the files, and takes
-constant memory: position ``p`` of the epoch is sample ``order.samples_at(p)``.
+An order depends on (n, seed, epoch), not on ranks or files, and needs constant memory: position
+``p`` of the epoch is sample ``order.samples_at(p)``.
 
-Differs from drawing a permutation: at a thousand million samples that is 8 GB on every rank.
+A stored permutation of 1e9 samples would need 8 GB on every rank.
 """
 
 from typing import Protocol
@@ -26,7 +26,7 @@ class Order(Protocol):
 
 
 def global_order(n: int, seed: int, epoch: int) -> "FisherYates | Shuffled":
-    """Shuffle ``n`` samples: any of them can come at any position.
+    """Return a shuffled order in which each sample can have any position.
 
     Raises ``DataError``: an argument is out of range.
     """
@@ -35,16 +35,16 @@ def global_order(n: int, seed: int, epoch: int) -> "FisherYates | Shuffled":
 
 
 def check_order(n: int, seed: int, epoch: int) -> None:
-    """Check what every order is made of."""
+    """Raise ``DataError`` if an argument of an order is out of range."""
     if not 1 <= n < 2**62 or not 0 <= seed < 2**64 or not 0 <= epoch < 2**64:
         raise DataError(
-            f"an order needs 1 <= n < 2^62 and a seed and an epoch in [0, 2^64), "
-            f"got n={n}, seed={seed}, epoch={epoch}"
+            f"an order must have 1 <= n < 2^62 and a seed and an epoch in [0, 2^64), got n={n}, "
+            f"seed={seed}, epoch={epoch}"
         )
 
 
 class Sequential:
-    """Samples in the order of the files, from some sample on."""
+    """Samples in the order of the files, starting at sample ``start``."""
 
     def __init__(self, start: int = 0) -> None:
         self._start = start
@@ -55,10 +55,10 @@ class Sequential:
 
 
 class FisherYates:
-    """A permutation drawn at once, for few samples.
+    """A stored permutation, for few samples.
 
-    Random words come straight from the Philox counter, whose stream numpy promises to keep;
-    it makes no such promise for ``Generator.permutation``.
+    Random words are the stream of the Philox bit generator, which numpy keeps compatible between
+    versions, unlike ``Generator.permutation``.
     """
 
     def __init__(self, n: int, seed: int, epoch: int) -> None:
@@ -73,11 +73,11 @@ class FisherYates:
         self._samples = np.array(samples, np.int64)
 
     def samples_at(self, positions: Indices) -> Indices:
-        """Look the samples up."""
+        """Return the samples at some positions."""
         return self._samples[positions]
 
     def positions_of(self, samples: Indices) -> Indices:
-        """Look the positions up."""
+        """Return the positions of some samples."""
         return np.argsort(self._samples)[samples]
 
 

@@ -98,8 +98,8 @@ def length_of(columns: Columns, where: str, what: str) -> int:
     for name, column in columns.items():
         if not column.shape:
             raise DataError(
-                f"an array needs a first dimension, of samples, but {name} of {where} has none; "
-                f"choose others: --field NAME={what}"
+                f"the first dimension of an array must count samples, but {name} of {where} is a "
+                f"scalar; choose other arrays with --field NAME={what}"
             )
     lengths = {name: int(column.shape[0]) for name, column in columns.items()}
     if len(set(lengths.values())) != 1:
@@ -141,7 +141,7 @@ def _member(path: Path, name: str) -> Array:
 
 
 class Dataset:
-    """Samples of a dataset, in an order that rises."""
+    """Samples of an HDF5 dataset at ascending indices."""
 
     def __init__(self, file: h5py.File, name: str) -> None:
         """Find a dataset in an open file, which stays open as long as the dataset is needed."""
@@ -160,7 +160,7 @@ class Dataset:
 
     @cached_property
     def field(self) -> Field:
-        """The field that it becomes."""
+        """The field that stores the dataset."""
         what = f"{self._path}:{self._dataset.name}"
         element = _element_of(self._dataset)
         if element is None:
@@ -222,7 +222,7 @@ def _open_datasets(path: str, places: Mapping[str, str]) -> dict[str, Dataset]:
 
 
 def _listed(file: Any) -> tuple[list[str], list[str]]:
-    """Return the paths of all datasets, each once, and the links to them or elsewhere."""
+    """Return the paths of all datasets, each once, and of all links."""
     found: dict[str, bool] = {}
     names: list[str] = []
     file.visititems(lambda name, item: found.update({name: isinstance(item, h5py.Dataset)}))
@@ -236,7 +236,7 @@ def _readable(path: str) -> AbstractContextManager[None]:
 
 
 def _element_of(dataset: Any) -> np.dtype[Any] | None:
-    """Return of what the rows of a dataset have any number; None where all have a shape."""
+    """Return the element type of rows of variable length; None if all rows have one shape."""
     if h5py.check_string_dtype(dataset.dtype) is not None:
         return np.dtype("u1")
     element: np.dtype[Any] | None = h5py.check_vlen_dtype(dataset.dtype)
@@ -244,7 +244,7 @@ def _element_of(dataset: Any) -> np.dtype[Any] | None:
 
 
 def _flat(row: Any) -> Array:
-    """Turn a text into its bytes."""
+    """Return the bytes of a text."""
     if isinstance(row, str):
         return raw(row.encode())
     return raw(row) if isinstance(row, bytes) else np.asarray(row)

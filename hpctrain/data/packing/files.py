@@ -1,4 +1,4 @@
-"""Files to pack: found below a folder, known again after a kill, read without their packing."""
+"""Files to pack: search below a folder, fingerprints for resuming, and decompression."""
 
 import gzip
 import hashlib
@@ -22,12 +22,12 @@ _FILES_PER_TASK = 256
 
 
 def files_below(folder: Path, left_out: list[str] | None = None) -> Iterator[str]:
-    """Find all files below a folder, in the order of their names, a folder's own files first.
+    """Yield all files below a folder in the order of their names, a folder's own files first.
 
-    Links are followed, but for those to a folder above, which lead round in circles: they go to
-    ``left_out``. Names that begin with a dot are ignored. Raises ``DataError``: a link leads to a
-    folder that is below already, or nowhere, or something is neither a file nor a folder.
-    ``OSError``: a folder cannot be read.
+    Links are followed, except links to a parent folder, which are added to ``left_out``. Names
+    that begin with a dot are ignored. Raises ``DataError``: two paths are the same folder, a link
+    has no target, or an entry is neither a file nor a folder. ``OSError``: a folder cannot be
+    read.
     """
     root = str(folder)
     seen = {_identity(str(above)): root for above in folder.resolve().parents}
@@ -53,7 +53,7 @@ def files_below(folder: Path, left_out: list[str] | None = None) -> Iterator[str
 def _is_new(
     at: str, path: str, seen: dict[tuple[int, int], str], left_out: list[str] | None
 ) -> bool:
-    """Return whether a folder in ``at`` must be searched; it is remembered."""
+    """Return whether a folder in ``at`` was not seen before, and record it."""
     before = seen.setdefault(_identity(path), path)
     if before == path:
         return True
@@ -89,14 +89,14 @@ def check_file(name: str) -> None:
 
 
 def ending_of(text: str) -> str:
-    """Return the ending of a file's name in small letters, with its dot."""
+    """Return the suffix of a file name in lower case, with its dot."""
     return PurePath(text).suffix.lower()
 
 
 def fingerprint(files: Iterable[str]) -> str:
     """Return a text that changes with the name, size or time of any of the files.
 
-    Raises ``OSError``: a file is not there.
+    Raises ``OSError``: a file is missing.
     """
     names = list(files)
     pieces = [names[at : at + _FILES_PER_TASK] for at in range(0, len(names), _FILES_PER_TASK)]
@@ -118,10 +118,7 @@ def _digest(names: Sequence[str]) -> str:
 
 @contextmanager
 def unpacked(path: str) -> Iterator[IO[bytes]]:
-    """Open a file, which gzip may have packed: its first bytes show it.
-
-    All of it that is read agrees with the checksums of gzip.
-    """
+    """Open a file, and decompress it if it begins like gzip; gzip's checksums are verified."""
     with Path(path).open("rb") as file:
         is_packed = file.read(2) == b"\x1f\x8b"
         file.seek(0)
@@ -142,10 +139,10 @@ _WIDE_MODES = ("I", "F")  # of Pillow: integers of 16 and 32 bits, and floats
 def form_of_images(
     contents: Mapping[str, bytes], wanted: WantedFields, where: str
 ) -> tuple[Form, tuple[str, ...]]:
-    """Decide what images become: pixels where all have, or get, one size, else bytes.
+    """Return whether images become pixels, which need one size, or bytes; and notes for the user.
 
-    Of ``contents``, some files by name, only the heads are read. Returns the form, and notes why
-    it is not the usual one. Raises ``DataError``: one cannot be read.
+    Reads only the headers of ``contents``, some files by name. Raises ``DataError``: an image
+    cannot be read.
     """
     if wanted.encoded or wanted.resize:
         return "bytes" if wanted.encoded else "image", ()
@@ -223,6 +220,6 @@ def _opened(content: bytes, what: str) -> Iterator[Any]:
 def _too_large(what: str, found: str) -> DataError:
     most = needed("PIL.Image", "an image").MAX_IMAGE_PIXELS
     return DataError(
-        f"an image that is decoded has at most {most} pixels, {what} has more ({found}): a small "
-        f"file can claim any number; make it smaller, or keep it as it is: --encoded"
+        f"a decoded image must have at most {most} pixels, but {what} is larger: {found}; reduce "
+        "the image, or store its file undecoded with --encoded"
     )

@@ -52,7 +52,10 @@ def open_folder(path: Path, wanted: WantedFields) -> PackSource:
         )
     what: Literal["image", "array"] = "image" if pictures else "array"
     if what == "array" and (wanted.resize or wanted.encoded):
-        raise DataError(f"--resize and --encoded are for images, {path} has arrays")
+        raise DataError(
+            f"the source of --resize and --encoded must be images, but {path} contains arrays; "
+            "omit both options"
+        )
     mine = pictures or arrays
     classes, labels = _classes(path, mine)
     if classes:

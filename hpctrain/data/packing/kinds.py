@@ -85,9 +85,9 @@ def _opened(source: object, kind: str, wanted: WantedFields) -> PackSource:
 
 
 def kind_of(source: object, kind: str | None = None) -> str:
-    """Return the kind that is said, or that the source means."""
+    """Return the given kind, or the kind that the source has."""
     if kind is not None and kind not in KINDS:
-        raise DataError(f"a kind of source is one of {', '.join(KINDS)}, got {kind!r}")
+        raise DataError(f"the kind of a source must be one of {', '.join(KINDS)}, got {kind!r}")
     if not isinstance(source, str | Path):
         return PYTHON
     if kind is not None:
@@ -109,8 +109,8 @@ def kind_of(source: object, kind: str | None = None) -> str:
 def _kind_of_folder(path: Path) -> str:
     if (path / MANIFEST).exists():
         raise DataError(
-            f"{path} is a data set already; to cut it into other shards: "
-            f"hpctrain data reshard {path}"
+            f"the source must not be a data set, but {path} is one; change the size of its shards "
+            f"with hpctrain data reshard {path}"
         )
     some = list(islice(files_below(path), _NUM_LOOKED_AT))
     found = Counter(filter(None, map(_kind_of_file, some)))
@@ -139,7 +139,7 @@ def _files(path: Path, kind: str) -> list[str]:
         files = below
     if not files:
         raise DataError(
-            f"a folder of {kind} needs files that end in {', '.join(KINDS[kind].endings)}, "
+            f"a folder of {kind} must contain files that end in {', '.join(KINDS[kind].endings)}, "
             f"but {path} has none; check the path"
         )
     return files
@@ -152,8 +152,8 @@ def _matching(path: Path) -> list[str]:
         found = sorted(one for one in Path(path.anchor).glob(pattern) if not one.is_dir())
     if not found:
         raise DataError(
-            f"there is no {path}; give a file, a folder, a pattern in quotes such as "
-            f"'shards/*.tar', or module:function"
+            f"the source must exist, but there is no {path}; give a file, a folder, a pattern in "
+            "quotes such as 'shards/*.tar', or module:function"
         )
     names = list(map(str, found))
     for name in names:
@@ -162,13 +162,14 @@ def _matching(path: Path) -> list[str]:
 
 
 def _check_options(kind: str, wanted: WantedFields) -> None:
-    """Refuse what would have no effect."""
+    """Raise ``DataError`` for options that have no effect on this kind."""
     usual = WantedFields()
     for name in (one.name for one in fields(WantedFields) if one.name != "fields"):
         if getattr(wanted, name) != getattr(usual, name) and name not in KINDS[kind].options:
             takers = [taker for taker, one in KINDS.items() if name in one.options]
             raise DataError(
-                f"--{name} is for {', '.join(takers)}, this source is {kind}; leave it out"
+                f"the source of --{name} must be {' or '.join(takers)}, but this source is "
+                f"{kind}; omit the option"
             )
 
 

@@ -62,7 +62,7 @@ class PackConfig(WantedFields):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packed:
-    """What became of a source."""
+    """Result of packing a source."""
 
     manifest: Manifest
     notes: tuple[str, ...]  # facts that a person should know, one sentence each; logged too
@@ -78,19 +78,18 @@ def pack(
 ) -> Packed:
     """Make a data set of a source.
 
-    Collective over ``comm``: each rank packs a contiguous share of the samples, or where their
-    number is not known beforehand, of the files; the data set is the same for any number of
-    ranks, but for where its shards end. After a kill, the same call resumes where the finished
-    shards end.
+    Collective over ``comm``: each rank packs a contiguous share of the samples, or of the files if
+    the number of samples is unknown. Only the boundaries of shards depend on the number of ranks.
+    After a kill, the same call continues after the finished shards.
 
     Args:
         source: path of a file or a folder, a pattern such as ``"shards/*.tar"``, the name
             ``"module:function"`` of a function, or an object with samples: with
             ``len()`` and ``[index]``, or one that can be iterated over more than once.
-        directory: made when missing.
-        config: what is packed, and how.
+        directory: created if missing.
+        config: fields to pack, and options of writing.
         comm: ranks that pack together.
-        start: makes what follows the progress of this rank, in samples.
+        start: returns the function that gets the progress of this rank, in samples.
 
     Returns:
         The manifest and notes, the same on every rank.
@@ -146,9 +145,9 @@ def _write(
 def _opened(
     source: object, directory: Path, config: PackConfig, comm: Communicator
 ) -> tuple[PackSource, str | None]:
-    """Examine a source on rank 0, or where it is an object of the program on each rank.
+    """Examine a source on rank 0, or on each rank if the source is a Python object.
 
-    Returns it, and a key that stays the same as long as a killed packing of it can resume.
+    Returns the source, and a key that is constant while an interrupted packing can be resumed.
     """
     kind = on_root(comm, partial(_kind_of, source, directory, config), DataError)
     is_on_each = kind == PYTHON
@@ -158,7 +157,7 @@ def _opened(
         if comm.rank == 0 or is_on_each:
             found = open_source(source, kind, config)
             if found.is_indexed and not found.num_samples:
-                raise DataError(f"a data set needs at least one sample, {source} has none")
+                raise DataError(f"a data set must have at least one sample, but {source} has none")
             if not found.is_indexed and config.shuffle is not None:
                 loaded = LoadedSamples(found, SHUFFLED_BYTES // comm.size)
                 found = replace(found, runs=[(len(loaded), loaded)], parts=())
@@ -192,7 +191,7 @@ def _key(found: PackSource, source: object, config: PackConfig, size: int) -> st
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Raise as a DataError what the system says of a source."""
+    """Raise errors of the operating system about a source as ``DataError``."""
     try:
         yield
     except OSError as error:
@@ -207,7 +206,7 @@ def _explained() -> Iterator[None]:
 
 
 def _idle_ranks(source: PackSource, size: int) -> tuple[str, ...]:
-    """Name the ranks without work."""
+    """Return a note that names the ranks without work."""
     num_parts = len(source.parts)
     if num_parts < size and not source.is_indexed:
         parts, packs = ("part", "packs") if num_parts == 1 else ("parts", "pack")

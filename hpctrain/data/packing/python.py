@@ -1,4 +1,4 @@
-"""Python objects: whatever yields dicts of arrays, and data sets with a length and an index."""
+"""Python objects: iterables of dicts of arrays, and data sets with a length and an index."""
 
 from collections.abc import Iterator, Mapping
 from itertools import islice, starmap
@@ -68,7 +68,7 @@ def open_python(source: Any, wanted: WantedFields) -> PackSource:
 
 
 def resolve(name: str, where: str) -> Any:
-    """Return what ``module:function`` names; the current folder is searched first.
+    """Return the object of a name ``module:function``; the current folder is searched first.
 
     Raises ``DataError``: there is no such module, or no such name in it.
     """

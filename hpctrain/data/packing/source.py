@@ -32,7 +32,7 @@ BATCH_SAMPLES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WantedFields:
-    """What of a source is packed, and in what form."""
+    """The fields of a source to pack, and their forms."""
 
     fields: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Name of a field -> what of the source it holds; empty for all, by the source's names."""
@@ -67,8 +67,8 @@ NUM_EXAMINED = 64  # samples from which the fields are learnt
 class PackSource:
     """Samples of some fields, in an order that is the same each time.
 
-    Cheap to pickle: one rank examines a source, and the others get the result. Whatever is open
-    is found again by its path.
+    Can be pickled: one rank examines a source and sends the result to the others, which open files
+    by their paths.
     """
 
     fields: Mapping[str, Field] = dataclasses.field(default_factory=dict)
@@ -90,27 +90,28 @@ class PackSource:
 
     @property
     def is_indexed(self) -> bool:
-        """Whether any sample can be read at any time."""
+        """Whether samples can be read in any order."""
         return bool(self.runs)
 
     @property
     def num_samples(self) -> int:
-        """Samples, where any of them can be read at any time."""
+        """Number of samples, if samples can be read in any order."""
         return sum(count for count, _ in self.runs)
 
     def learn(self, samples: Iterable[Sample], ragged: Collection[str], where: str) -> None:
-        """Learn the fields, and the mean bytes of a sample, from the first ones.
+        """Determine the fields and the mean bytes of a sample from the first samples.
 
-        A field is ragged if it is named so, or if the first dimension of these samples differs.
-        A DataError where there are none, or they differ in more than their length.
+        A field is ragged if ``ragged`` names it, or if the first dimension of these samples
+        differs. Raises ``DataError``: there are no samples, or other dimensions differ.
         """
         some = list(islice(samples, NUM_EXAMINED))
         if not some:
-            raise DataError(f"a data set needs at least one sample, {where} has none")
+            raise DataError(f"a data set must have at least one sample, but {where} has none")
         names = list(some[0][1])
         if unknown := set(ragged) - set(names):
             raise DataError(
-                f"--ragged names {', '.join(sorted(unknown))}, {where} has {', '.join(names)}"
+                f"--ragged must name fields of the source, but {where} has {', '.join(names)}, "
+                f"got {', '.join(sorted(unknown))}"
             )
         learnt = {}
         for name in names:
@@ -144,7 +145,7 @@ class PackSource:
     def batched(self, samples: Iterable[Batch | Sample]) -> Iterator[Batch]:
         """Gather samples into batches of a few MiB; batches stay unchanged.
 
-        Raises ``DataError``: a sample has not the shapes of the fields; names the sample.
+        Raises ``DataError``: a sample has other shapes than the fields.
         """
         waiting: list[Sample] = []
         num_bytes = 0
@@ -205,8 +206,9 @@ class PackSource:
     ) -> Iterator[Batch]:
         """Read the samples that ``rank`` of ``size`` packs, a contiguous part of them.
 
-        The first ``skip`` are left out; ``seed`` is of the order of all samples, None for that of
-        the source. Of parts each rank gets a run; where they are fewer than ranks, some get none.
+        Omits the first ``skip`` samples. ``seed`` shuffles all samples; None keeps the order of
+        the source. Each rank reads consecutive parts; with fewer parts than ranks, some ranks read
+        none.
         """
         if self.is_indexed:
             yield from self._taken(self._positions_of(rank, size)[skip:], seed)
@@ -264,7 +266,7 @@ def joined(sources: Sequence[PackSource]) -> PackSource:
 
 
 class LoadedSamples:
-    """All samples of a source that is read from front to end, to be taken in any order."""
+    """All samples of a sequential source, in memory, for access in any order."""
 
     def __init__(self, found: PackSource, max_bytes: int) -> None:
         """Read the samples, in every process that needs them.
@@ -277,7 +279,7 @@ class LoadedSamples:
         return len(next(iter(self._columns.values())))
 
     def __call__(self, indices: NDArray[np.int64]) -> Batch:
-        """Take samples."""
+        """Return samples."""
         return _rows_of(self._columns, indices)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -310,7 +312,7 @@ def _rows_of(batch: Batch, indices: NDArray[np.int64]) -> Batch:
 
 
 def cast(values: Array, dtype: str, what: str) -> Array:
-    """Convert numbers; at most floats lose digits."""
+    """Convert numbers. Only floats may lose precision."""
     with np.errstate(over="ignore", invalid="ignore"):
         found = values.astype(dtype)
     if found.dtype.kind == "f":
@@ -341,7 +343,7 @@ def readable(what: str, kind: str, *errors: type[BaseException]) -> Iterator[Non
 
 
 def needed(module: str, what: str) -> ModuleType:
-    """Import a module that packing alone needs, or that imports such a one."""
+    """Import an optional module that packing needs."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -353,11 +355,11 @@ def needed(module: str, what: str) -> ModuleType:
 
 
 def chosen(available: Sequence[str], wanted: Mapping[str, str], where: str) -> dict[str, str]:
-    """Return the origin of each field: ``wanted``, or everything, by its own name."""
+    """Return the origin of each field: ``wanted``, or by default all origins under their names."""
     for name in wanted.values():
         if name not in available:
             raise DataError(
-                f"--field takes NAME=ARRAY or NAME=ARRAY:TYPE with an array of {where} "
+                f"--field must be NAME=ARRAY or NAME=ARRAY:TYPE with an array of {where} "
                 f"({', '.join(available) or 'none'}) and a type such as f4, f8 or i8, got {name!r}"
             )
     if wanted:
@@ -405,7 +407,7 @@ def _learnt(arrays: Sequence[Array], what: str, *, ragged: bool) -> tuple[Field,
 def picked(
     where: str, parts: Mapping[str, T], names: Mapping[str, str], *, takes_all: bool
 ) -> dict[str, T]:
-    """Return what each field gets of the parts of a sample; ``names`` are by field."""
+    """Return the value of each field from the parts of a sample; ``names`` are by field."""
     wrong = [f"lacks {name}" for name in names.values() if name not in parts]
     if takes_all:
         wrong += [f"has {name} besides" for name in sorted({*parts} - {*names.values()})]

@@ -1,6 +1,6 @@
-"""Tables, some rows at a time; of CSV the csv module finds the rows, pyarrow the numbers.
+"""Tables, read in blocks of rows; the csv module splits CSV into rows, pyarrow parses numbers.
 
-A part of a Parquet file is a row group, of others the file.
+A part of a Parquet file is a row group; of other formats, the file.
 """
 
 import csv
@@ -50,7 +50,7 @@ def open_table(
     columns: Columns,
     parts: Sequence[tuple[int | None, str, Callable[[], Iterator[Rows]]]],
 ) -> PackSource:
-    """Examine a table; of each part its number of rows, its file, and what reads its rows."""
+    """Examine a table, given the number of rows, the file and a reader for each part."""
     reads = [(length, partial(_read, columns, path, read)) for length, path, read in parts]
     origins = {name: ",".join(names) for name, (names, _) in columns.items()}
     found = PackSource(files=files, parts=reads, origins=origins)
@@ -72,7 +72,7 @@ def _read(columns: Columns, path: str, read: Callable[[], Iterator[Rows]]) -> It
 
 
 def columns_of(names: Sequence[str], wanted: WantedFields, path: str) -> Columns:
-    """Return the columns of each field; ``a,b:f4`` puts two side by side."""
+    """Return the columns of each field; ``a,b:f4`` is one field with the columns a and b."""
     if not wanted.fields:
         return {name: ([at], None) for name, at in chosen(names, {}, path).items()}
     columns: Columns = {}
@@ -85,8 +85,8 @@ def columns_of(names: Sequence[str], wanted: WantedFields, path: str) -> Columns
         for at in found:
             if names.count(at) > 1:
                 raise DataError(
-                    f"columns need different names, but {path} has {names.count(at)} named {at}; "
-                    f"rename them"
+                    f"the names of columns must be different, but {path} has {names.count(at)} "
+                    f"named {at}; rename them"
                 )
     return columns
 
@@ -140,10 +140,13 @@ class CsvBlock(NamedTuple):
 
 
 def open_csv(files: Sequence[str], wanted: WantedFields) -> PackSource:
-    """Examine CSV files; ``.tsv`` has tabs. Numbers become numbers, all else texts, as bytes."""
+    """Examine CSV files; ``.tsv`` has tabs.
+
+    Columns of numbers stay numbers, others become bytes.
+    """
     first = next(_blocks(files[0]), None)
     if first is None:
-        raise DataError(f"a data set needs at least one sample, {files[0]} has no rows")
+        raise DataError(f"a data set must have at least one sample, but {files[0]} has no rows")
     columns = columns_of(first.names, wanted, files[0])
     kinds = {at: _kind_of(first.column(at)) for at in first.names}
     padded = {at for at in kinds if any(map(_PADDED.match, first.column(at)))}
@@ -155,7 +158,7 @@ def open_csv(files: Sequence[str], wanted: WantedFields) -> PackSource:
 
 
 class Learnt(NamedTuple):
-    """What the first rows show, and whether all columns are packed."""
+    """Types of columns found in the first rows, and whether all columns are packed."""
 
     kinds: Mapping[str, str]
     padded: Collection[str]  # columns of numbers such as 007, which a note names
@@ -201,7 +204,7 @@ _MOST_OPTIONS = 12
 
 
 def _options(block: CsvBlock, learnt: Learnt, at: str, kind: str) -> str:
-    """Return options that give a column a type and keep the others, as columns of no field go."""
+    """Return options that set the type of packed columns and omit others."""
     fields = chosen(block.names, {}, block.path) if learnt.is_all else {"NAME": at}
     named = [f"--field {name}={quote(to)}" for name, to in fields.items() if to != at]
     name = next((name for name, to in fields.items() if to == at), "NAME")
@@ -218,9 +221,9 @@ def _kind_of(texts: Sequence[str]) -> str:
 
 
 def _numbers(texts: Sequence[str], kind: str, *, is_exact: bool = True) -> Array | None:
-    """Return a column as numbers, None where one is of another form; floats have 8 bytes.
+    """Return a column as numbers, or None if a value is not a number; floats are float64.
 
-    Truth is written in words. Floats that ``is_exact`` hold all integers exactly.
+    Booleans are words. With ``is_exact`` floats represent all integers exactly.
     """
     gaps = _GAPS if is_exact or kind[0] != "f" else _GAPS - _NANS
     if not gaps.isdisjoint(texts) or any(map(_NO_NUMBER.match, texts)):
@@ -244,13 +247,13 @@ def _numbers(texts: Sequence[str], kind: str, *, is_exact: bool = True) -> Array
 
 
 def _is_rounded(text: str) -> bool:
-    """Return whether this is an integer that no float holds."""
+    """Return whether a text is an integer that float64 cannot represent."""
     digits = text.lstrip("+-")
     return digits.isdigit() and int(float(digits)) != int(digits)
 
 
 def _notes(columns: Columns, kinds: Mapping[str, str], first: CsvBlock) -> Iterator[str]:
-    """Name the columns that a user may have meant otherwise, as the first rows show them."""
+    """Return notes about columns whose type in the first rows may be unintended."""
     names = first.names
     if all(map(_NUMBER.match, names)):
         yield (
@@ -331,7 +334,7 @@ _MAGIC = b"ARROW1"  # begins a file of Arrow, and no stream
 def open_parquet(files: Sequence[str], wanted: WantedFields) -> PackSource:
     """Examine Parquet files. Texts, bytes and lists become ragged fields.
 
-    Raises ``DataError``: a file cannot be read, or a column is not there.
+    Raises ``DataError``: a file cannot be read, or a column does not exist.
     """
     names, parts = {}, []
     for path in files:
@@ -343,7 +346,7 @@ def open_parquet(files: Sequence[str], wanted: WantedFields) -> PackSource:
 
 
 def open_arrow(files: Sequence[str], wanted: WantedFields) -> PackSource:
-    """Examine Arrow files, as ``datasets`` writes them too; as ``open_parquet``."""
+    """Examine Arrow files, such as those of ``datasets``; see ``open_parquet``."""
     names, parts = {}, []
     for path in files:
         with readable(path, "a table", pa.ArrowException):
@@ -358,7 +361,7 @@ def _columns_opened(
     parts: Sequence[tuple[str, int, list[int] | None]],
     wanted: WantedFields,
 ) -> PackSource:
-    """Examine tables; a part is a file, its number of rows, and of Parquet its row groups."""
+    """Examine tables; a part is a file, its number of rows, and for Parquet its row groups."""
     files = [*names]
     columns = columns_of(names[files[0]], wanted, files[0])
     used = sorted({at for names, _ in columns.values() for at in names})
@@ -393,7 +396,7 @@ def _rows_in(path: str, columns: list[str], groups: list[int] | None) -> Iterato
 
 
 def _column_of(rows: Any, path: str, at: str, dtype: str | None) -> Array | list[Array]:
-    """Return the values of a column: of texts, bytes and lists one array for each row."""
+    """Return the values of a column; texts, bytes and lists as one array per row."""
     column, what = rows.column(at), f"column {at} of {path}"
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()

@@ -16,7 +16,7 @@ _NUM_VALUES = 8  # shown of a sample
 def info(directory: Path | str) -> dict[str, Any]:
     """Describe a data set, without reading its data, in types of JSON.
 
-    ``created_by`` are the versions that wrote the first shard, empty where it cannot be read;
+    ``created_by`` are the versions that wrote the first shard, empty if it cannot be read;
     ``state`` of a shard is ``here``, ``missing`` or ``other size``; ``num_bytes`` of a field is
     the size of its values, decoded; ``mean_length`` is None but for a ragged field. Raises
     ``DataError``: there is no data set.
@@ -49,7 +49,7 @@ def peek(directory: Path | str, index: int) -> list[dict[str, Any]]:
     """Read one sample and return the name, shape, dtype and first values of each field."""
     dataset = data.ShardedDataset(directory, io="read")  # loads torch
     if not 0 <= index < len(dataset):
-        raise DataError(f"samples are 0 to {len(dataset) - 1}, got {index}")
+        raise DataError(f"--sample must be from 0 to {len(dataset) - 1}, got {index}")
     found = []
     for name, values in dataset[index].items():
         first = np.ravel(values)[:_NUM_VALUES].tolist()

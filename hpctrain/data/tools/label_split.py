@@ -1,4 +1,4 @@
-"""A data set split by label: each part gets other shares of the labels, as clients have them."""
+"""Split of a data set by label, with different shares of the labels in each part."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -100,7 +100,7 @@ def split_by_label(
 
 
 def parts_by_label(labels: Labels, num_parts: int, alpha: float, seed: int) -> NDArray[np.uint32]:
-    """Return the part of each sample; raises ``DataError`` where shares cannot be drawn."""
+    """Return the part of each sample. Raises ``DataError``: shares cannot be drawn."""
     draw = np.random.default_rng(seed)
     parts = np.zeros(len(labels), np.uint32)
     by_label = np.argsort(labels, kind="stable")

@@ -25,7 +25,7 @@ from hpctrain.data.tools.verify import FaultReport, check_directory, verify
 
 @dataclass(frozen=True, slots=True)
 class RepairOutcome:
-    """What became of a data set."""
+    """Result of a repair."""
 
     deeds: tuple[str, ...]  # actions, one sentence each
     report: FaultReport  # its state afterwards
@@ -85,7 +85,7 @@ def _manifest(directory: Path, source: Path | None) -> tuple[Manifest, list[str]
 
 
 def _manifest_of_copy(directory: Path, source: Path) -> Manifest | None:
-    """Return the manifest of the copy; None where it is damaged: shards prove themselves."""
+    """Return the manifest of the copy; None if it is damaged, as shards have checksums too."""
     check_directory(source)
     if source.samefile(directory):
         raise DataError(f"--from must be another copy, but {source} is {directory} itself")
@@ -105,7 +105,7 @@ def _sweep(directory: Path, source: Path | None, manifest: Manifest, report: Fau
 def _take(
     directory: Path, source: Path, manifest: Manifest, report: FaultReport, comm: Communicator
 ) -> list[tuple[int, str]]:
-    """Take shards from another copy, each rank some; return why some could not be taken."""
+    """Copy this rank's part of the shards from another copy; return the reasons of failures."""
     refusals: dict[int, str] = {}
 
     def take(index: int) -> None:
@@ -116,7 +116,7 @@ def _take(
 
 
 def _take_shard(source: Path, directory: Path, shard: ShardEntry) -> str:
-    """Replace the file of a shard by that of the copy, or say why that one is no better."""
+    """Replace the file of a shard by that of the copy; return why if the copy is damaged too."""
     path = source / shard.file
     try:
         if path.stat().st_size != shard.num_bytes or crc32_of(path) != shard.crc32:
@@ -127,7 +127,7 @@ def _take_shard(source: Path, directory: Path, shard: ShardEntry) -> str:
         shutil.copyfile(path, part)
         if crc32_of(part) != shard.crc32:
             raise DataError(
-                f"{path} changed while it was copied, or {directory} does not keep written bytes; "
-                f"{shard.file} is unchanged"
+                f"the copy of {path} must have its checksum, but differs, and {shard.file} is "
+                f"unchanged; check that nothing writes to {source}, and the disk of {directory}"
             )
     return ""

@@ -34,7 +34,7 @@ _UNREADABLE = (*UNREADABLE, DataError)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """One thing that is wrong with a file of a data set."""
+    """A fault of one file of a data set."""
 
     file: str
     what: str  # the fault, as the end of a sentence that begins with the file
@@ -69,12 +69,12 @@ class FaultReport:
 
     @property
     def lost(self) -> tuple[Range, ...]:
-        """Samples that cannot be had, merged, in growing order."""
+        """Ranges of lost samples, merged, in ascending order."""
         return merged(samples for fault in self.faults for samples in fault.samples)
 
     @property
     def num_lost(self) -> int:
-        """Samples that cannot be had."""
+        """Number of lost samples."""
         return sum(stop - start for start, stop in self.lost)
 
     @property
@@ -154,7 +154,7 @@ def verify(
 
 
 def check_directory(directory: Path) -> None:
-    """Check that there is a directory; a DataError if there is none, or it cannot be seen."""
+    """Raise ``DataError`` unless ``directory`` is an accessible directory."""
     try:
         mode = directory.stat().st_mode
     except OSError as error:
@@ -162,7 +162,9 @@ def check_directory(directory: Path) -> None:
             f"cannot see the data set {directory}: {reason_of(error)}; check path and mount"
         ) from error
     if not stat.S_ISDIR(mode):
-        raise DataError(f"a data set is a directory, {directory} is none; give its path")
+        raise DataError(
+            f"a data set must be a directory, but {directory} is a file; give the directory"
+        )
 
 
 def _manifest(directory: Path) -> tuple[Manifest | Fault, tuple[str, ...]]:
@@ -190,7 +192,7 @@ def _share(
 
 
 def _check_shard(directory: Path, manifest: Manifest, index: int, advance: Advance) -> list[Fault]:
-    """Read all of a shard, once, and once more if it is damaged; return its faults."""
+    """Read a whole shard, twice if it is damaged, and return its faults."""
     shard = manifest.shards[index]
     try:
         check = _ShardCheck(directory, manifest, index)
@@ -212,7 +214,7 @@ def _check_shard(directory: Path, manifest: Manifest, index: int, advance: Advan
 
 
 class _ShardCheck(RawShard):
-    """Reads the blocks of one shard, whatever state its file is in.
+    """Reads the blocks of one shard, also of a damaged file.
 
     Differs from the reader of training: no memory map, as a page that the disk cannot read would
     end the process; no check at open, as the undamaged samples of a damaged file are wanted; and
@@ -247,7 +249,7 @@ class _ShardCheck(RawShard):
         return found
 
     def _file_crc32(self, num_bytes: int, advance: Advance) -> int | None:
-        """Return the crc32 of all bytes of the file; None where the disk cannot read some."""
+        """Return the crc32 of all bytes of the file; None if some cannot be read."""
         crc: int | None = 0
         buffer = memoryview(bytearray(min(PIECE_BYTES, num_bytes)))
         for start in range(0, num_bytes, PIECE_BYTES):
@@ -262,7 +264,7 @@ class _ShardCheck(RawShard):
         return crc
 
     def _has_values(self, name: str) -> bool:
-        """Return whether this file has the values: what only HDF5 can read may be elsewhere."""
+        """Return whether this file stores the values; HDF5 links may point to other files."""
         with suppress(*_UNREADABLE):
             self.values_of(name, ChunkCache(0))
             return True
@@ -302,7 +304,7 @@ class _ShardCheck(RawShard):
         return [fault(what=what, blocks=numbers, samples=self._samples(numbers))]
 
     def _crcs(self, name: str, bounds: Array) -> list[int | None]:
-        """Return the crc32 of each block of a field, decoded; None where it cannot be read."""
+        """Return the crc32 of each block of a field, decoded; None if it cannot be read."""
         found: list[int | None] = [None] * self._num_blocks
         with suppress(*_UNREADABLE):
             values = self.values_of(name, ChunkCache(0))  # which keeps the last chunk alone

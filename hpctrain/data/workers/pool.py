@@ -1,6 +1,6 @@
-"""Read and transform samples in processes: for decoding that holds Python's lock.
+"""Read and transform samples in processes, for transforms that hold Python's GIL.
 
-Reading alone is faster in the loader's threads: a process costs a copy more.
+Reading without a transform is faster in the loader's threads, which need one copy less.
 """
 
 import math
@@ -72,7 +72,7 @@ class DecodePool:
         self._end = weakref.finalize(self, _end, self._processes, self._free, os.getpid())
 
     def take(self, indices: ArrayLike, epoch: int, seed: int) -> "Columns":
-        """Let the next free worker take and transform samples, and wait for the batch.
+        """Read and transform samples on the next free worker, and wait for the batch.
 
         Random numbers of the transform begin with seed, epoch and samples. Raises ``DataError``:
         the pool was closed, or a worker died or was ended; the error names the sample.
@@ -87,7 +87,7 @@ class DecodePool:
             self._free.put(worker)
 
     def close(self) -> None:
-        """End all workers; batches that are not finished fail. Harmless the second time."""
+        """End all workers; batches that are not finished fail. May be called twice."""
         self._end()
 
 
@@ -165,7 +165,7 @@ class _Worker:
         return self._connection.recv()
 
     def _work(self, indices: NDArray[np.int64]) -> str:
-        """Name the sample in work, or the samples of the batch, and their files."""
+        """Return a text with the sample in work, or the samples of the batch, and their files."""
         sample = self._processes.notes[self._number].sample
         found = indices.tolist() if sample is None else [sample]
         files = dict.fromkeys(filter(None, (file_of(self._dataset, each) for each in found)))

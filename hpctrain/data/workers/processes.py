@@ -80,7 +80,7 @@ class Processes:
         self.error: BaseException | None = None
 
     def fail(self, error: BaseException) -> BaseException:
-        """Keep the first error of any worker, and return it: all batches raise it from now on."""
+        """Store the first error of any worker, which all later batches raise, and return it."""
         self.error = self.error or error
         return self.error
 
@@ -121,7 +121,7 @@ class Processes:
         return f"\n{stack}" if stack else ""
 
     def end(self) -> None:
-        """End all processes and wait until they are gone."""
+        """End all processes and wait for their ends."""
         self.fail(DataError("the decode pool was closed"))
         for mine in self._sockets:
             # Also wakes the threads that wait for an answer.
@@ -152,7 +152,7 @@ class Notes:
     """A file in memory: the number of the sample in work, then the output of ``faulthandler``."""
 
     def __init__(self, descriptor: int | None = None) -> None:
-        """Make the file, or open the one of an inherited descriptor."""
+        """Create the file, or open the file of an inherited descriptor."""
         if descriptor is None:
             descriptor = os.memfd_create("hpctrain-notes", os.MFD_CLOEXEC)
         self._file = os.fdopen(descriptor, "r+b", buffering=0)
@@ -175,7 +175,7 @@ class Notes:
         os.pwrite(self.descriptor, number.to_bytes(_NUMBER_BYTES, "little", signed=True), 0)
 
     def catch_signals(self) -> None:
-        """Let signals that end this process, SIGABRT too, write the stacks of its threads."""
+        """Write the stacks of all threads before a signal ends this process."""
         os.lseek(self.descriptor, 0, os.SEEK_END)
         faulthandler.enable(self.descriptor)
 
@@ -201,10 +201,10 @@ STACK_S = 2.0  # how long a worker that must end may take to write its stack bef
 
 
 def serve(workers: list[int], notes: list[int], control: int) -> None:
-    """Fork the workers, report deaths to the rank, and end all workers when the rank is gone.
+    """Fork the workers, report deaths to the rank, and end all workers when the rank has ended.
 
     The numbers are descriptors: a socket to the rank and memory for ``Notes`` for each worker,
-    and a socket for the server itself, which ends the worker whose number comes.
+    and a socket for the server itself, which ends the worker whose number it receives.
     """
     for kind in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(kind, signal.SIG_IGN)  # meant for the rank, which ends us by its sockets

@@ -56,7 +56,10 @@ class BenchmarkRequest:
             )
         for option, given in (("--bucket", self.in_bucket), ("--peers", self.peers)):
             if given and self.operation != "allreduce":
-                raise ConfigError(f"{option} is for allreduce, got {self.operation}; leave it out")
+                raise ConfigError(
+                    f"the operation of {option} must be allreduce, got {self.operation}; omit the "
+                    "option"
+                )
         self.setup(0)  # checks the dtype
 
     def setups(self) -> list[Setup]:
@@ -77,8 +80,8 @@ class BenchmarkRequest:
                 combination(found, Op.SUM)
                 return found
         raise ConfigError(
-            f"--dtype is one of torch's number types, such as float32, bfloat16, int64, "
-            f"complex64 or bool, got {self.dtype!r}"
+            "--dtype must be a number type of torch, such as float32, bfloat16, int64, complex64 "
+            f"or bool, got {self.dtype!r}"
         )
 
     def _sizes(self) -> Iterator[int]:
@@ -139,7 +142,8 @@ def run(
     comm = here.comm
     if request.operation == "send" and comm.size == 1:
         raise ConfigError(
-            "send takes two ranks, got one; for instance: hpctrain launch -n 2 hpctrain bench send"
+            "send must have at least two ranks, got one; run for example: hpctrain launch -n 2 "
+            "hpctrain bench send"
         )
     if request.peers:
         on_root(comm, lambda: require_type(request.torch_dtype))
@@ -173,13 +177,15 @@ def _tell_load(console: Console, here: World, loads: Sequence[MachineLoad | None
 
 def _check_modelled(request: BenchmarkRequest, here: World, folder: Path) -> None:
     if not folder.is_dir():
-        raise ConfigError(f"--json names a file in a folder that exists, there is no {folder}")
+        raise ConfigError(
+            f"--json must name a file in an existing folder, but there is no {folder}; create it"
+        )
     sizes = {len(ranks) for ranks in here.topology.nodes}
     if request.operation != "allreduce" or request.dtype != "float32" or len(sizes) > 1:
         raise ConfigError(
-            f"--json writes what models are fitted to: allreduce of float32 on nodes of as many "
-            f"ranks each, got {request.operation} of {request.dtype} on nodes of "
-            f"{', '.join(map(str, sorted(sizes)))} ranks; leave it out"
+            "the measurement of --json must be allreduce of float32 on nodes with equal numbers "
+            f"of ranks, got {request.operation} of {request.dtype} on nodes of "
+            f"{', '.join(map(str, sorted(sizes)))} ranks; omit --json"
         )
 
 

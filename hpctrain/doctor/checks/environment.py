@@ -23,7 +23,7 @@ def check_versions(facts: Facts) -> Found:
 
 
 def check_equal_versions(world: WorldFacts) -> Found:
-    """Name packages and libraries of which the ranks have different versions."""
+    """Find packages and libraries of which the ranks have different versions."""
     versions = [each.versions for each in world.ranks]
     do = (
         "start all ranks from one environment, on a file system that all nodes see, or staged to "
@@ -45,7 +45,7 @@ _SYSTEM = Path("/usr")  # contains packages of the system, not of a module
 
 
 def check_library(facts: Facts) -> Found:
-    """Name a library that cannot be loaded, and one that hides another."""
+    """Find a library that cannot be loaded, or that hides another."""
     mpi = facts.mpi
     if mpi.error:
         what, _, do = mpi.error.partition("; ")
@@ -93,7 +93,7 @@ def _hidden(facts: Facts, library: Path, other: Reached) -> Finding | None:
 
 
 def check_engines(facts: Facts) -> Found:
-    """Name a Horovod that is asked for, and is absent or does not load."""
+    """Find a requested Horovod that is missing or does not load."""
     if facts.horovod_error:
         what, _, do = facts.horovod_error.rpartition("; ")
         return error(what, do)
@@ -113,7 +113,7 @@ _FOR_ALL = (
 
 
 def check_settings(facts: Facts) -> Found:
-    """Name variables that are not valid or not known, and list every setting with its source."""
+    """Find invalid and unknown variables, and list every setting with its source."""
     try:
         given = config.read(facts.environ)
     except ConfigError as refusal:
@@ -163,7 +163,7 @@ _WITHOUT_LOCKS = (
 
 
 def check_directories(facts: Facts) -> list[Finding]:
-    """Name what fails or hangs in each directory that was asked about."""
+    """Find operations that fail or hang in each requested directory."""
     return [found for each in facts.directories for found in _judge(each)]
 
 

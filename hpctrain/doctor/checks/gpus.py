@@ -17,7 +17,7 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def check_gpus(facts: Facts) -> Found:
-    """Name a device given twice, more ranks than devices, and what keeps torch from them."""
+    """Find devices that are given twice, a lack of devices, and why torch has none."""
     found = [*_given_twice(facts), *_too_few(facts), *_unused(facts)]
     text = f"{facts.gpus.num_devices} in this machine"
     if facts.gpus.driver:
@@ -191,7 +191,7 @@ def _far(members: Sequence[int], host: str, ranks: Sequence[Facts]) -> Iterator[
 
 
 def _index(name: str, gpus: GpuFacts) -> int | None:
-    """Return the number by which nvidia-smi calls a GPU; None where it is not known."""
+    """Return the number by which nvidia-smi calls a GPU; None if unknown."""
     if name.isdigit():
         return int(name)
     uuids = [uuid.removeprefix("GPU-") for uuid in gpus.uuids]

@@ -149,7 +149,7 @@ def slow(links: Sequence[MeasuredLink]) -> list[MeasuredLink]:
 
 
 def _blame(bad: Sequence[MeasuredLink], world: WorldFacts) -> list[Finding]:
-    """Name the nodes all of whose links are slow while others' are not; else the pairs."""
+    """Return the nodes whose links are all slow, if others have fast links; else the pairs."""
     if not bad:
         return []
     links, host_of = world.traffic.between, world.host_of

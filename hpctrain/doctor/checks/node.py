@@ -75,7 +75,7 @@ def check_load(facts: Facts) -> Found:
 
 
 def check_threads(ranks: Sequence[Facts]) -> Found:
-    """Name variables that make more threads than a rank has cores, or fewer.
+    """Find variables that set more or fewer threads than a rank has cores.
 
     ``ranks`` are all of them, or a process that will be one.
     """
@@ -141,7 +141,7 @@ SEGMENT_BYTES = {"openmpi": 16 * MIB, "mpich": 4 * MIB, "abi": 16 * MIB}
 
 
 def check_room(facts: Facts) -> Found:
-    """Name a control group or a machine with no room for the ranks."""
+    """Find a control group or a machine without memory for the ranks."""
     room = min(facts.memory.rooms, key=lambda each: each.left_bytes, default=None)
     if room is None:
         return ok("the available memory is unknown")
@@ -158,7 +158,7 @@ def check_room(facts: Facts) -> Found:
 
 
 def check_ways(facts: Facts) -> Found:
-    """Name what will keep the ranks of this node from sharing memory."""
+    """Find causes that prevent the ranks of this node from sharing memory."""
     try:
         settings = Settings.from_env(facts.environ)
     except ConfigError:  # said by another check

@@ -42,7 +42,7 @@ def probe(facts: Facts, *, seconds: float = 5.0) -> list[Finding]:
     If launcher and MPI do not form one world, each process reports that itself.
 
     Args:
-        facts: of this rank.
+        facts: facts of this rank.
         seconds: approximate time for measurements between many nodes; few nodes need less.
 
     Returns:

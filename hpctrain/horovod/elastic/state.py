@@ -236,7 +236,8 @@ class ObjectState(State):
     def _require_free(self, name: str) -> None:
         if hasattr(type(self), name) or name.startswith("_"):
             raise ConfigError(
-                f"the state itself uses this name of an attribute: {name}; use another"
+                "an attribute of a state must not have a name that the state itself uses, got "
+                f"{name}; use another name"
             )
 
     if TYPE_CHECKING:

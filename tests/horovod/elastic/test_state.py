@@ -202,12 +202,12 @@ def test_models_are_paired_by_name_in_any_order(hvd):
 
 @pytest.mark.parametrize("name", ["commit", "sync", "_handlers"])
 def test_a_reserved_name_is_rejected(name):
-    with pytest.raises(ConfigError, match=f"name of an attribute: {name}; use"):
+    with pytest.raises(ConfigError, match=f"itself uses, got {name}; use"):
         TorchState(**{name: 1})
 
 
 def test_a_reserved_name_is_rejected_later_too():
-    with pytest.raises(ConfigError, match="name of an attribute: commit; use"):
+    with pytest.raises(ConfigError, match="itself uses, got commit; use"):
         TorchState().commit = 1
 
 
