@@ -357,7 +357,7 @@ def test_differences_between_ranks_are_an_error_on_all():
     optimizer = shard(model, adamw(model.parameters()), stage=1)
     with optimizer.no_sync():
         local_loss(model, *batches(1)[0]).backward()
-    with pytest.raises(ConfigError, match="leave the last one outside"):
+    with pytest.raises(ConfigError, match="call the last one outside"):
         optimizer.step()
     optimizer.zero_grad()
     local_loss(model, *batches(1)[0]).backward()
