@@ -21,7 +21,9 @@ def resolve(argv: Sequence[str]) -> list[str]:
     interpreter. Raises ``LaunchError``: the command is empty, or its program does not exist.
     """
     if not argv:
-        raise LaunchError("a launch needs a command, got none; add one, such as `python train.py`")
+        raise LaunchError(
+            "a launch must have a command, got none; add one, such as `python train.py`"
+        )
     first, *rest = argv
     if first in ("python", "python3"):
         return [sys.executable, *rest]

@@ -52,7 +52,7 @@ def test_options_after_the_command_belong_to_it(dashes):
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["-n", "2"], "needs a command"),
+        (["-n", "2"], "must have a command"),
         (["-n", "2", "no-such-program"], "no-such-program"),
         (["-n", "4", "--nodes", "3", "python"], "4 ranks cannot make 3"),
         (["-n", "2", "--mpirun", "/nowhere/mpirun", "python"], "/nowhere/mpirun"),
@@ -260,7 +260,7 @@ def test_a_signal_ends_with_128_and_its_number_or_with_85_if_ranks_poll(
 def test_launch_beyond_its_limit_reports_it():
     done = hpctrain("launch", "-n", "1", "--timeout", "0.5", "sleep", "60")
     assert done.returncode == 124
-    assert "the launch was ended after 0.5 s, as --timeout asks" in done.stderr
+    assert "the launch was ended after 0.5 s, the limit of --timeout" in done.stderr
 
 
 @pytest.mark.launches

