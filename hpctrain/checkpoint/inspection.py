@@ -30,7 +30,7 @@ def checkpoints_in(path: Path | str) -> list[Path]:
     if steps := shelf.steps():
         return [shelf.path(step) for step in reversed(steps)]
     raise CheckpointError(
-        f"there is no checkpoint in {folder} that is finished and in use; give a run directory or "
+        f"{folder} must contain a complete checkpoint, but has none; pass a run directory or "
         f"one of its checkpoints"
     )
 
@@ -47,14 +47,14 @@ def checkpoint_of(path: Path | str, which: str) -> Path:
         if scored:
             return max(scored)[1]
         raise CheckpointError(
-            f"the best checkpoint needs a score, but none of {path} was saved after a test; set "
-            f"checkpoint.keep_best or test.patience"
+            f"the best checkpoint must have a score, but no checkpoint of {path} was saved "
+            f"after a test; set checkpoint.keep_best or test.patience"
         )
     steps = {str(step_of(one.name)): one for one in found}
     if which not in steps:
         raise CheckpointError(
-            f"a checkpoint is last, best, or a number of steps, which here is one of "
-            f"{', '.join(steps)}; got {which!r}"
+            f"a checkpoint must be last, best, or the step of a checkpoint, here one of "
+            f"{', '.join(steps)}, got {which!r}"
         )
     return steps[which]
 

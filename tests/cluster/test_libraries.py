@@ -281,7 +281,7 @@ def world(*masks):
 
 def test_ranks_that_share_cores_are_warned_with_the_mask_and_in_the_same_words():
     (text,) = {core_warning(topology) for topology in world((0, 1), (0, 1), (0, 1))}
-    assert "3 ranks take turns on 2 cores of vm (mask 0-1)" in text
+    assert "3 ranks share 2 cores of vm (mask 0-1)" in text
     assert {core_warning(topology) for topology in world((0,), (1,))} == {None}
     assert {core_warning(topology) for topology in world((0, 1), (0, 1))} == {None}
 
@@ -304,9 +304,9 @@ def test_ranks_that_cannot_reach_each_others_accelerators_are_warned_in_the_same
 
 def test_ranks_that_share_accelerators_are_warned():
     (text,) = told_of_accelerators("", "")
-    assert text.startswith("2 ranks of vm share 1 accelerator: ")
+    assert text.startswith("2 ranks of vm share 1 accelerator, ")
     (text,) = told_of_accelerators(*["0,1"] * 3, devices=2)
-    assert "share 2 accelerators: fine for a trial; for work start 2 on a node" in text
+    assert "share 2 accelerators, which is slow; start 2 on a node" in text
 
 
 @pytest.mark.parametrize(
