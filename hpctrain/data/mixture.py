@@ -145,11 +145,11 @@ class Mixture:
     def _check(self, pairs: list[tuple[Samples, float]], length: int | None) -> None:
         if not pairs or any(not 0 < weight < float("inf") for _, weight in pairs):
             raise DataError(
-                f"a mixture needs data sets with positive weights, got "
+                f"a mixture must have data sets with positive weights, got "
                 f"{[weight for _, weight in pairs]}"
             )
         if length is not None and length < 1:
-            raise DataError(f"an epoch of a mixture needs at least 1 sample, got {length}")
+            raise DataError(f"an epoch of a mixture must have at least 1 sample, got {length}")
         for source in self.sources:
             if not len(source):
                 raise DataError(f"data sets of a mixture must have samples, but {source} has none")
@@ -176,7 +176,8 @@ def _whole(weights: NDArray[np.float64]) -> Indices:
     counts[np.argsort(counts - exact, kind="stable")[: PERIOD - int(counts.sum())]] += 1
     if not counts.all():
         raise DataError(
-            f"the smallest weight of a mixture is 1/{PERIOD} of their sum, got {weights.tolist()}"
+            f"weights of a mixture must be at least 1/{PERIOD} of their sum, got "
+            f"{weights.tolist()}"
         )
     return counts
 

@@ -102,7 +102,7 @@ class NodeFolder:
 
     def __reduce__(self) -> Any:
         """Refuse: a copy in another process would hold nothing."""
-        raise TypeError("a NodeFolder belongs to one process")
+        raise TypeError("a NodeFolder must be used by the process that created it")
 
 
 def sweep(parent: Path) -> list[Path]:

@@ -194,7 +194,7 @@ class ShardedDataset(Indexable):
         # As unsigned numbers, negative ones are too large as well.
         if wanted.size and wanted.view(np.uint64).max() >= self._num_samples:
             raise DataError(
-                f"indices are in [0, {len(self)}), got {wanted.min()} to {wanted.max()}"
+                f"indices must be in [0, {len(self)}), got {wanted.min()} to {wanted.max()}"
             )
         return wanted
 

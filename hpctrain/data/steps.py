@@ -62,15 +62,15 @@ class Ordering:
     ) -> Self:
         """Choose an order by the sizes of samples and data set, never by the machine."""
         if name not in ("auto", "global", "window", "sequential"):
-            raise DataError(f"order is auto, global, window or sequential, got {name!r}")
+            raise DataError(f"order must be auto, global, window or sequential, got {name!r}")
         if isinstance(dataset, Mixture):
             if name not in ("auto", "sequential"):
                 raise DataError(
-                    f'a mixture has an order of its own, but got order={name!r}; use "auto"'
+                    f'a mixture must be read in its own order, got order={name!r}; use "auto"'
                 )
             return cls(name="sequential")
         if shape is not None and name not in ("auto", "window"):
-            raise DataError(f'window= needs order="window", got order={name!r}')
+            raise DataError(f'window= must be used with order="window", got order={name!r}')
         usual = WindowShape.of(global_batch, dataset.sample_bytes, dataset.block_size)
         if name == "auto" and shape is None:
             is_global = (

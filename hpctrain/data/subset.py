@@ -34,18 +34,18 @@ class Subset(Indexable):
         given = np.asarray([] if self._range else indices)
         if given.size and given.dtype.kind not in "iu":
             raise DataError(
-                f"a subset needs the numbers of its samples, got {given.dtype} values; for a mask "
-                f"use numpy.flatnonzero(mask)"
+                f"a subset must have the numbers of its samples, got {given.dtype} values; "
+                f"for a mask use numpy.flatnonzero(mask)"
             )
         self._indices = given.astype(np.int64)
         self._length = len(self._range) if self._range else self._indices.size
         if not self._length or self._indices.ndim != 1:
-            raise DataError("a subset has at least 1 sample, its indices have one dimension")
+            raise DataError("a subset must have at least 1 sample and indices of one dimension")
         ends = (self._range[0], self._range[-1]) if self._range else self._indices
         low, high = int(np.min(ends)), int(np.max(ends))
         if low < 0 or high >= len(dataset):
             raise DataError(
-                f"a subset chooses from [0, {len(dataset)}), got indices from {low} to {high}"
+                f"indices of a subset must be in [0, {len(dataset)}), got {low} to {high}"
             )
         chosen = hashlib.sha256(json.dumps([dataset.uuid, str(self._range)]).encode())
         chosen.update(self._indices.tobytes())
@@ -69,7 +69,7 @@ class Subset(Indexable):
         wanted = np.asarray(indices, np.int64)
         if wanted.size and not 0 <= wanted.min() <= wanted.max() < len(self):
             raise DataError(
-                f"indices are in [0, {len(self)}), got {wanted.min()} to {wanted.max()}"
+                f"indices must be in [0, {len(self)}), got {wanted.min()} to {wanted.max()}"
             )
         chosen = self._chosen(wanted)
         try:

@@ -73,8 +73,8 @@ def test_verify_ends_with_0_1_or_2(run, tmp_path):
     flip(run / "checkpoints" / "step-00000020" / "rank-00000.safetensors")
     result = call("verify", run)
     assert result.exit_code == 1
-    assert "step-00000010: whole\n" in result.output
-    assert "step-00000020: not whole" in result.output
+    assert "step-00000010: intact\n" in result.output
+    assert "step-00000020: damaged" in result.output
     assert "rank-00000.safetensors" in result.output
     record = json.loads(call("verify", run, "--json").output)
     assert [len(report["faults"]) for report in record] == [0, 1]

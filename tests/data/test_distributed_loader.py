@@ -243,17 +243,17 @@ REFUSED = {
         NUMBERS, batch_sampler=BatchSampler(DistributedSampler(NUMBERS, 2, 0), 2, drop_last=False)
     ),
     "elastic": lambda: DataLoader(NUMBERS, sampler=hpctrain.elastic.ElasticSampler(NUMBERS)),
-    "overrides __iter__": lambda: Own(NUMBERS),
+    "must not override __iter__": lambda: Own(NUMBERS),
     "batch_size=None": lambda: DataLoader(NUMBERS, batch_size=None),
     "every size\\(\\)-th batch": lambda: DataLoader(Counting(9), batch_size=None),
-    "shard_data\\(\\) takes": lambda: 3,
+    "shard_data\\(\\) must get": lambda: 3,
 }
 
 
 @RANKS
 @pytest.mark.parametrize("why", REFUSED)
 def test_unsupported_loaders_raise_on_every_rank(world, why):
-    text = "divided among the ranks already" if why in ("in batches", "elastic") else why
+    text = "already divided among the ranks" if why in ("in batches", "elastic") else why
     wrong = world.rank == world.size - 1
     with pytest.raises(MismatchError, match=text):
         hpctrain.shard_data(REFUSED[why]() if wrong else DataLoader(NUMBERS))
@@ -384,7 +384,7 @@ def test_a_short_batch_among_passes_and_a_sampler_that_fails_are_errors_on_every
         torch.optim.SGD(model.parameters(), lr=0.1), backward_passes_per_step=2
     )
     loader = hpctrain.shard_data(DataLoader(Numbers(22), batch_size=4), wrapped)
-    with pytest.raises(ConfigError, match=r"got one of 2 samples where batch_size is 4"):
+    with pytest.raises(ConfigError, match=r"got one of 2 samples with batch_size 4"):
         iter(loader)
     wrapped.set_backward_passes_per_step(1)
     assert len(list(loader)) == 6
@@ -395,7 +395,7 @@ def test_a_short_batch_among_passes_and_a_sampler_that_fails_are_errors_on_every
             raise ValueError("no more")
 
     loader = hpctrain.shard_data(DataLoader(NUMBERS, batch_sampler=Failing()), Notes())
-    with pytest.raises(DataError, match="fails on rank 0: ValueError: no more"):
+    with pytest.raises(DataError, match="could not be computed on rank 0: ValueError: no more"):
         list(loader)
     assert world.allgather(0) == [0] * world.size
 

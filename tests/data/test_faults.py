@@ -152,7 +152,7 @@ def test_a_shard_that_is_truncated_or_missing_is_named_when_the_set_is_opened(
     directory, num_bytes
 ):
     path, shard = file_of(directory, 1)
-    words = rf"{path.name}: it has {shard.num_bytes} bytes"
+    words = rf"{path.name}: it must have {shard.num_bytes} bytes"
     if num_bytes is None:
         path.unlink()
         words = rf"cannot read shard .*{path.name}: No such file"
@@ -201,7 +201,7 @@ def test_a_shard_of_another_data_set_of_the_same_size_is_found(directory, tmp_pa
     if is_open:
         dataset.take(range(100))
     path.write_bytes(theirs.read_bytes())
-    with pytest.raises(CorruptError, match=f"{path.name}: it is not the file that its manifest"):
+    with pytest.raises(CorruptError, match=f"{path.name}: it is not the file of its manifest"):
         take_three_times(dataset)
 
 

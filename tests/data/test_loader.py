@@ -179,11 +179,11 @@ def test_a_batch_is_a_tuple_a_mapping_and_a_record(dataset_of):
         ({"ragged": "list"}, "packed, padded"),
         ({"order": "random"}, "global, window or sequential"),
         ({"order": "global", "window": WindowShape(block=1, window=1, lanes=1)}, "window="),
-        ({"tail": "drop", "global_batch": 32}, "no step"),
+        ({"tail": "drop", "global_batch": 32}, "at least one step"),
         ({"on_corrupt": "ignore"}, "raise, skip"),
-        ({"on_corrupt": "skip"}, "needs comm"),
+        ({"on_corrupt": "skip"}, "must have comm"),
         ({"micro_shards": 1}, "micro_shards = 1 on 2 ranks"),
-        ({"micro_shards": 2, "on_corrupt": "skip"}, "fixed parts of a global batch"),
+        ({"micro_shards": 2, "on_corrupt": "skip"}, "must be 'raise' with micro_shards"),
     ],
 )
 def test_wrong_arguments_raise(wrong, words):

@@ -134,9 +134,9 @@ def test_a_state_is_the_same_in_every_release():
         ({"consumed": 61}, "0 to 60 samples"),
         ({"epoch": -1}, "epoch -1"),
         ({"order": "random"}, "no order 'random'"),
-        ({"order": "window"}, "not the state of a loader"),
-        ({"seed": None}, "not the state of a loader"),
-        ({"skipped": [3]}, "not the state of a loader"),
+        ({"order": "window"}, "must be a result of state_dict"),
+        ({"seed": None}, "must be a result of state_dict"),
+        ({"skipped": [3]}, "must be a result of state_dict"),
     ],
 )
 def test_incompatible_state_raises_and_changes_nothing(change, words):

@@ -100,7 +100,7 @@ class LoaderMachine(RuleBasedStateMachine):
         if consumed == N:
             assert next(batches, None) is None
         else:
-            with pytest.raises(DataError, match="a pass over a loader ends"):
+            with pytest.raises(DataError, match="a pass over a loader must not continue"):
                 next(batches)
 
     @rule()
@@ -178,5 +178,5 @@ def test_a_pass_under_way_ends_where_its_loader_goes_elsewhere(move):
     batches = iter(loader)
     next(batches)
     move(loader)
-    with pytest.raises(DataError, match="a pass over a loader ends"):
+    with pytest.raises(DataError, match="a pass over a loader must not continue"):
         next(batches)

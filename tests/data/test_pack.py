@@ -171,7 +171,7 @@ def test_a_data_set_is_replaced_only_when_that_is_said(tmp_path):
     pack(tmp_path / "x.npy", tmp_path / "set", PackConfig(overwrite=True))
     assert read_whole(tmp_path / "set")["x"] == [0, 1, 2]
     assert len(list((tmp_path / "set").glob("*.h5"))) == 1
-    with pytest.raises(DataError, match="already; to cut it"):
+    with pytest.raises(DataError, match="is one; to change its"):
         pack(tmp_path / "set", tmp_path / "other")
 
 

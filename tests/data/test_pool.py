@@ -160,7 +160,7 @@ def test_an_error_comes_back_with_the_users_frames_and_its_traceback_is_the_caus
 
 def test_a_transform_that_does_not_pickle_is_refused_at_the_start():
     lock = threading.Lock()
-    with pytest.raises(DataError, match=r"must pickle, but: .*lock.*workers=0"):
+    with pytest.raises(DataError, match=r"must pickle, .*lock.*workers=0"):
         DecodePool(make_numbers(), lambda columns: lock and columns, 1)
 
 

@@ -154,7 +154,7 @@ def test_what_a_data_set_tells_of_itself(tmp_path):
 def test_index_out_of_range_raises(directory, indices):
     dataset = ShardedDataset(directory)
     for read in (dataset.take, dataset.will_need):
-        with pytest.raises(DataError, match=r"indices are in \[0, 100\)"):
+        with pytest.raises(DataError, match=r"indices must be in \[0, 100\)"):
             read(indices)
 
 
@@ -274,10 +274,10 @@ def test_data_unreadable_on_one_rank_raise_on_every_rank(world, shared):
     if world.rank == 0:
         os.truncate(shared / shard.file, 100)
     world.Barrier()
-    with pytest.raises(DataError, match=rf"{shard.file}: it has {shard.num_bytes} bytes"):
+    with pytest.raises(DataError, match=rf"{shard.file}: it must have {shard.num_bytes} bytes"):
         ShardedDataset.open(shared, comm)
     world.Barrier()
     if world.rank == 0:
         (shared / MANIFEST).unlink()
-    with pytest.raises(DataError, match="there is none in"):
+    with pytest.raises(DataError, match="has none"):
         ShardedDataset.open(shared, comm)

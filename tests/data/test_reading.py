@@ -35,7 +35,10 @@ def test_a_transform_makes_the_fields_of_a_batch_and_a_function_of_a_sample_any_
 @pytest.mark.parametrize(
     ("transform", "words"),
     [
-        (PerSample(lambda s: {"x": torch.zeros(1, int(s["number"]))}), "first dimension only"),
+        (
+            PerSample(lambda s: {"x": torch.zeros(1, int(s["number"]))}),
+            "except the first",
+        ),
         (PerSample(lambda s: {f"x{s['number']}": 1}), "the same fields"),
         (lambda fields: fields["number"], "tensors by field"),
     ],
@@ -46,7 +49,7 @@ def test_unsupported_values_of_a_batch_raise(transform, words):
 
 
 def test_random_numbers_without_a_loader_are_told():
-    with pytest.raises(DataError, match="give it to a Loader"):
+    with pytest.raises(DataError, match="pass it to a Loader"):
         PerSample(noisy, random=True)(InMemory(4).take([1]))
 
 
@@ -131,7 +134,7 @@ def test_another_pass_ends_the_one_before():
     first = iter(loader)
     next(first)
     assert next(iter(loader)).num_samples == 10
-    with pytest.raises(DataError, match="when another one begins"):
+    with pytest.raises(DataError, match="must not continue after another pass"):
         next(first)
     state = loader.state_dict()
     for change in (lambda: loader.set_epoch(3), lambda: loader.load_state_dict(state)):

@@ -142,8 +142,8 @@ def test_interrupted_rewriting_resumes(original, tmp_path, monkeypatch):
     [
         ({"samples_per_shard": 0}, "samples_per_shard must be positive, got 0"),
         ({"block_size": -1}, "block_size must be positive, got -1"),
-        ({"samples_per_shard": 1, "shard_bytes": 1}, "give one of them"),
-        ({"compression": "gzip"}, "compression is zstd or none, got 'gzip'"),
+        ({"samples_per_shard": 1, "shard_bytes": 1}, "omit one"),
+        ({"compression": "gzip"}, "compression must be zstd or none, got 'gzip'"),
     ],
 )
 def test_a_shape_without_a_meaning_is_refused(options, words):

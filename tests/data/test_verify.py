@@ -110,7 +110,7 @@ def make_folder(path, _):
         (flip_text, "is damaged: block 3 of field text has changed", (61, 68)),
         (
             lambda path, found: flip(path, found.places["image"].crc_offset),
-            "has damaged checksums of field image; its samples are whole",
+            "has damaged checksums of field image; its samples are intact",
             (),
         ),
         (lambda path, _: flip(path, 0), "(the metadata of HDF5)", ()),
@@ -152,12 +152,12 @@ def test_a_lost_or_damaged_manifest_is_a_fault(damaged, content):
     if content is not None:
         (damaged / MANIFEST).write_bytes(content)
     assert only_fault(damaged).file == MANIFEST
-    assert "take the manifest from another copy" in verify(damaged).lines()[-1]
+    assert "restore the manifest from another copy" in verify(damaged).lines()[-1]
 
 
 def test_where_there_is_no_directory_nothing_can_be_checked(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(DataError, match=r"a data set is a directory, .* is none"):
+    with pytest.raises(DataError, match=r"a data set must be a directory, .* is not"):
         verify(tmp_path / "file")
     for name in ("none", "file/none"):
         with pytest.raises(DataError, match=r"cannot see the data set .*; check path and mount"):
@@ -232,5 +232,5 @@ def test_all_ranks_get_the_report_of_one(world, comm, tmp_path_factory):
 def test_of_a_set_that_was_not_finished_the_way_out_is_to_go_on(tmp_path):
     (tmp_path / "train-r00000.journal").touch()
     lines = "\n".join(verify(tmp_path).lines())
-    assert "the same one, run again, goes on" in lines
+    assert "run the same command again to continue" in lines
     assert "removes them" not in lines

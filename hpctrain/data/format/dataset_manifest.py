@@ -55,11 +55,15 @@ class Field:
 
     def __post_init__(self) -> None:
         if any(extent < 0 for extent in self.shape):
-            raise DataError(f"a sample's shape has no negative extent, got {self.shape}")
+            raise DataError(
+                f"the shape of a sample must not have negative sizes, got {self.shape}"
+            )
         try:
             dtype = np.dtype(self.dtype)
         except TypeError:
-            raise DataError(f"{self.dtype!r} is not a dtype of numpy") from None
+            raise DataError(
+                f"the type of a field must be a dtype of numpy, got {self.dtype!r}"
+            ) from None
         little = dtype.newbyteorder("<").str
         if dtype.kind not in _KINDS or dtype.itemsize > 8 or self.dtype != little:
             raise DataError(
@@ -67,7 +71,7 @@ class Field:
                 f"bytes, got dtype {self.dtype}; convert it first"
             )
         if self.compression not in COMPRESSIONS:
-            raise DataError(f"compression is None or zstd, got {self.compression!r}")
+            raise DataError(f"compression must be None or zstd, got {self.compression!r}")
 
     @classmethod
     def of(
@@ -130,12 +134,14 @@ class Manifest:
 
     def __post_init__(self) -> None:
         if not PLAIN_NAME.fullmatch(self.split):
-            raise DataError(f"a split is a word such as train, got {self.split!r}")
+            raise DataError(f"a split must be a word such as train, got {self.split!r}")
         if not self.fields:
-            raise DataError('a data set needs at least one field, such as {"x": ((8, 8), "f4")}')
+            raise DataError(
+                'a data set must have at least one field, such as {"x": ((8, 8), "f4")}'
+            )
         for name in self.fields:
             if not name.isidentifier():
-                raise DataError(f"a field has the name of a Python variable, got {name!r}")
+                raise DataError(f"a field must have the name of a Python variable, got {name!r}")
         if self.block_size < 1:
             raise DataError(f"block_size must be positive, got {self.block_size}")
         for shard in self.shards:
@@ -186,8 +192,8 @@ class Manifest:
             return cls._from_record(json.loads(path.read_text()))
         except FileNotFoundError:
             raise DataError(
-                f"a data set needs its {MANIFEST}, but there is none in {directory}; make it with "
-                f"hpctrain data pack, or give the right directory"
+                f"a data set must have a {MANIFEST}, but {directory} has none; create it with "
+                f"hpctrain data pack, or pass the right directory"
             ) from None
         except OSError as error:
             raise DataError(f"cannot read {path}: {reason_of(error)}; check the mount") from error
@@ -264,7 +270,7 @@ class Manifest:
 
     def _check_shard(self, shard: ShardEntry) -> None:
         if not PLAIN_NAME.fullmatch(shard.file):
-            raise DataError(f"a shard is a plain file name, got {shard.file!r}")
+            raise DataError(f"a shard must be a plain file name, got {shard.file!r}")
         if shard.num_samples < 1:
             raise DataError(f"shard {shard.file} must have samples, got {shard.num_samples}")
         if shard.places.keys() != self.fields.keys():
@@ -278,7 +284,8 @@ class Manifest:
             if (None not in index) != field.ragged:
                 raise DataError(
                     f"only ragged fields must have an index, but field {name} of shard "
-                    f"{shard.file} is{'' if field.ragged else ' not'} ragged, its index {index}"
+                    f"{shard.file} is{'' if field.ragged else ' not'} ragged and its index is "
+                    f"{index}"
                 )
             num_rows = shard.num_samples if place.num_rows is None else place.num_rows
             for offset, size in (
@@ -288,8 +295,8 @@ class Manifest:
             ):
                 if offset is not None and not 0 <= offset <= shard.num_bytes - size:
                     raise DataError(
-                        f"field {name} needs {size} bytes from byte {offset}, "
-                        f"but shard {shard.file} has {shard.num_bytes}"
+                        f"field {name} must end inside its shard, but has {size} bytes from "
+                        f"byte {offset} and shard {shard.file} has {shard.num_bytes}"
                     )
 
 
@@ -325,7 +332,7 @@ def _check_numbers(value: object) -> None:
         for one in value.values() if isinstance(value, dict) else value:
             _check_numbers(one)
     elif isinstance(value, float) or (isinstance(value, int) and not 0 <= value < _MOST):
-        raise DataError(f"its numbers are whole, at least 0 and less than 2^62, got {value}")
+        raise DataError(f"its numbers must be integers, at least 0 and below 2^62, got {value}")
 
 
 def shard_file(split: str, uuid: str, shard: int, num_shards: int) -> str:

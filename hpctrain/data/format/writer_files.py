@@ -127,7 +127,7 @@ class WriterLock:
             self._file.close()
             raise DataError(
                 f"a data set must have one writer at a time, but {holder} writes to "
-                f"{self._path.parent}; wait for its end, or choose another directory"
+                f"{self._path.parent}; wait until it ends, or choose another directory"
             ) from None
         except OSError as error:
             logger.warning(
@@ -170,7 +170,7 @@ class Publication:
         sizes = self._comm.allgather_object((len(draft.shards), draft.num_samples))
         num_shards = sum(some for some, _ in sizes)
         if not num_shards:
-            raise DataError("a data set needs at least one sample, got none")
+            raise DataError("a data set must have at least one sample, got none")
         before = sizes[: self._comm.rank]
         first = sum(some for some, _ in before)
         names = [

@@ -158,7 +158,7 @@ def _opened(
         if comm.rank == 0 or is_on_each:
             found = open_source(source, kind, config)
             if found.is_indexed and not found.num_samples:
-                raise DataError(f"a data set needs at least one sample, {source} has none")
+                raise DataError(f"a data set must have at least one sample, but {source} has none")
             if not found.is_indexed and config.shuffle is not None:
                 loaded = LoadedSamples(found, SHUFFLED_BYTES // comm.size)
                 found = replace(found, runs=[(len(loaded), loaded)], parts=())
@@ -197,7 +197,8 @@ def _explained() -> Iterator[None]:
         yield
     except OSError as error:
         raise DataError(
-            f"cannot read {error.filename or 'the source'}: {reason_of(error)}; check the source"
+            f"cannot read {error.filename or 'the source'}: {reason_of(error)}; check the "
+            f"path and its permissions"
         ) from error
     except MemoryError as error:
         raise DataError(

@@ -85,8 +85,8 @@ def columns_of(names: Sequence[str], wanted: WantedFields, path: str) -> Columns
         for at in found:
             if names.count(at) > 1:
                 raise DataError(
-                    f"columns need different names, but {path} has {names.count(at)} named {at}; "
-                    f"rename them"
+                    f"columns must have different names, but {path} has {names.count(at)} "
+                    f"named {at}; rename them"
                 )
     return columns
 
@@ -143,7 +143,7 @@ def open_csv(files: Sequence[str], wanted: WantedFields) -> PackSource:
     """Examine CSV files; ``.tsv`` has tabs. Numbers become numbers, all else texts, as bytes."""
     first = next(_blocks(files[0]), None)
     if first is None:
-        raise DataError(f"a data set needs at least one sample, {files[0]} has no rows")
+        raise DataError(f"a data set must have at least one sample, but {files[0]} has no rows")
     columns = columns_of(first.names, wanted, files[0])
     kinds = {at: _kind_of(first.column(at)) for at in first.names}
     padded = {at for at in kinds if any(map(_PADDED.match, first.column(at)))}
@@ -254,13 +254,14 @@ def _notes(columns: Columns, kinds: Mapping[str, str], first: CsvBlock) -> Itera
     names = first.names
     if all(map(_NUMBER.match, names)):
         yield (
-            f"the first line of {first.path}, {', '.join(names[:4])}, was taken for the names of "
-            f"columns; if it is a sample, put a line of names before it"
+            f"the first line of {first.path}, {', '.join(names[:4])}, is read as names of "
+            f"columns; if it is a sample, insert a line of names before it"
         )
     if len(names) == 1 and (separator := _SEPARATOR.search(names[0])):
         yield (
-            f"{first.path} has one column, {names[0]!r}: values are separated by commas, and by "
-            f"tabs in a file .tsv, not by {separator[0]!r}; convert the file if that is not meant"
+            f"{first.path} has one column, {names[0]!r}: values must be separated by commas, or "
+            f"by tabs in a .tsv file, not by {separator[0]!r}; convert the file if it has "
+            f"several columns"
         )
     free = [(name, names) for name, (names, dtype) in columns.items() if dtype is None]
     types: dict[str, type[int] | type[float]] = {"i8": int, "f8": float}
@@ -269,7 +270,7 @@ def _notes(columns: Columns, kinds: Mapping[str, str], first: CsvBlock) -> Itera
         if odd := next(filter(_PADDED.match, first.column(at)), None):
             yield (
                 f"column {at} of {first.path} has numbers such as {odd.strip()}, packed as "
-                f"{kind(odd)}; to keep them as they are written: --field {name}={at}:{TEXT}"
+                f"{kind(odd)}; to keep their text: --field {name}={at}:{TEXT}"
             )
 
 

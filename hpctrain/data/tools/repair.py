@@ -78,8 +78,8 @@ def _manifest(directory: Path, source: Path | None) -> tuple[Manifest, list[str]
         return copy, [f"took {MANIFEST} from {source}"]
     if copy is not None and copy.uuid != manifest.uuid:
         raise DataError(
-            f"--from must be a copy of the same data set, but {source} is {copy.uuid} "
-            f"and {directory} is {manifest.uuid}; give another copy"
+            f"--from must be a copy of the same data set, but {source} is {copy.uuid} and "
+            f"{directory} is {manifest.uuid}; pass another copy"
         )
     return manifest, []
 
@@ -120,7 +120,7 @@ def _take_shard(source: Path, directory: Path, shard: ShardEntry) -> str:
     path = source / shard.file
     try:
         if path.stat().st_size != shard.num_bytes or crc32_of(path) != shard.crc32:
-            return "it is damaged there too"
+            return "it is damaged in the copy too"
     except OSError as error:
         return reason_of(error)
     with explained(directory), publishing(directory / shard.file) as part:

@@ -42,9 +42,11 @@ class Shape:
             if value is not None and value < 1:
                 raise DataError(f"{name} must be positive, got {value}")
         if self.samples_per_shard and self.shard_bytes:
-            raise DataError("a shard is cut by its samples or by its bytes; give one of them")
+            raise DataError(
+                "the size of shards must be given in samples or in bytes, not in both; omit one"
+            )
         if self.compression not in (None, "none", "zstd"):
-            raise DataError(f"compression is zstd or none, got {self.compression!r}")
+            raise DataError(f"compression must be zstd or none, got {self.compression!r}")
 
 
 def reshard(
@@ -158,7 +160,7 @@ def parse_shares(texts: Sequence[str]) -> dict[str, Fraction]:
         except (ValueError, ZeroDivisionError):
             share = Fraction(0)
         if not PLAIN_NAME.fullmatch(name) or share <= 0:
-            raise DataError(f"a part is a name and a share such as train=0.9, got {text!r}")
+            raise DataError(f"a part must be a name and a share such as train=0.9, got {text!r}")
         if name in shares:
             raise DataError(f"each part must have its own name, got {name} twice")
         shares[name] = share

@@ -97,7 +97,7 @@ def test_a_column_of_csv_stays_as_it_is_written(tmp_path, packed):
     done, found = packed(tmp_path / "t.csv", fields={"id": "id", "when": "when:text"})
     assert list(found["id"]) == [123, 7]
     assert [bytes(text) for text in found["when"]] == [b"2020-01-01", b"2021-01-01"]
-    assert "such as 00123, packed as 123; to keep them" in done.notes[0]
+    assert "such as 00123, packed as 123; to keep their text" in done.notes[0]
     assert "--field id=id:text" in done.notes[0]
     done, found = packed(tmp_path / "t.csv", fields={"id": "id:text"})
     assert [bytes(text) for text in found["id"]] == [b"00123", b"7"]
@@ -107,8 +107,8 @@ def test_a_column_of_csv_stays_as_it_is_written(tmp_path, packed):
 @pytest.mark.parametrize(
     ("text", "note"),
     [
-        ("1,2\n3,4\n5,6\n", "the first line of {}, 1, 2, was taken for the names of columns"),
-        ("a;b\n1;2\n", "{} has one column, 'a;b': values are separated by commas"),
+        ("1,2\n3,4\n5,6\n", "the first line of {}, 1, 2, is read as names of columns"),
+        ("a;b\n1;2\n", "{} has one column, 'a;b': values must be separated by commas"),
     ],
 )
 def test_a_first_line_that_names_no_columns_is_told(tmp_path, packed, text, note):

@@ -44,7 +44,7 @@ def test_images_may_stay_as_they_are_and_do_where_their_sizes_differ(tmp_path, p
         {"0.tar": samples_tar({f"{index}": sample(index, 4 + index) for index in (0, 2)})},
     )
     done, found = packed(tmp_path / "0.tar", fields={"x": "png"})
-    assert "differ in size, from 4x4 to 6x6" in done.notes[0]
+    assert "have different sizes, from 4x4 to 6x6" in done.notes[0]
     for options in ({"fields": {"x": "png:bytes"}}, {"fields": {"x": "png"}, "encoded": True}):
         done, kept = packed(tmp_path / "0.tar", **options)
         assert done.notes == ()
