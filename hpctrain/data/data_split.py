@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.core.atomic import publishing, reason_of
+from hpctrain.core.atomic import publishing, reason_of, refusal
 from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import DataError
 from hpctrain.core.paths import absolute
@@ -87,7 +87,10 @@ class Split:
                 uuid, about = np.str_(self.uuid), np.str_(self.about)
                 np.savez(file, uuid=uuid, parts=self.parts, num_parts=number, about=about)
         except OSError as error:
-            raise DataError(f"cannot write the split {path}: {reason_of(error)}") from error
+            raise DataError(
+                f"the file of a split must be writable, but {path} cannot be written: "
+                f"{refusal(error, 'choose another name')}"
+            ) from error
 
     @cached_property
     def checksum(self) -> str:

@@ -53,8 +53,9 @@ def _check(config: RunConfig, comm: Communicator) -> None:
     train, sync, parallel = config.train, config.sync, config.parallel
     if config.log.noise_scale and (train.reproducible or sync.is_local or parallel.divides):
         raise ConfigError(
-            "log.noise_scale compares gradients of ranks with their average, which "
-            "train.reproducible, a local sync.method and [parallel] lack; leave one of them out"
+            "log.noise_scale must be false with train.reproducible, a local sync.method or "
+            "[parallel], which have no gradients of ranks with their average; omit one of "
+            "them"
         )
     if _name(config) in ("averaged", "sharded") and parallel.dp not in (0, comm.size):
         raise ConfigError(

@@ -332,7 +332,7 @@ REFUSED = {
         "make": lambda _: adamw([nn.Parameter(torch.zeros(2))])
     },
     "must have one or two axes, got 4 axes": {"mesh": build_mesh},
-    "No such file or directory; free space there": {"offload": "/not/there"},
+    "No such file or directory; use another folder": {"offload": "/not/there"},
 }
 
 

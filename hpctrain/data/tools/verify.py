@@ -106,7 +106,8 @@ class FaultReport:
         )
         way_out = (
             f"restore the shards from another copy: hpctrain data repair {self.directory} "
-            f'--from COPY; without a copy, pack the source again, or train without them: on_corrupt="skip"'
+            f"--from COPY; without a copy, pack the source again, or skip them in training: "
+            f'on_corrupt="skip"'
         )
         return [*lines, lost, way_out]
 
