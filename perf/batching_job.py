@@ -1,7 +1,7 @@
-"""One job of ``bench_batching.py``, on the ranks of a cluster: a stream of named all-reduces.
+"""One job of ``bench_batching.py`` on the ranks of a cluster: a stream of named all-reduces.
 
-The world is made anew for every pair of fusion and cycle, as a user would set it by variables, and
-once without them, as the plan has it.
+The job creates a new world for every pair of fusion and cycle, as if a user had set the variables,
+and one without variables, which uses the plan.
 """
 
 import argparse

@@ -1,10 +1,11 @@
-"""Fusion and cycle of named operations: what the plan chooses, against a sweep of both.
+"""Fusion and cycle of named operations: the choice of the plan against a sweep of both.
 
     python perf/bench_batching.py [--quick] [--json FILE]
 
-Two virtual nodes of one rank each, see ``bench_network.py``. A stream of small all-reduces is
-timed for every pair of fusion and cycle; then the best pair and the plan's own choice run in turn.
-The ratio is the time of the choice over that of the best: 1.1 is what is asked at most.
+The cluster has two virtual nodes of one rank each, as in ``bench_network.py``. The job times a
+stream of small all-reduces for every pair of fusion and cycle, then interleaves the best pair and
+the choice of the plan. The ratio is the time of the choice over that of the best pair; it must be
+at most 1.1.
 """
 
 import argparse

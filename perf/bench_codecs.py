@@ -1,12 +1,13 @@
-"""Codecs: what coding costs on one core, and an all-reduce between nodes by each of them.
+"""Codecs: cost of coding on one core, and an all-reduce between nodes with each codec.
 
     python perf/bench_codecs.py [--quick] [--json FILE]
 
-The first table codes and decodes a bucket on one core, over a copy of as many bytes: once, and as
-a node does in a step, which also decodes what arrives and codes the sum, without a link. The
-second reduces one between nodes of a virtual cluster, where that works (``python -m
-tests.cluster.vcluster``), all codecs in turn in one job, and counts what left the nodes. Ratios
-are times of no compression over those of the codec: above 1 the codec is faster.
+The first table codes and decodes a bucket on one core and divides the time by that of a copy of as
+many bytes: once, and as a node does in a step, which also decodes received data and codes the sum,
+without a link. The second table reduces a bucket between nodes of a virtual cluster, if the
+machine supports one (``python -m tests.cluster.vcluster``), with all codecs interleaved in one
+job, and counts the bytes that leave the nodes. Ratios are times without compression over those of
+the codec: above 1 the codec is faster.
 """
 
 import argparse

@@ -2,10 +2,11 @@
 
     python perf/bench_cost.py [--quick] [--rates 1gbit 200mbit] [--json FOLDER [--more]]
 
-Nodes are namespaces of this machine, as for ``bench_network.py``. Of each rate all points go into
-one file, to which ``hpctrain bench fit`` fits a machine. Printed is how far the models are off on
-points that the fit has not seen: half of them, drawn at random. Of each point the least time
-counts, over rounds and over runs (``--more``): others who use the machine only add to it.
+Nodes are namespaces of this machine, as in ``bench_network.py``. All points of a rate are stored
+in one file, to which ``hpctrain bench fit`` fits a machine. The program prints the errors of the
+models on points that were not used by the fit: half of them, drawn at random. The time of a point
+is the minimum over rounds and over runs (``--more``), because other load of the machine only
+increases it.
 """
 
 import argparse

@@ -1,24 +1,24 @@
-"""Reading samples in random order: hpctrain beside a raw map, h5py, MosaicML and webdataset.
+"""Reading samples in random order: hpctrain, a raw map, h5py, MosaicML and webdataset.
 
     python perf/bench_data.py [--quick] [--json FILE] [--plot FILE] [--dir DIR]
 
-Every way delivers the same samples, random bytes with a label, as batches of torch tensors in one
-process. Warm rows read files that are in the page cache; what counts is MB per second of CPU time
-(user and system, all threads and children), which other work on the machine disturbs little. Cold
-rows read files that were dropped from the page cache, as mincore confirms. The window order has to
-read nearly all before its first batch; what a sequential read and then a copy take has a row of
-its own. Before each cold turn the free memory of the machine is touched, and kept until a virtual
-machine has handed the rest back to its host: to use that again takes longer than a disk takes to
-fill it. The ways take turns; figures are medians over the rounds, cold rows have two more of them.
-``ours / way`` is the median of the ratio within a round, above 1 ours is faster: in warm rows MB
-per cpu-second of the second epoch, in cold rows MB per second of the window order.
+Every method delivers the same samples, random bytes with a label, as batches of torch tensors in
+one process. Warm rows read files in the page cache and report MB per second of CPU time (user and
+system, all threads and children), which other load of the machine changes little. Cold rows read
+files that were dropped from the page cache, which mincore confirms. The window order has to read
+nearly all data before its first batch; a sequential read followed by a copy has its own row.
+Before each cold measurement the program touches the free memory of the machine and keeps it until
+a virtual machine has returned the rest to its host: its reuse takes longer than a disk takes to
+fill it. The methods are interleaved; figures are medians over the rounds, and cold rows have two
+more rounds. ``ours / way`` is the median of the ratio within a round, above 1 hpctrain is faster:
+in warm rows MB per CPU second of the second epoch, in cold rows MB per second of the window order.
 
-Every turn checks the label and a byte on every page of each sample; before that, each way has
-every byte compared. A slow way is stopped after some seconds, and its first moments, which fill
-its buffers, are not counted then: ``part`` says how much of an epoch it read. ``peak`` is memory
-beside the page cache. Peers that are missing have a row that says so; they are installed by
-``pip install --no-deps --target .venv-peers -r perf/peers.txt``. The files of a set take
-at most 7 GB of disk and page cache (``--quick``: 1 GB, no set of 3 GB) and are removed
+Every measurement checks the label and one byte on every page of each sample; before it, each
+method has every byte compared. A slow method is stopped after some seconds, and the time in which
+it fills its buffers is not counted; ``part`` is the fraction of an epoch that it read. ``peak`` is
+memory in addition to the page cache. Peers that are not installed have a row that reports this;
+install them with ``pip install --no-deps --target .venv-peers -r perf/peers.txt``. The files of a
+set take at most 7 GB of disk and page cache (``--quick``: 1 GB, no set of 3 GB) and are removed
 after its rows.
 """
 

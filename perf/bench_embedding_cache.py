@@ -1,17 +1,18 @@
-"""Copies of frequent rows between nodes: what ``cache_steps`` saves, and what it costs in loss.
+"""Copies of frequent rows between nodes: bytes that ``cache_steps`` saves, and its effect on loss.
 
     python perf/bench_embedding_cache.py [--rates 200mbit 1gbit] [--json FILE]
 
 Four ranks on two virtual nodes, joined by links of a set rate, train the network of
-``examples/clicks`` on its log: without copies, and with those that count until the next step, for
-one and for four. They take turns, with the same batches. That takes root, and ``python -m
-tests.cluster.vcluster`` says whether it works here.
+``examples/clicks`` on its log: without copies, with copies that are valid until the next step, for
+one step and for four. The variants are interleaved and use the same batches. The program needs
+root; ``python -m tests.cluster.vcluster`` reports whether it works on this machine.
 
 * ``loss`` is that of the last ``LAST`` steps, ``test loss`` that of other lines, with exact rows;
-* ``hit rate`` is that of the larger table while training, ``kB saved`` did not travel for it
-  in a step, over all nodes; ``kB out`` left the busier node in a step, by its card's counters;
+* ``hit rate`` is that of the larger table during training, ``kB saved`` were not sent because of
+  it in a step, over all nodes; ``kB out`` were sent by the busier node in a step, by the counters
+  of its network adapter;
 * ``step ms`` is the median time of a step, that of the slowest rank;
-* ``again ms`` is the time of looking the test lines up once more, without a step in between.
+* ``again ms`` is the time of a second look-up of the test lines, without a step in between.
 """
 
 import argparse

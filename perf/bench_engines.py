@@ -1,26 +1,26 @@
-"""Engines: ours against real Horovod, all-reduce by size and the training step, world by world.
+"""Engines: hpctrain against Horovod, all-reduces by size and the training step, for each world.
 
     python perf/bench_engines.py [--quick] [--worlds 2 4 1gbit 200mbit] [--json FILE] [--plot FILE]
 
-Ways, each in a job of its own, since a process holds one engine; the jobs take turns, so that a
+Each method has its own job, because a process has one engine; the jobs are interleaved, so that a
 round has one of each:
 
-* ``hpctrain``: on its own engine, with what it measures and chooses at its start;
-* ``Horovod``: its own API, with its defaults;
-* ``Horovod, cycle 0.1 ms``: the same with ``HOROVOD_CYCLE_TIME=0.1``, as 1 ms is the default and
-  most of what a small sum takes;
+* ``hpctrain``: on its own engine, with the plan that it measures at its start;
+* ``Horovod``: with its own API and its defaults;
+* ``Horovod, cycle 0.1 ms``: the same with ``HOROVOD_CYCLE_TIME=0.1``, because the default, 1 ms,
+  is most of the time of a small sum;
 * ``on Horovod, flat`` and ``on Horovod, two-level``: hpctrain with ``engine="horovod"``; two
   levels need several nodes;
 * ``no communication``: the training step only, the faster of its plain and its flat form;
 * by name only, and the training step only: ``hpctrain, shard=node``, ``torch DDP, gloo`` and
-  ``plain MPI``, a sum for each gradient behind backward.
+  ``plain MPI``, a sum for each gradient after backward.
 
-All jobs have one thread of torch a rank, no binding, since Horovod works on a thread of its own,
+All jobs have one torch thread per rank, no binding, because Horovod works in a separate thread,
 and the same launcher. A sum is one synchronous ``allreduce_`` of an ordinary float32 tensor; the
-step is that of ``bench_step.py``, with each package's ``DistributedOptimizer``. Every job checks
-its sums and the weights after a step. Links between nodes are those of ``bench_network.py``.
-Times are medians over the rounds of the median in a round, of the slowest rank. Ratios are the
-time of a way over that of ``hpctrain``: above 1 ours is faster.
+step is that of ``bench_step.py``, with the ``DistributedOptimizer`` of each package. Every job
+checks its sums and the weights after a step. Links between nodes are the same as in
+``bench_network.py``. Times are medians over the rounds of the median in a round, of the slowest
+rank. Ratios are the time of a method over that of ``hpctrain``: above 1 hpctrain is faster.
 """
 
 import argparse

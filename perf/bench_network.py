@@ -1,14 +1,14 @@
-"""All-reduce between nodes: ours against MPI_Allreduce and gloo, on a virtual cluster.
+"""All-reduce between nodes: hpctrain against MPI_Allreduce and gloo, on a virtual cluster.
 
     python perf/bench_network.py [--quick] [--mpi openmpi mpich] [--json FILE] [--plot FILE]
     python perf/bench_network.py --shapes 2x2 --rates 1gbit --json FILE     # replaces these in it
 
-Nodes are namespaces of this machine, joined by links of a set rate; that takes root, and
-``python -m tests.cluster.vcluster`` says whether it works here. All ways to sum run in turn
-in the same job, on the same kind of torch memory, MPI_Allreduce over both orders of the ranks.
-Times are medians, of the slowest rank. The line time is what the links allow if every node sends
-no more than it must, 2 (N - 1) / N times the message for N nodes. Ratios are the time of the best
-peer over ours: above 1 ours is faster.
+Nodes are namespaces of this machine, joined by links of a set rate. The program needs root;
+``python -m tests.cluster.vcluster`` reports whether it works on this machine. All methods are
+interleaved in one job, on the same kind of torch memory, MPI_Allreduce over both orders of the
+ranks. Times are medians, of the slowest rank. The line time is the time that the links need if
+every node sends the minimum, 2 (N - 1) / N times the message for N nodes. Ratios are the time of
+the best peer over that of hpctrain: above 1 hpctrain is faster.
 """
 
 import argparse

@@ -1,15 +1,16 @@
-"""Node memory made in two ways: how long it takes to fill and to sum.
+"""Two kinds of node memory: time to fill them and to sum in them.
 
     hpctrain launch -n 2 -- python perf/bench_node_memory.py [--json FILE]
 
-* ``memfd``: what hpctrain takes first;
-* ``huge``: memfd with pages of 2 MiB, where the system grants them: as root,
-  ``echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled``. The table says how much of
-  the rank's memory they are; where that is 0 the row is a second memfd and shows the noise.
+* ``memfd``: the kind that hpctrain tries first;
+* ``huge``: memfd with pages of 2 MiB, if the system grants them: as root,
+  ``echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled``. The table has their fraction
+  of the memory of the rank; if that is 0, the row is a second memfd and shows the noise.
 
-``fill`` copies an ordinary tensor into the own segment, ``sum`` adds the own slice over all ranks
-and writes it back to all, in the chunks that hpctrain uses. Ratios are medians over the turns of
-memfd's time over the other's in the same turn: above 1 the other is faster.
+``fill`` copies an ordinary tensor into the segment of the rank, ``sum`` adds the slice of the rank
+over all ranks and writes it back to all, in the chunks that hpctrain uses. Ratios are medians,
+over the rounds, of the time of memfd over that of the other kind in the same round: above 1 the
+other kind is faster.
 """
 
 import mmap

@@ -1,4 +1,4 @@
-"""One job of ``bench_cost.py``, on the ranks of a cluster: the ways of a model, in turn."""
+"""One job of ``bench_cost.py`` on the ranks of a cluster: the algorithms of a model."""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""What files and ways hold in memory: the page cache of files, the peak of an epoch."""
+"""Memory of files and methods: the page cache of files, the peak of an epoch."""
 
 import ctypes
 import gc

@@ -1,4 +1,4 @@
-"""The ways of hpctrain: the loader's first and later epochs, its orders, and ``take`` alone."""
+"""The methods of hpctrain: first and later epochs of a loader, its orders, and ``take`` alone."""
 
 from pathlib import Path
 

@@ -1,11 +1,11 @@
-"""Loaders of other projects: MosaicML streaming and webdataset, where they are installed.
+"""Loaders of other projects: MosaicML streaming and webdataset, if they are installed.
 
-They are looked for in the folder ``.venv-peers`` beside ``perf``, after all else:
+They are imported from the folder ``.venv-peers`` next to ``perf``, after all other folders:
 ``pip install --no-deps --target .venv-peers -r perf/peers.txt``.
 
-MosaicML imports torchvision and transformers for data sets and batches that are not used here,
-and the torchvision of the package index does not fit every build of torch: empty modules with the
-imported names stand for the two.
+MosaicML imports torchvision and transformers for data sets and batches that are not used here, and
+the torchvision of the package index does not fit every build of torch: empty modules with the
+imported names replace both.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""The figure of ``bench_data.py``: bars for every way, a panel for each kind, batch and cache."""
+"""The figure of ``bench_data.py``: a panel for each kind, batch and cache, a bar per method."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

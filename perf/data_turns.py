@@ -1,4 +1,4 @@
-"""One turn of a way: an epoch, or the start of one, timed and checked."""
+"""One measurement of a method: an epoch, or the start of one, timed and checked."""
 
 import gc
 import resource

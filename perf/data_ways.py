@@ -1,7 +1,7 @@
-"""Ways to read samples in random order that need nothing but numpy, h5py and torch.
+"""Methods that read samples in random order with numpy, h5py and torch only.
 
-A ``Way`` writes its files once and then goes through epochs. Each batch is a pair of torch
-tensors ``(samples, labels)``; the label of a sample is its number, which tells what was read.
+A ``Way`` writes its files once and then iterates over epochs. Each batch is a pair of torch
+tensors ``(samples, labels)``; the label of a sample is its number, to check the sample.
 """
 
 from abc import ABC, abstractmethod

@@ -1,13 +1,13 @@
-"""Everything that only a card can tell, in one command of some ten minutes.
+"""Checks that need a GPU, in one command of about ten minutes.
 
     python perf/gpu_check.py [--only PHASE ...] [--out FILE]
 
-Each phase runs in processes of its own and has a limit and a verdict; one that fails or hangs
-keeps no other from running. The package need not be installed, PYTHONPATH will do, with torch 2.11
-or later. All ranks share one card. Exit code 1 if a phase has failed.
+Each phase runs in its own processes and has a time limit and a verdict; a phase that fails or
+hangs does not stop the others. The package need not be installed; PYTHONPATH is sufficient, with
+torch 2.11 or later. All ranks share one GPU. The exit code is 1 if a phase has failed.
 
-Without a card everything is skipped; with ``MCPU_SITE``, the folder of a simulated device
-(torch_mcpu), the phases that it can carry run there.
+Without a GPU all phases are skipped. With ``MCPU_SITE``, the folder of a simulated device
+(torch_mcpu), the phases that it supports run on that device.
 """
 
 import argparse

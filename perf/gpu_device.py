@@ -1,7 +1,7 @@
-"""The device of a rank of ``gpu_check.py``: a card of CUDA, or a simulated one in its place.
+"""The device of a rank of ``gpu_check.py``: a CUDA GPU, or a simulated device.
 
 ``DEV`` names it: ``cuda``; ``mcpu``, of the package torch_mcpu in folder ``MCPU_SITE``; ``cpu``.
-All ranks have the first card, with ``CARDS=own`` each one of its own, as far as there are.
+All ranks use the first GPU; with ``CARDS=own`` each rank uses a separate one, if there are enough.
 """
 
 import contextlib

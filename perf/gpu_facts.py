@@ -1,12 +1,12 @@
-"""What a machine with a card can do, for ``gpu_check.py``: facts, memory of two processes, copies.
+"""Capabilities of a machine with a GPU, for ``gpu_check.py``: facts, shared memory, copies.
 
     python perf/gpu_facts.py card
     python perf/gpu_facts.py sums
     hpctrain launch -n 2 -- python perf/gpu_facts.py between
     hpctrain launch -n 4 -- python perf/gpu_facts.py copies
 
-Each prints its finding as a line of JSON. Node memory is a memfd that the ranks map; registered
-with CUDA it is copied from and to as fast as pinned memory, which ``copies`` compares.
+Each prints its finding as a line of JSON. Node memory is a memfd that the ranks map; if it is
+registered with CUDA, copies are as fast as with pinned memory, which ``copies`` compares.
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-"""What a part of ``gpu_check.py`` has found: it crosses to the driver as a line of its output."""
+"""Finding of a part of ``gpu_check.py``: the part prints it as a line, which the driver reads."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""Ranks that share one card, for ``gpu_check.py``: what becomes of their gradients.
+"""Gradients of ranks that share one GPU, for ``gpu_check.py``.
 
     hpctrain launch -n 2 -- python perf/gpu_job.py bits | near
     hpctrain launch -n 2 -- python perf/gpu_job.py order [sides | PLANT]

@@ -1,15 +1,15 @@
-"""A step of a transformer of 350 M parameters in bfloat16 on a card that the ranks share.
+"""A step of a transformer of 350 M parameters in bfloat16 on a GPU that the ranks share.
 
     hpctrain launch -n 2 -- python perf/gpu_step.py
 
-``plain`` is the loop of one rank alone, ``hooks`` has all of hpctrain but what travels, and
-``full`` is training. Each rank runs all three in turn on models of their own; a step takes as long
-as that of the slowest rank. ``alone`` is what travels with nothing to hide behind: a backward that
-makes the same gradients at once, less the same backward of one rank alone. ``hidden`` is the share
-of that which a real step does not show.
+``plain`` is the loop of one rank alone, ``hooks`` is hpctrain without communication, and ``full``
+is training. Each rank interleaves all three on separate models; the time of a step is that of the
+slowest rank. ``alone`` is the communication without computation that hides it: a backward that
+produces the same gradients at once, minus the same backward of one rank alone. ``hidden`` is the
+fraction of that time which computation hides in a real step.
 
-For ``gpu_check.py``; ``DEV`` is the device, see ``gpu_device.py``. One that is simulated has a
-model of a toy's size.
+For ``gpu_check.py``; ``DEV`` is the device, see ``gpu_device.py``. A simulated device has a small
+model.
 """
 
 import os

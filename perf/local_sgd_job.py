@@ -1,10 +1,10 @@
-"""One job of ``bench_local_sgd.py``: all ways to agree, in turn, from the same weights and data.
+"""One job of ``bench_local_sgd.py``: all methods, interleaved, from the same weights and data.
 
 A residual network of 24 x Linear(1024) with ReLU inside, 25.2 M parameters in float32, learns
 scikit-learn's digits, whose 64 pixels are mixed into 1024 inputs. A step has 32 images of each
-rank, the same ones for every way. The loss is that of 360 images which are never learnt from. All
-ranks look at it together, outside of the clock and of the counted bytes, whenever they have one
-model: after every round, and every few steps where they have one all the time.
+rank, the same for every method. The loss is that of 360 images which are not used for training.
+All ranks compute it together, outside of the measured time and of the counted bytes, whenever they
+have the same model: after every round, and every few steps with synchronous training.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What all benchmarks share: interleaved timing, a table, a JSON file."""
+"""Parts that all benchmarks share: interleaved timing, a table, a JSON file."""
 
 import argparse
 import json

@@ -2,8 +2,8 @@
 
     mpirun -np 2 python perf/named_job.py hpctrain|horovod.torch [idle]
 
-It needs torch, mpi4py and the package it is given, for Horovod has an interpreter of its own.
-Rank 0 prints the seconds of each call, of the slowest rank, as JSON.
+It needs torch, mpi4py and the given package, because Horovod has a separate interpreter. Rank 0
+prints the seconds of each call, of the slowest rank, as JSON.
 """
 
 import argparse
