@@ -58,7 +58,7 @@ def stream_s(point: Point, options: argparse.Namespace) -> float:
 def timed(
     points: list[Point], rounds: int, options: argparse.Namespace
 ) -> dict[Point, list[float]]:
-    """Time all points in turn. Collective."""
+    """Time all points, interleaved. Collective."""
     seconds: dict[Point, list[float]] = {point: [] for point in points}
     for _ in range(rounds):
         for point in points:

@@ -34,14 +34,14 @@ Spreads = dict[str, tuple[float, float]]
 def measure_size(
     num_bytes: int, rounds: int, peers: dict[str, Peer], spreads: Spreads
 ) -> dict[str, object]:
-    """Time all ways for one message size and check our sums; note the spread of each ratio."""
+    """Time all methods for one message size, check sums; note the spread of each ratio."""
     comm = current().comm
     numel = max(num_bytes // 4, 1)
     bucket, tensor = comm.new_bucket(numel, torch.float32), torch.empty(numel)
     written = [bucket.flat, tensor]
 
     def write() -> None:
-        written.reverse()  # what is written last lies nearer
+        written.reverse()  # values written last are in a nearer cache
         for values in written:
             values.fill_(comm.rank + 1)
 

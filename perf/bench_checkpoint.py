@@ -74,7 +74,7 @@ def write_source(path: Path, tensors: list[Tensor]) -> None:
 
 
 def measure(folder: Path, num_bytes: int, rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each kind, those of the first save apart. Collective."""
+    """Return the seconds of each kind, and separately those of the first save. Collective."""
     comm = current().comm
     state = make_state(num_bytes)
     tensors = [tensor for of_kind in state.values() for tensor in of_kind.values()]
@@ -116,7 +116,7 @@ def measure(folder: Path, num_bytes: int, rounds: int) -> dict[str, list[float]]
 
 
 def settle() -> None:
-    """Let the disk finish what was done before, and the ranks meet. Collective."""
+    """Wait until the disk has finished earlier writes, and synchronize. Collective."""
     if current().comm.rank == 0:
         os.sync()
         time.sleep(SETTLE_S)

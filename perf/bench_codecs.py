@@ -37,7 +37,7 @@ from hpctrain.core.units import MIB
 from tests.cluster.vcluster import VirtualCluster
 
 ROOT = Path(__file__).resolve().parents[1]
-ROWS = 1024  # a matrix of so many rows and columns is 4 MiB
+ROWS = 1024  # a matrix of 1024 rows and columns has 4 MiB
 CLUSTERS = (("1gbit", 2, 2), ("200mbit", 4, 2))
 
 
@@ -52,7 +52,7 @@ class Mirror:
         return self
 
     def alltoall(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Return what was meant for this rank, twice."""
+        """Return the tensor for this rank, twice."""
         return [tensors[0], tensors[0].clone()]
 
     def wait(self) -> None:
@@ -115,7 +115,7 @@ def _rounded(values: Tensor, half: Tensor) -> None:
 
 
 def between_nodes(rate: str, nodes: int, ranks: int, num_bytes: int, rounds: int) -> dict:
-    """Run the job on a virtual cluster and return what it wrote."""
+    """Run the job on a virtual cluster and return its results."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "figures.json"
         words = ["python", str(ROOT / "perf/codecs_job.py"), "--json", str(file)]
@@ -138,7 +138,7 @@ def show(title: str, rows: list[dict[str, float | str]]) -> None:
 
 
 def main() -> None:
-    """Measure what is asked for, print the tables, write the figures."""
+    """Run the requested measurements, print the tables, write the figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="less of everything")
     parser.add_argument("--json", type=Path, help="file for the figures")

@@ -32,7 +32,7 @@ SIZES = (256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 
 
 def measure(nodes: int, ranks: int, rate: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Build a cluster, run the job and return what it wrote."""
+    """Build a cluster, run the job and return its results."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "points.json"
         words = ["python", str(ROOT / "perf/cost_job.py"), "--json", str(file)]
@@ -61,13 +61,13 @@ def least(points: list[Point]) -> list[Point]:
 
 
 def main() -> None:
-    """Run all jobs; print how well the models meet them and write their points."""
+    """Run all jobs; print the errors of the models and write the points."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="small messages, to see it work")
     parser.add_argument("--mpi", default="openmpi", choices=("openmpi", "mpich"))
     parser.add_argument("--rates", nargs="+", default=["1gbit", "200mbit"], help="of the links")
     parser.add_argument("--sizes", nargs="+", type=int, default=SIZES, help="bytes")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each way")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of each algorithm")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds that a job may take")
     parser.add_argument("--json", type=Path, help="folder for the files cost-RATE.json")
     parser.add_argument("--more", action="store_true", help="keep what those files have if less")

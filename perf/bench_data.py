@@ -58,12 +58,12 @@ LONG = {
 WARM: tuple[type[Way], ...] = (Memmap, First, Second, Take, Hdf5, Stock, StockWorkers)
 COLD: tuple[type[Way], ...] = (FirstWindow, FirstGlobal, Memmap, ReadFirst)
 COLD_FEW: tuple[type[Way], ...] = (FirstWindow, ReadFirst)
-"""Ours, and what an order that mixes all has to do at least."""
+"""Methods of hpctrain, and the lower bound of an order that mixes all samples."""
 PEERS: tuple[type[Way], ...] = (Mosaic, Tars)
 SEQUENTIAL = "sequential read of the same bytes"
 MORE_COLD_ROUNDS = 2
 TOUCHED = 7
-"""Times the size of a set: of that much free memory, its pages may come from anywhere."""
+"""Multiple of the size of a set: with that much free memory, its pages may be anywhere."""
 NOT_MEASURED = "not measured"
 H5PY = f"h5py {h5py.__version__}"
 
@@ -78,14 +78,14 @@ class Plan:
     batches: Mapping[Kind, tuple[int, ...]]
     """Samples of each kind, and in which batches."""
     long: Mapping[Kind, tuple[int, ...]]
-    """The same of those that are measured cold only, in few ways."""
+    """The same for sets that are measured cold only, by few methods."""
     rounds: int
     limit_s: float
-    """Of an epoch of a slow way."""
+    """Time limit for an epoch of a slow method."""
     at_least_s: float
     """Of a turn on files in the page cache: as many epochs as that takes."""
     keep_s: float
-    """How long before a cold turn the last memory is touched.
+    """Time from the last touch of free memory to a cold measurement.
 
     A kernel tells its host what is free 2 s after some was freed; within a turn, that halves it.
     """
@@ -122,7 +122,7 @@ def cache(folder: Path) -> None:
 
 
 def warm(ways: Sequence[Way], truth: Truth, plan: Plan) -> Turns:
-    """Let the ways take turns on files in the page cache."""
+    """Measure the methods, interleaved, on files in the page cache."""
     samples = truth.kind.map(ways[0].path.with_name(Memmap.form))
     for way in ways:
         check(way, samples, plan.limit_s / 4)
@@ -136,7 +136,7 @@ def warm(ways: Sequence[Way], truth: Truth, plan: Plan) -> Turns:
 
 
 def cold(ways: Sequence[type[Way]], truth: Truth, folder: Path, plan: Plan, batch: int) -> Turns:
-    """Let the ways take turns on files that are not in the page cache; None where they are."""
+    """Measure the methods, interleaved, on files outside of the page cache, else None."""
 
     def turn_of(way: type[Way]) -> Turn:
         with closing(way(truth.kind, folder, batch)) as fresh:
@@ -151,7 +151,7 @@ def cold(ways: Sequence[type[Way]], truth: Truth, folder: Path, plan: Plan, batc
     turns: Turns = {name: [] for name in works}
     for _ in range(plan.rounds + MORE_COLD_ROUNDS):
         for name, (path, work) in works.items():
-            gc.collect()  # what is still mapped stays in the page cache
+            gc.collect()  # mapped files stay in the page cache
             is_cold = evict(path)
             touch_free_memory(TOUCHED * truth.kind.num_bytes, plan.keep_s)
             turns[name].append(work() if is_cold else None)
@@ -223,7 +223,7 @@ def measure(kind: Kind, folder: Path, plan: Plan, peers: Sequence[type[Way]]) ->
 def measure_cold(
     ways: Sequence[type[Way]], truth: Truth, folder: Path, plan: Plan, batch: int
 ) -> list[Row]:
-    """Measure some ways on files that are not in the page cache."""
+    """Measure some methods on files that are not in the page cache."""
     turns = cold(ways, truth, folder, plan, batch)
     return rows_of(cold_key(truth.kind, batch), turns, FirstWindow.name, "rate")
 
@@ -234,7 +234,7 @@ def cold_key(kind: Kind, batch: int) -> Row:
 
 
 def promises(rows: Sequence[Row]) -> dict[str, float]:
-    """Return the ratios that say whether this project keeps its word, with what it wants."""
+    """Return the ratios that this project promises, with the promised values."""
     wanted = {
         ("warm", BIG.name): {Memmap.name: 0.80},
         ("warm", SMALL.name): {Memmap.name: 0.60, Hdf5.name: 5, Mosaic.name: 20, Tars.name: 20},

@@ -84,7 +84,7 @@ def of_ours(table, ids, grads):
 
 
 def of_hand(by_hand, ids, grads):
-    """Return pull and push by hand."""
+    """Return pull and push of the program with mpi4py."""
     return lambda: by_hand.pull(ids), lambda: by_hand.push(grads.numpy())
 
 
@@ -179,7 +179,7 @@ def _row_wise():
 
 
 def measure(rounds: int, json_file) -> None:
-    """Time all ways of looking up and of stepping."""
+    """Time look-up and step of all methods."""
     random = np.random.default_rng(COMM.rank)
     ids = random.choice(TABLE, ROWS, replace=False)
     tensor, grads = torch.from_numpy(ids), torch.rand(ROWS, DIM)
@@ -193,7 +193,7 @@ def measure(rounds: int, json_file) -> None:
     for name, make in {"DDP": of_ddp, "torchrec": of_torchrec}.items():
         made = make(tensor, grads)
         if isinstance(made, str):
-            sys.stderr.write(f"{name} is left out: {made}\n" * (COMM.rank == 0))
+            sys.stderr.write(f"{name} is skipped: {made}\n" * (COMM.rank == 0))
         else:
             ways[name] = made
     pulls = {name: pull for name, (pull, _) in ways.items()}
@@ -217,7 +217,7 @@ def measure(rounds: int, json_file) -> None:
 
 
 def check(table, by_hand, ids) -> None:
-    """Stop if a step of ours, and one by hand, do not change the same rows alike."""
+    """Exit if a step of hpctrain and one by hand change rows differently."""
     grads = np.random.default_rng(COMM.rank).random((ROWS, DIM), np.float32)
     before = table(torch.from_numpy(ids)), torch.from_numpy(by_hand.pull(ids))
     table.zero_grad()
@@ -232,7 +232,7 @@ def check(table, by_hand, ids) -> None:
 
 
 def measure_large(rounds: int, json_file) -> None:
-    """Time steps in tables of several sizes, on rows all over them, and tell the memory."""
+    """Time steps in tables of several sizes, on rows of all parts, and report the memory."""
     sizes = [1_000_000, LARGE_ROWS]
     tables = {n: hvd.ShardedEmbedding(n, LARGE_DIM, optimizer="adagrad") for n in sizes}
     grads = torch.rand(FEW, LARGE_DIM)

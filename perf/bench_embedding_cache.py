@@ -40,10 +40,10 @@ WAYS: dict[str, dict[str, int]] = {"none": {}} | {
 
 
 class Way:
-    """A network with copies of one kind, which trains beside the others."""
+    """A network with copies of one kind, which trains with the others, interleaved."""
 
     def __init__(self, hvd: Any, dim: int, how: dict[str, int]) -> None:
-        import clicks  # noqa: PLC0415 - beside the examples
+        import clicks  # noqa: PLC0415 - next to the examples
 
         self.hvd, self.model = hvd, clicks.model(NUM_IDS, dim, **how)
         optimizer = torch.optim.Adam(self.model.parameters(), lr=0.002)
@@ -85,7 +85,7 @@ class Way:
 
     @torch.no_grad()
     def figures(self, log: Any, mine: Any) -> dict[str, float]:
-        """Test, and return what was measured. Collective."""
+        """Test, and return the results. Collective."""
         report, comm = self.model.deep.cache_report()[0], self.hvd.current().comm
         self.model.eval()
         test_loss = self.loss_of(log, mine).item()
@@ -103,8 +103,8 @@ class Way:
 
 
 def job(json_file: Path, dim: int) -> None:
-    """Train in all ways, which take turns, on the ranks of a cluster. Collective."""
-    import clicks  # noqa: PLC0415 - beside the examples
+    """Train with all variants, interleaved, on the ranks of a cluster. Collective."""
+    import clicks  # noqa: PLC0415 - next to the examples
 
     import hpctrain as hvd  # noqa: PLC0415 - takes MPI
 
@@ -124,7 +124,7 @@ def job(json_file: Path, dim: int) -> None:
 
 
 def run(rate: str, dim: int, timeout_s: float) -> dict[str, Any]:
-    """Run the job on a cluster of its own."""
+    """Run the job on a separate cluster."""
     from tests.cluster.vcluster import VirtualCluster  # noqa: PLC0415 - not on its ranks
 
     with tempfile.TemporaryDirectory() as folder:
@@ -140,7 +140,7 @@ def run(rate: str, dim: int, timeout_s: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run all jobs; print and write what they measured."""
+    """Run all jobs; print and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rates", nargs="+", default=["200mbit", "1gbit"], help="of the links")
     parser.add_argument("--dims", nargs="+", default=[16, 64], type=int, help="of rows")

@@ -92,7 +92,7 @@ class Way:
     words: tuple[str, ...] = ()
     """Further arguments of its job."""
     is_usual: bool = True
-    """Whether it is measured where nobody names the ways."""
+    """Whether it is measured if no methods are named."""
 
 
 WAYS = {
@@ -118,7 +118,7 @@ WAYS = {
 
 
 def launch(world: World, words: Sequence[str], environ: Mapping[str, str], limit_s: float) -> None:
-    """Run one job to its end; what it prints is shown if it fails."""
+    """Run one job to its end; show its output if it fails."""
     if world.rate:
         with VirtualCluster(nodes=len(world.ranks_per_node), rate=world.rate) as cluster:
             try:
@@ -145,21 +145,21 @@ def launch(world: World, words: Sequence[str], environ: Mapping[str, str], limit
 
 
 def turn(world: World, way: Way, options: argparse.Namespace) -> dict[str, Any]:
-    """Run the job of one way once and return what it measured."""
+    """Run the job of one method once and return its results."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "figures.json"
         words = [str(JOB), way.package, *way.words, *world.job, "--json", str(file)]
         words += ["--sizes", *map(str, options.sizes)]
         if way.engine:
             words += ["--engine", way.engine]
-        # A cache of its own: each job measures what suits it, and none leaves anything behind.
+        # A separate cache: each job measures its own plan, and no job uses that of another.
         environ = {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": folder, **way.environ}
         launch(world, words, environ, options.timeout)
         return json.loads(file.read_text(encoding="utf-8"))
 
 
 def measure(world: World, options: argparse.Namespace) -> dict[str, Any]:
-    """Let the jobs of all ways take turns.
+    """Run the jobs of all methods, interleaved.
 
     Returns:
         Under ``ways``, for each way the medians of its rounds: ``sums`` by size, and ``steps``.
@@ -192,7 +192,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--worlds", nargs="+", choices=WORLDS, help="by default all")
     parser.add_argument("--ways", nargs="+", choices=WAYS, metavar="WAY")
     parser.add_argument("--sizes", nargs="*", type=int, default=SIZES, help="bytes")
-    parser.add_argument("--rounds", type=int, default=5, help="jobs of each way")
+    parser.add_argument("--rounds", type=int, default=5, help="jobs of each method")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for a job on nodes")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--plot", type=Path, help="draw the times into this PNG")
@@ -206,7 +206,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measure all worlds; print, write and draw what came out."""
+    """Measure all worlds; print, write and draw the results."""
     options = arguments()
     if importlib.util.find_spec("horovod") is None:
         raise SystemExit("Horovod is not installed here: hpctrain horovod build")

@@ -32,7 +32,7 @@ NODE = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
 
 
 def reserve_huge(num_bytes: int) -> int:
-    """Take huge pages by a map that asks for them; what is refused comes in small ones."""
+    """Map memory with a request for huge pages; refused ones are small pages."""
     descriptor = os.memfd_create("huge", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, num_bytes)
     with mmap.mmap(descriptor, num_bytes) as mapped:
@@ -46,7 +46,7 @@ WAYS = {"memfd": reserve, "huge": reserve_huge}
 
 
 def huge_share() -> float:
-    """Return the part of this process's shared maps that lies in huge pages."""
+    """Return the fraction of the shared maps of this process in huge pages."""
     sizes = {"Pss_Shmem": 0, "ShmemPmdMapped": 0}
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]:
         name, size = line.split()[:2]
@@ -75,7 +75,7 @@ def works(
 
 
 def measure_size(num_bytes: int, rounds: int) -> list[dict[str, object]]:
-    """Time filling and summing for one size; one row for each way."""
+    """Time filling and summing for one size; return one row for each kind."""
     made = {name: works(reserve, num_bytes) for name, reserve in WAYS.items()}
     fills = interleave({name: fill for name, (fill, _) in made.items()}, rounds=rounds)
     sums = interleave({name: add for name, (_, add) in made.items()}, rounds=rounds)

@@ -43,7 +43,7 @@ def wide() -> tuple[nn.Module, Tensor]:
 
 
 def conv() -> tuple[nn.Module, Tensor]:
-    """Much calculation; the model and the inputs of this rank."""
+    """Return a model with much computation, and the inputs of this rank."""
     layers: list[nn.Module] = []
     for index in range(6):
         layers += [
@@ -90,12 +90,12 @@ class Job:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What is hashed."""
+        """State to hash."""
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
 
 def main() -> None:
-    """Measure all variants in turn, print the table, write the JSON file."""
+    """Measure all variants, interleaved, print the table, write the JSON file."""
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=4, help="counted steps in each turn")
     options = parser.parse_args()

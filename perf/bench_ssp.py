@@ -27,7 +27,7 @@ BOUNDS = (0, 2, 4, 8)
 
 
 class Run:
-    """Steps under one bound, None for asynchronous ones; draws are those of its turn."""
+    """Steps under one bound, None for asynchronous ones, with the draws of the round."""
 
     def __init__(self, bound: int | None, num_steps: int) -> None:
         """Build the model."""
@@ -72,7 +72,7 @@ def simulated_s(sleeps: np.ndarray, bound: int | None) -> float:
 
 
 def main() -> None:
-    """Measure all bounds in turn, print the table, write the JSON file."""
+    """Measure all bounds, interleaved, print the table, write the JSON file."""
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=100, help="steps of each rank in each turn")
     options = parser.parse_args()

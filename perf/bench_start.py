@@ -55,7 +55,7 @@ class Clock:
         self._last = now
 
     def watch(self, owner: Any, name: str, stage: str) -> None:
-        """Give the time in a function to its stage; what came before it is the ranks'."""
+        """Add the time in a function to its stage; earlier time belongs to the ranks."""
         function = getattr(owner, name)
 
         def watched(*args: Any, **named: Any) -> Any:
@@ -123,7 +123,7 @@ def started_at() -> float:
 
 
 def launch(ranks: int, nodes: int, told: dict[str, str]) -> dict[str, float]:
-    """Start the ranks once and return what they measured."""
+    """Start the ranks once and return their measurements."""
     from hpctrain.launch import mpiexec  # noqa: PLC0415 - not where ranks are timed
 
     line = mpiexec.command([sys.executable, __file__, "start"], num_ranks=ranks, nodes=nodes)
@@ -133,7 +133,7 @@ def launch(ranks: int, nodes: int, told: dict[str, str]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Launch every way in turn, print the table, write the JSON file."""
+    """Launch all variants, interleaved, print the table, write the JSON file."""
     from measure import arguments, median, report  # noqa: PLC0415
 
     parser = arguments(__doc__.splitlines()[0])

@@ -34,7 +34,7 @@ Group = dist.ProcessGroup
 
 
 def all_reduces(num_bytes: int, count: int, group: Group) -> Callable[[], None]:
-    """Sum a tensor so many times."""
+    """Sum a tensor several times."""
     tensor = torch.zeros(num_bytes // 4)
 
     def call() -> None:
@@ -70,7 +70,7 @@ def alone() -> Callable[[], None]:
 
 
 def main() -> None:
-    """Measure both backends in turn, print the table, write the JSON file."""
+    """Measure both backends, interleaved, print the table, write the JSON file."""
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=5, help="counted calls in each turn")
     options = parser.parse_args()

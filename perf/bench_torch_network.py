@@ -62,7 +62,7 @@ def ways(num_bytes: int, groups: Mapping[str, dist.ProcessGroup]) -> dict[str, d
 
 
 def job(num_bytes: int, file: Path) -> None:
-    """Measure on the ranks of a cluster, and write what was found. Collective."""
+    """Measure on the ranks of a cluster, and write the results. Collective."""
     hpctrain.init()
     torch.set_num_threads(1)
     dist.init_process_group("hpctrain")
@@ -80,7 +80,7 @@ def job(num_bytes: int, file: Path) -> None:
 
 
 def run(nodes: int, ranks: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Build a cluster, run the job there and return what it wrote."""
+    """Build a cluster, run the job there and return its results."""
     from tests.cluster.vcluster import VirtualCluster  # noqa: PLC0415
 
     with tempfile.TemporaryDirectory() as folder:

@@ -46,7 +46,7 @@ class First(Way):
         assert self.loader
         for batch in self.loader:
             pair = [(batch["x"], batch["y"])]
-            del batch  # its memory is used again once nobody refers to it
+            del batch  # its memory is reused when no reference remains
             yield pair.pop()
 
 

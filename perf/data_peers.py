@@ -77,11 +77,11 @@ class Mosaic(Way):
                 for batch in DataLoader(self._dataset, batch_size=self.batch):
                     yield batch["x"], batch["y"]
             finally:
-                vars(self._dataset)["_iterator"].exit()  # or its threads go on by themselves
+                vars(self._dataset)["_iterator"].exit()  # otherwise its threads continue
 
 
 class Tars(Way):
-    """webdataset: tar files in random order, a shuffle buffer behind them, in this process."""
+    """webdataset: tar files in random order, then a shuffle buffer, in this process."""
 
     name = "webdataset"
     form = "tars"
@@ -110,7 +110,7 @@ class Tars(Way):
 
 
 PEERS = {"mosaicml-streaming": Mosaic, "webdataset": Tars}
-"""Package and way."""
+"""Package and method."""
 
 
 def installed() -> dict[type[Way], str | None]:

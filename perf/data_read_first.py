@@ -36,7 +36,7 @@ class ReadFirst(Memmap):
         def copy(number: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
             rows = order[number * together : (number + 1) * together]
             x = memory[number % len(memory)][: len(rows)]
-            # numpy buffers the result unless told how to treat indices out of range.
+            # numpy buffers the result unless mode is set.
             return np.take(data, rows, axis=0, out=x, mode="clip"), rows
 
         numbers = range(ceil(len(order) / together))

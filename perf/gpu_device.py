@@ -45,7 +45,7 @@ def delay(milliseconds: float) -> None:
 
 
 class Late(torch.autograd.Function):
-    """Passes values on, and keeps the stream busy before what comes next in backward."""
+    """Return values unchanged, and keep the stream busy before the next operation of backward."""
 
     @staticmethod
     def forward(ctx, values: Tensor) -> Tensor:  # noqa: ARG004 - torch's own
@@ -69,7 +69,7 @@ class LateBackward(nn.Module):
 
 @contextlib.contextmanager
 def no_host_sync() -> Iterator[None]:
-    """Raise where the host would wait for the card inside."""
+    """Raise an error if the host would wait for the GPU inside the block."""
     if KIND != "cuda":
         yield
         return

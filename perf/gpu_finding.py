@@ -34,7 +34,7 @@ class Finding:
 
 @contextlib.contextmanager
 def errors_told() -> Iterator[None]:
-    """Make a finding of an error, on any rank, and go on with it."""
+    """Turn an error on any rank into a finding, and continue."""
     try:
         yield
     except Exception as error:

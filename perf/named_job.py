@@ -117,7 +117,7 @@ def big(hvd, rounds: int) -> dict[str, Seconds]:
 def alternate(
     ways: dict[str, Work], rounds: int, repetitions: int, prepare: Work = lambda: None
 ) -> dict[str, Seconds]:
-    """Time several ways in turn."""
+    """Time several methods, interleaved."""
     seconds: dict[str, Seconds] = {way: [] for way in ways}
     for _ in range(rounds):
         for way, work in ways.items():
@@ -126,7 +126,7 @@ def alternate(
 
 
 def idle(hvd, pairs: int) -> dict[str, Seconds]:
-    """Time a compute loop without a world and beside an idle controller, in turn.
+    """Time a compute loop without a world and with an idle controller, interleaved.
 
     The order within a pair changes from pair to pair, so that what drifts cancels out. Each
     controller has carried something out, so that whatever it starts late is there.
