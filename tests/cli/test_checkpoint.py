@@ -154,7 +154,7 @@ def test_times_and_numbers_of_records_are_named_and_no_difference(tmp_path):
     assert (code, "plain (1)" in told) == (1, True)
 
 
-def test_of_several_ranks_one_does_the_work(run, tmp_path, monkeypatch):
+def test_one_of_several_ranks_does_the_work(run, tmp_path, monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
     monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "1")

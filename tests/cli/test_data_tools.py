@@ -117,7 +117,7 @@ def test_one_rank_prints_and_all_ranks_have_the_same_exit_code(world, tmp_path_f
     assert not (directory / "out" / "manifest.json").exists()
 
 
-def test_split_by_label_writes_a_file_and_tells_what_each_part_has(tmp_path):
+def test_split_by_label_writes_a_file_and_reports_the_labels_of_each_part(tmp_path):
     labels = np.arange(60) % 15
     write_arrays(tmp_path / "set", {"y": labels, "kind": labels % 2}, samples_per_shard=30)
     out = tmp_path / "clients.npz"
