@@ -140,7 +140,7 @@ def test_number_of_ranks_of_a_job_is_read_in_a_batch_script(environ, size):
 
 
 @pytest.mark.parametrize("environ", [{}, SRUN, SLURM_BATCH | OPENMPI, SLURM_BATCH | TORCHRUN])
-def test_outside_of_a_job_and_in_a_rank_nothing_is_left_to_be_started(environ):
+def test_a_process_outside_of_a_job_and_a_rank_have_nothing_to_start(environ):
     assert unstarted(environ) is None
 
 

@@ -102,7 +102,7 @@ def test_the_harness_has_loaded_one_mpi_and_a_python_without_it_none():
     assert done.stdout.strip() == "()"
 
 
-def test_mpirun_is_looked_for_in_the_tree_of_the_library(tmp_path):
+def test_mpirun_is_searched_in_the_tree_of_the_library(tmp_path):
     (tmp_path / "bin").mkdir()
     (tmp_path / "lib/openmpi").mkdir(parents=True)
     assert mpirun_beside(Path("/nowhere/lib/libmpi.so.40")) is None
