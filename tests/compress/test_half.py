@@ -23,7 +23,7 @@ def comm(request):
 
 
 @HALVES
-def test_floats_are_rounded_and_come_back_in_their_dtype_and_all_else_stays(half):
+def test_floats_are_rounded_and_returned_in_their_dtype_and_other_values_are_unchanged(half):
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
         tensor = torch.tensor([1.0, -2.5, 0.0, 1 / 3], dtype=dtype)
         compressed, ctx = half.compress(tensor)
