@@ -32,7 +32,7 @@ ALLOWED = [
 
 
 @pytest.mark.parametrize(("hint", "good", "bad"), ALLOWED)
-def test_a_hint_allows_its_values_alone_and_an_error_has_the_name_and_the_value(hint, good, bad):
+def test_a_hint_allows_its_values_only_and_an_error_has_name_and_value(hint, good, bad):
     for value in good:
         assert checked("key", value, hint) == value
     for value in bad:

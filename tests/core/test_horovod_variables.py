@@ -96,7 +96,7 @@ def test_variables_fulfilled_without_action_are_not_reported(variable):
     assert bool(remarks({variable: "gloo"})) is bool(FULFILLED[variable])
 
 
-def test_ranks_that_were_started_for_gloo_are_told_how_to_start():
+def test_ranks_that_were_started_for_gloo_get_the_right_command():
     started = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1", "HOROVOD_RANK": "0"}
     (text,) = remarks(started | {"HOROVOD_SIZE": "4"})
     assert "started 4 processes for Gloo" in text
