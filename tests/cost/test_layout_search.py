@@ -132,7 +132,7 @@ def test_the_cases_of_brute_force_differ_in_what_they_show():
     assert shown == {*product((1, 2, 3, 4), ("1f1b", "zero_bubble"))}
 
 
-def test_every_layout_has_all_ranks_and_keeps_tensor_groups_inside_nodes_unless_told():
+def test_every_layout_uses_all_ranks_and_keeps_tensor_groups_inside_nodes_by_default():
     for machine in (CLUSTER, replace(CLUSTER, nodes=4, ranks_per_node=6)):
         rules = LayoutRules(batch=machine.num_ranks * 4)
         inside = best_layouts(machine, MODEL, rules, keep=ALL).best
@@ -243,7 +243,7 @@ def test_model_that_fits_nowhere_raises_with_the_missing_memory():
             best_layouts(less, Transformer.of(70e9), RULES)
 
 
-def test_where_no_layout_keeps_the_rules_they_are_counted():
+def test_violations_are_counted_if_no_layout_is_valid():
     prime = Machine(nodes=7, ranks_per_node=1)
     model = Transformer.of(layers=2, hidden=64)
     with pytest.raises(

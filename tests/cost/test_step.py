@@ -62,13 +62,13 @@ def test_backward_hides_all_but_the_last_bucket_and_no_more_than_it_lasts():
     assert twice == step_time(slow, replace(MODEL, overlap=True), 32, RING).exposed_s
 
 
-def test_of_local_steps_each_pays_its_part_of_an_averaging():
+def test_each_local_step_costs_its_part_of_an_averaging():
     model = replace(MODEL, overlap=True)
     whole = step_time(MACHINE, MODEL, 32, RING).exposed_s
     assert step_time(MACHINE, model, 32, RING, local_steps=8).exposed_s == whole / 8
 
 
-def test_a_model_of_nothing_is_refused():
+def test_a_model_without_parameters_is_rejected():
     with pytest.raises(ConfigError, match="got 0"):
         simulate_steps(MACHINE, MODEL, 1, RING, num_steps=0)
     with pytest.raises(ConfigError, match="backward must be at most 1, got 2"):
