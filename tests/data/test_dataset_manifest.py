@@ -113,7 +113,7 @@ def one_shard(**changes):
         (one_shard(places={}), "must have the fields"),
     ],
 )
-def test_values_that_cannot_be_are_told(changes, words):
+def test_invalid_values_are_reported(changes, words):
     with pytest.raises(DataError, match=words):
         manifest(**changes)
 

@@ -196,7 +196,7 @@ def test_a_data_set_is_divided_into_parts_of_equal_length(world, make):
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_streams_without_batches_are_dealt_in_turn_and_unequal_ones_end_together(world):
+def test_streams_without_batches_are_dealt_round_robin_and_unequal_ones_end_together(world):
     part = hpctrain.shard_data(Counting(11))
     seen = world.allgather(list(DataLoader(part, batch_size=None)))
     steps = 11 // world.size
@@ -209,7 +209,7 @@ def test_streams_without_batches_are_dealt_in_turn_and_unequal_ones_end_together
 
 
 @pytest.mark.ranks(2, 3)
-def test_other_floating_point_numbers_on_a_rank_are_told(world, caplog):
+def test_a_rank_with_other_floating_point_numbers_is_reported(world, caplog):
     for seed, is_told in ((0, False), (world.rank, world.rank == 0)):
         samples = torch.rand(2, 20, generator=torch.Generator().manual_seed(seed))
         hpctrain.shard_data(TensorDataset(samples.T[::2]))
@@ -218,7 +218,7 @@ def test_other_floating_point_numbers_on_a_rank_are_told(world, caplog):
 
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("make", [Numbers, Counting])
-def test_uneven_batches_are_refused_where_nothing_weights_them_but_not_in_evaluation(world, make):
+def test_uneven_batches_without_weights_are_rejected_except_in_evaluation(world, make):
     loader = hpctrain.shard_data(DataLoader(make(world.size * 4 + 1), batch_size=world.size * 2))
     with pytest.raises(
         ConfigError, match=r"got a batch of 1 for .*shard_data\(loader, optimizer\)"

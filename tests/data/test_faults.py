@@ -90,7 +90,7 @@ def test_a_damaged_block_never_counts_as_checked(directory, io):
     assert not any(seen)
 
 
-def test_verify_says_when_a_block_is_checked(directory, io):
+def test_verify_selects_when_a_block_is_checked(directory, io):
     path, shard = file_of(directory)
     first, always = (ShardedDataset(directory, verify=v, io=io) for v in ("first", "always"))
     for dataset in (first, always):
@@ -107,7 +107,7 @@ def test_verify_says_when_a_block_is_checked(directory, io):
     assert numbers(ShardedDataset(directory, verify="off", io=io), [0]) == [0]
 
 
-def test_a_file_changed_while_open_is_checked_anew(directory, io):
+def test_a_file_changed_while_open_is_checked_again(directory, io):
     path, shard = file_of(directory)
     dataset = ShardedDataset(directory, io=io)
     dataset.take(np.arange(100))
@@ -249,7 +249,7 @@ def test_a_mount_that_is_read_only_is_read(read_only, io):
 
 
 @pytest.mark.requires("root")
-def test_what_only_its_owner_may_read_is_told(directory):
+def test_an_unreadable_file_is_reported(directory):
     path, _ = file_of(directory)
     dataset = ShardedDataset(directory)
     path.chmod(0o600)

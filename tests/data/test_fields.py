@@ -109,7 +109,7 @@ def test_one_word_compresses_every_field(tmp_path):
         (Ragged(torch.zeros(3, 2), torch.tensor([0, 3])), r"\(num_rows, \*\(4,\)\)"),
     ],
 )
-def test_ragged_samples_that_do_not_fit_are_told(tmp_path, samples, words):
+def test_ragged_samples_that_do_not_fit_are_reported(tmp_path, samples, words):
     fields = {"boxes": KINDS["boxes"]}
     with (
         pytest.raises(DataError, match=words),
@@ -119,7 +119,7 @@ def test_ragged_samples_that_do_not_fit_are_told(tmp_path, samples, words):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_block_that_no_chunk_can_hold_is_told(tmp_path):
+def test_a_block_larger_than_a_chunk_is_reported(tmp_path):
     fields = {"x": ((2**20,), "f8")}
     with pytest.raises(DataError, match="smaller block_size"):
         ShardWriter(tmp_path, fields, samples_per_shard=9, block_size=512, compression="zstd")

@@ -15,7 +15,7 @@ def directory(request, tmp_path):
     return tmp_path
 
 
-def test_samples_fields_and_shards_are_told_also_of_files_that_are_not_there(directory):
+def test_samples_fields_and_shards_are_reported_also_for_missing_files(directory):
     manifest, found = Manifest.read(directory), info(directory)
     about = (found["uuid"], found["num_samples"], found["block_size"], found["split"])
     assert about == (manifest.uuid, 100, 7, "train")

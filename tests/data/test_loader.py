@@ -116,7 +116,7 @@ def test_read_samples_were_requested_once():
         assert len(taken - set(asked)) == 4  # the first step is read at once
 
 
-def test_epochs_and_seeds_have_orders_of_their_own():
+def test_epochs_and_seeds_have_different_orders():
     loader = Loader(InMemory(64), global_batch=16)
     first, second = numbers(loader), numbers(loader)
     assert first != second
@@ -144,7 +144,7 @@ def test_steps_are_delivered_in_order_whatever_their_duration():
     assert list(itertools.chain(*steps)) == list(range(97))
 
 
-def test_lengths_that_differ_come_packed_or_padded():
+def test_different_lengths_are_returned_packed_or_padded():
     packed = next(iter(Loader(InMemory(7), global_batch=7, order="sequential")))
     assert isinstance(packed.tokens, Ragged)
     assert packed.tokens.values.tolist() == [1, 2, 2, 4, 5, 5]

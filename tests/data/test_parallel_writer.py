@@ -147,7 +147,7 @@ def test_a_new_set_replaces_the_old_one(comm, folder, old):
 
 
 @pytest.mark.ranks(2, 3)
-def test_different_arguments_are_told_on_every_rank(comm, folder):
+def test_different_arguments_are_reported_on_every_rank(comm, folder):
     with pytest.raises(DataError, match=r"same arguments.*'x1'.*|same arguments"):
         ShardWriter(folder, {f"x{comm.rank}": ((), "i8")}, samples_per_shard=1, comm=comm)
     with pytest.raises(DataError, match="samples_per_shard must be at least 1, got 0"):
@@ -155,7 +155,7 @@ def test_different_arguments_are_told_on_every_rank(comm, folder):
 
 
 @pytest.mark.ranks(2, 3)
-def test_a_directory_that_is_not_shared_is_told(comm, tmp_path):
+def test_a_directory_that_is_not_shared_is_reported(comm, tmp_path):
     """Every rank has a separate directory, as on nodes without a common file system."""
     mine = tmp_path / str(comm.rank)
     mine.mkdir()

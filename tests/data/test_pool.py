@@ -111,7 +111,7 @@ def test_results_of_workers_are_returned_unchanged(pool):
     found["number"] += 1  # the arrays belong to the caller
 
 
-def test_batches_stay_as_they_are_while_others_come(pool):
+def test_batches_are_unchanged_while_later_ones_are_read(pool):
     futures = [submit(pool, range(start, start + 8)) for start in range(100, 500, 8)]
     batches = [future.result(LIMIT_S) for future in futures]
     for _ in range(20):
@@ -234,7 +234,7 @@ def rank():
             process.kill()
 
 
-def test_nothing_is_left_of_a_pool_whose_rank_is_killed():
+def test_a_pool_whose_rank_is_killed_leaves_no_processes():
     with rank() as (process, pids):
         assert len(pids) >= 2
         assert all(map(is_alive, pids))
@@ -251,7 +251,7 @@ def test_nothing_is_left_of_a_pool_whose_rank_is_killed():
         pytest.param("mpich", 2, marks=[pytest.mark.requires("mpich"), pytest.mark.conformance]),
     ],
 )
-def test_a_pool_lives_beside_mpi_and_threads_in_a_script_without_a_guard(
+def test_a_pool_works_with_mpi_and_threads_in_a_script_without_main_guard(
     dataset_of, mpi, num_ranks
 ):
     python = str(ROOT / ".venv-mpich/bin/python") if mpi == "mpich" else sys.executable

@@ -52,7 +52,7 @@ def test_damaged_shards_are_restored_from_the_copy(copy, damaged, tmp_path, lost
     assert len(outcome.deeds) == 3 + (lost == MANIFEST)
 
 
-def test_a_shard_that_is_damaged_in_the_copy_too_is_left(copy, damaged, tmp_path):
+def test_a_shard_that_is_damaged_in_the_copy_too_is_not_repaired(copy, damaged, tmp_path):
     other = shutil.copytree(copy, tmp_path / "other")
     flip(shard(other, 1)[0], 5000)
     shard(other, 2)[0].unlink()

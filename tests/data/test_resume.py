@@ -124,7 +124,7 @@ def test_only_shards_before_a_missing_one_are_kept(tmp_path, what):
 
 
 @SIZES
-def test_ranks_go_on_each_from_its_own(comm, folder):
+def test_each_rank_resumes_from_its_own_position(comm, folder):
     start, mine = 50 * comm.rank, 3 + 4 * comm.rank
     fails = comm.rank == comm.size - 1
     with pytest.raises(StopError if fails else DataError, match="Stop"):

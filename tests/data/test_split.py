@@ -115,7 +115,7 @@ def test_a_file_is_the_same_for_any_number_of_ranks_and_has_what_the_table_says(
         ({"num_parts": 2, "label": "z"}, "name it by --label"),
     ],
 )
-def test_what_cannot_be_split_is_refused_on_every_rank_and_leaves_no_file(
+def test_an_invalid_split_is_rejected_on_every_rank_and_leaves_no_file(
     comm, original, tmp_path, options, message
 ):
     original, out = comm.broadcast_object(original), comm.broadcast_object(tmp_path / "c.npz")
@@ -197,7 +197,7 @@ def test_ranks_read_their_parts_in_proportion_in_the_same_steps_for_any_number_o
             assert abs(len(mine) - in_proportion) < 2 + num_parts
 
 
-def test_a_loader_goes_on_with_its_split_and_no_other_on_another_number_of_ranks():
+def test_a_loader_resumes_with_its_split_only_on_another_number_of_ranks():
     split = some_split(97, 6)
     options = {"global_batch": 10, "seed": 3}
     loader = Loader(InMemory(97), split=split, **options)
