@@ -379,7 +379,7 @@ def test_a_finding_of_all_hosts_but_of_one_rank_each_is_not_named():
     assert merge([[finding("note")]] * 2, ["n0", "n0"]) == [finding("note")]
 
 
-def test_a_fault_of_many_nodes_is_told_for_a_few():
+def test_a_fault_of_many_nodes_lists_a_few_nodes():
     assert few([finding("error")] * 4) == [finding("error")] * 4
     assert [each.what for each in few([finding("error")] * 9)][3:] == [
         "x",
