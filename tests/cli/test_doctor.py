@@ -58,7 +58,7 @@ def healthy():
     return code, found, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def test_a_healthy_machine_has_nothing_wrong_and_looking_at_it_takes_little(healthy):
+def test_a_healthy_machine_has_no_fault_and_the_check_is_short(healthy):
     code, found, cpu_s = healthy
     assert cpu_s < CPU_S
     assert wrong(found) <= {"memory"}  # the machine that runs the tests may lack memory

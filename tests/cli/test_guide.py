@@ -122,7 +122,7 @@ def test_a_pipe_gets_the_unchanged_text():
     assert run("hpctrain guide data") == TEXTS["data"]
 
 
-def test_a_terminal_gets_it_laid_out(monkeypatch, capsys):
+def test_a_terminal_gets_formatted_text(monkeypatch, capsys):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "300")
     guides.show(TEXTS["data"])

@@ -60,7 +60,7 @@ def test_options_after_the_command_belong_to_it(dashes):
         (["python"], "-n"),
     ],
 )
-def test_a_launch_that_cannot_be_is_one_error_and_no_traceback(words, text):
+def test_an_impossible_launch_is_one_error_without_traceback(words, text):
     done = hpctrain("launch", *words)
     assert done.returncode == 2
     assert text in done.stderr
@@ -153,7 +153,7 @@ def test_every_option_of_horovodrun_that_horovod_uses_is_known():
 
 
 @pytest.mark.launches
-def test_the_ranks_get_what_options_say_and_each_line_names_its_rank(monkeypatch):
+def test_ranks_get_the_options_and_each_line_names_its_rank(monkeypatch):
     monkeypatch.setenv("HPCTRAIN_CYCLE_S", "1")
     code = "import os; print('hello', os.environ['HPCTRAIN_CYCLE_S'])"
     options = ["--cycle-time-ms", "5", "--network-interface", "lo", "--verbose", "--tag-output"]

@@ -49,7 +49,7 @@ def run(tmp_path):
     return folder
 
 
-def test_the_table_has_best_next_and_where_more_nodes_stop_paying(ask):
+def test_the_table_has_the_best_the_next_and_the_last_worthwhile_number_of_nodes(ask):
     result = ask(**GIVEN)
     assert result.exit_code == 0, result.output
     for text in ("node-hours", "the best on each number of nodes", "more nodes", "bound"):
