@@ -171,7 +171,7 @@ def test_tuning_variables_are_distinguished_from_job_variables():
     assert tuning(environ) == {"UCX_TLS": "tcp", "OMPI_MCA_btl_tcp_links": "2"}
 
 
-def test_the_jobs_folders_for_temporary_files_are_slurms_and_then_the_standards():
+def test_temporary_folders_of_slurm_precede_the_standard_ones():
     environ = {"TMPDIR": "/tmp/7", "SLURM_TMPDIR": "/local/7", "HOME": "/"}
     assert scratch_folders(environ) == [Path("/local/7"), Path("/tmp/7")]
     assert scratch_folders({"TMPDIR": ""}) == []

@@ -173,7 +173,7 @@ def test_a_name_for_the_linker_is_no_library(tmp_path):
     assert expected_libmpi({}, prefixes[:1]) is None
 
 
-def test_the_library_that_the_user_names_comes_first(tmp_path):
+def test_the_library_of_the_user_has_precedence(tmp_path):
     named = tmp_path / "libmpi.so.40"
     assert expected_libmpi({"MPI4PY_LIBMPI": str(named)}) == named
     assert expected_libmpi({"MPI4PY_LIBMPI": "libmpi.so.40"}) is None

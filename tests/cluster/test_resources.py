@@ -186,7 +186,7 @@ def test_available_memory_without_a_limit_is_that_of_the_machine(machine):
     ("allowed", "used", "expected"),
     [(3 * GIB, GIB, 2 * GIB), (100 * GIB, GIB, 8 * GIB), (GIB, 2 * GIB, 0), ("max", GIB, 8 * GIB)],
 )
-def test_a_control_group_can_only_lower_it(machine, version, allowed, used, expected):
+def test_a_cgroup_can_only_lower_the_memory_limit(machine, version, allowed, used, expected):
     join(machine, version, "job/step", allowed=allowed, used=used)
     assert left(machine) == expected
 
