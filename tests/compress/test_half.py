@@ -90,7 +90,7 @@ def test_a_node_sums_in_full_precision_and_only_its_slice_is_rounded(comm, half)
 
 
 @pytest.mark.ranks(2, 3)
-def test_without_node_memory_each_rank_rounds_what_it_has():
+def test_without_node_memory_each_rank_rounds_its_values():
     with connected(Settings(probe="off", shared_memory="off")) as made:
         comm, bucket = made.comm, made.comm.new_bucket(130, torch.float32)
         codec = HalfCodec(torch.bfloat16)

@@ -47,7 +47,7 @@ def test_qsgd_is_unbiased_with_the_variance_of_its_levels(levels, bound):
         assert nonzero < 1 + 64
 
 
-def test_qsgd_is_as_bad_as_its_bound_where_all_values_are_alike():
+def test_qsgd_reaches_its_error_bound_if_all_values_are_equal():
     variance = qsgd_draws(torch.ones(4096, dtype=torch.float64), 1, 500)[1]
     assert variance / 4096 == pytest.approx(63.0, rel=0.02)
 
