@@ -71,7 +71,7 @@ def test_settings_of_variables_exist_and_keep_their_types():
     assert len({variable.name for variable in HONOURED}) == len(HONOURED)
 
 
-def test_all_others_that_are_set_get_one_line():
+def test_all_other_variables_that_are_set_get_one_line():
     environ = {"HOROVOD_NUM_NCCL_STREAMS": "2", "HOROVOD_CMAKE": "/bin/cmake", "HOME": "/"}
     (text,) = remarks(environ | {"HOROVOD_CYCLE_TIME": "1", "HOROVOD_AUTOTUNE": "1"})
     assert text == (

@@ -65,7 +65,7 @@ def test_a_syntax_error_shows_the_line():
     assert 'File "mine.py", line 1' in text
 
 
-def test_object_whose_inspection_fails_is_omitted():
+def test_an_object_that_fails_inspection_is_omitted():
     class Bad:
         @property
         def shape(self):
