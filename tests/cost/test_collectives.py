@@ -134,7 +134,7 @@ def test_rails_share_network_adapters_and_are_worthwhile_with_one_each():
     assert sent(1, 2) == sent(1, 1)
 
 
-def test_a_ring_in_order_does_not_feel_oversubscription_and_pairs_do():
+def test_oversubscription_slows_pairs_but_not_a_ring_in_order():
     def sent(name, times):
         machine = Machine(nodes=64, leaf_size=8, oversubscription=times)
         return allreduce(machine, MIB, Way(name)).network_bytes

@@ -116,7 +116,7 @@ def test_unmeasured_figures_keep_the_default_of_a_machine():
         )
     )
 )
-def test_no_other_non_negative_numbers_come_nearer(case):
+def test_no_other_non_negative_numbers_have_a_smaller_residual(case):
     rows, seed = case
     matrix, random = np.array(rows), np.random.default_rng(seed)
     target = random.normal(size=len(matrix))

@@ -85,7 +85,7 @@ def of_brute_force(seed):
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_the_search_finds_what_brute_force_finds(seed):
+def test_the_search_finds_the_layouts_of_brute_force(seed):
     case, (fitting, num_layouts, least) = of_brute_force(seed)
     if not num_layouts:
         with pytest.raises(ConfigError, match="must obey all rules"):
@@ -117,7 +117,7 @@ def test_the_search_finds_what_brute_force_finds(seed):
     assert sum(five.lost.values()) == num_layouts - len(five.best)
 
 
-def test_the_cases_of_brute_force_differ_in_what_they_show():
+def test_cases_of_brute_force_have_different_results():
     best, shown, outcomes = set(), set(), set()
     for seed in range(50):
         _, (fitting, num_layouts, _) = of_brute_force(seed)

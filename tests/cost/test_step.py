@@ -22,7 +22,7 @@ RING = Way("ring", rails=4)
 
 
 @pytest.mark.parametrize("ranks", [2, 16, 128, 1024])
-def test_the_slowest_of_many_is_as_late_as_in_a_simulation(ranks):
+def test_the_delay_of_the_slowest_rank_equals_a_simulation(ranks):
     machine = Machine(nodes=ranks, jitter=0.1)
     times = np.exp(0.1 * np.random.default_rng(0).normal(size=(4000, ranks)))
     assert lateness(machine) == pytest.approx(times.max(axis=1).mean(), rel=0.02)
