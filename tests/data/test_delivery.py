@@ -59,7 +59,7 @@ def test_damage_on_one_rank_is_the_same_error_on_all(world, comm, damaged, order
 
 @pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("order", ORDERS, ids=str)
-def test_all_ranks_leave_damaged_samples_out_together(world, comm, damaged, order, caplog):
+def test_all_ranks_skip_the_same_damaged_samples(world, comm, damaged, order, caplog):
     loader = Loader(damaged, global_batch=10, comm=comm, on_corrupt="skip", **order)
     whole = Loader(InMemory(NUM_SAMPLES), global_batch=10, **order)
     for _ in range(2):

@@ -139,7 +139,7 @@ def samples(lengths, *shape):
 
 
 @given(LENGTHS)
-def test_samples_are_where_they_were_put(lengths):
+def test_samples_are_returned_at_their_positions(lengths):
     ragged = Ragged.of(samples(lengths, 2))
     assert len(ragged) == len(lengths)
     assert ragged.lengths.tolist() == lengths

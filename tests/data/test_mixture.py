@@ -51,7 +51,7 @@ def test_from_the_start_every_source_is_within_one_sample_of_its_share(weights):
 
 @settings(max_examples=25)
 @given(size=st.integers(1, 4), batch=st.integers(1, 50))
-def test_every_source_goes_through_whole_epochs(size, batch):
+def test_every_source_is_read_in_whole_epochs(size, batch):
     a, b = InMemory(30), InMemory(90)
     mixture = Mixture({a: 1, b: 1}, length=180)
     for rank in range(size):

@@ -117,7 +117,7 @@ def test_a_manifest_that_cannot_be_written_is_an_error_on_all(
 
 @SIZES
 @pytest.mark.usefixtures("old")
-def test_a_set_whose_manifest_took_its_place_stays_whole(comm, folder, monkeypatch):
+def test_a_set_with_its_manifest_in_place_stays_intact(comm, folder, monkeypatch):
     def write_and_fail(self, directory, write_it=Manifest.write):
         write_it(self, directory)
         raise OSError(5, "Input/output error")

@@ -146,7 +146,7 @@ def test_random_numbers_depend_on_samples_epoch_and_seed_only(pool):
         ((12, 13), CorruptError, "number 13 is damaged"),
     ],
 )
-def test_an_error_comes_back_with_the_users_frames_and_its_traceback_is_the_cause(
+def test_an_error_of_a_worker_has_the_frames_of_the_user_and_its_traceback_as_cause(
     pool, samples, kind, words
 ):
     with pytest.raises(kind, match=words) as caught:

@@ -106,7 +106,7 @@ def test_published_set_is_never_resumed(tmp_path):
     assert numbers_in(tmp_path) == list(range(8))
 
 
-def test_a_damaged_journal_is_no_journal(tmp_path):
+def test_a_damaged_journal_is_ignored(tmp_path):
     stopped(tmp_path, 0, 8)
     next(tmp_path.glob("*.journal")).write_text('{"format": 1')
     assert write(tmp_path, 0, 9) == 0

@@ -75,7 +75,7 @@ def test_booleans_are_packed_as_words_or_as_numbers_on_request(tmp_path, packed)
     assert list(found["a"]) == list(found["c"]) == [True, False]
 
 
-def test_a_number_that_is_none_is_one_where_it_is_no_gap(tmp_path, packed):
+def test_nan_in_a_csv_column_is_packed_as_a_number(tmp_path, packed):
     (tmp_path / "t.csv").write_text("a,b\n1, nan\n2,0.5\n")
     assert np.array_equal(packed(tmp_path / "t.csv")[1]["b"], [np.nan, 0.5], equal_nan=True)
 
