@@ -19,7 +19,7 @@ def test_a_light_gather_omits_facts_that_are_equal_on_a_node():
     assert facts.network.copy_error == ""
 
 
-def test_horovod_is_loaded_where_ranks_are_to_run_on_it(monkeypatch):
+def test_horovod_is_loaded_if_ranks_use_it(monkeypatch):
     refusal, wanted = LaunchError("it says: no; build"), {"HPCTRAIN_ENGINE": "horovod"}
     monkeypatch.setattr(module, "load", Mock())
     monkeypatch.setattr(module, "check_import", Mock(side_effect=refusal))

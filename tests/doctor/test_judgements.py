@@ -368,14 +368,14 @@ def test_merged_findings_of_equal_ranks_equal_those_of_one():
     assert merge([findings] * 3, ["n0", "n1", "n2"]) == findings
 
 
-def test_a_thousand_hosts_do_not_drown_a_finding():
+def test_a_finding_of_a_thousand_hosts_is_short():
     hosts = [f"n{number}" for number in range(1000)]
     of_ranks = [[finding("ok")], *([finding("error")] for _ in hosts[1:])]
     (found,) = merge(of_ranks, hosts)
     assert found.what == "n1, n2, n3, n4 and 995 more: x"
 
 
-def test_a_finding_of_all_hosts_but_of_one_rank_each_is_not_named():
+def test_a_finding_of_all_hosts_does_not_name_hosts():
     assert merge([[finding("note")]] * 2, ["n0", "n0"]) == [finding("note")]
 
 

@@ -96,7 +96,7 @@ def test_an_unreadable_plan_is_an_error_and_other_checks_continue(monkeypatch):
 
 
 @TOGETHER
-def test_memory_that_is_switched_off_is_no_fault(monkeypatch):
+def test_disabled_node_memory_is_not_a_fault(monkeypatch):
     monkeypatch.setenv("HPCTRAIN_SHARED_MEMORY", "off")
     assert told(probe(seconds=0.0), "node memory") == [
         "note: HPCTRAIN_SHARED_MEMORY=off: gradients of a node go through plain MPI",
