@@ -196,7 +196,7 @@ def test_a_rank_reports_and_aborts_itself_if_the_root_does_not_answer(now, is_fi
     assert watch.reports(now + 2 * watch.answer_s) == []
 
 
-def test_the_stack_has_the_lines_of_the_program_and_where_it_is_in_a_library():
+def test_the_stack_has_lines_of_the_program_and_the_current_line_of_a_library():
     with_one_more_frame = threading.Event()
     found = []
 
