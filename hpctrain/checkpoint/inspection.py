@@ -20,7 +20,7 @@ FOLDER = "checkpoints"  # of the checkpoints in a run directory
 def checkpoints_in(path: Path | str) -> list[Path]:
     """Return the checkpoint at a path, or all of a run directory, by step.
 
-    Unfinished checkpoints and those that were set aside are left out.
+    Unfinished checkpoints and checkpoints that were set aside are omitted.
     """
     path = Path(path)
     if (path / manifest.NAME).exists() or step_of(path.name) is not None:
@@ -141,7 +141,7 @@ def verify(path: Path | str) -> Iterator[tuple[Path, list[str]]]:
     """Read every byte of one checkpoint, or of all of a run directory, and compare checksums.
 
     Not collective. Yields each checkpoint and its faults, oldest first; checkpoints that the run
-    removes meanwhile are left out. Raises ``CheckpointError``: there is none.
+    removes meanwhile are omitted. Raises ``CheckpointError``: there is none.
     """
     has_checked = False
     for directory in checkpoints_in(path):

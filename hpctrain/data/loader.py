@@ -61,8 +61,8 @@ class Loader(Reading):
     """The ranks that load together. With it iterating is collective, and ranks fail together."""
     seed: int = 0  # of the order of every epoch; the same on every rank
     order: OrderName = "auto"
-    """``global``: any sample can come at any time. ``window``: whole blocks are read and mixed,
-    for small samples of a large data set. ``sequential``: as they are on disk. ``auto``: global
+    """``global``: any sample may be at any position. ``window``: whole blocks are read and mixed,
+    for small samples of a large data set. ``sequential``: the order on disk. ``auto``: global
     for samples of 100 kB and for a data set that stays in memory, else window."""
     window: WindowShape | None = None
     """Blocks that a window order mixes; by default chosen so that it mixes well."""

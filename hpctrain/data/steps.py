@@ -157,7 +157,7 @@ class Division:
 
 
 class Steps:
-    """The samples of one rank in each step, and those that it requests ahead. Thread-safe.
+    """Samples of one rank in each step, and samples that it requests ahead. Thread-safe.
 
     A global batch is the samples at its positions, whatever the number of ranks. They are
     sorted by lane, if the order has lanes, before each rank gets a contiguous part: so a rank

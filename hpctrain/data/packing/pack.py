@@ -88,7 +88,7 @@ def pack(
             ``"module:function"`` of a function, or an object with samples: with
             ``len()`` and ``[index]``, or one that can be iterated over more than once.
         directory: made when missing.
-        config: what is packed, and how.
+        config: fields to pack, and options.
         comm: ranks that pack together.
         start: makes what follows the progress of this rank, in samples.
 

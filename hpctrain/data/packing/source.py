@@ -206,7 +206,7 @@ class PackSource:
     ) -> Iterator[Batch]:
         """Read the samples that ``rank`` of ``size`` packs, a contiguous part of them.
 
-        The first ``skip`` are left out; ``seed`` is of the order of all samples, None for that of
+        The first ``skip`` are omitted; ``seed`` is of the order of all samples, None for that of
         the source. Of parts each rank gets a run; where they are fewer than ranks, some get none.
         """
         if self.is_indexed:

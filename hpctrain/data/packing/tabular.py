@@ -207,7 +207,7 @@ def _options(block: CsvBlock, learnt: Learnt, at: str, kind: str) -> str:
     name = next((name for name, to in fields.items() if to == at), "NAME")
     own = f"--field {name}={quote(f'{at}:{kind}')}"
     if len(named) > _MOST_OPTIONS:
-        return f"{own}, and --field NAME=COLUMN for each other column, which is left out else"
+        return f"{own}, and --field NAME=COLUMN for each other column, which is skipped otherwise"
     return " ".join([own, *named])
 
 

@@ -38,11 +38,11 @@ def repair(
     *,
     start: Start | None = None,
 ) -> RepairOutcome:
-    """Check a data set, remove leftovers, and replace damaged files by those of a copy.
+    """Check a data set, remove leftovers, and replace damaged files by files of a copy.
 
     Collective with ``comm``, whose ranks share the work. Each step is atomic: after a kill the
     data set is as before or as after it, and the next repair continues. Without a ``source``,
-    another copy of the same data set, leftovers alone are removed. Raises ``DataError``: there is
+    another copy of the same data set, only leftovers are removed. Raises ``DataError``: there is
     no manifest here or in the copy, the copy is of another data set, or the directory cannot be
     written; on every rank.
     """
