@@ -1,7 +1,7 @@
-"""One job of ``bench_batching.py``, on the ranks of a cluster: a stream of named all-reduces.
+"""One job of ``bench_batching.py`` on the ranks of a cluster: a stream of named all-reduces.
 
-The world is made anew for every pair of fusion and cycle, as a user would set it by variables, and
-once without them, as the plan has it.
+The job creates a new world for every pair of fusion and cycle, as if a user had set the variables,
+and one without variables, which uses the plan.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def stream_s(point: Point, options: argparse.Namespace) -> float:
 def timed(
     points: list[Point], rounds: int, options: argparse.Namespace
 ) -> dict[Point, list[float]]:
-    """Time all points in turn. Collective."""
+    """Time all points, interleaved. Collective."""
     seconds: dict[Point, list[float]] = {point: [] for point in points}
     for _ in range(rounds):
         for point in points:

@@ -1,18 +1,18 @@
-"""All-reduce inside one node: ours against MPI_Allreduce and gloo, on the same torch memory.
+"""All-reduce inside one node: hpctrain against MPI_Allreduce and gloo, on the same torch memory.
 
     hpctrain launch -n 2 -- python perf/bench_allreduce.py [--json FILE]
 
-Ways to sum float32 values of every rank into every rank's own tensor:
+Methods that sum float32 values of all ranks into a tensor of each rank:
 
 * ``MPI``: MPI_Allreduce in place on an ordinary tensor;
 * ``gloo``: torch.distributed over gloo, in the same processes;
-* ``Horovod``: over the same MPI, where it is installed;
-* ``bucket``: ours, on a bucket in node memory, where gradients lie anyway;
-* ``tensor``: ours, on an ordinary tensor.
+* ``Horovod``: over the same MPI, if it is installed;
+* ``bucket``: hpctrain, on a bucket in node memory, which stores gradients;
+* ``tensor``: hpctrain, on an ordinary tensor.
 
-They take turns. Ratios are the median time of a peer over ours: above 1 ours is faster. Before
-each timed call the values are written anew, outside the clock; every size is checked against the
-exact sum.
+Calls of the methods are interleaved. Ratios are the median time of a peer over that of hpctrain:
+above 1 hpctrain is faster. Before each timed call the values are written again, outside of the
+measured time. The sum of each size is compared with the exact sum.
 """
 
 import torch
@@ -34,14 +34,14 @@ Spreads = dict[str, tuple[float, float]]
 def measure_size(
     num_bytes: int, rounds: int, peers: dict[str, Peer], spreads: Spreads
 ) -> dict[str, object]:
-    """Time all ways for one message size and check our sums; note the spread of each ratio."""
+    """Time all methods for one message size, check sums; note the spread of each ratio."""
     comm = current().comm
     numel = max(num_bytes // 4, 1)
     bucket, tensor = comm.new_bucket(numel, torch.float32), torch.empty(numel)
     written = [bucket.flat, tensor]
 
     def write() -> None:
-        written.reverse()  # what is written last lies nearer
+        written.reverse()  # values written last are in a nearer cache
         for values in written:
             values.fill_(comm.rank + 1)
 

@@ -1,10 +1,11 @@
-"""Fusion and cycle of named operations: what the plan chooses, against a sweep of both.
+"""Fusion and cycle of named operations: the choice of the plan against a sweep of both.
 
     python perf/bench_batching.py [--quick] [--json FILE]
 
-Two virtual nodes of one rank each, see ``bench_network.py``. A stream of small all-reduces is
-timed for every pair of fusion and cycle; then the best pair and the plan's own choice run in turn.
-The ratio is the time of the choice over that of the best: 1.1 is what is asked at most.
+The cluster has two virtual nodes of one rank each, as in ``bench_network.py``. The job times a
+stream of small all-reduces for every pair of fusion and cycle, then interleaves the best pair and
+the choice of the plan. The ratio is the time of the choice over that of the best pair; it must be
+at most 1.1.
 """
 
 import argparse
@@ -29,7 +30,7 @@ CYCLES = (0.0, 0.25e-3, 1e-3, 4e-3, 16e-3)
 
 
 def run(rate: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Build the cluster, run the job and return what it wrote."""
+    """Build the cluster, run the job and return its results."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "figures.json"
         words = ["python", str(ROOT / "perf/batching_job.py"), "--json", str(file)]
@@ -44,7 +45,7 @@ def run(rate: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def words_of(fusion_bytes: float, cycle_s: float) -> str:
-    """Write a pair for people."""
+    """Return a human-readable pair."""
     return f"{format_bytes(int(fusion_bytes))}, {format_seconds(cycle_s) if cycle_s else 'none'}"
 
 
@@ -66,7 +67,7 @@ def show(console: Console, rate: str, figures: dict[str, Any]) -> None:
     )
     ratio = figures["chosen s"] / figures["best s"]
     console.print(
-        f"in turn: chosen {figures['chosen s'] * 1e3:.1f} ms, "
+        f"interleaved: chosen {figures['chosen s'] * 1e3:.1f} ms, "
         f"best {figures['best s'] * 1e3:.1f} ms, ratio {ratio:.2f}"
     )
 
@@ -92,7 +93,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Run one job for each link; print and write what they measured."""
+    """Run one job for each link; print and write the results."""
     options = arguments()
     console = Console(width=150, height=50, highlight=False)
     results = {}

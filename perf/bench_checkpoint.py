@@ -1,19 +1,19 @@
-"""Checkpoints beside the training: what they cost it, and how fast they reach the disk.
+"""Checkpoints during training: time that training waits, and time until they are on disk.
 
     hpctrain launch -n 2 -- python perf/bench_checkpoint.py [--mib 1024] [--dir DIR] [--json FILE]
 
-The state is replicated: weights and two moments of tensors of 4 MiB, together ``--mib``. In each
-round, one after the other and each of the slowest rank:
+The state is replicated: weights and two moments in tensors of 4 MiB, ``--mib`` in total. Each
+round measures, one after the other, the time of the slowest rank:
 
 * ``memory copy``: every rank copies its share of the state into memory that it has used before;
-* ``stall``: how long ``Manager.save`` keeps the training thread;
+* ``stall``: ``Manager.save`` blocks the training thread;
 * ``write``: until the checkpoint is on disk, everything included;
-* ``comparison``: of both, for checksums of the state and their exchange;
+* ``comparison``: the part of both for checksums of the state and their exchange;
 * ``dd``: one ``dd conv=fsync`` of as many bytes, from memory, into the same directory;
-* ``dd on each rank``: the ranks' ``dd`` side by side, of a share each.
+* ``dd on each rank``: concurrent ``dd`` of all ranks, of a share each.
 
-The ratio of the write is to the faster of the two. The first save also pays for the memory; it
-stands apart.
+The ratio of the write is to the faster ``dd``. The first save also allocates the memory and is
+reported separately.
 """
 
 import os
@@ -74,7 +74,7 @@ def write_source(path: Path, tensors: list[Tensor]) -> None:
 
 
 def measure(folder: Path, num_bytes: int, rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each kind, those of the first save apart. Collective."""
+    """Return the seconds of each kind, and separately those of the first save. Collective."""
     comm = current().comm
     state = make_state(num_bytes)
     tensors = [tensor for of_kind in state.values() for tensor in of_kind.values()]
@@ -116,7 +116,7 @@ def measure(folder: Path, num_bytes: int, rounds: int) -> dict[str, list[float]]
 
 
 def settle() -> None:
-    """Let the disk finish what was done before, and the ranks meet. Collective."""
+    """Wait until the disk has finished earlier writes, and synchronize. Collective."""
     if current().comm.rank == 0:
         os.sync()
         time.sleep(SETTLE_S)

@@ -1,12 +1,13 @@
-"""Codecs: what coding costs on one core, and an all-reduce between nodes by each of them.
+"""Codecs: cost of coding on one core, and an all-reduce between nodes with each codec.
 
     python perf/bench_codecs.py [--quick] [--json FILE]
 
-The first table codes and decodes a bucket on one core, over a copy of as many bytes: once, and as
-a node does in a step, which also decodes what arrives and codes the sum, without a link. The
-second reduces one between nodes of a virtual cluster, where that works (``python -m
-tests.cluster.vcluster``), all codecs in turn in one job, and counts what left the nodes. Ratios
-are times of no compression over those of the codec: above 1 the codec is faster.
+The first table codes and decodes a bucket on one core and divides the time by that of a copy of as
+many bytes: once, and as a node does in a step, which also decodes received data and codes the sum,
+without a link. The second table reduces a bucket between nodes of a virtual cluster, if the
+machine supports one (``python -m tests.cluster.vcluster``), with all codecs interleaved in one
+job, and counts the bytes that leave the nodes. Ratios are times without compression over those of
+the codec: above 1 the codec is faster.
 """
 
 import argparse
@@ -36,7 +37,7 @@ from hpctrain.core.units import MIB
 from tests.cluster.vcluster import VirtualCluster
 
 ROOT = Path(__file__).resolve().parents[1]
-ROWS = 1024  # a matrix of so many rows and columns is 4 MiB
+ROWS = 1024  # a matrix of 1024 rows and columns has 4 MiB
 CLUSTERS = (("1gbit", 2, 2), ("200mbit", 4, 2))
 
 
@@ -51,7 +52,7 @@ class Mirror:
         return self
 
     def alltoall(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Return what was meant for this rank, twice."""
+        """Return the tensor for this rank, twice."""
         return [tensors[0], tensors[0].clone()]
 
     def wait(self) -> None:
@@ -114,7 +115,7 @@ def _rounded(values: Tensor, half: Tensor) -> None:
 
 
 def between_nodes(rate: str, nodes: int, ranks: int, num_bytes: int, rounds: int) -> dict:
-    """Run the job on a virtual cluster and return what it wrote."""
+    """Run the job on a virtual cluster and return its results."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "figures.json"
         words = ["python", str(ROOT / "perf/codecs_job.py"), "--json", str(file)]
@@ -137,7 +138,7 @@ def show(title: str, rows: list[dict[str, float | str]]) -> None:
 
 
 def main() -> None:
-    """Measure what is asked for, print the tables, write the figures."""
+    """Run the requested measurements, print the tables, write the figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="less of everything")
     parser.add_argument("--json", type=Path, help="file for the figures")

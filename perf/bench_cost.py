@@ -2,10 +2,11 @@
 
     python perf/bench_cost.py [--quick] [--rates 1gbit 200mbit] [--json FOLDER [--more]]
 
-Nodes are namespaces of this machine, as for ``bench_network.py``. Of each rate all points go into
-one file, to which ``hpctrain bench fit`` fits a machine. Printed is how far the models are off on
-points that the fit has not seen: half of them, drawn at random. Of each point the least time
-counts, over rounds and over runs (``--more``): others who use the machine only add to it.
+Nodes are namespaces of this machine, as in ``bench_network.py``. All points of a rate are stored
+in one file, to which ``hpctrain bench fit`` fits a machine. The program prints the errors of the
+models on points that were not used by the fit: half of them, drawn at random. The time of a point
+is the minimum over rounds and over runs (``--more``), because other load of the machine only
+increases it.
 """
 
 import argparse
@@ -31,7 +32,7 @@ SIZES = (256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 
 
 def measure(nodes: int, ranks: int, rate: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Build a cluster, run the job and return what it wrote."""
+    """Build a cluster, run the job and return its results."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "points.json"
         words = ["python", str(ROOT / "perf/cost_job.py"), "--json", str(file)]
@@ -60,13 +61,13 @@ def least(points: list[Point]) -> list[Point]:
 
 
 def main() -> None:
-    """Run all jobs; print how well the models meet them and write their points."""
+    """Run all jobs; print the errors of the models and write the points."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="small messages, to see it work")
     parser.add_argument("--mpi", default="openmpi", choices=("openmpi", "mpich"))
     parser.add_argument("--rates", nargs="+", default=["1gbit", "200mbit"], help="of the links")
     parser.add_argument("--sizes", nargs="+", type=int, default=SIZES, help="bytes")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each way")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of each algorithm")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds that a job may take")
     parser.add_argument("--json", type=Path, help="folder for the files cost-RATE.json")
     parser.add_argument("--more", action="store_true", help="keep what those files have if less")

@@ -1,24 +1,24 @@
-"""Reading samples in random order: hpctrain beside a raw map, h5py, MosaicML and webdataset.
+"""Reading samples in random order: hpctrain, a raw map, h5py, MosaicML and webdataset.
 
     python perf/bench_data.py [--quick] [--json FILE] [--plot FILE] [--dir DIR]
 
-Every way delivers the same samples, random bytes with a label, as batches of torch tensors in one
-process. Warm rows read files that are in the page cache; what counts is MB per second of CPU time
-(user and system, all threads and children), which other work on the machine disturbs little. Cold
-rows read files that were dropped from the page cache, as mincore confirms. The window order has to
-read nearly all before its first batch; what a sequential read and then a copy take has a row of
-its own. Before each cold turn the free memory of the machine is touched, and kept until a virtual
-machine has handed the rest back to its host: to use that again takes longer than a disk takes to
-fill it. The ways take turns; figures are medians over the rounds, cold rows have two more of them.
-``ours / way`` is the median of the ratio within a round, above 1 ours is faster: in warm rows MB
-per cpu-second of the second epoch, in cold rows MB per second of the window order.
+Every method delivers the same samples, random bytes with a label, as batches of torch tensors in
+one process. Warm rows read files in the page cache and report MB per second of CPU time (user and
+system, all threads and children), which other load of the machine changes little. Cold rows read
+files that were dropped from the page cache, which mincore confirms. The window order has to read
+nearly all data before its first batch; a sequential read followed by a copy has its own row.
+Before each cold measurement the program touches the free memory of the machine and keeps it until
+a virtual machine has returned the rest to its host: its reuse takes longer than a disk takes to
+fill it. The methods are interleaved; figures are medians over the rounds, and cold rows have two
+more rounds. ``ours / way`` is the median of the ratio within a round, above 1 hpctrain is faster:
+in warm rows MB per CPU second of the second epoch, in cold rows MB per second of the window order.
 
-Every turn checks the label and a byte on every page of each sample; before that, each way has
-every byte compared. A slow way is stopped after some seconds, and its first moments, which fill
-its buffers, are not counted then: ``part`` says how much of an epoch it read. ``peak`` is memory
-beside the page cache. Peers that are missing have a row that says so; they are installed by
-``pip install --no-deps --target .venv-peers -r perf/peers.txt``. The files of a set take
-at most 7 GB of disk and page cache (``--quick``: 1 GB, no set of 3 GB) and are removed
+Every measurement checks the label and one byte on every page of each sample; before it, each
+method has every byte compared. A slow method is stopped after some seconds, and the time in which
+it fills its buffers is not counted; ``part`` is the fraction of an epoch that it read. ``peak`` is
+memory in addition to the page cache. Peers that are not installed have a row that reports this;
+install them with ``pip install --no-deps --target .venv-peers -r perf/peers.txt``. The files of a
+set take at most 7 GB of disk and page cache (``--quick``: 1 GB, no set of 3 GB) and are removed
 after its rows.
 """
 
@@ -58,12 +58,12 @@ LONG = {
 WARM: tuple[type[Way], ...] = (Memmap, First, Second, Take, Hdf5, Stock, StockWorkers)
 COLD: tuple[type[Way], ...] = (FirstWindow, FirstGlobal, Memmap, ReadFirst)
 COLD_FEW: tuple[type[Way], ...] = (FirstWindow, ReadFirst)
-"""Ours, and what an order that mixes all has to do at least."""
+"""Methods of hpctrain, and the lower bound of an order that mixes all samples."""
 PEERS: tuple[type[Way], ...] = (Mosaic, Tars)
 SEQUENTIAL = "sequential read of the same bytes"
 MORE_COLD_ROUNDS = 2
 TOUCHED = 7
-"""Times the size of a set: of that much free memory, its pages may come from anywhere."""
+"""Multiple of the size of a set: with that much free memory, its pages may be anywhere."""
 NOT_MEASURED = "not measured"
 H5PY = f"h5py {h5py.__version__}"
 
@@ -78,14 +78,14 @@ class Plan:
     batches: Mapping[Kind, tuple[int, ...]]
     """Samples of each kind, and in which batches."""
     long: Mapping[Kind, tuple[int, ...]]
-    """The same of those that are measured cold only, in few ways."""
+    """The same for sets that are measured cold only, by few methods."""
     rounds: int
     limit_s: float
-    """Of an epoch of a slow way."""
+    """Time limit for an epoch of a slow method."""
     at_least_s: float
     """Of a turn on files in the page cache: as many epochs as that takes."""
     keep_s: float
-    """How long before a cold turn the last memory is touched.
+    """Time from the last touch of free memory to a cold measurement.
 
     A kernel tells its host what is free 2 s after some was freed; within a turn, that halves it.
     """
@@ -122,7 +122,7 @@ def cache(folder: Path) -> None:
 
 
 def warm(ways: Sequence[Way], truth: Truth, plan: Plan) -> Turns:
-    """Let the ways take turns on files in the page cache."""
+    """Measure the methods, interleaved, on files in the page cache."""
     samples = truth.kind.map(ways[0].path.with_name(Memmap.form))
     for way in ways:
         check(way, samples, plan.limit_s / 4)
@@ -136,7 +136,7 @@ def warm(ways: Sequence[Way], truth: Truth, plan: Plan) -> Turns:
 
 
 def cold(ways: Sequence[type[Way]], truth: Truth, folder: Path, plan: Plan, batch: int) -> Turns:
-    """Let the ways take turns on files that are not in the page cache; None where they are."""
+    """Measure the methods, interleaved, on files outside of the page cache, else None."""
 
     def turn_of(way: type[Way]) -> Turn:
         with closing(way(truth.kind, folder, batch)) as fresh:
@@ -151,7 +151,7 @@ def cold(ways: Sequence[type[Way]], truth: Truth, folder: Path, plan: Plan, batc
     turns: Turns = {name: [] for name in works}
     for _ in range(plan.rounds + MORE_COLD_ROUNDS):
         for name, (path, work) in works.items():
-            gc.collect()  # what is still mapped stays in the page cache
+            gc.collect()  # mapped files stay in the page cache
             is_cold = evict(path)
             touch_free_memory(TOUCHED * truth.kind.num_bytes, plan.keep_s)
             turns[name].append(work() if is_cold else None)
@@ -223,7 +223,7 @@ def measure(kind: Kind, folder: Path, plan: Plan, peers: Sequence[type[Way]]) ->
 def measure_cold(
     ways: Sequence[type[Way]], truth: Truth, folder: Path, plan: Plan, batch: int
 ) -> list[Row]:
-    """Measure some ways on files that are not in the page cache."""
+    """Measure some methods on files that are not in the page cache."""
     turns = cold(ways, truth, folder, plan, batch)
     return rows_of(cold_key(truth.kind, batch), turns, FirstWindow.name, "rate")
 
@@ -234,7 +234,7 @@ def cold_key(kind: Kind, batch: int) -> Row:
 
 
 def promises(rows: Sequence[Row]) -> dict[str, float]:
-    """Return the ratios that say whether this project keeps its word, with what it wants."""
+    """Return the ratios that this project promises, with the promised values."""
     wanted = {
         ("warm", BIG.name): {Memmap.name: 0.80},
         ("warm", SMALL.name): {Memmap.name: 0.60, Hdf5.name: 5, Mosaic.name: 20, Tars.name: 20},

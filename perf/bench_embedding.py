@@ -1,21 +1,22 @@
-"""Rows of a sharded embedding: looked up and stepped, beside MPI by hand and others.
+"""Look-up and step of rows of a sharded embedding, against mpi4py, DDP and torchrec.
 
     hpctrain launch -n 2 -- python perf/bench_embedding.py [--json FILE] [--large]
 
 Each rank looks up ``ROWS`` distinct rows of ``DIM`` float32 numbers of a table of ``TABLE`` rows,
-in random order, of which about every second row lies elsewhere; and gives back as many gradients.
+in random order, about half of them on other ranks, and returns as many gradients.
 
-* ``copy``: one copy of as many bytes into memory that is mapped already, the least that is needed;
-* ``passes``: what rows in random order take without ranks, numbers and rules: a look up gathers
-  them; a step copies gradients, gathers them, gathers rows, subtracts, and stores rows;
-* ``by hand``: what one writes with mpi4py and numpy: ids sorted by owner, ``Alltoallv`` of ids, of
-  rows, of gradients; the owner's sums by ``numpy.unique`` and ``index_add_``, and plain descent;
+* ``copy``: one copy of as many bytes into mapped memory, a lower bound;
+* ``passes``: the memory accesses of rows in random order, without communication: a look-up gathers
+  rows; a step copies gradients, gathers them, gathers rows, subtracts, and stores rows;
+* ``by hand``: a program with mpi4py and numpy: ids sorted by owner, ``Alltoallv`` of ids, of rows
+  and of gradients; sums on the owner by ``numpy.unique`` and ``index_add_``, and plain descent;
 * ``DDP``: a sparse ``nn.Embedding`` on every rank, whose gradients gloo gathers;
-* ``torchrec``: row-wise shards over gloo, where it is installed.
+* ``torchrec``: row-wise shards over gloo, if it is installed.
 
-They take turns; ratios are the time of a peer over ours. With ``--large`` instead: steps of 1000
-rows in tables of 10^6 and 10^8 rows of 16 numbers, which take turns, too; of rows that nobody has
-touched yet, for which the system makes pages, and of rows that were stepped before.
+The methods are interleaved; ratios are the time of a peer over that of hpctrain. With ``--large``
+instead: steps of 1000 rows in tables of 10^6 and 10^8 rows of 16 numbers, also interleaved, of
+rows that were never touched, for which the system allocates pages, and of rows that were stepped
+before.
 """
 
 import sys
@@ -83,7 +84,7 @@ def of_ours(table, ids, grads):
 
 
 def of_hand(by_hand, ids, grads):
-    """Return pull and push by hand."""
+    """Return pull and push of the program with mpi4py."""
     return lambda: by_hand.pull(ids), lambda: by_hand.push(grads.numpy())
 
 
@@ -178,7 +179,7 @@ def _row_wise():
 
 
 def measure(rounds: int, json_file) -> None:
-    """Time all ways of looking up and of stepping."""
+    """Time look-up and step of all methods."""
     random = np.random.default_rng(COMM.rank)
     ids = random.choice(TABLE, ROWS, replace=False)
     tensor, grads = torch.from_numpy(ids), torch.rand(ROWS, DIM)
@@ -192,7 +193,7 @@ def measure(rounds: int, json_file) -> None:
     for name, make in {"DDP": of_ddp, "torchrec": of_torchrec}.items():
         made = make(tensor, grads)
         if isinstance(made, str):
-            sys.stderr.write(f"{name} is left out: {made}\n" * (COMM.rank == 0))
+            sys.stderr.write(f"{name} is skipped: {made}\n" * (COMM.rank == 0))
         else:
             ways[name] = made
     pulls = {name: pull for name, (pull, _) in ways.items()}
@@ -216,7 +217,7 @@ def measure(rounds: int, json_file) -> None:
 
 
 def check(table, by_hand, ids) -> None:
-    """Stop if a step of ours, and one by hand, do not change the same rows alike."""
+    """Exit if a step of hpctrain and one by hand change rows differently."""
     grads = np.random.default_rng(COMM.rank).random((ROWS, DIM), np.float32)
     before = table(torch.from_numpy(ids)), torch.from_numpy(by_hand.pull(ids))
     table.zero_grad()
@@ -231,7 +232,7 @@ def check(table, by_hand, ids) -> None:
 
 
 def measure_large(rounds: int, json_file) -> None:
-    """Time steps in tables of several sizes, on rows all over them, and tell the memory."""
+    """Time steps in tables of several sizes, on rows of all parts, and report the memory."""
     sizes = [1_000_000, LARGE_ROWS]
     tables = {n: hvd.ShardedEmbedding(n, LARGE_DIM, optimizer="adagrad") for n in sizes}
     grads = torch.rand(FEW, LARGE_DIM)

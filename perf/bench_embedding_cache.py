@@ -1,17 +1,18 @@
-"""Copies of frequent rows between nodes: what ``cache_steps`` saves, and what it costs in loss.
+"""Copies of frequent rows between nodes: bytes that ``cache_steps`` saves, and its effect on loss.
 
     python perf/bench_embedding_cache.py [--rates 200mbit 1gbit] [--json FILE]
 
 Four ranks on two virtual nodes, joined by links of a set rate, train the network of
-``examples/clicks`` on its log: without copies, and with those that count until the next step, for
-one and for four. They take turns, with the same batches. That takes root, and ``python -m
-tests.cluster.vcluster`` says whether it works here.
+``examples/clicks`` on its log: without copies, with copies that are valid until the next step, for
+one step and for four. The variants are interleaved and use the same batches. The program needs
+root; ``python -m tests.cluster.vcluster`` reports whether it works on this machine.
 
 * ``loss`` is that of the last ``LAST`` steps, ``test loss`` that of other lines, with exact rows;
-* ``hit rate`` is that of the larger table while training, ``kB saved`` did not travel for it
-  in a step, over all nodes; ``kB out`` left the busier node in a step, by its card's counters;
+* ``hit rate`` is that of the larger table during training, ``kB saved`` were not sent because of
+  it in a step, over all nodes; ``kB out`` were sent by the busier node in a step, by the counters
+  of its network adapter;
 * ``step ms`` is the median time of a step, that of the slowest rank;
-* ``again ms`` is the time of looking the test lines up once more, without a step in between.
+* ``again ms`` is the time of a second look-up of the test lines, without a step in between.
 """
 
 import argparse
@@ -39,10 +40,10 @@ WAYS: dict[str, dict[str, int]] = {"none": {}} | {
 
 
 class Way:
-    """A network with copies of one kind, which trains beside the others."""
+    """A network with copies of one kind, which trains with the others, interleaved."""
 
     def __init__(self, hvd: Any, dim: int, how: dict[str, int]) -> None:
-        import clicks  # noqa: PLC0415 - beside the examples
+        import clicks  # noqa: PLC0415 - next to the examples
 
         self.hvd, self.model = hvd, clicks.model(NUM_IDS, dim, **how)
         optimizer = torch.optim.Adam(self.model.parameters(), lr=0.002)
@@ -84,7 +85,7 @@ class Way:
 
     @torch.no_grad()
     def figures(self, log: Any, mine: Any) -> dict[str, float]:
-        """Test, and return what was measured. Collective."""
+        """Test, and return the results. Collective."""
         report, comm = self.model.deep.cache_report()[0], self.hvd.current().comm
         self.model.eval()
         test_loss = self.loss_of(log, mine).item()
@@ -102,8 +103,8 @@ class Way:
 
 
 def job(json_file: Path, dim: int) -> None:
-    """Train in all ways, which take turns, on the ranks of a cluster. Collective."""
-    import clicks  # noqa: PLC0415 - beside the examples
+    """Train with all variants, interleaved, on the ranks of a cluster. Collective."""
+    import clicks  # noqa: PLC0415 - next to the examples
 
     import hpctrain as hvd  # noqa: PLC0415 - takes MPI
 
@@ -123,7 +124,7 @@ def job(json_file: Path, dim: int) -> None:
 
 
 def run(rate: str, dim: int, timeout_s: float) -> dict[str, Any]:
-    """Run the job on a cluster of its own."""
+    """Run the job on a separate cluster."""
     from tests.cluster.vcluster import VirtualCluster  # noqa: PLC0415 - not on its ranks
 
     with tempfile.TemporaryDirectory() as folder:
@@ -139,7 +140,7 @@ def run(rate: str, dim: int, timeout_s: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run all jobs; print and write what they measured."""
+    """Run all jobs; print and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rates", nargs="+", default=["200mbit", "1gbit"], help="of the links")
     parser.add_argument("--dims", nargs="+", default=[16, 64], type=int, help="of rows")

@@ -1,26 +1,26 @@
-"""Engines: ours against real Horovod, all-reduce by size and the training step, world by world.
+"""Engines: hpctrain against Horovod, all-reduces by size and the training step, for each world.
 
     python perf/bench_engines.py [--quick] [--worlds 2 4 1gbit 200mbit] [--json FILE] [--plot FILE]
 
-Ways, each in a job of its own, since a process holds one engine; the jobs take turns, so that a
+Each method has its own job, because a process has one engine; the jobs are interleaved, so that a
 round has one of each:
 
-* ``hpctrain``: on its own engine, with what it measures and chooses at its start;
-* ``Horovod``: its own API, with its defaults;
-* ``Horovod, cycle 0.1 ms``: the same with ``HOROVOD_CYCLE_TIME=0.1``, as 1 ms is the default and
-  most of what a small sum takes;
+* ``hpctrain``: on its own engine, with the plan that it measures at its start;
+* ``Horovod``: with its own API and its defaults;
+* ``Horovod, cycle 0.1 ms``: the same with ``HOROVOD_CYCLE_TIME=0.1``, because the default, 1 ms,
+  is most of the time of a small sum;
 * ``on Horovod, flat`` and ``on Horovod, two-level``: hpctrain with ``engine="horovod"``; two
   levels need several nodes;
 * ``no communication``: the training step only, the faster of its plain and its flat form;
 * by name only, and the training step only: ``hpctrain, shard=node``, ``torch DDP, gloo`` and
-  ``plain MPI``, a sum for each gradient behind backward.
+  ``plain MPI``, a sum for each gradient after backward.
 
-All jobs have one thread of torch a rank, no binding, since Horovod works on a thread of its own,
+All jobs have one torch thread per rank, no binding, because Horovod works in a separate thread,
 and the same launcher. A sum is one synchronous ``allreduce_`` of an ordinary float32 tensor; the
-step is that of ``bench_step.py``, with each package's ``DistributedOptimizer``. Every job checks
-its sums and the weights after a step. Links between nodes are those of ``bench_network.py``.
-Times are medians over the rounds of the median in a round, of the slowest rank. Ratios are the
-time of a way over that of ``hpctrain``: above 1 ours is faster.
+step is that of ``bench_step.py``, with the ``DistributedOptimizer`` of each package. Every job
+checks its sums and the weights after a step. Links between nodes are the same as in
+``bench_network.py``. Times are medians over the rounds of the median in a round, of the slowest
+rank. Ratios are the time of a method over that of ``hpctrain``: above 1 hpctrain is faster.
 """
 
 import argparse
@@ -92,7 +92,7 @@ class Way:
     words: tuple[str, ...] = ()
     """Further arguments of its job."""
     is_usual: bool = True
-    """Whether it is measured where nobody names the ways."""
+    """Whether it is measured if no methods are named."""
 
 
 WAYS = {
@@ -118,7 +118,7 @@ WAYS = {
 
 
 def launch(world: World, words: Sequence[str], environ: Mapping[str, str], limit_s: float) -> None:
-    """Run one job to its end; what it prints is shown if it fails."""
+    """Run one job to its end; show its output if it fails."""
     if world.rate:
         with VirtualCluster(nodes=len(world.ranks_per_node), rate=world.rate) as cluster:
             try:
@@ -145,21 +145,21 @@ def launch(world: World, words: Sequence[str], environ: Mapping[str, str], limit
 
 
 def turn(world: World, way: Way, options: argparse.Namespace) -> dict[str, Any]:
-    """Run the job of one way once and return what it measured."""
+    """Run the job of one method once and return its results."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "figures.json"
         words = [str(JOB), way.package, *way.words, *world.job, "--json", str(file)]
         words += ["--sizes", *map(str, options.sizes)]
         if way.engine:
             words += ["--engine", way.engine]
-        # A cache of its own: each job measures what suits it, and none leaves anything behind.
+        # A separate cache: each job measures its own plan, and no job uses that of another.
         environ = {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": folder, **way.environ}
         launch(world, words, environ, options.timeout)
         return json.loads(file.read_text(encoding="utf-8"))
 
 
 def measure(world: World, options: argparse.Namespace) -> dict[str, Any]:
-    """Let the jobs of all ways take turns.
+    """Run the jobs of all methods, interleaved.
 
     Returns:
         Under ``ways``, for each way the medians of its rounds: ``sums`` by size, and ``steps``.
@@ -192,7 +192,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--worlds", nargs="+", choices=WORLDS, help="by default all")
     parser.add_argument("--ways", nargs="+", choices=WAYS, metavar="WAY")
     parser.add_argument("--sizes", nargs="*", type=int, default=SIZES, help="bytes")
-    parser.add_argument("--rounds", type=int, default=5, help="jobs of each way")
+    parser.add_argument("--rounds", type=int, default=5, help="jobs of each method")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for a job on nodes")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--plot", type=Path, help="draw the times into this PNG")
@@ -206,7 +206,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measure all worlds; print, write and draw what came out."""
+    """Measure all worlds; print, write and draw the results."""
     options = arguments()
     if importlib.util.find_spec("horovod") is None:
         raise SystemExit("Horovod is not installed here: hpctrain horovod build")

@@ -1,4 +1,4 @@
-"""What the guards of `hpctrain train` cost, in CPU-seconds of the step of ``bench_step.py``.
+"""Cost of the guards of `hpctrain train`, in CPU-seconds of the step of ``bench_step.py``.
 
     hpctrain launch -n 2 -- python perf/bench_guards.py [--json FILE] [--blocks N]
 
@@ -69,7 +69,7 @@ def data(comm, folder: str) -> tuple[ShardedDataset, ShardedDataset]:
 
 
 class Variant:
-    """A task of its own, and its step."""
+    """A separate task, and its step."""
 
     def __init__(self, name: str, folder: Path) -> None:
         """Build it. Collective."""
@@ -113,7 +113,7 @@ def unrecorded() -> Iterator[None]:
 
 
 def cpu_seconds(work: Callable[[], object]) -> float:
-    """Return what a call takes of the CPU on this rank, in all of its threads."""
+    """Return the CPU time of a call on this rank, in all threads."""
     before = time.process_time()
     work()
     return time.process_time() - before

@@ -81,7 +81,7 @@ def transformer(given: Namespace) -> Transformer:
 
 
 def measured_machine(given: Namespace, model: Transformer) -> str:
-    """Return the file of this machine, by what all ranks reach at the same time."""
+    """Return the file of this machine, from rates that all ranks reach at the same time."""
     topology, size = current().topology, dist.get_world_size()
     per_core = max(1.0, len(topology.core_peers) / topology.num_peer_cores)
     net = lm.Transformer(width=given.width)
@@ -105,7 +105,7 @@ def measured_machine(given: Namespace, model: Transformer) -> str:
     passes = 3 * model.layers * per_core
     pass_s = max(0.0, times["sample"] - sample_s) / passes
     tensor_pass_s = max(0.0, times["tensor"] - times["shards"]) / passes
-    # Down and up a tree, as the plan counts: of the bytes all but a rank's own travel twice.
+    # Down and up a tree, as the plan counts: all bytes but those of the rank are sent twice.
     rounds, moved = 2 * (size - 1).bit_length(), 2 * (size - 1) / size * 4 * MIB
     rate = moved / max(times["large"] - times["small"], 1e-9)
     return (
@@ -140,7 +140,7 @@ def main() -> None:
     torch.set_num_threads(1)
     build_mesh()
     if dist.get_world_size() != 4:
-        raise SystemExit("the layouts are those of 4 ranks: hpctrain launch -n 4")
+        raise SystemExit("the layouts must run on 4 ranks: hpctrain launch -n 4")
     model = transformer(given)
     text = MPI.COMM_WORLD.bcast(measured_machine(given, model))
     with tempfile.TemporaryDirectory() as folder:

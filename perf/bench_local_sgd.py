@@ -33,7 +33,7 @@ from tests.cluster.vcluster import VirtualCluster
 
 JOB = Path(__file__).resolve().with_name("local_sgd_job.py")
 LEAST_SPEEDUP, MOST_LOSS, MOST_BYTES = 3.0, 0.01, 0.02
-"""What is asked of the cluster: times faster, part of loss above, part of bytes off."""
+"""Required ratios on the cluster: speed-up, fraction of loss above, fraction of bytes saved."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ WORLDS = {
 
 
 def run(world: World, options: argparse.Namespace) -> dict[str, Any]:
-    """Build the cluster, run the job and return what it wrote."""
+    """Build the cluster, run the job and return its results."""
     steps = world.quick_steps if options.quick else options.steps
     rounds = [2, 4] if options.quick else options.rounds
     with tempfile.TemporaryDirectory() as folder:
@@ -81,7 +81,7 @@ def run(world: World, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def rows_of(found: Mapping[str, Any], steps: int) -> list[dict[str, Any]]:
-    """Return what each way has needed, as flat records; the first one is synchronous training."""
+    """Return the results of each method as flat records; the first is synchronous training."""
     rows: list[dict[str, Any]] = []
     for name, figures in found["ways"].items():
         looks, per_round = figures["looks"], figures["steps of a round"]
@@ -112,7 +112,7 @@ def rows_of(found: Mapping[str, Any], steps: int) -> list[dict[str, Any]]:
 
 
 def verdicts(rows: list[dict[str, Any]]) -> list[str]:
-    """Say in words whether what is asked of the cluster is there."""
+    """Print whether the cluster reaches the required ratios."""
     synchronous, *others = rows
     best = max(others, key=lambda row: row["times faster"] or 0.0)
     faster = best["times faster"] or 0.0
@@ -197,7 +197,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Run a job in each world; print, write and draw what they measured."""
+    """Run a job in each world; print, write and draw the results."""
     options = arguments()
     console = Console(width=150, height=50, highlight=False)
     results = []

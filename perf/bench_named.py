@@ -1,4 +1,4 @@
-"""Named operations: ours against Horovod and MPI_Allreduce, and what an idle controller costs.
+"""Named operations: ours against Horovod and MPI_Allreduce, and the cost of an idle controller.
 
     python perf/bench_named.py [--ranks 2] [--horovod PYTHON] [--rounds 5] [--json FILE]
 
@@ -57,7 +57,7 @@ def launch(ranks: int, horovod: Path | None, *options: str) -> Found:
 
 
 def collect(ranks: int, horovod: Path | None, rounds: int) -> dict[str, Found]:
-    """Let the jobs take turns; return the seconds of each package, measurement and way."""
+    """Run the jobs, interleaved; return the seconds of each package, measurement and method."""
     packages = {"hpctrain": None} | ({"Horovod": horovod} if horovod else {})
     found: dict[str, Found] = {name: {} for name in packages}
     for _ in range(rounds):

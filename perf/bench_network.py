@@ -1,14 +1,14 @@
-"""All-reduce between nodes: ours against MPI_Allreduce and gloo, on a virtual cluster.
+"""All-reduce between nodes: hpctrain against MPI_Allreduce and gloo, on a virtual cluster.
 
     python perf/bench_network.py [--quick] [--mpi openmpi mpich] [--json FILE] [--plot FILE]
     python perf/bench_network.py --shapes 2x2 --rates 1gbit --json FILE     # replaces these in it
 
-Nodes are namespaces of this machine, joined by links of a set rate; that takes root, and
-``python -m tests.cluster.vcluster`` says whether it works here. All ways to sum run in turn
-in the same job, on the same kind of torch memory, MPI_Allreduce over both orders of the ranks.
-Times are medians, of the slowest rank. The line time is what the links allow if every node sends
-no more than it must, 2 (N - 1) / N times the message for N nodes. Ratios are the time of the best
-peer over ours: above 1 ours is faster.
+Nodes are namespaces of this machine, joined by links of a set rate. The program needs root;
+``python -m tests.cluster.vcluster`` reports whether it works on this machine. All methods are
+interleaved in one job, on the same kind of torch memory, MPI_Allreduce over both orders of the
+ranks. Times are medians, of the slowest rank. The line time is the time that the links need if
+every node sends the minimum, 2 (N - 1) / N times the message for N nodes. Ratios are the time of
+the best peer over that of hpctrain: above 1 hpctrain is faster.
 """
 
 import argparse
@@ -81,7 +81,7 @@ def jobs(options: argparse.Namespace) -> Iterator[Job]:
 
 
 def run(job: Job, options: argparse.Namespace) -> dict[str, Any]:
-    """Build the cluster, run the job and return what it wrote."""
+    """Build the cluster, run the job and return its results."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "figures.json"
         words = ["python", str(ROOT / "perf/network_job.py"), "--json", str(file)]
@@ -158,7 +158,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rates", nargs="+", default=RATES, help="of the links, as tc has them")
     parser.add_argument("--latency", help="of every link, such as 50us; none by default")
     parser.add_argument("--sizes", nargs="+", type=int, default=SIZES, help="bytes")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each way")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of each method")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds that a job may take")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--plot", type=Path, help="draw the times into this PNG")
@@ -170,7 +170,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Run all jobs; print, write and draw what they measured."""
+    """Run all jobs; print, write and draw the results."""
     options = arguments()
     console = Console(width=150, height=50, highlight=False)
     results: list[dict[str, Any]] = []

@@ -1,15 +1,16 @@
-"""Node memory made in two ways: how long it takes to fill and to sum.
+"""Two kinds of node memory: time to fill them and to sum in them.
 
     hpctrain launch -n 2 -- python perf/bench_node_memory.py [--json FILE]
 
-* ``memfd``: what hpctrain takes first;
-* ``huge``: memfd with pages of 2 MiB, where the system grants them: as root,
-  ``echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled``. The table says how much of
-  the rank's memory they are; where that is 0 the row is a second memfd and shows the noise.
+* ``memfd``: the kind that hpctrain tries first;
+* ``huge``: memfd with pages of 2 MiB, if the system grants them: as root,
+  ``echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled``. The table has their fraction
+  of the memory of the rank; if that is 0, the row is a second memfd and shows the noise.
 
-``fill`` copies an ordinary tensor into the own segment, ``sum`` adds the own slice over all ranks
-and writes it back to all, in the chunks that hpctrain uses. Ratios are medians over the turns of
-memfd's time over the other's in the same turn: above 1 the other is faster.
+``fill`` copies an ordinary tensor into the segment of the rank, ``sum`` adds the slice of the rank
+over all ranks and writes it back to all, in the chunks that hpctrain uses. Ratios are medians,
+over the rounds, of the time of memfd over that of the other kind in the same round: above 1 the
+other kind is faster.
 """
 
 import mmap
@@ -31,7 +32,7 @@ NODE = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
 
 
 def reserve_huge(num_bytes: int) -> int:
-    """Take huge pages by a map that asks for them; what is refused comes in small ones."""
+    """Map memory with a request for huge pages; refused ones are small pages."""
     descriptor = os.memfd_create("huge", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, num_bytes)
     with mmap.mmap(descriptor, num_bytes) as mapped:
@@ -45,7 +46,7 @@ WAYS = {"memfd": reserve, "huge": reserve_huge}
 
 
 def huge_share() -> float:
-    """Return the part of this process's shared maps that lies in huge pages."""
+    """Return the fraction of the shared maps of this process in huge pages."""
     sizes = {"Pss_Shmem": 0, "ShmemPmdMapped": 0}
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]:
         name, size = line.split()[:2]
@@ -74,7 +75,7 @@ def works(
 
 
 def measure_size(num_bytes: int, rounds: int) -> list[dict[str, object]]:
-    """Time filling and summing for one size; one row for each way."""
+    """Time filling and summing for one size; return one row for each kind."""
     made = {name: works(reserve, num_bytes) for name, reserve in WAYS.items()}
     fills = interleave({name: fill for name, (fill, _) in made.items()}, rounds=rounds)
     sums = interleave({name: add for name, (_, add) in made.items()}, rounds=rounds)

@@ -1,4 +1,4 @@
-"""Orders of an epoch: how well they mix class-sorted samples, and what an index costs.
+"""Orders of an epoch: how well they mix class-sorted samples, and the cost of an index.
 
     python perf/bench_order.py [--samples 1281167] [--batch 256] [--rounds 5] [--json FILE]
 

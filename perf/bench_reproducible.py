@@ -1,18 +1,20 @@
-"""The price of reproducible steps: against the ordinary step on the same global batch.
+"""Cost of reproducible steps: against the ordinary step on the same global batch.
 
     hpctrain launch -n 2 -- python perf/bench_reproducible.py [--json FILE]
 
 One thread on every rank, SGD with momentum, float32, 64 samples on every rank. Two models:
-``wide``, 24 x (Linear(1024) + ReLU), 25.2 M parameters, has much gradient and little calculation;
-``conv``, 6 convolutions of 32 channels with BatchNorm on 32 x 32 pixels, is the other way round.
+``wide``, 24 x (Linear(1024) + ReLU), 25.2 M parameters, has many gradients and little computation;
+``conv``, 6 convolutions of 32 channels with BatchNorm on 32 x 32 pixels, has few gradients and
+much computation.
 
-* ``ordinary``: ``DistributedOptimizer`` with the plan it chooses, one pass over the rank's batch;
-* ``M = ...``: ``Reproducible`` with so many micro-shards, 1, 2, 4 and 8 times the ranks.
+* ``ordinary``: ``DistributedOptimizer`` with the plan it chooses, one pass over the batch of the
+  rank;
+* ``M = ...``: ``Reproducible`` with M micro-shards, 1, 2, 4 and 8 times the number of ranks.
 
-The variants run in turn, each on a model of its own; a step's time is that of the slowest rank.
-``waiting ms`` is what the last step spent on other ranks after its last backward.
-Then the hash of the model and its optimizer, ``state_hash``, by one rank and shared by all, and
-``check_replicas``, by which each rank hashes all of it and compares.
+The variants are interleaved, each on its own model; the time of a step is that of the slowest
+rank. ``waiting ms`` is the time in which the last step waited for other ranks after its last
+backward. The program then times the hash of the model and its optimizer, ``state_hash``, by one
+rank and divided among all ranks, and ``check_replicas``, for which each rank hashes all state.
 """
 
 from collections.abc import Callable
@@ -41,7 +43,7 @@ def wide() -> tuple[nn.Module, Tensor]:
 
 
 def conv() -> tuple[nn.Module, Tensor]:
-    """Much calculation; the model and the inputs of this rank."""
+    """Return a model with much computation, and the inputs of this rank."""
     layers: list[nn.Module] = []
     for index in range(6):
         layers += [
@@ -88,12 +90,12 @@ class Job:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What is hashed."""
+        """State to hash."""
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
 
 def main() -> None:
-    """Measure all variants in turn, print the table, write the JSON file."""
+    """Measure all variants, interleaved, print the table, write the JSON file."""
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=4, help="counted steps in each turn")
     options = parser.parse_args()

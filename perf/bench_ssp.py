@@ -1,15 +1,15 @@
-"""Bounded staleness where ranks stumble: steps per second by the bound.
+"""Bounded staleness with ranks that are slow at random: steps per second by the bound.
 
     hpctrain launch -n 8 -- python perf/bench_ssp.py [--json FILE]
 
-Each step sleeps, for 20 ms or, by chance in 5 % of the steps of each rank, for 200 ms, and then
-goes to the parameter servers, which lie on all ranks, with a model of 20,000 parameters. So ranks
-that outnumber cores are fair. All bounds run in turn on the same draws. ``simulated`` has the same
-draws without any cost of communication: the end of step c of a rank is that of its own step before
-or of the slowest rank's step c - staleness - 1, whichever is later, and its sleep.
+Each step sleeps 20 ms, or 200 ms in 5 % of the steps of each rank, drawn at random, and then calls
+the parameter servers, which run on all ranks, with a model of 20,000 parameters. Ranks that sleep
+need no cores, so there may be more ranks than cores. All bounds are interleaved and use the same
+draws. ``simulated`` has the same draws without communication: step c of a rank starts when its own
+previous step and step c - staleness - 1 of the slowest rank have ended.
 
-``async`` is ``AsyncSGD``, whose ranks wait for nobody. The rank that is slow changes: one that is
-slow for good slows all ranks down at any bound.
+``async`` is ``AsyncSGD``, whose ranks do not wait for other ranks. The slow rank changes; a rank
+that is always slow slows all ranks down with any bound.
 """
 
 import time
@@ -27,7 +27,7 @@ BOUNDS = (0, 2, 4, 8)
 
 
 class Run:
-    """Steps under one bound, None for asynchronous ones; draws are those of its turn."""
+    """Steps under one bound, None for asynchronous ones, with the draws of the round."""
 
     def __init__(self, bound: int | None, num_steps: int) -> None:
         """Build the model."""
@@ -72,7 +72,7 @@ def simulated_s(sleeps: np.ndarray, bound: int | None) -> float:
 
 
 def main() -> None:
-    """Measure all bounds in turn, print the table, write the JSON file."""
+    """Measure all bounds, interleaved, print the table, write the JSON file."""
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=100, help="steps of each rank in each turn")
     options = parser.parse_args()

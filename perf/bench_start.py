@@ -1,16 +1,16 @@
-"""Start-up: where the time goes from the process to the second step of a training script.
+"""Start-up: time of each stage from the process to the second step of a training script.
 
     python perf/bench_start.py [--ranks 4] [--nodes 1] [--rounds 5] [--json FILE]
 
-Every launch is a new one of ``mpirun``. Three ways in turn:
+Every launch is a new ``mpirun``. Three variants are interleaved:
 
-* ``rule``: the plan by rule, nothing is measured;
+* ``rule``: the plan by rule, without measurements;
 * ``measured``: algorithms are measured, as in the first run on a machine;
-* ``remembered``: the plan of the run before.
+* ``remembered``: the plan of the previous run.
 
-Each stage is that of the rank which took longest, the median over the launches: Python and torch,
-then MPI's own start, then the stages of ``init()``, then two steps of a small model. What a stage
-imports is in it, from bytecode, which a launch before the first round has written.
+The time of a stage is that of the slowest rank, the median over the launches: Python and torch,
+then the start of MPI, then the stages of ``init()``, then two steps of a small model. Imports of a
+stage are part of it, from bytecode, which a launch before the first round has written.
 """
 
 import json
@@ -55,7 +55,7 @@ class Clock:
         self._last = now
 
     def watch(self, owner: Any, name: str, stage: str) -> None:
-        """Give the time in a function to its stage; what came before it is the ranks'."""
+        """Add the time in a function to its stage; earlier time belongs to the ranks."""
         function = getattr(owner, name)
 
         def watched(*args: Any, **named: Any) -> Any:
@@ -123,7 +123,7 @@ def started_at() -> float:
 
 
 def launch(ranks: int, nodes: int, told: dict[str, str]) -> dict[str, float]:
-    """Start the ranks once and return what they measured."""
+    """Start the ranks once and return their measurements."""
     from hpctrain.launch import mpiexec  # noqa: PLC0415 - not where ranks are timed
 
     line = mpiexec.command([sys.executable, __file__, "start"], num_ranks=ranks, nodes=nodes)
@@ -133,7 +133,7 @@ def launch(ranks: int, nodes: int, told: dict[str, str]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Launch every way in turn, print the table, write the JSON file."""
+    """Launch all variants, interleaved, print the table, write the JSON file."""
     from measure import arguments, median, report  # noqa: PLC0415
 
     parser = arguments(__doc__.splitlines()[0])

@@ -1,4 +1,4 @@
-"""A whole training step: ours against no communication at all, and against DDP over gloo.
+"""A whole training step: hpctrain against no communication, and against DDP over gloo.
 
     hpctrain launch -n 2 -- python perf/bench_step.py [--json FILE] [--only NAME]
 
@@ -51,7 +51,7 @@ Make = Callable[..., torch.optim.Optimizer]
 
 
 class Masters:
-    """An optimizer of parameters of 16 bits that steps masters of 32: nobody's but this rank's."""
+    """Optimizer of 16-bit parameters that steps 32-bit masters, on this rank only."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], make: Make) -> None:
         self.pairs = [(p, p.detach().float()) for p in parameters]
@@ -108,7 +108,7 @@ class Task(NamedTuple):
 
 
 def mlp() -> nn.Module:
-    """Make the network of layers that are all alike."""
+    """Return a network of identical layers."""
     return nn.Sequential(*(m for _ in range(LAYERS) for m in (nn.Linear(WIDTH, WIDTH), nn.ReLU())))
 
 
@@ -119,7 +119,7 @@ def transformer() -> nn.Module:
 
 
 class Block(nn.Module):
-    """Two convolutions beside a shortcut."""
+    """Two convolutions with a shortcut."""
 
     def __init__(self, before: int, channels: int) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ def rows_of(source: torch.Generator) -> Tensor:
 
 
 def plain(task: Task) -> Step:
-    """No communication, gradients allocated anew."""
+    """No communication, new gradients in each step."""
     model = task.make_model()
     optimizer = task.silent(model)
     return task.make_step(model, optimizer, optimizer.zero_grad)
@@ -230,13 +230,13 @@ TASKS = {
         (plain, copied, ours, sharded),
     ),
 }
-"""What stands behind the name of a variant, with the variants that there are."""
+"""Constructor of each variant by its name."""
 
 
 def node_mib() -> float:
     """Return the memory of this node's ranks, shared pages counted once, in MiB."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what was freed is not counted
+    ctypes.CDLL(None).malloc_trim(0)  # freed memory is not counted
     text = Path("/proc/self/smaps_rollup").read_text()
     own = int(text.partition("\nPss:")[2].split()[0])
     return MPI.COMM_WORLD.allreduce(own) * 1024 / MIB
@@ -253,7 +253,7 @@ def made(form: Callable[[Task], Step], task: Task) -> tuple[Step, float]:
 
 
 def main() -> None:
-    """Measure all variants in turn, print the table, write the JSON file."""
+    """Measure all variants, interleaved, print the table, write the JSON file."""
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=6, help="counted steps in each turn")
     parser.add_argument("--only", choices=[*TASKS], help="what to measure alone")

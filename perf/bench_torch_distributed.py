@@ -1,13 +1,14 @@
-"""torch.distributed over our backend and over gloo: all-reduces, and steps of DDP and FSDP2.
+"""torch.distributed over hpctrain's backend and over gloo: all-reduces, steps of DDP and FSDP2.
 
     hpctrain launch -n 2 -- python perf/bench_torch_distributed.py [--json FILE] [--steps N]
 
-Both backends are groups of the same ranks in the same processes, and have their turns one after
-the other. Tensors are float32; a call of 8 bytes is the mean of 100 in a row. The step is that of
+Both backends are groups of the same ranks in the same processes, and their calls are interleaved.
+Tensors are float32; a call of 8 bytes is the mean of 100 consecutive calls. The step is that of
 ``bench_step.py``: 24 x (Linear(1024) + ReLU), 25.2 M parameters, batch 32, SGD with momentum. DDP
-has its defaults, and FSDP2 shards each Linear and the whole. ``alone / hpctrain`` is the step of
-replicas that exchange nothing, by all ranks at once, over the step: what is left to 1 is exposed,
-gathers and sums that no calculation hides, and copies into and out of them.
+has its defaults, and FSDP2 shards each Linear and the whole model. ``alone / hpctrain`` is the
+time of a step without exchange, on all ranks at once, over the time of the step: its difference
+from 1 is exposed gathers and sums, which computation does not hide, and copies into and out of
+them.
 """
 
 from collections.abc import Callable
@@ -33,7 +34,7 @@ Group = dist.ProcessGroup
 
 
 def all_reduces(num_bytes: int, count: int, group: Group) -> Callable[[], None]:
-    """Sum a tensor so many times."""
+    """Sum a tensor several times."""
     tensor = torch.zeros(num_bytes // 4)
 
     def call() -> None:
@@ -69,7 +70,7 @@ def alone() -> Callable[[], None]:
 
 
 def main() -> None:
-    """Measure both backends in turn, print the table, write the JSON file."""
+    """Measure both backends, interleaved, print the table, write the JSON file."""
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=5, help="counted calls in each turn")
     options = parser.parse_args()

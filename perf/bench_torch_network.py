@@ -1,11 +1,11 @@
-"""torch.distributed between nodes: our backend against gloo and MPI, on a virtual cluster.
+"""torch.distributed between nodes: hpctrain's backend against gloo and MPI, on a virtual cluster.
 
     python perf/bench_torch_network.py [--shapes 2x2 4x2] [--rate 1gbit] [--json FILE]
 
-Nodes are those of ``bench_network.py``, and all ways run in turn in one job. A message of float32
-is what is summed, what an all_gather gives every rank, and what a reduce_scatter takes from it.
-Times are medians, of the slowest rank; ``bytes out`` is what leaves the busiest node for each byte
-of the message, of which all ways need ``least``.
+Nodes are those of ``bench_network.py``, and all methods are interleaved in one job. A message of
+float32 is the input of an all_reduce or reduce_scatter, and the output of an all_gather. Times are
+medians, of the slowest rank; ``bytes out`` is the number of bytes that leave the busiest node for
+each byte of the message, of which all methods need ``least``.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def ways(num_bytes: int, groups: Mapping[str, dist.ProcessGroup]) -> dict[str, d
 
 
 def job(num_bytes: int, file: Path) -> None:
-    """Measure on the ranks of a cluster, and write what was found. Collective."""
+    """Measure on the ranks of a cluster, and write the results. Collective."""
     hpctrain.init()
     torch.set_num_threads(1)
     dist.init_process_group("hpctrain")
@@ -80,7 +80,7 @@ def job(num_bytes: int, file: Path) -> None:
 
 
 def run(nodes: int, ranks: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Build a cluster, run the job there and return what it wrote."""
+    """Build a cluster, run the job there and return its results."""
     from tests.cluster.vcluster import VirtualCluster  # noqa: PLC0415
 
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""One job of ``bench_codecs.py``, on the ranks of a cluster: a bucket by each codec, in turn."""
+"""One job of ``bench_codecs.py`` on the ranks of a cluster: a bucket with each codec."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""One job of ``bench_cost.py``, on the ranks of a cluster: the ways of a model, in turn."""
+"""One job of ``bench_cost.py`` on the ranks of a cluster: the algorithms of a model."""
 
 import argparse
 import os
@@ -33,7 +33,7 @@ def table(name: str) -> SizeTable:
 
 
 def measure(num_bytes: int, rounds: int) -> list[Point]:
-    """Time all ways for one message size. Collective."""
+    """Time all algorithms for one message size. Collective."""
     comm, world = current().comm, MPI.COMM_WORLD
     assert isinstance(comm, HierarchicalCommunicator)
     topology, plan = current().topology, current().plan
@@ -92,7 +92,7 @@ def main() -> None:
     """Measure all sizes and write one JSON file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", type=int, nargs="+", help="bytes of the messages")
-    parser.add_argument("--rounds", type=int, help="turns of each way")
+    parser.add_argument("--rounds", type=int, help="rounds of each algorithm")
     parser.add_argument("--json", type=Path, help="file for the points")
     options = parser.parse_args()
     hvd.init()

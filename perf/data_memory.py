@@ -1,4 +1,4 @@
-"""What files and ways hold in memory: the page cache of files, the peak of an epoch."""
+"""Memory of files and methods: the page cache of files, the peak of an epoch."""
 
 import ctypes
 import gc
@@ -26,7 +26,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def evict(path: Path) -> bool:
-    """Drop a file, or all in a folder, from the page cache; tell whether that worked."""
+    """Drop a file, or all of a folder, from the page cache; return whether that worked."""
     for file in files(path):
         descriptor = os.open(file, os.O_RDONLY)
         try:
@@ -93,7 +93,7 @@ def file_system(path: Path) -> str:
 
 
 def peak_bytes(way: Way, limit_s: float) -> int | None:
-    """Return how much memory epochs take at their peak, in a process of its own.
+    """Return how much memory epochs take at their peak, in a separate process.
 
     Counted are anonymous and shared memory of the process and its children beyond what each
     starts with: not the page cache, which all ways fill with the same files. None where an epoch
@@ -117,7 +117,9 @@ def peak_bytes(way: Way, limit_s: float) -> int | None:
 
 def _read(way: Way, limit_s: float) -> None:
     end = time.perf_counter() + limit_s
-    while time.perf_counter() < end:  # also epochs that are shorter than a look at the memory
+    while (
+        time.perf_counter() < end
+    ):  # also if an epoch is shorter than the interval of measurements
         way.prepare()
         with closing(way.epoch()) as batches:
             for _ in batches:

@@ -1,4 +1,4 @@
-"""The ways of hpctrain: the loader's first and later epochs, its orders, and ``take`` alone."""
+"""The methods of hpctrain: first and later epochs of a loader, its orders, and ``take`` alone."""
 
 from pathlib import Path
 
@@ -46,7 +46,7 @@ class First(Way):
         assert self.loader
         for batch in self.loader:
             pair = [(batch["x"], batch["y"])]
-            del batch  # its memory is used again once nobody refers to it
+            del batch  # its memory is reused when no reference remains
             yield pair.pop()
 
 

@@ -1,11 +1,11 @@
-"""Loaders of other projects: MosaicML streaming and webdataset, where they are installed.
+"""Loaders of other projects: MosaicML streaming and webdataset, if they are installed.
 
-They are looked for in the folder ``.venv-peers`` beside ``perf``, after all else:
+They are imported from the folder ``.venv-peers`` next to ``perf``, after all other folders:
 ``pip install --no-deps --target .venv-peers -r perf/peers.txt``.
 
-MosaicML imports torchvision and transformers for data sets and batches that are not used here,
-and the torchvision of the package index does not fit every build of torch: empty modules with the
-imported names stand for the two.
+MosaicML imports torchvision and transformers for data sets and batches that are not used here, and
+the torchvision of the package index does not fit every build of torch: empty modules with the
+imported names replace both.
 """
 
 import importlib
@@ -77,11 +77,11 @@ class Mosaic(Way):
                 for batch in DataLoader(self._dataset, batch_size=self.batch):
                     yield batch["x"], batch["y"]
             finally:
-                vars(self._dataset)["_iterator"].exit()  # or its threads go on by themselves
+                vars(self._dataset)["_iterator"].exit()  # otherwise its threads continue
 
 
 class Tars(Way):
-    """webdataset: tar files in random order, a shuffle buffer behind them, in this process."""
+    """webdataset: tar files in random order, then a shuffle buffer, in this process."""
 
     name = "webdataset"
     form = "tars"
@@ -110,7 +110,7 @@ class Tars(Way):
 
 
 PEERS = {"mosaicml-streaming": Mosaic, "webdataset": Tars}
-"""Package and way."""
+"""Package and method."""
 
 
 def installed() -> dict[type[Way], str | None]:

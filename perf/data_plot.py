@@ -1,4 +1,4 @@
-"""The figure of ``bench_data.py``: bars for every way, a panel for each kind, batch and cache."""
+"""The figure of ``bench_data.py``: a panel for each kind, batch and cache, a bar per method."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ FIGURES = {"warm": "MB/cpu-s", "cold": "MB/s"}
 
 
 def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draw the rates of all ways into a PNG: MB per cpu-second warm, MB per second cold."""
+    """Draw the rates of all methods into a PNG: MB per cpu-second warm, MB per second cold."""
     panels: dict[tuple[str, str, int], list[Mapping[str, Any]]] = {}
     for row in rows:
         if not isinstance(row["MB/s"], str):
@@ -32,7 +32,7 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         colors = [OURS if name.startswith("hpctrain") else OTHERS for name in names]
         bars = axes.barh(names, rates, color=colors)
         axes.bar_label(bars, [f"{rate:,}" for rate in rates], padding=3, fontsize=8)
-        axes.set_ylim(num_bars - 0.4, -0.6)  # from the top, bars alike in all panels
+        axes.set_ylim(num_bars - 0.4, -0.6)  # from the top, bars of equal height in all panels
         axes.margins(x=0.24)
         axes.set_title(f"{cache}, {sample}, batches of {batch}", fontsize=9)
         axes.set_xlabel(FIGURES[cache], fontsize=8)

@@ -1,7 +1,7 @@
-"""What it takes to read a set and then to copy it, as an order must that mixes all of it.
+"""Read a set and then copy it, as an order must that mixes all of it.
 
-Its first batch needs samples from all over the files, so that no loader can begin earlier. Two
-threads copy as fast as numpy can, into memory that is used again.
+The first batch of such an order needs samples from all parts of the files, so that no loader can
+start earlier. Two threads copy as fast as numpy can, into memory that is reused.
 """
 
 from math import ceil
@@ -36,7 +36,7 @@ class ReadFirst(Memmap):
         def copy(number: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
             rows = order[number * together : (number + 1) * together]
             x = memory[number % len(memory)][: len(rows)]
-            # numpy buffers the result unless told how to treat indices out of range.
+            # numpy buffers the result unless mode is set.
             return np.take(data, rows, axis=0, out=x, mode="clip"), rows
 
         numbers = range(ceil(len(order) / together))

@@ -1,4 +1,4 @@
-"""One turn of a way: an epoch, or the start of one, timed and checked."""
+"""One measurement of a method: an epoch, or the start of one, timed and checked."""
 
 import gc
 import resource
@@ -49,7 +49,7 @@ class Turn:
 
 
 class Truth:
-    """Some bytes of every sample, to check what was delivered against."""
+    """Some bytes of every sample, to check delivered samples."""
 
     def __init__(self, kind: Kind, samples: NDArray[np.uint8]) -> None:
         """Read one byte of every page."""
@@ -81,7 +81,9 @@ def check(way: Way, samples: NDArray[np.uint8], limit_s: float) -> None:
     with closing(way.epoch()) as batches:
         for x, y in batches:
             if not np.array_equal(x.numpy(), samples[y.numpy()]):
-                raise ValueError(f"{way.name} did not deliver what was written")
+                raise ValueError(
+                    f"{way.name} must deliver the samples that were written, but did not"
+                )
             if time.perf_counter() - start > limit_s and not way.whole:
                 break
 
@@ -116,7 +118,7 @@ def _read_epoch(way: Way, truth: Truth, limit_s: float) -> Turn:
     once = len(np.unique(labels[:done])) == done
     same = np.array_equal(touched[:done], truth.touched[labels[:done]])
     if not (once and same and (part == 1 or end.seconds - begin.seconds > limit_s)):
-        raise ValueError(f"{way.name} did not deliver what was written")
+        raise ValueError(f"{way.name} must deliver the samples that were written, but did not")
     start = begin if part == 1 else middle
     num_bytes = (end.done - start.done) * way.kind.sample_bytes
     return Turn(num_bytes, end.seconds - start.seconds, end.cpu_seconds - start.cpu_seconds, part)

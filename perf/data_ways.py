@@ -1,7 +1,7 @@
-"""Ways to read samples in random order that need nothing but numpy, h5py and torch.
+"""Methods that read samples in random order with numpy, h5py and torch only.
 
-A ``Way`` writes its files once and then goes through epochs. Each batch is a pair of torch
-tensors ``(samples, labels)``; the label of a sample is its number, which tells what was read.
+A ``Way`` writes its files once and then iterates over epochs. Each batch is a pair of torch
+tensors ``(samples, labels)``; the label of a sample is its number, to check the sample.
 """
 
 from abc import ABC, abstractmethod
@@ -54,7 +54,7 @@ class Way(ABC):
     name: str
     """In the table."""
     form: str
-    """Name of its files; ways with the same form read the same ones."""
+    """Name of its files; methods with the same form read the same files."""
     whole: bool = False
     """Whether an epoch is always read to its end: it is fast, or a later one builds on it."""
 
@@ -74,11 +74,11 @@ class Way(ABC):
         """Read all samples in random order; a generator, which ends its workers when closed."""
 
     def prepare(self) -> None:
-        """Do what must be done before an epoch and is not part of it; most need nothing."""
+        """Prepare an epoch, outside of its time; a no-op for most methods."""
         return
 
     def close(self) -> None:
-        """Remove what would outlive this object; most need nothing."""
+        """Remove resources that would outlive this object; a no-op for most methods."""
         return
 
     def shuffled(self) -> Iterator[NDArray[np.int64]]:
@@ -108,7 +108,7 @@ class Memmap(Way):
         x, y = np.empty((self.batch, *self.kind.shape), np.uint8), np.empty(self.batch, np.int64)
         for rows in self.shuffled():
             some = len(rows)
-            # numpy buffers the result unless told how to treat indices out of range.
+            # numpy buffers the result unless mode is set.
             np.take(self._data, rows, axis=0, out=x[:some], mode="clip")
             np.take(labels, rows, axis=0, out=y[:some], mode="clip")
             yield torch.from_numpy(x[:some]), torch.from_numpy(y[:some])

@@ -31,7 +31,7 @@ from hpctrain.runtime.world import current
 WORLD = MPI.COMM_WORLD
 
 SILENT = ("none", "ddp", "mpi")
-"""Packages without an API of their own."""
+"""Packages without an API for named operations."""
 
 WEIGHTS_DIFFER = 1e-6
 """At most, after one step: float32 sums of other orders, times the learning rate."""
@@ -134,7 +134,7 @@ def weights_after_a_step() -> list[Tensor]:
 
 
 def steps(package: str, hvd: Any, options: argparse.Namespace) -> dict[str, Seconds]:
-    """Time training steps; without an engine, in two forms; of ours, what is exposed too."""
+    """Time training steps, without an engine in two forms, and exposed communication."""
     count, warm_up = options.steps, options.warm_up
     if package == "none":
         silent = {"plain": plain(MLP), "views": views(MLP)}
@@ -160,7 +160,7 @@ def steps(package: str, hvd: Any, options: argparse.Namespace) -> dict[str, Seco
 
 
 def facts(package: str) -> dict[str, Any]:
-    """Say what has been measured, and where."""
+    """Return the measurements and the machine."""
     found: dict[str, Any] = {"machine": machine()}
     if package == "hpctrain":
         found["plan"] = dict(current().plan.describe())

@@ -18,7 +18,7 @@ STYLES = {
     "on Horovod, two-level": ("#228833", "D", ":"),
     "no communication": ("#bbbbbb", "", ""),
 }
-"""Colour, marker and line of each way; the colours can be told apart by everybody."""
+"""Colour, marker and line of each method; colour-blind readers can distinguish the colours."""
 COLUMN_INCHES, SUMS_INCHES, STEP_INCHES, LEGEND_INCHES = 4.2, 3.2, 1.9, 0.7
 
 

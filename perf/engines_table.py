@@ -14,7 +14,7 @@ Result = dict[str, Any]
 
 
 def peers_of(result: Result) -> list[str]:
-    """Return the ways that run on Horovod."""
+    """Return the methods that run on Horovod."""
     return [way for way in result["ways"] if way not in (OURS, SILENT)]
 
 
@@ -36,7 +36,7 @@ def rows_of(result: Result) -> list[dict[str, Any]]:
 
 
 def step_ratios(result: Result) -> dict[str, list[float]]:
-    """Return of each way the time of the step over ours: median, least and most of the rounds."""
+    """Return, for each method, the time of the step over that of hpctrain: median, min, max."""
     ways = result["ways"]
     if OURS not in ways:
         return {}
@@ -51,7 +51,7 @@ def step_ratios(result: Result) -> dict[str, list[float]]:
 
 
 def show(console: Console, result: Result) -> None:
-    """Print both tables of one world, and what they say."""
+    """Print both tables of one world, and a summary."""
     if rows := rows_of(result):
         console.print(_by_size(result["world"], rows))
     console.print(_of_steps(result))

@@ -1,13 +1,13 @@
-"""Everything that only a card can tell, in one command of some ten minutes.
+"""Checks that need a GPU, in one command of about ten minutes.
 
     python perf/gpu_check.py [--only PHASE ...] [--out FILE]
 
-Each phase runs in processes of its own and has a limit and a verdict; one that fails or hangs
-keeps no other from running. The package need not be installed, PYTHONPATH will do, with torch 2.11
-or later. All ranks share one card. Exit code 1 if a phase has failed.
+Each phase runs in its own processes and has a time limit and a verdict; a phase that fails or
+hangs does not stop the others. The package need not be installed; PYTHONPATH is sufficient, with
+torch 2.11 or later. All ranks share one GPU. The exit code is 1 if a phase has failed.
 
-Without a card everything is skipped; with ``MCPU_SITE``, the folder of a simulated device
-(torch_mcpu), the phases that it can carry run there.
+Without a GPU all phases are skipped. With ``MCPU_SITE``, the folder of a simulated device
+(torch_mcpu), the phases that it supports run on that device.
 """
 
 import argparse
@@ -64,7 +64,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Phase:
-    """What is found out together."""
+    """Checks with a common verdict."""
 
     passes_if: str
     limit_s: float
@@ -83,7 +83,7 @@ class Ended:
 
 
 def ends(ended: Ended) -> Finding:
-    """Say whether all ranks have ended soon after one that failed, which is named."""
+    """Return whether all ranks ended soon after a failed one, which the output names."""
     times = re.findall(rf"^{MARK_OF_END}(\S+)$", ended.output, re.MULTILINE)
     if not times:
         return own_finding(ended)
@@ -103,13 +103,13 @@ def planted(ended: Ended) -> Finding:
 
 
 HOST, PEERS = {"HPCTRAIN_DEVICE_SUMS": "host"}, {"HPCTRAIN_DEVICE_SUMS": "auto"}
-"""Who sums gradients of one node: the host; cards in each other's memory, where they can."""
+"""Methods that sum gradients of a node: on the host, or on GPUs with access to each other."""
 NCCL = {
     "HPCTRAIN_DEVICE_SUMS": "nccl",
-    "NCCL_MULTI_RANK_GPU_ENABLE": "1",  # from NCCL 2.30 on; before, what shares a card is skipped
+    "NCCL_MULTI_RANK_GPU_ENABLE": "1",  # from NCCL 2.30 on; earlier ones skip shared GPUs
     "CARDS": "own",
 }
-"""NCCL sums, of ranks that have a card each where there are as many."""
+"""NCCL sums; each rank has its own GPU if there are enough."""
 
 
 PHASES: Mapping[str, Phase] = {
@@ -218,7 +218,7 @@ def main() -> int:
         found[name] = run_phase(PHASES[name], device)
         seconds = time.perf_counter() - start
         sys.stderr.write(f"{name}: {found[name].verdict} in {seconds:.0f} s\n")
-        if device == "cuda" or options.out:  # after each: time on a card may end
+        if device == "cuda" or options.out:  # after each phase, because the time on a GPU may end
             phases = {name: asdict(finding) for name, finding in found.items()}
             file.write_text(json.dumps({"machine": facts, "phases": phases}, indent=1) + "\n")
     write_table(facts, found)
@@ -235,7 +235,7 @@ def find_device() -> str:
 
 
 def machine(device: str) -> dict[str, Any]:
-    """Describe where the figures come from."""
+    """Return the machine and the versions of the figures."""
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "card": torch.cuda.get_device_name() if device == "cuda" else device or "none",
@@ -251,7 +251,7 @@ def short(card: str) -> str:
 
 
 def run_phase(phase: Phase, device: str) -> Finding:
-    """Run the parts of a phase within its limit; return what they have found together."""
+    """Run the parts of a phase within its limit; return their combined finding."""
     if not device:
         return Finding("skip", "no card, and no simulated one: MCPU_SITE is not set")
     if phase.needs_cuda and device != "cuda":
@@ -275,7 +275,7 @@ def run_phase(phase: Phase, device: str) -> Finding:
 
 
 def together(found: Mapping[str, Finding]) -> Finding:
-    """Make one finding of those of several launches: the worst verdict, all reasons."""
+    """Combine the findings of several launches: the worst verdict, all reasons."""
     verdicts = [finding.verdict for finding in found.values()]
     worst = next((verdict for verdict in ("fail", "pass") if verdict in verdicts), "skip")
     reasons = [f"{name}: {f.reason}" for name, f in found.items() if f.reason]
@@ -294,7 +294,7 @@ def own_finding(ended: Ended) -> Finding:
 
 @contextmanager
 def multi_process_service() -> Iterator[dict[str, str] | None]:
-    """Let kernels of several processes run at once, as on cards of their own.
+    """Let kernels of several processes run at once, as on separate GPUs.
 
     What tells processes of it; None where there is no such service.
     """

@@ -1,7 +1,7 @@
-"""The device of a rank of ``gpu_check.py``: a card of CUDA, or a simulated one in its place.
+"""The device of a rank of ``gpu_check.py``: a CUDA GPU, or a simulated device.
 
 ``DEV`` names it: ``cuda``; ``mcpu``, of the package torch_mcpu in folder ``MCPU_SITE``; ``cpu``.
-All ranks have the first card, with ``CARDS=own`` each one of its own, as far as there are.
+All ranks use the first GPU; with ``CARDS=own`` each rank uses a separate one, if there are enough.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ def delay(milliseconds: float) -> None:
 
 
 class Late(torch.autograd.Function):
-    """Passes values on, and keeps the stream busy before what comes next in backward."""
+    """Return values unchanged, and keep the stream busy before the next operation of backward."""
 
     @staticmethod
     def forward(ctx, values: Tensor) -> Tensor:  # noqa: ARG004 - torch's own
@@ -69,7 +69,7 @@ class LateBackward(nn.Module):
 
 @contextlib.contextmanager
 def no_host_sync() -> Iterator[None]:
-    """Raise where the host would wait for the card inside."""
+    """Raise an error if the host would wait for the GPU inside the block."""
     if KIND != "cuda":
         yield
         return

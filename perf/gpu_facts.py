@@ -1,12 +1,12 @@
-"""What a machine with a card can do, for ``gpu_check.py``: facts, memory of two processes, copies.
+"""Capabilities of a machine with a GPU, for ``gpu_check.py``: facts, shared memory, copies.
 
     python perf/gpu_facts.py card
     python perf/gpu_facts.py sums
     hpctrain launch -n 2 -- python perf/gpu_facts.py between
     hpctrain launch -n 4 -- python perf/gpu_facts.py copies
 
-Each prints its finding as a line of JSON. Node memory is a memfd that the ranks map; registered
-with CUDA it is copied from and to as fast as pinned memory, which ``copies`` compares.
+Each prints its finding as a line of JSON. Node memory is a memfd that the ranks map; if it is
+registered with CUDA, copies are as fast as with pinned memory, which ``copies`` compares.
 """
 
 import ctypes
@@ -33,7 +33,7 @@ from hpctrain.comm.ops import Op, combination
 from hpctrain.core.units import KIB, MIB
 
 SIZES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
-LARGE = MIB  # from here on rates are compared: what is smaller is latency
+LARGE = MIB  # rates are compared from this size on: smaller copies measure latency
 PROCESSES = (1, 2, 4)
 ROUNDS = 5
 LEAST_OF_PINNED = 0.95
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def card() -> Finding:
-    """Return versions, the card and its link, and whether node memory can be registered."""
+    """Return versions, the GPU and its link, and whether node memory can be registered."""
     found: dict[str, Any] = {
         "card": torch.cuda.get_device_name(),
         "cards": torch.cuda.device_count(),
@@ -115,7 +115,7 @@ def attributes() -> dict[str, int]:
 
 
 class NodeMemory:
-    """A memfd, mapped, and registered with CUDA unless told otherwise."""
+    """A mapped memfd, registered with CUDA by default."""
 
     def __init__(self, num_bytes: int, *, is_registered: bool = True) -> None:
         self.segment = map_shared(reserve(num_bytes), num_bytes)
@@ -135,7 +135,7 @@ class NodeMemory:
 
 
 def registered_memfd() -> dict[str, Any]:
-    """Register a memfd, copy both ways, and see whether torch takes it for pinned."""
+    """Register a memfd, copy in both directions, and check whether torch regards it as pinned."""
     num_bytes = 256 * MIB
     try:
         memory = NodeMemory(num_bytes)
@@ -202,7 +202,7 @@ def sums() -> Finding:
 
 
 def milliseconds(work: Work) -> float:
-    """Time work on the card, the median."""
+    """Return the median time of work on the GPU."""
     times = []
     for _ in range(20):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -238,7 +238,7 @@ class Runtime:
             raise OSError(f"{name} failed with {refused}")
 
     def allocate(self, num_bytes: int) -> int:
-        """Return the address of plain memory of the card."""
+        """Return the address of plain memory of the GPU."""
         pointer = ctypes.c_void_p()
         self("cudaMalloc", ctypes.byref(pointer), ctypes.c_size_t(num_bytes))
         return int(pointer.value or 0)
@@ -257,7 +257,7 @@ class Runtime:
 
 
 class Raw:
-    """Memory of the card at an address, for ``torch.as_tensor``."""
+    """Memory of the GPU at an address, for ``torch.as_tensor``."""
 
     def __init__(self, address: int, numel: int) -> None:
         self.__cuda_array_interface__ = {
@@ -269,7 +269,7 @@ class Raw:
 
 
 def between() -> Finding:
-    """Share memory and events of the card between two processes."""
+    """Share memory and events of the GPU between two processes."""
     from mpi4py import MPI  # noqa: PLC0415 - MPI is started where it is needed only
 
     comm = MPI.COMM_WORLD
@@ -286,7 +286,7 @@ def between() -> Finding:
 
 
 def shared_memory(comm: Any) -> bool:
-    """Let each rank write into the memory of the other, and say whether its own has that."""
+    """Let each rank write into the memory of the other; return whether the values arrived."""
     runtime, numel = Runtime(), 1 << 20
     own = runtime.allocate(4 * numel)
     offers = comm.allgather(runtime.offer(own))
@@ -333,7 +333,7 @@ def shared_events(comm: Any) -> bool:
 
 
 def copies() -> Finding:
-    """Measure copies from and to the card, of registered node memory against pinned memory."""
+    """Measure copies from and to the GPU, of registered node memory against pinned memory."""
     from mpi4py import MPI  # noqa: PLC0415 - MPI is started where it is needed only
 
     comm, most = MPI.COMM_WORLD, max(SIZES)
@@ -396,7 +396,7 @@ def measured(
 
 
 class Copies:
-    """Copies that are started together, each on a stream of its own."""
+    """Copies that start together, each on a separate stream."""
 
     def __init__(self, pairs: list[tuple[Tensor, Tensor]], streams: list[Any]) -> None:
         self.pairs = list(zip(pairs, streams, strict=False))

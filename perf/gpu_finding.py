@@ -1,4 +1,4 @@
-"""What a part of ``gpu_check.py`` has found: it crosses to the driver as a line of its output."""
+"""Finding of a part of ``gpu_check.py``: the part prints it as a line, which the driver reads."""
 
 import contextlib
 import json
@@ -34,7 +34,7 @@ class Finding:
 
 @contextlib.contextmanager
 def errors_told() -> Iterator[None]:
-    """Make a finding of an error, on any rank, and go on with it."""
+    """Turn an error on any rank into a finding, and continue."""
     try:
         yield
     except Exception as error:

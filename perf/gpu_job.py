@@ -1,4 +1,4 @@
-"""Ranks that share one card, for ``gpu_check.py``: what becomes of their gradients.
+"""Gradients of ranks that share one GPU, for ``gpu_check.py``.
 
     hpctrain launch -n 2 -- python perf/gpu_job.py bits | near
     hpctrain launch -n 2 -- python perf/gpu_job.py order [sides | PLANT]
@@ -38,7 +38,7 @@ FAILING_RANK = 1
 LEAVES_S = 10.0
 """How long a rank that has failed lives on, for others to hear of its failure, not of its end."""
 NOT_HERE = "each rank must have its own GPU for NCCL"
-"""Said where ranks share a card, and NCCL lets them not."""
+"""Message of NCCL if it does not allow ranks to share a GPU."""
 MARK = "gpu-check-ends: "
 """Stands before the time at which a rank fails on purpose."""
 
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def bits() -> Finding:
-    """Compare averages and sums on the card with those of the CPU, in all dtypes, odd sizes."""
+    """Compare averages and sums on the GPU with those of the CPU, in all dtypes, odd sizes."""
     rows = []
     for dtype in DTYPES:
         for op in (hvd.Average, hvd.Sum):
@@ -97,7 +97,7 @@ def reducer(device: object, dtype: torch.dtype, op: object) -> tuple[list[nn.Par
 
 
 def gradients(dtype: torch.dtype, step: int) -> Iterator[Tensor]:
-    """Draw those of this rank: of all magnitudes, subnormal ones and zeros of both signs too."""
+    """Draw gradients of this rank: all magnitudes, subnormals and zeros of both signs."""
     source = torch.Generator().manual_seed(1000 * step + hvd.rank())
     tiny = torch.finfo(dtype).tiny / 2
     for numel in NUMELS:
@@ -129,7 +129,7 @@ def count_differing(found: Tensor, expected: Tensor) -> int:
 
 
 def near() -> Finding:
-    """Compare what NCCL makes of gradients on the card with the CPU's, in all dtypes, odd sizes.
+    """Compare sums of gradients by NCCL with those of the CPU, in all dtypes, odd sizes.
 
     Values may differ by what their dtype rounds, once for each rank and once for the average.
     """
@@ -209,7 +209,7 @@ def branches(seed: int, *, is_late: bool) -> nn.Module:
 
 
 class Branches(nn.Module):
-    """Two layers of the same values, of which one is on a stream of its own, and late."""
+    """Two layers with the same values, one on a separate, delayed stream."""
 
     def __init__(self, side: Any) -> None:
         super().__init__()
@@ -294,7 +294,7 @@ def caller_goes_on() -> None:
 
 
 def copies_go_on() -> None:
-    """Let copies, and sums, begin before what they read is written."""
+    """Start copies and sums before their input is written."""
     device = device_of(here.DEVICE)
     device.down, device.up = deaf(device.down), deaf(device.up)
 
@@ -311,7 +311,7 @@ def deaf(stream: torch.Stream) -> torch.Stream:
 
 
 def sums_go_on() -> None:
-    """Let the stream of NCCL begin before what it sums is written."""
+    """Start the stream of NCCL before its input is written."""
     device = device_of(here.DEVICE)
     stream_of = device.new_stream
     device.new_stream = lambda: deaf(stream_of())
@@ -356,7 +356,7 @@ def waits() -> Finding:
         here.wait_for_all()
         if step == STEPS + 1:
             profile.start()
-        is_first = step == 0  # in which ranks compare what they have, on the host
+        is_first = step == 0  # in which ranks compare state on the host
         quiet = contextlib.nullcontext() if is_first else here.no_host_sync()
         with quiet, torch.profiler.record_function("the backward"):
             loss.backward()
@@ -406,7 +406,7 @@ def death() -> Finding:
 
 
 def memory() -> Finding:
-    """Let a rank run out of the card's memory within backward."""
+    """Let a rank run out of GPU memory within backward."""
     return fails_in_step(lambda: torch.empty(1 << 50, dtype=torch.uint8, device=here.DEVICE))
 
 
@@ -442,7 +442,7 @@ def lost() -> Finding:
 
 
 def fails_in_step(fail: Callable[[], object]) -> Finding:
-    """Train until a rank fails; no rank should come to the end of this."""
+    """Train until a rank fails; no rank may reach the end."""
     model = network(0, is_late=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, foreach=IS_REAL)
     optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())

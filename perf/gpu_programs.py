@@ -1,8 +1,8 @@
-"""Training scripts drawn at random, on a card that ranks share, against plain torch alone.
+"""Random training scripts on a GPU that ranks share, compared with torch on one rank.
 
     hpctrain launch -n 2 -- python perf/gpu_programs.py [HOW MANY]
 
-For ``gpu_check.py``. What a script is, and what its oracle, is in ``tests/gradients``.
+For ``gpu_check.py``. Scripts and their oracle are defined in ``tests/gradients``.
 """
 
 import os

@@ -1,15 +1,15 @@
-"""A step of a transformer of 350 M parameters in bfloat16 on a card that the ranks share.
+"""A step of a transformer of 350 M parameters in bfloat16 on a GPU that the ranks share.
 
     hpctrain launch -n 2 -- python perf/gpu_step.py
 
-``plain`` is the loop of one rank alone, ``hooks`` has all of hpctrain but what travels, and
-``full`` is training. Each rank runs all three in turn on models of their own; a step takes as long
-as that of the slowest rank. ``alone`` is what travels with nothing to hide behind: a backward that
-makes the same gradients at once, less the same backward of one rank alone. ``hidden`` is the share
-of that which a real step does not show.
+``plain`` is the loop of one rank alone, ``hooks`` is hpctrain without communication, and ``full``
+is training. Each rank interleaves all three on separate models; the time of a step is that of the
+slowest rank. ``alone`` is the communication without computation that hides it: a backward that
+produces the same gradients at once, minus the same backward of one rank alone. ``hidden`` is the
+fraction of that time which computation hides in a real step.
 
-For ``gpu_check.py``; ``DEV`` is the device, see ``gpu_device.py``. One that is simulated has a
-model of a toy's size.
+For ``gpu_check.py``; ``DEV`` is the device, see ``gpu_device.py``. A simulated device has a small
+model.
 """
 
 import os
@@ -36,7 +36,7 @@ Step = Callable[[], None]
 
 
 class Block(nn.Module):
-    """Attention and two layers, each beside a shortcut."""
+    """Attention and two layers, each with a shortcut."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class Variant:
         torch.stack([p.view(-1)[0] for p in self.model.parameters()]).sum().backward()
 
     def keep_home(self) -> None:
-        """Let nothing travel, from the second step on."""
+        """Disable communication from the second step on."""
         for group in self.optimizer.param_groups:
             group["lr"] = 0.0  # else weights would part, which is an error
         reduction = self.optimizer._exchange.reduction  # noqa: SLF001 - all but this is measured
@@ -108,7 +108,7 @@ class Variant:
 
 
 def timed(works: dict[str, Step]) -> dict[str, float]:
-    """Return the median milliseconds of each, in turn, of the slowest rank."""
+    """Return the median milliseconds of each, interleaved, of the slowest rank."""
     seconds: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(ROUNDS):
         for name, work in works.items():
@@ -150,7 +150,7 @@ def main() -> None:
     }
     if IS_REAL:
         figures["GiB on the card"] = round(torch.cuda.max_memory_allocated() / 2**30, 1)
-    is_alone = "CUDA_MPS_PIPE_DIRECTORY" not in os.environ  # kernels of ranks take turns
+    is_alone = "CUDA_MPS_PIPE_DIRECTORY" not in os.environ  # kernels of ranks do not overlap
     is_good = cost < MOST_OF_HOOKS and (is_alone or hidden >= LEAST_HIDDEN)
     says = f"hooks cost {cost:.1%}, {exposed:.1f} of {alone:.1f} ms exposed"
     says += ", ranks take turns on the card" if is_alone else f": {hidden:.0%} hidden"

@@ -1,10 +1,10 @@
-"""One job of ``bench_local_sgd.py``: all ways to agree, in turn, from the same weights and data.
+"""One job of ``bench_local_sgd.py``: all methods, interleaved, from the same weights and data.
 
 A residual network of 24 x Linear(1024) with ReLU inside, 25.2 M parameters in float32, learns
 scikit-learn's digits, whose 64 pixels are mixed into 1024 inputs. A step has 32 images of each
-rank, the same ones for every way. The loss is that of 360 images which are never learnt from. All
-ranks look at it together, outside of the clock and of the counted bytes, whenever they have one
-model: after every round, and every few steps where they have one all the time.
+rank, the same for every method. The loss is that of 360 images which are not used for training.
+All ranks compute it together, outside of the measured time and of the counted bytes, whenever they
+have the same model: after every round, and every few steps with synchronous training.
 """
 
 import argparse
@@ -33,11 +33,11 @@ LR = 0.02
 TOLERANCE = 0.005
 """Part of the loss."""
 SETTLE_S = 0.3
-"""Until what is acknowledged late has left the node too."""
+"""Time until late acknowledgements have left the node too."""
 
 
 class Block(nn.Module):
-    """Two layers, added to what comes in."""
+    """Two layers, added to their input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,13 +89,13 @@ class Task:
 
 
 class Synchronous:
-    """Gradients averaged in every step, behind what a bench asks of a method."""
+    """Synchronous training with the interface of a local method."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
 
     def close(self) -> None:
-        """Leave the optimizer to be forgotten."""
+        """No-op: the optimizer is discarded."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Way:
 
 
 def ways(rounds: list[int]) -> dict[str, Way]:
-    """Return all ways by name.
+    """Return all methods by name.
 
     Args:
         rounds: steps of the rounds of ``LocalSGD``; the others take the middle one.
@@ -192,11 +192,13 @@ def train(way: Way, task: Task, options: argparse.Namespace, target: float) -> d
 
 
 def main() -> None:
-    """Train in all ways and write one JSON file."""
+    """Train with all methods and write one JSON file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, help="of the synchronous way")
+    parser.add_argument("--steps", type=int, help="steps of synchronous training")
     parser.add_argument("--rounds", type=int, nargs="+", help="steps of the rounds of LocalSGD")
-    parser.add_argument("--look", type=int, help="steps between looks at the loss, at least")
+    parser.add_argument(
+        "--look", type=int, help="minimum number of steps between tests of the loss"
+    )
     parser.add_argument("--json", type=Path, help="file for the figures")
     options = parser.parse_args()
     hvd.init()

@@ -9,13 +9,13 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 COLORS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#bbbbbb", "#000000")
-"""They can be told apart by everybody."""
+"""Colours that colour-blind readers can distinguish."""
 PANEL_INCHES = (4.8, 3.4)
 LEGEND_INCHES = 0.9
 
 
 def draw(results: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draw all worlds into a PNG, each look at the loss as a point."""
+    """Draw all worlds into a PNG, each test of the loss as a point."""
     width, height = PANEL_INCHES
     figure = Figure(figsize=(width * len(results), height + LEGEND_INCHES), dpi=150)
     FigureCanvasAgg(figure)

@@ -1,4 +1,4 @@
-"""What all benchmarks share: interleaved timing, a table, a JSON file."""
+"""Parts that all benchmarks share: interleaved timing, a table, a JSON file."""
 
 import argparse
 import json
@@ -32,7 +32,7 @@ def interleave(
     prepare: Callable[[], object] = lambda: None,
     warm_up: int = 1,
 ) -> dict[str, Seconds]:
-    """Time all variants in turn, ``rounds`` times. Collective over MPI's world.
+    """Time all variants, interleaved, ``rounds`` times. Collective over MPI's world.
 
     Args:
         variants: name and the work to time; every rank calls it.
@@ -65,7 +65,7 @@ def median(seconds: Seconds) -> float:
 
 
 def machine() -> dict[str, Any]:
-    """Describe where the figures come from, and when they were measured."""
+    """Return the machine, the versions and the date of the figures."""
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "cpu": _cpu(),
@@ -129,7 +129,7 @@ def report(
 def with_kept(
     results: Sequence[Mapping[str, Any]], json_file: Path, names: Sequence[str]
 ) -> list[Mapping[str, Any]]:
-    """Return results behind those of a file, if there is one, that are not of the same names."""
+    """Return results after those of the file, if it exists, that have other names."""
     kept = []
     if json_file.exists():
         new = [[each[name] for name in names] for each in results]

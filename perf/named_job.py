@@ -2,8 +2,8 @@
 
     mpirun -np 2 python perf/named_job.py hpctrain|horovod.torch [idle]
 
-It needs torch, mpi4py and the package it is given, for Horovod has an interpreter of its own.
-Rank 0 prints the seconds of each call, of the slowest rank, as JSON.
+It needs torch, mpi4py and the given package, because Horovod has a separate interpreter. Rank 0
+prints the seconds of each call, of the slowest rank, as JSON.
 """
 
 import argparse
@@ -117,7 +117,7 @@ def big(hvd, rounds: int) -> dict[str, Seconds]:
 def alternate(
     ways: dict[str, Work], rounds: int, repetitions: int, prepare: Work = lambda: None
 ) -> dict[str, Seconds]:
-    """Time several ways in turn."""
+    """Time several methods, interleaved."""
     seconds: dict[str, Seconds] = {way: [] for way in ways}
     for _ in range(rounds):
         for way, work in ways.items():
@@ -126,7 +126,7 @@ def alternate(
 
 
 def idle(hvd, pairs: int) -> dict[str, Seconds]:
-    """Time a compute loop without a world and beside an idle controller, in turn.
+    """Time a compute loop without a world and with an idle controller, interleaved.
 
     The order within a pair changes from pair to pair, so that what drifts cancels out. Each
     controller has carried something out, so that whatever it starts late is there.

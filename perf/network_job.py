@@ -1,4 +1,4 @@
-"""One job of ``bench_network.py``, on the ranks of a cluster: all ways to sum, in turn.
+"""One job of ``bench_network.py``, on the ranks of a cluster: all methods to sum, interleaved.
 
 Ranks are numbered node by node. The flat baseline also runs over a communicator of the same ranks
 that deals them out to the nodes in turn, which is what many launchers do by default. Horovod has
@@ -22,11 +22,11 @@ from hpctrain.runtime.world import current
 
 COUNTED_CALLS = 2
 SETTLE_S = 0.2
-"""Until what is acknowledged late has left the node too."""
+"""Time until late acknowledgements have left the node too."""
 
 
 def cyclic(world: MPI.Intracomm) -> MPI.Intracomm:
-    """Number the ranks over the nodes in turn. Collective."""
+    """Number the ranks round robin over the nodes. Collective."""
     hosts = world.allgather(socket.gethostname())
     before_me = hosts[: world.rank].count(hosts[world.rank])
     return world.Split(0, before_me * world.size + world.rank)
@@ -61,7 +61,7 @@ def bytes_out(work, num_bytes: int) -> float:
 
 
 def measure_size(num_bytes: int, rounds: int, peers: dict[str, Peer]) -> dict[str, object]:
-    """Time and count all ways for one message size, and check our sums. Collective."""
+    """Time and count all methods for one message size, and check sums. Collective."""
     comm = current().comm
     numel = num_bytes // 4
     bucket = comm.new_bucket(numel, torch.float32)
@@ -98,7 +98,7 @@ def main() -> None:
     """Measure all sizes and write one JSON file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", type=int, nargs="+", help="bytes of the messages")
-    parser.add_argument("--rounds", type=int, help="turns of each way")
+    parser.add_argument("--rounds", type=int, help="rounds of each method")
     parser.add_argument("--json", type=Path, help="file for the figures")
     options = parser.parse_args()
     hvd.init()

@@ -14,10 +14,10 @@ STYLES = {
     "tensor": ("hpctrain, ordinary tensor", "#66ccee", "s", "-"),
     "named": ("hpctrain, by name", "#332288", "X", "-"),
     "MPI, block order": ("MPI_Allreduce, ranks node by node", "#ee6677", "^", "--"),
-    "MPI, cyclic order": ("MPI_Allreduce, ranks in turn", "#aa3377", "v", "--"),
+    "MPI, cyclic order": ("MPI_Allreduce, ranks round robin", "#aa3377", "v", "--"),
     "gloo": ("gloo", "#ccbb44", "D", "--"),
 }
-"""Label, colour, marker and line of each way; the colours can be told apart by everybody."""
+"""Label, colour, marker and line of each method, distinguishable by colour-blind readers."""
 LIBRARIES = {"openmpi": "Open MPI", "mpich": "MPICH"}
 LINE_TIME = ("what the links allow", "#999999")
 PANEL_INCHES = (3.6, 2.9)

@@ -1,4 +1,4 @@
-"""Other ways to sum a tensor over all ranks, in the same processes: MPI, gloo and Horovod.
+"""Other methods that sum a tensor over all ranks, in the same processes: MPI, gloo and Horovod.
 
 Each is a function that takes the tensor and returns what replaces it by the sum over all ranks:
 whatever can be prepared once is prepared outside the clock.

@@ -36,12 +36,12 @@ int main(int argc, char **argv) {
 """All ranks enter at 0 in simulated time."""
 
 CONSOLE = Console(width=120)
-LATENCY_S, BYTES_PER_S = 0.5e-6, 12.5e9  # of each cable; a way has two, or four through the spine
+LATENCY_S, BYTES_PER_S = 0.5e-6, 12.5e9  # of each cable; a path has two, or four through the spine
 SETTINGS = (
     "network/model:CM02",
     "network/bandwidth-factor:1",
     "network/latency-factor:1",
-    "network/crosstraffic:0",  # no acknowledgements that take 5 % of the way back
+    "network/crosstraffic:0",  # no acknowledgements, which take 5 % of the reverse path
     "smpi/bw-factor:1",
     "smpi/lat-factor:1",
     "smpi/simulate-computation:no",
@@ -53,7 +53,7 @@ ALGORITHMS = {"ring": "lr", "doubling": "rdb", "halving": "rab"}
 FLAT = ((8, 24, 64), (8 << 10, 256 << 10, 4 << 20)), ((256, 1024, 4096), (256 << 10,))
 """Numbers of ranks and of bytes."""
 LEFT_OUT = (("halving", 24), ("ring", 4096))
-"""SimGrid's rab folds ranks otherwise; a ring of so many takes hours."""
+"""SimGrid folds ranks differently in rab; a ring of that many ranks takes hours."""
 UPLINKS = (8, 4, 1)
 """Of each of the leaf switches, which have 8 nodes each."""
 
@@ -73,7 +73,7 @@ def cases():
 
 
 def platform(ranks, uplinks):
-    """Describe a cluster with a card per node in SimGrid's XML."""
+    """Return a cluster with a network adapter per node, as SimGrid's XML."""
     tree = f'topology="FAT_TREE" topo_parameters="2;8,8;1,{uplinks};1,1"' if uplinks else ""
     return f"""<?xml version='1.0'?>
 <!DOCTYPE platform SYSTEM "https://simgrid.org/simgrid.dtd">

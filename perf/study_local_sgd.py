@@ -1,4 +1,4 @@
-"""Local SGD: what is learnt against how often the ranks agree.
+"""Local SGD: loss against the interval of averaging.
 
     hpctrain launch -n 4 -- python perf/study_local_sgd.py [--quick] [--json FILE]
 
@@ -46,11 +46,11 @@ NUM_TEST = 360
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is learnt, and how."""
+    """A task and its training."""
 
     title: str
     figure: str
-    """What is told of a network that has learnt; less is better."""
+    """Name of the score of a trained network; lower is better."""
     allowed: float
     """Difference of this figure that does not matter."""
     steps: int
@@ -58,7 +58,7 @@ class Task:
     """Samples of a rank and step."""
     num_samples: int
     rounds: tuple[int, ...]
-    """Steps of a round in each way; 0 is synchronous, which comes first."""
+    """Steps of a round of each method; 0, the first, is synchronous."""
     make: Callable[[], nn.Module]
     optimizer: Callable[[nn.Module], torch.optim.Optimizer]
     loss: Callable[[nn.Module, Tensor], Tensor]
@@ -134,7 +134,7 @@ def rate(done: float) -> float:
 
 
 def train(task: Task, num_steps: int, steps_of_a_round: int, seed: int) -> dict[str, Any]:
-    """Train once; every rank sees samples of its own. Collective."""
+    """Train once; every rank has its own samples. Collective."""
     torch.manual_seed(seed)
     model = task.make()
     optimizer = task.optimizer(model)
@@ -169,7 +169,7 @@ def train(task: Task, num_steps: int, steps_of_a_round: int, seed: int) -> dict[
 
 
 def study(task: Task, options: argparse.Namespace) -> dict[str, Any]:
-    """Train in all ways with all seeds. Collective."""
+    """Train with all methods and all seeds. Collective."""
     num_steps = 64 if options.quick else task.steps
     rows: list[dict[str, Any]] = []
     for steps in task.rounds:
@@ -199,23 +199,24 @@ def study(task: Task, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def verdict(row: Mapping[str, Any], num_steps: int, task: Task) -> str:
-    """Say in words whether agreeing that rarely pays."""
+    """Return in words whether averaging that rarely is worthwhile."""
     error = row["standard error"]
     told = f"rounds of {row['steps of a round']}: {row['rounds']} averagings for {num_steps}"
     away = f"{task.figure} {row['away']:+.2f} with a standard error of {error:.2f}"
     if row["rounds"] >= num_steps:
-        return f"{told}, {away}: nothing is saved, so it does not pay"
+        return f"{told}, {away}: no time is saved, so it is not worthwhile"
     if row["away"] > task.allowed and row["away"] <= 2 * error:
-        return f"{told}, {away}: three seeds cannot say whether less is learnt"
+        return f"{told}, {away}: three seeds cannot show whether the loss is worse"
     if row["away"] > task.allowed:
         return (
-            f"{told}, but {away}: less is learnt, so it pays only where averaging takes most time"
+            f"{told}, but {away}: the loss is worse, so it is worthwhile only if averaging takes "
+            f"most of the time"
         )
-    return f"{told}, {away}: it pays where averaging takes time"
+    return f"{told}, {away}: it is worthwhile if averaging takes time"
 
 
 def show(console: Console, result: Mapping[str, Any]) -> None:
-    """Print a table of one task, then what it says."""
+    """Print a table of one task, then a summary."""
     title = f"{result['task']}: {result['steps']} steps on {WORLD.size} ranks, {len(SEEDS)} seeds"
     table = Table(title=title, title_justify="left", title_style="bold")
     for head in ("steps of a round", "rounds", result["figure"], "spread", "away", "drift"):
@@ -235,7 +236,7 @@ def show(console: Console, result: Mapping[str, Any]) -> None:
 
 
 def main() -> None:
-    """Study both tasks; print and write what came out."""
+    """Study both tasks; print and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a few steps, to see it work")
     parser.add_argument("--json", type=Path, help="write all figures to this file")

@@ -1,4 +1,4 @@
-"""The results of the benchmarks in one table of ratios, or what has got worse since other results.
+"""The results of the benchmarks in one table of ratios, or regressions against other results.
 
     python perf/table.py [FOLDER] [--markdown]
     python perf/table.py FOLDER --against OLD
@@ -26,7 +26,7 @@ from hpctrain.core.units import format_bytes
 RESULTS = Path(__file__).with_name("results")
 UNKNOWN_NOISE = 0.25
 SIZES = ("64.0 KiB", "1.0 MiB", "16.0 MiB", "64.0 MiB")  # of an all-reduce, in the table
-FEW = 10  # a ratio below has digits behind the point
+FEW = 10  # smaller ratios are shown with decimals
 NAMED = {"many": "1000 of 4 KiB", "small": "8 B", "big": "64 MiB"}
 MPI = {"openmpi": "Open MPI", "mpich": "MPICH"}
 RATES = {"200mbit": "200 Mbit/s", "1gbit": "1 Gbit/s"}
@@ -48,18 +48,21 @@ class Ratio:
     is_shown: bool = True
     """Whether it is in the table; all are compared."""
     date: str = ""
-    """When it was measured; empty where the file does not say so."""
+    """Date of the measurement; empty if the file has none."""
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What it is the ratio of."""
+        """Measurement, peer and case of the ratio."""
         return self.what, self.peer, self.case
 
     @property
     def bounds(self) -> tuple[float, float]:
         """The spread, measured or assumed."""
         noise = self.value * (1 - UNKNOWN_NOISE), self.value * (1 + UNKNOWN_NOISE)
-        bounds = self.value, *(self.spread or noise)  # a median of all may lie beside the rounds'
+        bounds = (
+            self.value,
+            *(self.spread or noise),
+        )  # the median of all may be outside of the rounds'
         return min(bounds), max(bounds)
 
 
@@ -192,7 +195,7 @@ def of_local_sgd(found: Record) -> Iterator[Ratio]:
 
 
 def of_data(found: Record) -> Iterator[Ratio]:
-    """Samples in random order; of a quick run on sets of its own."""
+    """Samples in random order; of a quick run on separate sets."""
     promised = {name.partition(" (")[0] for name in found["ratios"]}
     quick = ", small sets" if found["stem"].endswith("quick") else ""
     for row in found["rows"]:
@@ -229,7 +232,7 @@ def read(folder: Path) -> tuple[list[Ratio], dict[str, str]]:
     for path in sorted(folder.glob("*.json")):
         names = [n for n in READERS if re.fullmatch(rf"{n}(-\d+|-\d?[gm]bit|-[a-z]*)?", path.stem)]
         if not names or path.stem == "local-sgd-accuracy":
-            continue  # what is measured there has no peer
+            continue  # its measurements have no peer
         found = json.loads(path.read_text(encoding="utf-8"))
         machine = _machine(found)
         of_file = READERS[names[0]](found | {"stem": path.stem})
@@ -251,7 +254,7 @@ def _machine(found: Record) -> Record:
 
 
 def rows_of(ratios: Sequence[Ratio]) -> list[tuple[str, str, str, str]]:
-    """Return what is shown: benchmark, peer, the ratio of each case, and the date."""
+    """Return the rows: benchmark, peer, the ratio of each case, and the date."""
     rows: dict[tuple[str, str, str], list[str]] = {}
     for ratio in sorted(ratios, key=lambda ratio: ratio.what):
         if ratio.is_shown:

@@ -33,7 +33,7 @@ def arguments() -> argparse.Namespace:
     add("--batch-size", type=int, default=16, help="digits of a rank in a step (%(default)s)")
     add("--lr", type=float, default=0.01, help="learning rate of one rank (%(default)s)")
     add("--momentum", type=float, default=0.9, help="of SGD (%(default)s)")
-    add("--fp16-allreduce", action="store_true", help="gradients travel in 16 bits")
+    add("--fp16-allreduce", action="store_true", help="send gradients in 16 bits")
     add("--use-adasum", action="store_true", help="combine steps by Adasum, do not average")
     add("--seed", type=int, default=42, help="of weights, order and dropout (%(default)s)")
     add("--log-interval", type=int, default=10, help="steps between lines (%(default)s)")

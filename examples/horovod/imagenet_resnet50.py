@@ -46,7 +46,7 @@ def arguments() -> argparse.Namespace:
     add("--base-lr", type=float, default=0.0125, help="rate of one pass of a rank (%(default)s)")
     add("--momentum", type=float, default=0.9, help="of SGD (%(default)s)")
     add("--weight-decay", type=float, default=5e-5, help="of SGD (%(default)s)")
-    add("--fp16-allreduce", action="store_true", help="gradients travel in 16 bits")
+    add("--fp16-allreduce", action="store_true", help="send gradients in 16 bits")
     add("--checkpoints", type=Path, help="folder of checkpoints, of which the last is taken up")
     add("--workers", type=int, default=0, help="reading processes of a rank (%(default)s)")
     add("--seed", type=int, default=42, help="of weights, images and order (%(default)s)")

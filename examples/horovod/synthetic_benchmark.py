@@ -38,7 +38,7 @@ def arguments() -> argparse.Namespace:
     add("--num-warmup-batches", type=int, default=3, help="steps before the clock (%(default)s)")
     add("--num-batches-per-iter", type=int, default=3, help="steps of a rate (%(default)s)")
     add("--num-iters", type=int, default=5, help="how many rates (%(default)s)")
-    add("--fp16-allreduce", action="store_true", help="gradients travel in 16 bits")
+    add("--fp16-allreduce", action="store_true", help="send gradients in 16 bits")
     add("--use-adasum", action="store_true", help="combine steps by Adasum, do not average")
     add("--lr", type=float, default=0.001, help="learning rate of one rank (%(default)s)")
     add("--seed", type=int, default=42, help="of weights and images (%(default)s)")

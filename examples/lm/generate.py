@@ -13,9 +13,9 @@ from model import Transformer
 
 
 def saved(run: Path) -> Transformer:
-    """Return what ``train.py`` has saved."""
+    """Return the model that ``train.py`` saved."""
     if not (run / "facts.json").is_file():
-        raise SystemExit(f"no run of train.py in {run}: give what it had as --output")
+        raise SystemExit(f"{run} has no run of train.py; pass its --output")
     facts = json.loads((run / "facts.json").read_text())
     model = Transformer(**{name: facts[name] for name in ("width", "depth", "num_heads")})
     weights = model.state_dict()

@@ -51,13 +51,15 @@ def options_of(words: list[str] | None) -> Namespace:
     """Read the command line."""
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tp", type=int, default=1, help="ranks that divide each matrix")
-    parser.add_argument("--sequence", action="store_true", help="and what lies between blocks")
+    parser.add_argument(
+        "--sequence", action="store_true", help="divide activations between blocks too"
+    )
     parser.add_argument("--pp", type=int, default=1, help="stages of a pipeline")
-    parser.add_argument("--schedule", default="1f1b", help="of the pipeline")
+    parser.add_argument("--schedule", default="1f1b", help="schedule of the pipeline")
     parser.add_argument("--cp", type=int, default=1, help="ranks that divide the sequence")
     parser.add_argument("--fsdp", action="store_true", help="shard replicas over the other ranks")
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--batch", type=int, default=32, help="windows of a step, of all ranks")
+    parser.add_argument("--batch", type=int, default=32, help="windows of a step, over all ranks")
     parser.add_argument("--length", type=int, default=128, help="bytes of a window")
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--depth", type=int, default=4)
@@ -66,7 +68,7 @@ def options_of(words: list[str] | None) -> Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("runs/lm"))
     parser.add_argument("--data", type=Path, default=Path("runs/lm-data"))
-    parser.add_argument("--resume", action="store_true", help="go on with what --output has")
+    parser.add_argument("--resume", action="store_true", help="continue the run in --output")
     return parser.parse_args(words)
 
 

@@ -52,7 +52,7 @@ def ratio_needed(parameters: float, images_per_s: float, gbit: float) -> float:
 
 def main() -> None:
     """Print both tables."""
-    print("bf16 pays below, predicted")
+    print("bf16 is predicted to be faster below")
     for name, rate in ROUNDING.items():
         gbit = break_even_gbit(rate)
         print(f"  {gbit:>8.0f} Gbit/s, rounded by {name} at {rate / 1e9:.0f} GB/s (assumed)")

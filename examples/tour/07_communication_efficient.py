@@ -67,7 +67,7 @@ def main() -> None:
         bias = ((mean - vector).norm() / (spread / NUM_DRAWS / hvd.size()) ** 0.5).item()
         sent = draws.count_nonzero().item() / draws.numel()
         claim(
-            f"levels {levels}: {sent:.1%} of the entries travel, the variance is {variance:.2f} "
+            f"levels {levels}: {sent:.1%} of the entries are sent, the variance is {variance:.2f} "
             f"|v|^2, by theory {expected:.2f}; the mean is off by {bias:.2f} of its noise",
             holds=abs(variance / expected - 1) < 0.02 and abs(bias - 1) < 0.1,
         )

@@ -48,7 +48,7 @@ def main() -> None:
     squared = (large * of_large - small * of_small) / (large - small)
     scale = variance / squared
     claim(
-        f"batches of {small} and {large} tell a noise scale of {scale:.1f}: it is {TRUE_SCALE:g}",
+        f"batches of {small} and {large} give a noise scale of {scale:.1f}: it is {TRUE_SCALE:g}",
         holds=abs(scale / TRUE_SCALE - 1) < 0.1,
     )
 

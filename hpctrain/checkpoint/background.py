@@ -111,7 +111,7 @@ class BackgroundWriter(Generic[T]):
         self._thread: ThreadPoolExecutor | None = None
         if background and _allowed(comm):
             own = comm.group(range(comm.size))
-            assert own is not None, "a group of all ranks has this one in it"
+            assert own is not None, "a group of all ranks must contain this rank"
             self._comm = own
             self._thread = ThreadPoolExecutor(1, "hpctrain-checkpoint")
 
@@ -125,7 +125,7 @@ class BackgroundWriter(Generic[T]):
 
         The job gets the communicator to use; ``join`` raises its errors.
         """
-        assert self._running is None, "one job at a time"
+        assert self._running is None, "only one job may run at a time"
         if self._thread is not None:
             self._running = self._thread.submit(job, self._comm)
             return
@@ -162,7 +162,7 @@ def _allowed(comm: Communicator) -> bool:
         return True
     if comm.rank == 0:
         _LOG.warning(
-            "checkpoints are not written in the background: the MPI library allows calls from one "
-            "thread only; the training waits for each of them"
+            "checkpoints are not written in the background, because the MPI library allows "
+            "calls from one thread only; training waits for each of them"
         )
     return False

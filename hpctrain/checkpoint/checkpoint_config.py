@@ -12,17 +12,17 @@ class CheckpointConfig(CheckedFields):
 
     table: ClassVar = "checkpoint"
     every: Literal["auto", "none"] | Time | Number = "10min"
-    """Steps between two checkpoints, a time such as "10min", auto by their cost and mtbf, or none:
-    then only a stop and the end of the run save."""
+    """Steps between two checkpoints, a time such as "10min", auto, which chooses a time by the
+    cost of a checkpoint and mtbf, or none: only a stop and the end of the run save."""
     keep: Number = 2
     """Number of newest checkpoints that are kept."""
     keep_best: Count = 0
     """Number of checkpoints with the best first test.metric that are kept in addition; at least 1
     with test.patience."""
     mtbf: Time = ""
-    """Mean time between failures of the whole job, such as "20h"; auto needs it."""
+    """Mean time between failures of the whole job, such as "20h"; needed by every = auto."""
     background: bool = True
-    """Write in the background; else training waits."""
+    """Write checkpoints in the background; if false, training waits for them."""
     resume: Literal["never", "auto"] = "never"
     """auto resumes the run in output_dir if there is one, as --resume does."""
 
@@ -30,6 +30,7 @@ class CheckpointConfig(CheckedFields):
         """Raise ``ConfigError`` if keys contradict each other."""
         require(
             self.every != "auto" or self.mtbf != "",
-            "checkpoint.mtbf must be set for every = auto",
+            "checkpoint.mtbf must be set with checkpoint.every = auto",
             self.mtbf,
+            "set it to the mean time between failures of the job, such as 20h",
         )

@@ -27,8 +27,8 @@ def newest_state(path: Path | str, only: str | None = None) -> tuple[Path, dict[
     part = state if only is None else part_of(state, only)
     if not isinstance(part, dict):
         raise CheckpointError(
-            f"the exported part must be a dict, but {only or 'the state'} of {source} is a "
-            f"{type(part).__name__}; name the dict that contains it"
+            f"the state to export must be a dict, but {only or 'the state'} of {source} is a "
+            f"{type(part).__name__}; choose a part that is a dict with --only"
         )
     return source, part
 
@@ -44,7 +44,8 @@ def part_of(state: Mapping[str, Any], path: str) -> Any:
         )
         if name not in inside:
             raise CheckpointError(
-                f"there is no {'/'.join(names[: number + 1])} in the state; it holds there: "
+                f"the part to export must be in the state, but there is no "
+                f"{'/'.join(names[: number + 1])}; choose one of "
                 f"{', '.join(sorted(inside)[:20]) or 'no names'}"
             )
         value = inside[name]
@@ -55,7 +56,7 @@ def check_ending(path: Path) -> None:
     """Check that the ending of a name selects a format."""
     if path.suffix not in ENDINGS:
         raise CheckpointError(
-            f"the file of an exported state must end in {', '.join(ENDINGS)}, got {path.name!r}"
+            f"the file of an export must end in {', '.join(ENDINGS)}, got {path.name!r}"
         )
 
 
@@ -69,21 +70,21 @@ def export(state: Mapping[str, Any], path: Path | str, *, overwrite: bool = Fals
     check_ending(path)
     if path.is_dir():
         raise CheckpointError(
-            f"the output must be a file, but {path} is a directory; choose another name"
+            f"{path} is a directory, which an export does not replace; choose another name"
         )
     if path.exists() and not overwrite:
         raise CheckpointError(
-            f"the output must not exist, but {path} does; choose another name, or replace it with "
-            "--overwrite"
+            f"{path} already exists; choose another name, or replace it with --overwrite"
         )
     own = mapped(state, _owner())
     if path.suffix == ".safetensors" and (
         others := [name for name, value in own.items() if not isinstance(value, Tensor)]
     ):
         raise CheckpointError(
-            "the values of a safetensors file must be tensors, but "
-            f"{', '.join(map(str, others[:20]))} of the state are not; choose a part such as "
-            "--only model, or a file that ends in .pt"
+            f"a safetensors file must contain only tensors, but "
+            f"{', '.join(map(str, others[:20]))} of the state "
+            f"{'are' if len(others) > 1 else 'is'} none; choose a part with --only, such as "
+            f"model, or a file that ends in .pt"
         )
     try:
         make_folder(path.parent)
@@ -95,7 +96,8 @@ def export(state: Mapping[str, Any], path: Path | str, *, overwrite: bool = Fals
                     torch.save(own, file)
     except (OSError, RuntimeError, safetensors.SafetensorError, KeyError, ValueError) as error:
         raise CheckpointError(
-            f"cannot write {path}: {refusal(error, 'choose another place or kind of file')}"
+            f"the file of an export must be writable, but {path} cannot be written: "
+            f"{refusal(error, 'choose another directory or file type')}"
         ) from error
 
 

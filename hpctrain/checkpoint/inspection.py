@@ -20,7 +20,7 @@ FOLDER = "checkpoints"  # of the checkpoints in a run directory
 def checkpoints_in(path: Path | str) -> list[Path]:
     """Return the checkpoint at a path, or all of a run directory, by step.
 
-    Unfinished checkpoints and those that were set aside are left out.
+    Unfinished checkpoints and checkpoints that were set aside are omitted.
     """
     path = Path(path)
     if (path / manifest.NAME).exists() or step_of(path.name) is not None:
@@ -30,7 +30,7 @@ def checkpoints_in(path: Path | str) -> list[Path]:
     if steps := shelf.steps():
         return [shelf.path(step) for step in reversed(steps)]
     raise CheckpointError(
-        f"there is no checkpoint in {folder} that is finished and in use; give a run directory or "
+        f"{folder} must contain a complete checkpoint, but has none; pass a run directory or "
         f"one of its checkpoints"
     )
 
@@ -47,13 +47,13 @@ def checkpoint_of(path: Path | str, which: str) -> Path:
         if scored:
             return max(scored)[1]
         raise CheckpointError(
-            f"the best checkpoint must have a score, but none of {path} was saved after a test; "
-            "set checkpoint.keep_best or test.patience"
+            f"the best checkpoint must have a score, but no checkpoint of {path} was saved "
+            f"after a test; set checkpoint.keep_best or test.patience"
         )
     steps = {str(step_of(one.name)): one for one in found}
     if which not in steps:
         raise CheckpointError(
-            "a checkpoint must be named last, best, or by a number of steps, here one of "
+            f"a checkpoint must be last, best, or the step of a checkpoint, here one of "
             f"{', '.join(steps)}, got {which!r}"
         )
     return steps[which]
@@ -141,7 +141,7 @@ def verify(path: Path | str) -> Iterator[tuple[Path, list[str]]]:
     """Read every byte of one checkpoint, or of all of a run directory, and compare checksums.
 
     Not collective. Yields each checkpoint and its faults, oldest first; checkpoints that the run
-    removes meanwhile are left out. Raises ``CheckpointError``: there is none.
+    removes meanwhile are omitted. Raises ``CheckpointError``: there is none.
     """
     has_checked = False
     for directory in checkpoints_in(path):

@@ -148,8 +148,8 @@ def _private_tree(
         skeleton = json.loads(bytes(host_bytes(text)))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"checkpoint {directory} is damaged: private values of a rank are no JSON, {error}; "
-            f"use another checkpoint"
+            f"checkpoint {directory} is damaged: private values of a rank are not JSON: "
+            f"{error}; use another checkpoint"
         ) from error
     return _assembled(directory, skeleton, tensors, f"{PRIVATE}/")
 
@@ -159,14 +159,15 @@ def _read_state(
 ) -> Any:
     if missing := sorted(set(into) - set(manifest.tensors)):
         raise CheckpointError(
-            f"checkpoint {directory} has no tensor {', '.join(missing)}; "
-            f"it has {printable(', '.join(list(manifest.tensors)[:20]))}"
+            f"the checkpoint must have all tensors that are loaded, but {directory} has no "
+            f"{', '.join(missing)}; load others of "
+            f"{printable(', '.join(list(manifest.tensors)[:20]))}"
         )
     for path, shard in into.items():
         if shard.global_shape != (shape := manifest.tensors[path].shape):
             raise CheckpointError(
-                f"the tensor {path} has shape {list(shape)} in the checkpoint, "
-                f"{list(shard.global_shape)} is wanted; change the model or convert the checkpoint"
+                f"the tensor {path} must have the shape of the checkpoint, {list(shape)}, got "
+                f"{list(shard.global_shape)}; change the model, or convert the checkpoint"
             )
     tensors = _read(directory, manifest.tensors, into, first=rank % manifest.world)
     pieces = {path: TensorPiece(tensors[path], shard) for path, shard in into.items()}
@@ -215,7 +216,9 @@ def _assembled(
 ) -> Any:
     def leaf(path: str) -> Any:
         if prefix + path not in leaves:
-            raise CheckpointError(f"its skeleton names the tensor {path[:80]!r}, which it has not")
+            raise CheckpointError(
+                f"its skeleton has the tensor {path[:80]!r}, but the manifest does not"
+            )
         return leaves[prefix + path]
 
     try:

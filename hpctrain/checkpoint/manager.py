@@ -325,7 +325,8 @@ class Manager:
             reasons = "; ".join(self._damaged.values())
             raise CheckpointError(
                 f"none of {len(self._damaged)} checkpoints in {self._shelf.root} can be read: "
-                f"{reasons}; restore one, or move them away to start again"
+                f"{reasons}; restore one from a backup, or move them away to start the run "
+                f"again"
             )
         return step
 

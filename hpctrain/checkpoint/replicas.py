@@ -79,8 +79,8 @@ def require_same(comm: Communicator, found: Mapping[str, int | None]) -> None:
     raise CheckpointError(
         f"tensors that ranks share must be equal on all of them, but {len(differ)} of "
         f"{len(found)} differ: {shown}; pass source_rank=0 to write those of rank 0, call "
-        f"hvd.broadcast_parameters() on them before the save, or take them out of the state and "
-        f"pass each rank's own as private="
+        f"hvd.broadcast_parameters() on them before the save, or remove them from the state "
+        f"and pass them as private="
     )
 
 

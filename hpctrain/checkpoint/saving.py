@@ -226,7 +226,9 @@ def _contents(source: SaveSource, facts: Mapping[str, Any], *, is_compared: bool
     try:
         dumps(facts)
     except (TypeError, ValueError) as error:
-        raise CheckpointError(f"the facts of a checkpoint are values for JSON: {error}") from None
+        raise CheckpointError(
+            f"the facts of a checkpoint must be values of JSON, but {error}; convert them"
+        ) from None
     if source.private:
         text = bytearray(dumps(own_skeleton).encode())
         own[PRIVATE] = torch.frombuffer(text, dtype=torch.uint8)
@@ -248,8 +250,8 @@ def _plan(
         shape = pieces[0][path].global_shape
         if fault := fault_of_cover(shape, list(parts.values())):
             raise CheckpointError(
-                f"the pieces of all ranks must cover the tensor, each element once, but {fault} "
-                f"of {path} {list(shape)}; give every rank its piece"
+                f"the pieces of all ranks must be the whole tensor, each element once, but "
+                f"{fault} of {path} {list(shape)}; pass the correct piece on every rank"
             )
     return {**divide(whole, len(pieces), source_rank), **sharded}
 

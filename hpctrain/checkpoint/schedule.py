@@ -40,17 +40,17 @@ class CheckpointSchedule:
         elif every == "auto":
             if mtbf_s is None or not mtbf_s > 0:
                 raise ConfigError(
-                    "mtbf, the mean time between failures of the whole job, must be set for the "
-                    f'interval "auto", got {mtbf_s}; set it, such as "24h", or use another '
-                    "interval"
+                    f'checkpoints "auto" must have the mean time between failures of the '
+                    f'whole job, got mtbf={mtbf_s}; pass it, such as "24h", or another '
+                    f"interval"
                 )
             self._mtbf_s = mtbf_s
         elif every != "none":
             self._every_s = parse_seconds(every)
         if (self._every_steps is not None and self._every_steps < 1) or self._every_s == 0:
             raise ConfigError(
-                "the interval between checkpoints must be at least 1 step or more than 0 s, got "
-                f'{every!r}; disable checkpoints with "none"'
+                f"checkpoints must be every 1 or more steps, or after more than 0 s, got "
+                f'{every!r}; "none" writes none'
             )
 
     @property

@@ -86,7 +86,7 @@ def verify(path: Where, *, json: AsJson = False) -> None:
     reports = []
     for directory, faults in inspection.verify(path):
         reports.append({"directory": str(directory), "faults": faults})
-        state = "not whole" if faults else "whole"
+        state = "damaged" if faults else "intact"
         for line in () if json else (f"{directory}: {state}", *(f"  {f}" for f in faults)):
             _say(line)
     if json:

@@ -48,10 +48,10 @@ def check_world(
     found = distinct(libraries)
     if len(found) > 1:
         raise LaunchError(
-            "a process must load one MPI library, but this one has loaded "
-            f"{' and '.join(map(str, found))}; keep the one whose mpirun starts the ranks: `pip "
-            "uninstall` the other's wheel, take it out of LD_LIBRARY_PATH and LD_PRELOAD, or "
-            "rebuild the package that brought it in"
+            f"a process must load one MPI library, but this process has loaded "
+            f"{' and '.join(map(str, found))}; keep the one whose mpirun starts the ranks: "
+            f"`pip uninstall` the wheel of the other, remove it from LD_LIBRARY_PATH and "
+            f"LD_PRELOAD, or rebuild the package that loads it"
         )
     if launched is None or size > 1 or launched.size == 1:
         return
@@ -65,8 +65,8 @@ def check_world(
         )
     raise LaunchError(
         f"all ranks of a launch must form one world, but {_who(launched, starter)} started "
-        f"{launched.size} ranks ({launched.source}) and MPI ({library or 'library unknown'}) sees "
-        f"a world of size {size}; {_fix(launched, library)}"
+        f"{launched.size} ranks ({launched.source}) and the world of MPI "
+        f"({library or 'library unknown'}) has size {size}; {_fix(launched, library)}"
     )
 
 
@@ -89,8 +89,8 @@ def check_job(job: Launched | None, library: Path | None, *, is_typed: bool = Fa
     if is_typed or job.name not in COUNTS_TASKS:
         return f"this process trains alone, but {found}; {remedy} allows that without a warning"
     raise LaunchError(
-        f"all ranks of a job must form one world, but {found} and no launcher has started this "
-        f"process: it would train alone; {remedy} lets it train alone"
+        f"all ranks of a job must form one world, but {found} and no launcher has started "
+        f"this process, so that it would train alone; {remedy} lets it train alone"
     )
 
 
@@ -104,15 +104,16 @@ def core_warning(topology: Topology) -> str | None:
         return None
     host = topology.hosts[topology.node].partition("#")[0]
     return (
-        f"{len(ranks)} ranks take turns on {topology.num_peer_cores} cores of {host} "
-        f"(mask {format_numbers(topology.cores)}): fine for a trial, slow for work; start fewer "
-        "ranks, or give each its own core: srun --cpus-per-task=1, mpirun --bind-to none"
+        f"{len(ranks)} ranks share {topology.num_peer_cores} cores of {host} (mask "
+        f"{format_numbers(topology.cores)}), which is slow; start fewer ranks, or give each "
+        f"rank a core: srun --cpus-per-task=1, mpirun --bind-to none"
     )
 
 
 _ISOLATED = (
-    "a rank reaches no other's, so the host sums their gradients; let all ranks see all of them: "
-    "in Slurm by #SBATCH --gpus-per-node without --gpus-per-task, or srun --gpu-bind=none"
+    "no rank can access the GPUs of the others, so that the host sums their gradients; make "
+    "all GPUs of a node visible to all ranks: in Slurm with #SBATCH --gpus-per-node and "
+    "without --gpus-per-task, or srun --gpu-bind=none"
 )
 
 
@@ -132,7 +133,7 @@ def accelerator_warning(facts: Sequence[RankFacts], rank: int) -> str | None:
         return f"ranks of {host} see different accelerators ({shown}): {_ISOLATED}"
     if len(here) > devices:
         share = f"{len(here)} ranks of {host} share {devices} accelerator{'s' * (devices > 1)}"
-        return f"{share}: fine for a trial; for work start {devices} on a node"
+        return f"{share}, which is slow; start {devices} on a node"
     return None
 
 
@@ -166,4 +167,4 @@ def _fix(launched: Launched, library: Path | None) -> str:
         return f"start again with {fix}, or inside the job with `hpctrain launch ...`"
     own = mpirun_beside(library)
     program = f" or with {own}, the mpirun of this MPI" if own else ""
-    return f"{again}{program}; if another launch left {launched.size_variable} behind, unset it"
+    return f"{again}{program}; if another launch has set {launched.size_variable}, unset it"

@@ -9,15 +9,18 @@ from hpctrain.core.units import parse_bytes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommConfig(CheckedFields):
-    """How gradients travel."""
+    """How gradients are sent."""
 
     table: ClassVar = "comm"
     overlap: Overlap = "auto"
-    """When: on a thread, inline in the hooks, at the end of backward, or as the plan chooses."""
+    """When gradients are sent: by a thread, inline in the hooks, at the end of backward, or as the
+    plan chooses (auto)."""
     bucket_size: Size = "25 MiB"
-    """Largest message. Bigger hides latency, smaller starts to travel earlier."""
+    """Largest message of gradients. Larger messages hide latency, smaller ones are sent
+    earlier."""
     ranks_per_node: Count = 0
-    """Declares nodes on one host, of so many ranks each; 0 takes the machine as it is."""
+    """Number of ranks of a simulated node, to divide one host into several nodes; 0 for the real
+    nodes."""
 
     @property
     def bucket_bytes(self) -> int:

@@ -92,10 +92,10 @@ Overlap = Literal["auto", "thread", "inline", "end"]
 """When buckets are sent: chosen by the plan, on a thread, inside the hooks, after backward."""
 
 
-def require(ok: bool, rule: str, value: object) -> None:  # noqa: FBT001 - reads as a sentence
-    """Raise a ``ConfigError`` with ``rule`` and ``value`` unless ``ok``."""
+def require(ok: bool, rule: str, value: object, remedy: str = "") -> None:  # noqa: FBT001 - reads as a sentence
+    """Raise a ``ConfigError`` with ``rule``, ``value`` and ``remedy`` unless ``ok``."""
     if not ok:
-        raise ConfigError(f"{rule}, got {value!r}")
+        raise ConfigError(f"{rule}, got {value!r}{remedy and f'; {remedy}'}")
 
 
 def require_values(config: object, reason: str, rules: Mapping[str, tuple[Any, str]]) -> None:
@@ -104,14 +104,15 @@ def require_values(config: object, reason: str, rules: Mapping[str, tuple[Any, s
     Args:
         config: configuration of all keys.
         reason: the other key and its value, such as ``train.reproducible = true``.
-        rules: by key: the value, or a tuple of valid values, and the explanation, after a colon
-            also the remedy.
+        rules: by key: the value, or a tuple of valid values, and the explanation, which may end
+            with a semicolon and the remedy.
     """
     for key, (valid, why) in rules.items():
         value, values = value_of(config, key), valid if isinstance(valid, tuple) else (valid,)
         words = " or ".join(str(each).lower() for each in values)
-        remedy = "" if ":" in why else ": leave one of them out"
-        require(value in values, f"{key} must be {words} with {reason}, as {why}{remedy}", value)
+        cause, _, remedy = why.partition("; ")
+        rule = f"{key} must be {words} with {reason}, because {cause}"
+        require(value in values, rule, value, remedy or "omit one of them")
 
 
 def value_of(config: object, name: str) -> Any:

@@ -60,10 +60,10 @@ class Settings:
     """
 
     ranks_per_node: Number | None = None
-    """Declares nodes on one host: every so many ranks of a host form a node."""
+    """Number of ranks of a simulated node, to divide one host into several nodes."""
     shared_memory: Literal["auto", "memfd", "off"] = "auto"
-    """How the ranks of a node share memory: ``auto`` uses plain MPI where they cannot,
-    ``memfd`` is an error there, and ``off`` always uses plain MPI."""
+    """How the ranks of a node share memory: ``auto`` uses plain MPI where they cannot, ``memfd``
+    is an error there, and ``off`` always uses plain MPI."""
     overlap: Overlap = "auto"
     """When gradients are sent: on a ``thread``, ``inline`` in the backward pass, at its ``end``,
     or ``auto``."""

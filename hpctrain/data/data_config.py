@@ -16,64 +16,69 @@ class DataConfig(CheckedFields):
 
     table: ClassVar = "data"
     target: str = ""
-    """Function "module:function" that takes a communicator and args and returns (train, test)."""
+    """Function "module:function" that takes a communicator and args, and returns (train, test)."""
     args: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the target."""
     input: str = "x"
-    """Field of a batch that the model is called with."""
+    """Field of a batch that is passed to the model."""
     label: str = "y"
     """Field of a batch that the loss compares with the output of the model."""
     order: Literal["auto", "global", "window", "sequential"] = "auto"
-    """Of the training samples: global, window, sequential, or auto by their size."""
+    """Order of the training samples: global, window, sequential, or auto, which chooses by their
+    size."""
     transform: str = ""
-    """Function "module:function" that changes a batch, a dict of tensors, as it is read; of a
-    sample, with per_sample."""
+    """Function "module:function" that changes a batch (a dict of tensors) after it is read, or a
+    sample with per_sample."""
     test_transform: str = ""
-    """The same for batches of the test: another function, none, or when empty transform."""
+    """Function for batches of the test, or none; when empty, that of transform."""
     per_sample: bool = False
     """Whether transform and test_transform take one sample at a time."""
     random: bool = False
     """Whether transform, with per_sample, takes a numpy.random.Generator of the sample as second
-    argument; test_transform does not. In threads (workers = 0) the global generators are refused:
-    their order is chance."""
+    argument; test_transform does not. In threads (workers = 0) the global generators are an error,
+    because threads would use them in random order."""
     workers: Count = 0
-    """Processes on each rank that transform; 0 does it in threads."""
+    """Processes on each rank that call transform; 0 calls it in threads."""
     worker_timeout_s: Positive = WORKER_TIMEOUT_S
-    """Seconds that a worker may take for a batch before all ranks end with its stack; inf for
-    ever."""
+    """Seconds that a worker may take for a batch before all ranks end and print its stack; inf for
+    no limit."""
     prefetch: Number = 4
-    """Batches read ahead."""
+    """Number of batches that are read ahead."""
     split: str = ""
-    """File of hpctrain data split --by-label: each rank learns from its part of the training data,
-    or from several; when empty, all ranks share all samples."""
+    """File of hpctrain data split --by-label: each rank trains on its part of the training data,
+    or on several parts; when empty, all ranks share all samples."""
     validation: Decay = 0.0
-    """Part of the training samples, chosen by the seed, that is held out for validation: tests
-    during training, test.patience and checkpoint.keep_best use it, and the test set is used once,
-    at the end. 0 uses the test set for all of them."""
+    """Fraction of the training samples, drawn by the seed, that is held out for validation: tests
+    during training, test.patience and checkpoint.keep_best use them, and the test set is used
+    once, at the end. 0 uses the test set for all tests."""
     stage: str = ""
-    """Folder on each node to copy the training data to, or auto; when empty, none is copied."""
+    """Folder on each node to which the training data are copied, or auto; when empty, they are not
+    copied."""
     on_corrupt: Literal["raise", "skip"] = "raise"
-    """Damaged samples are an error (raise), or left out by all ranks together (skip)."""
+    """Damaged samples raise an error (raise), or all ranks skip them (skip)."""
 
     def check(self) -> None:
         """Raise ``ConfigError`` if keys contradict each other."""
         if self.random:
             require(
                 self.per_sample,
-                "data.random gives each sample a generator: set data.per_sample = true too",
+                "data.random must be false without data.per_sample, because each sample has a "
+                "generator",
                 self.random,
+                "set data.per_sample = true too",
             )
             require(
                 bool(self.test_transform),
-                "data.random changes training samples at random, but tests use data.transform "
-                "too: set data.test_transform to a function without a generator, or to none",
-                self.random,
+                "data.test_transform must be set with data.random, because tests would use the "
+                "random data.transform",
+                self.test_transform,
+                "set data.test_transform to a function without a generator, or to none",
             )
         for name in ("split", "stage"):
             require(
                 not (self.validation and getattr(self, name)),
-                f"data.validation must be 0 with data.{name}, which uses a data set as it was "
-                f"packed: hold samples out by hpctrain data split, and return that set as the "
-                f"second one",
+                f"data.validation must be 0 with data.{name}, which needs the packed data set "
+                f"unchanged",
                 self.validation,
+                "hold samples out with hpctrain data split, and return that data set as test set",
             )

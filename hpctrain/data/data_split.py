@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.core.atomic import publishing, reason_of
+from hpctrain.core.atomic import publishing, reason_of, refusal
 from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import DataError
 from hpctrain.core.paths import absolute
@@ -38,9 +38,9 @@ class Split:
         is_array = isinstance(parts, np.ndarray)
         if not is_array or not parts.size or parts.ndim != 1 or parts.dtype != np.uint32:
             raise DataError(
-                "the parts of a split must be an array of uint32 with shape (samples,), got "
-                f"{f'{parts.dtype} {parts.shape}' if is_array else type(parts).__name__}; convert "
-                "it with numpy.asarray(parts, numpy.uint32)"
+                f"a split must be an array of uint32 with the part of each sample, of shape "
+                f"(samples,), got "
+                f"{f'{parts.dtype} {parts.shape}' if is_array else type(parts).__name__}"
             )
         self.uuid, self.parts, self.about = uuid, parts, about
         self.num_parts = num_parts
@@ -54,8 +54,8 @@ class Split:
             which = f"part{'s' if empty.size > 1 else ''} {', '.join(map(str, empty[:8]))}"
             more = f" and {empty.size - 8} more" if empty.size > 8 else ""
             raise DataError(
-                f"{which}{more} would have no samples, of {parts.size} in {num_parts} parts; take "
-                f"fewer parts, a larger ALPHA or another seed"
+                f"each of the {num_parts} parts must have a sample, but {which}{more} would "
+                f"have none of {parts.size}; use fewer parts, a larger ALPHA or another seed"
             )
 
     @classmethod
@@ -70,13 +70,13 @@ class Split:
                 return cls(str(file["uuid"]), file["parts"], number, str(file["about"]))
         except OSError as error:
             raise DataError(
-                f"cannot read the split {path}: {reason_of(error)}; make it by hpctrain data "
-                f"split --by-label, or check the path"
+                f"cannot read the split {path}: {reason_of(error)}; write it with hpctrain "
+                f"data split --by-label, or check the path"
             ) from error
         except _DAMAGE as error:
             raise DataError(
                 f"{path} must be an undamaged file of hpctrain data split --by-label, but: "
-                f"{error}; make it again"
+                f"{error}; write it again"
             ) from error
 
     def write(self, path: Path | str) -> None:
@@ -87,7 +87,10 @@ class Split:
                 uuid, about = np.str_(self.uuid), np.str_(self.about)
                 np.savez(file, uuid=uuid, parts=self.parts, num_parts=number, about=about)
         except OSError as error:
-            raise DataError(f"cannot write the split {path}: {reason_of(error)}") from error
+            raise DataError(
+                f"the file of a split must be writable, but {path} cannot be written: "
+                f"{refusal(error, 'choose another name')}"
+            ) from error
 
     @cached_property
     def checksum(self) -> str:
@@ -104,8 +107,8 @@ class Split:
             raise DataError(f"rank must be in [0, size), got rank {rank} of {size}")
         if num_parts < size:
             raise DataError(
-                f"each rank must have a part of the data, but got {num_parts} parts and {size} "
-                "ranks; use fewer ranks, or split the data into more parts"
+                f"each rank must have a part of the data, got {num_parts} parts and {size} "
+                f"ranks; use fewer ranks, or split the data into more parts"
             )
         return range(num_parts * rank // size, num_parts * (rank + 1) // size)
 
@@ -121,9 +124,10 @@ class Split:
         """Raise ``DataError`` unless this is a split of the data set."""
         if (self.uuid, len(self.parts)) != (dataset.uuid, len(dataset)):
             raise DataError(
-                f"a split must belong to the data set, but it was made of {self.uuid} with "
-                f"{len(self.parts)} samples, and this one is {dataset.uuid} with {len(dataset)}; "
-                f"split this one by hpctrain data split --by-label"
+                f"a split must belong to the data set, but it is of {self.uuid} with "
+                f"{len(self.parts)} samples and the data set is {dataset.uuid} with "
+                f"{len(dataset)}; write a split of this data set with hpctrain data split "
+                f"--by-label"
             )
 
     @staticmethod

@@ -102,10 +102,11 @@ def _compare(identities: Sequence[Mapping[str, str]]) -> None:
         if len(set(of_ranks)) == 1:
             continue
         text = (
-            f"the data of shard_data() must be identical on every rank, but {name} has the "
-            f"checksums {by_rank(of_ranks)}; split and shuffle with the same seed on every rank, "
-            "as in random_split(data, sizes, generator=torch.Generator().manual_seed(0)), or omit "
-            "shard_data() if each rank has a separate part"
+            f"shard_data() must get the same data set on every rank, got {name} with the "
+            f"checksums {by_rank(of_ranks)}; split and shuffle it with the same seed on every "
+            f"rank, as in random_split(data, sizes, "
+            f"generator=torch.Generator().manual_seed(0)); omit shard_data() if each rank has "
+            f"its own part"
         )
         if not of_ranks[0].startswith(_OF_FLOATS):
             raise MismatchError(text)
@@ -118,7 +119,7 @@ def _refusal(data: object, optimizer: object) -> str | None:
     """Return the reason why ``data`` cannot or need not be divided."""
     kind = type(data).__name__
     if isinstance(data, Loader | DividedLoader):
-        return f"{kind} is divided among the ranks already; leave shard_data() out"
+        return f"{kind} is already divided among the ranks; omit shard_data()"
     if optimizer is not None and not hasattr(optimizer, "set_num_samples"):
         return (
             f"the optimizer of shard_data() must be a DistributedOptimizer, or the result of "
@@ -129,24 +130,27 @@ def _refusal(data: object, optimizer: object) -> str | None:
         return _refusal_of_loader(data)
     if isinstance(data, IterableDataset) or (_length(data) and hasattr(data, "__getitem__")):
         return None
-    return f"shard_data() takes a torch DataLoader or a data set with samples, got {kind}"
+    return f"shard_data() must get a torch DataLoader or a data set with samples, got {kind}"
 
 
 def _refusal_of_loader(loader: "DataLoader[Any]") -> str | None:
     samplers = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", 0))
     if any(hasattr(it, "num_replicas") for it in samplers):
         return (
-            "this DataLoader is divided among the ranks already, by its sampler; "
-            "leave shard_data() out, or give the DataLoader a sampler for one process"
+            "this DataLoader is already divided among the ranks by its sampler; omit "
+            "shard_data(), or give the DataLoader a sampler for one process"
         )
     if type(loader).__iter__ is not DataLoader.__iter__:
         kind = type(loader).__name__
-        return f"{kind} overrides __iter__; divide its data set: shard_data(loader.dataset)"
+        return (
+            f"the DataLoader of shard_data() must not override __iter__, but {kind} does; divide "
+            f"its data set: shard_data(loader.dataset)"
+        )
     if loader.batch_size is None and loader.batch_sampler is None:
         return (
-            "a DataLoader with batch_size=None gives batches that only its data set can divide; "
-            "give it samples and a batch_size, or let each rank take every size()-th batch: "
-            "DataLoader(shard_data(dataset), batch_size=None)"
+            "a DataLoader of shard_data() must have a batch_size, but it is None, so that "
+            "only its data set can divide batches; set a batch_size, or give each rank every "
+            "size()-th batch: DataLoader(shard_data(dataset), batch_size=None)"
         )
     return None
 
@@ -162,7 +166,7 @@ def _part(dataset: "Dataset[Any]", rank: int, size: int) -> "Subset[Any]":
     total = _length(dataset) or 0
     steps = -(-total // size)
     if total % size and rank == 0:
-        logger.info("%d samples on %d ranks: %d come twice", total, size, steps * size - total)
+        logger.info("%d samples on %d ranks: %d are used twice", total, size, steps * size - total)
     return Subset(dataset, [(rank + step * size) % total for step in range(steps)])
 
 
@@ -289,7 +293,9 @@ class _OwnIndices(Sampler[list[Any]]):
         drawn_by_root = [*map(len, batches)], indices, reason
         sizes, indices, reason = broadcast_object(drawn_by_root, name=self._name)
         if reason:
-            raise DataError(f"the order of an epoch fails on rank 0: {reason}") from failure
+            raise DataError(
+                f"the order of an epoch could not be computed on rank 0: {reason}"
+            ) from failure
         return sizes, indices
 
 
@@ -333,9 +339,10 @@ class StreamLoader(DividedLoader):
         identities = allgather_object(identity, name=self._name)
         if len(set(identities)) > 1 and self._rank == 0:
             logger.warning(
-                "shard_data() takes every %dth sample of what each rank reads whole, and the "
-                "first batches differ, by the checksums %s: let the data set give every rank the "
-                "same samples in the same order, without dividing by rank and with the same seed",
+                "shard_data() takes every %dth sample of a data set that every rank reads "
+                "whole, but the first batches differ, by the checksums %s; make the data set "
+                "return the same samples in the same order on every rank, without division "
+                "by rank and with the same seed",
                 self._size,
                 by_rank(identities),
             )
@@ -371,17 +378,17 @@ class _Weights:
         """Raise if a global batch would get too large or too small a weight."""
         if self._optimizer is None and num_samples % self._size:
             raise ConfigError(
-                f"without an optimizer to weight gradients all ranks must have equally many "
-                f"samples, but got a batch of {num_samples} for {self._size} ranks; use "
-                "shard_data(loader, optimizer), or drop_last=True and a batch size that divides; "
-                "evaluate below torch.no_grad()"
+                f"without an optimizer all ranks must have the same number of samples, got a "
+                f"batch of {num_samples} for {self._size} ranks; use shard_data(loader, "
+                f"optimizer), which weights gradients, or drop_last=True and a batch size "
+                f"that is a multiple of the ranks; evaluate inside torch.no_grad()"
             )
         passes = getattr(self._optimizer, "backward_passes_per_step", 1)
         if passes > 1 and num_samples not in (0, self._batch_size or num_samples):
             raise ConfigError(
-                f"backward_passes_per_step={passes} must add up batches of one size, but got one "
-                f"of {num_samples} samples where batch_size is {self._batch_size}; use "
-                f"drop_last=True, or leave the argument out and step after {passes} passes"
+                f"backward_passes_per_step={passes} must get batches of one size, got one of "
+                f"{num_samples} samples with batch_size {self._batch_size}; use "
+                f"drop_last=True, or omit the argument and call step() after {passes} passes"
             )
 
 

@@ -61,8 +61,8 @@ class Loader(Reading):
     """The ranks that load together. With it iterating is collective, and ranks fail together."""
     seed: int = 0  # of the order of every epoch; the same on every rank
     order: OrderName = "auto"
-    """``global``: any sample can come at any time. ``window``: whole blocks are read and mixed,
-    for small samples of a large data set. ``sequential``: as they are on disk. ``auto``: global
+    """``global``: any sample may be at any position. ``window``: whole blocks are read and mixed,
+    for small samples of a large data set. ``sequential``: the order on disk. ``auto``: global
     for samples of 100 kB and for a data set that stays in memory, else window."""
     window: WindowShape | None = None
     """Blocks that a window order mixes; by default chosen so that it mixes well."""
@@ -92,8 +92,9 @@ class Loader(Reading):
         self._check()
         if not len(self):
             raise DataError(
-                f"tail={self.tail!r} leaves no step: {len(self.dataset)} samples, a global batch "
-                f"of {self.global_batch}; use tail='short', a smaller batch or other data"
+                f"tail={self.tail!r} must leave at least one step, got {len(self.dataset)} "
+                f"samples and a global batch of {self.global_batch}; use tail='short', a "
+                f"smaller batch or more data"
             )
         if self.pin_memory and not torch.accelerator.is_available():
             _LOG.warning("pin_memory=True has no effect: there is no GPU")
@@ -139,8 +140,9 @@ class Loader(Reading):
         """
         _require(
             state.get("format", 0) == STATE_FORMAT,
-            f"the state of a loader has format {STATE_FORMAT}, got {state.get('format')!r}; "
-            f"it was saved by another version of hpctrain, or is not of a loader",
+            f"the state of a loader must have format {STATE_FORMAT}, got "
+            f"{state.get('format')!r}; it was saved by another version of hpctrain, or is not "
+            f"of a loader",
         )
         try:
             uuid = str(state["uuid"])
@@ -149,23 +151,25 @@ class Loader(Reading):
             skipped = Skipped((int(start), int(stop)) for start, stop in state["skipped"])
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(
-                f"this is not the state of a loader: {error!r}; give what state_dict() returned"
+                f"the state of a loader must be a result of state_dict(), but: {error!r}; pass "
+                f"such a state"
             ) from error
         _require(
             uuid == self.dataset.uuid,
-            f"the state was saved with the data set {uuid}, this one is {self.dataset.uuid}; "
-            f"give the same data set, or begin without the state",
+            f"the state must be of the data set {self.dataset.uuid}, but was saved with "
+            f"{uuid}; use the same data set, or start without the state",
         )
         _require(
             epoch >= 0 and 0 <= consumed <= len(self.dataset),
-            f"a position is an epoch and 0 to {len(self.dataset)} samples, got epoch {epoch} "
-            f"and {consumed} samples; the state was changed",
+            f"a position must be an epoch and 0 to {len(self.dataset)} samples, got epoch "
+            f"{epoch} and {consumed} samples; the state was changed",
         )
         found = state.get("split")
         _require(
             found == self._split_checksum,
-            f"a loader must continue with the split of its state, but got one with the checksum "
-            f"{self._split_checksum} for {found}; give the same file, or begin without the state",
+            f"a loader must continue with the split of its state, but got one with the "
+            f"checksum {self._split_checksum} for {found}; pass the same file, or "
+            f"start without the state",
         )
         self.seed, self.epoch, self.consumed = seed, epoch, consumed
         self._ordering, self._skipped, self._pass = ordering, skipped, None
@@ -184,8 +188,9 @@ class Loader(Reading):
                 for batch in batches:
                     _require(
                         self._pass is current,
-                        "a pass over a loader ends when another one begins, and with set_epoch "
-                        "and load_state_dict; call iter() again, or use a loader for each pass",
+                        "a pass over a loader must not continue after another pass, "
+                        "set_epoch or load_state_dict, which end it; call iter() again, or "
+                        "use a loader for each pass",
                     )
                     error = batch if isinstance(batch, Exception) else None
                     if left_out := self._leave_out(_failures(error, self.comm)):
@@ -226,22 +231,27 @@ class Loader(Reading):
         _require(0 <= rank < size, f"rank must be in [0, size), got rank {rank} of {size}")
         _require(
             shards is None or shards >= size,
-            f"every rank needs a micro-shard, got micro_shards = {shards} on {size} ranks; "
-            f"use more micro-shards, or fewer ranks",
+            f"every rank must have a micro-shard, got micro_shards = {shards} on {size} "
+            f"ranks; use more micro-shards, or fewer ranks",
         )
         if isinstance(self.split, Split):
             self.split.check(self.dataset)
             self.split.parts_of(rank, size)
-            _require(shards is None, "a split and micro_shards both divide a step; leave one out")
+            _require(
+                shards is None,
+                "a split and micro_shards must not be combined, because both divide a step; omit "
+                "one",
+            )
         skips = self.on_corrupt == "skip"
         _require(
             shards is None or not skips,
-            "micro_shards are fixed parts of a global batch, which samples that are left out "
-            "would move; use on_corrupt='raise'",
+            "on_corrupt must be 'raise' with micro_shards, because skipped samples would "
+            "move samples between them",
         )
         _require(
             not skips or size == 1 or self.comm is not None,
-            'on_corrupt="skip" needs comm: all ranks must skip the same samples',
+            'on_corrupt="skip" must have comm, because all ranks must skip the same samples; '
+            "pass it",
         )
 
     @property
@@ -287,7 +297,7 @@ class Loader(Reading):
             self._skipped = Skipped([*self._skipped.ranges, (error.start, error.stop)])
             if self.rank == 0:
                 _LOG.warning(
-                    "samples %d to %d are left out: %s", error.start, error.stop - 1, error
+                    "samples %d to %d are skipped: %s", error.start, error.stop - 1, error
                 )
         return True
 
@@ -327,6 +337,6 @@ def _require_same(arguments: dict[str, Any], comm: Communicator | None) -> None:
     texts = comm.allgather_object(str(arguments)) if comm else [""]
     if len(set(texts)) > 1:
         raise DataError(
-            f"all ranks must load the same samples, got {by_rank(texts)}; give every loader the "
-            f"same data set and arguments, and load the same state"
+            f"all ranks must load the same samples, got {by_rank(texts)}; pass the same data "
+            f"set and arguments on every rank, and load the same state"
         )

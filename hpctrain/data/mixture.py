@@ -144,7 +144,7 @@ class Mixture:
     def _check(self, pairs: list[tuple[Samples, float]], length: int | None) -> None:
         if not pairs or any(not 0 < weight < float("inf") for _, weight in pairs):
             raise DataError(
-                "a mixture must have data sets with positive weights, got "
+                f"a mixture must have data sets with positive weights, got "
                 f"{[weight for _, weight in pairs]}"
             )
         if length is not None and length < 1:
@@ -175,7 +175,7 @@ def _whole(weights: NDArray[np.float64]) -> Indices:
     counts[np.argsort(counts - exact, kind="stable")[: PERIOD - int(counts.sum())]] += 1
     if not counts.all():
         raise DataError(
-            f"each weight of a mixture must be at least 1/{PERIOD} of their sum, got "
+            f"weights of a mixture must be at least 1/{PERIOD} of their sum, got "
             f"{weights.tolist()}"
         )
     return counts

@@ -101,8 +101,8 @@ class NodeFolder:
         self._end()
 
     def __reduce__(self) -> Any:
-        """Raise ``TypeError``: a copy in another process would not hold the lock."""
-        raise TypeError("a NodeFolder belongs to one process")
+        """Refuse: a copy in another process would hold nothing."""
+        raise TypeError("a NodeFolder must be used by the process that created it")
 
 
 def sweep(parent: Path) -> list[Path]:

@@ -26,15 +26,15 @@ class Reading(Division):
 
     dataset: Samples = field(kw_only=False)  # what to read; the same on every rank
     transform: Transform | None = None
-    """Makes the values of a batch from those of the data set while reading. ``PerSample``
-    makes one of a function of a sample, which may take a random generator: in threads the global
-    ones are refused."""
+    """Makes the values of a batch from those of the data set while reading. ``PerSample`` makes
+    one of a function of a sample, which may take a random generator: in threads the global ones
+    are refused."""
     threads: int = 4  # how many steps are read at the same time
     prefetch: int = 4  # batches read ahead; more for more ``workers``
     workers: int = 0  # processes that read and transform, for a transform that holds Python's lock
     worker_timeout_s: float = WORKER_TIMEOUT_S
     """How long a worker may take for a batch, ``inf`` for no limit. One that takes longer is
-    ended, and the error names what it was doing. Less than ``HPCTRAIN_TIMEOUT``, after which the
+    ended, and the error has its current task. Less than ``HPCTRAIN_TIMEOUT``, after which the
     other ranks fail."""
     pin_memory: bool = False  # whether batches are in pinned memory, which a GPU copies faster
     ragged: Literal["packed", "padded"] = "packed"

@@ -62,7 +62,7 @@ class Ragged:
         if longest > length:
             raise DataError(
                 f"samples must not be longer than {length}, but one has {longest}; pad to that "
-                f"length or cut the samples before"
+                f"length, or cut the samples first"
             )
         shape = (len(self), length, *self.values.shape[1:])
         rows = self.values.new_full(shape, fill)

@@ -100,7 +100,7 @@ class StagedOpener:
             try:
                 return OpenShard(self.directory, manifest, index, io=io, chunks=chunks)
             except CorruptError as error:
-                logger.warning("%s; it is read from %s from now on", error, directory)
+                logger.warning("%s; the training reads it from %s from now on", error, directory)
         return OpenShard(directory, manifest, index, io=io, chunks=chunks)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -133,8 +133,8 @@ class _Copies:
             part.unlink(missing_ok=True)
             if error.errno not in _FULL:
                 raise DataError(
-                    f"cannot write {part}: {reason_of(error)}; check the storage of this node, or "
-                    f"read the data set where it is: stage=None"
+                    f"cannot write {part}: {reason_of(error)}; check the storage of this "
+                    f"node, or do not copy the data set: stage=None"
                 ) from error
             self.full = reason_of(error)
             return
@@ -174,8 +174,8 @@ def _explained(dataset: ShardedDataset) -> Iterator[None]:
         yield
     except OSError as error:
         raise DataError(
-            f"cannot copy data set {dataset.path} to this node: {error}; every rank of the node "
-            f"must see the folder and may write there"
+            f"cannot copy data set {dataset.path} to this node: {error}; choose a folder that "
+            f"every rank of the node sees and can write to"
         ) from error
 
 
@@ -194,7 +194,7 @@ def _choose(dataset: ShardedDataset, to: Path | str) -> tuple[NodeFolder | None,
             return NodeFolder.create(best.folder, label), chosen
     rooms = [f"{site.folder} has room for {format_bytes(site.room_bytes)}" for site in found]
     logger.warning(
-        "data set %s is read from where it is, %s fit nowhere else on this node: %s",
+        "data set %s is not copied, %s fit nowhere else on this node: %s",
         dataset.path,
         format_bytes(total_bytes),
         "; ".join(rooms) or "no other storage is the node's own",
@@ -222,8 +222,8 @@ def _tell(dataset: ShardedDataset, path: Path, present: frozenset[int], why: str
         logger.info("data set %s is copied to %s: %s", dataset.path, path, size)
         return
     logger.warning(
-        "%d of %d shards of data set %s are copied to %s, %s: %s; the rest is read from where "
-        "it is",
+        "%d of %d shards of data set %s are copied to %s, %s: %s; the others are read from "
+        "the original",
         len(present),
         len(shards),
         dataset.path,

@@ -65,10 +65,12 @@ class Ordering:
             raise DataError(f"order must be auto, global, window or sequential, got {name!r}")
         if isinstance(dataset, Mixture):
             if name not in ("auto", "sequential"):
-                raise DataError(f'order of a mixture must be "auto", got {name!r}')
+                raise DataError(
+                    f'a mixture must be read in its own order, got order={name!r}; use "auto"'
+                )
             return cls(name="sequential")
         if shape is not None and name not in ("auto", "window"):
-            raise DataError(f'order must be "window" if window is set, got order={name!r}')
+            raise DataError(f'window= must be used with order="window", got order={name!r}')
         usual = WindowShape.of(global_batch, dataset.sample_bytes, dataset.block_size)
         if name == "auto" and shape is None:
             is_global = (
@@ -153,7 +155,7 @@ class Division:
 
 
 class Steps:
-    """The samples of one rank in each step, and the samples to read ahead. Thread-safe.
+    """Samples of one rank in each step, and samples that it requests ahead. Thread-safe.
 
     The samples of a global batch do not depend on the number of ranks. If the order has lanes,
     samples are sorted by lane before each rank gets a contiguous part, so a rank reads few lanes.

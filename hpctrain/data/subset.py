@@ -35,20 +35,18 @@ class Subset(Indexable):
         given = np.asarray([] if self._range else indices)
         if given.size and given.dtype.kind not in "iu":
             raise DataError(
-                f"the indices of a subset must be integers, got {given.dtype} values; convert a "
-                "mask with numpy.flatnonzero(mask)"
+                f"a subset must have the numbers of its samples, got {given.dtype} values; "
+                f"for a mask use numpy.flatnonzero(mask)"
             )
         self._indices = given.astype(np.int64)
         self._length = len(self._range) if self._range else self._indices.size
         if not self._length or self._indices.ndim != 1:
-            raise DataError(
-                f"the indices of a subset must be 1-D and not empty, got shape {given.shape}"
-            )
+            raise DataError("a subset must have at least 1 sample and indices of one dimension")
         ends = (self._range[0], self._range[-1]) if self._range else self._indices
         low, high = int(np.min(ends)), int(np.max(ends))
         if low < 0 or high >= len(dataset):
             raise DataError(
-                f"the indices of a subset must be in [0, {len(dataset)}), got {low} to {high}"
+                f"indices of a subset must be in [0, {len(dataset)}), got {low} to {high}"
             )
         chosen = hashlib.sha256(json.dumps([dataset.uuid, str(self._range)]).encode())
         chosen.update(self._indices.tobytes())

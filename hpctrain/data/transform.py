@@ -46,8 +46,7 @@ class PerSample:
         """
         if self.random:
             raise DataError(
-                "PerSample(random=True) must get the indices of the samples, but got none; pass "
-                "it to a Loader"
+                "PerSample(random=True) must get the numbers of the samples; pass it to a Loader"
             )
         made = [self.function(sample) for sample in _samples(columns)]
         return _joined(made, columns, self.function)
@@ -128,7 +127,7 @@ def _column(name: str, values: list[Tensor]) -> Values:
     if all(value.dim() for value in values) and len({shape[1:] for shape in shapes}) == 1:
         return Ragged.of(values)
     raise DataError(
-        f"samples of a batch must have equal shapes after their first dimension, but field {name} "
+        f"samples of a batch must have equal dimensions except the first, but field {name} "
         f"has {', '.join(map(str, sorted(map(tuple, shapes))))}"
     )
 
@@ -193,7 +192,7 @@ class ThreadDraws:
         yield
         drawn = _drawn(before) if self._turn == turn else []
         if drawn and self._turn == turn:  # the training was not at work while we looked
-            raise _refusal(drawn, "which threads would draw from in an order that chance decides")
+            raise _refusal(drawn, "from which threads would draw in random order")
 
 
 def _refusal(drawn: list[str], why: str) -> DataError:

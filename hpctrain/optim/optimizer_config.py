@@ -23,21 +23,24 @@ class OptimizerConfig(CheckedFields):
     name: str = "SGD"
     """Class in torch.optim, LARS or LAMB."""
     lr: Positive = 0.05
-    """Peak learning rate, for the global batch, or schedule.base_batch: it depends on no ranks."""
+    """Peak learning rate for the global batch, or for schedule.base_batch if set; it does not
+    depend on the number of ranks."""
     args: Mapping[str, Any] = field(default_factory=dict)
-    """Further keyword arguments of the class."""
+    """Other keyword arguments of the class."""
     exempt_norms_and_biases: bool = False
-    """Whether args.weight_decay, LARS and LAMB leave out norms and biases (one dimension)."""
+    """Exclude norms and biases (parameters of one dimension) from args.weight_decay and from the
+    layer-wise rates of LARS and LAMB."""
     groups: Annotated[list[dict[str, Any]], Bounds(each=dict)] = field(default_factory=list)
-    """Tables of other arguments, such as lr, for the parameters whose names match: match =
-    "*.bias", or a list of such patterns. The first that matches counts."""
+    """Tables of other arguments, such as lr, for parameters whose names match a pattern: match =
+    "*.bias", or a list of patterns. The first table that matches is used."""
 
     def check(self) -> None:
         """Raise ``ConfigError`` if arguments contradict keys, or a group is not valid."""
         require(
             not {"lr", "params"} & {*self.args},
-            "optimizer.args must not have lr or params; set optimizer.lr, and leave params out",
+            "optimizer.args must not have lr or params",
             dict(self.args),
+            "set optimizer.lr, and omit params",
         )
         for group in self.groups:
             checked("optimizer.groups: lr", group.get("lr", self.lr), Positive)
@@ -56,13 +59,17 @@ class ScheduleConfig(CheckedFields):
 
     table: ClassVar = "schedule"
     name: str = "cosine"
-    """How it falls after the warm-up: one of constant, linear, cosine, poly, inverse_time."""
+    """How the rate falls after the warm-up: constant, linear, cosine, poly or inverse_time."""
     args: Mapping[str, Any] = field(default_factory=dict)
-    """Keyword arguments: linear and cosine take final, the last rate over the peak (0), poly power
-    (2), inverse_time decay (1): the last rate is the peak over 1 + decay."""
+    """Keyword arguments, with their defaults: final of linear and cosine, the last rate divided by
+    the peak (0); power of poly (2); decay of inverse_time, whose last rate is peak / (1 + decay)
+    (1)."""
     warmup_epochs: AtLeast0 = 0.0
-    """Epochs in which the rate rises linearly: from zero, or from optimizer.lr if scaled up."""
+    """Epochs in which the rate rises linearly, from zero, or from optimizer.lr if base_batch
+    scales it up."""
     base_batch: Count = 0
-    """Global batch that optimizer.lr is for: it is scaled to train.global_batch; 0 leaves it."""
+    """Global batch for which optimizer.lr was chosen; the rate is scaled to train.global_batch. 0
+    does not scale it."""
     scaling: Literal["linear", "square_root"] = "linear"
-    """By the ratio of the batches (linear, for SGD and LARS) or its root (for Adam and LAMB)."""
+    """Factor of base_batch: the ratio of the batches (linear, for SGD and LARS) or its square root
+    (square_root, for Adam and LAMB)."""

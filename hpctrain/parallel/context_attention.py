@@ -39,9 +39,9 @@ def context_attention(query: Tensor, key: Tensor, value: Tensor, mesh: DeviceMes
     require_one_axis(mesh, "cp")
     if not query.shape == key.shape == value.shape:
         raise ConfigError(
-            "query, key and value of divided attention must have one shape, got "
-            f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}; repeat the heads "
-            "of keys and values"
+            f"query, key and value of context parallel attention must have the same "
+            f"shape, got {tuple(query.shape)}, {tuple(key.shape)} and "
+            f"{tuple(value.shape)}; repeat the heads of keys and values"
         )
     size, group = mesh.size(), mesh.get_group()
     if size == 1:

@@ -54,8 +54,10 @@ _RULES = {
     "for each Pipeline.step() on all ranks",
     "stages": "ranks of a pipeline must change the optimizer's settings together, but differ in "
     "{}; set the same on all ranks",
-    "writes": "ranks must write to parameters together, but differ in {}; write on all ranks, or "
-    "to to_local() what concerns the part of one rank",
+    "writes": (
+        "ranks must write to parameters together, but differ in {}; write on all ranks, or write "
+        "changes of one part of a parameter to its to_local()"
+    ),
     "gradients": "ranks must treat gradients identically, but differ in {}; call zero_grad(), "
     "clip and change .grad on all ranks",
     "settings": "ranks must step with the same settings of the optimizer, but differ in {}; set "

@@ -16,7 +16,12 @@ from hpctrain.gradients.weight_sample import WeightSample
 Named = Sequence[tuple[str, nn.Parameter]]
 
 NOTHING = -(1 << 62)  # of a rank without an opinion
-STATES = ("no gradient", "set by the program", "as backward left it", "changed after backward")
+STATES = (
+    "no gradient",
+    "set by the program",
+    "unchanged since backward",
+    "changed after backward",
+)
 _NONE, _SET, _LEFT, _CHANGED = range(4)
 
 

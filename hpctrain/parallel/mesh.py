@@ -60,7 +60,7 @@ def build_mesh(
     with agreed(here.comm, TopologyError):
         sizes = _checked(here.topology, dp=dp, pp=pp, cp=cp, tp=tp)
     asked = f"{_words(sizes)} on {device}"
-    require_equal(here.comm, [asked], "build_mesh", "ask for one mesh on all ranks")
+    require_equal(here.comm, [asked], "build_mesh", "request the same mesh on all ranks")
     with agreed(here.comm, ConfigError):
         _use(device)
     order = packed(here.topology.nodes, [sizes[axis] for axis in reversed(AXES)])
@@ -157,8 +157,8 @@ def _checked(topology: Topology, *, dp: int | None, **inner: int) -> dict[str, i
     sizes = {"dp": topology.size // rest if dp is None else dp, **inner}
     if math.prod(sizes.values()) != topology.size:
         raise TopologyError(
-            f"the axes of a mesh must multiply to the {topology.size} ranks, got "
-            f"{_words(sizes)}; leave dp out, which then is {topology.size // rest}"
+            f"the sizes of the axes of a mesh must multiply to the {topology.size} ranks, "
+            f"got {_words(sizes)}; omit dp, which is then {topology.size // rest}"
         )
     return sizes
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from hpctrain.core.atomic import refusal
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.libc import advise_memory, file_system_magic, trim_heap
 from hpctrain.core.paths import absolute
@@ -195,6 +196,6 @@ def _reserved(folder: Path, num_bytes: int) -> mmap.mmap:
             return mmap.mmap(file.fileno(), max(num_bytes, 1))
     except OSError as error:
         raise ConfigError(
-            f"{folder} must have {format_bytes(num_bytes)} per rank for offload, but reserving "
-            f"the space failed: {error.strerror}; free space there, or use another folder"
+            f"{folder} must have {format_bytes(num_bytes)} per rank for offload, but the "
+            f"space cannot be reserved: {refusal(error, 'use another folder')}"
         ) from error

@@ -9,7 +9,7 @@ from hpctrain.core.checks import Bounds, CheckedFields, Count, Number, Texts, re
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig(CheckedFields):
-    """How a model that one rank cannot hold is divided: hpctrain guide parallel."""
+    """How a model that is too large for one rank is divided: hpctrain guide parallel."""
 
     table: ClassVar = "parallel"
     tp: Number = 1
@@ -19,53 +19,58 @@ class ParallelConfig(CheckedFields):
     cp: Number = 1
     """Ranks that divide the sequence of each sample (context parallel)."""
     dp: Count = 0
-    """Replicas, which learn from different samples; 0 for what the other axes leave."""
+    """Number of replicas, which train on different samples; 0 divides the number of ranks by the
+    other axes."""
     zero: Annotated[int, Bounds(least=0, below=4)] = 0
-    """What replicas divide among them: nothing (0), the optimizer's state (1), gradients too (2),
-    parameters too (3)."""
+    """State that replicas divide: none (0), that of the optimizer (1), also gradients (2), also
+    parameters (3)."""
     offload: str = ""
-    """Where zero keeps a rank's part: cpu, beside a device that calculates, or a folder on a disk
-    of the node, for ranks on CPUs; when empty, where it is calculated."""
+    """Memory of the state that zero divides: cpu, for models on GPUs, or a folder on a local disk,
+    for ranks on CPUs; when empty, the memory of the device."""
     sequence: bool = False
-    """Whether tp ranks divide what lies between layers too, along the sequence."""
+    """Whether tp ranks also divide activations between layers, along the sequence."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
-    """Of the pipeline: as hpctrain guide parallel says; zbv is not there, as torch cannot test by
-    it."""
+    """Schedule of the pipeline: hpctrain guide parallel. zbv is not supported, because torch
+    cannot evaluate a model with it."""
     micro_batches: Count = 0
-    """Parts in which a replica's samples go through the pipeline; 0 for twice pp."""
+    """Number of micro-batches into which the pipeline divides the samples of a replica; 0 for 2 *
+    pp."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """What layers between the first and the last calculate once more in backward, to save memory:
-    nothing, all but products of matrices (selective), or all (full)."""
+    """Operations that layers between the first and the last compute again in backward, to save
+    memory: none, all but matrix products (selective), or all (full)."""
     roles: Mapping[str, Any] = field(default_factory=dict)
-    """How tp divides a module, by its name, such as "*.up" = "column"; when empty, what the
-    model has as attribute parallel_roles."""
+    """How tp divides modules, by patterns of their names, such as "*.up" = "column"; when empty,
+    the attribute parallel_roles of the model."""
     layers: Texts = field(default_factory=list)
-    """Names of the layers whose chain the model is, such as ["embedding", "blocks.*", "head"];
-    when empty, what the model has as attribute parallel_layers."""
+    """Names of the layers of the model in the order in which forward calls them, such as
+    ["embedding", "blocks.*", "head"]; when empty, the attribute parallel_layers of the model."""
 
     def check(self) -> None:
         """Raise ``ConfigError`` if keys contradict each other."""
         require(
             self.zero > 0 or not self.offload,
-            "parallel.offload is of parts that replicas divide: set parallel.zero too",
+            "parallel.offload must be empty with parallel.zero = 0, which divides no state",
             self.offload,
+            "set parallel.zero too",
         )
         require(
             self.tp > 1 or not self.sequence,
-            "parallel.sequence divides what tp ranks have between layers: set parallel.tp too",
+            "parallel.sequence must be false with parallel.tp = 1",
             self.sequence,
+            "set parallel.tp too",
         )
         require(
             not self.zero or self.schedule in ("gpipe", "1f1b"),
-            "parallel.zero divides a rank's only stage, with parallel.schedule = gpipe or 1f1b: "
-            "choose one of them, or leave zero out",
+            "parallel.schedule must be gpipe or 1f1b with parallel.zero, which divides the "
+            "only stage of a rank",
             self.schedule,
+            "choose one of them, or omit parallel.zero",
         )
         require(
             self.pp > 1 or (self.schedule == "1f1b" and not self.micro_batches),
-            "parallel.schedule is 1f1b and parallel.micro_batches is 0 without a pipeline: set "
-            "parallel.pp too",
+            "parallel.schedule must be 1f1b and parallel.micro_batches 0 with parallel.pp = 1",
             (self.schedule, self.micro_batches),
+            "set parallel.pp too",
         )
 
     @property

@@ -22,7 +22,7 @@ from hpctrain.parallel.split import Chain, cut, layers_of, seconds_of
 from hpctrain.parallel.stage import PipelineSchedule
 from hpctrain.parallel.tied_weights import TiedWeights
 
-SAME = "make the same on every rank"
+SAME = "create the same on every rank"
 Loss = Callable[[Tensor, Tensor], Tensor]
 Wrap = Callable[[nn.Module], nn.Module]
 
@@ -180,18 +180,18 @@ class Pipeline:
         now = tuple(given.shape), given.dtype, tuple(target.shape), trained
         is_new, differs = self._guard.compare(what, batch=mine, is_new=now != self._learnt)
         if differs:
-            way_out = "divide data among the ranks of dp alone"
+            way_out = "divide data among the ranks of dp only"
             require_identical(self._mesh, lines, "a batch of a pipeline", way_out)
         if len(given) != len(target):
             raise ConfigError(
-                f"a batch must have a target for each sample, got {len(given)} samples and "
-                f"{len(target)} targets; pass equally many"
+                f"a batch must have a target for each sample, got {len(given)} samples "
+                f"and {len(target)} targets; pass one target per sample"
             )
         num = self._schedule.num_microbatches
         if len(given) % num:
             raise ConfigError(
-                f"{num} micro-batches must divide a batch, got {len(given)} samples; use a "
-                f"multiple of {num}"
+                f"the number of samples of a batch must be a multiple of the {num} "
+                f"micro-batches, got {len(given)} samples; use a multiple of {num}"
             )
         if is_new:
             self._guard.do_all_step = self._tied.check_trained()
@@ -229,7 +229,7 @@ class Pipeline:
             ConfigError: ``step`` was not called.
         """
         if not self._seconds:
-            raise ConfigError("step must be called before report, but was not; call it first")
+            raise ConfigError("a report must follow a step, got none; call step() first")
         mine = sum(stage.busy_s for stage in self._stages)
         here = dist.get_rank(), socket.gethostname()
         found = gathered((mine, self._seconds, here), self._mesh)

@@ -115,9 +115,9 @@ class Gradients:
         is_held_back, has_any, *found = guard_of(self.model).before_step(optimizer, flags)
         if is_held_back:
             raise ConfigError(
-                "in stage 1 a backward outside of no_sync() must precede step, because it "
-                "averages the gradients, but there was none since the last one inside; leave "
-                "no_sync() before the last backward"
+                "a step of stage 1 must follow a backward outside of no_sync(), which "
+                "averages gradients, but all backwards since the last step were inside; "
+                "call the last one outside"
             )
         for parameter, is_known in zip(self._sharded.values(), found, strict=True):
             if has_any and not is_known:

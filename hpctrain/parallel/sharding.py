@@ -128,7 +128,7 @@ def _checked(
     lines = [f"stage {stage}, compute_dtype {compute_dtype}, layers {layers}, file {bool(file)}"]
     lines += signature_of(model)
     lines += [" ".join(names[p] for p in group["params"]) for group in optimizer.param_groups]
-    way_out = "give all ranks the same"
+    way_out = "pass the same on all ranks"
     require_identical(mesh, lines, "the model and arguments of shard()", way_out)
     return units, file
 
@@ -216,9 +216,10 @@ def _check_parameters(
     for parameter, name in names.items():
         if parameter.is_meta or not parameter.ndim or not parameter.is_contiguous():
             raise ConfigError(
-                "a parameter of shard() must have values, a dimension and contiguous memory, got "
-                f"{name} of shape {tuple(parameter.shape)}, stride {parameter.stride()} on "
-                f"{parameter.device}; convert it before, such as by reshape(1) or contiguous()"
+                f"a parameter of shard() must have values, at least one dimension and "
+                f"contiguous memory, but {name} has shape {tuple(parameter.shape)} and "
+                f"stride {parameter.stride()} on {parameter.device}; convert it first, "
+                f"for example with reshape(1) or contiguous()"
             )
     kinds = {p.dtype for p in names if p.requires_grad}
     if len(kinds) > 1 and not (compute_dtype and all(kind.itemsize <= 4 for kind in kinds)):
@@ -231,9 +232,9 @@ def _check_parameters(
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor) and value.ndim and value.shape != parameter.shape:
                 raise ConfigError(
-                    "optimizer state that shard() divides must have the shape of its parameter, "
-                    f"got {key} of {tuple(value.shape)} for {names[parameter]}; call shard() "
-                    "before the first step"
+                    f"optimizer state must have the shape of its parameter in shard(), "
+                    f"but {key} of {names[parameter]} has shape {tuple(value.shape)}; "
+                    f"call shard() before the first step"
                 )
 
 

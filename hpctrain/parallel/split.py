@@ -45,8 +45,9 @@ class Chain(nn.Module):
             given = layer(given)
             if not isinstance(given, Tensor):
                 raise ConfigError(
-                    f"a layer of a pipeline must return a tensor, got {type(given).__name__} of "
-                    f"{name}; return the input of the next layer, or join both into one layer"
+                    f"a layer of a pipeline must return one tensor, but {name} returned "
+                    f"{type(given).__name__}; return the input of the next layer, or join "
+                    f"both into one layer"
                 )
         return given
 
@@ -101,8 +102,9 @@ def layers_of(model: nn.Module, names: Sequence[str]) -> list[tuple[str, nn.Modu
     lost = [name for name, parameter in model.named_parameters() if parameter not in held]
     if lost:
         raise ConfigError(
-            "every parameter of a pipeline must be in one of its layers, but "
-            f"{', '.join(lost[:3])} is in none; name the layer, in the order of forward"
+            f"every parameter of a pipeline must belong to one of its layers, but no "
+            f"layer has {', '.join(lost[:3])}; add the module that has it to layers, in "
+            f"the order of forward"
         )
     return list(found.items())
 

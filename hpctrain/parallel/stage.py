@@ -182,17 +182,17 @@ def checked(schedule: str, given: int | None, model: nn.Module) -> tuple[Any, in
         raise ConfigError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
     if schedule in TWO_HALVES and (named := selective_in(model)):
         raise ConfigError(
-            f"selective recomputation must not be used with {' and '.join(TWO_HALVES)}, because "
-            "they divide a backward into two and torch keeps recomputed values for one, got "
-            f"{', '.join(named[:3])} and the schedule {schedule}; recompute all of it, or use "
-            "interleaved"
+            f"selective recomputation must not be used with {' or '.join(TWO_HALVES)}, "
+            f"which divide a backward in two, got {', '.join(named[:3])} and the schedule "
+            f"{schedule}; recompute all operations, or use interleaved"
         )
     make, usual = SCHEDULES[schedule]
     per_rank = usual if given is None else given
     if per_rank != usual and (per_rank < 2 or schedule not in ("interleaved", "zero_bubble")):
         raise ConfigError(
-            f"a rank must have {usual} stages with the schedule {schedule}, or at least 2 with "
-            f"interleaved or zero_bubble, got {per_rank}; omit the option"
+            f"the schedule {schedule} must have {usual} stages per rank, got "
+            f"stages_per_rank={per_rank}; omit it, or use at least 2 with interleaved or "
+            f"zero_bubble"
         )
     return make, per_rank
 
@@ -202,13 +202,13 @@ def check_microbatches(number: int, size: int, schedule: str) -> None:
     least, rounds = size if schedule == "1f1b" else 1, max(1, number // size)
     if number < least:
         raise ConfigError(
-            f"{schedule} of {size} ranks must have at least {least} micro-batches, got {number}; "
-            "use more, or gpipe"
+            f"{schedule} on {size} ranks must have at least {least} micro-batches, got "
+            f"{number}; use more, or gpipe"
         )
     if schedule in ("interleaved", "zero_bubble") and number % rounds:
         raise ConfigError(
-            f"the micro-batches of {schedule} on {size} ranks must be divisible by the rounds, "
-            f"got {number} for {rounds} rounds; use {rounds * size}"
+            f"the micro-batches of {schedule} on {size} ranks must divide into {rounds} "
+            f"equal rounds, got {number}; use {rounds * size}"
         )
 
 

@@ -87,8 +87,8 @@ def _checked(
 ) -> dict[str, tuple[nn.Module, str]]:
     """Return module and role by name. Collective; raises on all ranks or none."""
     told = [f"sequence={sequence}", *(f"{name}: {role}" for name, role in roles.items())]
-    way_out = "give the same on every rank"
-    require_identical(mesh, told, "what tensor_parallel is told", way_out)
+    way_out = "pass the same on every rank"
+    require_identical(mesh, told, "arguments of tensor_parallel()", way_out)
     require_identical(mesh, signature_of(model), "the model of tensor parallel ranks")
     found = _modules_of(model, roles)
     for name, (module, role) in found.items():
@@ -138,28 +138,30 @@ def _modules_of(model: nn.Module, roles: Mapping[str, str]) -> dict[str, tuple[n
     for pattern, role in roles.items():
         if role not in ROLES:
             raise ConfigError(
-                f"the role of a module must be one of {', '.join(ROLES)}, got {role!r} for "
-                f"{pattern}"
+                f"the role of a module must be one of {', '.join(ROLES)}, got {role!r} "
+                f"for {pattern}"
             )
         for name in names_like(pattern, modules):
             if found.get(name, (None, role))[1] != role:
                 raise ConfigError(
-                    f"a module must have one role, got {found[name][1]} and {role} for {name}; "
-                    "exclude the module from the pattern with *"
+                    f"a module must have one role, got {found[name][1]} and {role} for "
+                    f"{name}; use patterns of which one matches the module"
                 )
             found[name] = modules[name], role
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             raise ConfigError(
-                "tensor_parallel must divide a model once, before shard and fully_shard, but "
-                f"{name} is divided already; call it on the undivided model"
+                f"tensor_parallel() must get an undivided model, before shard() and "
+                f"fully_shard(), but {name} is already divided; call it once, on the "
+                f"model as it was built"
             )
     for name, module in modules.items():
         own = [key for key, one in module.named_parameters(name, recurse=False) if one is not None]
         if own and name not in found and any(True for _ in module.children()):
             raise ConfigError(
-                "tensor parallel parameters must belong to layers, but a module with submodules "
-                f"has {', '.join(own)}; put them into a separate module"
+                f"tensor parallel parameters must belong to modules without submodules, "
+                f"but a module with submodules has {', '.join(own)}; move them into a "
+                f"separate module"
             )
     return found
 
@@ -173,15 +175,15 @@ def _check(name: str, module: nn.Module, role: str, size: int) -> None:
         divided = module.num_embeddings
     else:
         raise ConfigError(
-            "the module of the roles column and row must be nn.Linear, and of vocabulary "
-            f"nn.Linear or nn.Embedding, got {role} for {name}, a {type(module).__name__}; remove "
-            "the role, which replicates the module"
+            f"column and row must be roles of nn.Linear, and vocabulary of nn.Linear or "
+            f"nn.Embedding, got {role} for {name}, a {type(module).__name__}; omit the "
+            f"role to replicate the module"
         )
     if divided % size:
         whose = "inputs" if role == "row" else "rows" if role == "vocabulary" else "outputs"
         raise ConfigError(
-            f"{size} tensor parallel ranks must divide the {divided} {whose} of {name}; take "
-            f"fewer ranks, or a multiple of {size}"
+            f"the {divided} {whose} of {name} must be divisible by the {size} tensor "
+            f"parallel ranks; use fewer ranks, or a multiple of {size}"
         )
 
 
@@ -204,9 +206,9 @@ def _check_counterpart(name: str, role: str, found: Mapping[str, tuple[nn.Module
             break
     if other:
         raise ConfigError(
-            f"column and row must be used together in one block, got {role} for {name} without a "
-            f"{other}; give the {'last' if role == 'column' else 'first'} nn.Linear of its block "
-            f"the role {other}, or remove {role}"
+            f"a block must have both roles, column and row, got {role} for {name} without "
+            f"a {other}; assign {other} to the {'last' if role == 'column' else 'first'} "
+            f"nn.Linear of its block, or remove {role}"
         )
 
 

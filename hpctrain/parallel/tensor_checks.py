@@ -27,19 +27,19 @@ def require_divided_stream(model: nn.Module, found: Mapping[str, tuple[nn.Module
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and name not in found:
             raise ConfigError(
-                "an embedding must have the role vocabulary with sequence=True, which divides "
-                f"the stream there, but {name} has no role; give it the role, or omit sequence"
+                f"an embedding must have the role vocabulary with sequence=True, but "
+                f"{name} has none; assign it, or omit sequence"
             )
         if isinstance(module, MIXING):
             raise ConfigError(
-                "a layer without a role must not mix positions with sequence=True, because it "
-                f"gets a part of the sequence, but {name}, a {type(module).__name__}, does; omit "
-                "sequence"
+                f"layers without a role must process each position alone with "
+                f"sequence=True, but {name}, a {type(module).__name__}, combines "
+                f"positions; omit sequence"
             )
     if not any(isinstance(module, nn.Embedding) for module, _ in found.values()):
         raise ConfigError(
-            "an embedding must have the role vocabulary with sequence=True, which divides the "
-            "stream there, but the model has none; give one the role, or omit sequence"
+            "an embedding must have the role vocabulary with sequence=True, but the "
+            "model has none; assign it to one, or omit sequence"
         )
 
 
@@ -56,7 +56,7 @@ class CheckedSamples:
         given, is_first = inputs[0], self._is_first
         if self._is_first:  # a program that divides data by rank does so in the first step
             self._is_first = False
-            way_out = "divide data among the ranks of dp alone"
+            way_out = "divide data among the ranks of dp only"
             what = "a batch of tensor parallel ranks"
             require_identical(self._mesh, [digest(given)], what, way_out)
         if given.numel() and (
@@ -65,13 +65,14 @@ class CheckedSamples:
             least, most = (int(each) for each in given.aminmax())
             if least < 0 or most >= self._rows:
                 raise ConfigError(
-                    f"tokens of the embedding {self._name} must be from 0 to {self._rows - 1}, "
-                    f"got {least if least < 0 else most}; use a larger vocabulary"
+                    f"tokens of the embedding {self._name} must be from 0 to "
+                    f"{self._rows - 1}, got {least if least < 0 else most}; use a larger "
+                    f"vocabulary"
                 )
         if self._parts > 1 and (given.dim() < 2 or given.shape[1] % self._parts):
             raise ConfigError(
-                f"sequence parallel ranks must divide the length of samples, got "
-                f"{given.shape[-1]} for {self._parts} ranks; pad them, or leave sequence out"
+                f"the length of samples must be a multiple of the {self._parts} sequence "
+                f"parallel ranks, got {given.shape[-1]}; pad the samples, or omit sequence"
             )
 
 
@@ -128,7 +129,8 @@ class ForwardChecks:
                 self._mesh,
                 [f"crc32 {zlib.crc32(self._before):08x} of their state"],
                 "the random numbers of tensor parallel ranks, such as those of dropout",
-                "torch.manual_seed(n) with one n on the ranks of tp, which draw nothing apart",
+                "call torch.manual_seed() with the same number on all ranks of tp, and "
+                "draw random numbers on all of them",
             )
 
 
@@ -157,9 +159,9 @@ class _WholeAttention(TorchFunctionMode):
     def _check(self, length: int) -> None:
         if length == self._length:
             raise ConfigError(
-                "attention must get the whole sequence with sequence=True, as between column and "
-                f"row, but got {length} positions, a part of {self._parts}; give its matrices "
-                "roles, or omit sequence"
+                f"attention must get the whole sequence with sequence=True, which is "
+                f"available only between column and row, got {length} positions, one of "
+                f"{self._parts} parts; assign roles to its matrices, or omit sequence"
             )
 
 

@@ -1,1 +1,1 @@
-"""Scaling studies: what to measure, the measurements, and what they say."""
+"""Scaling studies: definition, measurements and analysis."""

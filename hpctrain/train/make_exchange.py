@@ -53,7 +53,7 @@ def _check(config: RunConfig, comm: Communicator) -> None:
     parallel = config.parallel
     if config.log.noise_scale and _name(config) != "averaged":
         raise ConfigError(
-            "log.noise_scale must not be combined with train.shard, train.reproducible, a local "
+            "log.noise_scale must be false with train.shard, train.reproducible, a local "
             "sync.method or [parallel], because it compares gradients of ranks with their "
             "average; omit one of them"
         )

@@ -74,10 +74,10 @@ class ModelParallel:
             divide = getattr(model, "parallel_context", None)
             if divide is None:
                 raise ConfigError(
-                    f"parallel.cp = {config.cp} needs a model with a method parallel_context, "
-                    f"which takes the mesh that its attention divides the sequence by, but "
-                    f"{type(model).__name__} has none; add the method (hpctrain guide parallel), "
-                    f"or leave cp out"
+                    f"parallel.cp = {config.cp} must have a model with a method "
+                    f"parallel_context, which takes the mesh that divides the sequence, but "
+                    f"{type(model).__name__} has none; add the method (hpctrain guide "
+                    f"parallel), or omit cp"
                 )
             divide(mesh["cp"])
         if config.pp == 1:

@@ -13,18 +13,18 @@ _Sample = tuple[str, Mapping[str, object], float | None]
 """Name, labels and value; None means not finite."""
 
 _HELP = {
-    "step": "Steps that are done",
+    "step": "Finished steps of the run",
     "epoch": "Epoch of the last record",
-    "train_loss": "Mean training loss since the record before",
+    "train_loss": "Mean training loss since the previous record",
     "learning_rate": "Learning rate",
     "samples_per_second": "Samples per second over all ranks",
     "step_seconds": "Parts of the time of a step, mean over all ranks",
     "rank_seconds": "Parts of the time of a step on each rank",
-    "rank_slow_records": "Of the last ten records, those in which others waited for the rank",
+    "rank_slow_records": "Number of the last ten records in which other ranks waited for the rank",
     "test_metric": "Metrics of the last test",
-    "left_out_steps": "Steps that guards have left out in this part of the run",
+    "left_out_steps": "Steps that were skipped in this part of the run",
     "spikes": "Spikes of the loss in this part of the run",
-    "checkpoint_step": "Step of the last checkpoint that was begun",
+    "checkpoint_step": "Step of the last checkpoint that was started",
     "finished": "Whether the run is finished",
 }
 _PARTS = ("compute", "communication", "input", "checkpoint")

@@ -30,59 +30,73 @@ from hpctrain.train.sync_config import SYNCHRONOUS, SyncConfig
 
 _Rules = Mapping[str, tuple[Any, str]]
 
-_NO_SCALE = ("fp32", "bf16"), "all ranks scale one loss together: set bf16, which needs no scale"
+_NO_SCALE = (
+    ("fp32", "bf16"),
+    "all ranks must have the same loss scale; set bf16, which needs no scale",
+)
 _NO_ROLLBACK = "stop", "skip", "ignore"
-_ON_HOST = ("auto", "cpu"), "it works on the host: divide state on GPUs by parallel.zero = 1"
-_UNCOMPRESSED = "none", "ranks send gradients as they are"
-_UNAVERAGED = 0, "servers step by gradients that ranks have not averaged"
+_ON_CPU = ("auto", "cpu"), "it is implemented on CPUs"
+_ON_HOST = (
+    ("auto", "cpu"),
+    "state is divided in host memory; set parallel.zero = 1 to divide state on GPUs",
+)
+_UNCOMPRESSED = "none", "gradients are sent uncompressed"
+_UNAVERAGED = 0, "servers apply gradients before they are averaged"
 
 # By the demand of one key: the values that others must have, and the reason (`require_values`).
 _REPRODUCIBLE: _Rules = {
-    "data.on_corrupt": ("raise", "samples that are left out would move those of a rank"),
-    "train.accumulate": (1, "micro-shards are such pieces: set train.micro_shards"),
-    "train.device": _ON_HOST,
+    "data.on_corrupt": (
+        "raise",
+        "skipped samples would move samples between micro-shards",
+    ),
+    "train.accumulate": (1, "micro-shards accumulate gradients too; set train.micro_shards"),
+    "train.device": _ON_CPU,
     "train.precision": _NO_SCALE,
-    "train.shard": (("none", "auto"), "gradients are summed by a separate rule"),
+    "train.shard": (("none", "auto"), "micro-shards are summed in a fixed order"),
     "sync.method": (SYNCHRONOUS, "local steps depend on the number of ranks"),
     "sync.compression": _UNCOMPRESSED,
 }
 _SHARDED: _Rules = {"train.device": _ON_HOST, "sync.compression": _UNCOMPRESSED}
-_UNHEALED: _Rules = {"train.on_divergence": ("stop", "healing compares the replicas of all ranks")}
+_UNHEALED: _Rules = {"train.on_divergence": ("stop", "heal compares the replicas of all ranks")}
 _LOCAL: _Rules = {
     "data.on_corrupt": (
         "raise",
-        "its ranks do not exchange every step: repair the data, or set sync.method = synchronous",
+        "ranks do not communicate in every step; repair the data, or use synchronous training",
     ),
     "train.ema": (0, "ranks of a local method average their own weights"),
-    "train.on_non_finite": (_NO_ROLLBACK, "ranks of a local method decide separately: set skip"),
+    "train.on_non_finite": (_NO_ROLLBACK, "ranks of a local method decide separately; set skip"),
     "train.on_spike": ("none", "ranks of a local method have their own losses"),
     "train.precision": _NO_SCALE,
     "train.shard": (("none", "auto"), "ranks of a local method have their own parameters"),
 }
 _ASYNC: _Rules = {"train.clip_norm": _UNAVERAGED, "train.clip_value": _UNAVERAGED}
 _OFFLOADED: _Rules = {
-    "train.on_non_finite": (_NO_ROLLBACK, "offload saves the memory of a snapshot: set skip"),
+    "train.on_non_finite": (
+        _NO_ROLLBACK,
+        "a snapshot needs the memory that offload saves; set skip",
+    ),
     "train.on_spike": (
         ("none", "skip", "lower_rate"),
-        "offload saves the memory of a snapshot: set skip",
+        "a snapshot needs the memory that offload saves; set skip",
     ),
 }
-_RECOMPUTED: _Rules = {
-    "train.activation_checkpointing": ([], "recompute chooses layers by itself")
-}
+_RECOMPUTED: _Rules = {"train.activation_checkpointing": ([], "recompute chooses the layers")}
 _DIVIDED: _Rules = {
-    "log.noise_scale": (False, "ranks see no gradient of a replica"),
+    "log.noise_scale": (False, "no rank has all gradients of a replica"),
     "sync.method": (SYNCHRONOUS, "ranks have parts of one model"),
     "sync.compression": ("none", "gradients are summed by torch"),
     "train.compile": (False, "layers communicate with other ranks"),
-    "train.ema": (0, "averages are kept of whole models"),
-    "train.on_divergence": ("stop", "ranks have parts"),
+    "train.ema": (0, "averages need the whole model"),
+    "train.on_divergence": ("stop", "ranks have different parts"),
     "train.precision": _NO_SCALE,
-    "train.reproducible": (False, "sums depend on the layout"),
-    "train.shard": (("none", "auto"), "ranks have parts: set parallel.zero to divide state"),
+    "train.reproducible": (False, "the order of sums depends on the layout"),
+    "train.shard": (
+        ("none", "auto"),
+        "ranks have parts of one model; set parallel.zero to divide state",
+    ),
 }
 _PIPELINED: _Rules = {
-    "train.accumulate": (1, "micro-batches are such pieces: set parallel.micro_batches")
+    "train.accumulate": (1, "micro-batches accumulate gradients too; set parallel.micro_batches")
 }
 
 
@@ -96,98 +110,107 @@ class ModelConfig(CheckedFields):
     args: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the target."""
     init_from: str = ""
-    """First weights: a run directory, a checkpoint, or a file .pt or .safetensors with a state
-    dict. Those that train.ema has averaged, where there are such."""
+    """Initial weights: a run directory, a checkpoint, or a .pt or .safetensors file with a state
+    dict. If a run has weights averaged by train.ema, those are used."""
     init_strict: bool = True
-    """Whether all tensors must match in name and shape; else those that do not are listed."""
+    """Whether all tensors must match in name and shape; if false, tensors that do not match are
+    listed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossConfig(CheckedFields):
-    """What is minimised: a mean over the samples of a batch."""
+    """Loss to minimise, a mean over the samples of a batch."""
 
     table: ClassVar = "loss"
     target: str = "cross_entropy"
-    """A name in torch.nn.functional, or "module:function", called with (output, label, **args)."""
+    """Function of torch.nn.functional, or "module:function", called with (output, label,
+    **args)."""
     args: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the target."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingConfig(CheckedFields):
-    """How long, in which batches, and how a step is calculated."""
+    """Length of the training, batches, and computation of a step."""
 
     table: ClassVar = "train"
     epochs: Number = 10
     """Passes over the training data."""
     global_batch: Number = 64
-    """Samples of one step, over all ranks: the same training on any number of ranks."""
+    """Samples of one step, over all ranks, whatever the number of ranks."""
     device: str = "auto"
-    """Where: cpu, an accelerator by torch's name, such as cuda, of which each rank takes one, or
-    auto: an accelerator where every rank has one, but for reproducible and shard = node."""
+    """Device of each rank: cpu, an accelerator by its name in torch, such as cuda, or auto: an
+    accelerator if every rank has one, and cpu otherwise or with reproducible or shard = node."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """How forward calculates: as the model is (fp32), or by autocast in 16 bits; weights stay as
-    they are. fp16 scales the loss; where gradients overflow, all ranks leave out the step."""
+    """Precision of forward: that of the model (fp32), or autocast to 16 bits; weights keep their
+    dtype. fp16 scales the loss; all ranks skip a step whose gradients overflow."""
     accumulate: Number = 1
-    """Pieces in which each rank takes its part of a batch one after the other, to save memory:
-    the same step, but for what depends on a whole batch, such as BatchNorm."""
+    """Number of micro-batches into which each rank divides its part of a batch, to save memory;
+    gradients are accumulated. Only layers that use batch statistics, such as BatchNorm, give other
+    results."""
     activation_checkpointing: Texts = field(default_factory=list)
-    """Patterns of names of modules, such as "blocks.*", that calculate forward once more in
-    backward, to save memory."""
+    """Patterns of names of modules, such as "blocks.*", that compute forward again in backward, to
+    save memory."""
     compile: bool = False
-    """Whether the model is compiled by torch.compile."""
+    """Whether to compile the model with torch.compile."""
     compile_args: Mapping[str, Any] = field(default_factory=dict)
-    """Keyword arguments of torch.compile, such as mode; dynamic is false unless it is set."""
+    """Keyword arguments of torch.compile, such as mode; dynamic is false by default."""
     ema: Decay = 0.0
-    """Decay of a moving average of the weights, such as 0.999: the model that is tested, and
-    exported by --only ema; 0 for none. Buffers are those of the model."""
+    """Decay of a moving average of the weights, such as 0.999; 0 for none. Tests use the averaged
+    weights with the buffers of the model, and --only ema exports them."""
     clip_norm: AtLeast0 = 0.0
-    """Largest norm of the averaged gradient; 0 does not clip, as with ssp, downpour and async."""
+    """Largest norm of the averaged gradient; 0 for no clipping. Must be 0 with ssp, downpour and
+    async."""
     clip_value: AtLeast0 = 0.0
-    """Largest element of the averaged gradient, behind clip_norm; 0 does not clip."""
+    """Largest element of the averaged gradient, applied after clip_norm; 0 for no clipping."""
     on_non_finite: Literal["stop", "skip", "rollback", "ignore"] = "stop"
-    """A loss that is NaN or infinite ends all ranks (stop), or they leave out that step (skip), or
-    go back to the last snapshot (rollback), or nobody looks (ignore). Gradients by a finite loss
-    are looked at with skip, rollback, clip_norm or clip_value. That of a test ends all ranks too
-    (stop), or is a warning."""
+    """Action of all ranks if a loss is NaN or infinite: end the run (stop), skip the step (skip),
+    return to the last snapshot (rollback), or none, without a check (ignore). Gradients of a
+    finite loss are checked with skip, rollback, clip_norm or clip_value. The loss of a test that
+    is not finite ends the run (stop), or is a warning (otherwise)."""
     on_spike: Literal["none", "skip", "rollback", "lower_rate"] = "none"
-    """A loss far above the last ones is a step like others (none), or all ranks leave out that
-    step (skip), go back to the last snapshot (rollback), or take it and some more at a lower
-    learning rate (lower_rate)."""
+    """Action of all ranks if a loss is far above the previous losses: none, skip the step (skip),
+    return to the last snapshot (rollback), or take this step and the next ones at a lower learning
+    rate (lower_rate)."""
     spike_deviations: Positive = 6.0
-    """How far above: so many standard deviations above the median of the last losses. They are
-    estimated by the median absolute deviation, and are 1 % of the median at least."""
+    """Threshold of a spike: number of standard deviations above the median of the previous losses.
+    The standard deviation is estimated by the median absolute deviation, and is at least 1 % of
+    the median."""
     spike_window: Number = 64
-    """Steps whose losses are compared; before half of them are known, nothing is a spike."""
+    """Number of previous steps whose losses are compared; no spike is reported before half of them
+    are known."""
     snapshot_every: Number = 100
-    """With rollback: steps between two snapshots of weights, optimizer state and random numbers,
-    which each rank keeps in memory; batches that came since stay left out."""
+    """With rollback: steps between two snapshots of weights, optimizer state and random number
+    generators, which each rank keeps in memory; a rollback skips the batches since the
+    snapshot."""
     lowered_rate: Annotated[float, Bounds(above=0, below=1)] = 0.1
-    """With lower_rate: by what the learning rate is multiplied in the step of a spike."""
+    """With lower_rate: factor of the learning rate in the step of a spike."""
     lowered_steps: Number = 100
-    """With lower_rate: steps in which it rises to that of the schedule again."""
+    """With lower_rate: steps in which the learning rate returns to that of the schedule."""
     max_skips: Count = 100
-    """Steps that may be left out in a run, those that rollback takes back among them, before all
-    ranks stop; 0 for any number."""
+    """Largest number of steps of a run that may be skipped or rolled back before all ranks stop; 0
+    for no limit."""
     shard: Literal["none", "node", "auto"] = "none"
-    """Every rank keeps all parameters and the state of the optimizer (none), or a node has them
-    once and its ranks step a part each (node): the same bits (but with clip_norm), less time and
-    memory; auto is node where optimizer and run allow it and a node has two ranks."""
+    """Every rank keeps all parameters and the state of the optimizer (none), or a node keeps them
+    once and each of its ranks steps one part (node), which takes less time and memory. Results are
+    bitwise identical, except with clip_norm. auto is node if optimizer and run allow it and a node
+    has two ranks or more."""
     master_dtype: Literal["none", "fp32"] = "none"
-    """With shard = node: what parameters of 16 bits are kept and stepped in, too (fp32)."""
+    """With shard = node: dtype of an additional copy of 16-bit parameters that the optimizer steps
+    (fp32)."""
     check_replicas: Literal["test", "never"] | Number = "test"
-    """Whether all ranks have the same weights is looked at before each test, after so many steps
-    too, or never; with a local sync.method only where they have just averaged."""
+    """When to check that all ranks have the same weights: before each test, also every N steps (a
+    number), or never; with a local sync.method only after an averaging."""
     on_divergence: Literal["stop", "heal"] = "stop"
-    """What becomes of ranks whose weights or optimizer state are not those of the others: they end
-    the run (stop), or take the values of more than half of the ranks and go on (heal)."""
+    """Action if the weights or the optimizer state of some ranks differ: end the run (stop), or
+    copy the values of the majority of ranks to them and continue (heal)."""
     reproducible: bool = False
-    """The same bits on any number of ranks, on processors of one type: slower, as each rank takes
-    its micro-shards one after the other, on one thread."""
+    """Bitwise identical results on any number of ranks, on processors of one type; slower, because
+    each rank computes its micro-shards one after the other, on one thread."""
     micro_shards: Count = 0
-    """Equal parts of the global batch that reproducible fixes, for example for BatchNorm: a power
-    of two, and the most ranks that there can be; 0 takes the smallest for the ranks of the start.
-    Another number has other bits."""
+    """With reproducible: number of equal parts of the global batch, a power of two, and the
+    largest number of ranks; BatchNorm uses the statistics of one part. 0 takes the smallest number
+    for the ranks of the first start. Results with another number differ."""
 
     def check(self) -> None:
         """Raise ``ConfigError`` if keys contradict each other."""
@@ -195,11 +218,13 @@ class TrainingConfig(CheckedFields):
             self.micro_shards & (self.micro_shards - 1) == 0,
             "train.micro_shards must be a power of two, or 0",
             self.micro_shards,
+            "0 chooses the smallest for the ranks of the start",
         )
         require(
             self.master_dtype == "none" or self.shard == "node",
-            "train.master_dtype must be none, or fp32 with train.shard = node: set that too",
+            "train.master_dtype must be none without train.shard = node",
             self.master_dtype,
+            "set train.shard = node too",
         )
         if self.reproducible:
             self._check_micro_shards(self.micro_shards)
@@ -219,35 +244,45 @@ class TrainingConfig(CheckedFields):
         return found
 
     def _check_micro_shards(self, number: int) -> None:
-        rule = f"train.global_batch must give each of {number} micro-shards a sample, for "
-        rule += "train.reproducible = true"
-        require(self.global_batch >= number, rule, self.global_batch)
+        require(
+            self.global_batch >= number,
+            f"train.global_batch must be at least the number of micro-shards, {number}, with "
+            f"train.reproducible = true",
+            self.global_batch,
+            "raise it, or set a smaller train.micro_shards",
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TestConfig(CheckedFields):
-    """How the model is judged, on the test data."""
+    """Evaluation of the model on the test data."""
 
     table: ClassVar = "test"
     __test__ = False  # a name that begins with Test is no test
 
     metric: str | Texts = "accuracy"
-    """One of accuracy, top5 (any number), f1 (macro), auc, loss, "module:function" from (output,
-    label) to one value per sample; or a list, whose first judges: the best, and patience."""
+    """Metric, or a list of metrics: accuracy, top5 (or another number), f1 (macro), auc, loss, or
+    "module:function", which takes (output, label) and returns one value per sample. The first
+    metric selects the best checkpoint and is used by patience."""
     mode: Literal["auto", "max", "min"] = "auto"
-    """Whether the larger or the smaller value of the first metric is better; auto: of the loss
-    the smaller, else the larger."""
+    """Whether the larger or the smaller value of the first metric is better; auto is min for loss,
+    and max for the others."""
     every_epochs: Number = 1
     """Epochs between two tests; the last epoch is always tested."""
     patience: Count = 0
-    """The run ends after so many tests in a row without a better one, and keeps the best
-    checkpoint; 0 for never."""
+    """Number of consecutive tests without an improvement after which the run ends and keeps the
+    best checkpoint; 0 for no limit."""
 
     def check(self) -> None:
         """Raise ``ConfigError`` if keys contradict each other."""
         names = [name.rpartition(":")[2] for name in self.metrics]
         is_set = 0 < len(names) == len(set(names))
-        require(is_set, "test.metric must have names, each once", self.metric)
+        require(
+            is_set,
+            "test.metric must have at least one name, and each name once",
+            self.metric,
+            "set it to a name such as accuracy, or to a list",
+        )
 
     @property
     def metrics(self) -> list[str]:
@@ -257,27 +292,29 @@ class TestConfig(CheckedFields):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogConfig(CheckedFields):
-    """What is written down."""
+    """Records of a run."""
 
     table: ClassVar = "log"
     every_steps: Number = 10
-    """Steps between two records in metrics.jsonl, about: an epoch is cut into equal parts."""
+    """Approximate number of steps between two records in metrics.jsonl: an epoch is divided into
+    equal parts."""
     to: Texts = field(default_factory=list)
-    """Loggers besides: "csv", "prometheus", "tensorboard", "wandb", or "module:function" that
-    takes the run's folder and its configuration and returns an object with write(record) and
+    """Additional loggers: "csv", "prometheus", "tensorboard", "wandb", or "module:function", which
+    takes the run directory and its configuration and returns an object with write(record) and
     close()."""
     plots: bool = True
-    """Draw plots/training.png at the end, or where the run stops; needs matplotlib."""
+    """Draw plots/training.png when the run ends or stops; needs matplotlib."""
     hash_every: Count = 0
     """Steps between two hashes of weights and optimizer state in metrics.jsonl; 0 for none."""
     noise_scale: bool = False
-    """Whether records have the gradient noise scale, a batch above which more ranks hardly pay:
-    from gradients of ranks, or of the pieces of train.accumulate on a single rank."""
+    """Record the gradient noise scale, the batch size above which more ranks hardly reduce the
+    time to a loss. It is estimated from gradients of ranks, or of micro-batches (train.accumulate)
+    on one rank."""
     profile: Annotated[list[int], Bounds(each=int)] = field(default_factory=list)
     """First and last step, counted from 1, of a Chrome trace in profile/ of the run directory,
-    such as [20, 25]; when empty, none is written."""
+    such as [20, 25]; when empty, no trace is written."""
     profile_ranks: Annotated[list[int], Bounds(each=int)] = field(default_factory=lambda: [0])
-    """Ranks that write one."""
+    """Ranks that write a trace."""
 
     def check(self) -> None:
         """Raise ``ConfigError`` if keys contradict each other."""
@@ -286,19 +323,20 @@ class LogConfig(CheckedFields):
             not steps or (len(steps) == 2 and 1 <= steps[0] <= steps[1]),
             "log.profile must be the first and the last step, counted from 1",
             steps,
+            "set it such as [20, 25]",
         )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StopConfig(CheckedFields):
-    """When a run saves its state and ends with code 85, to go on with --resume."""
+    """When a run saves its state and exits with code 85; --resume continues it."""
 
     table: ClassVar = "stop"
     after: Time = ""
-    """Budget of time, such as "11h50min", from the start of each part of the run."""
+    """Time budget, such as "11h50min", from each start of the run."""
     margin: Time = "2min"
-    """Time before the end of a Slurm job at which to stop, where Slurm tells the end; at most a
-    tenth of the job."""
+    """Time before the end of a Slurm job at which to stop, if Slurm reports the end; at most a
+    tenth of the time of the job."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -308,9 +346,9 @@ class RunConfig(CheckedFields):
     name: str = "run"
     """Name of the run."""
     output_dir: str = ""
-    """Folder that the run writes into, which must be new; when empty, runs/NAME."""
+    """Run directory, which must not have results of another run; when empty, runs/NAME."""
     seed: Annotated[int, Bounds(least=0, below=2**63)] = 0
-    """Fixes the first weights and the order of the samples."""
+    """Seed of the initial weights and of the order of the samples."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     loss: LossConfig = field(default_factory=LossConfig)
@@ -329,8 +367,9 @@ class RunConfig(CheckedFields):
         """Raise ``ConfigError`` if the value of a key conflicts with another key."""
         require(
             self.name != "" and self.name == Path(self.name).name and self.name not in {".", ".."},
-            "name must be a plain word, the name of a folder",
+            "name must be a directory name without slashes",
             self.name,
+            "set output_dir for another directory",
         )
         for demand, is_made, rules in self._demands():
             if is_made:

@@ -121,7 +121,7 @@ def _losses(runs: Sequence[RunHistory], smooth: int) -> Figure:
         title="Loss",
         x_label="step",
         y_label=LOSS,
-        note=f"Pale as recorded, full averaged over records; dots: {_splits(runs)} samples.",
+        note=f"Pale: as recorded; full: averaged over records; dots: {_splits(runs)} samples.",
         series=[*series, *_marks(runs)],
         scale="log" if is_wide else "zoom",
         warning="; ".join(told(runs, "warning")),

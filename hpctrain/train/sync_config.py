@@ -22,7 +22,7 @@ _OTHER_KEYS = ("steps", "compression", "compression_args", "fraction", "proximal
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SyncConfig(CheckedFields):
-    """When the ranks agree: in every step, or after steps of their own."""
+    """When ranks average: gradients in every step, or weights after several local steps."""
 
     table: ClassVar = "sync"
     method: Literal[
@@ -36,32 +36,34 @@ class SyncConfig(CheckedFields):
         "downpour",
         "async",
     ] = SYNCHRONOUS
-    """Gradients are averaged in every step (synchronous), or ranks take steps of their own by
-    local_sgd, post_local_sgd, hierarchical_local_sgd, diloco or staged_sgd: then optimizer.lr
-    belongs to a rank's share of the batch. Or parameter servers on all ranks step by gradients as
-    they come: within a bound (ssp), rarely (downpour) or at once (async)."""
+    """Average gradients in every step (synchronous), or take local steps and average weights
+    (local_sgd, post_local_sgd, hierarchical_local_sgd, diloco, staged_sgd), with an optimizer.lr
+    for a rank's share of the batch. Or parameter servers on all ranks apply gradients
+    asynchronously: with a bound on the staleness (ssp), every few steps (downpour) or at once
+    (async)."""
     steps: Literal["auto"] | Number = 8
-    """Of a local method: steps between two averagings over all ranks, or auto: measured, so that
-    averaging takes at most args.share (0.1) of the time."""
+    """Of a local method: steps between two averagings over all ranks; auto chooses them by
+    measurements, so that averaging takes at most the fraction args.share (0.1) of the time."""
     compression: Annotated[str, Bounds(names=COMPRESSIONS)] = "none"
-    """How gradients cross between nodes, or what the replicas of a local method exchange: as they
-    are (none), in 16 or 8 bits (fp16, bf16, int8), or by another codec of hpctrain guide
-    compression. auto tries the first ones on the link and takes the fastest."""
+    """Codec of gradients that are sent between nodes, or of the data that replicas of a local
+    method exchange: none, fp16, bf16, int8, or another codec of hpctrain guide compression. auto
+    measures none, bf16 and int8 on the network and uses the fastest."""
     compression_args: Mapping[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the codec, such as rank = 4 of power_sgd."""
+    """Keyword arguments of the codec, such as rank = 4 for power_sgd."""
     args: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of a local method, such as state = "average"; post_local_sgd also takes
-    start_epochs, and staged_sgd warmup_epochs and cooldown_epochs, a tenth of the run each. Of
-    downpour n_push, n_fetch and rate, of async staleness_aware; of all three curvature."""
+    """Other arguments of the method: of a local method such as state = "average"; of
+    post_local_sgd also start_epochs; of staged_sgd warmup_epochs and cooldown_epochs, by default a
+    tenth of the run each; of downpour n_push, n_fetch and rate; of async staleness_aware; of ssp,
+    downpour and async curvature."""
     staleness: Count = 2
-    """Of ssp: steps that a rank may be ahead of the slowest one. Of async as well, of downpour
-    pushes."""
+    """Most steps that a rank may be ahead of the slowest rank, with ssp and async; with downpour,
+    most pushes."""
     fraction: Fraction = 1.0
-    """Of a local method: part of the ranks, at most 1 and at least one of them, that is drawn for
-    each round by the seed of the run. The others leave its steps out."""
+    """Of a local method: fraction of the ranks, but at least one rank, that takes part in a round;
+    drawn for each round by the seed of the run. The other ranks skip the steps of the round."""
     proximal: AtLeast0 = 0.0
-    """Of a local method: mu of FedProx's term mu/2 ||w - w_round||^2, which holds local steps near
-    the model that the round has begun with; 0 for none."""
+    """Of a local method: mu of FedProx's term mu/2 ||w - w_round||^2, which keeps the weights near
+    those at the start of the round; 0 for none."""
 
     def check(self) -> None:
         """Raise ``ConfigError`` if the method does not support a key."""
@@ -69,43 +71,46 @@ class SyncConfig(CheckedFields):
         require(
             (self.fraction == 1 and not self.proximal)
             or (self.is_local and not self.is_async and method != "staged_sgd"),
-            f"sync.fraction and sync.proximal are for local_sgd, post_local_sgd, "
-            f"hierarchical_local_sgd and diloco, not for sync.method = {method}: leave them "
-            f"out, or choose another method",
+            f"sync.fraction must be 1 and sync.proximal 0 with sync.method = {method}",
             {"sync.fraction": self.fraction, "sync.proximal": self.proximal},
+            "omit them, or choose local_sgd, post_local_sgd, hierarchical_local_sgd or diloco",
         )
         require(
             not (method == "staged_sgd" and self.steps == "auto"),
             "sync.steps must be a number with sync.method = staged_sgd, which changes it by the "
             "loss",
             self.steps,
+            "set the number of the first stage",
         )
         keys = [name for name in _OTHER_KEYS if name in args]
         names = ", ".join(_OTHER_KEYS)
-        require(not keys, f"sync.args must not have {names}: write them in [sync]", keys)
+        require(not keys, f"sync.args must not have {names}", keys, "write them in [sync]")
         require(
             self.is_async or "seed" not in args,
-            "sync.args must not have a seed, which is that of the run: leave it out, and set seed",
+            "sync.args must not have a seed, because the seed of the run is used",
             args.get("seed"),
+            "omit it, and set seed",
         )
         require(
             self.is_local or not args,
-            f"sync.args are for a local method, but sync.method is {SYNCHRONOUS}: leave them out, "
-            f"or choose another method",
+            f"sync.args must be empty with sync.method = {SYNCHRONOUS}",
             args,
+            "omit them, or choose another method",
         )
         if self.is_async:
             require(
                 self.compression == "none",
                 f"sync.compression must be none with sync.method = {method}, which sends "
-                f"uncompressed gradients: leave it out",
+                f"uncompressed gradients",
                 self.compression,
+                "omit it",
             )
             require(
                 not {"servers", "warmup_steps", "most_ahead"} & args.keys(),
-                "sync.args must not have servers and warmup_steps, as all ranks serve and work, "
-                "nor most_ahead, which is sync.staleness: leave them out",
+                "sync.args must not have servers, warmup_steps or most_ahead, because all ranks "
+                "are servers and workers",
                 args,
+                "omit them; sync.staleness sets most_ahead",
             )
 
     @property

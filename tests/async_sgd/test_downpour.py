@@ -80,7 +80,7 @@ def test_stable_rate_equals_that_of_the_recursion():
 @MANY
 @LAST
 @TWO_NODES
-def test_rates_divided_by_staleness_are_stable_where_full_rates_diverge(hvd, world):
+def test_rates_divided_by_staleness_are_stable_and_full_rates_diverge(hvd, world):
     rate = 1.2 * stable_rate(world.size - 1)
     found, _ = delayed_descent(hvd, world, rate, 40)
     assert world.size == 2 or found < 1  # a staleness of 1 leaves the rate unchanged

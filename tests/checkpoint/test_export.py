@@ -72,21 +72,21 @@ def test_views_are_exported_without_their_base_tensor(tmp_path, name):
 def test_existing_file_is_replaced_with_overwrite_only(tmp_path, name):
     out = tmp_path / name
     export({"a": torch.zeros(1)}, out)
-    with pytest.raises(CheckpointError, match="the output must not exist"):
+    with pytest.raises(CheckpointError, match="already exists"):
         export({"b": torch.zeros(1)}, out)
     assert READERS[name](out).keys() == {"a"}
     export({"b": torch.zeros(1)}, out, overwrite=True)
     assert READERS[name](out).keys() == {"b"}
     out.unlink()
     out.mkdir()
-    with pytest.raises(CheckpointError, match=r"the output must be a file, but .* is a directory"):
+    with pytest.raises(CheckpointError, match="is a directory, which an export does not replace"):
         export({}, out, overwrite=True)
 
 
 @FILES
 def test_full_disk_raises_and_leaves_no_file(tmp_path, name):
     out = tmp_path / "new" / name
-    told = r"cannot write .*state.*: File too large; raise the limit of file sizes"
+    told = r"state.*: File too large; raise the limit of file sizes"
     with largest_file(100_000), pytest.raises(CheckpointError, match=told):
         export({"a": torch.zeros(1_000_000)}, out)
     assert list(out.parent.iterdir()) == []
@@ -95,12 +95,8 @@ def test_full_disk_raises_and_leaves_no_file(tmp_path, name):
 @pytest.mark.parametrize(
     ("name", "state", "told"),
     [
-        ("x.safetensors", {"a": torch.zeros(1).to(torch.complex128)}, "cannot write"),
-        (
-            "x.safetensors",
-            {"model": {}, "n": 1},
-            "but model, n of the state are not; choose a part",
-        ),
+        ("x.safetensors", {"a": torch.zeros(1).to(torch.complex128)}, "cannot be written"),
+        ("x.safetensors", {"model": {}, "n": 1}, "model, n of the state are none; choose a part"),
         ("x.onnx", {}, r"must end in .pt, .pth, .safetensors, got 'x.onnx'"),
         ("x", {}, "got 'x'"),
     ],
@@ -114,7 +110,7 @@ def test_values_unsupported_by_a_format_raise(tmp_path, name, state, told):
 def test_parts_are_selected_by_path_and_errors_list_the_names():
     state = {"model": {"0.weight": 1, "a/b": 2}, "epoch": 3}
     assert part_of(state, "model/a%2Fb") == 2
-    with pytest.raises(CheckpointError, match=r"no model/x in the state; .*: 0.weight, a"):
+    with pytest.raises(CheckpointError, match=r"no model/x; .* of 0.weight, a"):
         part_of(state, "model/x")
     with pytest.raises(CheckpointError, match="no names"):
         part_of(state, "epoch/x")

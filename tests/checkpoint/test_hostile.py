@@ -67,7 +67,9 @@ def test_truncated_file_is_found(good, name):
 def test_missing_or_irregular_file_raises(good, name, tmp_path):
     path = good / name
     kept = path.rename(tmp_path / "kept")
-    refused(good, "No such file" if name == FILE else "was not finished: it has no manifest")
+    refused(
+        good, "No such file" if name == FILE else "its save did not finish: it has no manifest"
+    )
     path.symlink_to(kept)
     refused(good, "Too many levels of symbolic links")
     path.unlink()
@@ -221,7 +223,7 @@ def test_no_escape_reaches_the_terminal(good):
 def test_newer_version_is_reported(good):
     told = manifest_of(good)
     seal(good, {**told, "version": 2})
-    refused(good, "has version 2, this hpctrain reads up to 1; use a newer hpctrain")
+    refused(good, "has version 2, but this hpctrain reads versions up to 1; use a newer hpctrain")
 
 
 def header_of(path):

@@ -157,7 +157,7 @@ def test_error_of_a_save_names_its_step_in_any_call(comm, root):
 
 
 @pytest.mark.ranks(1, 2)
-def test_a_last_save_is_made_although_the_one_before_failed(comm, root, caplog):
+def test_the_last_save_is_written_after_a_failed_save(comm, root, caplog):
     with managed(root, comm) as manager:
         with largest_file(50_000):
             manager.save(state(10, numel=100_000), 10)

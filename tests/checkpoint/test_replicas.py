@@ -175,7 +175,7 @@ def test_invalid_or_different_source_ranks_raise_on_all(comm, root, source, back
 def test_hash_of_different_values_raises_on_all_ranks(comm):
     state = {"a": torch.ones(40), "b": torch.ones(40), "n": 1}
     for name, other in (("a", torch.zeros(40)), ("b", torch.full((40,), 2.0)), ("n", 2)):
-        with pytest.raises(CheckpointError, match="different names or values"):
+        with pytest.raises(CheckpointError, match="but names or values differ"):
             state_hash({**state, name: other} if comm.rank == 1 else state, comm)
 
 

@@ -46,7 +46,7 @@ def test_intersection_holds_the_common_elements(shape):
         (lambda: Shard((4,), (3,), (2,)), "a shard must be inside its tensor"),
         (lambda: Shard((4,), (-1,), (2,)), "a shard must be inside its tensor"),
         (lambda: Shard((4,), (0, 0), (1, 1)), "a shard must be inside its tensor"),
-        (lambda: Shard.whole((3,)).intersection(Shard.whole((4,))), "have one global shape"),
+        (lambda: Shard.whole((3,)).intersection(Shard.whole((4,))), "have the same global shape"),
         (lambda: TensorPiece(torch.zeros(3), Shard.whole((4,))), r"got \[3\] and \[4\]"),
     ],
 )

@@ -101,5 +101,5 @@ def test_hash_computed_by_several_ranks_is_equal_to_the_hash_of_one(world):
 @pytest.mark.ranks(2, 3, 4)
 def test_states_with_different_names_raise_on_every_rank(world):
     state = {"a": 1, "last" if world.rank else "first": torch.ones(3)}
-    with pytest.raises(CheckpointError, match="hold the same state"):
+    with pytest.raises(CheckpointError, match="have the same state"):
         state_hash(state, MpiCommunicator(world))

@@ -179,7 +179,7 @@ def test_state_that_cannot_be_saved_raises_on_every_rank(comm, folder):
         refused(comm, folder, match, {"x": value if last else 1})
     private = {"p": piece(by(0, 0, 1))}
     refused(comm, folder, "put it into the state", {}, private=private if last else {})
-    refused(comm, folder, "the facts of a checkpoint are values for JSON", {}, facts={"x": len})
+    refused(comm, folder, "the facts of a checkpoint must be values of JSON", {}, facts={"x": len})
 
 
 @SIZES
@@ -222,7 +222,7 @@ def test_removed_or_invalid_directory_raises_on_every_rank(comm, folder, monkeyp
     for place in (folder / "file" / "a", folder / "file"):
         with pytest.raises(CheckpointError, match=r"cannot write checkpoint .*: Not a directory"):
             save(place, {}, comm, step=0)
-    with pytest.raises(CheckpointError, match=r"there is no checkpoint .*/none, or it was not"):
+    with pytest.raises(CheckpointError, match=r"there is no checkpoint .*/none, or its save"):
         load(folder / "none", comm)
     write = tensor_file.write
 
@@ -244,8 +244,8 @@ def test_request_for_missing_tensors_raises_on_every_rank(comm, folder):
     save(folder / "a", {"w": torch.zeros(4)}, comm, step=0)
     mine = comm.rank == comm.size - 1
     for into, match in [
-        ({"v": Shard.whole((4,))}, "has no tensor v; it has w"),
-        ({"w": Shard.whole((5,))}, r"w has shape \[4\] in the checkpoint, \[5\] is wanted"),
+        ({"v": Shard.whole((4,))}, "has no v; load others of w"),
+        ({"w": Shard.whole((5,))}, r"w must have the shape of the checkpoint, \[4\], got \[5\]"),
     ]:
         with pytest.raises(CheckpointError, match=match):
             load(folder / "a", comm, into=into if mine else None)

@@ -50,16 +50,14 @@ def test_unsupported_value_is_rejected_with_its_path(value):
 
 @pytest.mark.parametrize("key", [None, 1.5, (1,), True, 2**63])
 def test_keys_must_be_strings_or_integers(key):
-    with pytest.raises(
-        CheckpointError, match="the keys of a state must be str or int of 64 bit, got"
-    ):
+    with pytest.raises(CheckpointError, match="keys of a state must be str or int of 64 bit, got"):
         flatten({"a": {key: 1}})
 
 
 def test_recursive_state_is_rejected():
     state = []
     state.append(state)
-    with pytest.raises(CheckpointError, match="remove references of containers"):
+    with pytest.raises(CheckpointError, match="check whether a container contains itself"):
         flatten(state)
 
 

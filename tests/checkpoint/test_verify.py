@@ -54,11 +54,11 @@ def test_directory_with_the_name_of_another_step_is_rejected_everywhere(run, cap
     folder = run / "checkpoints"
     (folder / "step-00000003").rename(folder / "step-00000009")
     assert told_by(run) == [(1, True), (2, True), (4, True), (9, False)]
-    said = "step-00000009 is after step 3; name it step-00000003"
+    said = "step-00000009 has step 3; rename it to step-00000003"
     for refused in (describe, lambda path: checkpoint.load(path, SerialCommunicator())):
         with pytest.raises(CheckpointError, match=said):
             refused(folder / "step-00000009")
-    with pytest.raises(CheckpointError, match="name it step-00000005"):
+    with pytest.raises(CheckpointError, match="rename it to step-00000005"):
         checkpoint.save(folder / "step-00000006", {}, SerialCommunicator(), step=5)
     manager = checkpoint.Manager(folder, SerialCommunicator())
     assert manager.load_latest().step == 4
@@ -101,9 +101,9 @@ def test_checkpoint_removed_during_verification_is_not_reported(run):
 
 
 def test_directory_without_checkpoints_raises(run, tmp_path):
-    with pytest.raises(CheckpointError, match="there is no checkpoint in"):
+    with pytest.raises(CheckpointError, match="must contain a complete checkpoint"):
         list(verify(tmp_path))
-    with pytest.raises(CheckpointError, match="in use; give a run directory"):
+    with pytest.raises(CheckpointError, match="but has none; pass a run directory"):
         list(verify(tmp_path / "none"))
     shutil.rmtree(file_of(run, 3).parent)
     (run / "checkpoints" / "step-00000003.part").mkdir()

@@ -102,7 +102,7 @@ def test_the_library_is_measured_on_the_same_memory(comm):
 
 
 @pytest.mark.ranks(2, 4)
-def test_what_was_measured_is_written_as_points_that_a_fit_reads(comm, tmp_path):
+def test_measurements_are_written_as_points_that_a_fit_reads(comm, tmp_path):
     file = tmp_path / "points.json"
     request = BenchmarkRequest(
         operation="allreduce", in_bucket=True, min_bytes=65536, max_bytes=MIB, iterations=2

@@ -95,7 +95,7 @@ def test_the_help_shows_every_kind_of_source(run):
 
 
 @pytest.mark.parametrize(("total", "shown"), [(100, "50%"), (None, "50 ")])
-def test_the_bar_shows_where_it_goes_on_from(monkeypatch, total, shown):
+def test_the_bar_shows_the_resumed_position(monkeypatch, total, shown):
     for is_terminal in (True, False):
         out = StringIO()
         console = Console(file=out, force_terminal=is_terminal, width=100)

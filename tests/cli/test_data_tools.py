@@ -61,7 +61,7 @@ def test_verify_ends_with_0_1_or_2(original, damaged, tmp_path):
     result = run("verify", damaged)
     assert result.exit_code == 1
     assert "block 0 of field number has changed (samples 40-46)" in result.output
-    assert "not whole: 7 of 100 samples cannot be had" in result.output
+    assert "damaged: 7 of 100 samples cannot be read" in result.output
     assert f"hpctrain data repair {damaged} --from COPY" in result.output
     (fault,) = json.loads(run("verify", damaged, "--json").output)["faults"]
     assert (fault["shard"], fault["field"], fault["blocks"]) == (1, "number", [0])
@@ -80,11 +80,11 @@ def test_repair_takes_from_a_copy(original, damaged):
     assert run("repair", damaged).exit_code == 1
     (damaged / Manifest.read(damaged).shards[0].file).unlink()
     (damaged / "manifest.json").unlink()
-    assert "take the manifest from another copy" in run("verify", damaged).output
+    assert "restore the manifest from another copy" in run("verify", damaged).output
     result = run("repair", damaged, "--from", original)
     assert result.exit_code == 0
     assert "took train-" in result.output
-    assert "whole: 100 samples in 3 shards" in result.output
+    assert "intact: 100 samples in 3 shards" in result.output
     assert numbers_in(damaged) == list(range(100))
 
 
@@ -109,7 +109,7 @@ def test_one_rank_prints_and_all_ranks_have_the_same_exit_code(world, tmp_path_f
     world.Barrier()
     result = run("verify", directory / "set")
     assert result.exit_code == 1
-    assert ("not whole: 7 of 100 samples" in result.output) == (world.rank == 0)
+    assert ("damaged: 7 of 100 samples" in result.output) == (world.rank == 0)
     result = run("reshard", directory / "set", directory / "out")
     hpctrain.shutdown()
     assert isinstance(result.exception, MismatchError)  # main prints it once
@@ -117,7 +117,7 @@ def test_one_rank_prints_and_all_ranks_have_the_same_exit_code(world, tmp_path_f
     assert not (directory / "out" / "manifest.json").exists()
 
 
-def test_split_by_label_writes_a_file_and_tells_what_each_part_has(tmp_path):
+def test_split_by_label_writes_a_file_and_reports_the_labels_of_each_part(tmp_path):
     labels = np.arange(60) % 15
     write_arrays(tmp_path / "set", {"y": labels, "kind": labels % 2}, samples_per_shard=30)
     out = tmp_path / "clients.npz"
@@ -126,7 +126,7 @@ def test_split_by_label_writes_a_file_and_tells_what_each_part_has(tmp_path):
     assert lines[0].split() == ["part", "samples", "kind=0", "kind=1"]
     assert lines[1].split()[0] == "0"
     assert [len(lines), lines[-1]] == [23, f"{out}: 60 samples in 25 parts, by kind"]
-    with pytest.raises(DataError, match="replaces nothing"):
+    with pytest.raises(DataError, match="does not replace files"):
         raise run("split", tmp_path / "set", out, *options).exception
     lines = run(
         "split", tmp_path / "set", tmp_path / "y.npz", "--by-label", 9, "--parts", 2

@@ -58,7 +58,7 @@ def healthy():
     return code, found, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def test_a_healthy_machine_has_nothing_wrong_and_looking_at_it_takes_little(healthy):
+def test_a_healthy_machine_has_no_fault_and_the_check_is_short(healthy):
     code, found, cpu_s = healthy
     assert cpu_s < CPU_S
     assert wrong(found) <= {"memory"}  # the machine that runs the tests may lack memory
@@ -150,7 +150,7 @@ def test_a_job_script_is_judged_alone(tmp_path):
     assert "MPI library" not in result.output
 
 
-def test_what_shellcheck_cannot_read_is_an_error_and_a_slurm_out_of_reach_is_none(
+def test_a_script_that_shellcheck_cannot_read_is_an_error_and_an_unreachable_slurm_is_not(
     tmp_path, monkeypatch
 ):
     said = "fetch_config: DNS SRV lookup failed; fatal: Could not establish a configuration source"
@@ -211,7 +211,7 @@ def test_a_pipe_gets_whole_lines_the_worst_first(capsys, monkeypatch):
     assert re.sub(r"\x1b\[[\d;]*m", "", coloured).splitlines() == lines
 
 
-def test_what_is_well_is_shown_on_request(capsys):
+def test_checks_without_faults_are_shown_with_verbose(capsys):
     show([Finding("b", "ok", "fine")], verbose=True)
     assert capsys.readouterr().out == "ok       b: fine\nnothing wrong: 1 check\n"
     show([Finding("b", "ok", "fine")], verbose=False)

@@ -118,11 +118,11 @@ def test_generated_pages_have_every_key_with_its_default_and_every_option():
     assert [name for name in names if f"`{name}" not in dict(sections)["train"]] == []
 
 
-def test_a_pipe_gets_the_text_as_it_is():
+def test_a_pipe_gets_the_unchanged_text():
     assert run("hpctrain guide data") == TEXTS["data"]
 
 
-def test_a_terminal_gets_it_laid_out(monkeypatch, capsys):
+def test_a_terminal_gets_formatted_text(monkeypatch, capsys):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "300")
     guides.show(TEXTS["data"])

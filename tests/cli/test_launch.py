@@ -60,7 +60,7 @@ def test_options_after_the_command_belong_to_it(dashes):
         (["python"], "-n"),
     ],
 )
-def test_a_launch_that_cannot_be_is_one_error_and_no_traceback(words, text):
+def test_an_impossible_launch_is_one_error_without_traceback(words, text):
     done = hpctrain("launch", *words)
     assert done.returncode == 2
     assert text in done.stderr
@@ -130,7 +130,7 @@ def test_options_of_horovodrun_set_the_variable_that_has_their_meaning(words, va
         (["-np", "2", "--config-file", "x.yaml", "python"], "guide horovod-variables"),
     ],
 )
-def test_options_of_horovodrun_that_cannot_be_are_errors_with_a_way_out(words, text):
+def test_unsupported_options_of_horovodrun_raise_with_a_remedy(words, text):
     error = here(*words).exception
     assert isinstance(error, HpctrainError)
     assert text in str(error)
@@ -153,7 +153,7 @@ def test_every_option_of_horovodrun_that_horovod_uses_is_known():
 
 
 @pytest.mark.launches
-def test_the_ranks_get_what_options_say_and_each_line_names_its_rank(monkeypatch):
+def test_ranks_get_the_options_and_each_line_names_its_rank(monkeypatch):
     monkeypatch.setenv("HPCTRAIN_CYCLE_S", "1")
     code = "import os; print('hello', os.environ['HPCTRAIN_CYCLE_S'])"
     options = ["--cycle-time-ms", "5", "--network-interface", "lo", "--verbose", "--tag-output"]
@@ -187,7 +187,9 @@ def test_a_script_for_torchrun_runs_unchanged_and_init_is_not_misled(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_a_script_for_horovod_is_told_of_the_shim_where_there_is_none(tmp_path, monkeypatch):
+def test_a_script_that_imports_a_missing_horovod_raises_with_the_shim_as_remedy(
+    tmp_path, monkeypatch
+):
     script = tmp_path / "train.py"
     script.write_text("import sys\nimport horovod.torch as hvd\n")
     monkeypatch.setattr(installed_horovod, "needed_mpi", lambda: None)
@@ -260,14 +262,14 @@ def test_a_signal_ends_with_128_and_its_number_or_with_85_if_ranks_poll(
 def test_launch_beyond_its_limit_reports_it():
     done = hpctrain("launch", "-n", "1", "--timeout", "0.5", "sleep", "60")
     assert done.returncode == 124
-    assert "the launch was ended after 0.5 s, as --timeout asks" in done.stderr
+    assert "the launch was ended after 0.5 s, the limit of --timeout" in done.stderr
 
 
 @pytest.mark.launches
 @pytest.mark.parametrize(
     "words", [("python", "missing.py"), ("python", "-m", "hpctrain", "no-such-command")]
 )
-def test_what_all_ranks_meet_before_they_know_each_other_is_told_once(words):
+def test_an_error_of_all_ranks_before_the_world_is_printed_once(words):
     done = hpctrain("launch", "-n", "3", "--", *words)
     assert done.returncode == 2
     assert "told this" in done.stderr
@@ -275,7 +277,7 @@ def test_what_all_ranks_meet_before_they_know_each_other_is_told_once(words):
 
 
 @pytest.mark.launches
-def test_a_module_that_imports_horovod_is_told_of_the_shim_where_there_is_none(tmp_path):
+def test_a_module_that_imports_a_missing_horovod_raises_with_the_shim_as_remedy(tmp_path):
     (tmp_path / "inner.py").write_text("import horovod.torch\n")
     code = "import sys; sys.path = [sys.argv[1]]; import inner"  # no installed packages
     done = hpctrain("launch", "-n", "2", "--", "python", "-S", "-c", code, str(tmp_path))

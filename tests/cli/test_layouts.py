@@ -74,7 +74,7 @@ def test_json_has_every_figure_and_the_counts_add_up():
     assert {(one["tp"], one["zero"]) for one in fixed} == {(4, 1)}
 
 
-def test_a_machine_file_says_what_the_command_line_does_not(tmp_path):
+def test_a_machine_file_supplies_values_that_the_command_line_omits(tmp_path):
     file = tmp_path / "machine.toml"
     file.write_text(
         "nodes = 4\nranks_per_node = 2\nmemory_bytes = 16e9\nflops_per_s = 20e12\n"
@@ -90,7 +90,7 @@ def test_a_machine_file_says_what_the_command_line_does_not(tmp_path):
     assert "assumed" not in told(*words[:-1], "--batch", "64").partition("machine ")[2]
 
 
-def test_a_model_of_one_s_own_tells_its_sizes_and_options_what_it_does_not(tmp_path, monkeypatch):
+def test_a_user_model_supplies_its_sizes_and_options_the_others(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path.copy())
     (tmp_path / "mine_for_plan.py").write_text(MODEL)

@@ -49,7 +49,7 @@ def run(tmp_path):
     return folder
 
 
-def test_the_table_has_best_next_and_where_more_nodes_stop_paying(ask):
+def test_the_table_has_the_best_the_next_and_the_last_worthwhile_number_of_nodes(ask):
     result = ask(**GIVEN)
     assert result.exit_code == 0, result.output
     for text in ("node-hours", "the best on each number of nodes", "more nodes", "bound"):
@@ -68,7 +68,7 @@ def test_json_has_every_figure_of_the_table(ask):
     assert found["best"]["nodes"] <= found["pays_up_to_nodes"]
 
 
-def test_a_codec_of_one_s_own_joins_and_what_pays_is_told(ask):
+def test_a_user_codec_takes_part_and_the_faster_ones_are_reported(ask):
     told = ask("--codec", "int8:1:2e-10", **GIVEN).output
     assert "codecs and local steps on 16 nodes with a batch of 256" in told
     assert "Gbit/s" in told
@@ -79,7 +79,7 @@ def test_a_codec_of_one_s_own_joins_and_what_pays_is_told(ask):
     assert "NAME:BYTES:SECONDS" in str(ask("--codec", "zip", **GIVEN).exception)
 
 
-def test_a_run_tells_model_speed_batch_and_the_way_to_a_loss(ask, run):
+def test_a_run_supplies_model_speed_batch_and_steps_to_a_loss(ask, run):
     def samples(*words):
         best = json.loads(ask(str(run), "--json", "--max-local-steps", "1", *words).output)["best"]
         return best["steps"] * best["batch"]
@@ -92,7 +92,7 @@ def test_a_run_tells_model_speed_batch_and_the_way_to_a_loss(ask, run):
     assert "its lowest loss is 0.12" in str(ask(str(run), "--target-loss", "0.01").exception)
 
 
-def test_two_gradient_norms_stand_for_a_noise_scale(ask):
+def test_two_gradient_norms_give_a_noise_scale(ask):
     words = ("--json", "--gradient-norms", "32:4.1", "256:1.3")
     scale = (4.1 - 1.3) / (1 / 32 - 1 / 256) / ((256 * 1.3 - 32 * 4.1) / 224)
     told = ask("--json", "--noise-scale", str(scale), **GIVEN).output
@@ -101,7 +101,7 @@ def test_two_gradient_norms_stand_for_a_noise_scale(ask):
     assert "leave one out" in str(ask(*words, "--noise-scale", "9", **GIVEN).exception)
 
 
-def test_a_run_that_has_told_its_noise_scale_is_planned_by_the_last_one(ask, run):
+def test_the_plan_of_a_run_uses_its_last_noise_scale(ask, run):
     file = run / "metrics.jsonl"
     given = ask(str(run), "--json", "--noise-scale", "900").output
     assert ask(str(run), "--json").output != given

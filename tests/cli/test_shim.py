@@ -33,7 +33,7 @@ def test_a_module_that_is_not_there_is_pythons_error():
     assert "No module named no_such_module" in done.stderr
 
 
-def test_a_script_has_all_behind_it_and_what_is_started_with_another_path_has_no_shim(tmp_path):
+def test_a_script_gets_all_arguments_and_a_process_with_another_path_no_shim(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import os, subprocess, sys, horovod\n"

@@ -51,7 +51,7 @@ def hold(run, **changes):
     (run / NAME).write_text(json.dumps(asdict(replace(Holder.here(), **changes))))
 
 
-def test_every_state_has_a_code_of_its_own_which_the_help_tells(run):
+def test_every_state_has_a_separate_exit_code_that_the_help_lists(run):
     found = {}
     found["missing"] = status(run)
     hold(run)
@@ -77,7 +77,7 @@ def test_every_state_has_a_code_of_its_own_which_the_help_tells(run):
         assert f" {code} " in told
 
 
-def test_the_queue_tells_since_when_and_until_when_a_job_waits(run):
+def test_the_queue_reports_since_when_and_until_when_a_job_waits(run):
     (run / JOBS).write_text("12\n")
     when = "2026-11-25T07:00:00 2026-11-25T10:00:00"
     slurm(run.parent, f"echo 12 12 PENDING {when} Priority")

@@ -54,7 +54,7 @@ def run(*words):
     return result
 
 
-def test_init_writes_a_file_that_runs_and_leaves_one_that_exists():
+def test_init_writes_a_file_that_runs_and_keeps_an_existing_file():
     Path("x.py").touch()
     said = run("init", "new.toml", "--mode", "weak", "--command", "python x.py {batch}").stdout
     assert "hpctrain study run new.toml --dry-run" in said
@@ -118,7 +118,7 @@ def test_a_dry_run_lists_points_and_cost_and_writes_nothing():
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "/tmp/x"])
-def test_a_name_that_is_no_folder_and_a_repeat_that_is_not_asked_for_are_refused(name):
+def test_an_invalid_directory_name_and_a_repeat_out_of_range_are_rejected(name):
     Path("other.toml").write_text(STUDY.replace('"s"', f'"{name}"'))
     with pytest.raises(ConfigError, match=f"must be the name of a directory, got '{name}'"):
         run("run", "other.toml", "--dry-run")
@@ -127,7 +127,7 @@ def test_a_name_that_is_no_folder_and_a_repeat_that_is_not_asked_for_are_refused
         run("run", "study.toml", "--repeat", 3)
 
 
-def test_a_run_tells_each_point_and_ends_with_1_where_some_have_failed():
+def test_a_run_reports_each_point_and_exits_with_1_if_some_failed():
     Path("study.toml").write_text(
         STUDY.replace("[1, 4]", "[1]").replace("[2]", "[1]", 1) + 'launcher = ""'
     )

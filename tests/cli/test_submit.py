@@ -60,7 +60,7 @@ def options(script):
     return [line.removeprefix("#SBATCH ") for line in script.splitlines() if "#SBATCH" in line]
 
 
-def test_it_writes_checks_and_submits_a_script_and_says_how_to_watch():
+def test_submit_writes_checks_and_submits_a_script_and_prints_how_to_watch():
     result = run(
         "my.toml", "--nodes", 2, "--tasks", 4, "--time", "90min", "-p", "main", "-A", "me"
     )
@@ -143,13 +143,13 @@ def test_each_index_of_an_array_has_a_run_of_its_own():
     assert "hpctrain status runs/a/INDEX" in result.stdout
 
 
-def test_the_folder_of_an_array_is_one_for_each_index_whoever_names_it():
+def test_each_index_of_an_array_has_one_directory_also_with_output_dir():
     script = run("my.toml", "--print", "--array", "0-1", "--set", "output_dir=out").stdout
     assert 'directory="out/$SLURM_ARRAY_TASK_ID"' in script
     assert "set=output_dir" not in script
 
 
-def test_a_script_of_ones_own_is_submitted_with_its_arguments():
+def test_a_user_script_is_submitted_with_its_arguments():
     Path("train.py").write_text("import horovod.torch\n")
     result = run("--nodes", 2, "--requeue", "--array", "0-1", "--", "train.py", "--seed", "a b")
     assert result.exit_code == 0, result.output
@@ -168,7 +168,7 @@ def test_the_hint_after_a_stop_is_the_command_that_submitted():
 
 
 @pytest.mark.limit(120)
-def test_a_configuration_that_names_what_is_not_there_is_never_queued(tmp_path):
+def test_a_configuration_with_unknown_names_is_not_queued(tmp_path):
     result = run(tmp_path / "my.toml")
     assert result.exit_code == 1
     assert 'model.target = "digits:model": there is no module digits' in result.stderr
@@ -184,7 +184,7 @@ def test_rejection_by_slurm_is_shown_and_no_files_are_left():
     assert not Path("runs").exists()
 
 
-def test_a_warning_of_the_checks_is_said(monkeypatch):
+def test_a_warning_of_the_checks_is_printed(monkeypatch):
     monkeypatch.setenv("MPI_TYPE", "pmi2")
     result = run("my.toml")
     assert result.exit_code == 0  # the script sources a file that may change the environment
@@ -302,7 +302,7 @@ def test_ranks_share_the_cores_of_their_node_by_default(tmp_path):
         (["no.toml"], ConfigError, "no.toml"),
         (["my.toml", "--set", "train.epoch=1"], ConfigError, "epochs"),
         (["my.toml", "--time", "soon"], ConfigError, "a time limit must be"),
-        (["my.toml", "--after", "the other"], LaunchError, "--after must be"),
+        (["my.toml", "--after", "the other"], LaunchError, "a job starts after"),
         (["my.toml", "--name", "a$b"], ConfigError, r"without \$"),
     ],
 )

@@ -109,7 +109,7 @@ def test_remaining_time_is_estimated_from_the_last_steps(run):
     assert "the slowest 1 of 2 ranks" in top(run, "--ranks", 1).output
 
 
-def test_ranks_that_are_slow_are_told_by_how_often_they_were(run):
+def test_slow_ranks_are_found_by_how_often_they_were_slow(run):
     found = json.loads((run / "ranks.json").read_text())
     found |= {"checkpoint_s": [0.25, 0.5], "slow": [2, 7]}
     (run / "ranks.json").write_text(json.dumps(found))
@@ -118,7 +118,7 @@ def test_ranks_that_are_slow_are_told_by_how_often_they_were(run):
     assert re.search(r"1.* b .* 500\.00 .* 3\.00 .*persistent", told)
 
 
-def test_only_what_is_new_is_read_and_records_that_were_cut_are_forgotten(run):
+def test_only_new_records_are_read_and_removed_records_are_dropped(run):
     watch = RunWatch(run)
     watch.look()
     with (run / "metrics.jsonl").open("r+") as file:
@@ -145,7 +145,7 @@ def test_a_job_lives_as_long_as_its_heartbeat_changes(run, monkeypatch):
     assert watch.look().life == "alive"
 
 
-def test_one_look_goes_by_the_time_of_the_heartbeat(run):
+def test_a_single_reading_uses_the_time_of_the_heartbeat(run):
     long_ago = time.time() - 100
     os.utime(hold(run), (long_ago, long_ago))
     said = " ".join(top(run).output.split())
@@ -187,13 +187,13 @@ def test_table_is_redrawn_on_a_terminal_until_interrupted(run, monkeypatch):
         ("ranks.json", "[]", "one length"),
     ],
 )
-def test_a_damaged_file_is_an_error_with_a_way_out(run, name, text, told):
+def test_a_damaged_file_raises_with_a_remedy(run, name, text, told):
     (run / name).write_text(text)
     with pytest.raises(ConfigError, match=told):
         RunWatch(run).look()
 
 
-def test_where_no_run_is_there_is_an_error_that_says_what_to_give(tmp_path):
+def test_a_folder_without_a_run_raises_with_a_remedy(tmp_path):
     with pytest.raises(ConfigError, match="pass the output_dir of a run"):
         RunWatch(tmp_path / "nothing").look()
     hold(tmp_path)  # a job that is about to start

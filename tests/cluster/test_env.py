@@ -140,7 +140,7 @@ def test_number_of_ranks_of_a_job_is_read_in_a_batch_script(environ, size):
 
 
 @pytest.mark.parametrize("environ", [{}, SRUN, SLURM_BATCH | OPENMPI, SLURM_BATCH | TORCHRUN])
-def test_outside_of_a_job_and_in_a_rank_nothing_is_left_to_be_started(environ):
+def test_a_process_outside_of_a_job_and_a_rank_have_nothing_to_start(environ):
     assert unstarted(environ) is None
 
 
@@ -171,7 +171,7 @@ def test_tuning_variables_are_distinguished_from_job_variables():
     assert tuning(environ) == {"UCX_TLS": "tcp", "OMPI_MCA_btl_tcp_links": "2"}
 
 
-def test_the_jobs_folders_for_temporary_files_are_slurms_and_then_the_standards():
+def test_temporary_folders_of_slurm_precede_the_standard_ones():
     environ = {"TMPDIR": "/tmp/7", "SLURM_TMPDIR": "/local/7", "HOME": "/"}
     assert scratch_folders(environ) == [Path("/local/7"), Path("/tmp/7")]
     assert scratch_folders({"TMPDIR": ""}) == []

@@ -102,7 +102,7 @@ def test_the_harness_has_loaded_one_mpi_and_a_python_without_it_none():
     assert done.stdout.strip() == "()"
 
 
-def test_mpirun_is_looked_for_in_the_tree_of_the_library(tmp_path):
+def test_mpirun_is_searched_in_the_tree_of_the_library(tmp_path):
     (tmp_path / "bin").mkdir()
     (tmp_path / "lib/openmpi").mkdir(parents=True)
     assert mpirun_beside(Path("/nowhere/lib/libmpi.so.40")) is None
@@ -173,7 +173,7 @@ def test_a_name_for_the_linker_is_no_library(tmp_path):
     assert expected_libmpi({}, prefixes[:1]) is None
 
 
-def test_the_library_that_the_user_names_comes_first(tmp_path):
+def test_the_library_of_the_user_has_precedence(tmp_path):
     named = tmp_path / "libmpi.so.40"
     assert expected_libmpi({"MPI4PY_LIBMPI": str(named)}) == named
     assert expected_libmpi({"MPI4PY_LIBMPI": "libmpi.so.40"}) is None
@@ -281,7 +281,7 @@ def world(*masks):
 
 def test_ranks_that_share_cores_are_warned_with_the_mask_and_in_the_same_words():
     (text,) = {core_warning(topology) for topology in world((0, 1), (0, 1), (0, 1))}
-    assert "3 ranks take turns on 2 cores of vm (mask 0-1)" in text
+    assert "3 ranks share 2 cores of vm (mask 0-1)" in text
     assert {core_warning(topology) for topology in world((0,), (1,))} == {None}
     assert {core_warning(topology) for topology in world((0, 1), (0, 1))} == {None}
 
@@ -304,9 +304,9 @@ def test_ranks_that_cannot_reach_each_others_accelerators_are_warned_in_the_same
 
 def test_ranks_that_share_accelerators_are_warned():
     (text,) = told_of_accelerators("", "")
-    assert text.startswith("2 ranks of vm share 1 accelerator: ")
+    assert text.startswith("2 ranks of vm share 1 accelerator, ")
     (text,) = told_of_accelerators(*["0,1"] * 3, devices=2)
-    assert "share 2 accelerators: fine for a trial; for work start 2 on a node" in text
+    assert "share 2 accelerators, which is slow; start 2 on a node" in text
 
 
 @pytest.mark.parametrize(

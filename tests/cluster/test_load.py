@@ -11,7 +11,7 @@ from hpctrain.cluster.machine_load import LoadMeter, MachineLoad, _own_s
 TICKS = "cpu {user} 5 10 900 7 0 0 0 0 0\ncpu0 0 0 0 0 0 0 0 0 0 0\n"
 
 
-def test_ticks_of_all_cores_but_those_that_wait_count(tmp_path):
+def test_the_load_counts_ticks_of_all_cores_that_do_not_wait(tmp_path):
     (tmp_path / "stat").write_text(TICKS.format(user=100))
     (tmp_path / "cpuinfo").write_text("cpu MHz\t\t: 2000.0\ncpu MHz : 3000.5\n")
     meter = LoadMeter(tmp_path, tmp_path / "none")
@@ -43,7 +43,7 @@ def test_work_of_a_child_that_has_ended_is_own_work_and_not_of_others(tmp_path):
     assert found.other_cores / found.own_cores == pytest.approx((10 - own_s) / own_s, rel=0.01)
 
 
-def test_a_machine_is_busy_where_others_use_a_tenth_of_it_and_other_ranks_are_no_others():
+def test_a_machine_is_busy_if_other_programs_use_a_tenth_of_it_and_ranks_do_not_count():
     quiet = MachineLoad(cores=16, load=3.0, own_cores=1.0, other_cores=1.5, mhz=None)
     busy = MachineLoad(cores=16, load=3.0, own_cores=1.0, other_cores=4.6, mhz=2000.0)
     assert not quiet.is_busy

@@ -64,7 +64,7 @@ def cgroup(tmp_path, files, membership):
     ],
     ids=["v2", "v2 unlimited", "parent", "smallest", "foreign", "v1", "v1 unlimited", "no file"],
 )
-def test_quota_is_the_smallest_limit_on_the_way_up(tmp_path, files, membership, cores):
+def test_the_quota_is_the_smallest_limit_of_all_parents(tmp_path, files, membership, cores):
     assert cgroup(tmp_path, files, membership) == cores
 
 
@@ -186,13 +186,13 @@ def test_available_memory_without_a_limit_is_that_of_the_machine(machine):
     ("allowed", "used", "expected"),
     [(3 * GIB, GIB, 2 * GIB), (100 * GIB, GIB, 8 * GIB), (GIB, 2 * GIB, 0), ("max", GIB, 8 * GIB)],
 )
-def test_a_control_group_can_only_lower_it(machine, version, allowed, used, expected):
+def test_a_cgroup_can_only_lower_the_memory_limit(machine, version, allowed, used, expected):
     join(machine, version, "job/step", allowed=allowed, used=used)
     assert left(machine) == expected
 
 
 @pytest.mark.parametrize(("version", "allowed"), [(1, (1 << 63) - 4096), (2, "max")])
-def test_a_group_without_a_limit_is_no_room_of_its_own(machine, version, allowed):
+def test_a_cgroup_without_a_limit_adds_no_memory_limit(machine, version, allowed):
     join(machine, version, "job", allowed=allowed, used=GIB)
     (room,) = rooms(machine / "meminfo", machine / "groups", machine / "membership")
     assert room == machine_of(8 * GIB)
@@ -276,7 +276,7 @@ def test_processes_of_one_machine_see_each_other():
 
 
 @pytest.mark.requires("cluster")
-def test_a_container_has_ids_of_its_own():
+def test_a_container_has_separate_ids():
     unshare = shutil.which("unshare")
     assert told_by(unshare, "--pid", "--fork") != str(identity().namespace)
 

@@ -61,7 +61,7 @@ def cluster() -> Iterator[SlurmCluster]:
 class TestCluster:
     pytestmark = needs_slurm
 
-    def test_runs_jobs_beside_another_one_and_leaves_nothing(self, cluster):
+    def test_runs_jobs_next_to_another_cluster_and_leaves_nothing(self, cluster):
         with SlurmCluster(nodes=2) as other:
             assert other.states() == {"n0": "idle", "n1": "idle"}
             line = "srun -l hostname; sleep 600 & exit 7"
@@ -130,7 +130,7 @@ class TestJobs:
         with pytest.raises(TimeoutError, match="was to be RUNNING, and has ended FAILED"):
             counting.wait_for("RUNNING")
 
-    def test_of_an_array_have_numbers_of_their_own(self, cluster, tmp_path):
+    def test_of_an_array_have_separate_numbers(self, cluster, tmp_path):
         array = cluster.sbatch("--array=1-3", "--wrap", "exit $SLURM_ARRAY_TASK_ID", cwd=tmp_path)
         wait_until(lambda: len(array.tasks()) == 3, array.facts)
         tasks = array.tasks()

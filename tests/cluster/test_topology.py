@@ -63,7 +63,7 @@ def test_ranks_of_one_rail_have_one_local_rank_and_different_nodes(hosts, ranks_
 
 
 @given(layouts(), st.integers(1, 4))
-def test_declared_nodes_lie_on_one_host_and_hold_no_more_than_declared(hosts, ranks_per_node):
+def test_declared_nodes_are_on_one_host_with_at_most_the_declared_ranks(hosts, ranks_per_node):
     topology = world(facts_on(*hosts), ranks_per_node)[0]
     for node, name in zip(topology.nodes, topology.hosts, strict=True):
         assert len(node) <= ranks_per_node

@@ -92,7 +92,7 @@ def test_a_frame_takes_the_latency_of_a_link_in_each_direction():
 
 
 @needs_cluster
-def test_a_node_has_a_name_memory_and_processes_of_its_own(cluster):
+def test_each_node_has_a_separate_name_memory_and_processes(cluster):
     look = "import os, socket; open('/dev/shm/mine', 'x'); "
     look += "print(socket.gethostname(), os.listdir('/dev/shm'), os.getpid())"
     for node in cluster.nodes:
@@ -103,7 +103,7 @@ def test_a_node_has_a_name_memory_and_processes_of_its_own(cluster):
 
 
 @needs_cluster
-def test_nothing_is_left_when_the_block_ends_even_with_an_error():
+def test_a_block_leaves_nothing_when_it_ends_even_with_an_error():
     cluster = VirtualCluster(nodes=2, latency="1ms")
     sleepers = []
 

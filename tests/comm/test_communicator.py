@@ -97,7 +97,7 @@ def test_more_than_two_to_the_31_elements(world):
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("path", ["one node", "nodes of two"])
-def test_sums_through_node_memory_are_right_when_ranks_come_late(world, jitter, path):
+def test_sums_through_node_memory_are_correct_with_late_ranks(world, jitter, path):
     jitter()
     with connected(PATHS[path]) as connection:
         comm, total = connection.comm, sum(range(1, world.size + 1))

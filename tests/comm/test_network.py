@@ -95,7 +95,7 @@ def test_sums_are_exact_on_three_nodes():
 
 @pytest.mark.conformance
 @pytest.mark.parametrize("mpi", MPIS)
-def test_ranks_that_wait_for_a_late_node_leave_their_cores_to_others(pair, mpi):
+def test_ranks_that_wait_for_a_late_node_yield_their_cores(pair, mpi):
     late = ["--late-node", "n1", "--late-s", "0.5"]
     facts = facts_of(pair.run([*JOB, *late], ranks_per_node=(2, 2), mpi=mpi))
     for rank in facts["ranks"]:

@@ -84,7 +84,7 @@ def test_complex_numbers_are_combined_as_in_numpy(dtype, op):
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, *EIGHTHS], ids=str)
-def test_not_a_number_stays_from_either_side(dtype):
+def test_nan_is_propagated_from_either_operand(dtype):
     nan, one = torch.tensor([np.nan]).to(dtype), torch.ones(1).to(dtype)
     for op in ops_of(dtype):
         for first, second in ((nan, one), (one, nan), (nan, nan)):

@@ -139,7 +139,7 @@ def test_late_data_are_written_to_memory_that_is_still_owned(world, way, num_byt
 
 
 @pytest.mark.ranks(2, 3)
-def test_a_communicator_is_freed_when_nothing_uses_it_any_more(world):
+def test_an_unused_communicator_is_freed(world):
     comm = world.Dup()
     if world.rank == 0:
         with suppress(RankLostError):

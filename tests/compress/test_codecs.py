@@ -138,7 +138,7 @@ def test_state_resumes_with_the_same_bits(codec):
 @pytest.mark.ranks(2, 3)
 @pytest.mark.sweep
 @CODEC
-def test_buckets_that_are_laid_out_anew_for_the_same_tensors_change_nothing(codec):
+def test_a_new_layout_of_buckets_for_the_same_tensors_changes_nothing(codec):
     with nodes(1) as comm:
         first, second = (Gradients(codec_for(codec), comm) for _ in range(2))
         for step in range(4):
@@ -152,7 +152,7 @@ def test_buckets_that_are_laid_out_anew_for_the_same_tensors_change_nothing(code
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("name", [*FEEDBACK, "dgc"])
-def test_on_other_nodes_what_was_not_sent_is_shared_out(name):
+def test_unsent_values_are_divided_on_another_number_of_nodes(name):
     """The sum over nodes is unchanged, for each element."""
 
     def waiting(gradients):
@@ -220,7 +220,7 @@ def hvd():
 @pytest.mark.ranks(2, 3)
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", ["auto", "int8", "one_bit", "sign", "top_k", "dgc", "power_sgd"])
-def test_a_training_goes_down_by_any_codec_and_replicas_stay_equal(hvd, name):
+def test_the_loss_decreases_with_any_codec_and_replicas_stay_equal(hvd, name):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
     plain = torch.optim.SGD(model.parameters(), lr=0.002 if name == "sign" else 0.05)
@@ -276,7 +276,7 @@ def test_a_configuration_knows_all_names():
     ("seconds", "name"),
     [((1.0, 0.6, 0.4), "int8"), ((1.0, 0.6, 0.8), "bf16"), ((1.0, 0.95, 0.92), "none")],
 )
-def test_auto_takes_what_a_trial_finds_clearly_faster_on_the_slowest_rank(
+def test_auto_uses_the_codec_that_a_trial_finds_clearly_faster_on_the_slowest_rank(
     monkeypatch, seconds, name
 ):
     tried = hpctrain.compress.auto._times
@@ -298,7 +298,7 @@ def test_auto_takes_what_a_trial_finds_clearly_faster_on_the_slowest_rank(
         assert "all ranks are on one node" in codec.reason
 
 
-def test_codecs_have_names_and_a_wrong_one_is_told():
+def test_codecs_have_names_and_an_unknown_name_is_reported():
     for name in CODECS:
         assert codec_for(name) is not codec_for(name)
     kept = Int8(32)
@@ -328,7 +328,7 @@ def test_codecs_have_names_and_a_wrong_one_is_told():
         (lambda: codec_for(5), "got 5"),
     ],
 )
-def test_an_argument_that_no_codec_can_follow_is_told_when_it_is_made(make, said):
+def test_an_invalid_argument_of_a_codec_raises_in_its_constructor(make, said):
     with pytest.raises(ConfigError, match=said):
         make()
 
@@ -358,7 +358,7 @@ def test_ranks_with_different_codecs_are_an_error_on_all_of_them(hvd, codecs):
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("name", FEEDBACK)
-def test_what_is_not_sent_waits_while_no_rank_has_a_gradient_of_its_tensor(name):
+def test_unsent_values_are_kept_while_no_rank_has_a_gradient_of_the_tensor(name):
     """Otherwise a head that is not trained in a step would lose its part: ``.grad`` stays None."""
     with nodes(1) as comm:
         gradients = Gradients(codec_for(LOSSY[name]), comm)
@@ -382,7 +382,7 @@ def test_what_is_not_sent_waits_while_no_rank_has_a_gradient_of_its_tensor(name)
 
 
 @pytest.mark.ranks(2, 3)
-def test_momentum_of_what_travels_as_it_is_forgets_what_is_not_finite():
+def test_momentum_of_uncompressed_tensors_drops_values_that_are_not_finite():
     with nodes(1) as comm:
         gradients = Gradients(DeepGradientCompression(0.1), comm)
         for step in range(4):
@@ -394,7 +394,7 @@ def test_momentum_of_what_travels_as_it_is_forgets_what_is_not_finite():
 
 
 @pytest.mark.ranks(2)
-def test_a_state_of_other_products_is_gone_on_from_where_it_can_be():
+def test_a_state_of_another_factor_rank_resumes():
     with nodes(1) as comm:
         before, after = (Gradients(PowerSGD(rank), comm) for rank in (4, 2))
         for step in range(2):

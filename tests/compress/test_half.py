@@ -23,7 +23,7 @@ def comm(request):
 
 
 @HALVES
-def test_floats_are_rounded_and_come_back_in_their_dtype_and_all_else_stays(half):
+def test_floats_are_rounded_and_returned_in_their_dtype_and_other_values_are_unchanged(half):
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
         tensor = torch.tensor([1.0, -2.5, 0.0, 1 / 3], dtype=dtype)
         compressed, ctx = half.compress(tensor)
@@ -90,7 +90,7 @@ def test_a_node_sums_in_full_precision_and_only_its_slice_is_rounded(comm, half)
 
 
 @pytest.mark.ranks(2, 3)
-def test_without_node_memory_each_rank_rounds_what_it_has():
+def test_without_node_memory_each_rank_rounds_its_values():
     with connected(Settings(probe="off", shared_memory="off")) as made:
         comm, bucket = made.comm, made.comm.new_bucket(130, torch.float32)
         codec = HalfCodec(torch.bfloat16)

@@ -47,7 +47,7 @@ def test_qsgd_is_unbiased_with_the_variance_of_its_levels(levels, bound):
         assert nonzero < 1 + 64
 
 
-def test_qsgd_is_as_bad_as_its_bound_where_all_values_are_alike():
+def test_qsgd_reaches_its_error_bound_if_all_values_are_equal():
     variance = qsgd_draws(torch.ones(4096, dtype=torch.float64), 1, 500)[1]
     assert variance / 4096 == pytest.approx(63.0, rel=0.02)
 
@@ -84,7 +84,7 @@ def test_elias_code_is_read_back_and_its_first_words_are_those_of_the_table():
 
 
 @pytest.mark.ranks(2, 4)
-def test_qsgd_draws_anew_for_each_bucket_rail_rank_and_step_and_the_same_again():
+def test_qsgd_draws_are_reproducible_and_differ_by_bucket_rail_rank_and_step():
     shape = ((64, 64),)
     value = [torch.full(shape[0], 0.3, dtype=torch.float64)]
 
@@ -108,7 +108,7 @@ def test_qsgd_draws_anew_for_each_bucket_rail_rank_and_step_and_the_same_again()
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("decay", "first"), [(0.8, 1.248), (0.5, 2.58)])
-def test_power_sgd_finds_the_best_product_if_it_goes_on_from_the_last_one(decay, first):
+def test_power_sgd_with_warm_start_finds_the_best_product(decay, first):
     generator = torch.Generator().manual_seed(3)
     left, right = (
         torch.linalg.qr(torch.randn(40, 40, generator=generator, dtype=torch.float64))[0]
@@ -170,7 +170,7 @@ def test_power_sgd_leaves_vectors_alone_and_takes_zero_columns():
 @pytest.mark.parametrize(
     "codec", [PowerSGD(24, min_gain=0.0), TopK(1.0)], ids=["full rank", "density one"]
 )
-def test_codec_that_omits_nothing_gives_the_sum(codec):
+def test_a_codec_that_omits_no_values_returns_the_sum(codec):
     with nodes(1) as comm:
         gradients = Gradients(codec, comm, SHAPES)
         for step in range(3):
@@ -249,7 +249,7 @@ def test_nodes_vote_on_signs_and_a_tie_is_plus_one():
 
 
 @pytest.mark.ranks(2)
-def test_one_bit_stands_for_the_means_of_its_row():
+def test_one_bit_represents_the_means_of_its_row():
     with nodes(1) as comm:
         gradients = Gradients(OneBit(), comm, [(3, 8)])
         row = torch.tensor([1.0, 2.0, 3.0, -4.0, -6.0, 0.0, 0.0, 2.0], dtype=torch.float64)

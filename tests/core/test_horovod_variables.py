@@ -71,7 +71,7 @@ def test_settings_of_variables_exist_and_keep_their_types():
     assert len({variable.name for variable in HONOURED}) == len(HONOURED)
 
 
-def test_all_others_that_are_set_get_one_line():
+def test_all_other_variables_that_are_set_get_one_line():
     environ = {"HOROVOD_NUM_NCCL_STREAMS": "2", "HOROVOD_CMAKE": "/bin/cmake", "HOME": "/"}
     (text,) = remarks(environ | {"HOROVOD_CYCLE_TIME": "1", "HOROVOD_AUTOTUNE": "1"})
     assert text == (
@@ -96,7 +96,7 @@ def test_variables_fulfilled_without_action_are_not_reported(variable):
     assert bool(remarks({variable: "gloo"})) is bool(FULFILLED[variable])
 
 
-def test_ranks_that_were_started_for_gloo_are_told_how_to_start():
+def test_ranks_that_were_started_for_gloo_get_the_right_command():
     started = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1", "HOROVOD_RANK": "0"}
     (text,) = remarks(started | {"HOROVOD_SIZE": "4"})
     assert "started 4 processes for Gloo" in text

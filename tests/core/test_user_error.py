@@ -21,7 +21,7 @@ def told(action, *words):
     return folded(raised.value, None)
 
 
-def test_the_innermost_frames_and_their_arrays_are_told_in_twelve_lines():
+def test_the_innermost_frames_and_their_arrays_are_reported_in_twelve_lines():
     lines = told(deep, 20, np.zeros((2, 3), "float32")).splitlines()
     assert len(lines) == MAX_LINES
     assert "in deep: raise ValueError" in lines[2]
@@ -29,7 +29,7 @@ def test_the_innermost_frames_and_their_arrays_are_told_in_twelve_lines():
     assert lines[4] == "ValueError: line 0"
 
 
-def test_a_frame_without_source_is_no_line_and_notes_are_told_within_twelve_lines():
+def test_a_frame_without_source_has_no_line_and_notes_fit_in_twelve_lines():
     def launched():
         exec("noted_deep(x)", {"x": np.zeros(2), "noted_deep": noted_deep})
 
@@ -65,7 +65,7 @@ def test_a_syntax_error_shows_the_line():
     assert 'File "mine.py", line 1' in text
 
 
-def test_object_whose_inspection_fails_is_omitted():
+def test_an_object_that_fails_inspection_is_omitted():
     class Bad:
         @property
         def shape(self):

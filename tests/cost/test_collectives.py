@@ -39,7 +39,7 @@ def sent_by_each(name, size, numel=NUMEL):
 
 @pytest.mark.parametrize("size", [2, 4, 8, 16])
 @pytest.mark.parametrize("name", ["ring", "doubling", "halving"])
-def test_where_all_ranks_do_alike_bytes_and_rounds_are_those_of_the_algorithm(name, size):
+def test_bytes_and_rounds_of_symmetric_schedules_equal_those_of_the_algorithm(name, size):
     load = allreduce(Machine(nodes=size), 4 * NUMEL, Way(name))
     assert set(sent_by_each(name, size)) == {(load.network_bytes, load.network_rounds)}
     assert load == allreduce(Machine(nodes=size), 4 * NUMEL, Way(name, rails=1))
@@ -94,7 +94,7 @@ def leaving_first_node(name, nodes, ranks):
 
 @pytest.mark.parametrize(("nodes", "ranks"), [(2, 2), (4, 2), (2, 4), (4, 4)])
 @pytest.mark.parametrize("name", ["ring", "doubling", "halving"])
-def test_flat_ranks_share_their_node_s_card(name, nodes, ranks):
+def test_flat_ranks_share_the_network_adapter_of_their_node(name, nodes, ranks):
     machine = Machine(nodes=nodes, ranks_per_node=ranks)
     load = allreduce(machine, 1.0, Way(name))
     assert load.network_bytes == pytest.approx(leaving_first_node(name, nodes, ranks))
@@ -117,14 +117,14 @@ def test_no_time_is_below_the_bounds(name, rails, codec):
             assert load.network_bytes >= ratio * least.network_bytes * (1 - 1e-12)
 
 
-def test_two_levels_send_what_the_network_asks_for_at_least():
+def test_two_levels_send_the_minimum_of_the_network():
     for nodes in (2, 4, 16):
         machine = Machine(nodes=nodes, ranks_per_node=8)
         load = allreduce(machine, MIB, Way("ring", rails=8))
         assert load.network_bytes == pytest.approx(bound(machine, MIB).network_bytes)
 
 
-def test_rails_share_cards_and_need_one_each_to_be_worth_it():
+def test_rails_share_network_adapters_and_are_worthwhile_with_one_each():
     def sent(rails, nics):
         machine = Machine(nodes=4, ranks_per_node=4, nics=nics)
         return allreduce(machine, MIB, Way("ring", rails)).network_bytes
@@ -134,7 +134,7 @@ def test_rails_share_cards_and_need_one_each_to_be_worth_it():
     assert sent(1, 2) == sent(1, 1)
 
 
-def test_a_ring_in_order_does_not_feel_oversubscription_and_pairs_do():
+def test_oversubscription_slows_pairs_but_not_a_ring_in_order():
     def sent(name, times):
         machine = Machine(nodes=64, leaf_size=8, oversubscription=times)
         return allreduce(machine, MIB, Way(name)).network_bytes
@@ -145,7 +145,7 @@ def test_a_ring_in_order_does_not_feel_oversubscription_and_pairs_do():
     assert sent("halving", 1) < sent("halving", 8) < sent("halving", 1) * 8
 
 
-def test_half_the_bytes_travel_in_bf16_and_what_rounds_them_costs_too():
+def test_bf16_sends_half_the_bytes_and_rounding_has_a_cost():
     machine = Machine(nodes=4, ranks_per_node=2, network=Link(0, 1e8), reduce_bytes_per_s=1e10)
     plain, half = (allreduce(machine, MIB, Way("ring", 2, codec)) for codec in ("none", "bf16"))
     assert half.network_bytes == plain.network_bytes / 2
@@ -215,7 +215,7 @@ def test_rounds_of_a_bound_are_a_logarithm():
 
 @pytest.mark.parametrize("nodes", [2, 3, 4, 6, 16, 33])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_closed_forms_are_what_the_simulation_of_the_messages_takes(name, nodes):
+def test_closed_forms_equal_the_simulation_of_the_messages(name, nodes):
     machine = Machine(nodes=nodes, network=Link(1e-5, 1e9))
     for num_bytes in (64 << 10, 1 << 20, 16 << 20):
         ratio = (

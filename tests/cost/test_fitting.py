@@ -97,7 +97,7 @@ def test_ranks_that_share_cores_are_slower_and_the_network_is_not():
     assert figures(found) == pytest.approx(figures(TRUE), rel=1e-6)
 
 
-def test_what_is_not_measured_keeps_the_default_of_a_machine():
+def test_unmeasured_figures_keep_the_default_of_a_machine():
     on_a_node = [point for point in made() if point.nodes == 1 and point.way.rails]
     machine = fit(on_a_node).machine()
     assert machine.network == Machine(nodes=1).network
@@ -116,7 +116,7 @@ def test_what_is_not_measured_keeps_the_default_of_a_machine():
         )
     )
 )
-def test_no_other_non_negative_numbers_come_nearer(case):
+def test_no_other_non_negative_numbers_have_a_smaller_residual(case):
     rows, seed = case
     matrix, random = np.array(rows), np.random.default_rng(seed)
     target = random.normal(size=len(matrix))
@@ -129,7 +129,7 @@ def test_no_other_non_negative_numbers_come_nearer(case):
 
 
 @pytest.mark.parametrize("rate", ["1gbit", "200mbit"])
-def test_measured_sums_are_met_within_15_percent_by_a_fit_to_the_other_half(rate):
+def test_a_fit_to_half_of_the_sums_predicts_the_others_within_15_percent(rate):
     points = read_points(RESULTS / f"cost-{rate}.json")
     assert {(p.nodes, p.ranks_per_node) for p in points} == {(2, 2), (4, 2), (2, 4)}
     assert {p.codec for p in points} == {"none", "bf16"}

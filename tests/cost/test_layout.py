@@ -139,7 +139,7 @@ def test_each_stage_of_zero_and_each_recomputation_needs_less_and_none_makes_a_s
         assert steps == sorted(steps)
 
 
-def test_what_is_computed_again_is_a_forward_pass_or_its_attention():
+def test_recomputation_is_a_forward_pass_or_its_attention():
     here = placed()
     compute = MODEL.layers * MODEL.layer_flops * 64 / here.machine.flops_per_s
     attention = MODEL.layers * MODEL.attention_flops * 64 / here.machine.flops_per_s
@@ -147,7 +147,7 @@ def test_what_is_computed_again_is_a_forward_pass_or_its_attention():
     assert found == pytest.approx([0, attention, compute], rel=1e-12)
 
 
-def test_selective_recomputation_saves_what_was_measured():
+def test_selective_recomputation_saves_the_published_time():
     """Korthikanti et al. 2022, 530e9 parameters on 2240 A100: 54.2 % of peak, and full 42.1."""
     model = Transformer.of(layers=105, hidden=20480, heads=128)
     a100 = Machine(
@@ -161,7 +161,7 @@ def test_selective_recomputation_saves_what_was_measured():
     assert full_s / selective_s == pytest.approx(54.2 / 42.1, rel=0.03)
 
 
-def test_where_links_cost_nothing_all_ranks_compute_all_the_time():
+def test_all_ranks_compute_all_the_time_if_links_have_no_cost():
     free = Machine(nodes=8, ranks_per_node=8, node=Link(0, math.inf), network=Link(0, math.inf))
     here = Placed(free, MODEL, ParallelLayout(tp=4, dp=8, cp=2), 64)
     terms = here.terms(how(here, 3, 2, "none"))

@@ -85,7 +85,7 @@ def of_brute_force(seed):
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_the_search_finds_what_brute_force_finds(seed):
+def test_the_search_finds_the_layouts_of_brute_force(seed):
     case, (fitting, num_layouts, least) = of_brute_force(seed)
     if not num_layouts:
         with pytest.raises(ConfigError, match="must obey all rules"):
@@ -117,7 +117,7 @@ def test_the_search_finds_what_brute_force_finds(seed):
     assert sum(five.lost.values()) == num_layouts - len(five.best)
 
 
-def test_the_cases_of_brute_force_differ_in_what_they_show():
+def test_cases_of_brute_force_have_different_results():
     best, shown, outcomes = set(), set(), set()
     for seed in range(50):
         _, (fitting, num_layouts, _) = of_brute_force(seed)
@@ -132,7 +132,7 @@ def test_the_cases_of_brute_force_differ_in_what_they_show():
     assert shown == {*product((1, 2, 3, 4), ("1f1b", "zero_bubble"))}
 
 
-def test_every_layout_has_all_ranks_and_keeps_tensor_groups_inside_nodes_unless_told():
+def test_every_layout_uses_all_ranks_and_keeps_tensor_groups_inside_nodes_by_default():
     for machine in (CLUSTER, replace(CLUSTER, nodes=4, ranks_per_node=6)):
         rules = LayoutRules(batch=machine.num_ranks * 4)
         inside = best_layouts(machine, MODEL, rules, keep=ALL).best
@@ -243,7 +243,7 @@ def test_model_that_fits_nowhere_raises_with_the_missing_memory():
             best_layouts(less, Transformer.of(70e9), RULES)
 
 
-def test_where_no_layout_keeps_the_rules_they_are_counted():
+def test_violations_are_counted_if_no_layout_is_valid():
     prime = Machine(nodes=7, ranks_per_node=1)
     model = Transformer.of(layers=2, hidden=64)
     with pytest.raises(

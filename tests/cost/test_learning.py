@@ -37,7 +37,7 @@ def test_norms_that_cannot_be_are_refused(small, large, said):
         noise_scale(small, large)
 
 
-def test_sgd_on_a_quadratic_takes_as_many_more_samples_as_the_law_says():
+def test_needed_samples_equal_those_of_sgd_on_a_quadratic():
     """With the best step on a quadratic, loss falls by a factor of 1 / (1 + scale / batch)."""
     scale = 100.0
     for batch in (10, 100, 1000):

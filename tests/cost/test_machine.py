@@ -66,7 +66,7 @@ def test_arguments_of_a_program_are_checked():
         Machine(nodes=2, oversubscription=0.5)
 
 
-def test_a_link_keeps_what_a_file_leaves_out(tmp_path):
+def test_a_link_keeps_the_defaults_that_a_file_omits(tmp_path):
     (tmp_path / "machine.toml").write_text("nodes = 2\n[node]\nlatency_s = 5e-6")
     assert Machine.read(tmp_path / "machine.toml").node == Link(5e-6, 10e9)
 

@@ -105,7 +105,7 @@ def played_of_torch(orders, seconds, last):
 @pytest.mark.parametrize(
     ("schedule", "virtual"), [("1f1b", 2), ("1f1b", 3), *(("zero_bubble", v) for v in (1, 2, 3))]
 )
-def test_interleaved_stages_take_and_hold_what_those_of_torch_do(schedule, stages, micro, virtual):
+def test_interleaved_stages_take_the_time_and_memory_of_torchs(schedule, stages, micro, virtual):
     here, one, _ = planned(stages * virtual, stages, micro, heads=1)
     one = replace(one, virtual=virtual, schedule=schedule)
     forward_s = virtual * here._layer(one)["compute_s"] / 3
@@ -161,7 +161,7 @@ def test_the_order_is_that_of_torch(schedule, of_torch, stages, micro):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_step_takes_as_long_as_its_events_and_unequal_stages_one_by_one_no_longer(seed):
+def test_a_predicted_step_equals_gpipe_events_and_bounds_1f1b_with_unequal_stages(seed):
     some = random.Random(seed)
     pp, micro = some.randint(2, 8), some.randint(1, 20)
     here, one, forward_s = planned(some.randint(pp, 30), pp, micro, some.choice([1, 3000]))
@@ -174,7 +174,7 @@ def test_a_step_takes_as_long_as_its_events_and_unequal_stages_one_by_one_no_lon
 
 
 @pytest.mark.parametrize(("stages", "micro"), SIZES)
-def test_a_step_of_equal_stages_takes_as_long_as_its_events_one_by_one(stages, micro):
+def test_a_predicted_step_of_equal_stages_equals_its_events(stages, micro):
     here, one, forward_s = planned(2 * stages, stages, micro)
     whole_s, _ = played(one_f_one_b, forward_s, [2 * each for each in forward_s], micro)
     assert sum(here.terms(one)) == pytest.approx(whole_s, rel=1e-3)  # the output has one word

@@ -25,7 +25,7 @@ GOAL = Goal(samples=1e8, batch=2048)
 FREE = Link(0.0, math.inf)
 
 
-def test_where_nothing_costs_all_nodes_pay_and_time_falls_as_their_number():
+def test_all_nodes_are_worthwhile_if_communication_is_free():
     ideal = replace(MACHINE, node=FREE, network=FREE, jitter=0, reduce_bytes_per_s=math.inf)
     found = advise(ideal, MODEL, GOAL)
     assert found.best.nodes == found.pays_up_to == 64
@@ -33,7 +33,7 @@ def test_where_nothing_costs_all_nodes_pay_and_time_falls_as_their_number():
     assert found.best.node_hours == pytest.approx(found.by_nodes[0].node_hours)
 
 
-def test_a_slower_network_makes_fewer_nodes_pay():
+def test_a_slower_network_makes_fewer_nodes_worthwhile():
     limits = [
         advise(replace(MACHINE, network=Link(3e-6, rate)), MODEL, GOAL).pays_up_to
         for rate in (1e11, 1e9, 1e8, 1e7)
@@ -42,7 +42,7 @@ def test_a_slower_network_makes_fewer_nodes_pay():
     assert limits[0] > limits[-1]
 
 
-def test_more_nodes_pay_exactly_as_long_as_the_rule_says():
+def test_more_nodes_are_worthwhile_exactly_while_the_rule_holds():
     found = advise(replace(MACHINE, network=Link(3e-6, 3e8)), MODEL, GOAL)
     for fewer, more in pairwise(found.by_nodes):
         pays = more.seconds <= fewer.seconds * PAYS ** math.log2(more.nodes / fewer.nodes)
@@ -119,7 +119,7 @@ def test_without_a_noise_scale_the_batch_stays_and_with_it_large_ones_cost_sampl
     assert batches[0] < batches[-1]
 
 
-def test_a_deadline_is_met_for_the_least_node_hours():
+def test_the_plan_meets_a_deadline_with_the_fewest_node_hours():
     everything = advise(MACHINE, MODEL, GOAL).by_nodes
     deadline_s = 2 * min(c.seconds for c in everything)
     found = advise(MACHINE, MODEL, replace(GOAL, deadline_s=deadline_s)).best
@@ -156,7 +156,7 @@ def test_a_goal_takes_a_step_and_what_is_not_finite_is_refused():
             replace(MODEL, **{name: math.inf})
 
 
-def test_nodes_that_hardly_ever_work_are_left_out_and_none_is_an_error():
+def test_node_counts_without_progress_are_omitted_and_it_is_an_error_if_none_remains():
     failing = replace(MACHINE, mtbf_s=10.0, checkpoint_s=60.0, restart_s=300.0)
     found = advise(failing, MODEL, GOAL)
     assert 0 < found.by_nodes[-1].goodput < found.best.goodput < 1e-9

@@ -22,7 +22,7 @@ def for_each(rounds, size):
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("size", SIZES)
-def test_a_rank_alone_sees_what_it_does_among_all(name, size):
+def test_the_schedule_of_one_rank_equals_its_part_of_the_whole_schedule(name, size):
     together = for_each(rounds_of(name, np.arange(size), size), size)
     for rank in range(size):
         alone = rounds_of(name, rank, size)

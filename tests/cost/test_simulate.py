@@ -26,7 +26,7 @@ def flat(ranks, **more):
 
 @pytest.mark.parametrize("ranks", [2, 8, 64, 1024])
 @pytest.mark.parametrize("num_bytes", [1 << 13, 1 << 20])
-def test_a_flat_network_takes_what_the_closed_forms_say(ranks, num_bytes):
+def test_times_of_a_flat_network_equal_the_closed_forms(ranks, num_bytes):
     rounds, share, whole_s = math.log2(ranks), (ranks - 1) / ranks, num_bytes / BYTES_PER_S
     expected = {
         "ring": 2 * (ranks - 1) * LATENCY_S + 2 * share * whole_s,
@@ -156,7 +156,7 @@ def test_over_subscription_slows_down_all_but_a_ring_in_order_of_the_nodes():
         assert (max(ours) < 1.03) == (name == "ring")
 
 
-def test_ranks_of_a_node_share_its_cards():
+def test_ranks_of_a_node_share_its_network_adapters():
     def seconds(nics):
         machine = Machine(nodes=8, ranks_per_node=4, network=FLAT, nics=nics)
         return allreduce_times(Way("doubling"), 64 << 20, machine).max()
@@ -193,9 +193,7 @@ def test_two_levels_are_the_node_s_memory_and_a_sum_on_each_rail():
 @pytest.mark.parametrize("codec", ["none", "bf16", "fp16", "int8:1:2e-10"])
 @pytest.mark.parametrize("rails", [0, 1, 4])
 @pytest.mark.parametrize("name", ["doubling", "halving", "tree", "ring"])
-def test_codecs_shared_cores_and_processors_that_feed_cards_cost_what_the_closed_form_says(
-    name, rails, codec
-):
+def test_costs_of_codecs_shared_cores_and_processors_equal_the_closed_form(name, rails, codec):
     machine = Machine(
         nodes=8,
         ranks_per_node=4,

@@ -22,7 +22,7 @@ RING = Way("ring", rails=4)
 
 
 @pytest.mark.parametrize("ranks", [2, 16, 128, 1024])
-def test_the_slowest_of_many_is_as_late_as_in_a_simulation(ranks):
+def test_the_delay_of_the_slowest_rank_equals_a_simulation(ranks):
     machine = Machine(nodes=ranks, jitter=0.1)
     times = np.exp(0.1 * np.random.default_rng(0).normal(size=(4000, ranks)))
     assert lateness(machine) == pytest.approx(times.max(axis=1).mean(), rel=0.02)
@@ -62,13 +62,13 @@ def test_backward_hides_all_but_the_last_bucket_and_no_more_than_it_lasts():
     assert twice == step_time(slow, replace(MODEL, overlap=True), 32, RING).exposed_s
 
 
-def test_of_local_steps_each_pays_its_part_of_an_averaging():
+def test_each_local_step_costs_its_part_of_an_averaging():
     model = replace(MODEL, overlap=True)
     whole = step_time(MACHINE, MODEL, 32, RING).exposed_s
     assert step_time(MACHINE, model, 32, RING, local_steps=8).exposed_s == whole / 8
 
 
-def test_a_model_of_nothing_is_refused():
+def test_a_model_without_parameters_is_rejected():
     with pytest.raises(ConfigError, match="got 0"):
         simulate_steps(MACHINE, MODEL, 1, RING, num_steps=0)
     with pytest.raises(ConfigError, match="backward must be at most 1, got 2"):

@@ -119,7 +119,7 @@ def test_fused_attention_keeps_no_scores():
 
 
 @pytest.mark.parametrize("parameters", [1e6, 2.5e7, 1.3e8, 1e9, 7.5e9, 7e10, 1.75e11, 1e12, 1e15])
-def test_what_is_guessed_has_the_parameters_that_were_asked_for(parameters):
+def test_a_guessed_transformer_has_the_requested_parameters(parameters):
     model = Transformer.of(parameters, vocabulary=1000)
     assert model.parameters == parameters
     assert model.layer_parameters == pytest.approx(12 * model.hidden**2, rel=0.5)

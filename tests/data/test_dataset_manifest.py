@@ -72,9 +72,9 @@ def test_a_flipped_bit_in_any_byte_of_a_manifest_is_found(tmp_path):
         ({"fields": {"x": field_record(filter="lzma")}}, "None or zstd, got 'lzma'"),
         ({"fields": {"x": None}}, "TypeError"),
         ({"shards": []}, "names no shard"),
-        ({"block_size": 1.5}, "numbers must be integers .*got 1.5"),
+        ({"block_size": 1.5}, "numbers must be integers, .*got 1.5"),
         ({"block_size": 2**63}, "below 2\\^62"),
-        ({"fields": {"x": field_record(shape=[2.0]), "y": field_record()}}, "must be integers"),
+        ({"fields": {"x": field_record(shape=[2.0]), "y": field_record()}}, "integers"),
     ],
 )
 def test_manifest_of_another_kind_raises(tmp_path, changes, words):
@@ -92,7 +92,7 @@ def test_invalid_manifest_raises(tmp_path, text):
 
 
 def test_directory_without_a_manifest_raises(tmp_path):
-    with pytest.raises(DataError, match=r"must contain manifest.json, but"):
+    with pytest.raises(DataError, match="has none"):
         Manifest.read(tmp_path)
 
 
@@ -109,11 +109,11 @@ def one_shard(**changes):
         ({"fields": {"a b": Field(shape=(), dtype="<f4")}}, "Python identifier"),
         (one_shard(file="../../etc/passwd"), "plain file name"),
         (one_shard(num_samples=0), "must have samples"),
-        (one_shard(num_bytes=2048 + 20 * 256 - 1), "needs 5120 bytes from byte 2048"),
+        (one_shard(num_bytes=2048 + 20 * 256 - 1), "has 5120 bytes from byte 2048"),
         (one_shard(places={}), "must have the fields"),
     ],
 )
-def test_values_that_cannot_be_are_told(changes, words):
+def test_invalid_values_are_reported(changes, words):
     with pytest.raises(DataError, match=words):
         manifest(**changes)
 

@@ -59,7 +59,7 @@ def test_damage_on_one_rank_is_the_same_error_on_all(world, comm, damaged, order
 
 @pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("order", ORDERS, ids=str)
-def test_all_ranks_leave_damaged_samples_out_together(world, comm, damaged, order, caplog):
+def test_all_ranks_skip_the_same_damaged_samples(world, comm, damaged, order, caplog):
     loader = Loader(damaged, global_batch=10, comm=comm, on_corrupt="skip", **order)
     whole = Loader(InMemory(NUM_SAMPLES), global_batch=10, **order)
     for _ in range(2):
@@ -80,7 +80,7 @@ def test_all_ranks_leave_damaged_samples_out_together(world, comm, damaged, orde
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_different_damage_on_every_rank_is_left_out_by_all(world, comm):
+def test_different_damage_on_every_rank_is_skipped_by_all(world, comm):
     """As with one copy of the data per node: every rank finds other damage."""
     mine = (10 * world.rank, 10 * world.rank + 3)
     dataset = InMemory(NUM_SAMPLES, damaged=[mine])
@@ -162,7 +162,7 @@ class OwnError(CorruptError):
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_damage_of_any_class_is_left_out_by_all_ranks(world, comm):
+def test_damage_of_any_class_is_skipped_by_all_ranks(world, comm):
     class Broken(InMemory):
         def take(self, indices):
             if 7 in indices:
@@ -192,7 +192,7 @@ def test_different_data_on_ranks_raise(world, comm):
 
 
 @pytest.mark.ranks(1)
-def test_damage_that_was_not_asked_for_ends_the_pass():
+def test_damage_outside_of_the_requested_samples_ends_the_pass():
     class Wrong(InMemory):
         def take(self, _):
             raise CorruptError("elsewhere", 500, 500)

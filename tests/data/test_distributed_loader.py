@@ -196,7 +196,7 @@ def test_a_data_set_is_divided_into_parts_of_equal_length(world, make):
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_streams_without_batches_are_dealt_in_turn_and_unequal_ones_end_together(world):
+def test_streams_without_batches_are_dealt_round_robin_and_unequal_ones_end_together(world):
     part = hpctrain.shard_data(Counting(11))
     seen = world.allgather(list(DataLoader(part, batch_size=None)))
     steps = 11 // world.size
@@ -209,7 +209,7 @@ def test_streams_without_batches_are_dealt_in_turn_and_unequal_ones_end_together
 
 
 @pytest.mark.ranks(2, 3)
-def test_other_floating_point_numbers_on_a_rank_are_told(world, caplog):
+def test_a_rank_with_other_floating_point_numbers_is_reported(world, caplog):
     for seed, is_told in ((0, False), (world.rank, world.rank == 0)):
         samples = torch.rand(2, 20, generator=torch.Generator().manual_seed(seed))
         hpctrain.shard_data(TensorDataset(samples.T[::2]))
@@ -218,7 +218,7 @@ def test_other_floating_point_numbers_on_a_rank_are_told(world, caplog):
 
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("make", [Numbers, Counting])
-def test_uneven_batches_are_refused_where_nothing_weights_them_but_not_in_evaluation(world, make):
+def test_uneven_batches_without_weights_are_rejected_except_in_evaluation(world, make):
     loader = hpctrain.shard_data(DataLoader(make(world.size * 4 + 1), batch_size=world.size * 2))
     with pytest.raises(
         ConfigError, match=r"got a batch of 1 for .*shard_data\(loader, optimizer\)"
@@ -243,17 +243,17 @@ REFUSED = {
         NUMBERS, batch_sampler=BatchSampler(DistributedSampler(NUMBERS, 2, 0), 2, drop_last=False)
     ),
     "elastic": lambda: DataLoader(NUMBERS, sampler=hpctrain.elastic.ElasticSampler(NUMBERS)),
-    "overrides __iter__": lambda: Own(NUMBERS),
+    "must not override __iter__": lambda: Own(NUMBERS),
     "batch_size=None": lambda: DataLoader(NUMBERS, batch_size=None),
     "every size\\(\\)-th batch": lambda: DataLoader(Counting(9), batch_size=None),
-    "shard_data\\(\\) takes": lambda: 3,
+    "shard_data\\(\\) must get": lambda: 3,
 }
 
 
 @RANKS
 @pytest.mark.parametrize("why", REFUSED)
 def test_unsupported_loaders_raise_on_every_rank(world, why):
-    text = "divided among the ranks already" if why in ("in batches", "elastic") else why
+    text = "already divided among the ranks" if why in ("in batches", "elastic") else why
     wrong = world.rank == world.size - 1
     with pytest.raises(MismatchError, match=text):
         hpctrain.shard_data(REFUSED[why]() if wrong else DataLoader(NUMBERS))
@@ -384,7 +384,7 @@ def test_a_short_batch_among_passes_and_a_sampler_that_fails_are_errors_on_every
         torch.optim.SGD(model.parameters(), lr=0.1), backward_passes_per_step=2
     )
     loader = hpctrain.shard_data(DataLoader(Numbers(22), batch_size=4), wrapped)
-    with pytest.raises(ConfigError, match=r"got one of 2 samples where batch_size is 4"):
+    with pytest.raises(ConfigError, match=r"got one of 2 samples with batch_size 4"):
         iter(loader)
     wrapped.set_backward_passes_per_step(1)
     assert len(list(loader)) == 6
@@ -395,7 +395,7 @@ def test_a_short_batch_among_passes_and_a_sampler_that_fails_are_errors_on_every
             raise ValueError("no more")
 
     loader = hpctrain.shard_data(DataLoader(NUMBERS, batch_sampler=Failing()), Notes())
-    with pytest.raises(DataError, match="fails on rank 0: ValueError: no more"):
+    with pytest.raises(DataError, match="could not be computed on rank 0: ValueError: no more"):
         list(loader)
     assert world.allgather(0) == [0] * world.size
 

@@ -90,7 +90,7 @@ def test_a_damaged_block_never_counts_as_checked(directory, io):
     assert not any(seen)
 
 
-def test_verify_says_when_a_block_is_checked(directory, io):
+def test_verify_selects_when_a_block_is_checked(directory, io):
     path, shard = file_of(directory)
     first, always = (ShardedDataset(directory, verify=v, io=io) for v in ("first", "always"))
     for dataset in (first, always):
@@ -107,7 +107,7 @@ def test_verify_says_when_a_block_is_checked(directory, io):
     assert numbers(ShardedDataset(directory, verify="off", io=io), [0]) == [0]
 
 
-def test_a_file_changed_while_open_is_checked_anew(directory, io):
+def test_a_file_changed_while_open_is_checked_again(directory, io):
     path, shard = file_of(directory)
     dataset = ShardedDataset(directory, io=io)
     dataset.take(np.arange(100))
@@ -152,7 +152,7 @@ def test_a_shard_that_is_truncated_or_missing_is_named_when_the_set_is_opened(
     directory, num_bytes
 ):
     path, shard = file_of(directory, 1)
-    words = rf"{path.name}: it has {shard.num_bytes} bytes"
+    words = rf"{path.name}: it must have {shard.num_bytes} bytes"
     if num_bytes is None:
         path.unlink()
         words = rf"cannot read shard .*{path.name}: No such file"
@@ -201,7 +201,7 @@ def test_a_shard_of_another_data_set_of_the_same_size_is_found(directory, tmp_pa
     if is_open:
         dataset.take(range(100))
     path.write_bytes(theirs.read_bytes())
-    with pytest.raises(CorruptError, match=f"{path.name}: it is not the file that its manifest"):
+    with pytest.raises(CorruptError, match=f"{path.name}: it is not the file of its manifest"):
         take_three_times(dataset)
 
 
@@ -249,7 +249,7 @@ def test_a_mount_that_is_read_only_is_read(read_only, io):
 
 
 @pytest.mark.requires("root")
-def test_what_only_its_owner_may_read_is_told(directory):
+def test_an_unreadable_file_is_reported(directory):
     path, _ = file_of(directory)
     dataset = ShardedDataset(directory)
     path.chmod(0o600)

@@ -15,7 +15,7 @@ def directory(request, tmp_path):
     return tmp_path
 
 
-def test_samples_fields_and_shards_are_told_also_of_files_that_are_not_there(directory):
+def test_samples_fields_and_shards_are_reported_also_for_missing_files(directory):
     manifest, found = Manifest.read(directory), info(directory)
     about = (found["uuid"], found["num_samples"], found["block_size"], found["split"])
     assert about == (manifest.uuid, 100, 7, "train")
@@ -45,5 +45,5 @@ def test_a_sample_is_shown_with_its_shapes_and_first_values(directory, tmp_path)
             assert (field["shape"], field["values"]) == (wanted.shape, wanted.ravel().tolist()[:8])
     with pytest.raises(DataError, match="must be from 0 to 99, got 100"):
         peek(directory, 100)
-    with pytest.raises(DataError, match=r"must contain manifest.json, but"):
+    with pytest.raises(DataError, match="has none"):
         info(tmp_path / "none")

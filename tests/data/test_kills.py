@@ -84,7 +84,7 @@ def test_a_writer_killed_at_any_instant_leaves_a_whole_data_set(folder, server):
     assert len(list(folder.iterdir())) == 2
 
 
-def test_killed_again_and_again_a_writer_that_goes_on_comes_to_the_end(folder, server):
+def test_a_writer_that_is_killed_repeatedly_resumes_and_finishes(folder, server):
     random_ = random.Random(1)
     write_arrays(folder, samples_as_arrays(1), samples_per_shard=20)
     for generation in range(2, 2 + NUM_RESUMES):

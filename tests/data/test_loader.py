@@ -116,7 +116,7 @@ def test_read_samples_were_requested_once():
         assert len(taken - set(asked)) == 4  # the first step is read at once
 
 
-def test_epochs_and_seeds_have_orders_of_their_own():
+def test_epochs_and_seeds_have_different_orders():
     loader = Loader(InMemory(64), global_batch=16)
     first, second = numbers(loader), numbers(loader)
     assert first != second
@@ -144,7 +144,7 @@ def test_steps_are_delivered_in_order_whatever_their_duration():
     assert list(itertools.chain(*steps)) == list(range(97))
 
 
-def test_lengths_that_differ_come_packed_or_padded():
+def test_different_lengths_are_returned_packed_or_padded():
     packed = next(iter(Loader(InMemory(7), global_batch=7, order="sequential")))
     assert isinstance(packed.tokens, Ragged)
     assert packed.tokens.values.tolist() == [1, 2, 2, 4, 5, 5]
@@ -178,15 +178,12 @@ def test_a_batch_is_a_tuple_a_mapping_and_a_record(dataset_of):
         ({"tail": "long"}, "short, drop"),
         ({"ragged": "list"}, "packed, padded"),
         ({"order": "random"}, "global, window or sequential"),
-        (
-            {"order": "global", "window": WindowShape(block=1, window=1, lanes=1)},
-            "if window is set",
-        ),
-        ({"tail": "drop", "global_batch": 32}, "no step"),
+        ({"order": "global", "window": WindowShape(block=1, window=1, lanes=1)}, "window="),
+        ({"tail": "drop", "global_batch": 32}, "at least one step"),
         ({"on_corrupt": "ignore"}, "raise, skip"),
-        ({"on_corrupt": "skip"}, "needs comm"),
+        ({"on_corrupt": "skip"}, "must have comm"),
         ({"micro_shards": 1}, "micro_shards = 1 on 2 ranks"),
-        ({"micro_shards": 2, "on_corrupt": "skip"}, "fixed parts of a global batch"),
+        ({"micro_shards": 2, "on_corrupt": "skip"}, "must be 'raise' with micro_shards"),
     ],
 )
 def test_wrong_arguments_raise(wrong, words):

@@ -44,7 +44,7 @@ def run(dataset, state, *, size, num_steps=None, **kwargs):
 
 @settings(max_examples=30)
 @given(n=st.integers(1, 120), phases=PHASES, order=ORDERS, epoch=st.integers(0, 2))
-def test_after_any_interruptions_every_sample_came_once(n, phases, order, epoch):
+def test_every_sample_is_delivered_once_after_any_interruptions(n, phases, order, epoch):
     dataset, seen = InMemory(n), []
     loader = Loader(dataset, global_batch=phases[0][1], **order)
     loader.set_epoch(epoch)
@@ -80,7 +80,7 @@ def test_global_batches_are_those_of_a_run_without_interruption(n, batch, sizes,
     assert found == whole
 
 
-def test_seed_and_epoch_and_order_are_those_of_the_state_and_what_was_read_ahead_comes_again():
+def test_a_state_restores_seed_epoch_and_order_and_repeats_prefetched_samples():
     loader = Loader(InMemory(60), global_batch=7, seed=5, order="global", prefetch=5)
     loader.set_epoch(3)
     batches = iter(loader)
@@ -93,7 +93,7 @@ def test_seed_and_epoch_and_order_are_those_of_the_state_and_what_was_read_ahead
     assert numbers(other) == numbers(loader)
 
 
-def test_a_loop_that_was_left_goes_on_with_the_next_batch():
+def test_a_loop_that_was_left_resumes_with_the_next_batch():
     whole = numbers(Loader(InMemory(60), global_batch=7))
     loader, found, states = Loader(InMemory(60), global_batch=7), [], []
     while loader.epoch == 0:
@@ -134,9 +134,9 @@ def test_a_state_is_the_same_in_every_release():
         ({"consumed": 61}, "0 to 60 samples"),
         ({"epoch": -1}, "epoch -1"),
         ({"order": "random"}, "no order 'random'"),
-        ({"order": "window"}, "not the state of a loader"),
-        ({"seed": None}, "not the state of a loader"),
-        ({"skipped": [3]}, "not the state of a loader"),
+        ({"order": "window"}, "must be a result of state_dict"),
+        ({"seed": None}, "must be a result of state_dict"),
+        ({"skipped": [3]}, "must be a result of state_dict"),
     ],
 )
 def test_incompatible_state_raises_and_changes_nothing(change, words):

@@ -100,7 +100,7 @@ class LoaderMachine(RuleBasedStateMachine):
         if consumed == N:
             assert next(batches, None) is None
         else:
-            with pytest.raises(DataError, match="a pass over a loader ends"):
+            with pytest.raises(DataError, match="a pass over a loader must not continue"):
                 next(batches)
 
     @rule()
@@ -173,10 +173,10 @@ def test_an_epoch_that_is_left_early_gives_no_sample_twice(dataset_of, workers):
     ],
     ids=["set_epoch", "load_state_dict", "another pass"],
 )
-def test_a_pass_under_way_ends_where_its_loader_goes_elsewhere(move):
+def test_a_pass_ends_when_its_loader_changes_position(move):
     loader = Loader(InMemory(N), global_batch=7)
     batches = iter(loader)
     next(batches)
     move(loader)
-    with pytest.raises(DataError, match="a pass over a loader ends"):
+    with pytest.raises(DataError, match="a pass over a loader must not continue"):
         next(batches)

@@ -113,7 +113,7 @@ def test_other_folders_are_not_removed(tmp_path):
     assert sweep(tmp_path / "nowhere") == []
 
 
-def test_the_last_one_who_lets_go_removes_it_and_what_cannot_be_locked_leaves_nothing(
+def test_the_last_user_removes_the_folder_and_a_folder_without_locks_leaves_nothing(
     tmp_path, monkeypatch
 ):
     first = NodeFolder.create(tmp_path, "test")
@@ -177,7 +177,9 @@ def test_the_jobs_folders_come_before_memory_if_they_are_the_nodes_own(node, sou
     assert [site.folder for site in sites(far / "other", source)] == [far / "other"]
 
 
-def test_room_is_what_is_free_and_half_of_memory_that_nobody_chose(node, source, monkeypatch):
+def test_room_is_the_free_space_and_half_of_it_in_memory_that_was_not_chosen(
+    node, source, monkeypatch
+):
     disk = node("disk")
     monkeypatch.setenv("TMPDIR", str(disk))
     on_disk, in_memory = sites("auto", source)

@@ -51,7 +51,7 @@ def test_order_is_a_bijection_of_real_sizes(n):
 
 
 @given(n=st.integers(SMALL + 1, 2**62 - 1), seed=words, shape=shapes, data=st.data())
-def test_positions_of_any_size_have_samples_of_their_own(n, seed, shape, data):
+def test_different_positions_have_different_samples(n, seed, shape, data):
     start = data.draw(st.integers(0, n - 1))
     positions = np.arange(start, min(start + 5000, n))
     shuffled = global_order(n, seed, epoch=0)
@@ -118,7 +118,7 @@ def test_all_permutations_of_few_samples_are_equally_likely():
 
 
 @pytest.mark.parametrize("size", [6, 20, 100, 512])
-def test_where_the_first_two_of_few_go_is_equally_likely_for_all_pairs(size):
+def test_all_pairs_of_positions_of_the_first_two_samples_are_equally_likely(size):
     trials, network = 200_000 + 6 * size**2, Feistel(size, 7)
     tweaks = np.arange(trials).astype(np.uint64)
     splitmix64_(tweaks)
@@ -163,14 +163,14 @@ def test_class_sorted_samples_are_mixed_nearly_as_by_a_drawn_permutation(sample_
 @pytest.mark.parametrize(
     ("n", "seed", "epoch"), [(0, 0, 0), (2**62, 0, 0), (5, -1, 0), (5, 2**64, 0), (5, 0, -1)]
 )
-def test_arguments_out_of_range_are_told(name, n, seed, epoch):
+def test_arguments_out_of_range_are_reported(name, n, seed, epoch):
     with pytest.raises(DataError, match=f"got n={n}, seed={seed}, epoch={epoch}"):
         ORDERS[name](n, seed, epoch)
 
 
 @settings(max_examples=15)
 @given(n=st.integers(1, 600), epoch=words, shape=shapes)
-def test_every_block_is_in_one_lane_which_reads_it_in_every_epoch(n, epoch, shape):
+def test_every_block_belongs_to_one_lane_in_all_epochs(n, epoch, shape):
     positions, found = np.arange(n), []
     for order in (windowed(n, shape, 7, epoch), windowed(n, shape, 7, 0)):
         blocks, lanes = order.samples_at(positions) // shape.block, order.lanes_of(positions)

@@ -74,7 +74,7 @@ def write(shared):
         ("many_rows:rows", {}),
     ],
 )
-def test_many_ranks_pack_what_one_packs(comm, folder, source, config):
+def test_many_ranks_pack_the_same_as_one_rank(comm, folder, source, config):
     done = pack(source, "many", PackConfig(**config), comm=comm)
     assert [note for note in done.notes if "ranks pack" in note] == (
         [f"the source has 1 part only: 1 of {comm.size} ranks packs"]

@@ -117,7 +117,7 @@ def test_a_manifest_that_cannot_be_written_is_an_error_on_all(
 
 @SIZES
 @pytest.mark.usefixtures("old")
-def test_a_set_whose_manifest_took_its_place_stays_whole(comm, folder, monkeypatch):
+def test_a_set_with_its_manifest_in_place_stays_intact(comm, folder, monkeypatch):
     def write_and_fail(self, directory, write_it=Manifest.write):
         write_it(self, directory)
         raise OSError(5, "Input/output error")
@@ -147,7 +147,7 @@ def test_a_new_set_replaces_the_old_one(comm, folder, old):
 
 
 @pytest.mark.ranks(2, 3)
-def test_different_arguments_are_told_on_every_rank(comm, folder):
+def test_different_arguments_are_reported_on_every_rank(comm, folder):
     with pytest.raises(DataError, match=r"same arguments.*'x1'.*|same arguments"):
         ShardWriter(folder, {f"x{comm.rank}": ((), "i8")}, samples_per_shard=1, comm=comm)
     with pytest.raises(DataError, match="samples_per_shard must be at least 1, got 0"):
@@ -155,7 +155,7 @@ def test_different_arguments_are_told_on_every_rank(comm, folder):
 
 
 @pytest.mark.ranks(2, 3)
-def test_a_directory_that_is_not_shared_is_told(comm, tmp_path):
+def test_a_directory_that_is_not_shared_is_reported(comm, tmp_path):
     """Every rank has a separate directory, as on nodes without a common file system."""
     mine = tmp_path / str(comm.rank)
     mine.mkdir()

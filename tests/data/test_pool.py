@@ -111,7 +111,7 @@ def test_results_of_workers_are_returned_unchanged(pool):
     found["number"] += 1  # the arrays belong to the caller
 
 
-def test_batches_stay_as_they_are_while_others_come(pool):
+def test_batches_are_unchanged_while_later_ones_are_read(pool):
     futures = [submit(pool, range(start, start + 8)) for start in range(100, 500, 8)]
     batches = [future.result(LIMIT_S) for future in futures]
     for _ in range(20):
@@ -146,7 +146,7 @@ def test_random_numbers_depend_on_samples_epoch_and_seed_only(pool):
         ((12, 13), CorruptError, "number 13 is damaged"),
     ],
 )
-def test_an_error_comes_back_with_the_users_frames_and_its_traceback_is_the_cause(
+def test_an_error_of_a_worker_has_the_frames_of_the_user_and_its_traceback_as_cause(
     pool, samples, kind, words
 ):
     with pytest.raises(kind, match=words) as caught:
@@ -160,7 +160,7 @@ def test_an_error_comes_back_with_the_users_frames_and_its_traceback_is_the_caus
 
 def test_a_transform_that_does_not_pickle_is_refused_at_the_start():
     lock = threading.Lock()
-    with pytest.raises(DataError, match=r"must pickle, but: .*lock.*workers=0"):
+    with pytest.raises(DataError, match=r"must pickle, .*lock.*workers=0"):
         DecodePool(make_numbers(), lambda columns: lock and columns, 1)
 
 
@@ -234,7 +234,7 @@ def rank():
             process.kill()
 
 
-def test_nothing_is_left_of_a_pool_whose_rank_is_killed():
+def test_a_pool_whose_rank_is_killed_leaves_no_processes():
     with rank() as (process, pids):
         assert len(pids) >= 2
         assert all(map(is_alive, pids))
@@ -251,7 +251,7 @@ def test_nothing_is_left_of_a_pool_whose_rank_is_killed():
         pytest.param("mpich", 2, marks=[pytest.mark.requires("mpich"), pytest.mark.conformance]),
     ],
 )
-def test_a_pool_lives_beside_mpi_and_threads_in_a_script_without_a_guard(
+def test_a_pool_works_with_mpi_and_threads_in_a_script_without_main_guard(
     dataset_of, mpi, num_ranks
 ):
     python = str(ROOT / ".venv-mpich/bin/python") if mpi == "mpich" else sys.executable

@@ -47,7 +47,7 @@ def test_blocks_of_any_size_are_brought_ahead(shard, monkeypatch, at_once):
     assert np.flatnonzero(shard.file.checked).tolist() == [0, 2, 5]
 
 
-def test_damage_that_was_brought_ahead_is_told_to_who_takes_it(directory):
+def test_damage_found_by_reading_ahead_is_reported_when_the_samples_are_taken(directory):
     entry = Manifest.read(directory).shards[0]
     flip(directory / entry.file, entry.places["number"].offset + 15 * 8)
     shard = OpenShard(directory, Manifest.read(directory), 0)
@@ -60,7 +60,7 @@ def test_damage_that_was_brought_ahead_is_told_to_who_takes_it(directory):
         list(Loader(ShardedDataset(directory), global_batch=8))
 
 
-def test_without_checks_samples_are_asked_for_and_nothing_is_waited_for(shard):
+def test_without_checks_samples_are_requested_without_a_wait(shard):
     held = Held()
     read_ahead(held, shard.file, np.array([39, 3, 20]), check=False, stays=True)
     held.go()

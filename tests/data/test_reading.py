@@ -37,7 +37,7 @@ def test_a_transform_makes_the_fields_of_a_batch_and_a_function_of_a_sample_any_
     [
         (
             PerSample(lambda s: {"x": torch.zeros(1, int(s["number"]))}),
-            "equal shapes after their first",
+            "except the first",
         ),
         (PerSample(lambda s: {f"x{s['number']}": 1}), "the same fields"),
         (lambda fields: fields["number"], "tensors by field"),
@@ -48,7 +48,7 @@ def test_unsupported_values_of_a_batch_raise(transform, words):
         first(transform)
 
 
-def test_random_numbers_without_a_loader_are_told():
+def test_random_numbers_without_a_loader_are_an_error():
     with pytest.raises(DataError, match="pass it to a Loader"):
         PerSample(noisy, random=True)(InMemory(4).take([1]))
 
@@ -134,7 +134,7 @@ def test_another_pass_ends_the_one_before():
     first = iter(loader)
     next(first)
     assert next(iter(loader)).num_samples == 10
-    with pytest.raises(DataError, match="when another one begins"):
+    with pytest.raises(DataError, match="must not continue after another pass"):
         next(first)
     state = loader.state_dict()
     for change in (lambda: loader.set_epoch(3), lambda: loader.load_state_dict(state)):
@@ -224,7 +224,7 @@ def test_in_processes_a_sample_has_its_numbers_whatever_is_transformed_with_it(n
     assert task(np.array([3]), 2, 2)["noise"].item() != many[1]
 
 
-def test_what_would_depend_on_the_number_of_ranks_is_refused_for_micro_shards():
+def test_transforms_that_depend_on_the_number_of_ranks_are_rejected_for_micro_shards():
     task = _Task(InMemory(31), whole(DRAWS["torch"]), any_ranks=True)
     with pytest.raises(DataError, match="another number of ranks"):
         task(np.array([3]), 1, 2)

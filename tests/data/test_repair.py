@@ -52,14 +52,14 @@ def test_damaged_shards_are_restored_from_the_copy(copy, damaged, tmp_path, lost
     assert len(outcome.deeds) == 3 + (lost == MANIFEST)
 
 
-def test_a_shard_that_is_damaged_in_the_copy_too_is_left(copy, damaged, tmp_path):
+def test_a_shard_that_is_damaged_in_the_copy_too_is_not_repaired(copy, damaged, tmp_path):
     other = shutil.copytree(copy, tmp_path / "other")
     flip(shard(other, 1)[0], 5000)
     shard(other, 2)[0].unlink()
     outcome = repair(damaged, other)
     assert outcome.report.bad_shards == (1, 2)
     assert verify(damaged).lost == outcome.report.lost == ((47, 54),)
-    assert any("is damaged there too" in deed for deed in outcome.deeds)
+    assert any("is damaged in the copy too" in deed for deed in outcome.deeds)
     assert any("No such file" in deed for deed in outcome.deeds)
 
 
@@ -67,7 +67,7 @@ def test_damage_that_cannot_be_repaired_is_reported_and_kept(copy, damaged, tmp_
     write_mixed(tmp_path / "other")
     before = files_of(damaged)
     for source, words in (
-        (tmp_path / "other", r"a copy of the same data set, but .* give another copy"),
+        (tmp_path / "other", r"a copy of the same data set, but .* pass another copy"),
         (damaged, r"must be another copy, but .* itself"),
         (tmp_path / "nowhere", r"cannot see the data set .*: No such file"),
     ):
@@ -78,7 +78,7 @@ def test_damage_that_cannot_be_repaired_is_reported_and_kept(copy, damaged, tmp_
     assert files_of(damaged) == before
     (damaged / MANIFEST).unlink()
     for source in (None, tmp_path / "other"):
-        with pytest.raises(DataError, match=f"a data set must contain {MANIFEST}"):
+        with pytest.raises(DataError, match=f"a data set must have a {MANIFEST}"):
             repair(damaged, source)
 
 

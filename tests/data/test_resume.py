@@ -106,7 +106,7 @@ def test_published_set_is_never_resumed(tmp_path):
     assert numbers_in(tmp_path) == list(range(8))
 
 
-def test_a_damaged_journal_is_no_journal(tmp_path):
+def test_a_damaged_journal_is_ignored(tmp_path):
     stopped(tmp_path, 0, 8)
     next(tmp_path.glob("*.journal")).write_text('{"format": 1')
     assert write(tmp_path, 0, 9) == 0
@@ -124,7 +124,7 @@ def test_only_shards_before_a_missing_one_are_kept(tmp_path, what):
 
 
 @SIZES
-def test_ranks_go_on_each_from_its_own(comm, folder):
+def test_each_rank_resumes_from_its_own_position(comm, folder):
     start, mine = 50 * comm.rank, 3 + 4 * comm.rank
     fails = comm.rank == comm.size - 1
     with pytest.raises(StopError if fails else DataError, match="Stop"):

@@ -39,7 +39,7 @@ def original(tmp_path_factory):
 @pytest.mark.parametrize(
     ("per_shard", "block_size", "piece_bytes"), [(9, 1, 1), (64, 16, 500), (1000, 200, 10**9)]
 )
-def test_samples_and_order_stay_however_they_are_cut(
+def test_samples_and_order_do_not_depend_on_shards(
     original, tmp_path, monkeypatch, per_shard, block_size, piece_bytes
 ):
     monkeypatch.setattr(rewriting, "PIECE_BYTES", piece_bytes)
@@ -142,7 +142,7 @@ def test_interrupted_rewriting_resumes(original, tmp_path, monkeypatch):
     [
         ({"samples_per_shard": 0}, "samples_per_shard must be positive, got 0"),
         ({"block_size": -1}, "block_size must be positive, got -1"),
-        ({"samples_per_shard": 1, "shard_bytes": 1}, "give one of them"),
+        ({"samples_per_shard": 1, "shard_bytes": 1}, "omit one"),
         ({"compression": "gzip"}, "compression must be zstd or none, got 'gzip'"),
     ],
 )
@@ -225,7 +225,7 @@ def test_invalid_shares_raise(texts, words):
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_any_number_of_ranks_writes_the_same_and_all_meet_an_error_of_one(
+def test_any_number_of_ranks_writes_the_same_and_all_raise_an_error_of_one(
     world, comm, tmp_path_factory, monkeypatch
 ):
     monkeypatch.setattr(rank_work, "TURN_S", 0.0)  # as many turns as pieces

@@ -83,7 +83,7 @@ def test_a_shard_that_learns_its_place_has_the_crc32_of_its_bytes(
 
 
 @pytest.mark.parametrize("num_bytes", [0, 100, 3000, 50_000])
-def test_hdf5_never_hears_of_a_full_disk_which_the_next_check_tells(tmp_path, num_bytes):
+def test_a_full_disk_that_hdf5_does_not_report_is_found_by_the_next_check(tmp_path, num_bytes):
     path = tmp_path / "full.h5"
     with largest_file(num_bytes):
         storage = PartFile(path, "w+b")

@@ -92,7 +92,7 @@ def test_a_file_is_the_same_for_any_number_of_ranks_and_has_what_the_table_says(
         assert mine[-1]["y"] == LABELS[own][-1]
         with pytest.raises(IndexError, match="an index must be from"):
             mine[len(mine)]
-    with pytest.raises(DataError, match="exists, and a split replaces nothing"):
+    with pytest.raises(DataError, match="exists, and a split does not replace files"):
         split_by_label(original, out, LabelShares(num_parts=5, alpha=0.3), comm)
     other = out.with_name("late.npz")
     late = LabelShares(num_parts=5, alpha=0.3, label="late")
@@ -108,14 +108,14 @@ def test_a_file_is_the_same_for_any_number_of_ranks_and_has_what_the_table_says(
         ({"num_parts": 2, "alpha": float("nan")}, "got nan"),
         (
             {"num_parts": 90, "alpha": 0.01},
-            r"parts \d+, .* would have no samples, of 300 in 90 parts; take fewer",
+            r"parts \d+, .* would have none of 300; use fewer",
         ),
-        ({"num_parts": 301, "alpha": float("inf")}, "would have no samples"),
+        ({"num_parts": 301, "alpha": float("inf")}, "would have none of"),
         ({"num_parts": 2, "label": "x"}, "'x' is none of these: x <f8"),
         ({"num_parts": 2, "label": "z"}, "name it by --label"),
     ],
 )
-def test_what_cannot_be_split_is_refused_on_every_rank_and_leaves_no_file(
+def test_an_invalid_split_is_rejected_on_every_rank_and_leaves_no_file(
     comm, original, tmp_path, options, message
 ):
     original, out = comm.broadcast_object(original), comm.broadcast_object(tmp_path / "c.npz")
@@ -137,7 +137,7 @@ def test_a_file_that_is_damaged_or_of_other_data_is_refused(original, tmp_path):
             Split.read(path)
     path.write_bytes(whole)
     for call in (Split.read(path).check, lambda data: Split.read(path).subset(data, 0, 1)):
-        with pytest.raises(DataError, match="must belong to the data set, but it was made of"):
+        with pytest.raises(DataError, match="must belong to the data set, but it is of"):
             call(InMemory(NUM_SAMPLES))
     loader = {"global_batch": 9, "split": path}
     with pytest.raises(DataError, match="must belong to the data set"):
@@ -145,15 +145,15 @@ def test_a_file_that_is_damaged_or_of_other_data_is_refused(original, tmp_path):
     dataset = ShardedDataset(original)
     with pytest.raises(DataError, match="got 3 parts and 4 ranks"):
         Loader(dataset, **loader, size=4)
-    with pytest.raises(DataError, match="leave one out"):
+    with pytest.raises(DataError, match="omit one"):
         Loader(dataset, **loader, micro_shards=2)
     for wrong, message in (
         (
             np.zeros(3, np.uint32),
-            "part 1 would have no samples, of 3 in 2 parts; take fewer parts",
+            "part 1 would have none of 3; use fewer parts",
         ),
         (np.full(3, 7, np.uint32), r"a part must be in \[0, 2\), got 7"),
-        (np.zeros(3), "the parts of a split must be"),
+        (np.zeros(3), "with the part of each sample"),
         ([0, 1], "got list"),
     ):
         with pytest.raises(DataError, match=message):
@@ -197,7 +197,7 @@ def test_ranks_read_their_parts_in_proportion_in_the_same_steps_for_any_number_o
             assert abs(len(mine) - in_proportion) < 2 + num_parts
 
 
-def test_a_loader_goes_on_with_its_split_and_no_other_on_another_number_of_ranks():
+def test_a_loader_resumes_with_its_split_only_on_another_number_of_ranks():
     split = some_split(97, 6)
     options = {"global_batch": 10, "seed": 3}
     loader = Loader(InMemory(97), split=split, **options)

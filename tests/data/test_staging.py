@@ -102,7 +102,7 @@ def test_the_copy_is_the_data_set(comm, folder, write, compression):
     assert shards_in(folder / "node") == []
 
 
-def test_what_does_not_fit_is_read_from_the_data_set(comm, folder, write, monkeypatch, caplog):
+def test_shards_that_do_not_fit_are_not_copied(comm, folder, write, monkeypatch, caplog):
     source = write()
     size = source.manifest.shards[0].num_bytes + 10_000
     room = [Site(folder / "small", 10_000), Site(folder / "node", size), Site(folder, size)]
@@ -193,13 +193,13 @@ def test_a_folder_that_one_rank_cannot_use_is_an_error_on_every_rank(
         stage(source, comm, folder / "file" / "node")
     if comm.rank == 1:
         monkeypatch.setattr(staging.NodeFolder, "join", lambda _: (folder / "file/x").mkdir())
-    with pytest.raises(DataError, match="every rank of the node must see the folder"):
+    with pytest.raises(DataError, match="choose a folder that every rank of the node sees"):
         stage(source, comm, folder / "node")
     comm.barrier()
     assert not list((folder / "node").iterdir())
 
 
-def test_a_long_copy_tells_how_far_it_is(comm, folder, write, caplog, monkeypatch):
+def test_a_long_copy_reports_its_progress(comm, folder, write, caplog, monkeypatch):
     source = write()
     monkeypatch.setattr(staging, "FIRST_S", 0.0)
     with caplog.at_level(logging.WARNING, "hpctrain"):

@@ -110,7 +110,7 @@ def make_folder(path, _):
         (flip_text, "is damaged: block 3 of field text has changed", (61, 68)),
         (
             lambda path, found: flip(path, found.places["image"].crc_offset),
-            "has damaged checksums of field image; its samples are whole",
+            "has damaged checksums of field image; its samples are intact",
             (),
         ),
         (lambda path, _: flip(path, 0), "(the metadata of HDF5)", ()),
@@ -124,7 +124,7 @@ def make_folder(path, _):
         (make_folder, "Is a directory", (40, 80)),
     ],
 )
-def test_damage_is_told_with_the_samples_that_it_costs(damaged, damage, words, lost):
+def test_damage_is_reported_with_the_lost_samples(damaged, damage, words, lost):
     damage(*shard(damaged))
     report = verify(damaged)
     assert report.lost == ((lost,) if lost else ())
@@ -132,7 +132,7 @@ def test_damage_is_told_with_the_samples_that_it_costs(damaged, damage, words, l
     assert {fault.shard for fault in report.faults} == {1}
 
 
-def test_of_a_shard_that_was_cut_off_the_first_blocks_are_whole(directory):
+def test_the_first_blocks_of_a_truncated_shard_are_intact(directory):
     cut_off(*shard(directory))
     report = verify(directory)
     assert report.faults[0].what.startswith("was cut off: it has ")
@@ -152,19 +152,19 @@ def test_a_lost_or_damaged_manifest_is_a_fault(damaged, content):
     if content is not None:
         (damaged / MANIFEST).write_bytes(content)
     assert only_fault(damaged).file == MANIFEST
-    assert "take the manifest from another copy" in verify(damaged).lines()[-1]
+    assert "restore the manifest from another copy" in verify(damaged).lines()[-1]
 
 
-def test_where_there_is_no_directory_nothing_can_be_checked(tmp_path):
+def test_verify_rejects_a_path_that_is_not_a_directory(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(DataError, match=r"a data set must be a directory, but .* is a file"):
+    with pytest.raises(DataError, match=r"a data set must be a directory, .* is not"):
         verify(tmp_path / "file")
     for name in ("none", "file/none"):
         with pytest.raises(DataError, match=r"cannot see the data set .*; check path and mount"):
             verify(tmp_path / name)
 
 
-def test_what_the_disk_cannot_read_is_a_fault(damaged, monkeypatch):
+def test_a_read_error_of_the_disk_is_a_fault(damaged, monkeypatch):
     path, found = shard(damaged)
     bad = found.places["number"].offset + 8 * 7
     preadv = os.preadv
@@ -229,8 +229,8 @@ def test_all_ranks_get_the_report_of_one(world, comm, tmp_path_factory):
         verify(directory / "none", comm)
 
 
-def test_of_a_set_that_was_not_finished_the_way_out_is_to_go_on(tmp_path):
+def test_the_remedy_for_an_unfinished_set_is_to_run_the_command_again(tmp_path):
     (tmp_path / "train-r00000.journal").touch()
     lines = "\n".join(verify(tmp_path).lines())
-    assert "the same one, run again, goes on" in lines
+    assert "run the same command again to continue" in lines
     assert "removes them" not in lines

@@ -21,7 +21,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("case", ["whole", *runs.CASES])
-def test_runs_learn_the_same_and_go_on(tmp_path, case):
+def test_runs_reach_the_same_result_and_resume(tmp_path, case):
     holds(runs.__file__, tmp_path, case)
 
 

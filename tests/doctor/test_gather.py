@@ -11,7 +11,7 @@ from hpctrain.doctor.host.gather import gather, gpus_of, libraries_in, reached, 
 from tests.doctor.healthy import NVLINK
 
 
-def test_gathering_lightly_leaves_out_what_is_the_same_for_a_node():
+def test_a_light_gather_omits_facts_that_are_equal_on_a_node():
     facts = gather({"CUDA_VISIBLE_DEVICES": "0, 3"}, lightly=True)
     assert facts.mpi.library is None
     assert facts.cores.mask
@@ -19,7 +19,7 @@ def test_gathering_lightly_leaves_out_what_is_the_same_for_a_node():
     assert facts.network.copy_error == ""
 
 
-def test_horovod_is_loaded_where_ranks_are_to_run_on_it(monkeypatch):
+def test_horovod_is_loaded_if_ranks_use_it(monkeypatch):
     refusal, wanted = LaunchError("it says: no; build"), {"HPCTRAIN_ENGINE": "horovod"}
     monkeypatch.setattr(module, "load", Mock())
     monkeypatch.setattr(module, "check_import", Mock(side_effect=refusal))
@@ -38,7 +38,7 @@ def test_horovod_is_loaded_where_ranks_are_to_run_on_it(monkeypatch):
         "srun: MPI types are...\nnone\npmi2\npmix\npmix_v4\n",
     ],
 )
-def test_what_srun_offers_is_read_from_old_and_new_slurm(text):
+def test_the_types_of_srun_are_parsed_for_old_and_new_slurm(text):
     assert {"none", "pmi2", "pmix"} <= set(srun_types_of(text))
     assert "types" not in srun_types_of(text)
 
@@ -89,7 +89,7 @@ def smi_in(folder, body):
     return {"PATH": f"{folder}:/usr/bin:/bin"}
 
 
-def test_what_nvidia_smi_prints_is_read(tmp_path):
+def test_the_output_of_nvidia_smi_is_parsed(tmp_path):
     (tmp_path / "topology").write_text(NVLINK.replace("\tGPU0\tGPU1", "\t\x1b[4mGPU0\tGPU1", 1))
     told = gpus_of(
         smi_in(

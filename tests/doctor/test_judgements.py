@@ -368,18 +368,18 @@ def test_merged_findings_of_equal_ranks_equal_those_of_one():
     assert merge([findings] * 3, ["n0", "n1", "n2"]) == findings
 
 
-def test_a_thousand_hosts_do_not_drown_a_finding():
+def test_a_finding_of_a_thousand_hosts_is_short():
     hosts = [f"n{number}" for number in range(1000)]
     of_ranks = [[finding("ok")], *([finding("error")] for _ in hosts[1:])]
     (found,) = merge(of_ranks, hosts)
     assert found.what == "n1, n2, n3, n4 and 995 more: x"
 
 
-def test_a_finding_of_all_hosts_but_of_one_rank_each_is_not_named():
+def test_a_finding_of_all_hosts_does_not_name_hosts():
     assert merge([[finding("note")]] * 2, ["n0", "n0"]) == [finding("note")]
 
 
-def test_a_fault_of_many_nodes_is_told_for_a_few():
+def test_a_fault_of_many_nodes_lists_a_few_nodes():
     assert few([finding("error")] * 4) == [finding("error")] * 4
     assert [each.what for each in few([finding("error")] * 9)][3:] == [
         "x",

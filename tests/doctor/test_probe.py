@@ -57,7 +57,7 @@ def test_healthy_ranks_have_equal_findings_without_faults(world):
 
 
 @TOGETHER
-def test_pairs_of_nodes_are_measured_beside_a_world_that_was_joined(world, monkeypatch):
+def test_pairs_of_nodes_are_measured_inside_a_joined_world(world, monkeypatch):
     monkeypatch.setenv("HPCTRAIN_RANKS_PER_NODE", "1")
     hpctrain.init()
     try:
@@ -85,7 +85,7 @@ def test_setting_of_one_rank_is_reported_with_the_rank(world, monkeypatch):
 
 
 @SIZES
-def test_a_plan_that_cannot_be_read_is_an_error_and_the_rest_is_looked_at(monkeypatch):
+def test_an_unreadable_plan_is_an_error_and_other_checks_continue(monkeypatch):
     monkeypatch.setenv("HPCTRAIN_PLAN", "/no/such/plan.json")
     findings = probe(seconds=0.0)
     first, *rest = told(findings, "plan")
@@ -96,7 +96,7 @@ def test_a_plan_that_cannot_be_read_is_an_error_and_the_rest_is_looked_at(monkey
 
 
 @TOGETHER
-def test_memory_that_is_switched_off_is_no_fault(monkeypatch):
+def test_disabled_node_memory_is_not_a_fault(monkeypatch):
     monkeypatch.setenv("HPCTRAIN_SHARED_MEMORY", "off")
     assert told(probe(seconds=0.0), "node memory") == [
         "note: HPCTRAIN_SHARED_MEMORY=off: gradients of a node go through plain MPI",
@@ -105,7 +105,7 @@ def test_memory_that_is_switched_off_is_no_fault(monkeypatch):
 
 
 @pytest.mark.ranks(1)
-def test_a_wrong_interface_stops_before_mpi_is_asked(monkeypatch):
+def test_a_wrong_interface_raises_before_mpi_starts(monkeypatch):
     refusal = Finding("world", "error", "no world", "another launch")
     monkeypatch.setattr(module, "wrong_interface", lambda *_: refusal)
     monkeypatch.setattr(mpi_world, "find_world", None)
@@ -113,7 +113,7 @@ def test_a_wrong_interface_stops_before_mpi_is_asked(monkeypatch):
 
 
 @pytest.mark.ranks(1)
-def test_a_world_of_one_of_several_ranks_is_an_error_with_the_way_out(monkeypatch):
+def test_a_world_of_one_in_a_launch_of_several_ranks_raises_with_a_remedy(monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
     finding = probe()[-1]

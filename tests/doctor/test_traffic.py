@@ -39,7 +39,7 @@ def test_all_ranks_know_all_figures(world):
 
 
 @TOGETHER
-def test_a_clock_that_goes_ahead_is_found_within_the_error_that_is_told(world, monkeypatch):
+def test_a_fast_clock_is_found_within_the_reported_error(world, monkeypatch):
     ahead = 7.5 * world.rank
     monkeypatch.setenv("HPCTRAIN_RANKS_PER_NODE", "1")
     connection = connect(world.Dup(), Settings(ranks_per_node=1))
@@ -68,6 +68,6 @@ def link(first, second, clock_s, clock_error_s=0.001):
     )
 
 
-def test_clocks_are_compared_along_a_way_and_errors_add_up():
+def test_clocks_are_compared_along_a_path_and_errors_add_up():
     found = offsets([link(2, 4, 3.0), link(0, 4, 1.0), link(6, 8, 9.0)], 0)
     assert found == {0: (0.0, 0.0), 4: (1.0, 0.001), 2: (-2.0, 0.002)}

@@ -321,7 +321,7 @@ def test_counters_of_the_kernel_are_read(tmp_path):
     assert difference({"a": 1, "b": 2}, {"a": 1, "b": 7, "c": 3}) == {"b": 5, "c": 3}
 
 
-def test_late_links_are_slow_too_and_noise_is_not():
+def test_a_link_with_high_latency_is_slow_and_noise_is_not():
     found = between(4)
     late = MeasuredLink(ranks=(0, 1), latency_s=2e-3, bytes_per_s=1e9)
     noisy = MeasuredLink(ranks=(0, 1), latency_s=2e-4, bytes_per_s=0.5e9)

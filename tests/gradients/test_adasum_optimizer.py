@@ -199,7 +199,7 @@ def steps_another_optimizer(hvd, model, optimizer):
         steps_another_optimizer,
     ],
 )
-def test_permitted_differences_between_ranks_raise_in_no_later_step(hvd, does):
+def test_permitted_differences_between_ranks_do_not_raise_in_later_steps(hvd, does):
     model, optimizer = wrapped(hvd, op=hvd.Adasum)
     for step in range(6):
         optimizer.zero_grad()

@@ -47,7 +47,7 @@ def test_several_optimizers_share_one_backward(hvd):
 
 
 @pytest.mark.ranks(2)
-def test_optimizers_that_come_in_another_order_are_an_error_on_every_rank(hvd):
+def test_optimizers_in_different_orders_are_an_error_on_every_rank(hvd):
     one, two = nn.Linear(1, 1), nn.Linear(1, 1)
     kept = [hvd.DistributedOptimizer(torch.optim.SGD(m.parameters(), lr=0.1)) for m in (one, two)]
     x = torch.ones(1, 1)

@@ -147,7 +147,7 @@ def test_uneven_samples_and_ranks_without_any_have_the_same_bits(hvd):
 
 @MANY
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.Adafactor])
-def test_parameters_that_freeze_thaw_and_come_late_have_the_same_bits(hvd, kind):
+def test_parameters_that_are_frozen_unfrozen_or_added_later_have_the_same_bits(hvd, kind):
     models = []
     for shard in (None, "node"):
         model, optimizer = wrapped(hvd, kind, settings={"lr": 0.01}, shard=shard)

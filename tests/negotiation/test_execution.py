@@ -139,7 +139,7 @@ def test_after_the_loss_of_a_rank_every_operation_fails():
 
 @SIZES
 @pytest.mark.parametrize("op", [op for op in ReduceOp if op is not Adasum], ids=str)
-def test_a_stand_in_does_not_change_the_result(ranks, op):
+def test_a_placeholder_operation_of_a_joined_rank_does_not_change_the_result(ranks, op):
     """The last rank has joined, so its stand-in must not affect the values of the others."""
     dtypes = (torch.float32, torch.float16, torch.int8, torch.uint64, torch.bool, torch.complex64)
     for dtype in dtypes:

@@ -45,7 +45,7 @@ def test_ready_operations_form_one_batch_in_the_order_of_the_root():
         assert ranks.settle() == [OperationBatch(plain("c", "a", "b"), None)], again
 
 
-def test_a_thousand_cached_names_are_sent_as_one_bit_vector_each_way():
+def test_a_thousand_cached_names_are_sent_as_one_bit_vector_per_direction():
     names = [f"layers.{index}.weight" for index in range(1000)]
     ranks = Ranks(star(3))
     announced(ranks, *names)
@@ -65,7 +65,7 @@ def test_packed_slots_keep_their_order(slots):
     assert unpack_slots(pack_slots(slots)) == slots
 
 
-def test_a_mismatch_names_every_rank_and_is_forgotten_afterwards():
+def test_a_mismatch_names_every_rank_and_is_cleared_afterwards():
     ranks = Ranks(chain(6))
     announced(ranks, "a")
     for rank, negotiator in enumerate(ranks.negotiators):

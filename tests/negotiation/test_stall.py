@@ -79,7 +79,7 @@ def test_the_report_names_operation_rank_host_last_collective_and_place():
     assert "HPCTRAIN_STALL_ABORT_S=SECONDS ends such a run" in ranks.report(31.0)[0]
 
 
-def test_a_question_is_not_asked_early_or_twice():
+def test_a_request_is_not_sent_early_or_twice():
     ranks = Ranks(3)
     ranks.submit("a", (0, 2))
     assert not ranks.ask(29.9, 0)
@@ -94,13 +94,13 @@ def test_a_question_is_not_asked_early_or_twice():
 
 
 @pytest.mark.parametrize(("abort_s", "times"), [(80, [30, 80]), (95, [30, 60, 95])])
-def test_no_question_is_asked_shortly_before_the_abort(abort_s, times):
+def test_no_request_is_sent_shortly_before_the_abort(abort_s, times):
     ranks = Ranks(2, replace(SETTINGS, stall_abort_s=abort_s))
     ranks.submit("a", (0,))
     assert [now for now in range(abort_s + 1) if ranks.ask(now, 0)] == times
 
 
-def test_an_unnamed_collective_is_asked_about_at_growing_intervals():
+def test_an_unnamed_collective_is_requested_at_growing_intervals():
     recorder = FlightRecorder()
     stream = recorder.new_stream(range(2))
     stream.begin("sum of 3 float32")
@@ -196,7 +196,7 @@ def test_a_rank_reports_and_aborts_itself_if_the_root_does_not_answer(now, is_fi
     assert watch.reports(now + 2 * watch.answer_s) == []
 
 
-def test_the_stack_has_the_lines_of_the_program_and_where_it_is_in_a_library():
+def test_the_stack_has_lines_of_the_program_and_the_current_line_of_a_library():
     with_one_more_frame = threading.Event()
     found = []
 

@@ -125,7 +125,7 @@ def test_ranks_estimate_it_from_their_gradients_and_the_average(world, monkeypat
 
 
 @pytest.mark.ranks(2, 3)
-def test_watching_changes_no_bits_and_is_free_when_off(hvd):
+def test_watching_the_noise_changes_no_results_and_costs_nothing_when_off(hvd):
     found = []
     for watches in (False, True):
         torch.manual_seed(0)

@@ -49,9 +49,7 @@ def test_different_batches_or_arguments_are_an_error():
     rank, (given, target) = dist.get_rank(), batch(4)
     pipeline = made(linear())
     for call in (pipeline.step, pipeline.evaluate):
-        with pytest.raises(
-            MismatchError, match=r"number 1 differs: rank 0: target .* of dp alone"
-        ):
+        with pytest.raises(MismatchError, match=r"number 1 differs: rank 0: target .* of dp only"):
             call(given, target + rank)
         with pytest.raises(ConfigError, match="got 8 samples and 4 targets"):
             call(given, target[:4])
@@ -65,17 +63,13 @@ def test_different_batches_or_arguments_are_an_error():
 
 
 def test_unsupported_schedules_and_layers_are_an_error():
-    with pytest.raises(
-        ConfigError, match="1f1b of 2 ranks must have at least 2 micro-batches, got 1"
-    ):
+    with pytest.raises(ConfigError, match="2 ranks must have at least 2 micro-batches, got 1"):
         made(linear(), num_microbatches=1)
     for schedule in ("interleaved", "zero_bubble"):
-        with pytest.raises(ConfigError, match="got 5 for 2 rounds; use 4"):
+        with pytest.raises(ConfigError, match="divide into 2 equal rounds, got 5; use 4"):
             made(linear(), schedule=schedule, num_microbatches=5)
     chain = Chain([("0", nn.LSTM(4, 4))])
-    with pytest.raises(
-        ConfigError, match="a layer of a pipeline must return a tensor, got tuple of 0"
-    ):
+    with pytest.raises(ConfigError, match="must return one tensor, but 0 returned tuple"):
         chain(torch.zeros(2, 4))
 
 

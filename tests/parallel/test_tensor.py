@@ -129,18 +129,18 @@ def test_indivisible_models_are_an_error_on_all():
     for change, told in (
         ({"blocks.*.feed.dwn": "row"}, "no module blocks.*.feed.dwn"),
         ({"head": "columns"}, "one of column, row, vocabulary, got 'columns' for head"),
-        ({"norm": "column"}, "got column for norm, a RMSNorm; remove the role"),
+        ({"norm": "column"}, "got column for norm, a RMSNorm; omit"),
     ):
         with pytest.raises(ConfigError, match=re.escape(told)):
             tensor_parallel(transformer(), rows(), {**lm.ROLES, **change})
-    with pytest.raises(ConfigError, match=f"{size} tensor parallel ranks must divide the 9 out"):
+    with pytest.raises(ConfigError, match=f"the 9 outputs of 0 must be divisible by the {size} "):
         tensor_parallel(nn.Sequential(nn.Linear(3, 9)), rows(), {"0": "column"})
     own = transformer()
     own.scale = nn.Parameter(torch.ones(1))
-    with pytest.raises(ConfigError, match="but a module with submodules has scale"):
+    with pytest.raises(ConfigError, match="a module with submodules has scale"):
         tensor_parallel(own, rows(), lm.ROLES)
     model = divided(sequence=True)
-    with pytest.raises(ConfigError, match=f"got {size + 1} for {size} ranks; pad"):
+    with pytest.raises(ConfigError, match=f"parallel ranks, got {size + 1}; pad"):
         model(torch.zeros(1, size + 1, dtype=torch.long))
 
 
@@ -151,5 +151,5 @@ def test_ranks_with_different_models_or_samples_are_an_error_on_all():
         divided(depth=depth)
     torch.manual_seed(torch.distributed.get_rank())
     samples = torch.randint(256, (2, 8))
-    with pytest.raises(MismatchError, match="divide data among the ranks of dp alone"):
+    with pytest.raises(MismatchError, match="divide data among the ranks of dp only"):
         divided()(samples)

@@ -54,17 +54,17 @@ def with_attention(kind):
 
 def test_sequence_parallelism_needs_a_divided_embedding():
     for model, roles in ((transformer(), NO_EMBEDDING), (nn.Sequential(nn.Linear(4, 4)), {})):
-        with pytest.raises(ConfigError, match="an embedding must have the role vocabulary"):
+        with pytest.raises(ConfigError, match="embedding must have the role vocabulary"):
             tensor_parallel(model, rows(), roles, sequence=True)
     model = transformer()
     model.norm = nn.BatchNorm1d(16)
-    with pytest.raises(ConfigError, match="but norm, a BatchNorm1d, does; omit sequence"):
+    with pytest.raises(ConfigError, match="norm, a BatchNorm1d, combines positions"):
         tensor_parallel(model, rows(), lm.ROLES, sequence=True)
 
 
 @pytest.mark.parametrize("kind", [lm.Attention, ByHand])
 def test_attention_sees_the_whole_sequence(kind):
-    with pytest.raises(ConfigError, match="got 4 positions, a part of 2; give its"):
+    with pytest.raises(ConfigError, match="got 4 positions, one of 2 parts; assign"):
         forward(with_attention(kind), NO_ATTENTION, sequence=True)
     assert forward(with_attention(kind), sequence=True).shape == (1, 8, 256)
     whole = forward(with_attention(kind), NO_ATTENTION).full_tensor()
@@ -78,7 +78,7 @@ def test_replicas_of_a_layer_draw_the_same_random_numbers():
     scores = [model(GIVEN).full_tensor() for _ in range(3)]
     assert not torch.equal(scores[0], scores[1])
     torch.rand(rank)
-    with pytest.raises(MismatchError, match=r"torch.manual_seed\(n\) with one n on the ranks"):
+    with pytest.raises(MismatchError, match=r"torch.manual_seed\(\) with the same number"):
         model(GIVEN)  # the fourth forward
     model.eval()(GIVEN)  # eval() draws no random numbers
     torch.manual_seed(rank)
@@ -89,7 +89,7 @@ def test_replicas_of_a_layer_draw_the_same_random_numbers():
 
 def test_tokens_outside_the_vocabulary_are_an_error():
     for token in (-1, 256):
-        with pytest.raises(ConfigError, match=f"from 0 to 255, got {token}; use a larger"):
+        with pytest.raises(ConfigError, match=f"must be from 0 to 255, got {token}; use"):
             forward(transformer(), given=torch.tensor([[1, token]]))
 
 
@@ -105,10 +105,10 @@ def test_invalid_roles_and_meshes_are_an_error_on_all_ranks():
         with pytest.raises(ConfigError, match=re.escape(told)):
             tensor_parallel(transformer(), mesh["tp"], roles)
     with pytest.raises(
-        MismatchError, match=r"rank 0: sequence=True; rank 1: sequence=False; give"
+        MismatchError, match=r"rank 0: sequence=True; rank 1: sequence=False; pass"
     ):
         tensor_parallel(transformer(), mesh["tp"], lm.ROLES, sequence=rank == 0)
-    with pytest.raises(ConfigError, match="must divide a model once"):
+    with pytest.raises(ConfigError, match="must get an undivided model"):
         tensor_parallel(tensor_parallel(transformer(), mesh["tp"], lm.ROLES), mesh["tp"], lm.ROLES)
     x = torch.zeros(1, 2, 2, 2)
     for call in (

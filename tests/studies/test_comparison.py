@@ -80,7 +80,7 @@ def test_equal_studies_rarely_differ_and_ten_percent_is_detected():
 @pytest.mark.conformance
 @pytest.mark.limit(300)
 @pytest.mark.parametrize("kind", ["even", "heavy", "outliers"])
-def test_of_500_equal_studies_at_most_alpha_are_called_different(kind):
+def test_at_most_a_fraction_alpha_of_500_equal_studies_is_called_different(kind):
     assert sum(differing(kind, 1, 500)) <= 0.05 + 2.5 * np.sqrt(0.05 / 500)
 
 

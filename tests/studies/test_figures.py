@@ -50,7 +50,7 @@ def test_lines_cover_only_measured_points():
 
 
 @pytest.mark.parametrize(("mode", "growth"), [("strong", 1), ("weak", 0)])
-def test_the_ideal_goes_through_the_base(mode, growth):
+def test_the_ideal_line_contains_the_base_point(mode, growth):
     results = generated.complete(config=generated.config(mode=mode))
     ideal = series(figures(results)["time"], "dashed")[0]
     base = results.summaries[0].step_s.value

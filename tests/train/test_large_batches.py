@@ -60,7 +60,7 @@ def test_node_sharding_gives_the_same_bits_with_lars_and_lamb(here, configure, s
 
 @pytest.mark.ranks(2)
 def test_the_noise_scale_is_rejected_without_averages_in_backward(here, configure):
-    without_ranks = "compares gradients of ranks"
+    without_ranks = "log.noise_scale must be false"
     for other, expected in {
         "train.shard=node": without_ranks,
         "train.reproducible=true": without_ranks,

@@ -158,7 +158,7 @@ def test_tensorboard_reads_the_values_of_all_parts(here, shared, configure):
 
 
 @pytest.mark.requires("wandb")
-def test_all_parts_are_one_run_of_weights_and_biases(here, shared, configure, monkeypatch):
+def test_all_parts_of_a_run_are_one_run_of_wandb(here, shared, configure, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     job = Job(here, configure, shared / "run", log("=wandb"), "train.epochs=2")

@@ -96,7 +96,7 @@ def test_unknown_sizes_are_omitted_and_frozen_parameters_are_not_counted():
     assert sizes_of(f"{HERE}:perceptron") == {"parameters": 72, "layers": 2}
 
 
-def test_a_single_layer_is_one():
+def test_a_single_layer_is_counted_as_one():
     assert sizes_of(f"{HERE}:shallow")["layers"] == 1
 
 

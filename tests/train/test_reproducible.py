@@ -115,7 +115,7 @@ def test_the_number_of_micro_shards_is_kept_from_the_start(here, configure, shar
 
 @pytest.mark.ranks(3)
 def test_too_many_ranks_or_too_small_a_batch_is_rejected(here, configure):
-    with pytest.raises(MismatchError, match="every rank needs a micro-shard"):
+    with pytest.raises(MismatchError, match="every rank must have a micro-shard"):
         build(configure("train.reproducible=true", "train.micro_shards=2"), here.comm)
     small = configure("train.reproducible=true", "train.global_batch=3")
     for refuse in (lambda: build(small, here.comm), lambda: settled(small, None, here.comm)):

@@ -249,7 +249,7 @@ def stop_of(tmp_path, rank):
 
 
 @pytest.mark.usefixtures("job")
-def test_only_rank_0_asks_for_the_end_of_the_job(tmp_path, monkeypatch):
+def test_only_rank_0_queries_the_end_of_the_job(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_END_TIME", "2000")
     assert stop_of(tmp_path, 0).reason == "budget"  # this time has passed
     assert not stop_of(tmp_path, 1).reason

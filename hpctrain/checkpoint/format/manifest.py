@@ -92,8 +92,8 @@ class CheckpointManifest:
                 raise damaged(path, f"its format is {given['format']!r}")
             if version > VERSION:
                 raise CheckpointError(
-                    f"checkpoint {directory} has version {version}, this hpctrain reads up to "
-                    f"{VERSION}; use a newer hpctrain"
+                    f"checkpoint {directory} has version {version}, but this hpctrain reads "
+                    f"versions up to {VERSION}; use a newer hpctrain"
                 )
             found = _manifest(given)
             require_named(directory, found.step)
@@ -136,8 +136,8 @@ def require_named(directory: Path | str, step: int) -> None:
     """Return unless the directory has the name of another step's checkpoint."""
     if step_of(Path(directory).name) not in (None, step):
         raise CheckpointError(
-            f"a checkpoint has the name of its step, or one of another form, and {directory} is "
-            f"after step {step}; name it {name_of(step)}"
+            f"the directory of a checkpoint must be named after its step, but {directory} has "
+            f"step {step}; rename it to {name_of(step)}"
         )
 
 
@@ -149,12 +149,13 @@ def read_bytes(directory: Path | str) -> bytes:
             data = file.read(GIB + 1)
     except FileNotFoundError:
         raise CheckpointError(
-            f"there is no checkpoint {directory}, or it was not finished: it has no {NAME}; "
-            f"use another one"
+            f"there is no checkpoint {directory}, or its save did not finish: it has no "
+            f"{NAME}; use another checkpoint"
         ) from None
     except OSError as error:
         raise CheckpointError(
-            f"cannot read {path}: {reason_of(error)}; check its rights, or use another checkpoint"
+            f"cannot read {path}: {reason_of(error)}; check its permissions, or use another "
+            f"checkpoint"
         ) from error
     if len(data) > GIB:
         raise damaged(path, "it is larger than 1 GiB")
@@ -239,5 +240,5 @@ def _part(given: Mapping[str, Any], shape: tuple[int, ...], itemsize: int) -> St
 
 def _natural(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 1 << 63:
-        raise ValueError(f"{str(value)[:40]!r} where a number of things is due")
+        raise ValueError(f"{str(value)[:40]} is not a number of items")
     return value

@@ -27,7 +27,7 @@ class Shard:
             for whole, start, size in zip(self.global_shape, self.offset, self.shape, strict=True)
         ):
             raise CheckpointError(
-                "a shard must be inside its tensor and have as many dimensions, got shape "
+                f"a shard must be inside its tensor and have as many dimensions, got shape "
                 f"{list(self.shape)} at {list(self.offset)} of {list(self.global_shape)}"
             )
 
@@ -49,8 +49,9 @@ class Shard:
         """
         if self.global_shape != other.global_shape:
             raise CheckpointError(
-                f"shards of one tensor must have one global shape, got {list(self.global_shape)} "
-                f"and {list(other.global_shape)}; convert the checkpoint or change the model"
+                f"shards of one tensor must have the same global shape, got "
+                f"{list(self.global_shape)} and {list(other.global_shape)}; convert the "
+                f"checkpoint, or change the model"
             )
         starts = tuple(map(max, self.offset, other.offset))
         stops = map(min, self.stop, other.stop)

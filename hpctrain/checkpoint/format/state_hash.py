@@ -78,9 +78,9 @@ def _gathered(
     parts = comm.allgather_object((whole.digest(), mine))
     if len({held for held, _ in parts}) > 1:
         raise CheckpointError(
-            "ranks that share the work of a hash must hold the same state, but ranks hold "
-            "different names or values; find them with hvd.check_replicas(model, optimizer), or "
-            "hash the state on each rank without comm"
+            "ranks that divide the work of a hash must have the same state, but names or "
+            "values differ; find them with hvd.check_replicas(model, optimizer), or hash the "
+            "state on each rank without comm"
         )
     return {number: digest for _, part in parts for number, digest in part.items()}
 
@@ -102,15 +102,15 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, Tensor) and value.layout is not torch.strided:
         raise CheckpointError(
             f"tensors of a state must be dense, got {value.layout} at {path}; call to_dense() "
-            "first"
+            f"first"
         )
     elif value is None or isinstance(value, bool | int | float | str | bytes | Tensor):
         yield path, value
     else:
         raise CheckpointError(
-            "the values of a state must be tensors or plain Python values, got "
-            f"{type(value).__name__} at {path}; convert it, for example with float(), str() or "
-            "torch.from_numpy()"
+            f"a state must contain only tensors and plain Python values, got "
+            f"{type(value).__name__} at {path}; convert it, for example with float(), str() "
+            f"or torch.from_numpy()"
         )
 
 

@@ -51,8 +51,8 @@ def component(key: str | int) -> str:
 def _take(value: Any, at: tuple[str, ...], leaves: dict[str, Tensor | TensorPiece]) -> Any:
     if len(at) > MAX_DEPTH:
         raise CheckpointError(
-            f"a state must have at most {MAX_DEPTH} containers inside each other, but has more at "
-            f"{'/'.join(at[:4])}/...; remove references of containers to themselves"
+            f"a state must have at most {MAX_DEPTH} nested containers, got more at "
+            f"{'/'.join(at[:4])}/...; check whether a container contains itself"
         )
     if isinstance(value, Tensor | TensorPiece):
         path = "/".join(at)
@@ -78,9 +78,9 @@ def _take_plain(value: Any, at: tuple[str, ...]) -> Any:
     if kind is bytes:
         return {"bytes": base64.b64encode(value).decode()}
     raise CheckpointError(
-        "the values of a state must be tensors, plain values, lists, tuples or dicts, got "
-        f"{kind.__module__}.{kind.__qualname__} at {'/'.join(at) or 'its root'}; convert it, for "
-        "example with float(), str() or torch.from_numpy()"
+        f"a state must contain only tensors, plain values, lists, tuples and dicts, got "
+        f"{kind.__module__}.{kind.__qualname__} at {'/'.join(at) or 'its root'}; convert it, "
+        f"for example with float(), str() or torch.from_numpy()"
     )
 
 
@@ -89,8 +89,8 @@ def _take_item(
 ) -> list[Any]:
     if type(key) not in (str, int) or (isinstance(key, int) and not -_INT64 <= key < _INT64):
         raise CheckpointError(
-            f"the keys of a state must be str or int of 64 bit, got {key!r} at "
-            f"{'/'.join(at) or 'its root'}"
+            f"keys of a state must be str or int of 64 bit, got {key!r} at "
+            f"{'/'.join(at) or 'its root'}; convert them"
         )
     assert isinstance(key, str | int)
     return [key, _take(value, (*at, component(key)), leaves)]
@@ -99,8 +99,8 @@ def _take_item(
 def _put(node: Any, tensor_of: Callable[[str], Any], depth: int) -> Any:
     if depth > MAX_DEPTH:
         raise CheckpointError(
-            f"the skeleton of a state must have at most {MAX_DEPTH} containers inside each other, "
-            "but has more"
+            f"the skeleton of a state must have at most {MAX_DEPTH} nested containers, but "
+            f"has more"
         )
     if node is None or isinstance(node, bool | int | float | str):
         return node

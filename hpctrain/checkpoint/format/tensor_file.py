@@ -52,8 +52,8 @@ def check_storable(path: str, tensor: Tensor) -> None:
         )
     if name_of(tensor.dtype) not in DTYPES:
         raise CheckpointError(
-            f"tensors of a checkpoint must be of {', '.join(DTYPES)}, got {name_of(tensor.dtype)} "
-            f"at {path}; convert it first"
+            f"tensors of a checkpoint must have one of the dtypes {', '.join(DTYPES)}, got "
+            f"{name_of(tensor.dtype)} at {path}; convert it first"
         )
 
 
@@ -133,7 +133,8 @@ class TensorFile:
         if entry is None or (entry.dtype, entry.shape) != expected:
             found = f"{entry.dtype} {entry.shape}" if entry else "none"
             raise self._fault(
-                f"the manifest says {expected[0]} {expected[1]} for {name}, the file has {found}"
+                f"the manifest has {expected[0]} {expected[1]} for {name}, but the file has "
+                f"{found}"
             )
 
     def read_into(self, name: str, start: int, memory: memoryview, crcs: Sequence[int]) -> None:
@@ -155,7 +156,7 @@ class TensorFile:
         size = os.fstat(self._descriptor).st_size
         length = int.from_bytes(self._bytes(0, 8, size), "little")
         if length > min(size - 8, _HEADER_BYTES):
-            raise self._fault(f"its header has {length} bytes, the file {size}")
+            raise self._fault(f"its header has {length} bytes, but the file only {size}")
         try:
             header = json.loads(self._bytes(8, length, size))
             pairs = header.items()
@@ -169,7 +170,9 @@ class TensorFile:
             end += entry.num_bytes
             yield name, entry
         if 8 + length + end != size:
-            raise self._fault(f"it has {size} bytes where its header needs {8 + length + end}")
+            raise self._fault(
+                f"it must have {8 + length + end} bytes by its header, but has {size}"
+            )
 
     def _entry(self, record: Any, end: int, origin: int) -> _Entry:
         try:
@@ -179,7 +182,7 @@ class TensorFile:
         except (ValueError, TypeError, KeyError):
             raise self._fault("its header is not that of a safetensors file") from None
         if type(start) is not int or type(stop) is not int or not start == end <= stop:
-            raise self._fault(f"a tensor is at [{start}, {stop}), it must begin at {end}")
+            raise self._fault(f"a tensor must begin at {end}, but is at [{start}, {stop})")
         return _Entry(dtype, shape, origin + start, stop - start)
 
     def _bytes(self, start: int, length: int, size: int) -> bytes:
@@ -224,7 +227,7 @@ def open_regular(path: Path) -> int:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise CheckpointError(
-            f"the files of a checkpoint must be regular files, but {path} is not; use another "
-            "checkpoint"
+            f"files of a checkpoint must be regular files, but {path} is not; use another "
+            f"checkpoint"
         )
     return descriptor

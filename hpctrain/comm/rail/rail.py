@@ -115,8 +115,8 @@ class MpiWire(Wire):
     def start_receive(self, tensor: Tensor, source: int | None, tag: int = 0) -> Transfer:
         """Start receiving into ``tensor``, which must not be used until ``finish``.
 
-        If ``source`` is None the message may come from any rank, and ``partner`` of the transfer
-        is then set to its sender.
+        If ``source`` is None the message may be received from any rank, and ``partner`` of the
+        transfer is then set to its sender.
         """
         if source is None and tensor.numel() > CHUNK_ELEMENTS:
             raise CommError(
@@ -190,7 +190,7 @@ class MpiWire(Wire):
 
 
 DEPTH = 8
-"""Parts in flight besides the oldest one; less than ``TAGS_PER_CALL``."""
+"""Number of parts in flight after the oldest one; less than ``TAGS_PER_CALL``."""
 
 
 @dataclass(slots=True, eq=False)

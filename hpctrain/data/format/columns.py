@@ -74,8 +74,8 @@ def _array(name: str, field: Field, array: NDArray[Any], counts: str) -> NDArray
         )
     if array.size and not np.can_cast(array.dtype, field.dtype, "safe"):
         raise DataError(
-            f"field {name} holds {field.dtype}, which cannot hold every {array.dtype}; "
-            f"convert the array first"
+            f"field {name} must hold all values of {array.dtype}, but its type is "
+            f"{field.dtype}; convert the array first"
         )
     return array.astype(field.dtype, copy=False)
 
@@ -90,8 +90,8 @@ def _ragged(name: str, field: Field, samples: Any) -> RaggedRows:
         ends = (0, *offsets, len(values))
         if not len(offsets) or np.any(np.diff(ends) < 0):
             raise DataError(
-                f"offsets of field {name} must grow from 0 to {len(values)}, its number of rows, "
-                f"got {offsets}"
+                f"offsets of field {name} must increase from 0 to {len(values)}, its number "
+                f"of rows, got {offsets}"
             )
         return RaggedRows(values, offsets)
     if not np.iterable(samples):

@@ -56,12 +56,14 @@ class Field:
     def __post_init__(self) -> None:
         if any(extent < 0 for extent in self.shape):
             raise DataError(
-                f"the shape of a sample must not contain negative sizes, got {self.shape}"
+                f"the shape of a sample must not have negative sizes, got {self.shape}"
             )
         try:
             dtype = np.dtype(self.dtype)
         except TypeError:
-            raise DataError(f"a dtype must be one of numpy, got {self.dtype!r}") from None
+            raise DataError(
+                f"the type of a field must be a dtype of numpy, got {self.dtype!r}"
+            ) from None
         little = dtype.newbyteorder("<").str
         if dtype.kind not in _KINDS or dtype.itemsize > 8 or self.dtype != little:
             raise DataError(
@@ -135,14 +137,11 @@ class Manifest:
             raise DataError(f"a split must be a word such as train, got {self.split!r}")
         if not self.fields:
             raise DataError(
-                "a data set must have at least one field, got none; add one, such as "
-                '{"x": ((8, 8), "f4")}'
+                'a data set must have at least one field, such as {"x": ((8, 8), "f4")}'
             )
         for name in self.fields:
             if not name.isidentifier():
-                raise DataError(
-                    f"the name of a field must be a valid Python identifier, got {name!r}"
-                )
+                raise DataError(f"a field must have the name of a Python variable, got {name!r}")
         if self.block_size < 1:
             raise DataError(f"block_size must be positive, got {self.block_size}")
         for shard in self.shards:
@@ -193,8 +192,8 @@ class Manifest:
             return cls._from_record(json.loads(path.read_text()))
         except FileNotFoundError:
             raise DataError(
-                f"a data set must contain {MANIFEST}, but {directory} has none; pack one with "
-                "hpctrain data pack, or correct the path"
+                f"a data set must have a {MANIFEST}, but {directory} has none; create it with "
+                f"hpctrain data pack, or pass the right directory"
             ) from None
         except OSError as error:
             raise DataError(f"cannot read {path}: {reason_of(error)}; check the mount") from error
@@ -284,8 +283,9 @@ class Manifest:
             index = (place.index_crc32, place.num_rows)
             if (None not in index) != field.ragged:
                 raise DataError(
-                    f"a ragged field must have an index and others must not, but field {name} of "
-                    f"shard {shard.file} is{'' if field.ragged else ' not'} ragged and has {index}"
+                    f"only ragged fields must have an index, but field {name} of shard "
+                    f"{shard.file} is{'' if field.ragged else ' not'} ragged and its index is "
+                    f"{index}"
                 )
             num_rows = shard.num_samples if place.num_rows is None else place.num_rows
             for offset, size in (
@@ -295,8 +295,8 @@ class Manifest:
             ):
                 if offset is not None and not 0 <= offset <= shard.num_bytes - size:
                     raise DataError(
-                        f"field {name} needs {size} bytes from byte {offset}, "
-                        f"but shard {shard.file} has {shard.num_bytes}"
+                        f"field {name} must end inside its shard, but has {size} bytes from "
+                        f"byte {offset} and shard {shard.file} has {shard.num_bytes}"
                     )
 
 
@@ -332,7 +332,7 @@ def _check_numbers(value: object) -> None:
         for one in value.values() if isinstance(value, dict) else value:
             _check_numbers(one)
     elif isinstance(value, float) or (isinstance(value, int) and not 0 <= value < _MOST):
-        raise DataError(f"its numbers must be integers from 0 to below 2^62, got {value}")
+        raise DataError(f"its numbers must be integers, at least 0 and below 2^62, got {value}")
 
 
 def shard_file(split: str, uuid: str, shard: int, num_shards: int) -> str:

@@ -30,8 +30,8 @@ def load_filters(fields: Mapping[str, Field]) -> None:
         import_module("hdf5plugin")  # an extra, which registers its filters
     except ImportError:
         raise DataError(
-            "fields compressed with zstd need the package hdf5plugin; "
-            'install it: pip install "hpctrain[zstd]"'
+            "fields compressed with zstd must be read with the package hdf5plugin, which is "
+            'not installed; pip install "hpctrain[zstd]"'
         ) from None
 
 
@@ -46,8 +46,8 @@ def rows_per_chunk(field: Field, block_size: int) -> int:
     step_bytes = max(1, step * field.sample_bytes)
     if step_bytes > _MOST_BYTES:
         raise DataError(
-            f"a chunk of HDF5 must be smaller than 4 GiB, but a block of {block_size} samples has "
-            f"{step_bytes} bytes; use a smaller block_size, or no compression"
+            f"a chunk of HDF5 must have less than 4 GiB, but a block of {block_size} samples "
+            f"has {step_bytes} bytes; use a smaller block_size, or no compression"
         )
     return step * max(1, CHUNK_BYTES // step_bytes)
 
@@ -79,12 +79,15 @@ def _resolved(file: h5py.File, path: str) -> str:
         name = left.pop(0)
         group = file[at]
         if not isinstance(group, h5py.Group):
-            raise KeyError(f"{at} is no group, so there is no {path}")
+            raise KeyError(f"{at} is not a group, so there is no {path}")
         link = group.get(name, getlink=True)
         if isinstance(link, h5py.SoftLink):
             num_links += 1
             if num_links > _MOST_LINKS:
-                raise ValueError(f"/{path.lstrip('/')} is behind more than {_MOST_LINKS} links")
+                raise ValueError(
+                    f"/{path.lstrip('/')} must be reached by at most {_MOST_LINKS} links, but is "
+                    f"not"
+                )
             at = "/" if link.path.startswith("/") else at
             left = [*_parts(link.path), *left]
         elif isinstance(link, h5py.HardLink):
@@ -102,8 +105,8 @@ def _parts(path: str) -> list[str]:
 
 def _refusal(path: str, what: str) -> str:
     return (
-        f"values must be stored in the file that names them, but /{path.lstrip('/')} is {what}; "
-        f"copy them into the file, or take the file that has them"
+        f"values must be stored in the file that names them, but /{path.lstrip('/')} is "
+        f"{what}; copy them into the file, or pack the file that has them"
     )
 
 

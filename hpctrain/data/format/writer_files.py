@@ -127,7 +127,7 @@ class WriterLock:
             self._file.close()
             raise DataError(
                 f"a data set must have one writer at a time, but {holder} writes to "
-                f"{self._path.parent}; wait for its end, or choose another directory"
+                f"{self._path.parent}; wait until it ends, or choose another directory"
             ) from None
         except OSError as error:
             logger.warning(

@@ -111,7 +111,7 @@ class RawShard:
         # The checksum covers the values, not their description by HDF5.
         is_dataset = isinstance(dataset, h5py.Dataset)
         if not is_dataset or (dataset.shape, dataset.dtype) != (shape, dtype):
-            raise ValueError(f"/{what} is not what the manifest says")
+            raise ValueError(f"/{what} differs from the manifest")
         return dataset
 
 
@@ -144,7 +144,7 @@ class ShardFile(RawShard):
         }
         """Of ragged fields: the first row of each sample, and the end, ``(num_samples + 1,)``."""
         if bytes(self._plain(0, (len(_SIGNATURE),), "|u1")) != _SIGNATURE:
-            raise ValueError("it is not the file that its manifest describes: it is not HDF5")
+            raise ValueError("it is not the file of its manifest: it is not HDF5")
         self._unmapped = {name: self._unmapped_values(name, chunks) for name in manifest.fields}
         self.values = {name: self._mapped_values(name) for name in manifest.fields}
 
@@ -241,9 +241,7 @@ def _mapped(descriptor: int, num_bytes: int) -> NDArray[np.uint8]:
 
 def _check_table(what: str, table: NDArray[Any], want: int | None) -> None:
     if crc32(table.data) != want:
-        raise ValueError(
-            f"it is not the file that its manifest describes: /{what} has the wrong crc32"
-        )
+        raise ValueError(f"it is not the file of its manifest: /{what} has the wrong crc32")
 
 
 def size_problem(shard: ShardEntry, num_bytes: int) -> str:
@@ -251,8 +249,8 @@ def size_problem(shard: ShardEntry, num_bytes: int) -> str:
     if num_bytes == shard.num_bytes:
         return ""
     return (
-        f"it has {shard.num_bytes} bytes by its manifest, got {num_bytes}: "
-        f"it was truncated or replaced"
+        f"it must have {shard.num_bytes} bytes by its manifest, got {num_bytes}: it was "
+        f"truncated or replaced"
     )
 
 

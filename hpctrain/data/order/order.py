@@ -38,8 +38,8 @@ def check_order(n: int, seed: int, epoch: int) -> None:
     """Raise ``DataError`` if an argument of an order is out of range."""
     if not 1 <= n < 2**62 or not 0 <= seed < 2**64 or not 0 <= epoch < 2**64:
         raise DataError(
-            f"an order must have 1 <= n < 2^62 and a seed and an epoch in [0, 2^64), got n={n}, "
-            f"seed={seed}, epoch={epoch}"
+            f"an order must have 1 <= n < 2^62 and a seed and an epoch in [0, 2^64), got "
+            f"n={n}, seed={seed}, epoch={epoch}"
         )
 
 

@@ -98,8 +98,8 @@ def length_of(columns: Columns, where: str, what: str) -> int:
     for name, column in columns.items():
         if not column.shape:
             raise DataError(
-                f"the first dimension of an array must count samples, but {name} of {where} is a "
-                f"scalar; choose other arrays with --field NAME={what}"
+                f"an array must have a first dimension, of samples, but {name} of {where} has "
+                f"none; choose others: --field NAME={what}"
             )
     lengths = {name: int(column.shape[0]) for name, column in columns.items()}
     if len(set(lengths.values())) != 1:
@@ -202,8 +202,8 @@ def _examined_hdf5(path: str, wanted: WantedFields) -> PackSource:
         datasets = {name: Dataset(file, at) for name, at in places.items()}
         num_samples = length_of(datasets, path, "/DATASET")
         note = (
-            f"links of {path} are left out, each dataset is packed once, from the file that holds "
-            f"it: {', '.join(links)}"
+            f"links of {path} are skipped, each dataset is packed once, from the file that "
+            f"stores it: {', '.join(links)}"
         )
         return PackSource(
             runs=[(num_samples, Opened(partial(_open_datasets, path, places)))],

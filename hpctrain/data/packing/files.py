@@ -154,9 +154,9 @@ def form_of_images(
         return "image", ()
     (least, *_, most) = sorted(sizes)
     note = (
-        f"the images of {where} differ in size, from {least[0]}x{least[1]} to "
-        f"{most[0]}x{most[1]}: they are packed as the bytes of their files; "
-        f"--resize HxW packs pixels"
+        f"the images of {where} have different sizes, from {least[0]}x{least[1]} to "
+        f"{most[0]}x{most[1]}, so that their files are packed as bytes; pack pixels with "
+        f"--resize HxW"
     )
     return "bytes", (note,)
 
@@ -174,7 +174,7 @@ def decoded(content: bytes, form: Form, what: str, resize: Size | None = None) -
         return _pixels(content, what, resize)
     what_it_is = "an array of numpy" if form == "array" else "a number in JSON"
     errors = (ValueError, EOFError, MemoryError, OverflowError, RecursionError)
-    with readable(what, f"{what_it_is}, which :bytes behind an ending keeps as it is", *errors):
+    with readable(what, f"{what_it_is}, which :bytes after an ending packs unchanged", *errors):
         if form == "array":
             return np.asarray(np.lib.format.read_array(BytesIO(content), allow_pickle=False))
         return np.asarray(json.loads(content))
@@ -220,6 +220,7 @@ def _opened(content: bytes, what: str) -> Iterator[Any]:
 def _too_large(what: str, found: str) -> DataError:
     most = needed("PIL.Image", "an image").MAX_IMAGE_PIXELS
     return DataError(
-        f"a decoded image must have at most {most} pixels, but {what} is larger: {found}; reduce "
-        "the image, or store its file undecoded with --encoded"
+        f"a decoded image must have at most {most} pixels, but {what} has more ({found}), and "
+        f"a small file can claim any number; make it smaller, or pack the file unchanged with "
+        f"--encoded"
     )

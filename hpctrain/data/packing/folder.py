@@ -53,8 +53,7 @@ def open_folder(path: Path, wanted: WantedFields) -> PackSource:
     what: Literal["image", "array"] = "image" if pictures else "array"
     if what == "array" and (wanted.resize or wanted.encoded):
         raise DataError(
-            f"the source of --resize and --encoded must be images, but {path} contains arrays; "
-            "omit both options"
+            f"--resize and --encoded must be used with images, but {path} has arrays; omit them"
         )
     mine = pictures or arrays
     classes, labels = _classes(path, mine)
@@ -106,7 +105,7 @@ def _notes(
         are_no = f"is no {what}" if num_others == 1 else f"are no {what}s"
         yield f"{num_others} file{'s' * (num_others > 1)} below {path} {are_no}: left out"
     if links:
-        yield f"links to a folder above are left out: {', '.join(links)}"
+        yield f"links to a folder above are skipped: {', '.join(links)}"
     if classes and _SPLITS.issuperset(map(str.lower, classes)):
         yield (
             f"the classes of {path} are named like splits: {', '.join(classes)}; if they are "

@@ -100,8 +100,8 @@ def kind_of(source: object, kind: str | None = None) -> str:
     kinds = {_kind_of_file(name) for name in _matching(path)}
     if len(kinds) != 1 or None in kinds:
         raise DataError(
-            f"the name of a source must end in one of {_endings()}, got {source}; or give its "
-            f"kind: --as {'|'.join(KINDS)}"
+            f"the name of a source must end in one of {_endings()}, got {source}; rename it, "
+            f"or set its kind with --as {'|'.join(KINDS)}"
         )
     return str(kinds.pop())
 
@@ -109,8 +109,8 @@ def kind_of(source: object, kind: str | None = None) -> str:
 def _kind_of_folder(path: Path) -> str:
     if (path / MANIFEST).exists():
         raise DataError(
-            f"the source must not be a data set, but {path} is one; change the size of its shards "
-            f"with hpctrain data reshard {path}"
+            f"the source must not be a data set, but {path} is one; to change its shards: "
+            f"hpctrain data reshard {path}"
         )
     some = list(islice(files_below(path), _NUM_LOOKED_AT))
     found = Counter(filter(None, map(_kind_of_file, some)))
@@ -120,7 +120,8 @@ def _kind_of_folder(path: Path) -> str:
         listed = ", ".join(f"{count} of {kind}" for kind, count in found.items())
         raise DataError(
             f"a folder must have images, .npy arrays, or files of one kind that end in one of "
-            f"{_endings()}, but {path} has {listed or 'none of them'}; give the kind: --as KIND"
+            f"{_endings()}, but {path} has {listed or 'none of them'}; set the kind with --as "
+            f"KIND"
         )
     return str(next(iter(found)))
 
@@ -139,8 +140,8 @@ def _files(path: Path, kind: str) -> list[str]:
         files = below
     if not files:
         raise DataError(
-            f"a folder of {kind} must contain files that end in {', '.join(KINDS[kind].endings)}, "
-            f"but {path} has none; check the path"
+            f"a folder of {kind} must have files that end in "
+            f"{', '.join(KINDS[kind].endings)}, but {path} has none; check the path"
         )
     return files
 
@@ -152,8 +153,8 @@ def _matching(path: Path) -> list[str]:
         found = sorted(one for one in Path(path.anchor).glob(pattern) if not one.is_dir())
     if not found:
         raise DataError(
-            f"the source must exist, but there is no {path}; give a file, a folder, a pattern in "
-            "quotes such as 'shards/*.tar', or module:function"
+            f"there is no {path}; pass a file, a folder, a pattern in quotes such as "
+            f"'shards/*.tar', or module:function"
         )
     names = list(map(str, found))
     for name in names:
@@ -168,8 +169,8 @@ def _check_options(kind: str, wanted: WantedFields) -> None:
         if getattr(wanted, name) != getattr(usual, name) and name not in KINDS[kind].options:
             takers = [taker for taker, one in KINDS.items() if name in one.options]
             raise DataError(
-                f"the source of --{name} must be {' or '.join(takers)}, but this source is "
-                f"{kind}; omit the option"
+                f"--{name} must be used with {', '.join(takers)}, but this source is {kind}; "
+                f"omit it"
             )
 
 
@@ -205,6 +206,6 @@ def _note_of_doubles(found: PackSource, given: Mapping[str, str]) -> Iterator[st
     options = " ".join(f"--field {name}={quote(each)}" for name, each in typed.items())
     others = "" if len(shown) == len(found.fields) else ", and --field for each other field"
     yield (
-        f"float64 is stored for {', '.join(doubles)}, but models in float32 refuse it; to store "
-        f"float32: {options}{others}"
+        f"{', '.join(doubles)}: float64 is stored, which models in float32 do not accept; to "
+        f"store float32: {options}{others}"
     )

@@ -86,8 +86,8 @@ def pack(
         source: path of a file or a folder, a pattern such as ``"shards/*.tar"``, the name
             ``"module:function"`` of a function, or an object with samples: with
             ``len()`` and ``[index]``, or one that can be iterated over more than once.
-        directory: created if missing.
-        config: fields to pack, and options of writing.
+        directory: made when missing.
+        config: fields to pack, and options.
         comm: ranks that pack together.
         start: returns the function that gets the progress of this rank, in samples.
 
@@ -196,7 +196,8 @@ def _explained() -> Iterator[None]:
         yield
     except OSError as error:
         raise DataError(
-            f"cannot read {error.filename or 'the source'}: {reason_of(error)}; check the source"
+            f"cannot read {error.filename or 'the source'}: {reason_of(error)}; check the "
+            f"path and its permissions"
         ) from error
     except MemoryError as error:
         raise DataError(

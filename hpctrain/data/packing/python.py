@@ -36,8 +36,8 @@ def open_python(source: Any, wanted: WantedFields) -> PackSource:
     _check_object(made, name)
     if iter(made) is made and not callable(given):
         raise DataError(
-            f"a source must be iterable more than once, but {name} is an iterator; give the "
-            f"function that makes it"
+            f"a source must be iterable more than once, but {name} is an iterator; pass the "
+            f"function that creates it"
         )
     is_indexed = _is_indexed(made)
     if is_indexed:

@@ -110,8 +110,8 @@ class PackSource:
         names = list(some[0][1])
         if unknown := set(ragged) - set(names):
             raise DataError(
-                f"--ragged must name fields of the source, but {where} has {', '.join(names)}, "
-                f"got {', '.join(sorted(unknown))}"
+                f"--ragged must name fields of the source, but {where} has {', '.join(names)} "
+                f"and not {', '.join(sorted(unknown))}"
             )
         learnt = {}
         for name in names:
@@ -206,9 +206,8 @@ class PackSource:
     ) -> Iterator[Batch]:
         """Read the samples that ``rank`` of ``size`` packs, a contiguous part of them.
 
-        Omits the first ``skip`` samples. ``seed`` shuffles all samples; None keeps the order of
-        the source. Each rank reads consecutive parts; with fewer parts than ranks, some ranks read
-        none.
+        The first ``skip`` are omitted; ``seed`` is of the order of all samples, None for that of
+        the source. Of parts each rank gets a run; where they are fewer than ranks, some get none.
         """
         if self.is_indexed:
             yield from self._taken(self._positions_of(rank, size)[skip:], seed)
@@ -296,9 +295,10 @@ class LoadedSamples:
             )
             if num_bytes > self._max_bytes:
                 raise DataError(
-                    f"samples that can only be read from front to end are shuffled in memory, and "
-                    f"must fit into {format_bytes(self._max_bytes)} on every rank, but they take "
-                    f"more; leave out --shuffle, as the loader shuffles, or pack on fewer ranks"
+                    f"samples that can only be read in order must fit into "
+                    f"{format_bytes(self._max_bytes)} on every rank to be shuffled, but they "
+                    f"take more; leave out --shuffle, because the loader shuffles, or pack on "
+                    f"fewer ranks"
                 )
             batches.append(batch)
         return self._found.joined_batches(batches)
@@ -338,7 +338,7 @@ def readable(what: str, kind: str, *errors: type[BaseException]) -> Iterator[Non
     except errors as error:
         raise DataError(
             f"{what} cannot be read as {kind}: {reason_of(error) or type(error).__name__}; "
-            f"write or fetch it again, or take it out of the source"
+            f"write or download it again, or remove it from the source"
         ) from None
 
 
@@ -349,8 +349,8 @@ def needed(module: str, what: str) -> ModuleType:
     except ImportError as error:
         package = (error.name or module).partition(".")[0]
         raise DataError(
-            f"{what} needs the package {package}, which is not installed; "
-            f'pip install "hpctrain[pack]"'
+            f"{what} must be read with the package {package}, which is not installed; pip "
+            f'install "hpctrain[pack]"'
         ) from None
 
 
@@ -370,8 +370,8 @@ def chosen(available: Sequence[str], wanted: Mapping[str, str], where: str) -> d
         plain = plain if plain.isidentifier() else f"field_{plain}".rstrip("_")
         if plain in found:
             raise DataError(
-                f"{found[plain]!r} and {name!r} of {where} would both be the field {plain}; "
-                f"name them: --field NAME={name}"
+                f"fields must have different names, but {found[plain]!r} and {name!r} of {where} "
+                f"would both be {plain}; rename one: --field NAME={name}"
             )
         found[plain] = name
     return found
@@ -398,7 +398,7 @@ def _learnt(arrays: Sequence[Array], what: str, *, ragged: bool) -> tuple[Field,
     shape = arrays[0].shape
     is_ragged = ragged or any(array.shape != shape for array in arrays)
     if is_ragged and not all(array.shape for array in arrays):
-        raise DataError(f"{what}: a number has no length to be ragged")
+        raise DataError(f"{what}: a ragged field must have a length, but it is a number")
     dtype = _common_dtype(arrays, what)
     field = field_of(shape[1:] if is_ragged else shape, dtype, what, ragged=is_ragged)
     return field, field.sample_bytes * (sum(map(len, arrays)) / len(arrays) if is_ragged else 1)

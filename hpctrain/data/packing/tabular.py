@@ -85,7 +85,7 @@ def columns_of(names: Sequence[str], wanted: WantedFields, path: str) -> Columns
         for at in found:
             if names.count(at) > 1:
                 raise DataError(
-                    f"the names of columns must be different, but {path} has {names.count(at)} "
+                    f"columns must have different names, but {path} has {names.count(at)} "
                     f"named {at}; rename them"
                 )
     return columns
@@ -210,7 +210,7 @@ def _options(block: CsvBlock, learnt: Learnt, at: str, kind: str) -> str:
     name = next((name for name, to in fields.items() if to == at), "NAME")
     own = f"--field {name}={quote(f'{at}:{kind}')}"
     if len(named) > _MOST_OPTIONS:
-        return f"{own}, and --field NAME=COLUMN for each other column, which is left out else"
+        return f"{own}, and --field NAME=COLUMN for each other column, which is skipped otherwise"
     return " ".join([own, *named])
 
 
@@ -257,13 +257,14 @@ def _notes(columns: Columns, kinds: Mapping[str, str], first: CsvBlock) -> Itera
     names = first.names
     if all(map(_NUMBER.match, names)):
         yield (
-            f"the first line of {first.path}, {', '.join(names[:4])}, was taken for the names of "
-            f"columns; if it is a sample, put a line of names before it"
+            f"the first line of {first.path}, {', '.join(names[:4])}, is read as names of "
+            f"columns; if it is a sample, insert a line of names before it"
         )
     if len(names) == 1 and (separator := _SEPARATOR.search(names[0])):
         yield (
-            f"{first.path} has one column, {names[0]!r}: values are separated by commas, and by "
-            f"tabs in a file .tsv, not by {separator[0]!r}; convert the file if that is not meant"
+            f"{first.path} has one column, {names[0]!r}: values must be separated by commas, or "
+            f"by tabs in a .tsv file, not by {separator[0]!r}; convert the file if it has "
+            f"several columns"
         )
     free = [(name, names) for name, (names, dtype) in columns.items() if dtype is None]
     types: dict[str, type[int] | type[float]] = {"i8": int, "f8": float}
@@ -272,7 +273,7 @@ def _notes(columns: Columns, kinds: Mapping[str, str], first: CsvBlock) -> Itera
         if odd := next(filter(_PADDED.match, first.column(at)), None):
             yield (
                 f"column {at} of {first.path} has numbers such as {odd.strip()}, packed as "
-                f"{kind(odd)}; to keep them as they are written: --field {name}={at}:{TEXT}"
+                f"{kind(odd)}; to keep their text: --field {name}={at}:{TEXT}"
             )
 
 

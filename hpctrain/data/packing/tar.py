@@ -63,14 +63,15 @@ def open_tar(files: Sequence[str], wanted: WantedFields) -> PackSource:
     for name, ending in wanted.fields.items():
         if ending.partition(":")[2] not in ("", "bytes"):
             raise DataError(
-                "an ending must be followed by nothing, :bytes or a type such as :f4, got "
-                f"--field {name}={ending}; correct it"
+                f"--field {name}={ending}: an ending must be followed by nothing, by :bytes "
+                f"or by a type such as :f4; correct it"
             )
     some = list(islice(samples_in(where, tuple(asked.values())), NUM_EXAMINED))
     if not some:
         raise DataError(
-            "an archive of webdataset must contain files such as 0001.jpg and 0001.cls, but "
-            f"{where} has none{' of these endings' if asked else ''}; remove it from the source"
+            f"an archive of webdataset must have files such as 0001.jpg and 0001.cls, but "
+            f"{where} has none{' of these endings' if asked else ''}; remove it from the "
+            f"source"
         )
     endings = chosen(list(some[0][1]), asked, where)
     forms: dict[str, Form] = {}

@@ -34,8 +34,8 @@ def open_text(files: Sequence[str], wanted: WantedFields) -> PackSource:
         windows = [_windows(file, name, wanted.length) for file in files]
         if not any(one.num_samples for one in windows):
             raise DataError(
-                f"a file must have at least --length {wanted.length} bytes, but all are shorter; "
-                "choose a smaller --length"
+                f"a file must have at least {wanted.length} bytes, but none has; choose a "
+                f"smaller --length"
             )
         return joined([one for one in windows if one.num_samples])
     found = PackSource(
@@ -74,7 +74,7 @@ def _tokens(path: str, tokenizer: Callable[[str], Any], text: bytes) -> Array:
         array = np.asarray(tokenizer(text.decode()))
     except UnicodeDecodeError as error:
         raise DataError(
-            f"a tokenizer must get UTF-8, but {path} is not: {error}; convert the file"
+            f"text for a tokenizer must be UTF-8, but {path} is not: {error}; convert the file"
         ) from None
     if array.shape == (0,):
         array = array.astype(np.int64)
@@ -107,9 +107,9 @@ def _name(wanted: WantedFields) -> str:
     default = "tokens" if wanted.tokenizer else "text"
     for what in wanted.fields.values():
         if what != default:
-            raise DataError(f"the part of a text must be {default!r}, got {what!r}")
+            raise DataError(f"a text must be packed from its only part, {default!r}, got {what!r}")
     if len(wanted.fields) > 1:
-        raise DataError(f"a text must be packed as one field, got {', '.join(wanted.fields)}")
+        raise DataError(f"a text must be one field, got {', '.join(wanted.fields)}")
     return next(iter(wanted.fields), default)
 
 

@@ -69,7 +69,9 @@ def split_by_label(
     label = shares.label
     with agreed(comm, DataError):
         if comm.rank == 0 and (out.exists() or out.is_symlink()):
-            raise DataError(f"{out} exists, and a split replaces nothing; choose another name")
+            raise DataError(
+                f"{out} already exists, and a split does not replace files; choose another name"
+            )
     whole = ShardedDataset.open(directory, comm, io="read")
     with agreed(comm, DataError):
         labels = _labels_alone(whole, label)
@@ -110,7 +112,9 @@ def parts_by_label(labels: Labels, num_parts: int, alpha: float, seed: int) -> N
         if alpha < 1e6:
             shares = draw.dirichlet(np.full(num_parts, alpha))
         if not np.isfinite(shares).all():
-            raise DataError(f"ALPHA = {alpha:g} is too small to draw shares; take a larger one")
+            raise DataError(
+                f"ALPHA must be large enough to draw shares, got {alpha:g}; use a larger one"
+            )
         bounds = np.rint(np.cumsum(shares)[:-1] * len(samples)).astype(np.int64)
         sizes = np.diff(bounds, prepend=0, append=len(samples))
         # The part that gets the rest is drawn, too.

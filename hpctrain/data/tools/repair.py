@@ -38,11 +38,11 @@ def repair(
     *,
     start: Start | None = None,
 ) -> RepairOutcome:
-    """Check a data set, remove leftovers, and replace damaged files by those of a copy.
+    """Check a data set, remove leftovers, and replace damaged files by files of a copy.
 
     Collective with ``comm``, whose ranks share the work. Each step is atomic: after a kill the
     data set is as before or as after it, and the next repair continues. Without a ``source``,
-    another copy of the same data set, leftovers alone are removed. Raises ``DataError``: there is
+    another copy of the same data set, only leftovers are removed. Raises ``DataError``: there is
     no manifest here or in the copy, the copy is of another data set, or the directory cannot be
     written; on every rank.
     """
@@ -78,8 +78,8 @@ def _manifest(directory: Path, source: Path | None) -> tuple[Manifest, list[str]
         return copy, [f"took {MANIFEST} from {source}"]
     if copy is not None and copy.uuid != manifest.uuid:
         raise DataError(
-            f"--from must be a copy of the same data set, but {source} is {copy.uuid} "
-            f"and {directory} is {manifest.uuid}; give another copy"
+            f"--from must be a copy of the same data set, but {source} is {copy.uuid} and "
+            f"{directory} is {manifest.uuid}; pass another copy"
         )
     return manifest, []
 
@@ -120,7 +120,7 @@ def _take_shard(source: Path, directory: Path, shard: ShardEntry) -> str:
     path = source / shard.file
     try:
         if path.stat().st_size != shard.num_bytes or crc32_of(path) != shard.crc32:
-            return "it is damaged there too"
+            return "it is damaged in the copy too"
     except OSError as error:
         return reason_of(error)
     with explained(directory), publishing(directory / shard.file) as part:

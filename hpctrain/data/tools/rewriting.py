@@ -43,7 +43,7 @@ class Shape:
                 raise DataError(f"{name} must be positive, got {value}")
         if self.samples_per_shard and self.shard_bytes:
             raise DataError(
-                "shards must be limited by samples or by bytes, got both; give one of them"
+                "the size of shards must be given in samples or in bytes, not in both; omit one"
             )
         if self.compression not in (None, "none", "zstd"):
             raise DataError(f"compression must be zstd or none, got {self.compression!r}")

@@ -88,25 +88,25 @@ class FaultReport:
         lines += [f"leftover: {name}" for name in self.leftovers]
         if self.leftovers and self.uuid is None:
             lines.append(
-                "leftovers are of a command that was stopped; the same one, run again, goes on "
-                "or makes them anew"
+                "leftovers are from a command that was stopped; run the same command again "
+                "to continue or replace them"
             )
         elif self.leftovers:
             lines.append(
-                f"leftovers do no harm; hpctrain data repair {self.directory} removes them"
+                f"leftovers have no effect; hpctrain data repair {self.directory} removes them"
             )
         if self.is_whole:
-            return [*lines, f"whole: {self._size()}"]
+            return [*lines, f"intact: {self._size()}"]
         if self.uuid is None:
             repair = f"hpctrain data repair {self.directory} --from COPY"
-            return [*lines, f"not whole; take the manifest from another copy: {repair}"]
+            return [*lines, f"damaged: restore the manifest from another copy: {repair}"]
         lost = (
-            f"not whole: {self.num_lost} of {self.num_samples} samples cannot be had, "
-            f"{len(self.bad_shards)} of {self.num_shards} shards have a fault"
+            f"damaged: {self.num_lost} of {self.num_samples} samples cannot be read, "
+            f"{len(self.bad_shards)} of {self.num_shards} shards are damaged"
         )
         way_out = (
-            f"take them from another copy: hpctrain data repair {self.directory} --from COPY; "
-            f"where there is none, pack the source again, or train without them: "
+            f"restore the shards from another copy: hpctrain data repair {self.directory} "
+            f"--from COPY; without a copy, pack the source again, or skip them in training: "
             f'on_corrupt="skip"'
         )
         return [*lines, lost, way_out]
@@ -163,7 +163,7 @@ def check_directory(directory: Path) -> None:
         ) from error
     if not stat.S_ISDIR(mode):
         raise DataError(
-            f"a data set must be a directory, but {directory} is a file; give the directory"
+            f"a data set must be a directory, but {directory} is not; pass its directory"
         )
 
 
@@ -234,7 +234,7 @@ class _ShardCheck(RawShard):
         found = []
         if num_bytes != shard.num_bytes:
             how = "was cut off" if num_bytes < shard.num_bytes else "has grown"
-            what = f"{how}: it has {num_bytes} bytes, by its manifest {shard.num_bytes}"
+            what = f"{how}: it has {num_bytes} bytes, but {shard.num_bytes} by its manifest"
             found.append(self._fault(what=what))
         for name in shard.places:
             if not is_as_written or not self._has_values(name):
@@ -242,8 +242,10 @@ class _ShardCheck(RawShard):
         if not found and not is_as_written:
             found.append(
                 self._fault(
-                    what="is damaged outside of its samples and their checksums (the metadata of "
-                    "HDF5): it has the wrong crc32, its samples are whole"
+                    what=(
+                        "is damaged outside of its samples and their checksums (the metadata of "
+                        "HDF5): it has the wrong crc32, its samples are intact"
+                    )
                 )
             )
         return found
@@ -292,7 +294,7 @@ class _ShardCheck(RawShard):
         if is_read.all() and crc32(found.data) == self.shard.places[name].crc32:
             if table is not None and np.array_equal(table, found):
                 return []
-            return [fault(what=f"has damaged checksums of field {name}; its samples are whole")]
+            return [fault(what=f"has damaged checksums of field {name}; its samples are intact")]
         bad = ~is_read if table is None else ~is_read | (found != table)
         if not bad.any():
             bad = np.ones_like(bad)  # a shard in itself, but of another data set

@@ -81,7 +81,7 @@ class DecodePool:
         worker = self._free.get()
         try:
             if worker is None:
-                raise DataError("the decode pool was closed; make another one")
+                raise DataError("the decode pool must be open, but was closed; create another one")
             return worker.ask(np.asarray(indices, np.int64), epoch, seed)
         finally:
             self._free.put(worker)
@@ -109,7 +109,7 @@ class _Task(NamedTuple):
         columns = self.dataset.take(indices)
         if isinstance(self.transform, PerSample):
             return self.transform.at(columns, indices, epoch, seed, begin)
-        part = "whose numbers would be others on another number of ranks"
+        part = "whose numbers would differ on another number of ranks"
         with refused_draws(part) if self.any_ranks else nullcontext():
             return apply(self.transform, columns, indices, epoch, seed)
 
@@ -191,8 +191,8 @@ def _pickled(task: _Task) -> bytes:
         return bytes(cloudpickle.dumps(task))
     except Exception as error:
         raise DataError(
-            f"data set and transform go to other processes, so they must pickle, but: {error}; "
-            f"leave out open files, locks and generators, or transform in threads: "
+            f"data set and transform must pickle, because they are sent to other processes, "
+            f"but: {error}; omit open files, locks and generators, or transform in threads: "
             f"workers=0"
         ) from error
 

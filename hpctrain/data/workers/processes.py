@@ -66,8 +66,8 @@ class Processes:
             )
         except OSError as error:
             raise DataError(
-                f"cannot start the processes of a decode pool: {error}; give the job more "
-                f"processes or memory, or read with threads alone: workers=0"
+                f"cannot start the processes of a decode pool: {error}; request more "
+                f"processes or memory for the job, or read in threads: workers=0"
             ) from error
         finally:
             for _, their in pairs:
@@ -86,14 +86,14 @@ class Processes:
 
     def death_of(self, number: int) -> DataError:
         """Return the error for a worker that has ended."""
-        story = "could not be started, or ended with its server"
+        story = "could not be started, or ended together with its server"
         if death := self._wait_for_death(number):
             pid, code = death
             signalled = f"was killed by {signal.Signals(-code).name}" if code < 0 else ""
             story = f"(process {pid}) {signalled or f'ended with exit code {code}'}"
         return DataError(
-            f"decode worker {number} of {len(self.workers)} {story}; see what it printed, and "
-            f"whether the job's memory is enough for its workers{self._stack_of(number)}"
+            f"decode worker {number} of {len(self.workers)} {story}; check its output, and "
+            f"whether the memory of the job is enough for its workers{self._stack_of(number)}"
         )
 
     def abort(self, number: int, limit_s: float, work: str) -> DataError:
@@ -104,7 +104,7 @@ class Processes:
         process = f" (process {death[0]})" if death else ""
         return DataError(
             f"decode worker {number} of {len(self.workers)}{process} must answer within "
-            f"{limit_s:g} s and was still at {work}; see where it stands, or raise "
+            f"{limit_s:g} s, but was still at {work}; check its stack, or raise "
             f"worker_timeout_s{self._stack_of(number)}"
         )
 

@@ -60,7 +60,8 @@ class SbatchOptions:
         for option in self.extra:
             if not re.fullmatch(r"--[a-z][a-z-]*(=.*)?", option):
                 raise ConfigError(
-                    f"a further option of sbatch must be --name or --name=value, got {option!r}"
+                    f"an additional option of sbatch must be --name or --name=value, got "
+                    f"{option!r}"
                 )
             name, mark, value = option.partition("=")
             found[name] = f"{name}={_word(name, value)}" if mark else name
@@ -157,8 +158,8 @@ def _word(name: str, value: str | int) -> str:
     text = str(value)
     if not text or not text.isprintable() or '"' in text or "\\" in text:
         raise ConfigError(
-            f'{name} must be one line without " and \\, and not empty, got {text!r}: sbatch reads '
-            f"no other value in a script"
+            f'{name} must be one line without " and \\, and not empty, because sbatch cannot '
+            f"read other values in a script, got {text!r}; change it"
         )
     return f'"{text}"' if re.search(r"[\s#;'$`]", text) else text
 

@@ -117,8 +117,8 @@ def sbatch_time(text: str) -> str:
         minutes, rest = divmod(parse_seconds(text), 60)
     except ConfigError:
         raise ConfigError(
-            'a time limit must be Slurm\'s "01:30:00" or "1-12", or a duration such as '
-            f'"90min", got {text!r}'
+            f'a time limit must be one of Slurm, such as "01:30:00" or "1-12", or a duration '
+            f'such as "90min", got {text!r}'
         ) from None
     hours, minutes = divmod(int(minutes) + (rest > 0), 60)  # Slurm rounds to minutes
     return f"{hours:02d}:{minutes:02d}:00"
@@ -307,8 +307,8 @@ def dependency(text: str) -> str:
     if re.fullmatch(r"[a-z]+(:[\w+]+)*([,?][a-z]+(:[\w+]+)*)*", text):
         return text
     raise LaunchError(
-        "--after must be a job number such as 12, several such as 12,13, or a condition of Slurm "
-        f"such as afterany:12, got {text!r}"
+        f"a job starts after a job number such as 12, several such as 12,13, or a condition "
+        f"of Slurm such as afterany:12, got {text!r}"
     )
 
 

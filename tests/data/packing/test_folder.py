@@ -55,7 +55,7 @@ def test_images_of_different_sizes_stay_encoded_unless_they_are_resized(photos, 
     assert np.array_equal(found["image"][4], np.asarray(small))
 
 
-def test_images_stay_encoded_when_asked(photos, packed):
+def test_images_stay_encoded_on_request(photos, packed):
     done, found = packed(photos, encoded=True, fields={"x": "image"})
     assert done.notes == ()
     assert [bytes(data) for data in found["x"]] == [(photos / n).read_bytes() for n in ORDER]

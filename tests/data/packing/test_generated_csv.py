@@ -72,7 +72,7 @@ def check(tmp_path, packed, seeds):
     return outcomes
 
 
-def test_it_is_packed_as_the_csv_module_reads_it(tmp_path, packed):
+def test_a_csv_file_is_packed_as_the_csv_module_reads_it(tmp_path, packed):
     outcomes = check(tmp_path, packed, range(6))
     assert outcomes["packed"] >= 4
 

@@ -25,7 +25,7 @@ def test_any_rows_are_taken_also_in_another_process(tmp_path):
         assert np.array_equal(found["even"], rows % 2 == 0)
 
 
-def test_values_in_other_files_are_told(tmp_path, packed):
+def test_values_in_other_files_are_reported(tmp_path, packed):
     X.tofile(tmp_path / "x.bin")
     write(tmp_path, {"b.h5": hdf5(x=X)})
     layout = h5py.VirtualLayout(X.shape, X.dtype)
@@ -42,7 +42,7 @@ def test_values_in_other_files_are_told(tmp_path, packed):
     assert np.array_equal(found["x"], X)
 
 
-def test_links_that_are_left_out_are_noted(tmp_path, packed):
+def test_skipped_links_are_noted(tmp_path, packed):
     for part in ("a.h5", "b.h5"):
         with h5py.File(tmp_path / part, "w") as file:
             file["in/x"] = Y.astype("f4")
@@ -56,5 +56,5 @@ def test_links_that_are_left_out_are_noted(tmp_path, packed):
     done, found = packed(f"{tmp_path}/?.h5")
     assert np.array_equal(found["x"], [*Y.astype("f4")] * 2)
     (note,) = done.notes
-    assert note.startswith(f"links of {tmp_path / 'b.h5'} are left out")
+    assert note.startswith(f"links of {tmp_path / 'b.h5'} are skipped")
     assert set(note.partition("it: ")[2].split(", ")) == {"soft", "gone", "far", "same", "in/up"}

@@ -45,7 +45,7 @@ def texts_of_two_dimensions(file, name):
 
 ARRAYS = [
     ({"a.npz": npz(x=X, y=Y[:7])}, {}, "same number of samples"),
-    ({"a.npz": npz(x=X, y=3)}, {}, "the first dimension of an array must count samples"),
+    ({"a.npz": npz(x=X, y=3)}, {}, "must have a first dimension, of samples"),
     ({"a.npz": npz(x=np.array(["a", "b"]))}, {}, "convert it first"),
     ({"a.npz": npz(x=np.array([None, 1]))}, {}, "cannot be read as an array of numbers"),
     ({"a.npz": npz()}, {}, "no array"),
@@ -64,7 +64,7 @@ ARRAYS = [
 HDF5 = [
     ({"a.h5": hdf5(x=X, short=Y[:3])}, {}, r"same number of samples.*'short': 3"),
     ({"a.h5": hdf5(x=X)}, {"fields": {"y": "/labels"}}, "got 'labels'"),
-    ({"a.h5": hdf5(x=3)}, {}, "the first dimension of an array must count samples"),
+    ({"a.h5": hdf5(x=3)}, {}, "must have a first dimension, of samples"),
     ({"a.h5": hdf5(z=np.zeros(5, complex))}, {}, "convert it first"),
     ({"a.h5": hdf5(t=texts_of_two_dimensions)}, {}, r"one dimension, .*:/t has \(5, 2\)"),
     ({"a.h5": hdf5(x=X)[:100]}, {}, r"a.h5 cannot be read as an HDF5 file"),
@@ -138,7 +138,7 @@ WHOLE = samples_tar({f"{index:04}": {"bin": bytes(500)} for index in range(99)})
 ENDED = tar(("a.cls", b"1"), ("b.cls", b"2"))
 TAR = [
     ({"0.tar": tar()}, {}, "has none"),
-    ({"0.tar": tar(("a.cls", b"1"))}, {"fields": {"x": "cls:f3"}}, ":bytes or a type"),
+    ({"0.tar": tar(("a.cls", b"1"))}, {"fields": {"x": "cls:f3"}}, "by :bytes or by a type"),
     (
         {"0.tar": samples_tar({"a": {"txt": b"1", "cls": b"1"}, "odd": {"txt": b"1"}})},
         {},
@@ -147,7 +147,7 @@ TAR = [
     (
         {"0.tar": samples_tar({"a": {"cls": b"1"}, "odd": {"cls": b"dog"}})},
         {},
-        r"odd.cls cannot be read as a number.*:bytes behind an ending",
+        r"odd.cls cannot be read as a number.*:bytes after an ending",
     ),
     *(
         ({"0.tar": samples_tar(NUMBERS | {at: {"txt": b"1", "cls": b"3"}})}, {}, f"{at} has cls")
@@ -212,7 +212,7 @@ FOLDERS = [
         {},
         r"must have images, but there is none below .*/cow; restore",
     ),
-    ({"a/1.npy": npy(X)}, {"resize": (2, 2)}, "must be images, but"),
+    ({"a/1.npy": npy(X)}, {"resize": (2, 2)}, "with images"),
     (
         {f"{i:03}.png": png(i, 4, 2 if i == 1 else 4) for i in range(200)},
         {},
@@ -242,7 +242,7 @@ def none(text): return None
 """
 TEXT = {"1.txt": "some words\n", "refused_tokens.py": TOKENS}
 TEXTS = [
-    (TEXT, {"length": 999}, "at least --length 999 bytes"),
+    (TEXT, {"length": 999}, "at least 999 bytes"),
     (TEXT, {"tokenizer": "refused_tokens:wrong"}, "a list of integers"),
     (TEXT, {"tokenizer": "refused_tokens:none"}, "none returned object"),
     (TEXT, {"tokenizer": "refused_tokens:nothing"}, "has no nothing"),
@@ -255,14 +255,11 @@ OPTIONS = [
     ({"a.npy": npy(Y)}, config, words)
     for config, words in [
         ({"kind": "zip"}, "one of arrays, hdf5"),
-        (
-            {"resize": (2, 2)},
-            "source of --resize must be tar or folder, but this source is arrays",
-        ),
-        ({"tokenizer": "a:b"}, "source of --tokenizer must be text"),
+        ({"resize": (2, 2)}, "--resize must be used with tar, folder, but this source is arrays"),
+        ({"tokenizer": "a:b"}, "--tokenizer must be used with text"),
         ({"kind": "folder"}, "must be a folder"),
         ({"split": "a/b"}, "a split must be a word"),
-        ({"fields": {"a b": "a.npy"}}, "valid Python identifier"),
+        ({"fields": {"a b": "a.npy"}}, "name of a Python variable"),
         ({"compression": "gzip"}, "zstd"),
         ({"block_size": 0}, "block_size must be positive, got 0"),
         ({"length": -1}, "length must be positive"),
@@ -299,19 +296,19 @@ def test_unsupported_files_are_rejected(tmp_path, monkeypatch, files, config, wo
         ([3], "a sample must be a dict"),
         ([{"x": 1}, {"y": 1}], "item 1 of list lacks x and has y besides"),
         ([{"x": np.zeros((2, 3))}, {"x": np.zeros((2, 4))}], r"have the shape \(length, \*\(3,\)"),
-        ([{"x": 1}, {"x": [1]}], "no length"),
+        ([{"x": 1}, {"x": [1]}], "must have a length"),
         ([{"x": object()}], "convert it first"),
         ([{"x": [[1, 2], [3]]}], "x of item 0 of list, but: .*convert it first"),
         ({"x": [1, 2, 3]}, "dict gives one dict; yield a dict for each sample"),
         (lambda: {"x": [1, 2, 3]}, "gives one dict"),
         (lambda: None, "gives one NoneType"),
-        (iter([{"x": 1}]), "give the function that makes it"),
+        (iter([{"x": 1}]), "pass the function that creates it"),
         ([{"x": [0]}] * 70 + [{"x": [0, 0]}], r"item 70 of list has \(2,\).*--ragged x"),
         ("nowhere:rows", "there is no module nowhere"),
         ("tests.data.packing.makers:nothing", "has no nothing"),
         ("nothing", "there is no nothing"),
         ("*.bin", r"there is no \*.bin"),
-        (__file__, "must end in one of .*give its kind"),
+        (__file__, "must end in one of .*set its kind"),
     ],
 )
 def test_other_unsupported_sources_are_rejected(tmp_path, source, words):
@@ -325,7 +322,7 @@ def test_a_name_of_a_function_has_a_form(tmp_path):
         pack("my rows", tmp_path / "set", PackConfig(kind="python"))
 
 
-def test_notes_on_a_file_that_claim_to_be_large_meet_a_limit(tmp_path):
+def test_notes_of_a_file_that_claim_to_be_large_are_limited(tmp_path):
     note = tar(("././@LongLink", NOTE))[:512] + bytes(2**26) + bytes(10_240)
     write(tmp_path, {"0.tar": note})
     with pytest.raises(DataError, match=r"a header claims 64.0 MiB"):

@@ -68,14 +68,14 @@ def test_a_column_whose_values_are_not_of_one_type_is_text(tmp_path, packed, tex
     assert [bytes(one).decode() for one in found["a"]] == texts.split()
 
 
-def test_truth_is_a_column_of_words_or_of_numbers_where_that_is_said(tmp_path, packed):
+def test_booleans_are_packed_as_words_or_as_numbers_on_request(tmp_path, packed):
     (tmp_path / "t.csv").write_text("a,b,c\ntrue,1,1\nFalse,0,0\n")
     done, found = packed(tmp_path / "t.csv", fields={"a": "a", "b": "b", "c": "c:b1"})
     assert [field.dtype for field in done.manifest.fields.values()] == ["|b1", "<i8", "|b1"]
     assert list(found["a"]) == list(found["c"]) == [True, False]
 
 
-def test_a_number_that_is_none_is_one_where_it_is_no_gap(tmp_path, packed):
+def test_nan_in_a_csv_column_is_packed_as_a_number(tmp_path, packed):
     (tmp_path / "t.csv").write_text("a,b\n1, nan\n2,0.5\n")
     assert np.array_equal(packed(tmp_path / "t.csv")[1]["b"], [np.nan, 0.5], equal_nan=True)
 
@@ -97,7 +97,7 @@ def test_a_column_of_csv_stays_as_it_is_written(tmp_path, packed):
     done, found = packed(tmp_path / "t.csv", fields={"id": "id", "when": "when:text"})
     assert list(found["id"]) == [123, 7]
     assert [bytes(text) for text in found["when"]] == [b"2020-01-01", b"2021-01-01"]
-    assert "such as 00123, packed as 123; to keep them" in done.notes[0]
+    assert "such as 00123, packed as 123; to keep their text" in done.notes[0]
     assert "--field id=id:text" in done.notes[0]
     done, found = packed(tmp_path / "t.csv", fields={"id": "id:text"})
     assert [bytes(text) for text in found["id"]] == [b"00123", b"7"]
@@ -107,18 +107,18 @@ def test_a_column_of_csv_stays_as_it_is_written(tmp_path, packed):
 @pytest.mark.parametrize(
     ("text", "note"),
     [
-        ("1,2\n3,4\n5,6\n", "the first line of {}, 1, 2, was taken for the names of columns"),
-        ("a;b\n1;2\n", "{} has one column, 'a;b': values are separated by commas"),
+        ("1,2\n3,4\n5,6\n", "the first line of {}, 1, 2, is read as names of columns"),
+        ("a;b\n1;2\n", "{} has one column, 'a;b': values must be separated by commas"),
     ],
 )
-def test_a_first_line_that_names_no_columns_is_told(tmp_path, packed, text, note):
+def test_a_first_line_without_column_names_is_reported(tmp_path, packed, text, note):
     path = tmp_path / "t.csv"
     path.write_text(text)
     done, _ = packed(path)
     assert any(note.format(path) in one for one in done.notes)
 
 
-def test_numbers_get_the_type_that_is_asked_for(tmp_path, packed):
+def test_numbers_get_the_requested_type(tmp_path, packed):
     (tmp_path / "t.csv").write_text("a,b,c,d\n0.1,2,18446744073709551615,255\n0.5,3,1,0\n")
     done, found = packed(tmp_path / "t.csv", fields={"x": "a,b:f4", "c": "c:u8", "d": "d:u1"})
     assert [field.dtype for field in done.manifest.fields.values()] == ["<f4", "<u8", "|u1"]
@@ -133,7 +133,7 @@ def test_numbers_get_the_type_that_is_asked_for(tmp_path, packed):
     assert done.manifest.fields["a"].dtype == "<f4"
 
 
-def test_the_way_out_of_a_column_of_another_type_keeps_all_columns(tmp_path, packed):
+def test_the_remedy_for_a_column_of_another_type_keeps_all_columns(tmp_path, packed):
     (tmp_path / "t.csv").write_text("float,my class,text\n1,3,x\n2,4,y\nNaN,5,z\n")
     with pytest.raises(DataError, match="has 'NaN', which i8 cannot hold") as caught:
         packed(tmp_path / "t.csv")
@@ -148,7 +148,7 @@ def test_the_way_out_of_a_column_of_another_type_keeps_all_columns(tmp_path, pac
     assert [bytes(text) for text in found["text"]] == [b"x", b"y", b"z"]
 
 
-def test_zeros_before_a_number_are_kept_or_said_wherever_they_stand(tmp_path, packed):
+def test_leading_zeros_are_kept_or_reported_in_any_row(tmp_path, packed):
     """The first rows are the first MiB of the first file."""
     (tmp_path / "0.csv").write_text("id\n" + "90210\n" * 200_000 + " 007\n")
     (tmp_path / "t").mkdir()
