@@ -409,7 +409,7 @@ class Reducer:
         if (
             self.count.weight and self.state is not StepState.REDUCED
         ):  # without samples, no backward
-            self.steps.count_reached(slot.name for slot in slots if not slot.fires)
+            self.steps.unreached.count(slot.name for slot in slots if not slot.fires)
         self._backward.learn((slot.fires for slot in slots), self._num_passes)
 
 

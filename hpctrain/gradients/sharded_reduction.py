@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 from hpctrain.comm.call_check import call_of
 from hpctrain.comm.node.shared_memory import combine_to
 from hpctrain.comm.ops import Op, scaled_when
-from hpctrain.core.errors import CommError, ConfigError
+from hpctrain.core.errors import ConfigError
+from hpctrain.gradients.bucket_layout import SharedGradientError
 from hpctrain.gradients.elementwise import PieceStep
 from hpctrain.gradients.gradient_bucket import Slot
 from hpctrain.gradients.node_bucket import Change, Chunk, NodeBucket, NodeTensor, by_group
@@ -91,8 +92,8 @@ class ShardedReduction(Reduction):
         if changed is None and not told.own_changed:
             try:
                 self._fill_all()
-            except CommError as error:  # shares memory with another slot
-                told = replace(told, own_changed=str(error).partition(".grad ")[0])
+            except SharedGradientError as error:  # all ranks raise after the comparison
+                told = replace(told, own_changed=error.name)
         if self._rails is not None:
             told = self._rails.announced(told)
         new_sparse = any(slot.found_sparse_dim is not None for slot in self.layout.dense)

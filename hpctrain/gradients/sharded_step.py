@@ -290,7 +290,7 @@ class ShardedStep(Reducer, OptimizerExchange):
     def _learn(self) -> None:
         if self.reduction.count.weight:
             slots = self.reduction.layout.slots
-            self.steps.count_reached(slot.name for slot in slots if not slot.fires)
+            self.steps.unreached.count(slot.name for slot in slots if not slot.fires)
 
     # -- clipping ---------------------------------------------------------------------------
 
