@@ -74,7 +74,9 @@ class ShardedReduction(Reduction):
         if is_void:
             self._fill_all()
         if not self._has_values:
-            self._lay_out_values()
+            self.values.lay_out(self.layout.buckets)
+            if rails is not None:
+                rails.lay_out(self.layout.buckets)
         if not self._has_values or facts.is_written:
             self._has_values = False
             self.values.adopt(optimizer)
@@ -120,11 +122,6 @@ class ShardedReduction(Reduction):
             bucket.write_marks()
         if not first:
             self._facts.flat.fill_(self.count.weight)
-
-    def _lay_out_values(self) -> None:
-        self.values.lay_out(self.layout.buckets)
-        if self._rails is not None:
-            self._rails.lay_out(self.layout.buckets)
 
     @property
     def _sums(self) -> list[NodeTensor]:

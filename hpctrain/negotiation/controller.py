@@ -58,14 +58,11 @@ class Controller:
         timeout_s: float = float("inf"),
     ) -> None:
         self.comm = comm
-        self._post, self._stalls = comm.new_mailbox(), stalls
         self._progress = ProgressEngine(
-            comm, self._post, fusion_bytes=fusion_bytes, timelines=timelines, stalls=stalls
+            comm, fusion_bytes=fusion_bytes, timelines=timelines, stalls=stalls
         )
-        self._driver = EngineDriver(
-            comm, self._progress, self._post, cycle_s=cycle_s, timeout_s=timeout_s
-        )
-        self._is_open = True
+        self._driver = EngineDriver(self._progress, cycle_s, timeout_s)
+        self._stalls, self._is_open = stalls, True
         self._refusal: HorovodInternalError | None = None
         """Error of new operations on this rank; other ranks may not have it yet."""
         self._repeated: dict[str, Repeated] = {}
@@ -185,9 +182,8 @@ class Controller:
         self._enter(last, is_awaited=True)
         with suppress(CommError):
             self._driver.finish(last, CLOSE_S)
-        self._progress.shut_down()
         self._driver.end()
-        self._post.close()
+        self._progress.post.close()
 
     def _fail_after(self, error: BaseException) -> None:
         """Fail the communicator after an interrupt, because the caller may change its tensors."""
@@ -217,5 +213,4 @@ class Controller:
         self._refusal = self._refusal or HorovodInternalError(
             "a named operation needs all ranks of its process set, but some are lost"
         )
-        self._progress.shut_down()
         self._driver.end()

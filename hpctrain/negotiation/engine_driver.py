@@ -13,8 +13,6 @@ from hpctrain.core.torch_compat import dynamo_disable
 from hpctrain.negotiation.request import Handle
 
 if TYPE_CHECKING:
-    from hpctrain.comm.communicator import Communicator
-    from hpctrain.comm.control_channel.mailbox import Mailbox
     from hpctrain.negotiation.progress_engine import ProgressEngine
 
 TICK_S = 1.0  # interval of the stall checks, and of the checks for questions of other ranks
@@ -63,23 +61,13 @@ class EngineDriver:
     as a caller waits. There is none if only one thread may call MPI.
 
     Args:
-        comm: communicator of the engine.
-        progress: the engine.
-        post: mailbox of the engine, whose doorbell wakes the driving thread.
+        progress: the engine; the doorbell of its mailbox wakes the driving thread.
         cycle_s: time that operations without a waiting caller are delayed.
         timeout_s: longest wait for other ranks.
     """
 
-    def __init__(
-        self,
-        comm: "Communicator",
-        progress: "ProgressEngine",
-        post: "Mailbox",
-        *,
-        cycle_s: float,
-        timeout_s: float,
-    ) -> None:
-        self._comm, self._progress, self._post = comm, progress, post
+    def __init__(self, progress: "ProgressEngine", cycle_s: float, timeout_s: float) -> None:
+        self._comm, self._progress, self._post = progress.comm, progress, progress.post
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._given_up = threading.Condition(self._lock)
@@ -89,12 +77,11 @@ class EngineDriver:
         self._num_callers = 0
         self._next_look = time.monotonic() + TICK_S
         self._timer: SubmissionTimer | None = None
-        self._thread: threading.Thread | None = None
-        if comm.size > 1 and calls_from_threads():
+        self._thread = threading.Thread(
+            target=self._drive_for_nobody, name="hpctrain-named", daemon=True
+        )
+        if self._comm.size > 1 and calls_from_threads():
             self._timer = SubmissionTimer(cycle_s)
-            self._thread = threading.Thread(
-                target=self._drive_for_nobody, name="hpctrain-named", daemon=True
-            )
             self._thread.start()
 
     @dynamo_disable
@@ -149,7 +136,7 @@ class EngineDriver:
     def look(self) -> None:
         """Make progress without waiting, if there is no background thread."""
         with self._given_up:
-            if self._is_driven or self._thread is not None:
+            if self._is_driven or self._timer is not None:
                 return
             self._is_driven = True
         try:
@@ -188,12 +175,13 @@ class EngineDriver:
                 self._pass_on(drives=True)
 
     def end(self) -> None:
-        """End the thread, wait for callers to return, and let no other thread drive afterwards."""
+        """Fail pending operations, and wait until no thread drives; none does afterwards."""
+        self._progress.shut_down()
         with self._given_up:
             self._may_drive = False
             self._num_callers += 1  # the driver notifies only if there are callers
         self._post.ring()
-        if self._thread is not None and self._timer is not None:
+        if self._timer is not None:
             self._timer.set(_BURST_S)
             self._thread.join()
             self._timer.close()
@@ -214,11 +202,13 @@ class EngineDriver:
             return
         try:
             while True:
-                self._turn()
+                if progress.turn() and self._num_callers > 1:
+                    with self._given_up:
+                        self._given_up.notify_all()
                 if time.monotonic() >= self._next_look:
                     self._next_look = time.monotonic() + TICK_S
                     progress.check_stalls()
-                    self._turn()
+                    continue
                 if is_over():
                     return
                 self._is_asleep = True  # from here on ``submit`` rings the doorbell
@@ -228,11 +218,6 @@ class EngineDriver:
         except BaseException as error:  # messages may be lost, so no later operation is safe
             progress.break_down(error)
             raise
-
-    def _turn(self) -> None:
-        if self._progress.turn() and self._num_callers > 1:
-            with self._given_up:
-                self._given_up.notify_all()
 
     def _pass_on(self, *, drives: bool) -> None:
         """Wake the next driver, unless another thread drives. The caller holds the lock."""

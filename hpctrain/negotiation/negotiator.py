@@ -157,7 +157,8 @@ class Negotiator:
         self._joins += report.joins
         if report.all_joined:
             self._tally.join(source)
-        self.relay.collect(report.questions, report.answers)
+        self.relay.asked += report.questions
+        self.relay.answers += report.answers
 
     def _report(self) -> None:
         """Report to the parent the operations that all ranks of this subtree have announced."""
@@ -165,7 +166,7 @@ class Negotiator:
         assert parent is not None
         self._is_changed = False
         bits, names = self._tally.take()
-        all_joined = self._is_all_joined() and not self._is_join_reported
+        all_joined = False not in self._tally.joined and not self._is_join_reported
         if not (names or all_joined or self._joins or relay.asked or relay.answers):
             if bits:
                 self._out.append((parent, messages.pack_bits(bits)))
@@ -180,14 +181,12 @@ class Negotiator:
         self._is_join_reported |= all_joined
         self._joins = []
 
-    def _is_all_joined(self) -> bool:
-        return False not in self._tally.joined
-
     # -- the root ---------------------------------------------------------------------------
 
     def _decide(self) -> None:
         """Make one batch of all ready operations, in the order of announcement on this rank."""
-        join_over = self._joins[-1] if self._joins and self._is_all_joined() else None
+        all_joined = self._joins and False not in self._tally.joined
+        join_over = self._joins[-1] if all_joined else None
         self._is_changed = False
         bits, named = self._tally.take()
         if not (bits or named or join_over is not None):

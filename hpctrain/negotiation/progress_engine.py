@@ -14,7 +14,6 @@ from hpctrain.negotiation.submission_queue import CLOSE, JOIN, SubmissionQueue
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
-    from hpctrain.comm.control_channel.mailbox import Mailbox
     from hpctrain.negotiation.fast_path import FastPath, Known
     from hpctrain.negotiation.timeline import Timelines
 
@@ -29,22 +28,22 @@ class BreakOff(NamedTuple):
 
 
 class ProgressEngine:
-    """Run this rank's operations from announcement to completion.
+    """Run this rank's operations from announcement to completion. Collective to construct.
 
     Any thread may use ``queue`` and ``to_ask``; one thread at a time calls the other methods.
 
     Args:
         comm: communicator of the operations.
-        post: mailbox of the control messages.
         fusion_bytes: maximum size of a fused message.
         timelines: timelines of this rank.
         stalls: detects operations that some rank does not submit.
     """
 
+    fast_path: "FastPath | None" = None  # None without node memory
+
     def __init__(
         self,
         comm: "Communicator",
-        post: "Mailbox",
         *,
         fusion_bytes: int,
         timelines: "Timelines",
@@ -52,11 +51,14 @@ class ProgressEngine:
     ) -> None:
         self.queue = SubmissionQueue()
         self.broken: BaseException | None = None  # error of all later operations
-        self._comm, self._post = comm, post
+        self.comm, self.post = comm, comm.new_mailbox()  # the mailbox of the control messages
         self._executor = Executor(comm, fusion_bytes=fusion_bytes)
-        self._negotiator = Negotiator(post.tree)
+        self._negotiator = Negotiator(self.post.tree)
         self.to_ask = self._negotiator.relay.asked  # questions for all ranks
-        self.fast_path = _fast_path(comm, post, self._negotiator)
+        if self.post.channel is not None:
+            from hpctrain.negotiation.fast_path import FastPath  # noqa: PLC0415 - one rank needs no MPI
+
+            self.fast_path = FastPath(comm, self.post, self._negotiator.cache)
         self._prepared: tuple[Handle, Known] | None = None
         """Operation that waits for rank 0 to commit or abort it."""
         self._aborted: Handle | None = None  # the last aborted one: uses control messages
@@ -77,7 +79,7 @@ class ProgressEngine:
         Returns:
             True if an operation has completed or failed.
         """
-        post, negotiator = self._post, self._negotiator
+        post, negotiator = self.post, self._negotiator
         is_done = False
         while True:
             for source, message in post.receive():
@@ -127,10 +129,10 @@ class ProgressEngine:
         if not isinstance(error, CommError):
             error = HorovodInternalError(
                 f"named operations must not be interrupted, but {error!r} was raised in those of "
-                f"rank {self._comm.rank}; end the program, or call hpctrain.shutdown() and "
+                f"rank {self.comm.rank}; end the program, or call hpctrain.shutdown() and "
                 f"hpctrain.init() on every rank"
             )
-        self._comm.fail()
+        self.comm.fail()
         self.broken = error
         in_hand, self._in_hand = self._in_hand, []
         for handle in in_hand:
@@ -170,7 +172,7 @@ class ProgressEngine:
                 continue
             if timeline is not None and handle is not self._aborted:
                 timeline.begin(handle.name, f"NEGOTIATE_{handle.request.kind.name}")
-                timeline.rank_ready(handle.name, self._comm.rank)
+                timeline.rank_ready(handle.name, self.comm.rank)
             if is_alone and self._prepare(handle):
                 break
             try:
@@ -232,7 +234,7 @@ class ProgressEngine:
             self.queue.submitted.appendleft(handle)
             return False
         self._carry_out_known(handle, known)
-        self._post.drain()  # clears the doorbell; the next turn receives all messages
+        self.post.drain()  # clears the doorbell; the next turn receives all messages
         return True
 
     def _carry_out_known(self, handle: Handle, known: "Known") -> None:
@@ -267,7 +269,7 @@ class ProgressEngine:
         if handles:
             self._in_hand = handles
             if known is not None and known.slots:
-                phases = Phases(self._comm, timeline, handles)
+                phases = Phases(self.comm, timeline, handles)
                 phases.enter("MPI_ALLREDUCE")
                 self._reduce(handles[0], known)
                 phases.end()
@@ -292,7 +294,7 @@ class ProgressEngine:
                 if handle is not None:
                     handle.fail(OperationMismatchError(entry.error))
             elif handle is None:  # this rank has joined
-                request = stand_in(entry.signature, self._comm.size)
+                request = stand_in(entry.signature, self.comm.size)
                 found.append(Handle(None, request, entry.name))
                 self._is_closed |= entry.name == CLOSE
             else:
@@ -306,7 +308,7 @@ class ProgressEngine:
         questions = relay.take_questions()
         for question in questions:
             if isinstance(question, BreakOff):
-                self._post.flush(down=True)  # no later turn sends the message
+                self.post.flush(down=True)  # no later turn sends the message
                 self.broken = HorovodInternalError(question.reason)
                 self.fail_all(self.broken)
             else:
@@ -318,12 +320,3 @@ class ProgressEngine:
             self._stalls.take(number, answer)
             self._stalls.tell(time.monotonic())
         return bool(questions)
-
-
-def _fast_path(comm: "Communicator", post: "Mailbox", negotiator: Negotiator) -> "FastPath | None":
-    """Return the fast path; None without node memory."""
-    if post.channel is None:
-        return None
-    from hpctrain.negotiation.fast_path import FastPath  # noqa: PLC0415 - one rank needs no MPI
-
-    return FastPath(comm, post, negotiator.cache)

@@ -1,7 +1,6 @@
 """Questions of any rank to all ranks, and their answers, along the tree of ranks."""
 
 from collections import deque
-from collections.abc import Iterable
 
 
 class QuestionRelay:
@@ -27,11 +26,6 @@ class QuestionRelay:
     def answer(self, answer: object) -> None:
         """Add the answer of this rank."""
         self.answers.append((self._rank, answer))
-
-    def collect(self, asked: Iterable[object], answers: Iterable[tuple[int, object]]) -> None:
-        """Add the questions and answers of a child."""
-        self.asked += asked
-        self.answers += answers
 
     def take_asked(self) -> list[object]:
         """Return the questions to send, each once."""

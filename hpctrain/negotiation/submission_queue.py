@@ -28,7 +28,7 @@ class SubmissionQueue:
         self.held = deque[Handle]()
         """Operations whose number is in flight, oldest first, and the join or close after them."""
         self._unnamed = defaultdict[Kind, "count[int]"](count)
-        self._numbering = threading.Lock()
+        self._numbering = threading.RLock()
 
     def enter(self, handle: Handle) -> None:
         """Add an operation, and name it if it has no name.
@@ -50,27 +50,25 @@ class SubmissionQueue:
                 handle.name = f"{kind.value}.noname.{next(self._unnamed[kind]) % NUM_UNNAMED}"
             self.held.append(handle)
             if len(self.held) == 1 or handle.name not in self.in_flight:
-                self._let_go()
+                self.let_go()
 
     def let_go(self) -> None:
         """Submit the held operations whose name is free now."""
-        if self.held:
-            with self._numbering:
-                self._let_go()
-
-    def _let_go(self) -> None:
-        held, self.held = self.held, deque()
-        names = set[str]()
-        for handle in held:
-            name = handle.name
-            is_last = name is JOIN or name is CLOSE
-            if name in names or (is_last and self.held):
-                self.held.append(handle)
-            elif name is JOIN or self.in_flight.setdefault(name, handle) is handle:
-                self.submitted.append(handle)
-            else:
-                self.held.append(handle)
-                names.add(name)
+        if not self.held:
+            return
+        with self._numbering:
+            held, self.held = self.held, deque()
+            names = set[str]()
+            for handle in held:
+                name = handle.name
+                is_last = name is JOIN or name is CLOSE
+                if name in names or (is_last and self.held):
+                    self.held.append(handle)
+                elif name is JOIN or self.in_flight.setdefault(name, handle) is handle:
+                    self.submitted.append(handle)
+                else:
+                    self.held.append(handle)
+                    names.add(name)
 
     def end_join(self) -> list[Handle]:
         """Return the joins, which are complete, and number unnamed operations from 0 again.
