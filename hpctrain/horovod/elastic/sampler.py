@@ -72,7 +72,9 @@ class ElasticSampler(Sampler[int]):
         self._move_to(epoch)
 
     def _move_to(self, epoch: int, num: int = 0, indices: Iterable[int] = ()) -> None:
-        self.epoch, self.processed_num, self.processed_indices = epoch, num, set(indices)
+        self.epoch = epoch
+        self.processed_num = num
+        self.processed_indices = set(indices)
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:  # noqa: ARG002 - Horovod's
