@@ -117,7 +117,7 @@ class AdasumStep(OptimizerExchange):
         for _ in range(self._num_forgotten):
             self._steps.end()
         self._num_forgotten = 0
-        self._steps.count_reached(name for name, p in today if p.grad is None or not p.grad.any())
+        self._steps.unreached.count(n for n, p in today if p.grad is None or not p.grad.any())
         told = GradientFacts(repeats=repeats, outdated=lines != self._lines)
         mine = self._steps.message(StepMessage(gradients=told), needs_all=True)
         start_on(self._comm, self._open, mine).wait()

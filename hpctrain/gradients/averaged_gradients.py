@@ -1,13 +1,12 @@
 """The exchange of a ``DistributedOptimizer`` that averages (or sums) gradients."""
 
-from collections.abc import Callable
-
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.plan.plan import Plan
 from hpctrain.gradients.bucket_reducer import ParameterSource, Reducer
 from hpctrain.gradients.optimizer_exchange import OptimizerExchange
 from hpctrain.gradients.reduction import Reduction
 from hpctrain.gradients.step_counter import steps_over
+from hpctrain.runtime import world
 
 
 class AveragedGradients(Reducer, OptimizerExchange):
@@ -18,24 +17,15 @@ class AveragedGradients(Reducer, OptimizerExchange):
     Args:
         reduction: sends the gradients.
         parameters: returns the current parameters, by name.
-        note: receives the name of the last collective operation of this rank.
         passes: backward passes that are accumulated before one reduction.
-        is_over_world: whether the exchange is over all ranks; required by ``rebind``.
     """
 
     reduction: Reduction
 
-    def __init__(
-        self,
-        reduction: Reduction,
-        parameters: ParameterSource,
-        note: Callable[[str], object],
-        *,
-        passes: int,
-        is_over_world: bool,
-    ) -> None:
-        super().__init__(reduction, parameters, note, passes=passes)
-        self._is_over_world = is_over_world
+    def __init__(self, reduction: Reduction, parameters: ParameterSource, *, passes: int) -> None:
+        here = world.current()
+        super().__init__(reduction, parameters, here.last_call.note, passes=passes)
+        self._is_over_world = reduction.is_over(here.comm)  # required by ``rebind``
 
     @property
     def sums_are_finite(self) -> bool | None:

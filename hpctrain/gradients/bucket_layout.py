@@ -17,6 +17,20 @@ from hpctrain.gradients.parameter_names import Grouping, NamedParameters
 from hpctrain.gradients.sparse_gradients import SparseSlot
 
 
+class SharedGradientError(CommError):
+    """A gradient shares the memory of another slot; ``name`` is its parameter."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}.grad must have its own memory, but shares that of an earlier gradient "
+            f"at another place or in another order; set .grad to a clone"
+        )
+
+
 class BucketLayout:
     """Buckets of a fixed set of parameters, and the sparse gradients outside of buckets.
 
@@ -98,16 +112,13 @@ class BucketLayout:
         self.found_new_sparse = False
 
     def check_place(self, slot: Slot) -> None:
-        """Raise ``CommError`` if a gradient shares the memory of another slot."""
+        """Raise ``SharedGradientError`` if a gradient shares the memory of another slot."""
         grad = slot.parameter.grad
         if grad is None or grad.is_sparse or slot.holds(grad):
             return
         address = grad.data_ptr()
         if any(first <= address < end for first, end in self._memory):
-            raise CommError(
-                f"{slot.name}.grad must have its own memory, but shares that of an earlier "
-                f"gradient at another place or in another order; set .grad to a clone"
-            )
+            raise SharedGradientError(slot.name)
 
     def _lay_out(self) -> None:
         """Make buckets for all dense gradients, last parameter first. Collective.

@@ -165,11 +165,11 @@ class Reducer:
         by_hand = self.reduction.changed_by_hand(changed) if may_be_kept else None
         is_due = not is_reduced or by_hand is not None or changed is not None
         if is_due:
-            count = self.count
+            count, slot_of = self.count, self.reduction.layout.slot_of
             keeps_sums = is_reduced and by_hand is not None and not count.average
             averages = AverageFacts(
                 by_hand=by_hand,
-                keeps_sums=keeps_sums and self.reduction.has_gradients,
+                keeps_sums=keeps_sums and any(p.grad is not None for p in slot_of),
                 changed_early=self._were_changed_early(),
                 replaced_sum=self._replaced_sum,
             )
@@ -409,7 +409,7 @@ class Reducer:
         if (
             self.count.weight and self.state is not StepState.REDUCED
         ):  # without samples, no backward
-            self.steps.count_reached(slot.name for slot in slots if not slot.fires)
+            self.steps.unreached.count(slot.name for slot in slots if not slot.fires)
         self._backward.learn((slot.fires for slot in slots), self._num_passes)
 
 

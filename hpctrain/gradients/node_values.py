@@ -72,10 +72,7 @@ class NodeValues:
             return True
         if self._versions != [version_of(v) for v in self._shown()]:
             return True
-        return self._differs_silently(step)
-
-    def _differs_silently(self, step: int) -> bool:
-        """Return whether a sample was changed by a write that torch does not count."""
+        # A sample finds writes that torch does not count.
         looked = due(self._pairs, step)
         seen, shared = (sample_of([pair[i] for pair in looked], step) for i in (0, 1))
         return seen != shared
@@ -93,11 +90,6 @@ class NodeValues:
             first = step * _MOST_LOOKS % len(pages)
             pages = (pages + pages)[first : first + _MOST_LOOKS]
         return any(values.find_stores(at, _LOOK) for values, at in pages)
-
-    @property
-    def step_dtypes(self) -> set[torch.dtype]:
-        """Dtypes of the averages that the optimizer uses."""
-        return {bucket.step_dtype for bucket in self.buckets}
 
     @property
     def looks_at_all(self) -> bool:

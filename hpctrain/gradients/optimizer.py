@@ -23,7 +23,6 @@ from hpctrain.core.errors import ConfigError
 from hpctrain.core.torch_compat import dynamo_disable, leave_scaling_to
 from hpctrain.gradients.adasum_step import AdasumStep
 from hpctrain.gradients.averaged_gradients import AveragedGradients
-from hpctrain.gradients.bucket_reducer import ParameterSource
 from hpctrain.gradients.loss_scale import unscale_by_exchange
 from hpctrain.gradients.node_values import is_shared, require_no_masters
 from hpctrain.gradients.optimizer_exchange import NoExchange, OptimizerExchange, exchange_of
@@ -104,26 +103,9 @@ def DistributedOptimizer(  # noqa: N802, PLR0913, PLR0917 - Horovod's name and a
     elif is_shared(shard, comm, codec):
         exchange = ShardedStep(ShardedReduction(*how), parameters, optimizer, master_dtype)
     else:
-        exchange = _averaging(comm, Reduction(*how), parameters, passes, master_dtype)
+        require_no_masters(master_dtype)
+        exchange = AveragedGradients(Reduction(*how), parameters, passes=passes)
     return _upgraded(optimizer, exchange, names, passes)
-
-
-def _averaging(
-    comm: Communicator,
-    reduction: Reduction,
-    parameters: ParameterSource,
-    passes: int,
-    master_dtype: torch.dtype | None,
-) -> AveragedGradients:
-    require_no_masters(master_dtype)
-    here = world.current()
-    return AveragedGradients(
-        reduction,
-        parameters,
-        here.last_call.note,
-        passes=passes,
-        is_over_world=comm is here.comm,
-    )
 
 
 class DistributedMethods:

@@ -117,11 +117,6 @@ class Reduction:
         return self._step.num_sent > 0
 
     @property
-    def has_gradients(self) -> bool:
-        """Whether any parameter has a gradient."""
-        return any(parameter.grad is not None for parameter in self.layout.slot_of)
-
-    @property
     def keeps_result(self) -> bool:
         """Whether this rank adds an earlier result to a further reduction.
 

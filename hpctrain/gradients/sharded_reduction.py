@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 from hpctrain.comm.call_check import call_of
 from hpctrain.comm.node.shared_memory import combine_to
 from hpctrain.comm.ops import Op, scaled_when
-from hpctrain.core.errors import CommError, ConfigError
+from hpctrain.core.errors import ConfigError
+from hpctrain.gradients.bucket_layout import SharedGradientError
 from hpctrain.gradients.elementwise import PieceStep
 from hpctrain.gradients.gradient_bucket import Slot
 from hpctrain.gradients.node_bucket import Change, Chunk, NodeBucket, NodeTensor, by_group
@@ -73,7 +74,9 @@ class ShardedReduction(Reduction):
         if is_void:
             self._fill_all()
         if not self._has_values:
-            self._lay_out_values()
+            self.values.lay_out(self.layout.buckets)
+            if rails is not None:
+                rails.lay_out(self.layout.buckets)
         if not self._has_values or facts.is_written:
             self._has_values = False
             self.values.adopt(optimizer)
@@ -91,8 +94,8 @@ class ShardedReduction(Reduction):
         if changed is None and not told.own_changed:
             try:
                 self._fill_all()
-            except CommError as error:  # shares memory with another slot
-                told = replace(told, own_changed=str(error).partition(".grad ")[0])
+            except SharedGradientError as error:  # all ranks raise after the comparison
+                told = replace(told, own_changed=error.name)
         if self._rails is not None:
             told = self._rails.announced(told)
         new_sparse = any(slot.found_sparse_dim is not None for slot in self.layout.dense)
@@ -119,11 +122,6 @@ class ShardedReduction(Reduction):
             bucket.write_marks()
         if not first:
             self._facts.flat.fill_(self.count.weight)
-
-    def _lay_out_values(self) -> None:
-        self.values.lay_out(self.layout.buckets)
-        if self._rails is not None:
-            self._rails.lay_out(self.layout.buckets)
 
     @property
     def _sums(self) -> list[NodeTensor]:

@@ -290,7 +290,7 @@ class ShardedStep(Reducer, OptimizerExchange):
     def _learn(self) -> None:
         if self.reduction.count.weight:
             slots = self.reduction.layout.slots
-            self.steps.count_reached(slot.name for slot in slots if not slot.fires)
+            self.steps.unreached.count(slot.name for slot in slots if not slot.fires)
 
     # -- clipping ---------------------------------------------------------------------------
 
@@ -343,7 +343,8 @@ class ShardedStep(Reducer, OptimizerExchange):
         if self._overflowed:  # that step was skipped: drop its clipping
             self._changes = []
         self.open()
-        if not allows_fp16 and torch.float16 in self.reduction.values.step_dtypes:
+        dtypes = {bucket.step_dtype for bucket in self.reduction.values.buckets}
+        if not allows_fp16 and torch.float16 in dtypes:
             raise ValueError("Attempting to unscale FP16 gradients.")  # torch's message
         one, found = torch.ones(()), torch.zeros(())
         for grad in self.reduction.gradients(self._changes):

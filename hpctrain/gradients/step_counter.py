@@ -25,6 +25,29 @@ PARTED = 1 << NUM_FLAGS
 _FIRST_BYTES = 64 * KIB  # compared of each gradient in the first step
 
 
+class UnreachedParameters:
+    """Names of the parameters without a gradient in every step since the last comparison."""
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+        self._names: set[str] = set()
+
+    def count(self, unreached: Iterable[str]) -> None:
+        """Count a step with samples, whose parameters ``unreached`` have no gradient."""
+        self._num_steps += 1
+        if self._num_steps == 1:
+            self._names = set(unreached)
+        elif self._names:
+            self._names.intersection_update(unreached)
+
+    def take(self) -> tuple[str, ...] | None:
+        """Return the names, and start again; None if fewer than ``LONG`` steps were counted."""
+        if self._num_steps < LONG:
+            return None
+        self._num_steps = 0
+        return tuple(sorted(self._names))
+
+
 class StepCounter:
     """Counts the steps of one optimizer and builds the step message of this rank.
 
@@ -52,9 +75,7 @@ class StepCounter:
         self._may_skip_alone = may_skip_alone
         self._member, self._is_first = 0, True
         self._name = ""  # key of this optimizer in ``last_states``
-        self._num_counted = 0
-        """Steps with samples since the last comparison of unreached parameters."""
-        self._unreached: set[str] = set()  # parameters without a gradient in all of these steps
+        self.unreached = UnreachedParameters()
 
     def enter(self, member: Member) -> None:
         """Register the optimizer with ``StepSync``."""
@@ -65,14 +86,6 @@ class StepCounter:
     def watch(self, parameters: Sequence[tuple[str, Parameter]]) -> None:
         """Compare samples of these parameters from now on."""
         self._sample = WeightSample(parameters)
-
-    def count_reached(self, unreached: Iterable[str]) -> None:
-        """Count a step with samples, and record the parameters without a gradient."""
-        self._num_counted += 1
-        if self._num_counted == 1:
-            self._unreached = set(unreached)
-        elif self._unreached:
-            self._unreached &= set(unreached)
 
     def skip(self) -> None:
         """Record that this rank does not take a step whose gradients were averaged."""
@@ -122,10 +135,8 @@ class StepCounter:
         step, is_first, self._is_first = self.number, self._is_first, False
         is_fresh = not told.gradients.outdated
         compares = self._check_weights != "off" and not self.may_differ and step is not None
-        names = None
-        if step is not None and step % LONG == 0 and self._num_counted >= LONG and is_fresh:
-            names = tuple(sorted(self._unreached))
-            self._num_counted = 0
+        is_due = step is not None and step % LONG == 0 and is_fresh
+        names = self.unreached.take() if is_due else None
         weights = WeightFacts(
             weights=self._sample.checksum(step or 0) if compares and is_fresh else None,
             first=_checksum_of_first(slots) if is_first and weight else None,

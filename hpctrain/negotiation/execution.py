@@ -14,7 +14,7 @@ from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.tensor_bucket import TensorBucket
 from hpctrain.core.errors import CommError, NodeMemoryError, RankLostError
 from hpctrain.core.units import KIB, MIB
-from hpctrain.negotiation.reducing import Recipe, multiply_, recipe, reduce_, reduce_scatter
+from hpctrain.negotiation.reducing import Recipe, multiply_, recipe_of, reduce_, reduce_scatter
 from hpctrain.negotiation.request import Kind, ReduceOp, Request, Result
 
 if TYPE_CHECKING:
@@ -265,7 +265,7 @@ class Executor:
     def _repeated(self, handles: "list[TensorHandle]", phases: Phases) -> None:
         """Reduce thousands of small tensors in place with little overhead; see ``runs``."""
         tensors = [handle.tensor for handle in handles]
-        how = self._recipe(handles[0].request)
+        how = recipe_of(handles[0].signature, self._comm.size)
         shapes = tuple([handle.repeated.signature.shapes for handle in handles])
         self._fused(tensors, tensors, how, phases, shapes)
         for handle in handles:
@@ -293,7 +293,7 @@ class Executor:
         self, given: list[Tensor], taken: list[Tensor], request: Request, phases: Phases
     ) -> None:
         """Reduce ``given``, of one dtype, into ``taken``, with the operation of ``request``."""
-        how = self._recipe(request, given[0].dtype)
+        how = recipe_of(request.signature, self._comm.size, given[0].dtype)
         if request.signature.op is ReduceOp.ADASUM:
             self._adasum(given, taken, how, phases)
             return
@@ -308,12 +308,6 @@ class Executor:
             if taken[number] is not given[number]:
                 taken[number].copy_(given[number])
             reduce_(self._comm, taken[number], how)
-
-    def _recipe(self, request: Request, dtype: torch.dtype | None = None) -> Recipe:
-        """Return the reduction steps of a request for ``dtype``, by default its first dtype."""
-        _, dtypes, _, op, prescale, postscale, _, _ = request.signature
-        assert op is not None
-        return recipe(dtype or dtypes[0], op, prescale, postscale, self._comm.size)
 
     def _fused(
         self,
@@ -404,11 +398,9 @@ def _broadcast(comm: "Communicator", request: Request) -> Result:
 
 def _reducescatter(comm: "Communicator", request: Request) -> Result:
     """Return this rank's rows of the reduced tensors; the first ranks get the remainder."""
-    _, _, _, op, prescale, postscale, _, _ = request.signature
-    assert op is not None
     results = []
     for tensor in request.tensors:
-        how = recipe(tensor.dtype, op, prescale, postscale, comm.size)
+        how = recipe_of(request.signature, comm.size, tensor.dtype)
         rows = [len(tensor) // comm.size + (r < len(tensor) % comm.size) for r in range(comm.size)]
         row_numel = math.prod(tensor.shape[1:])
         part = reduce_scatter(comm, tensor, [num_rows * row_numel for num_rows in rows], how)

@@ -57,7 +57,7 @@ from hpctrain.comm.rail.algorithms import allreduce_steps
 from hpctrain.comm.rail.wire import Wire
 from hpctrain.core.units import KIB
 from hpctrain.negotiation.messages import Entry
-from hpctrain.negotiation.reducing import recipe
+from hpctrain.negotiation.reducing import recipe_of
 from hpctrain.negotiation.request import Handle, Kind, ReduceOp, Result, Signature
 
 if TYPE_CHECKING:
@@ -445,11 +445,11 @@ class FastPath:
 
     def _reduction(self, known: Known) -> Known:
         """Add the slots, if the operation is a plain sum of values that fit a slot."""
-        kind, dtypes, shapes, op, prescale, postscale, _, _ = known.signature
+        kind, dtypes, shapes, op, *_ = known.signature
         if kind is not Kind.ALLREDUCE or op is None or op is ReduceOp.ADASUM or len(dtypes) > 1:
             return known
         dtype, shape, slots = dtypes[0], torch.Size(shapes[0]), self._node.slots
-        what = recipe(dtype, op, prescale, postscale, self._size)
+        what = recipe_of(known.signature, self._size)
         how = combination(dtype, what.op)
         is_simple = what.is_plain and how.storage_dtype is dtype and not dtype.is_complex
         num_bytes = shape.numel() * dtype.itemsize

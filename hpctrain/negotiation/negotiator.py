@@ -1,6 +1,6 @@
 """Negotiator: collects announcements, and returns the same decisions on every rank."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hpctrain.core.errors import CommError
@@ -8,6 +8,7 @@ from hpctrain.core.units import format_ranks
 from hpctrain.negotiation import messages
 from hpctrain.negotiation.messages import Entry, OperationBatch, Part, Report, bits_of
 from hpctrain.negotiation.pending_table import NUM_SLOTS, OWN, PendingTable, ResponseCache
+from hpctrain.negotiation.question_relay import QuestionRelay
 from hpctrain.negotiation.request import Kind, Repeated, Signature
 
 if TYPE_CHECKING:
@@ -32,10 +33,12 @@ class Negotiator:
 
     def __init__(self, tree: "Tree", *, num_slots: int = NUM_SLOTS) -> None:
         self._tree = tree
-        self._is_root = tree.parent is None
+        self.is_root = tree.parent is None
         self._sources = {child: place for place, child in enumerate(tree.children, OWN + 1)}
         self.cache = ResponseCache(num_slots)
         """The numbers of operations."""
+        self.relay = QuestionRelay(tree.rank)
+        """Questions to all ranks; their answers remain on the root."""
         self._tally = PendingTable(tree.rank, len(tree.children), self.cache)
         self._announced: dict[str, int] = {}  # in order of announcement; the number, or -1
         self._own_slots: list[int] = []  # announced, not added to the table
@@ -45,10 +48,6 @@ class Negotiator:
         self._joins: list[int] = []  # at the root all, elsewhere not reported
         self._is_join_reported = False
         self._is_introduced = False
-        self._ready_bits, self._ready_names = 0, dict[str, list[Part]]()  # at the root
-        self._asked: list[object] = []
-        self._questions: list[object] = []
-        self._answers: list[tuple[int, object]] = []
 
     # -- this rank --------------------------------------------------------------------------
 
@@ -94,39 +93,15 @@ class Negotiator:
             self._joins.append(self._tree.rank)
             self._tally.join(OWN)
 
-    def ask(self, question: object) -> None:
-        """Queue a picklable question to all ranks."""
-        self._asked.append(question)
-
-    def answer(self, answer: object) -> None:
-        """Queue a picklable answer to the root."""
-        self._answers.append((self._tree.rank, answer))
-
     def decided(self) -> list[OperationBatch]:
         """Return the batches to execute now; each batch is returned once."""
         batches, self._batches = self._batches, []
         return batches
 
-    def pending(self) -> Collection[str]:
-        """Return a live view of the announced, undecided operations, oldest first."""
-        return self._announced.keys()
-
     @property
     def takes_part(self) -> bool:
         """Whether this rank waits for a decision, has one to carry out, or has joined."""
         return bool(self._announced or self._batches) or self._tally.joined[OWN]
-
-    def questions(self) -> list[object]:
-        """Return the received questions; each question is returned once."""
-        questions, self._questions = self._questions, []
-        return questions
-
-    def answers(self) -> list[tuple[int, object]]:
-        """Return the received answers and their ranks, each once; empty except on the root."""
-        if not self._is_root:
-            return []
-        answers, self._answers = self._answers, []
-        return answers
 
     # -- messages ---------------------------------------------------------------------------
 
@@ -143,7 +118,7 @@ class Negotiator:
             if kind == messages.DECISION:
                 self._apply(*messages.unpack(message))
             elif kind == messages.QUESTIONS:
-                self._questions += messages.unpack(message)
+                self.relay.questions += messages.unpack(message)
             else:
                 self._apply_slots(message, messages.unpack_slots(message))
 
@@ -152,19 +127,15 @@ class Negotiator:
         if self._own_slots:
             self._tally.add_bits(OWN, bits_of(self._own_slots))
             self._own_slots = []
-        if self._is_root:
-            if self._is_changed:
-                self._is_changed = False
-                bits, names = self._tally.take()
-                self._ready_bits |= bits
-                self._ready_names.update(names)
-            if decide:
+        relay = self.relay
+        if self.is_root:
+            if decide and self._is_changed:
                 self._decide()
-            if self._asked:  # after the decision: a question may fail undecided operations
-                self._send_down(messages.pack(messages.QUESTIONS, self._asked))
-                self._questions += self._asked
-                self._asked = []
-        elif self._is_changed or self._asked or self._answers:
+            if relay.asked:  # after the decision: a question may fail undecided operations
+                questions = relay.take_asked()
+                self._send_down(messages.pack(messages.QUESTIONS, questions))
+                relay.questions += questions
+        elif self._is_changed or relay.asked or relay.answers:
             self._report()
         out, self._out = self._out, []
         return out
@@ -186,17 +157,17 @@ class Negotiator:
         self._joins += report.joins
         if report.all_joined:
             self._tally.join(source)
-        self._asked += report.questions
-        self._answers += report.answers
+        self.relay.asked += report.questions
+        self.relay.answers += report.answers
 
     def _report(self) -> None:
         """Report to the parent the operations that all ranks of this subtree have announced."""
-        parent = self._tree.parent
+        parent, relay = self._tree.parent, self.relay
         assert parent is not None
         self._is_changed = False
         bits, names = self._tally.take()
-        all_joined = self._is_all_joined() and not self._is_join_reported
-        if not (names or all_joined or self._joins or self._asked or self._answers):
+        all_joined = False not in self._tally.joined and not self._is_join_reported
+        if not (names or all_joined or self._joins or relay.asked or relay.answers):
             if bits:
                 self._out.append((parent, messages.pack_bits(bits)))
             return
@@ -204,23 +175,23 @@ class Negotiator:
         if (names or all_joined) and not self._is_introduced:
             ranks = tuple(rank for some in self._tally.ranks for rank in some)
             self._is_introduced = True
-        report = Report(bits, names, ranks, self._joins, all_joined, self._asked, self._answers)
+        asked, answers = relay.take_asked(), relay.take_answers()
+        report = Report(bits, names, ranks, self._joins, all_joined, asked, answers)
         self._out.append((parent, messages.pack(messages.REPORT, tuple(report))))
         self._is_join_reported |= all_joined
-        self._joins, self._asked, self._answers = [], [], []
-
-    def _is_all_joined(self) -> bool:
-        return False not in self._tally.joined
+        self._joins = []
 
     # -- the root ---------------------------------------------------------------------------
 
     def _decide(self) -> None:
         """Make one batch of all ready operations, in the order of announcement on this rank."""
-        join_over = self._joins[-1] if self._joins and self._is_all_joined() else None
-        bits, names = self._ready_bits, self._ready_names
-        if not (bits or names or join_over is not None):
+        all_joined = self._joins and False not in self._tally.joined
+        join_over = self._joins[-1] if all_joined else None
+        self._is_changed = False
+        bits, named = self._tally.take()
+        if not (bits or named or join_over is not None):
             return
-        self._ready_bits, self._ready_names = 0, {}
+        names = dict(named)
         if not names and join_over is None:
             ready = set(messages.slots_of(bits))
             slots = [slot for slot in self._announced.values() if slot in ready]

@@ -110,11 +110,10 @@ class PendingTable:
     def add_bits(self, source: int, bits: int) -> None:
         """Count operations with a number."""
         self.bits[source] |= bits
-        if self._parts:
-            for name in self._parts:
-                slot = self._slots.numbers.get(name)
-                if slot is not None and bits >> slot & 1:
-                    self._touched[name] = None
+        for name in self._parts:
+            slot = self._slots.numbers.get(name)
+            if slot is not None and bits >> slot & 1:
+                self._touched[name] = None
 
     def add_name(self, source: int, name: str, parts: list[Part]) -> None:
         """Count an operation that is new, or whose signature differs from that of its number."""

@@ -1,36 +1,21 @@
 """Progress engine of named operations; one thread drives it at a time."""
 
-import threading
 import time
-from collections import deque
-from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
-from hpctrain.core.errors import (
-    CommError,
-    DuplicateNameError,
-    HorovodInternalError,
-    OperationMismatchError,
-)
+from hpctrain.core.errors import CommError, HorovodInternalError, OperationMismatchError
 from hpctrain.negotiation.execution import Executor, Phases
 from hpctrain.negotiation.messages import OperationBatch
 from hpctrain.negotiation.negotiator import Negotiator
 from hpctrain.negotiation.reducing import stand_in
 from hpctrain.negotiation.request import Handle, Kind
 from hpctrain.negotiation.stall import Answer, Question, StallWatch
+from hpctrain.negotiation.submission_queue import CLOSE, JOIN, SubmissionQueue
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
-    from hpctrain.comm.control_channel.mailbox import Mailbox
     from hpctrain.negotiation.fast_path import FastPath, Known
     from hpctrain.negotiation.timeline import Timelines
-
-JOIN = "<join>"  # name of handles that wait until all ranks have joined
-CLOSE = "<close>"  # name of the final operation
-NUM_UNNAMED = 1024
-"""Operations without a name get numbers modulo this one, so that the names repeat and are cached.
-A later operation of the same number is held until the earlier one is complete."""
-
 
 _ALLREDUCE = Kind.ALLREDUCE.value  # stored, because ``Enum.value`` is a function call
 _MANY = 8  # minimum number of operations for which ``announce_many`` is faster
@@ -43,105 +28,50 @@ class BreakOff(NamedTuple):
 
 
 class ProgressEngine:
-    """Run this rank's operations from announcement to completion.
+    """Run this rank's operations from announcement to completion. Collective to construct.
 
-    Any thread may use ``enter``, ``submitted`` and ``to_ask``; one thread at a time calls
-    ``turn``.
+    Any thread may use ``queue`` and ``to_ask``; one thread at a time calls the other methods.
 
     Args:
         comm: communicator of the operations.
-        post: mailbox of the control messages.
         fusion_bytes: maximum size of a fused message.
         timelines: timelines of this rank.
         stalls: detects operations that some rank does not submit.
     """
 
+    fast_path: "FastPath | None" = None  # None without node memory
+
     def __init__(
         self,
         comm: "Communicator",
-        post: "Mailbox",
         *,
         fusion_bytes: int,
         timelines: "Timelines",
         stalls: StallWatch,
     ) -> None:
-        self._under_way: dict[str, Handle] = {}
-        self._unnamed = _from_zero()
-        self._numbering = threading.Lock()
-        self._held = deque[Handle]()
-        """Operations whose number is in flight, oldest first, and the join or close after them."""
-        self.submitted: deque[Handle] = deque()  # submitted, not announced
-        self.to_ask: deque[object] = deque()  # questions for all ranks
+        self.queue = SubmissionQueue()
         self.broken: BaseException | None = None  # error of all later operations
-        self._comm, self._post = comm, post
+        self.comm, self.post = comm, comm.new_mailbox()  # the mailbox of the control messages
         self._executor = Executor(comm, fusion_bytes=fusion_bytes)
-        self._negotiator = Negotiator(post.tree)
-        self.fast_path = _fast_path(comm, post, self._negotiator)
+        self._negotiator = Negotiator(self.post.tree)
+        self.to_ask = self._negotiator.relay.asked  # questions for all ranks
+        if self.post.channel is not None:
+            from hpctrain.negotiation.fast_path import FastPath  # noqa: PLC0415 - one rank needs no MPI
+
+            self.fast_path = FastPath(comm, self.post, self._negotiator.cache)
         self._prepared: tuple[Handle, Known] | None = None
         """Operation that waits for rank 0 to commit or abort it."""
         self._aborted: Handle | None = None  # the last aborted one: uses control messages
         self.closing: Handle | None = None
         """Operation after which this rank announces no other."""
         self._is_closed = False  # by the other ranks, while this rank has joined
-        self._joining: list[Handle] = []
         self._in_hand: list[Handle] = []
         self._timelines, self._stalls = timelines, stalls
 
     def has_work(self) -> bool:
         """Return True if this rank has pending operations or questions."""
-        return bool(self._under_way or self._joining or self.submitted or self.to_ask)
-
-    @property
-    def is_awaited(self) -> bool:
-        """Whether this rank has an operation or a join in flight."""
-        return bool(self._under_way or self._joining)
-
-    def enter(self, handle: Handle) -> None:
-        """Add an operation, and name it if it has no name.
-
-        Raises:
-            DuplicateNameError: an operation of this user-defined name is in flight.
-        """
-        if handle.name and handle.name is not JOIN and handle.name is not CLOSE:
-            if self._under_way.setdefault(handle.name, handle) is not handle:
-                raise DuplicateNameError(
-                    f"operations in flight must have different names, but {handle.name!r} is "
-                    f"already in flight on this rank; wait for it first, or use another name"
-                )
-            self.submitted.append(handle)
-            return
-        with self._numbering:
-            if not handle.name:
-                kind = handle.request.kind
-                handle.name = f"{kind.value}.noname.{next(self._unnamed[kind]) % NUM_UNNAMED}"
-            self._held.append(handle)
-            if len(self._held) == 1 or handle.name not in self._under_way:
-                self._let_go()
-
-    def _let_go_some(self) -> None:
-        """Queue held operations whose name is free now."""
-        if self._held:
-            with self._numbering:
-                self._let_go()
-
-    def _let_go(self) -> None:
-        """Queue the held operations whose name is free; the caller holds ``_numbering``."""
-        held, self._held = self._held, deque()
-        names = set[str]()
-        for handle in held:
-            name = handle.name
-            is_last = name is JOIN or name is CLOSE
-            if name in names or (is_last and self._held):
-                self._held.append(handle)
-            elif name is JOIN or self._under_way.setdefault(name, handle) is handle:
-                self.submitted.append(handle)
-            else:
-                self._held.append(handle)
-                names.add(name)
-
-    def oldest(self) -> dict[str, float]:
-        """Return the ``time.monotonic()`` of submission of each operation in flight, by name."""
-        return {handle.name: handle.since for handle in list(self._under_way.values())}
+        queue = self.queue
+        return bool(queue.in_flight or queue.joining or queue.submitted or self.to_ask)
 
     def turn(self) -> bool:
         """Receive and send control messages and execute decided operations, until none remain.
@@ -149,7 +79,7 @@ class ProgressEngine:
         Returns:
             True if an operation has completed or failed.
         """
-        post, negotiator = self._post, self._negotiator
+        post, negotiator = self.post, self._negotiator
         is_done = False
         while True:
             for source, message in post.receive():
@@ -158,8 +88,6 @@ class ProgressEngine:
             is_committed = self._look_at_prepared()
             is_done |= is_committed
             self._tell_if_busy()
-            while self.to_ask:
-                negotiator.ask(self.to_ask.popleft())
             for to, message in negotiator.outbox(decide=self.broken is None):
                 post.send(to, message)
             batches = negotiator.decided()
@@ -177,20 +105,22 @@ class ProgressEngine:
 
     def start(self, handle: Handle) -> None:
         """Prepare a known operation and try to complete it, if no other is in flight."""
-        queue = self.submitted
-        if len(queue) != 1 or queue[0] is not handle or len(self._under_way) != 1 or self._held:
+        queue, submitted = self.queue, self.queue.submitted
+        if len(submitted) != 1 or submitted[0] is not handle:
+            return
+        if len(queue.in_flight) != 1 or queue.held:
             return
         if self.to_ask or self.broken or self._timelines.current or not self._prepare(handle):
             return
         assert self.fast_path is not None
-        queue.remove(handle)
+        submitted.remove(handle)
         self._settle(verdict=self.fast_path.poll_awake())
 
     def check_stalls(self) -> None:
         """Queue a question about operations that have waited for long."""
         now = time.monotonic()
         self._stalls.tell(now)
-        question = self._stalls.due(now, self.oldest())
+        question = self._stalls.due(now, self.queue.oldest())
         if question is not None:
             self.to_ask.append(question)
 
@@ -199,10 +129,10 @@ class ProgressEngine:
         if not isinstance(error, CommError):
             error = HorovodInternalError(
                 f"named operations must not be interrupted, but {error!r} was raised in those of "
-                f"rank {self._comm.rank}; end the program, or call hpctrain.shutdown() and "
+                f"rank {self.comm.rank}; end the program, or call hpctrain.shutdown() and "
                 f"hpctrain.init() on every rank"
             )
-        self._comm.fail()
+        self.comm.fail()
         self.broken = error
         in_hand, self._in_hand = self._in_hand, []
         for handle in in_hand:
@@ -221,18 +151,13 @@ class ProgressEngine:
     def fail_all(self, error: BaseException) -> None:
         """Fail all pending operations of this rank."""
         self._prepared = None
-        joining, self._joining = self._joining, []
-        with self._numbering:
-            held, self._held = self._held, deque()
-        submitted = [self.submitted.popleft() for _ in range(len(self.submitted))]
-        noted = [self._under_way.popitem()[1] for _ in range(len(self._under_way))]
-        for handle in [*noted, *submitted, *joining, *held]:
+        for handle in self.queue.take_all():
             if not handle.is_done:
                 handle.fail(error)
 
     def _announce_submitted(self) -> bool:
         """Announce the submitted operations; return True if one failed."""
-        submitted = self.submitted
+        queue, submitted = self.queue, self.queue.submitted
         if not submitted or self._prepared is not None:
             return False
         has_failed, timeline, announce = False, self._timelines.current, self._negotiator.announce
@@ -242,12 +167,12 @@ class ProgressEngine:
         while submitted:
             handle = submitted.popleft()
             if handle.name is JOIN:
-                self._joining.append(handle)
+                queue.joining.append(handle)
                 self._negotiator.join()
                 continue
             if timeline is not None and handle is not self._aborted:
                 timeline.begin(handle.name, f"NEGOTIATE_{handle.request.kind.name}")
-                timeline.rank_ready(handle.name, self._comm.rank)
+                timeline.rank_ready(handle.name, self.comm.rank)
             if is_alone and self._prepare(handle):
                 break
             try:
@@ -255,8 +180,8 @@ class ProgressEngine:
             except CommError as error:  # this rank has joined
                 if handle is self.closing:
                     continue  # a rank that has joined counts as having announced it
-                self._under_way.pop(handle.name, None)
-                self._let_go_some()
+                queue.in_flight.pop(handle.name, None)
+                queue.let_go()
                 handle.fail(error)
                 has_failed = True
         if timeline is not None:
@@ -265,7 +190,7 @@ class ProgressEngine:
 
     def _announce_many(self) -> None:
         """Announce the submitted operations in one step, if all of them are repeated."""
-        queue = self.submitted
+        queue = self.queue.submitted
         many = [queue.popleft() for _ in range(len(queue))]  # other threads may append
         repeated = [handle.repeated for handle in many]
         if None in repeated or not self._negotiator.announce_many(repeated):
@@ -299,25 +224,28 @@ class ProgressEngine:
     def _settle(self, *, verdict: bool | None) -> bool:
         assert self._prepared is not None
         fast_path = self.fast_path
-        if verdict is None and not (self.submitted and fast_path and fast_path.commit.withdraw()):
+        if verdict is None and not (
+            self.queue.submitted and fast_path and fast_path.commit.withdraw()
+        ):
             return False
         (handle, known), self._prepared = self._prepared, None
         if not verdict:
             self._aborted = handle
-            self.submitted.appendleft(handle)
+            self.queue.submitted.appendleft(handle)
             return False
         self._carry_out_known(handle, known)
-        self._post.drain()  # clears the doorbell; the next turn receives all messages
+        self.post.drain()  # clears the doorbell; the next turn receives all messages
         return True
 
     def _carry_out_known(self, handle: Handle, known: "Known") -> None:
         if not known.slots or self._timelines.current is not None:
             self._carry_out(OperationBatch((known.entry,)), known)
             return
-        del self._under_way[handle.name]
+        queue = self.queue
+        del queue.in_flight[handle.name]
         self._reduce(handle, known)
-        if self._held:
-            self._let_go_some()
+        if queue.held:
+            queue.let_go()
         self._stalls.last_call.note(_ALLREDUCE, handle.name)
 
     def _reduce(self, handle: Handle, known: "Known") -> None:
@@ -341,7 +269,7 @@ class ProgressEngine:
         if handles:
             self._in_hand = handles
             if known is not None and known.slots:
-                phases = Phases(self._comm, timeline, handles)
+                phases = Phases(self.comm, timeline, handles)
                 phases.enter("MPI_ALLREDUCE")
                 self._reduce(handles[0], known)
                 phases.end()
@@ -350,60 +278,45 @@ class ProgressEngine:
             self._in_hand = []
             self._stalls.last_call.note(handles[-1].request.kind.value, handles[-1].name)
         if batch.join_over is not None:
-            joined, self._joining = self._joining, []
-            self._unnamed = _from_zero()  # ranks that had joined have not counted
-            for handle in joined:
+            for handle in self.queue.end_join():
                 handle.succeed([batch.join_over])
             if self.closing is not None:
-                self.submitted.append(self.closing)
+                self.queue.submitted.append(self.closing)
         if self._is_closed or (self.closing is not None and self.closing.is_done):
             self.shut_down()
 
     def _of_this_rank(self, batch: OperationBatch) -> list[Handle]:
         """Return this rank's handles of a batch, without failed operations."""
-        found = []
+        found, in_flight = [], self.queue.in_flight
         for entry in batch.entries:
-            handle = self._under_way.pop(entry.name, None)
+            handle = in_flight.pop(entry.name, None)
             if entry.error is not None:
                 if handle is not None:
                     handle.fail(OperationMismatchError(entry.error))
             elif handle is None:  # this rank has joined
-                request = stand_in(entry.signature, self._comm.size)
+                request = stand_in(entry.signature, self.comm.size)
                 found.append(Handle(None, request, entry.name))
                 self._is_closed |= entry.name == CLOSE
             else:
                 found.append(handle)
-        self._let_go_some()
+        self.queue.let_go()
         return found
 
     def _talk(self) -> bool:
         """Answer questions of other ranks; on the root rank, store the answers."""
-        negotiator = self._negotiator
-        questions = negotiator.questions()
+        relay, queue = self._negotiator.relay, self.queue
+        questions = relay.take_questions()
         for question in questions:
             if isinstance(question, BreakOff):
-                self._post.flush(down=True)  # no later turn sends the message
+                self.post.flush(down=True)  # no later turn sends the message
                 self.broken = HorovodInternalError(question.reason)
                 self.fail_all(self.broken)
             else:
                 assert isinstance(question, Question)
-                now, oldest, joined = time.monotonic(), self.oldest(), bool(self._joining)
-                negotiator.answer(self._stalls.heard(now, question, oldest, joined=joined))
-        for number, answer in negotiator.answers():
+                now, joined = time.monotonic(), bool(queue.joining)
+                relay.answer(self._stalls.heard(now, question, queue.oldest(), joined=joined))
+        for number, answer in relay.take_answers() if self._negotiator.is_root else ():
             assert isinstance(answer, Answer)
             self._stalls.take(number, answer)
             self._stalls.tell(time.monotonic())
         return bool(questions)
-
-
-def _fast_path(comm: "Communicator", post: "Mailbox", negotiator: Negotiator) -> "FastPath | None":
-    """Return the fast path; None without node memory."""
-    if post.channel is None:
-        return None
-    from hpctrain.negotiation.fast_path import FastPath  # noqa: PLC0415 - one rank needs no MPI
-
-    return FastPath(comm, post, negotiator.cache)
-
-
-def _from_zero() -> "dict[Kind, count[int]]":
-    return {kind: count() for kind in Kind}

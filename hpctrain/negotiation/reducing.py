@@ -73,6 +73,13 @@ def recipe(
     return Recipe(wide, before, how.op, None, after, divisor, is_plain)
 
 
+def recipe_of(signature: Signature, size: int, dtype: torch.dtype | None = None) -> Recipe:
+    """Return the recipe of an operation; ``dtype`` selects one of several dtypes."""
+    _, dtypes, _, op, prescale, postscale, _, _ = signature
+    assert op is not None
+    return recipe(dtype or dtypes[0], op, prescale, postscale, size)
+
+
 def reduce_(comm: "Communicator", values: Tensor | Bucket, how: Recipe) -> None:
     """Replace ``values``, of any strides, by their reduction over all ranks. Collective."""
     if how.is_plain:

@@ -172,7 +172,7 @@ def through_host(request: Request, take: Take | None) -> tuple[Request, Take]:
 
 
 class Driver(Protocol):
-    """Executes operations while a caller waits; implemented by the ``Controller``."""
+    """Executes operations while a caller waits; implemented by the ``EngineDriver``."""
 
     def look(self) -> None:
         """Make progress without waiting."""

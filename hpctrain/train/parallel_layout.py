@@ -1,5 +1,6 @@
 """Layout of the ranks that divide a model, with its batches and gradients."""
 
+from collections import Counter
 from collections.abc import Callable
 from itertools import compress
 
@@ -206,6 +207,7 @@ class GradientAverage:
     def run(self) -> None:
         """Replace the gradients by their average over the replicas. Collective over replicas."""
         buckets: dict[torch.dtype, list[Tensor]] = {}
+        num_bytes = Counter[torch.dtype]()  # of each bucket
         trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         used = torch.tensor([parameter.grad is not None for parameter in trained]).int()
         dist.all_reduce(used, dist.ReduceOp.MAX, group=self._group)
@@ -213,10 +215,12 @@ class GradientAverage:
             if parameter.grad is None:  # another replica has one
                 parameter.grad = torch.zeros_like(parameter)
             gradient = local(parameter.grad)
-            bucket = buckets.setdefault(gradient.dtype, [])
-            bucket.append(gradient)
-            if sum(each.nbytes for each in bucket) >= self._bucket_bytes:
-                self._average(buckets.pop(gradient.dtype))
+            dtype = gradient.dtype
+            buckets.setdefault(dtype, []).append(gradient)
+            num_bytes[dtype] += gradient.nbytes
+            if num_bytes[dtype] >= self._bucket_bytes:
+                self._average(buckets.pop(dtype))
+                del num_bytes[dtype]
         for bucket in buckets.values():
             self._average(bucket)
 

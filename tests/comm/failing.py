@@ -313,8 +313,7 @@ def calls_of(program: Program, world: MPI.Intracomm) -> Generator[Calls]:
     comm = connection.comm
     made = Calls(program, world.rank, comm)
     if program.caller == "named":
-        made.controller = controller_of(comm)
-        made.controller._timeout_s = TIMEOUT_S
+        made.controller = controller_of(comm, timeout_s=TIMEOUT_S)
     else:
         numels = sorted({numel for kind, numel, _ in program.calls if kind in _KINDS["steps"]})
         made.buckets = {numel: comm.new_bucket(numel, torch.float64) for numel in numels}

@@ -124,6 +124,19 @@ def test_clipped_and_moved_gradients_raise_on_all_ranks(hvd):
 
 
 @MANY
+def test_gradient_in_the_memory_of_another_is_named_on_all_ranks(hvd):
+    model, optimizer = wrapped(hvd, shard="node")
+    backward(hvd, model, 0)
+    optimizer.step()
+    earlier = model[0].bias.grad
+    optimizer.zero_grad()
+    if hvd.rank() == hvd.size() - 1:
+        model[0].weight.grad = earlier[:1].expand_as(model[0].weight)
+    with pytest.raises(MismatchError, match=r"grad is local until step.*0\.weight\.grad changed"):
+        optimizer.step()
+
+
+@MANY
 def test_gradients_kept_after_a_clipped_step_raise_on_all_ranks(hvd):
     model, optimizer = wrapped(hvd, shard="node")
     backward(hvd, model, 0)

@@ -12,10 +12,11 @@ SIZES = pytest.mark.ranks(1, 2, 3, 4)
 SEVERAL = pytest.mark.ranks(2, 3, 4)
 
 
-def controller_of(comm):
+def controller_of(comm, **options):
     members = [SetMember(rank, "here") for rank in range(comm.size)]
     stalls = StallWatch(Settings(), comm.rank, members, LastCall())
-    return Controller(comm, timelines=Timelines(comm.rank, comm.size), stalls=stalls)
+    timelines = Timelines(comm.rank, comm.size)
+    return Controller(comm, timelines=timelines, stalls=stalls, **options)
 
 
 def allreduce(name, tensor, op=Sum):

@@ -126,7 +126,7 @@ def test_operations_on_a_rank_that_has_joined_are_an_error_at_once(controller):
         ]
         for joiner in joiners:
             joiner.start()
-        while len(controller._progress._joining) < 2:
+        while len(controller._progress.queue.joining) < 2:
             time.sleep(0.002)
         with pytest.raises(CommError, match="has joined must not submit"):
             controller.run(allreduce("too late", torch.ones(1)))

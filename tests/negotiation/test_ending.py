@@ -104,7 +104,7 @@ def test_close_completes_common_operations_and_fails_all_others(controller):
 
         caller = threading.Thread(target=wait_in_vain)
         caller.start()
-        while not (other._progress.oldest().get(alone.name) or size == 1):
+        while not (other._progress.queue.oldest().get(alone.name) or size == 1):
             time.sleep(0.001)
         time.sleep(chance.random() * 0.003)
         other.close()

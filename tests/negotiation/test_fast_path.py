@@ -12,6 +12,7 @@ from hpctrain.core.config import Settings
 from hpctrain.core.errors import CommError, HorovodInternalError
 from hpctrain.core.libc import Timer
 from hpctrain.negotiation.controller import Controller
+from hpctrain.negotiation.engine_driver import EngineDriver
 from hpctrain.negotiation.request import Average, Kind, Max, Product, Request, Sum
 from hpctrain.negotiation.stall import LastCall, SetMember, StallWatch
 from hpctrain.negotiation.timeline import Timelines
@@ -123,18 +124,14 @@ def test_small_tensors_of_any_layout_are_reduced_by_value(controller):
 @SEVERAL
 def test_an_operation_with_a_prompt_wait_wakes_no_thread(ranks, monkeypatch):
     names = []
-    drive = Controller._drive
+    drive = EngineDriver._drive
 
     def noted(self, is_over):
         names.append(threading.current_thread().name)
         drive(self, is_over)
 
-    monkeypatch.setattr(Controller, "_drive", noted)
-    stalls = StallWatch(Settings(), ranks.rank, [SetMember(0, "here")] * ranks.size, LastCall())
-    timelines = Timelines(ranks.rank, ranks.size)
-    made = Controller(
-        ranks.group(range(ranks.size)), timelines=timelines, stalls=stalls, cycle_s=0.5
-    )
+    monkeypatch.setattr(EngineDriver, "_drive", noted)
+    made = controller_of(ranks.group(range(ranks.size)), cycle_s=0.5)
     start = time.monotonic()
     for _ in range(100):
         made.submit(allreduce("soon", torch.ones(2))).wait()

@@ -69,7 +69,7 @@ class Player:
         if self.steps[0] is None:
             self.negotiator.join()
             self.num_joins += 1
-        elif self.steps[0][0] in self.negotiator.pending():
+        elif self.steps[0][0] in self.negotiator._announced:
             return False
         else:
             self.negotiator.announce(*self.steps[0])
@@ -137,7 +137,7 @@ def test_any_order_gives_the_same_batches_on_every_rank(seed: int, size: int):
     ranks = played(random, size, script)
     first, *others = ranks.batches
     assert all(batches == first for batches in others)
-    assert all(not negotiator.pending() for negotiator in ranks.negotiators)
+    assert all(not negotiator._announced for negotiator in ranks.negotiators)
     assert not any(n._tally._parts or any(n._tally.bits) for n in ranks.negotiators)
     slots = [(n.cache.numbers, n.cache.entries) for n in ranks.negotiators]
     assert all(some == slots[0] for some in slots)

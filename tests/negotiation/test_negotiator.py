@@ -153,16 +153,40 @@ def test_a_question_reaches_all_ranks_once_and_its_answers_the_root(asker):
     ranks = Ranks(chain(4))
     ranks.negotiators[3].join()
     ranks.settle()
-    ranks.negotiators[asker].ask({"name": "a"})
+    relays = [negotiator.relay for negotiator in ranks.negotiators]
+    relays[asker].asked.append({"name": "a"})
     ranks.settle()
-    for rank, negotiator in enumerate(ranks.negotiators):
-        assert negotiator.questions() == [{"name": "a"}]
-        assert negotiator.questions() == []
-        negotiator.answer(f"from {rank}")
+    for rank, relay in enumerate(relays):
+        assert relay.take_questions() == [{"name": "a"}]
+        assert relay.take_questions() == []
+        relay.answer(f"from {rank}")
     ranks.settle()
-    answers = ranks.negotiators[0].answers()
+    answers = relays[0].take_answers()
     assert sorted(answers) == [(rank, f"from {rank}") for rank in range(4)]
-    assert ranks.negotiators[0].answers() == ranks.negotiators[2].answers() == []
+    assert all(not relay.take_answers() for relay in relays)
+
+
+def test_all_ranks_receive_the_questions_of_all_ranks_in_one_order():
+    ranks = Ranks(chain(4))
+    for rank in (2, 0, 3, 1):
+        ranks.negotiators[rank].relay.asked += [(rank, number) for number in range(2)]
+        ranks.post(rank)
+    ranks.settle()
+    orders = [negotiator.relay.take_questions() for negotiator in ranks.negotiators]
+    assert orders[1:] == orders[:1] * 3
+    assert sorted(orders[0]) == [(rank, number) for rank in range(4) for number in range(2)]
+
+
+def test_an_operation_that_is_ready_while_decisions_are_suspended_is_decided_later():
+    ranks = Ranks(star(2))
+    for again in range(2):
+        for negotiator in ranks.negotiators:
+            negotiator.announce("a", FOUR)
+        ranks.post(1)
+        ranks.deliver((1, 0))
+        for _ in range(2):
+            assert ranks.negotiators[0].outbox(decide=False) == [], again
+        assert ranks.settle() == [OperationBatch(plain("a"), None)], again
 
 
 def test_a_rank_takes_part_until_it_has_taken_the_decision():

@@ -65,16 +65,16 @@ class ElasticSampler(Sampler[int]):
         self.dataset = dataset
         self.shuffle = shuffle
         self.seed = seed
-        self.epoch = 0
-        self.processed_num = 0
-        self.processed_indices: set[int] = set()
-        self.reset()
+        self._move_to(0)
 
     def set_epoch(self, epoch: int) -> None:
         """Begin another epoch at its first index. Local."""
+        self._move_to(epoch)
+
+    def _move_to(self, epoch: int, num: int = 0, indices: Iterable[int] = ()) -> None:
         self.epoch = epoch
-        self.processed_num = 0
-        self.processed_indices = set()
+        self.processed_num = num
+        self.processed_indices = set(indices)
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:  # noqa: ARG002 - Horovod's
@@ -123,10 +123,8 @@ class ElasticSampler(Sampler[int]):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a position in the epoch, saved on any number of ranks. Local."""
-        self.epoch = state_dict["epoch"]
-        self.processed_num = state_dict["processed_num"]
-        self.processed_indices = set(state_dict.get("processed_indices", ()))
-        self.reset()
+        indices = state_dict.get("processed_indices", ())
+        self._move_to(state_dict["epoch"], state_dict["processed_num"], indices)
 
     def reset(self) -> None:
         """Distribute the rest of the epoch over the current ranks. Local."""

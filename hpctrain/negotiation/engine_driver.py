@@ -1,0 +1,278 @@
+"""Selection of the thread that drives the progress engine: a caller, or a background thread."""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from hpctrain.comm.mpi_library import calls_from_threads
+from hpctrain.comm.mpi_start import is_loss
+from hpctrain.core.errors import CommError, RankLostError
+from hpctrain.core.libc import Timer
+from hpctrain.core.torch_compat import dynamo_disable
+from hpctrain.negotiation.request import Handle
+
+if TYPE_CHECKING:
+    from hpctrain.negotiation.progress_engine import ProgressEngine
+
+TICK_S = 1.0  # interval of the stall checks, and of the checks for questions of other ranks
+_BURST_S, _MOST_PAUSES = 100e-6, 6
+"""Maximum interval between two operations of a burst, and maximum number of pauses in a burst,
+each twice as long as the one before."""
+_LONGEST_S = 2e-3
+"""Maximum delay of the thread while every recent operation had a caller that waited for it."""
+CLOSE_S = 10.0
+"""Longest wait, when a controller closes, for ranks whose operations have failed, and for a caller
+whose operation does not return."""
+
+
+class SubmissionTimer(Timer):
+    """Timer that expires when operations without a waiting caller have waited.
+
+    The timer is not cancelled when a caller waits: setting it takes as long as an operation.
+
+    Args:
+        cycle_s: time that operations without a waiting caller are delayed.
+    """
+
+    __slots__ = ("burst_s", "delay_s", "is_set")
+
+    def __init__(self, cycle_s: float) -> None:
+        super().__init__()
+        self.burst_s = self.delay_s = max(cycle_s, _BURST_S)
+        self.is_set = False
+
+    def start(self) -> None:
+        """Expire after ``delay_s``."""
+        self.is_set = True
+        self.set(self.delay_s)
+
+    def adapt(self, *, was_needed: bool) -> None:
+        """Double the delay, up to a limit, unless operations had no waiting caller."""
+        longest_s = max(self.burst_s, _LONGEST_S)
+        self.delay_s = self.burst_s if was_needed else min(2 * self.delay_s, longest_s)
+
+
+class EngineDriver:
+    """Let one thread at a time drive the ``ProgressEngine`` of a process set.
+
+    A caller that waits drives the engine on its own thread, so no other thread has to wake up. The
+    background thread drives the engine for operations without a waiting caller, and stops as soon
+    as a caller waits. There is none if only one thread may call MPI.
+
+    Args:
+        progress: the engine; the doorbell of its mailbox wakes the driving thread.
+        cycle_s: time that operations without a waiting caller are delayed.
+        timeout_s: longest wait for other ranks.
+    """
+
+    def __init__(self, progress: "ProgressEngine", cycle_s: float, timeout_s: float) -> None:
+        self._comm, self._progress, self._post = progress.comm, progress, progress.post
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._given_up = threading.Condition(self._lock)
+        """Notified when the driver stops and when an operation is complete."""
+        self._may_drive = True
+        self._is_driven = self._is_asleep = False
+        self._num_callers = 0
+        self._next_look = time.monotonic() + TICK_S
+        self._timer: SubmissionTimer | None = None
+        self._thread = threading.Thread(
+            target=self._drive_for_nobody, name="hpctrain-named", daemon=True
+        )
+        if self._comm.size > 1 and calls_from_threads():
+            self._timer = SubmissionTimer(cycle_s)
+            self._thread.start()
+
+    @dynamo_disable
+    def finish(self, handle: Handle, timeout_s: float | None = None) -> None:
+        """Wait for an operation; drive the engine, unless another thread does.
+
+        Args:
+            handle: the operation.
+            timeout_s: longest wait; by default ``timeout_s`` of the constructor.
+
+        Raises:
+            RankLostError: the operation is not complete after ``timeout_s``.
+        """
+        try:
+            self._start(handle)
+            if not handle.is_done:
+                self._await(handle, self._timeout_s if timeout_s is None else timeout_s)
+        except BaseException:
+            if not handle.is_done:  # the caller may change its tensors
+                self._comm.fail()
+            raise
+
+    def _await(self, handle: Handle, limit_s: float) -> None:
+        since = time.monotonic()
+
+        def is_over() -> bool:
+            if not handle.is_done and (waited_s := time.monotonic() - since) > limit_s:
+                raise RankLostError(
+                    f"all ranks must submit {handle.name} within HPCTRAIN_TIMEOUT={limit_s:g} "
+                    f"seconds, but rank {self._comm.rank} has waited {waited_s:.0f} s for the "
+                    f"others; see the report of missing ranks, or increase HPCTRAIN_TIMEOUT"
+                )
+            return handle.is_done
+
+        with self._given_up:
+            self._num_callers += 1
+        drives = False
+        try:
+            with self._given_up:
+                while self._is_driven and not is_over():
+                    self._post.ring()
+                    self._given_up.wait(TICK_S)
+                if not is_over():
+                    self._is_driven = drives = True
+            if drives:
+                self._drive(is_over)
+        finally:
+            with self._given_up:
+                self._num_callers -= 1
+                self._pass_on(drives=drives)
+
+    def look(self) -> None:
+        """Make progress without waiting, if there is no background thread."""
+        with self._given_up:
+            if self._is_driven or self._timer is not None:
+                return
+            self._is_driven = True
+        try:
+            self._drive(lambda: True)
+        finally:
+            with self._given_up:
+                self._pass_on(drives=True)
+
+    def nudge(self) -> None:
+        """Make sure that a submitted operation is executed, without waiting for it."""
+        if self._is_driven:
+            if self._is_asleep:
+                self._post.ring()
+        elif self._timer is None:
+            self.look()
+        elif not self._timer.is_set:
+            with self._lock:
+                self._timer.start()
+
+    def _start(self, handle: Handle) -> None:
+        """Start a repeated operation on the fast path, if no other operation is in flight."""
+        progress = self._progress
+        if progress.fast_path is None:
+            return
+        with self._lock:
+            if self._is_driven or self._num_callers:
+                return
+            self._is_driven = True
+        try:
+            progress.start(handle)
+        except BaseException as error:  # the other ranks may have committed the operation
+            progress.break_down(error)
+            raise
+        finally:
+            with self._lock:
+                self._pass_on(drives=True)
+
+    def end(self) -> None:
+        """Fail pending operations, and wait until no thread drives; none does afterwards."""
+        self._progress.shut_down()
+        with self._given_up:
+            self._may_drive = False
+            self._num_callers += 1  # the driver notifies only if there are callers
+        self._post.ring()
+        if self._timer is not None:
+            self._timer.set(_BURST_S)
+            self._thread.join()
+            self._timer.close()
+        end = time.monotonic() + CLOSE_S
+        with self._given_up:
+            while self._is_driven and time.monotonic() < end:
+                self._post.ring()
+                self._given_up.wait(TICK_S)
+            self._is_driven = True
+
+    # -- called by the thread that has set _is_driven ---------------------------------------
+
+    def _drive(self, is_over: Callable[[], bool]) -> None:
+        """Run the engine until ``is_over`` is True or raises; sleep while there is no work."""
+        progress, post = self._progress, self._post
+        if progress.broken is not None:
+            progress.fail_all(progress.broken)
+            return
+        try:
+            while True:
+                if progress.turn() and self._num_callers > 1:
+                    with self._given_up:
+                        self._given_up.notify_all()
+                if time.monotonic() >= self._next_look:
+                    self._next_look = time.monotonic() + TICK_S
+                    progress.check_stalls()
+                    continue
+                if is_over():
+                    return
+                self._is_asleep = True  # from here on ``submit`` rings the doorbell
+                if not (progress.queue.submitted or progress.to_ask):
+                    post.sleep(TICK_S)
+                self._is_asleep = False
+        except BaseException as error:  # messages may be lost, so no later operation is safe
+            progress.break_down(error)
+            raise
+
+    def _pass_on(self, *, drives: bool) -> None:
+        """Wake the next driver, unless another thread drives. The caller holds the lock."""
+        if drives:
+            self._is_driven = self._is_asleep = False
+        if self._is_driven:
+            return
+        if self._num_callers:
+            self._given_up.notify_all()
+            return
+        timer = self._timer
+        if timer is None or timer.is_set or not self._may_drive:
+            return
+        if self._progress.has_work():
+            timer.start()
+
+    # -- the thread -------------------------------------------------------------------------
+
+    def _drive_for_nobody(self) -> None:
+        timer, progress, went_off = self._timer, self._progress, False
+        assert timer is not None
+        while self._may_drive and progress.broken is None:
+            if self._is_driven or self._num_callers or not progress.queue.is_awaited:
+                went_off = timer.wait(TICK_S)
+            timer.is_set = False
+            self._let_burst_pass(timer.burst_s)
+            with self._lock:
+                is_free = not (self._is_driven or self._num_callers)
+                is_needed = is_free and progress.has_work()
+                timer.adapt(was_needed=is_needed)
+                is_early = went_off and time.monotonic() < self._next_look
+                if not is_free or (is_early and not is_needed):
+                    continue
+                self._is_driven = True
+            try:
+                self._drive(self._is_unneeded)
+            except Exception as error:  # waiting and later callers get it from the engine
+                if not (isinstance(error, CommError) or is_loss(error)):
+                    raise
+            finally:
+                with self._lock:
+                    self._pass_on(drives=True)
+
+    def _let_burst_pass(self, pause_s: float) -> None:
+        """Wait until the burst of submissions ends: the program needs the GIL to submit."""
+        for number in range(_MOST_PAUSES):
+            last = [*self._progress.queue.submitted][-1:]
+            if not last or self._is_driven or self._num_callers:
+                return
+            if time.monotonic() - last[0].since >= pause_s:
+                return
+            time.sleep(pause_s * 2**number)
+
+    def _is_unneeded(self) -> bool:
+        """Return True if the thread must stop driving: for a caller, a burst, or at the end."""
+        progress = self._progress
+        has_work = self._may_drive and progress.queue.is_awaited
+        return bool(self._num_callers or progress.queue.submitted or not has_work)
