@@ -93,7 +93,11 @@ class Manager:
 
         Raises:
             ConfigError: a value is not valid.
+            MismatchError: the ranks pass different values; on every rank.
         """
+        given = [f"every {every}", f"keep {keep}", f"keep_best {keep_best}", f"mtbf {mtbf}"]
+        given.append(f"background {background}")
+        require_equal(comm, given, "an argument of Manager", "pass the same values")
         with agreed(comm, ConfigError):
             checked("keep", keep, Number)
             checked("keep_best", keep_best, Count)

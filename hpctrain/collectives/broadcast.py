@@ -8,6 +8,7 @@ from hpctrain.collectives.allreduce import allreduce
 from hpctrain.collectives.operation import (
     CarriedOut,
     carried_out,
+    check_target,
     check_tensor,
     controller_of,
     named,
@@ -100,7 +101,7 @@ def _request(
     *,
     in_place: bool = False,
 ) -> Request:
-    check_tensor(tensor)
+    (check_target if in_place else check_tensor)(tensor)
     root = in_set(process_set, root_rank)
     return Request(
         Kind.BROADCAST, named(Kind.BROADCAST, name), (tensor,), in_place=in_place, root=root

@@ -93,6 +93,26 @@ def check_tensor(tensor: Tensor) -> None:
         )
 
 
+def check_target(tensor: Tensor) -> None:
+    """Raise ``ConfigError`` unless an operation can replace this tensor in place."""
+    check_tensor(tensor)
+    if shares_elements(tensor):
+        raise ConfigError(
+            f"operations in place must get tensors whose elements do not share memory, got one of "
+            f"shape {tuple(tensor.shape)} and strides {tensor.stride()}; call clone() first, or "
+            f"use the operation without a trailing underscore"
+        )
+
+
+def shares_elements(tensor: Tensor) -> bool:
+    """Return whether a dense tensor is expanded, so that several elements are one in memory."""
+    if 0 not in tensor.stride() or not tensor.numel():
+        return False
+    return any(
+        step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)
+    )
+
+
 def check_values(tensor: Tensor) -> None:
     """Raise ``ConfigError`` for a meta tensor."""
     if tensor.is_meta:
@@ -148,16 +168,17 @@ def reduction(
     """Return the request for a reduction of some tensors.
 
     Raises:
-        ConfigError: ``check_tensor`` raises, or the dtype does not support the reduction.
+        ConfigError: the check of a tensor raises, or the dtype does not support the reduction.
     """
+    check = check_target if in_place else check_tensor
     scaled = Scaled(scaled.op, float(scaled.prescale), float(scaled.postscale))
     if len(tensors) == 1:  # fast path: a step may have thousands of such calls
         (tensor,) = tensors
-        check_tensor(tensor)
+        check(tensor)
         full_name, signature = _of_one(kind, name, tensor.dtype, tensor.shape, scaled)
         return Request.signed(signature, full_name, (tensor,), in_place=in_place)
     for tensor in tensors:
-        check_tensor(tensor)
+        check(tensor)
         _check_values(tensor.dtype, scaled)
     full_name = named(kind, name)
     return Request(kind, full_name, tensors, in_place=in_place, **scaled._asdict())

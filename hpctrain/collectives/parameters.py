@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer, SparseAdam
 
 from hpctrain.collectives.objects import allgather_object, broadcast_object, broadcast_tensors_
+from hpctrain.collectives.operation import shares_elements
 from hpctrain.comm.agreement import require_equal_by
 from hpctrain.core.errors import ConfigError
 from hpctrain.runtime.process_sets import ProcessSet, global_process_set
@@ -60,7 +61,7 @@ def _fault_of(value: object) -> str:
         return f"a {type(value).__name__}; use broadcast_object"
     if value.layout is not torch.strided:
         return "sparse; call to_dense() first"
-    if any(step == 0 and size > 1 for step, size in zip(value.stride(), value.shape, strict=True)):
+    if shares_elements(value):
         return "expanded, so that elements share memory; call clone() first"
     return ""
 

@@ -293,6 +293,7 @@ class Repeated:
             and postscale == self._postscale
             and tensor.is_cpu
             and tensor.layout is torch.strided
+            and 0 not in tensor.stride()
         )
 
 

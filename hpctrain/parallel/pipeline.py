@@ -205,11 +205,19 @@ class Pipeline:
 
         Returns:
             The norm before scaling, on every rank.
+
+        Raises:
+            MismatchError: the ranks pass different values of ``max_norm``; on every rank.
         """
         norm = norm_of(p.grad for p in self._tied.counted() if p.grad is not None)
-        total = norm.to("cpu", torch.float64).square()
-        dist.all_reduce(total, group=self._group)
-        norm = total.sqrt()
+        sums = torch.zeros(1 + self._mesh.size(), dtype=torch.float64)
+        sums[0] = norm.to(sums).square()
+        sums[1 + self._mesh.get_local_rank()] = max_norm  # the sum contains that of each rank
+        dist.all_reduce(sums, group=self._group)
+        if not torch.equal(sums[1:], sums[1].expand(self._mesh.size())):
+            lines, way_out = [f"max_norm {max_norm}"], "pass the same value"
+            require_identical(self._mesh, lines, "an argument of clip_grad_norm_", way_out)
+        norm = sums[0].sqrt()
         torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), max_norm, norm)
         return norm
 

@@ -11,7 +11,7 @@ from hpctrain.checkpoint.background import StateCopy
 from hpctrain.checkpoint.format.shard import Shard, TensorPiece
 from hpctrain.checkpoint.manager import Manager
 from hpctrain.comm.threaded import ThreadedCommunicator
-from hpctrain.core.errors import CheckpointError, ConfigError
+from hpctrain.core.errors import CheckpointError, ConfigError, MismatchError
 from tests.checkpoint.managed import loaded_value, managed, state, steps_in
 from tests.checkpoint.states import same
 from tests.full_disk import largest_file
@@ -249,6 +249,15 @@ def tensors(taken):
         taken["pieces"][0].tensor,
         taken["turned"],
     ]
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize(
+    ("name", "values"), [("background", (True, False)), ("every", (2, "10min")), ("keep", (1, 2))]
+)
+def test_managers_with_different_options_are_refused_on_every_rank(comm, root, name, values):
+    with pytest.raises(MismatchError, match=f"argument of Manager must be .* {name} {values[0]}"):
+        Manager(root, comm, **{name: values[comm.rank == 1]})
 
 
 def test_snapshot_reuses_memory_and_is_independent_of_the_state():

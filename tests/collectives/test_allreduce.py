@@ -85,6 +85,9 @@ def test_unsupported_tensors_are_rejected_before_anything_is_sent(hvd):
             "have values, got .* meta",
         ),
         (lambda: hvd.allreduce_async(torch.eye(2).to_sparse()), "got sparse_coo"),
+        (lambda: hvd.allreduce_(torch.ones(1).expand(3)), r"shape \(3,\).*clone\(\) first"),
+        (lambda: hvd.grouped_allreduce_([torch.ones(1).expand(3)] * 2), "elements do not share"),
+        (lambda: hvd.broadcast_(torch.ones(1, 2).expand(3, 2), 0), "elements do not share"),
         (lambda: hvd.allreduce(torch.ones(2).bool()), "use op=Max for 'any'"),
         (
             lambda: hvd.allreduce(torch.ones(2) * 1j, op=hvd.Max),

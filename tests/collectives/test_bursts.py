@@ -76,6 +76,8 @@ def test_name_may_be_reused_with_another_tensor(hvd):
         hvd.allreduce_async_(torch.eye(2).to_sparse(), name="0", op=hvd.Sum)
     with pytest.raises(ConfigError, match="operations must get tensors"):
         hvd.allreduce_async_([1.0], name="0", op=hvd.Sum)
+    with pytest.raises(ConfigError, match="elements do not share memory"):
+        hvd.allreduce_async_(tensors[0][:1].expand(tensors[0].shape), name="0", op=hvd.Sum)
 
 
 @SIZES

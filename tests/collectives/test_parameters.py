@@ -62,6 +62,12 @@ def test_values_other_than_dense_tensors_are_rejected(hvd):
         hvd.broadcast_parameters([("weight", torch.eye(2).to_sparse())])
 
 
+@SIZES
+def test_tensors_without_elements_share_no_memory(hvd):
+    empty = torch.zeros(3, 0, 2)
+    hvd.broadcast_parameters({"empty": empty.as_strided((3, 0, 2), (0, 0, 0)), "p": torch.ones(2)})
+
+
 @pytest.mark.ranks(2, 3)
 def test_parameter_that_one_rank_cannot_replace_raises_on_all_ranks(hvd):
     expanded = torch.zeros(()).expand(4)

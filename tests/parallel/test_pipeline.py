@@ -1,6 +1,7 @@
 """The stages of a pipeline train as one process does, with every schedule."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -44,6 +45,18 @@ def test_stages_per_rank_sets_the_number_of_stages():
     pipeline = Pipeline(transformer(depth=DEPTH), mesh["pp"], lm.LAYERS, **options, **more)
     assert len(pipeline.split) == 8
     trained(pipeline, mesh["dp"], depth=DEPTH)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("nodes")
+def test_stages_that_clip_to_different_norms_raise_on_all_ranks():
+    mesh = build_mesh(pp=2)
+    pipeline = Pipeline(transformer(), mesh["pp"], lm.LAYERS, loss=loss_of, num_microbatches=2)
+    with loss_parallel():
+        pipeline.step(*batches()[0])
+    assert pipeline.clip_grad_norm_(math.inf) > 0
+    with pytest.raises(MismatchError, match=r"rank 0: max_norm 1.0; rank 1: max_norm 2.0"):
+        pipeline.clip_grad_norm_(1.0 + dist.get_rank())
 
 
 @pytest.mark.ranks(2, 4)

@@ -53,6 +53,18 @@ def trained(model, optimizer, **shape):
     check(losses, model.named_parameters(), **shape)
 
 
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_clipping_to_different_norms_raises_on_all_ranks(stage):
+    model = transformer()
+    optimizer = shard(model, adamw(model.parameters()), stage=stage)
+    given, following = batches()[0]
+    local_loss(model, given, following).backward()
+    optimizer.clip_grad_norm_(1.0 + (dist.get_rank() == 1))
+    with pytest.raises(MismatchError, match=r"differ in clipping .*rank 1: max_norm 2.0"):
+        optimizer.step()
+
+
 @pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_ranks_train_as_one_process_does(stage):
