@@ -149,10 +149,9 @@ class ShardedDataset(Indexable):
             DataError: an index is out of range.
         """
         wanted = self._in_range(indices)
-        parts = [
-            ShardRows(self._handles().shard(home), rows, places)
-            for home, rows, places in _split(wanted, self._starts)
-        ]
+        shard_of = self._handles().shard
+        found = _split(wanted, self._starts)
+        parts = [ShardRows(shard_of(home), rows, places) for home, rows, places in found]
         for shard, rows, _ in parts:
             # Without checks too, a file that has changed is noticed.
             some = rows[:0] if self._verify == "off" else rows
@@ -230,14 +229,13 @@ def _split(wanted: Array, starts: Array) -> Iterator[tuple[int, Array, Array | N
     if len(starts) == 2:
         yield 0, wanted, None
         return
-    homes = np.searchsorted(starts, wanted, side="right") - 1
-    order = np.argsort(homes, kind="stable")
-    homes = homes[order]
-    cuts = [0, *(np.flatnonzero(np.diff(homes)) + 1).tolist(), len(wanted)]
-    for start, stop in pairwise(cuts):
+    homes = starts.searchsorted(wanted, side="right") - 1
+    order = homes.argsort(kind="stable")
+    rows, homes = (wanted - starts[homes])[order], homes[order]
+    (changes,) = (homes[1:] != homes[:-1]).nonzero()
+    for start, stop in pairwise([0, *(changes + 1).tolist(), len(wanted)]):
         if start < stop:
-            home, places = int(homes[start]), order[start:stop]
-            yield home, wanted[places] - starts[home], places
+            yield int(homes[start]), rows[start:stop], order[start:stop]
 
 
 def _gather_ragged(name: str, parts: Sequence[ShardRows], field: Field) -> Ragged:

@@ -61,16 +61,16 @@ class Reading(Division):
                 self.worker_timeout_s,
                 any_ranks=self.micro_shards is not None,
             )
-        threads, depth = self.threads, self.prefetch
+        threads, depth, in_memory = self.threads, self.prefetch, self.dataset.in_memory
         if self.workers:
             # A thread waits for a worker; each worker has its next batch waiting.
             threads = depth = max(self.prefetch, 2 * self.workers)
-        elif self.dataset.in_memory and not (self.transform or self.pin_memory):
+        elif in_memory and not (self.transform or self.pin_memory):
             depth = 0  # a thread costs more than the copy that it would hide
 
         def read(number: int) -> Batch | Exception:
             try:
-                if not self.dataset.in_memory:
+                if not in_memory:
                     with suppress(Exception):  # raised at the step that cannot be read
                         if (soon := steps.soon(number)).size:
                             self.dataset.will_need(soon)

@@ -118,7 +118,7 @@ class Skipped:
 
     def without(self, indices: Indices) -> Indices:
         """Return the indices that are not skipped."""
-        return indices[~self.holds(indices)]
+        return indices[~self.holds(indices)] if self.ranges else indices
 
 
 @dataclass(kw_only=True)

@@ -119,6 +119,15 @@ def test_a_batch_belongs_to_its_caller(tmp_path):
         assert np.array_equal(views[k], whole["x"][k + 3 : k + 5].T)
 
 
+@pytest.mark.parametrize("row_bytes", [16, values._LARGE_ROW_BYTES])
+def test_rows_of_any_size_are_gathered_from_several_mapped_shards(tmp_path, row_bytes):
+    whole = np.random.default_rng(0).integers(0, 99, (40, row_bytes // 8))
+    write_arrays(tmp_path, {"x": whole}, samples_per_shard=9)
+    dataset = ShardedDataset(tmp_path, io="map")
+    for wanted in (np.random.default_rng(1).permutation(40), [39, 0, 20, 20, 1]):
+        assert np.array_equal(dataset.take(wanted)["x"].numpy(), whole[wanted])
+
+
 def test_end_of_a_file_raises(directory):
     with (
         (directory / MANIFEST).open("rb") as file,

@@ -323,15 +323,14 @@ class OpenShard:
             file = self._reopened(file)
         if file.all_checked and not again:
             return
-        blocks = np.unique(rows // self._manifest.block_size)
+        blocks = rows // self._manifest.block_size
         if not again:
             blocks = blocks[~file.checked[blocks]]
+        blocks = np.unique(blocks)
         wrong = file.wrong_blocks(blocks)
         file.found(blocks, wrong)
         for block in wrong:
             self._check_block(block)
-        file = self.file
-        file.all_checked = bool(file.checked.all())
 
     def gather(self, name: str, rows: Array, out: NDArray[Any], places: Array | None) -> None:
         """Copy samples of a field that is not ragged, numbered from the start of this shard.
@@ -388,7 +387,7 @@ class OpenShard:
                     start,
                     stop,
                 )
-        file.checked[block] = True
+        file.found(np.array([block]), [])
 
     def _opened(self) -> ShardFile:
         try:

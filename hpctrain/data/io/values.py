@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.core.units import MIB
+from hpctrain.core.units import KIB, MIB
 
 Array = NDArray[np.int64]
 
 CACHE_BYTES = 512 * MIB
 _PLAIN_CHUNK_BYTES = MIB
+_LARGE_ROW_BYTES = 32 * KIB  # a second copy of such a row takes longer than a statement of Python
 
 
 class Values:
@@ -56,12 +57,14 @@ class MappedValues(Values):
         return self._array[start:stop]
 
     def take(self, rows: Array, out: NDArray[Any], places: Array | None) -> None:
-        """Copy all rows by one call of numpy."""
+        """Copy small rows by one call of numpy, large rows one by one without a second copy."""
         if places is None:
             # numpy buffers the result unless ``mode`` defines indices out of range.
             self._array.take(rows, axis=0, out=out, mode="clip")
-        else:
+        elif out.strides[0] < _LARGE_ROW_BYTES:
             out[places] = self._array.take(rows, axis=0, mode="clip")
+        else:
+            super().take(rows, out, places)
 
 
 class DirectValues(Values):
