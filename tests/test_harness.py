@@ -183,23 +183,25 @@ def test_a_long_test_runs_only_if_it_is_asked_for(launch):
     assert done.outcomes() == {"test_long": "passed"}
 
 
-def test_each_case_of_a_sweep_runs_on_one_of_its_sizes_if_it_is_asked_for(launch):
+def test_each_of_many_cases_runs_on_one_of_its_sizes_if_it_is_asked_for(launch):
     body = """
         @pytest.mark.ranks(1, 2)
-        @pytest.mark.sweep
         @pytest.mark.parametrize("case", range(5))
-        def test_sweep(case): pass
+        def test_many(case): pass
+
+        LONG = pytest.param(1, marks=pytest.mark.conformance)
 
         @pytest.mark.ranks(1, 2)
-        @pytest.mark.parametrize("case", range(2))
-        def test_other(case): pass
+        @pytest.mark.parametrize("case", [0, LONG])
+        def test_few(case): pass
     """
-    others, cases = {"test_other[0]", "test_other[1]"}, {f"test_sweep[{i}]" for i in range(5)}
+    few, many = {"test_few[0]"}, {f"test_many[{i}]" for i in range(5)}
     one, two = (set(launch(body, ranks=n, PYTEST_ADDOPTS="--spread").outcomes()) for n in (1, 2))
-    assert one & two == others
-    assert one | two == others | cases
-    assert {len(one), len(two)} == {4, 5}
-    assert set(launch(body, ranks=1).outcomes()) == others | cases
+    assert one & two == few
+    assert one | two == few | many
+    assert {len(one), len(two)} == {3, 4}
+    every = launch(body, ranks=1, PYTEST_ADDOPTS="-m 'conformance or sweep'").outcomes()
+    assert {*every} == {"test_few[1]"} | many
 
 
 def test_a_file_that_does_not_show_its_ranks_is_an_error(launch):
