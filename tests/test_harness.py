@@ -268,17 +268,25 @@ def test_harness_waits_for_a_rank_that_prints_late(launch):
         assert f"[rank {rank}] tests/test_tiny.py::test_late still runs after 1 s" in done.text
 
 
-def test_a_dead_rank_is_a_failed_launch_without_report(launch):
+def test_a_dead_rank_is_a_failed_launch_that_leaves_tests_that_did_not_run(launch):
     done = launch("""
+        @pytest.mark.ranks(2)
+        def test_first(world): pass
+
         @pytest.mark.ranks(2)
         def test_dies(world):
             if world.rank == 1:
                 os._exit(7)
             world.barrier()
+
+        @pytest.mark.ranks(2)
+        def test_last(world): pass
     """)  # fmt: skip
     assert done.code != 0
+    assert done.outcomes() == {"test_first": "passed"}
     assert done.journal.running == ["tests/test_tiny.py::test_dies"]
     assert not done.journal.is_finished
+    assert done.journal.num_not_run == 2
 
 
 BREAKERS = """
@@ -326,12 +334,6 @@ def test_a_session_continues_after_each_test_that_ended_it(launch):
     assert "no rank reported an error" in reason_of(done, "test_dies")
     assert "still runs after 1 s" in reason_of(done, "test_hangs")
     assert (done.journal.num_collected, done.journal.num_not_run) == (5, 0)
-
-
-def test_a_session_that_ends_alone_leaves_tests_that_did_not_run(launch):
-    done = launch(BREAKERS, HPCTRAIN_TEST_HANG_S="1000")
-    assert done.outcomes() == {"test_first": "passed"}
-    assert done.journal.num_not_run == 4
 
 
 def test_different_tests_on_the_ranks_stop_all(launch):
