@@ -109,8 +109,8 @@ demo: .venv/stamp ## train on real data: four ranks, as two nodes of two
 # table, so that a failure keeps no other launch from running. The tests of one rank need no
 # launcher, and side by side they wait for each other's ranks to start: there nobody who waits may
 # keep a core busy. Compiled modules are kept, or each of some two hundred processes compiles them.
-# How long files are is `make check`'s to say; each case of a sweep runs on one of its sizes. Nobody
-# waits for tee: a process that a test left behind would keep it for ever.
+# `make check` limits the size of files. With --spread each case of a parametrized test runs on one of
+# its sizes. The shell does not wait for tee, which a process that a test left behind would keep open.
 # Open MPI 5.0 writes a message that is too long past the end of the buffer, where ranks of one host
 # copy by themselves: tests of ranks that disagree would corrupt the memory of the tests after them.
 SAFE := OMPI_MCA_smsc=^cma

@@ -183,23 +183,25 @@ def test_a_long_test_runs_only_if_it_is_asked_for(launch):
     assert done.outcomes() == {"test_long": "passed"}
 
 
-def test_each_case_of_a_sweep_runs_on_one_of_its_sizes_if_it_is_asked_for(launch):
+def test_each_of_many_cases_runs_on_one_of_its_sizes_if_it_is_asked_for(launch):
     body = """
         @pytest.mark.ranks(1, 2)
-        @pytest.mark.sweep
         @pytest.mark.parametrize("case", range(5))
-        def test_sweep(case): pass
+        def test_many(case): pass
+
+        LONG = pytest.param(1, marks=pytest.mark.conformance)
 
         @pytest.mark.ranks(1, 2)
-        @pytest.mark.parametrize("case", range(2))
-        def test_other(case): pass
+        @pytest.mark.parametrize("case", [0, LONG])
+        def test_few(case): pass
     """
-    others, cases = {"test_other[0]", "test_other[1]"}, {f"test_sweep[{i}]" for i in range(5)}
+    few, many = {"test_few[0]"}, {f"test_many[{i}]" for i in range(5)}
     one, two = (set(launch(body, ranks=n, PYTEST_ADDOPTS="--spread").outcomes()) for n in (1, 2))
-    assert one & two == others
-    assert one | two == others | cases
-    assert {len(one), len(two)} == {4, 5}
-    assert set(launch(body, ranks=1).outcomes()) == others | cases
+    assert one & two == few
+    assert one | two == few | many
+    assert {len(one), len(two)} == {3, 4}
+    every = launch(body, ranks=1, PYTEST_ADDOPTS="-m 'conformance or sweep'").outcomes()
+    assert {*every} == {"test_few[1]"} | many
 
 
 def test_a_file_that_does_not_show_its_ranks_is_an_error(launch):
@@ -266,17 +268,25 @@ def test_harness_waits_for_a_rank_that_prints_late(launch):
         assert f"[rank {rank}] tests/test_tiny.py::test_late still runs after 1 s" in done.text
 
 
-def test_a_dead_rank_is_a_failed_launch_without_report(launch):
+def test_a_dead_rank_is_a_failed_launch_that_leaves_tests_that_did_not_run(launch):
     done = launch("""
+        @pytest.mark.ranks(2)
+        def test_first(world): pass
+
         @pytest.mark.ranks(2)
         def test_dies(world):
             if world.rank == 1:
                 os._exit(7)
             world.barrier()
+
+        @pytest.mark.ranks(2)
+        def test_last(world): pass
     """)  # fmt: skip
     assert done.code != 0
+    assert done.outcomes() == {"test_first": "passed"}
     assert done.journal.running == ["tests/test_tiny.py::test_dies"]
     assert not done.journal.is_finished
+    assert done.journal.num_not_run == 2
 
 
 BREAKERS = """
@@ -324,12 +334,6 @@ def test_a_session_continues_after_each_test_that_ended_it(launch):
     assert "no rank reported an error" in reason_of(done, "test_dies")
     assert "still runs after 1 s" in reason_of(done, "test_hangs")
     assert (done.journal.num_collected, done.journal.num_not_run) == (5, 0)
-
-
-def test_a_session_that_ends_alone_leaves_tests_that_did_not_run(launch):
-    done = launch(BREAKERS, HPCTRAIN_TEST_HANG_S="1000")
-    assert done.outcomes() == {"test_first": "passed"}
-    assert done.journal.num_not_run == 4
 
 
 def test_different_tests_on_the_ranks_stop_all(launch):

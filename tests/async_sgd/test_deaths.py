@@ -1,7 +1,6 @@
 """Check deaths of ranks with parameter servers: the remaining ranks continue, or all end."""
 
 import re
-import sys
 import time
 
 import pytest
@@ -20,7 +19,7 @@ def launched(folder, script, *words):
     """Run a script on ranks; ``words`` are launch options, ``--``, and script arguments."""
     (folder / "script.py").write_text(script)
     options, arguments = words[: words.index("--")], words[words.index("--") + 1 :]
-    line = ["-m", "hpctrain", "launch", *options, "--", sys.executable, "script.py"]
+    line = ["-m", "hpctrain", "launch", *options, "--", *preload.python(), "script.py"]
     environ = mpiexec.environment() | {"PYTHONPATH": str(ROOT)}
     line = [*preload.python(), *line, *map(str, arguments)]
     return ended(line, timeout=100, env=environ, cwd=folder)

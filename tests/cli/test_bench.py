@@ -73,7 +73,6 @@ def test_each_wrong_element_is_counted_once(numel, dtype):
 
 
 @SIZES
-@pytest.mark.sweep
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_every_operation_is_measured_and_right(comm, name):
     if name == "send" and comm.size == 1:

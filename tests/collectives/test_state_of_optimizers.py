@@ -68,7 +68,6 @@ def test_list_contains_the_optimizers_of_torch():
 
 
 @pytest.mark.ranks(1, 2, 3)
-@pytest.mark.sweep
 @pytest.mark.parametrize(("kind", "dtype"), CASES)
 def test_state_and_options_are_those_of_the_root(hvd, kind, dtype):
     root = hvd.size() - 1

@@ -63,7 +63,6 @@ def test_every_reduction_of_every_dtype_and_size_equals_numpy(world, allreduce_)
 
 
 @pytest.mark.ranks(2, 3, 4)
-@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_sums_are_bitwise_equal_on_all_ranks_and_in_repetitions(world, allreduce_, dtype):
     results, numel = [], 700_001

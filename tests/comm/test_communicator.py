@@ -27,7 +27,6 @@ def bits_of(tensor):
 
 
 @pytest.mark.ranks(2, 3, 4)
-@pytest.mark.sweep
 @pytest.mark.parametrize("numel", [100_003, 1_500_003])  # the second one uses several slots
 def test_the_same_plan_gives_the_same_bits_again_on_all_ranks(world, comm, numel):
     given = values_of(world.rank, numel)
@@ -58,7 +57,6 @@ def test_memory_between_the_elements_of_a_tensor_is_unchanged(world, comm):
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
-@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int16, torch.bool, torch.complex64])
 def test_part_of_a_bucket_is_reduced_and_the_rest_is_unchanged(comm, dtype):
     bucket = comm.new_bucket(1 << 16, torch.uint8)

@@ -47,7 +47,6 @@ def messages(sender, receiver, number, largest):
 
 
 @pytest.mark.ranks(2, 3, 4)
-@pytest.mark.sweep
 @pytest.mark.parametrize("largest", [2_000, 400_000])
 def test_messages_of_any_size_arrive_once_and_in_order_both_ways_at_once(comm, post, largest):
     number = 200 if largest < 10_000 else 8

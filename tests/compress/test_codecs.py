@@ -48,7 +48,6 @@ def distance(got, expected):
 
 
 @pytest.mark.ranks(2, 3, 4)
-@pytest.mark.sweep
 @CODEC
 @WORLDS
 def test_all_ranks_end_with_the_same_bits_and_marks_are_counted(codec, world):
@@ -63,7 +62,6 @@ def test_all_ranks_end_with_the_same_bits_and_marks_are_counted(codec, world):
 
 
 @pytest.mark.ranks(2, 3, 4)
-@pytest.mark.sweep
 @CODEC
 def test_inside_one_node_nothing_is_coded(codec):
     with nodes(None) as comm:
@@ -77,7 +75,6 @@ def test_inside_one_node_nothing_is_coded(codec):
 
 
 @pytest.mark.ranks(2, 3, 4)
-@pytest.mark.sweep
 @pytest.mark.parametrize("name", FEEDBACK)
 @WORLDS
 def test_omitted_values_are_sent_later(name, world):
@@ -100,7 +97,6 @@ def test_omitted_values_are_sent_later(name, world):
 
 
 @pytest.mark.ranks(2, 3, 4)
-@pytest.mark.sweep
 @CODEC
 @WORLDS
 def test_a_value_that_is_not_finite_arrives_and_is_not_remembered(codec, world):
@@ -120,7 +116,6 @@ def test_a_value_that_is_not_finite_arrives_and_is_not_remembered(codec, world):
 
 
 @pytest.mark.ranks(2, 3, 4)
-@pytest.mark.sweep
 @CODEC
 def test_state_resumes_with_the_same_bits(codec):
     with nodes(1) as comm:
@@ -136,7 +131,6 @@ def test_state_resumes_with_the_same_bits(codec):
 
 
 @pytest.mark.ranks(2, 3)
-@pytest.mark.sweep
 @CODEC
 def test_a_new_layout_of_buckets_for_the_same_tensors_changes_nothing(codec):
     with nodes(1) as comm:
@@ -218,7 +212,6 @@ def hvd():
 
 
 @pytest.mark.ranks(2, 3)
-@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["auto", "int8", "one_bit", "sign", "top_k", "dgc", "power_sgd"])
 def test_the_loss_decreases_with_any_codec_and_replicas_stay_equal(hvd, name):
     torch.manual_seed(0)
@@ -345,7 +338,6 @@ DIFFERENT = {
 
 
 @pytest.mark.ranks(2, 3)
-@pytest.mark.sweep
 @pytest.mark.parametrize("codecs", DIFFERENT.values(), ids=DIFFERENT)
 def test_ranks_with_different_codecs_are_an_error_on_all_of_them(hvd, codecs):
     model = torch.nn.Linear(20, 20)

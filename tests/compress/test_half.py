@@ -38,7 +38,6 @@ def test_floats_are_rounded_and_returned_in_their_dtype_and_other_values_are_unc
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
-@pytest.mark.sweep
 @HALVES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
 def test_a_bucket_is_summed_to_the_precision_of_its_message(comm, half, dtype):

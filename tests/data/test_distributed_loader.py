@@ -104,7 +104,6 @@ def as_list(batch):
 
 
 @RANKS
-@pytest.mark.sweep
 @pytest.mark.parametrize("name", LOADERS)
 def test_the_ranks_see_the_batches_of_one_process_in_every_epoch(world, name):
     if "workers" in name and world.size > 2:

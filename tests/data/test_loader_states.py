@@ -1,5 +1,6 @@
 """Check any order of calls of a loader against a plain model."""
 
+import functools
 import json
 import threading
 
@@ -22,6 +23,7 @@ ORDERS = {
 SIZES, BATCHES = st.integers(1, 3), st.integers(1, 25)
 
 
+@functools.cache
 def line_of(order: str, seed: int, epoch: int) -> list[int]:
     """Return the samples of an epoch in their order, one at a time."""
     loader = Loader(InMemory(N), global_batch=1, seed=seed, **ORDERS[order])

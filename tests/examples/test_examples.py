@@ -56,6 +56,7 @@ def test_two_ranks_learn_who_clicks_from_rows_that_they_share(tmp_path):
 
 
 @pytest.mark.launches
+@pytest.mark.conformance
 @pytest.mark.limit(420)
 def test_four_ranks_on_two_nodes_learn_the_digits_from_shards(tmp_path):
     record, told = trained(tmp_path, "digits", "train.epochs=8", num_ranks=4, nodes=2)

@@ -274,7 +274,6 @@ class Sequence:
 
 @pytest.mark.ranks(1, 2, 3)
 @OVERLAPS
-@pytest.mark.sweep
 @pytest.mark.parametrize("kind", KINDS)
 def test_calls_in_any_order_train_as_one_process_does(hvd, kind):
     warnings.simplefilter("ignore")

@@ -44,7 +44,6 @@ def test_gradients_are_averaged_when_backward_returns(hvd):
 
 
 @MANY
-@pytest.mark.sweep
 @OVERLAPS
 @pytest.mark.parametrize("whole", [True, False])
 def test_shared_layers_under_reentrant_checkpointing(hvd, whole):
@@ -210,7 +209,6 @@ def loss_of(model, own):
 
 
 @MANY
-@pytest.mark.sweep
 @OVERLAPS
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_nan_with_a_weight_of_zero_stays_out_of_the_sum(hvd, set_to_none):

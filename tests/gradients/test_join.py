@@ -25,7 +25,6 @@ def trained(hvd, **options):
 
 
 @MANY
-@pytest.mark.sweep
 @OVERLAPS
 @pytest.mark.parametrize("how", ["Average", "Sum", "counted"])
 def test_ranks_that_have_joined_add_zeros_to_the_steps_of_the_others(hvd, how):

@@ -264,7 +264,6 @@ HEALTHY = (
 
 
 @MANY
-@pytest.mark.sweep
 @pytest.mark.parametrize("does", HEALTHY)
 def test_equal_or_intended_changes_are_not_reported(world, does):
     with two_steps() as training:

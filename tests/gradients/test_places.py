@@ -36,7 +36,6 @@ def overlap(request):
 
 
 @pytest.mark.ranks(2, 3)
-@pytest.mark.sweep
 @pytest.mark.parametrize("seed", range(4))
 def test_scripts_train_as_replicas_of_plain_torch_do(world, worlds, seed):
     worlds.leave()

@@ -195,7 +195,6 @@ NUM_PROGRAMS = int(os.environ.get("HPCTRAIN_TEST_PROGRAMS", "15"))
 
 
 @pytest.mark.ranks(2, 3)
-@pytest.mark.sweep
 @pytest.mark.parametrize("seed", range(NUM_PROGRAMS))
 def test_a_script_trains_as_replicas_of_plain_torch_do(world, seed):
     if hpctrain.is_initialized():
@@ -206,7 +205,6 @@ def test_a_script_trains_as_replicas_of_plain_torch_do(world, seed):
 
 
 @pytest.mark.ranks(2, 3)
-@pytest.mark.sweep
 @pytest.mark.parametrize("seed", range(-(-NUM_PROGRAMS // 2)))
 def test_a_script_with_parameters_once_a_node_trains_as_replicas_do(world, seed):
     if hpctrain.is_initialized():

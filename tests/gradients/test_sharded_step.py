@@ -111,7 +111,6 @@ def test_every_optimizer_takes_steps_of_the_same_bits(hvd):
 
 
 @MANY
-@pytest.mark.sweep
 @pytest.mark.parametrize(
     "options",
     [

@@ -37,7 +37,6 @@ def test_the_mean_loss_is_that_of_all_samples(hvd, shard):
 
 
 @EVERY_SIZE
-@pytest.mark.sweep
 @OVERLAPS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.complex64])
 def test_values_that_are_not_finite_are_detected_on_all_ranks_during_the_sum(hvd, dtype):

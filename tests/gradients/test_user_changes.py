@@ -96,7 +96,6 @@ def wrap_of(hvd, way, op):
 
 
 @SIZES
-@pytest.mark.sweep
 @pytest.mark.parametrize(("name", "op"), [(name, op) for name in CASES for op in CAN[name]])
 def test_change_gives_the_average_on_every_rank(hvd, way, world, name, op):
     if way == "node" and (name, op) in OTHER_ON_NODES:
@@ -200,7 +199,6 @@ SCRIPTS |= {one.__name__: one for one in (replace_by_its_rank, forget_and_let_ra
 
 
 @SIZES
-@pytest.mark.sweep
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_calls_of_some_ranks_raise_on_all_or_have_no_effect(hvd, way, world, name, op):

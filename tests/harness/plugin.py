@@ -20,7 +20,7 @@ from tests.harness import features
 from tests.harness.hang import Roll, Watchdog, limit_of, watched
 from tests.harness.journal import Journal, JournalWriter
 from tests.harness.pace import slowness
-from tests.harness.selection import names_ranks, selected, sizes_of
+from tests.harness.selection import mark_sweeps, names_ranks, selected, sizes_of
 from tests.harness.verdict import Verdict, Voice, disagreement
 
 MOST_S = 0.004
@@ -104,7 +104,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="append to the report, and leave out the tests that it contains",
     )
     parser.addoption(
-        "--spread", action="store_true", help="run each case of a sweep on one of its sizes alone"
+        "--spread", action="store_true", help="run each case of a sweep on one of its sizes only"
     )
 
 
@@ -159,6 +159,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 f"capitals, but that of {item.nodeid}, on {sizes_of(item)} ranks, has neither; "
                 "add one, because launches on several ranks skip other files"
             )
+    mark_sweeps(items)
     asked = "conformance" in config.option.markexpr
     keep = selected(items, SIZE, long_ones=asked, spread=config.getoption("--spread"))
     if config.getoption("--continue"):

@@ -1,9 +1,10 @@
-"""Select the tests of a launch: by number of ranks, and optionally a part of each sweep."""
+"""Select the tests of a launch: by number of ranks, optionally with part of the cases only."""
 
 import functools
 import re
 import zlib
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,19 @@ def sizes_of(item: pytest.Item) -> tuple[int, ...]:
     return mark.args if mark else (1,)
 
 
+def mark_sweeps(items: list[pytest.Item]) -> None:
+    """Mark the cases of each parametrized test with at least as many cases as world sizes.
+
+    ``make conformance`` selects them by the mark ``sweep``. Cases that ``make test`` leaves out do
+    not count, so that each size keeps a case.
+    """
+    due = (item for item in items if not item.get_closest_marker("conformance"))
+    for sizes, cases in _cases(due):
+        if 1 < len(sizes) <= len(cases):
+            for item in cases:
+                item.add_marker("sweep")
+
+
 def selected(
     items: list[pytest.Item], size: int, *, long_ones: bool, spread: bool
 ) -> list[pytest.Item]:
@@ -37,14 +51,20 @@ def _of_other_sizes(items: list[pytest.Item], size: int) -> set[str]:
     """Divide the cases of each sweep among its sizes; return the cases of other sizes.
 
     Cases are sorted by checksum, because their own order could put all cases of a dtype on one
-    size. Each size gets at least one case, unless there are fewer cases than sizes.
+    size. Each size gets at least one case.
     """
-    sweeps: dict[tuple[str, tuple[int, ...]], list[str]] = defaultdict(list)
-    for item in items:
-        if item.get_closest_marker("sweep"):
-            sweeps[item.nodeid.partition("[")[0], sizes_of(item)].append(item.nodeid)
     left_out = set()
-    for (_, sizes), cases in sweeps.items():
-        cases.sort(key=lambda nodeid: zlib.crc32(nodeid.encode()))
-        left_out |= {case for i, case in enumerate(cases) if sizes[i % len(sizes)] != size}
+    for sizes, cases in _cases(item for item in items if item.get_closest_marker("sweep")):
+        names = sorted((item.nodeid for item in cases), key=lambda name: zlib.crc32(name.encode()))
+        left_out |= {name for i, name in enumerate(names) if sizes[i % len(sizes)] != size}
     return left_out
+
+
+def _cases(items: Iterable[pytest.Item]) -> Iterator[tuple[tuple[int, ...], list[pytest.Item]]]:
+    """Return the cases of each parametrized test, with the world sizes on which they run."""
+    tests: dict[tuple[str, tuple[int, ...]], list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        name, bracket, _ = item.nodeid.partition("[")
+        if bracket:
+            tests[name, sizes_of(item)].append(item)
+    return ((sizes, cases) for (_, sizes), cases in tests.items())

@@ -263,7 +263,6 @@ def close(model: nn.Module, means: dict[str, torch.Tensor], names: list[str]) ->
 
 
 @MANY
-@pytest.mark.sweep
 @pytest.mark.parametrize("name", METHODS)
 def test_averages_count_only_the_samples_of_steps_taken(world, hvd_nodes, name):
     """Rank 0 skips steps, with and without ``set_num_samples``; their samples do not count."""

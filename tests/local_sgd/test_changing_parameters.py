@@ -145,7 +145,6 @@ EVERY_PLACE = pytest.param((0, 3, 4, 6, 7, 8, 10), 11, marks=pytest.mark.conform
 
 
 @RANKS
-@pytest.mark.sweep
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     ("places", "num_steps"),
@@ -200,7 +199,6 @@ SAME = "must be the same on every rank|must change on all ranks"
 
 
 @RANKS
-@pytest.mark.sweep
 @LAST
 @pytest.mark.parametrize("name", NAMES)
 def test_a_change_on_one_rank_is_an_error_on_every_rank(world, hvd_nodes, name):
@@ -215,7 +213,6 @@ def test_a_change_on_one_rank_is_an_error_on_every_rank(world, hvd_nodes, name):
 
 
 @RANKS
-@pytest.mark.sweep
 @pytest.mark.parametrize("name", NAMES)
 def test_a_resumed_run_with_changed_parameters_has_the_same_bits(world, hvd_nodes, name):
     states = {}
@@ -280,7 +277,6 @@ def test_parameters_frozen_in_synchronous_steps_are_not_sent_again(world, hvd_no
 
 
 @RANKS
-@pytest.mark.sweep
 @pytest.mark.parametrize("name", NAMES)
 def test_frozen_parameters_are_sent_once_more_and_averaged_is_identical_within_a_round(
     world, hvd_nodes, name

@@ -9,7 +9,6 @@ from tests.local_sgd.local_methods import METHODS, Normed, Run, num_kinds, state
 
 
 @pytest.mark.ranks(2, 3)
-@pytest.mark.sweep
 @pytest.mark.parametrize("method", METHODS)
 def test_a_checkpoint_within_a_round_does_not_mix_replicas(hvd, world, method, tmp_path):
     folder, comm = world.bcast(tmp_path), hvd.current().comm

@@ -95,7 +95,6 @@ class Streaming:
 
 
 @MANY
-@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("fragments", "delay", "keep", "num_steps"),
     [

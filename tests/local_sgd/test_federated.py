@@ -80,7 +80,6 @@ def share_state(models, optimizers, weights: dict[int, float]) -> None:
 
 
 @EVERY_SIZE
-@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("name", "options", "make"),
     [

@@ -171,7 +171,6 @@ def _break(_):
 
 
 @pytest.mark.ranks(1, 2, 3)
-@pytest.mark.sweep
 @pytest.mark.parametrize("name", MAKERS)
 def test_random_calls_equal_replicas_in_one_process(hvd_nodes, name):
     for seed in range(NUM_SEQUENCES):

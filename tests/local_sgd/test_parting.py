@@ -128,7 +128,6 @@ def test_samples_of_a_skipped_step_do_not_count_on_the_node(world, hvd_nodes, is
 
 
 @FEW
-@pytest.mark.sweep
 @pytest.mark.usefixtures("last")
 @pytest.mark.parametrize(
     "num_steps", [(5, 4), *(pytest.param(n, marks=LONG) for n in MORE)], ids=str

@@ -267,7 +267,6 @@ def stop_of(name: str) -> int:
 
 
 @pytest.mark.ranks(1, 2, 3)
-@pytest.mark.sweep
 @pytest.mark.parametrize("name", [*METHODS, *LOSSY, *FEDERATED])
 def test_a_resumed_run_has_the_same_bits_and_identical_replicas_after_the_block(
     world, hvd_nodes, name

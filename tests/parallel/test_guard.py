@@ -210,7 +210,6 @@ def test_an_action_of_one_stage_on_all_its_layers_is_an_error_on_all(action):
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.sweep
 @pytest.mark.parametrize("action", ACTIONS)
 @pytest.mark.parametrize("layout", OF_FOUR)
 def test_an_action_of_one_of_four_ranks_is_an_error_on_all(layout, action):

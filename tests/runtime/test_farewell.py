@@ -28,7 +28,7 @@ if hvd.rank() == hvd.size() - 1:
 
 
 def run(program, num_ranks, *words, options=(), python=None):
-    limits = {"HPCTRAIN_TIMEOUT": f"{scaled(4):.0f}"}
+    limits = {"HPCTRAIN_TIMEOUT": f"{scaled(3):.0f}"}
     line = [*preload.python(), "-m", "hpctrain", "launch", "-n", num_ranks, *options, "--"]
     return ended(
         [*line, *(python or preload.python()), "-c", program, *words],
@@ -37,11 +37,22 @@ def run(program, num_ranks, *words, options=(), python=None):
     )
 
 
-RECOVERS = pytest.param(("--recover",), marks=pytest.mark.requires("recovery"), id="recover")
+RECOVERS = (("--recover",), pytest.mark.requires("recovery"))
 
 
-@pytest.mark.parametrize("options", [pytest.param((), id="plain"), RECOVERS])
-@pytest.mark.parametrize(("num_ranks", "what"), [(2, "sleeps"), (4, "stops")])
+@pytest.mark.parametrize(
+    ("num_ranks", "what", "options"),
+    [
+        pytest.param(2, "sleeps", (), id="sleeps"),
+        pytest.param(3, "stops", RECOVERS[0], marks=RECOVERS[1], id="stops, recover"),
+        pytest.param(4, "stops", (), marks=pytest.mark.conformance, id="stops"),
+        pytest.param(
+            *(2, "sleeps", RECOVERS[0]),
+            marks=[RECOVERS[1], pytest.mark.conformance],
+            id="sleeps, recover",
+        ),
+    ],
+)
 def test_shutdown_ends_after_the_timeout_and_names_the_missing_rank(num_ranks, what, options):
     done = run(PROGRAM, num_ranks, what, options=options)
     assert done.returncode == RANK_LOST, done.stderr
@@ -79,7 +90,9 @@ MPI.COMM_WORLD.rank == 1 and os.kill(os.getpid(), signal.SIGSTOP)
 hvd.init()
 """
 SPARES = pytest.param(
-    ("--recover", "--spares", 1), marks=pytest.mark.requires("recovery"), id="spares"
+    ("--recover", "--spares", 1),
+    marks=[pytest.mark.requires("recovery"), pytest.mark.conformance],
+    id="spares",
 )
 
 

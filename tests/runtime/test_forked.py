@@ -95,9 +95,13 @@ FIRST = "from mpi4py import MPI"  # so that hpctrain finds mpi4py.MPI already im
 @pytest.mark.parametrize(
     ("python", "environment", "nodes", "first"),
     [
-        pytest.param(*THIS, 1, "", id="one node"),
+        pytest.param(*THIS, 1, "", marks=pytest.mark.conformance, id="one node"),
         pytest.param(*THIS, 2, FIRST, id="two nodes"),
-        pytest.param(MPICH, ".venv-mpich", 1, FIRST, marks=pytest.mark.requires("mpich")),
+        pytest.param(
+            *(MPICH, ".venv-mpich", 1, FIRST),
+            marks=[pytest.mark.requires("mpich"), pytest.mark.conformance],
+            id="MPICH",
+        ),
     ],
 )
 def test_the_end_of_a_child_does_not_affect_its_parent(

@@ -70,8 +70,11 @@ assert stands_in()
 @pytest.mark.parametrize(
     "needs",
     [
-        ("a compiled step", "import of a name"),
-        pytest.param(("import of a module", "a decorator"), marks=pytest.mark.conformance),
+        ("a compiled step",),
+        pytest.param(
+            ("import of a name", "import of a module", "a decorator"),
+            marks=pytest.mark.conformance,
+        ),
     ],
     ids=", ".join,
 )

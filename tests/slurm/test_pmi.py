@@ -82,7 +82,7 @@ def submit(slurm, mpi, launch, *words):
     return slurm.sbatch(*SHAPE, *wrap, environ=mpi.environ)
 
 
-@pytest.mark.parametrize("name", WHEELS)
+@pytest.mark.parametrize("name", FIRST)
 def test_the_required_interface_and_mpirun_create_one_world(slurm, tmp_path, name):
     mpi = MPIS[name]
     program = tmp_path / "world.py"
@@ -112,7 +112,7 @@ def test_a_batch_script_without_srun_is_an_error_with_a_remedy(slurm, tmp_path, 
 
 WRONG = [
     pytest.param(*param.values, launch, marks=[*param.marks, *[LONG] * (launch == "none")])
-    for param in WHEELS
+    for param in FIRST
     for launch in ("none", "pmi2", "pmix")
     if launch != MPIS[param.values[0]].needs
 ]

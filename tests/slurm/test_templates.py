@@ -29,7 +29,7 @@ WORLDS = {
 }
 """Number of nodes and ranks of each template that runs on any cluster."""
 
-QUICK = ("multi_node", "staged_data", "mpirun")
+QUICK = ("staged_data",)  # tests of requeued jobs run multi_node and requeue
 
 SITE = """\
 export SBATCH_PARTITION=low

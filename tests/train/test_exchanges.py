@@ -217,9 +217,20 @@ def test_an_averaging_run_continues_from_the_mean_of_replicas(here, configure):
     )
 
 
+def long(*exchanges: str) -> list:
+    """Return cases that only ``make conformance`` runs."""
+    return [pytest.param(name, marks=pytest.mark.conformance) for name in exchanges]
+
+
 @pytest.mark.launches
 @pytest.mark.ranks(1)
-@pytest.mark.parametrize("exchange", [name for name in EXCHANGES if name != "adasum"])
+@pytest.mark.parametrize(
+    "exchange",
+    [
+        *("averaged", "asynchronous"),
+        *long("node-sharded", "local", "reproducible", "model-parallel"),
+    ],
+)
 def test_an_error_in_backward_on_one_rank_ends_all_ranks(exchange, tmp_path):
     write_config(tmp_path, "tests.train.problem:underivable", epochs=2)
     settings = [*EXCHANGES[exchange], *["parallel.tp=2"] * (exchange == "model-parallel")]
@@ -246,13 +257,7 @@ def with_a_lost_rank(exchange: str, folder: Path) -> subprocess.CompletedProcess
 @pytest.mark.requires("recovery")
 @pytest.mark.parametrize(
     "exchange",
-    [
-        *("averaged", "node-sharded", "local"),
-        *(
-            pytest.param(n, marks=pytest.mark.conformance)
-            for n in ("asynchronous", "reproducible")
-        ),
-    ],
+    ["averaged", "node-sharded", *long("local", "asynchronous", "reproducible")],
 )
 def test_steps_after_a_lost_rank_equal_those_of_one_process(here, configure, exchange, tmp_path):
     done = with_a_lost_rank(exchange, tmp_path)

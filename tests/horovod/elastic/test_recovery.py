@@ -30,14 +30,14 @@ pytestmark = [
     pytest.mark.limit(150),
     pytest.mark.requires("recovery"),
 ]
-FEW = 6
+FEW = 3
 NUM_KILLS = int(os.environ.get("HPCTRAIN_TEST_KILLS", FEW))
 
 
 def test_launch_fails_if_no_rank_completes_though_the_launcher_returns_0():
     line = [sys.executable, "-m", "hpctrain", "launch", "-n", 2, "--recover", "--"]
     gone = "import os, hpctrain; hpctrain.init(); hpctrain.barrier(); os._exit(0)"
-    done = ended([*line, sys.executable, "-c", gone], timeout=100)
+    done = ended([*line, *preload.python(), "-c", gone], timeout=100)
     assert done.returncode == RANK_LOST, done.stderr
     assert "the ranks have not completed: the run has failed" in done.stderr
     assert ended([*line, sys.executable, "-c", "pass"], timeout=100).returncode == 0
@@ -153,6 +153,7 @@ def test_survivors_continue_after_the_loss_of_a_node_and_rank_0(tmp_path):
     assert ends[2]["sizes"] == [4, 2]
 
 
+@pytest.mark.conformance
 @pytest.mark.requires("cluster")
 def test_survivors_continue_after_the_loss_of_another_host(tmp_path):
     with VirtualCluster(nodes=2) as cluster:
@@ -198,7 +199,7 @@ def test_failures_without_recovery_end_all_ranks(tmp_path, monkeypatch, code, ol
     (tmp_path / "program.py").write_text(program.replace(old, new))
     line = [sys.executable, "-m", "hpctrain", "launch", "-n", 3, "--recover"]
     kills = json.dumps([(1, 2, 0)])
-    done = ended([*line, "--", sys.executable, tmp_path / "program.py", tmp_path, kills])
+    done = ended([*line, "--", *preload.python(), tmp_path / "program.py", tmp_path, kills])
     assert done.returncode == code, done.stderr
     assert said in done.stderr
     assert not list(tmp_path.glob("*.json"))
