@@ -16,7 +16,8 @@ class DataConfig(CheckedFields):
 
     table: ClassVar = "data"
     target: str = ""
-    """Function "module:function" that takes a communicator and args and returns (train, test)."""
+    """Function "module:function" that takes a communicator and args and returns (train, test) or
+    (train, validation, test)."""
     args: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the target."""
     input: str = "x"
@@ -49,7 +50,7 @@ class DataConfig(CheckedFields):
     validation: Decay = 0.0
     """Part of the training samples, chosen by the seed, that is held out for validation: tests
     during training, test.patience and checkpoint.keep_best use it, and the test set is used once,
-    at the end. 0 uses the test set for all of them."""
+    at the end. 0 uses the validation set of target, or else the test set, for all of them."""
     stage: str = ""
     """Folder on each node to copy the training data to, or auto; when empty, none is copied."""
     on_corrupt: Literal["raise", "skip"] = "raise"
@@ -73,7 +74,7 @@ class DataConfig(CheckedFields):
             require(
                 not (self.validation and getattr(self, name)),
                 f"data.validation must be 0 with data.{name}, which uses a data set as it was "
-                f"packed: hold samples out by hpctrain data split, and return that set as the "
-                f"second one",
+                f"packed: hold samples out by hpctrain data split, and return that set from "
+                f"data.target, as the second of three",
                 self.validation,
             )
