@@ -4,8 +4,8 @@
     hpctrain submit --nodes 2 --tasks 2 --requeue -- python examples/own_loop.py
 
 After a signal, before the time limit of the job, or if the file STOP exists in the folder that the
-variable RUN_DIRECTORY names, the script saves its state and exits with code 85 between two steps. The same command resumes, with
-bitwise equal results on the same number of ranks.
+variable RUN_DIRECTORY names, the script saves its state and exits with code 85 between two steps.
+The same command resumes, with bitwise equal results on the same number of ranks.
 
 The validation digits choose the weights: the script keeps those of the best epoch. The test digits
 are used once, at the end.
@@ -69,7 +69,9 @@ if hvd.rank() == 0:
 while step < options.epochs * steps_per_epoch:
     epoch, number = divmod(step, steps_per_epoch)
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(epoch))
-    batch = train[order][number * BATCH : (number + 1) * BATCH].tensor_split(hvd.size())[hvd.rank()]
+    batch = train[order][number * BATCH : (number + 1) * BATCH].tensor_split(hvd.size())[
+        hvd.rank()
+    ]
     optimizer.zero_grad()
     optimizer.set_num_samples(len(batch))
     functional.cross_entropy(model(images[batch]), labels[batch]).backward()

@@ -300,9 +300,9 @@ def _loaders(
     if not (isinstance(data, tuple) and len(data) in (2, 3) and all(map(_has_samples, data))):
         raise ConfigError(
             f"data.target must return two data sets (train, test) or three (train, validation, "
-            f"test), such as those of ShardedDataset.open, but {config.data.target} returned {described(data)}; pack "
-            f"yours with write_arrays or hpctrain data pack (see hpctrain guide train), or write "
-            f"your own script with hpctrain.shard_data(dataset)"
+            f"test), such as those of ShardedDataset.open, but {config.data.target} returned "
+            f"{described(data)}; pack yours with write_arrays or hpctrain data pack (see hpctrain "
+            f"guide train), or write your own script with hpctrain.shard_data(dataset)"
         )
     train, *tests = data
     if config.data.validation:

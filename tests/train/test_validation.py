@@ -88,9 +88,7 @@ def test_a_run_without_validation_samples_is_not_evaluated_on_them(here, configu
     job.part()
     here.comm.barrier()
     with pytest.raises(ConfigError, match=r"returns no validation set; use --split test or train"):
-        load_task(
-            job.directory.path, here.comm, overrides=[], which="last", split="validation"
-        )
+        load_task(job.directory.path, here.comm, overrides=[], which="last", split="validation")
 
 
 def test_a_validation_set_and_a_fraction_together_are_rejected(here, configure):
