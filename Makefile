@@ -100,8 +100,9 @@ endef
 
 .PHONY: demo
 demo: .venv/stamp ## train on real data: four ranks, as two nodes of two
-	hpctrain launch -n 4 --nodes 2 -- hpctrain train examples/digits.toml \
-	  --set output_dir="runs/digits-$$(date +%Y%m%d-%H%M%S)"
+	@run="runs/digits-$$(date +%Y%m%d-%H%M%S)"; set -x; \
+	hpctrain launch -n 4 --nodes 2 -- hpctrain train examples/digits.toml --set output_dir="$$run" \
+	  && { set +x; } 2>/dev/null && echo "next: $(BIN)/hpctrain report $$run"
 
 # --- tests --------------------------------------------------------------------------------------
 
