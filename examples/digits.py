@@ -49,7 +49,8 @@ def model(width: int = 16, dropout: float = 0.25) -> Network:
 def data(comm: Communicator, folder: str) -> tuple[ShardedDataset, ...]:
     """Return training, validation and test digits, which rank 0 packs in the first run.
 
-    Collective. Tests during training use the validation digits, the test at the end the test digits.
+    Collective. Tests during training use the validation digits, the test at the end uses the
+    test digits.
     """
     root = Path(folder)
     refusal = _pack(root) if comm.rank == 0 else None

@@ -50,7 +50,9 @@ def data(
     num_validation: int,
     num_test: int,
 ) -> tuple[ShardedDataset, ...]:
-    """Return training, validation and test log, which rank 0 writes in the first run. Collective.
+    """Return training, validation and test log, which rank 0 writes in the first run.
+
+    Collective.
 
     Args:
         comm: all ranks.
