@@ -100,8 +100,9 @@ endef
 
 .PHONY: demo
 demo: .venv/stamp ## train on real data: four ranks, as two nodes of two
-	hpctrain launch -n 4 --nodes 2 -- hpctrain train examples/digits.toml \
-	  --set output_dir="runs/digits-$$(date +%Y%m%d-%H%M%S)"
+	@run="runs/digits-$$(date +%Y%m%d-%H%M%S)"; set -x; \
+	hpctrain launch -n 4 --nodes 2 -- hpctrain train examples/digits.toml --set output_dir="$$run" \
+	  && { set +x; } 2>/dev/null && echo "next: $(BIN)/hpctrain report $$run"
 
 # --- tests --------------------------------------------------------------------------------------
 
@@ -291,20 +292,23 @@ bench-full: .venv/stamp ## run every benchmark; figures: perf/results
 	hpctrain launch -n 4 -- python perf/study_local_sgd.py \
 	  --json perf/results/local-sgd-accuracy.json
 	test ! -e .venv/horovod-stamp || python perf/bench_engines.py \
-	  --json perf/results/engines.json --plot perf/results/engines.png
+	  --json perf/results/engines.json
 	@$(MAKE) --no-print-directory .venv-peers || true # what is not there has a row that says so
-	python perf/bench_data.py --json perf/results/data.json --plot perf/results/data.png
+	python perf/bench_data.py --json perf/results/data.json
 	@$(MAKE) --no-print-directory .venv-mpich || true # without it there are no figures of MPICH
 	@if python -m tests.cluster.vcluster; then \
 	  python perf/bench_batching.py --json perf/results/batching.json; \
 	  python perf/bench_torch_network.py --json perf/results/torch-network.json; \
-	  python perf/bench_local_sgd.py --json perf/results/local-sgd.json \
-	    --plot perf/results/local-sgd.png; \
-	  python perf/bench_network.py --json perf/results/network-openmpi.json \
-	    --plot perf/results/network-openmpi.png; \
+	  python perf/bench_local_sgd.py --json perf/results/local-sgd.json; \
+	  python perf/bench_network.py --json perf/results/network-openmpi.json; \
 	  test ! -e .venv-mpich/stamp || python perf/bench_network.py --mpi mpich \
-	    --json perf/results/network-mpich.json --plot perf/results/network-mpich.png; fi
+	    --json perf/results/network-mpich.json; fi
+	@python perf/charts.py
 	@python perf/table.py
+
+.PHONY: charts
+charts: .venv/stamp ## draw the charts of perf/results again, without measuring
+	python perf/charts.py
 
 .PHONY: gpu-check
 gpu-check: .venv/stamp ## on a machine with a card: check and measure the way of gradients on it

@@ -10,8 +10,10 @@ from hpctrain import DataError
 from hpctrain.comm import Communicator
 from hpctrain.data import MANIFEST, ShardedDataset, write_arrays
 
-NUM_TEST = 360
-"""Number of test samples; the other 1437 digits are for training."""
+NUM_TEST, NUM_VALIDATION = 360, 144
+"""Numbers of test and validation samples; the other 1293 digits are for training."""
+
+SPLITS = ("train", "validation", "test")
 
 
 class Network(nn.Module):
@@ -44,15 +46,16 @@ def model(width: int = 16, dropout: float = 0.25) -> Network:
     return Network(width, dropout)
 
 
-def data(comm: Communicator, folder: str) -> tuple[ShardedDataset, ShardedDataset]:
-    """Open the training and the test digits, which rank 0 packs when they are not there yet.
+def data(comm: Communicator, folder: str) -> tuple[ShardedDataset, ...]:
+    """Return training, validation and test digits, which rank 0 packs in the first run.
 
-    Collective.
+    Collective. Tests during training use the validation digits, the test at the end uses the
+    test digits.
     """
     root = Path(folder)
     refusal = _pack(root) if comm.rank == 0 else None
     comm.agree(refusal is None, refusal or "")
-    return ShardedDataset.open(root / "train", comm), ShardedDataset.open(root / "test", comm)
+    return tuple(ShardedDataset.open(root / split, comm) for split in SPLITS)
 
 
 def _pack(root: Path) -> str | None:
@@ -60,7 +63,8 @@ def _pack(root: Path) -> str | None:
     digits = load_digits()
     order = np.random.default_rng(0).permutation(len(digits.target))
     try:
-        for split, rows in (("train", order[NUM_TEST:]), ("test", order[:NUM_TEST])):
+        parts = np.split(order, [NUM_TEST, NUM_TEST + NUM_VALIDATION])
+        for split, rows in zip(reversed(SPLITS), parts, strict=True):
             if not (root / split / MANIFEST).exists():
                 arrays = {
                     "x": digits.images[rows].astype(np.uint8),

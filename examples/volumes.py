@@ -65,26 +65,26 @@ def absolute_error(estimates: Tensor, parameters: Tensor) -> Tensor:
 
 
 def data(
-    comm: Communicator, folder: str, num_train: int, num_test: int
-) -> tuple[ShardedDataset, ShardedDataset]:
-    """Open the cubes to learn from and those to test, made by all ranks at the first time.
+    comm: Communicator, folder: str, num_train: int, num_validation: int, num_test: int
+) -> tuple[ShardedDataset, ...]:
+    """Return cubes for training, validation and test, which all ranks make in the first run.
 
     Collective. The cubes do not depend on the number of ranks.
 
     Args:
         comm: all ranks.
-        folder: where the two data sets are, or are made.
-        num_train: cubes to learn from.
-        num_test: cubes to test.
+        folder: folder of the three data sets.
+        num_train: number of training cubes.
+        num_validation: number of cubes for the tests during training.
+        num_test: number of cubes for the test at the end.
     """
     root = Path(folder)
-    for split, numbers in (
-        ("train", range(num_train)),
-        ("test", range(num_train, num_train + num_test)),
-    ):
+    sizes, begin = {"train": num_train, "validation": num_validation, "test": num_test}, 0
+    for split, num in sizes.items():
         if not comm.broadcast_object((root / split / MANIFEST).exists()):
-            _write(root / split, split, numbers, comm)
-    return ShardedDataset.open(root / "train", comm), ShardedDataset.open(root / "test", comm)
+            _write(root / split, split, range(begin, begin + num), comm)
+        begin += num
+    return tuple(ShardedDataset.open(root / split, comm) for split in sizes)
 
 
 def _write(directory: Path, split: str, numbers: range, comm: Communicator) -> None:

@@ -1,6 +1,6 @@
 """Reading samples in random order: hpctrain, a raw map, h5py, MosaicML and webdataset.
 
-    python perf/bench_data.py [--quick] [--json FILE] [--plot FILE] [--dir DIR]
+    python perf/bench_data.py [--quick] [--json FILE] [--dir DIR]
 
 Every method delivers the same samples, random bytes with a label, as batches of torch tensors in
 one process. Warm rows read files in the page cache and report MB per second of CPU time (user and
@@ -40,7 +40,6 @@ import torch
 from data_memory import evict, file_system, peak_bytes, read_through, touch_free_memory
 from data_ours import First, FirstGlobal, FirstWindow, Second, Take
 from data_peers import Mosaic, Tars, installed
-from data_plot import draw
 from data_read_first import ReadFirst
 from data_turns import Truth, Turn, check, take_turn
 from data_ways import Hdf5, Kind, Memmap, Stock, StockWorkers, Way
@@ -256,7 +255,6 @@ def main() -> None:
     parser = arguments(__doc__.splitlines()[0])
     parser.set_defaults(rounds=3)
     parser.add_argument("--quick", action="store_true", help="fewer samples, rounds and batches")
-    parser.add_argument("--plot", type=Path, help="draw the rates into this PNG file")
     parser.add_argument("--dir", type=Path, help="where to make the files for the time of the run")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -277,8 +275,6 @@ def main() -> None:
     names = [f"{way.name} {version}" for way, version in versions.items() if version]
     title = f"Samples in random order from {system}; {', '.join([*names, H5PY])}"
     report(title, rows, promises(rows), options.json)
-    if options.plot:
-        draw(rows, options.plot)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Engines: hpctrain against Horovod, all-reduces by size and the training step, for each world.
 
-    python perf/bench_engines.py [--quick] [--worlds 2 4 1gbit 200mbit] [--json FILE] [--plot FILE]
+    python perf/bench_engines.py [--quick] [--worlds 2 4 1gbit 200mbit] [--json FILE]
 
 Each method has its own job, because a process has one engine; the jobs are interleaved, so that a
 round has one of each:
@@ -35,7 +35,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engines_plot import draw
 from engines_table import rows_of, show, step_ratios
 from measure import median, with_kept
 from rich.console import Console
@@ -195,7 +194,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="jobs of each method")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for a job on nodes")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
-    parser.add_argument("--plot", type=Path, help="draw the times into this PNG")
     options = parser.parse_args()
     if options.quick:
         options.worlds = options.worlds or ["2", "1gbit"]
@@ -206,7 +204,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measure all worlds; print, write and draw the results."""
+    """Measure all worlds; print and write the results."""
     options = arguments()
     if importlib.util.find_spec("horovod") is None:
         raise SystemExit("Horovod is not installed here: hpctrain horovod build")
@@ -225,8 +223,6 @@ def main() -> None:
         ]
         text = json.dumps({"summary": summary, "results": written}, indent=1)
         options.json.write_text(text + "\n", encoding="utf-8")
-    if options.plot and results:
-        draw(results, options.plot)
 
 
 if __name__ == "__main__":

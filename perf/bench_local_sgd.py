@@ -1,6 +1,6 @@
 """Local SGD: time and bytes to a given loss, against synchronous training.
 
-    python perf/bench_local_sgd.py [--quick] [--worlds NAME ...] [--json FILE] [--plot FILE]
+    python perf/bench_local_sgd.py [--quick] [--worlds NAME ...] [--json FILE]
 
 A network of 25.2 M parameters learns from the same weights and samples in all ways, one after the
 other in one job; ``local_sgd_job.py`` says what it learns. The worlds are two ranks on one node,
@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from local_sgd_plot import draw
 from rich.console import Console
 from rich.table import Table
 
@@ -187,7 +186,6 @@ def arguments() -> argparse.Namespace:
         "--timeout", type=float, default=900.0, help="seconds that a world may take"
     )
     parser.add_argument("--json", type=Path, help="write all figures to this file")
-    parser.add_argument("--plot", type=Path, help="draw loss against time into this PNG")
     options = parser.parse_args()
     everything = ["one-node", "two-nodes" if options.quick else "cluster"]
     options.worlds = options.worlds or everything
@@ -197,7 +195,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Run a job in each world; print, write and draw the results."""
+    """Run a job in each world; print and write what they measured."""
     options = arguments()
     console = Console(width=150, height=50, highlight=False)
     results = []
@@ -209,8 +207,6 @@ def main() -> None:
     if options.json:
         text = json.dumps({"results": results}, indent=1)
         options.json.write_text(text + "\n", encoding="utf-8")
-    if options.plot:
-        draw(results, options.plot)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """All-reduce between nodes: hpctrain against MPI_Allreduce and gloo, on a virtual cluster.
 
-    python perf/bench_network.py [--quick] [--mpi openmpi mpich] [--json FILE] [--plot FILE]
+    python perf/bench_network.py [--quick] [--mpi openmpi mpich] [--json FILE]
     python perf/bench_network.py --shapes 2x2 --rates 1gbit --json FILE     # replaces these in it
 
 Nodes are namespaces of this machine, joined by links of a set rate. The program needs root;
@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from measure import with_kept
-from network_plot import draw
 from rich.console import Console
 from rich.table import Table
 
@@ -161,7 +160,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="rounds of each method")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds that a job may take")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
-    parser.add_argument("--plot", type=Path, help="draw the times into this PNG")
     options = parser.parse_args()
     if options.quick:
         options.shapes, options.rates, options.rounds = SHAPES[:1], RATES[-1:], 5
@@ -170,7 +168,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Run all jobs; print, write and draw the results."""
+    """Run all jobs; print and write what they measured."""
     options = arguments()
     console = Console(width=150, height=50, highlight=False)
     results: list[dict[str, Any]] = []
@@ -185,8 +183,6 @@ def main() -> None:
         written = with_kept(results, options.json, ("mpi", "cluster", "rate"))
         text = json.dumps({"machine": machine, "results": written}, indent=1)
         options.json.write_text(text + "\n", encoding="utf-8")
-    if options.plot:
-        draw(results, options.plot)
 
 
 if __name__ == "__main__":

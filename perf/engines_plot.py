@@ -48,7 +48,7 @@ def _sums(axes: Any, ways: dict[str, Any]) -> None:
     sizes: list[int] = []
     for way, (color, marker, line) in STYLES.items():
         if sums := ways.get(way, {}).get("sums"):
-            sizes = list(sums)
+            sizes = list(map(int, sums))  # keys of JSON are texts
             times = [median(seconds) * 1e3 for seconds in sums.values()]
             style = {"color": color, "marker": marker, "linestyle": line}
             axes.plot(sizes, times, label=way, markersize=3.5, linewidth=1.2, **style)

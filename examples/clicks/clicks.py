@@ -43,28 +43,37 @@ def model(num_ids: int, dim: int = 16, width: int = 64, **cache: Any) -> WideAnd
 
 
 def data(
-    comm: Communicator, folder: str, num_ids: int, num_train: int, num_test: int
-) -> tuple[ShardedDataset, ShardedDataset]:
-    """Return training and test log, which rank 0 writes in the first run. Collective.
+    comm: Communicator,
+    folder: str,
+    num_ids: int,
+    num_train: int,
+    num_validation: int,
+    num_test: int,
+) -> tuple[ShardedDataset, ...]:
+    """Return training, validation and test log, which rank 0 writes in the first run.
+
+    Collective.
 
     Args:
         comm: all ranks.
-        folder: where the two are, or are made.
-        num_ids: of all fields together.
-        num_train: lines to learn from.
-        num_test: lines to test.
+        folder: folder of the three data sets.
+        num_ids: number of IDs of all fields together.
+        num_train: lines for training.
+        num_validation: lines for the tests during training.
+        num_test: lines for the test at the end.
     """
     root, refusal = Path(folder), ""
+    sizes = {"train": num_train, "validation": num_validation, "test": num_test}
     if comm.rank == 0:
         try:
-            for seed, (split, num) in enumerate({"train": num_train, "test": num_test}.items()):
+            for seed, (split, num) in enumerate(sizes.items()):
                 if not (root / split / MANIFEST).exists():
                     log = log_of(num, num_ids, seed)
                     write_arrays(root / split, log, samples_per_shard=16384, split=split)
         except (DataError, OSError) as error:
             refusal = f"cannot write the log: {error}"
     comm.agree(not refusal, refusal)
-    return ShardedDataset.open(root / "train", comm), ShardedDataset.open(root / "test", comm)
+    return tuple(ShardedDataset.open(root / split, comm) for split in sizes)
 
 
 def log_of(num: int, num_ids: int, seed: int) -> dict[str, NDArray[np.generic]]:

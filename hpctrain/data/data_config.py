@@ -16,7 +16,8 @@ class DataConfig(CheckedFields):
 
     table: ClassVar = "data"
     target: str = ""
-    """Function "module:function" that takes a communicator and args, and returns (train, test)."""
+    """Function "module:function" that takes a communicator and args and returns (train, test) or
+    (train, validation, test)."""
     args: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the target."""
     input: str = "x"
@@ -48,9 +49,9 @@ class DataConfig(CheckedFields):
     """File of hpctrain data split --by-label: each rank trains on its part of the training data,
     or on several parts; when empty, all ranks share all samples."""
     validation: Decay = 0.0
-    """Fraction of the training samples, drawn by the seed, that is held out for validation: tests
-    during training, test.patience and checkpoint.keep_best use them, and the test set is used
-    once, at the end. 0 uses the test set for all tests."""
+    """Part of the training samples, chosen by the seed, that is held out for validation: tests
+    during training, test.patience and checkpoint.keep_best use it, and the test set is used once,
+    at the end. 0 uses the validation set of target, or else the test set, for all of them."""
     stage: str = ""
     """Folder on each node to which the training data are copied, or auto; when empty, they are not
     copied."""
@@ -80,5 +81,6 @@ class DataConfig(CheckedFields):
                 f"data.validation must be 0 with data.{name}, which needs the packed data set "
                 f"unchanged",
                 self.validation,
-                "hold samples out with hpctrain data split, and return that data set as test set",
+                "hold samples out with hpctrain data split, and return that data set from "
+                "data.target as the second of three",
             )

@@ -156,6 +156,7 @@ class RunInDirectory:
             facts = self._facts()
             hosts = dict(zip(here.topology.hosts, here.topology.nodes, strict=True))
             about = {"num_steps": self._task.num_steps, "hosts": hosts, "modules": self._modules}
+            about["tested"] = self._task.tested
             self._tell_beginning(metrics, {**asdict(part), **facts, **about})
             facts |= {"configuration": config_text, "plan": plan}
             facts["dataset"] = self._task.train.dataset.uuid

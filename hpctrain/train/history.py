@@ -95,7 +95,8 @@ class RunHistory:
     @property
     def tested(self) -> str:
         """Name of the samples of tests during training: ``validation`` or ``test``."""
-        return "validation" if self.configuration.get("data.validation") else "test"
+        usual = "validation" if self.configuration.get("data.validation") else "test"
+        return next((record["tested"] for record in self.records if "tested" in record), usual)
 
     @property
     def test(self) -> Record:

@@ -45,13 +45,14 @@ def load_task(
         overrides: changes of the stored configuration, each ``key=value``.
         which: checkpoint: ``last``, ``best`` or a number of steps.
         split: samples of ``task.test``: ``test``, ``validation``, or ``train``, which includes
-            the validation samples.
+            the samples that ``data.validation`` holds out.
 
     Returns:
         The task, and the path of the checkpoint. The model has the averaged weights if the
         checkpoint has them; ``task.test`` yields the samples in their stored order.
 
     Raises:
+        ConfigError: the run has no validation samples; on all ranks.
         MismatchError: there is no such run or checkpoint, or the configuration does not match
             the checkpoint; on all ranks.
     """
@@ -65,11 +66,6 @@ def load_task(
     checkpoint = on_root(comm, find)
     with agreed(comm):
         config = load(directory.config, overrides).config
-        if split == "validation" and not config.data.validation:
-            raise ConfigError(
-                "--split validation must have samples that data.validation holds out, but the run "
-                "has data.validation = 0; use --split test or train"
-            )
         begun = (r["modules"] for r in read(directory.metrics) if "modules" in r)
         make_importable(Path(next(begun, "")).resolve())
         # Inference needs neither a synchronization method nor bitwise reproducible sums.
@@ -82,11 +78,18 @@ def load_task(
                 config.data,
                 stage="",
                 on_corrupt="raise",
-                validation=config.data.validation if split == "validation" else 0.0,
+                validation=0.0 if split == "train" else config.data.validation,
             ),
             train=replace(config.train, reproducible=False, ema=0.0),
         )
     task = build(config, comm)
+    if split == "validation" and task.held_out is None:
+        raise ConfigError(
+            "--split validation must have samples held out, but the run has data.validation = 0 "
+            "and data.target returns no validation set; use --split test or train"
+        )
+    if split == "test" and task.held_out is not None:
+        task = replace(task, test=task.held_out)
     if split == "train":
         loader = Loader(
             task.train.dataset,

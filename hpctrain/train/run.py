@@ -355,7 +355,7 @@ def _introduce(console: Console, here: world.World, task: Task) -> None:
 def _held_out(task: Task) -> str:
     assert task.held_out is not None
     num, num_test = len(task.test.dataset), len(task.held_out.dataset)
-    return f"{num} samples held out of the training data; {num_test} for the test at the end"
+    return f"{num} samples held out of training; {num_test} for the test at the end"
 
 
 def _describe(console: Console, here: world.World) -> None:

@@ -297,20 +297,25 @@ def _loaders(
     config: RunConfig, data: object, comm: Communicator, device: torch.device
 ) -> Iterator[Loader]:
     """Yield the loaders of training, of tests during training, and of a different last test."""
-    if not (isinstance(data, tuple) and len(data) == 2 and all(map(_has_samples, data))):
+    if not (isinstance(data, tuple) and len(data) in (2, 3) and all(map(_has_samples, data))):
         raise ConfigError(
-            f"data.target must return two data sets (train, test), such as those of "
-            f"ShardedDataset.open, but {config.data.target} returned {described(data)}; pack "
-            f"yours with write_arrays or hpctrain data pack (see hpctrain guide train), or write "
-            f"your own script with hpctrain.shard_data(dataset)"
+            f"data.target must return two data sets (train, test) or three (train, validation, "
+            f"test), such as those of ShardedDataset.open, but {config.data.target} returned "
+            f"{described(data)}; pack yours with write_arrays or hpctrain data pack (see hpctrain "
+            f"guide train), or write your own script with hpctrain.shard_data(dataset)"
         )
     train, *tests = data
     if config.data.validation:
+        if len(tests) > 1:
+            raise ConfigError(
+                f"data.validation must be 0 if data.target returns a validation set, got "
+                f"{config.data.validation:g}; omit the key, or return (train, test)"
+            )
         train, validation = _divided(train, config.data.validation, config.seed)
         tests.insert(0, validation)
     _check_batch(config, len(train), comm)
     transforms = [_transform(config.data, name) for name in _transforms(config.data)]
-    for dataset, transform in zip(data, transforms, strict=True):
+    for dataset, transform in zip(data, [*transforms, transforms[1]], strict=False):
         if transform is None:
             _check_fields(config, dataset.fields)
     micro_shards = config.train.micro_shards_on(comm.size)

@@ -20,21 +20,12 @@ from hpctrain.cli import guide as guides
 from hpctrain.cli.launch import INTERRUPTED
 from hpctrain.cli.main import COMMANDS, USAGE_ERROR, Command, app
 from hpctrain.cluster.env import RANK_LOST
-from hpctrain.comm.process_group.buckets_in_place import LARGE_BYTES
 from hpctrain.compress import by_name
 from hpctrain.core import errors
-from hpctrain.core.config import Settings
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.keys import render
 from hpctrain.core.python_compat import tomllib
-from hpctrain.core.units import GIB, KIB, MIB
-from hpctrain.cost import Model as StepModel
-from hpctrain.data import steps
-from hpctrain.data.order import window
-from hpctrain.data.packing import pack
 from hpctrain.guide.contents import KINDS
-from hpctrain.horovod.elastic.run import MAX_IN_VAIN
-from hpctrain.launch import lease, restart, supervise
 from hpctrain.launch.supervise import TIMED_OUT
 from hpctrain.negotiation.stall import HANG
 from hpctrain.runtime import abort
@@ -191,7 +182,8 @@ def test_script_of_start_stops_on_request_and_resumes(tmp_path):
     (tmp_path / "STOP").unlink()
     done = run()
     assert done.returncode == 0, done.stderr
-    assert "begin at step 1\nfinished after 300 steps" in done.stdout
+    pattern = r"begin at step 1\nstep 200: \S+ right\nfinished after 300 steps"
+    assert re.search(pattern, done.stdout), done.stdout
 
 
 @pytest.mark.parametrize("topic", WRITTEN)
@@ -254,61 +246,10 @@ def test_messages_that_the_guide_of_errors_quotes_are_those_of_the_code():
     every = messages()
     table = TEXTS["errors"].partition("## Starting")[2]
     quoted = re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE)
-    assert len(quoted) > 15
+    assert len(quoted) >= 30
     for message in quoted:
         pattern = ".*".join(map(re.escape, message.split("...")))
         assert re.search(pattern, every), message
-
-
-# Figures
-
-
-def default(function, name):
-    return inspect.signature(function).parameters[name].default
-
-
-SETTINGS, BUCKET = Settings(), StepModel.__dataclass_fields__["bucket_bytes"].default
-KB, WINDOW = steps.FAST_ALONE_BYTES // 1000, f"{window.MIXED:,}"
-FIGURES = [
-    ("hangs", f"| {SETTINGS.stall_s:g} s (`HPCTRAIN_STALL_S`) |"),
-    ("hangs", f"| {SETTINGS.timeout:g} s (`HPCTRAIN_TIMEOUT`) |"),
-    ("hangs", f"| {supervise.FEW_S:g} s | under `hpctrain launch`: a rank ended"),
-    ("recover", f"within {restart.ANSWER_S:g} seconds"),
-    ("recover", f"After {['no', 'one', 'two', 'three'][MAX_IN_VAIN]} unsuccessful retries"),
-    ("data", f"A window mixes {window.MIXED_PER_SAMPLE} blocks per sample"),
-    ("data", f"global batch, and at least {WINDOW}. A block has at least"),
-    ("data", f"A block has at least {window.BLOCK_BYTES // KIB} KiB"),
-    ("data", f"`global` for samples of {KB} kB and more"),
-    ("data", f"for sets up to {steps.CACHED_BYTES // GIB} GiB, else `window`"),
-    ("data", f"read into memory for this, up to {pack.SHUFFLED_BYTES // GIB} GiB"),
-    ("slurm", f"otherwise after {lease.TIMES.stale_s:g} seconds without a heartbeat"),
-    ("slurm", f"still active after {lease.TIMES.wait_s:g} seconds, the second ends"),
-    ("torch-distributed", f"DDP buckets of {LARGE_BYTES // MIB} MiB and more"),
-    ("plan", f"in buckets of {BUCKET // MIB} MiB"),
-    ("local-sgd", f'`state="{default(hpctrain.LocalSGD, "state")}"` (default)'),
-    ("embeddings", f"`cache_steps={default(hpctrain.ShardedEmbedding, 'cache_steps')}` (default)"),
-]
-"""Figures of the code, in the notation of the guides."""
-
-
-@pytest.mark.parametrize(("topic", "text"), FIGURES)
-def test_figures_in_guides_are_those_of_the_code(topic, text):
-    assert text in " ".join(TEXTS[topic].split())
-
-
-@pytest.mark.parametrize("topic", ["local-sgd", "async-sgd"])
-def test_arguments_in_the_tables_of_methods_are_the_defaults(topic):
-    table = TEXTS[topic].partition("## Choose a method")[2].partition("## ")[0]
-    calls = re.findall(r"^\| `((\w+)\(.*?\))` \|", table, re.MULTILINE)
-    assert calls
-    for text, name in calls:
-        for each in ast.parse(text).body[0].value.keywords:
-            value = ast.literal_eval(each.value)
-            usual = default(getattr(hpctrain, name), each.arg)
-            assert value in (usual, EXAMPLES.get(each.arg)), text
-
-
-EXAMPLES = {"warmup_steps": 100, "cooldown_start": 900}  # required arguments
 
 
 def test_the_guide_of_compression_has_every_codec():

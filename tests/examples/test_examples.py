@@ -49,7 +49,8 @@ def is_on_two_nodes(record: dict[str, Any]) -> bool:
 
 @pytest.mark.launches
 def test_two_ranks_learn_who_clicks_from_rows_that_they_share(tmp_path):
-    settings = ("data.args.num_train=30000", "data.args.num_test=4000", "train.epochs=1")
+    sizes = ("num_train=30000", "num_validation=2000", "num_test=4000")
+    settings = (*(f"data.args.{size}" for size in sizes), "train.epochs=1")
     record, told = trained(tmp_path, "clicks/clicks", *settings, num_ranks=2)
     assert record["metric"] > 0.6
     assert last_line(told) == f"test auc {record['metric']:.4f}"
@@ -63,6 +64,9 @@ def test_four_ranks_on_two_nodes_learn_the_digits_from_shards(tmp_path):
     assert record["metric"] >= 0.94
     assert is_on_two_nodes(record)
     assert last_line(told) == f"test accuracy {record['metric']:.4f}"
+    tests = [each for each in read(tmp_path / "out/metrics.jsonl") if each["event"] == "test"]
+    assert {each["num_samples"] for each in tests} == {144}  # the validation digits
+    assert record["num_samples"] == 360
     for words in (["info"], ["verify"], ["export", tmp_path / "model.pt", "--only", "model"]):
         line = ["checkpoint", words[0], tmp_path / "out", *words[1:]]
         assert CliRunner().invoke(app, [*map(str, line)]).exit_code == 0
@@ -276,7 +280,8 @@ def test_no_byte_is_guessed_from_itself_or_from_later_ones_and_not_knowing_costs
 @pytest.mark.conformance
 def test_two_ranks_make_volumes_and_tell_their_parameters(tmp_path):
     """Use fewer volumes than the example: 193, of which 36 steps of 24 learn the easy two."""
-    few = ("data.args.num_train=193", "data.args.num_test=65", "train.global_batch=24")
+    sizes = ("num_train=193", "num_validation=33", "num_test=65")
+    few = (*(f"data.args.{size}" for size in sizes), "train.global_batch=24")
     rest = ("train.epochs=4", "test.every_epochs=4", "log.plots=false")
     record, told = trained(tmp_path, "volumes", *few, *rest, num_ranks=2)
     assert record["num_samples"] == 65

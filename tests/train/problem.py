@@ -17,6 +17,7 @@ import hpctrain
 from hpctrain.core.errors import DataError
 from hpctrain.data.reader import ShardedDataset
 from hpctrain.data.samples import Ragged
+from hpctrain.data.subset import Subset
 from hpctrain.data.writer import write_arrays
 
 NUM_SAMPLES, NUM_FEATURES, NUM_CLASSES = 53, 6, 3
@@ -250,6 +251,15 @@ def data(
     comm.barrier()
     dataset = ShardedDataset.open(folder, comm)
     return dataset, dataset
+
+
+def three_sets(comm, folder: str) -> tuple[ShardedDataset | Subset, ...]:
+    """Return training and validation samples that are disjoint, and all samples as the test set.
+
+    Collective.
+    """
+    whole, _ = data(comm, folder)
+    return Subset(whole, range(37)), Subset(whole, range(37, NUM_SAMPLES)), whole
 
 
 def ragged_data(comm, folder: str) -> tuple[ShardedDataset, ShardedDataset]:

@@ -1,4 +1,4 @@
-"""Held-out training samples are used for tests during training; the test set is used once."""
+"""Validation samples are used for tests during training; the test set is used once, at the end."""
 
 from dataclasses import replace
 
@@ -8,13 +8,15 @@ import pytest
 from hpctrain.core.errors import ConfigError, MismatchError
 from hpctrain.core.records import read
 from hpctrain.train.evaluation import evaluate
+from hpctrain.train.history import RunHistory
 from hpctrain.train.predict import load_task, predict
 from hpctrain.train.task import build
 from tests.train.job import Job, assert_same_run
 from tests.train.problem import NUM_SAMPLES
 
 HELD = ["data.validation=0.3"]
-NUM_HELD = round(0.3 * NUM_SAMPLES)
+THREE_SETS = ["data.target=tests.train.problem:three_sets"]
+NUM_HELD = round(0.3 * NUM_SAMPLES)  # also in the validation set of THREE_SETS
 
 SIZES = pytest.mark.ranks(1, 2, 3)
 
@@ -22,6 +24,9 @@ SIZES = pytest.mark.ranks(1, 2, 3)
 def values_of(loader):
     dataset = loader.dataset
     return set(dataset.take(np.arange(len(dataset)))["x"][:, 0].tolist())
+
+
+BOTH = pytest.mark.parametrize("held", [HELD, THREE_SETS], ids=["fraction", "three sets"])
 
 
 @SIZES
@@ -38,8 +43,11 @@ def test_training_and_validation_samples_are_disjoint(here, configure):
 
 
 @SIZES
-def test_tests_use_the_validation_samples_and_the_last_one_the_test_set(here, configure, shared):
-    job = Job(here, configure, shared / "run", *HELD, "train.epochs=2")
+@BOTH
+def test_tests_use_the_validation_samples_and_the_last_one_the_test_set(
+    here, configure, shared, held
+):
+    job = Job(here, configure, shared / "run", *held, "train.epochs=2")
     task = job.built()
     job.part(task=task)
     here.comm.barrier()
@@ -49,11 +57,14 @@ def test_tests_use_the_validation_samples_and_the_last_one_the_test_set(here, co
     assert records[-1]["num_samples"] == NUM_SAMPLES
     assert records[-1]["metric"] == evaluate(replace(task, test=task.held_out)).metric
     assert tests[-1]["metric"] == evaluate(task).metric
+    history = RunHistory.read(job.directory.path)
+    assert (history.tested, history.test["num_samples"]) == ("validation", NUM_SAMPLES)
 
 
 @SIZES
-def test_a_finished_run_is_evaluated_again_on_the_validation_samples(here, configure, shared):
-    job = Job(here, configure, shared / "run", *HELD, "train.epochs=2")
+@BOTH
+def test_a_finished_run_is_evaluated_again_on_each_of_its_parts(here, configure, shared, held):
+    job = Job(here, configure, shared / "run", *held, "train.epochs=2")
     job.part()
     here.comm.barrier()
     path, how = job.directory.path, {"overrides": [], "which": "last"}
@@ -66,9 +77,23 @@ def test_a_finished_run_is_evaluated_again_on_the_validation_samples(here, confi
         last["metric"],
     )
     assert predict(task, shared / "out.h5", {})[0] == NUM_HELD
-    how["overrides"] = ["data.validation=0"]
-    with pytest.raises(MismatchError, match=r"data.validation = 0; use --split test or train"):
-        load_task(path, here.comm, split="validation", **how)
+    assert load_task(path, here.comm, split="test", **how)[0].test.dataset.uuid == (
+        job.built().held_out.dataset.uuid
+    )
+
+
+@SIZES
+def test_a_run_without_validation_samples_is_not_evaluated_on_them(here, configure, shared):
+    job = Job(here, configure, shared / "run", "train.epochs=1")
+    job.part()
+    here.comm.barrier()
+    with pytest.raises(ConfigError, match=r"returns no validation set; use --split test or train"):
+        load_task(job.directory.path, here.comm, overrides=[], which="last", split="validation")
+
+
+def test_a_validation_set_and_a_fraction_together_are_rejected(here, configure):
+    with pytest.raises(MismatchError, match=r"data.validation must be 0 if data.target returns"):
+        build(configure(*HELD, *THREE_SETS), here.comm)
 
 
 @pytest.mark.ranks(2)

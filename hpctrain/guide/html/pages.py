@@ -156,8 +156,10 @@ class Pages:
         )
 
     def _to_page(self, found: re.Match[str], folder: Path) -> str:
-        """Lead a link to an example to its page, and one to a folder to the README in it."""
+        """Return the link to the page of an example, or to a chart; keep other links."""
         target = (folder / found[1]).resolve()
+        if target.suffix == ".png" and target.is_relative_to(ROOT):
+            return f"](/{target.relative_to(ROOT)})"
         if target.is_relative_to(ROOT) and target.relative_to(ROOT) in self._examples:
             return f"](/{target.relative_to(ROOT)}.md)"
         return found[0]
