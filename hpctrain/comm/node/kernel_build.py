@@ -21,8 +21,16 @@ from setuptools.build_meta import *  # noqa: F403 - a build backend offers all h
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
-_FLAGS = "-std=gnu11 -O3 -ffp-contract=off -fno-strict-aliasing -fPIC -shared -s".split()
-_ZIG = "-m ziglang cc -target".split()
+_FLAGS = (
+    "-std=gnu11",
+    "-O3",
+    "-ffp-contract=off",
+    "-fno-strict-aliasing",
+    "-fPIC",
+    "-shared",
+    "-s",
+)
+_ZIG = ("-m", "ziglang", "cc", "-target")
 _LOG = logging.getLogger(__name__)
 
 
@@ -46,13 +54,14 @@ def compile_kernel(source: Path, target: Path) -> str:
     checksum = f"-DSOURCE_CHECKSUM={zlib.crc32(source.read_bytes())}"
     command = [*compiler, *_FLAGS, checksum, str(source), "-o", str(target), "-lpthread"]
     try:
-        done = subprocess.run(command, check=False, capture_output=True, text=True)
+        # The compiler is that of the user who builds the package.
+        done = subprocess.run(command, check=False, capture_output=True, text=True)  # noqa: S603
     except OSError as error:
         return str(error)
     return done.stderr if done.returncode else ""
 
 
-class BuildKernel(build_py):
+class BuildKernel(build_py):  # type: ignore[misc]
     """Copies the Python files of the package, and compiles the kernel next to its source."""
 
     def run(self) -> None:
@@ -60,11 +69,11 @@ class BuildKernel(build_py):
         super().run()
         folder = Path("hpctrain", "comm", "node")
         place = folder if self.editable_mode else self.build_lib / folder
-        if refusal := compile_kernel(folder / "kernel.c", place / "kernel.so"):
+        if refusal := compile_kernel(folder / "kernel.c", place / "libkernel.so"):
             _LOG.warning("hpctrain is built without its compiled kernel: %s", refusal)
 
 
-class TaggedWheel(bdist_wheel):
+class TaggedWheel(bdist_wheel):  # type: ignore[misc]
     """Names the wheel for every Python and, if it has the kernel, for one kind of processor."""
 
     def finalize_options(self) -> None:
@@ -74,5 +83,5 @@ class TaggedWheel(bdist_wheel):
 
     def get_tag(self) -> tuple[str, str, str]:
         """Return the tags of Python, its ABI, and the platform."""
-        has_kernel = any(Path(self.bdist_dir).rglob("kernel.so"))
+        has_kernel = any(Path(self.bdist_dir).rglob("libkernel.so"))
         return "py3", "none", super().get_tag()[2] if has_kernel else "any"

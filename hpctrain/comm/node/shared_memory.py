@@ -5,6 +5,7 @@ writes the sum to the bucket of every rank. No data are packed into messages, an
 its own copy of the sum.
 """
 
+import ctypes
 import math
 import mmap
 from collections.abc import Callable, Iterator, Sequence
@@ -20,12 +21,14 @@ from hpctrain.comm.bucket import Bucket, chunks_of
 from hpctrain.comm.call_check import bucket_call, disagreement, tensor_call
 from hpctrain.comm.flight_recorder import Call
 from hpctrain.comm.node import node_memory
+from hpctrain.comm.node.kernel import DIFFERENT, FAILED, LATE, MOST_RANKS, Kernel, can_sum, why_off
+from hpctrain.comm.node.kernel import library as kernel_library
 from hpctrain.comm.node.segments import LINE_BYTES, Region, Semaphore, map_in_a_row
 from hpctrain.comm.ops import Combination, scale_
 from hpctrain.comm.owner import Owner
-from hpctrain.comm.waiting import IN_NODE, Watch
+from hpctrain.comm.waiting import IN_NODE, SPIN_S, Watch
 from hpctrain.comm.watched_calls import WatchedCalls
-from hpctrain.core.errors import CommError, NodeMemoryError
+from hpctrain.core.errors import CommError, MismatchError, NodeMemoryError
 from hpctrain.core.libc import Segment
 
 if TYPE_CHECKING:
@@ -96,6 +99,7 @@ class SharedMemory:
         )
         """Staging buffer of every rank, by local rank, for tensors that are not buckets."""
         self.slots = SharedSlots(self)
+        self._kernel = self._new_kernel(stage_bytes // 2, head_bytes, sign_byte)
 
     def barrier(self) -> None:
         """Wait until all ranks of the node have called this method.
@@ -136,10 +140,13 @@ class SharedMemory:
         calls = self._calls[turn::_CELLS].tolist()
         self.turn = 1 - turn
         if calls.count(call.number) != self.local_size:
-            error = disagreement(self._node, call, self._watch)
-            if self._watch.number is not None and not of_node:
-                self._watch.fail(error)
-            raise error
+            raise self._disagreement(call, of_node=of_node)
+
+    def _disagreement(self, call: Call, *, of_node: bool) -> MismatchError:
+        error = disagreement(self._node, call, self._watch)
+        if self._watch.number is not None and not of_node:
+            self._watch.fail(error)
+        return error
 
     def end_turn(self, num_bytes: int) -> None:
         """Switch to the other cell and slot and count ``num_bytes``. Not collective.
@@ -181,7 +188,16 @@ class SharedMemory:
 
     def allreduce_(self, bucket: Bucket, combination: Combination, scale: float | None) -> None:
         """Replace the bucket by its sum over the node, times ``scale``, in one pass."""
-        self.meet(bucket_call(bucket.number, combination.op, scale))
+        call = bucket_call(bucket.number, combination.op, scale)
+        if self._kernel is not None and can_sum(combination):
+            self.begin(call)
+            code = self._kernel.sum_bucket(
+                bucket, combination, scale, call.number, self.turn, looks=self._looks
+            )
+            self._finish(code, call)
+            self.end_turn(2 * bucket.flat.nbytes)
+            return
+        self.meet(call)
         for parts in bucket.chunks:
             spread(combine(parts, combination, scale), parts, combination)
             self._count(parts, passes=2)
@@ -284,8 +300,57 @@ class SharedMemory:
             )
         self._watch.require_in_step()
 
+    def reduce_values(
+        self,
+        values: Tensor,
+        combination: Combination,
+        scale: float | None,
+        call: Call,
+        *,
+        in_slices: bool,
+    ) -> bool:
+        """Replace ``values`` by their sum, by the kernel; return False if it cannot.
+
+        ``call`` has begun.
+        """
+        kernel = self._kernel
+        if kernel is None or not can_sum(combination):
+            return False
+        code = kernel.sum_values(
+            values, combination, scale, call.number, self.turn, in_slices=in_slices
+        )
+        self._finish(code, call)
+        torch.autograd.graph.increment_version(values)
+        self.turn = (self.turn + self.slots.num_chunks(values)) % 2
+        return True
+
+    def _new_kernel(self, slot_bytes: int, head_bytes: int, sign_byte: int) -> Kernel | None:
+        library = kernel_library() if not why_off() else None
+        if library is None or self.local_size > MOST_RANKS:
+            return None
+        first = ctypes.addressof(self._segments[0])
+        slots = [ctypes.addressof(segment) + head_bytes for segment in self._segments]
+        rounds = [semaphore.address for pair in self._rounds for semaphore in pair]
+        addresses = [first, first + sign_byte, *slots, *rounds]
+        return Kernel(library, self.local_rank, self.local_size, self.pace, addresses, slot_bytes)
+
+    def _finish(self, code: int, call: Call | None = None) -> None:
+        """Wait for the end of a call of the kernel; raise its error."""
+        kernel = self._kernel
+        if code == LATE and kernel is not None:
+            self._watch.wait(kernel.is_over, self.pace.after(SPIN_S), nap=kernel.is_over)
+            code = kernel.code
+        if code == FAILED:
+            self._watch.require_in_step()
+        if code == DIFFERENT and call is not None:
+            self.turn = 1 - self.turn
+            raise self._disagreement(call, of_node=False)
+
     def _pass_barrier(self) -> None:
         meanwhile = self._meanwhile
+        if meanwhile is None and self._kernel is not None:
+            self._finish(self._kernel.barrier())
+            return
         for mine, next_one in self._rounds:
             next_one.post()
             if mine.try_wait():
@@ -409,27 +474,36 @@ class SharedSlots:
         """Return the number of elements of ``dtype`` that fit a slot."""
         return self._num_bytes // dtype.itemsize
 
+    def num_chunks(self, values: Tensor) -> int:
+        """Return the number of slots that ``values`` fill, at least one."""
+        return max(1, -(-values.nbytes // self._num_bytes))
+
     def direct_(self, values: Tensor, combination: Combination, scale: float | None) -> None:
         """Replace ``values`` by the sum; every rank sums all slots after a single barrier."""
         node, num_bytes = self._node, values.nbytes
         call = tensor_call(combination.op, values.dtype, values.numel(), scale)
-        fits = num_bytes <= self._num_bytes  # saves a call for small tensors
-        for chunk in (values,) if fits else values.split(self.numel(values.dtype)):
+        node.count((1 + node.local_size) * num_bytes)
+        node.begin(call)
+        if node.reduce_values(values, combination, scale, call, in_slices=False):
+            return
+        for chunk in values.split(self.numel(values.dtype)):
             parts = list(self.views(chunk.dtype, chunk.shape, node.turn))
-            node.begin(call)
             parts[node.local_rank].copy_(chunk)
             node.await_others(call)
             if node.local_rank < 2:
                 parts[node.local_rank] = chunk  # reads ``chunk`` in place of the slot
             combine_to(chunk, parts, combination, scale)
-        node.count((1 + node.local_size) * num_bytes)
 
     def slices_(self, values: Tensor, combination: Combination, scale: float | None) -> None:
         """Replace ``values`` by the sum; every rank sums one slice, then reads all slices."""
         node = self._node
         call = tensor_call(combination.op, values.dtype, values.numel(), scale)
+        node.begin(call)
+        if node.reduce_values(values, combination, scale, call, in_slices=True):
+            node.count(4 * values.nbytes)
+            return
         for chunk in values.split(self.numel(values.dtype)):
-            bucket = self.enter(chunk, call)
+            bucket = self._enter(chunk, call)
             node.sum_slice(bucket, combination, scale)
             node.barrier()
             self.leave(chunk, bucket, None)
@@ -439,8 +513,11 @@ class SharedSlots:
 
         Returns the slots of all ranks as a bucket.
         """
-        bucket = self._bucket(values, self._node.turn * self._num_bytes)
         self._node.begin(call)
+        return self._enter(values, call)
+
+    def _enter(self, values: Tensor, call: Call) -> Bucket:
+        bucket = self._bucket(values, self._node.turn * self._num_bytes)
         bucket.flat.copy_(values)
         self._node.await_others(call)
         return bucket
