@@ -47,7 +47,7 @@ def join(device: int = -1) -> int:  # noqa: ARG001 - Horovod's
             "supports calls from several threads (MPI_THREAD_MULTIPLE), but this one does not; "
             "give every rank equally many batches"
         )
-    if here.presence is not None and (block := here.presence.innermost):
+    if here.presence is not None and (block := here.presence.blocks.innermost):
         raise ConfigError(
             f"join() must not be called in a block of a local method, but this rank is in a block "
             f"of {block}; call skip_step() for each step without a batch on this rank"

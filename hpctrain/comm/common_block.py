@@ -2,7 +2,8 @@
 
 from types import TracebackType
 
-from hpctrain.comm.liveness import Block, Liveness
+from hpctrain.comm.blocks import Block
+from hpctrain.comm.liveness import Liveness
 from hpctrain.core.python_compat import Self
 
 
@@ -37,7 +38,7 @@ class CommonBlock:
     def _enter(self) -> None:
         if self._presence is not None:
             block = Block(type(self).__name__, self._steps_begun)
-            self._block = self._presence.enter(block)
+            self._block = self._presence.blocks.enter(block)
 
     def _enter_again(self) -> None:
         """Enter the block in the world of the survivors if this rank is in the block."""
@@ -59,5 +60,5 @@ class CommonBlock:
         finally:
             self._leave_block(error)
             if self._presence is not None and self._block is not None:
-                self._presence.leave(self._block, error)
+                self._presence.blocks.leave(self._block, error)
                 self._block = None

@@ -29,11 +29,12 @@ class Call(NamedTuple):
 class CallStream:
     """The numbered collectives of one communicator; numbers are equal on its ranks."""
 
-    __slots__ = ("__weakref__", "_calls", "name", "number", "text", "waits_since_s")
+    __slots__ = ("__weakref__", "_calls", "compared", "name", "number", "text", "waits_since_s")
 
     def __init__(self, name: str, calls: "deque[tuple[CallStream, int, str, float]]") -> None:
         self.name = name
         self.number = 0  # of the last collective, from 1
+        self.compared = 0  # number of the last collective that all ranks have compared
         self.text = ""  # description of the last collective
         self.waits_since_s: float | None = None
         """Start of the current wait for other ranks by ``time.perf_counter()``, or None."""

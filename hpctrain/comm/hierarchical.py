@@ -243,7 +243,7 @@ class HierarchicalCommunicator(MpiCommunicator):
                 yield self._sum_on_node(bucket, how, early)
 
         node.meet(tensor_call(how.op, values.dtype, values.numel(), scale))
-        with InFlight(self._rail, how, self._watch) as in_flight, node.busy(in_flight):
+        with InFlight(self._rail, how, self._watch) as in_flight, node.waits.busy(in_flight):
             for _ in in_flight.reduced(summed()):
                 reduced.append(entered.popleft())
         self._watch.confirm()

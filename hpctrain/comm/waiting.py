@@ -221,7 +221,6 @@ class Watch:
         self.calls: CallStream | None = None
         """Collectives of this communicator."""
         self.call_tag = 0  # first tag of the latest collective on a rail
-        self._num_compared = 0  # number of the latest collective that all ranks compared
         self.sign = memoryview(array("q", [0]))
         """One int64: 0, or 1 + the rank on which this communicator has failed. Ranks that share
         memory share the number, see ``SharedMemory``."""
@@ -258,7 +257,7 @@ class Watch:
         if self.calls is not None:
             self.calls.begin(call.text)
             if is_compared:
-                self._num_compared = self.calls.number
+                self.calls.compared = self.calls.number
 
     def wait(
         self,
@@ -428,7 +427,7 @@ class Watch:
         )
         for rank, (number, text) in found.items():
             own = mine.get(number, (text,))[0]
-            if own != text and number > self._num_compared:
+            if own != text and number > calls.compared:
                 raise different_calls(
                     f"{own} on {self._name(self.rank)} and {text} on {self._name(rank)} as call "
                     f"{number} of {calls.name}"

@@ -132,6 +132,32 @@ class Holder:
         return f"{job}process {self.pid} on {self.host} (since {self.since})"
 
 
+class Silence:
+    """The time without a sign of life from another process, by the clock of this process.
+
+    At most ``longest_s`` counts between two looks: if the file system or this process was blocked
+    for longer, the other process may have been blocked, too.
+    """
+
+    def __init__(self, longest_s: float) -> None:
+        self._longest_s = longest_s
+        self._looked_at: float | None = None
+        self._sign: object = None
+        self.quiet_s = self.waited_s = 0.0
+
+    def passed(self) -> float:
+        """Return the seconds that count since the last call, 0 for the first one."""
+        before, self._looked_at = self._looked_at, time.monotonic()
+        return min(self._looked_at - (before or self._looked_at), self._longest_s)
+
+    def look(self, sign: object, passed_s: float) -> bool:
+        """Return True if ``sign`` has changed, seen ``passed_s`` after the last look."""
+        is_alive = sign != self._sign
+        self._sign, self.quiet_s = sign, 0.0 if is_alive else self.quiet_s + passed_s
+        self.waited_s += passed_s
+        return is_alive
+
+
 class Lease:
     """The lease on one directory, in a process that requests, holds or has lost it.
 
@@ -153,10 +179,8 @@ class Lease:
         self._loss = ""
         self._told: set[str] = set()
         # State of a waiting process:
-        self._looked_at: float | None = None
-        self._sign: tuple[bytes, bytes | None] = b"", None
-        self._quiet_s = self._waited_s = self._settled_s = 0.0
-        self._may_force = True
+        self._silence = Silence(2 * times.look_s)
+        self._settled_s, self._may_force = 0.0, True
 
     @property
     def token(self) -> str:
@@ -166,15 +190,14 @@ class Lease:
     def attempt(self, *, force: bool = False) -> str:
         """Take the lease if it is free or its holder is dead; else the caller repeats the call.
 
-        At most twice ``look_s`` counts between two calls: if the file system or this process was
-        blocked, the holder may have been blocked, too. ``force`` takes the lease once from a
-        living holder. Returns a text about the holder, empty once this process holds the lease.
-        Raises ``ConfigError``: the holder is alive after ``wait_s``. ``OSError``: the directory
-        cannot be written.
+        At most twice ``look_s`` counts between two calls, see ``Silence``. ``force`` takes the
+        lease once from a living holder. Returns a text about the holder, empty once this process
+        holds the lease. Raises ``ConfigError``: the holder is alive after ``wait_s``. ``OSError``:
+        the directory cannot be written.
         """
         if self._create():
             return self._begin()
-        passed_s = self._passed()
+        passed_s = self._silence.passed()
         found = self._read()
         if found is None:
             return "the previous job releases its lease"
@@ -189,30 +212,24 @@ class Lease:
         holder = Holder.parse(found)
         who = "a job whose lease is not readable" if holder is None else holder.describe()
         beat = self._folder / f"lease-{holder.token if holder else ''}{BEAT}"
-        sign = found, self._read(beat)
-        is_alive = sign != self._sign
-        self._sign, self._quiet_s = sign, 0.0 if is_alive else self._quiet_s + passed_s
-        self._waited_s += passed_s
-        force &= self._may_force
-        if force or self._quiet_s >= self._times.stale_s or (holder and holder.is_gone(self._me)):
+        silence = self._silence
+        is_alive = silence.look((found, self._read(beat)), passed_s)
+        is_gone = holder is not None and holder.is_gone(self._me)
+        if (force and self._may_force) or is_gone or silence.quiet_s >= self._times.stale_s:
             self._may_force, self._settled_s = False, 0.0
             if self._read() == found:
                 with publishing(self._file, f"lease-{self._me.token}") as part:
                     part.write_bytes(self._mine)
             return f"the lease of {who} is taken over"
-        if is_alive and self._waited_s >= self._times.wait_s:
+        if is_alive and silence.waited_s >= self._times.wait_s:
             raise ConfigError(
                 f"one job at a time writes into {self._folder}, and {who} still does so after "
-                f"{self._waited_s:.0f} s; {self._ways_out.held}"
+                f"{silence.waited_s:.0f} s; {self._ways_out.held}"
             )
         return (
             f"{who} holds {self._folder}: waiting {self._times.wait_s:.0f} s for its end, or "
             f"{self._times.stale_s:.0f} s without a sign of life"
         )
-
-    def _passed(self) -> float:
-        before, self._looked_at = self._looked_at, time.monotonic()
-        return min(self._looked_at - (before or self._looked_at), 2 * self._times.look_s)
 
     def _create(self) -> bool:
         """Create the file exclusively; remove it if it cannot be written completely."""

@@ -188,7 +188,7 @@ class LocalMethod(CommonBlock, StateFields):
         if self._presence is None or self._block is None:
             self._finish()
             return
-        with self._presence.at_end(self._block):
+        with self._presence.blocks.at_end(self._block):
             self._finish()
 
     def _steps_begun(self) -> int:

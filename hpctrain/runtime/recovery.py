@@ -209,7 +209,7 @@ def _limited(limit_s: float) -> Iterator[None]:
     assert presence is not None
 
     def end() -> None:
-        stopped = presence.stopped()
+        stopped = presence.processes.stopped()
         logger.error(
             "the survivors must agree within %g s, but %s; all ranks end",
             limit_s,

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hpctrain.comm import liveness, waiting
+from hpctrain.comm import blocks, waiting
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import CommError, MismatchError, RankLostError
 from tests.comm import failing
@@ -216,16 +216,19 @@ def test_compared_calls_keep_ranks_in_step_however_late_a_rank_is(world, monkeyp
 @pytest.mark.ranks(2, 3)
 def test_error_that_ended_a_block_takes_precedence_over_later_different_calls(world, monkeypatch):
     monkeypatch.setattr(waiting, "COMPARE_S", 0.2)
-    monkeypatch.setattr(liveness, "BREAK_S", 0.6)
+    monkeypatch.setattr(blocks, "BREAK_S", 0.6)
     with connected(Settings(probe="off", ranks_per_node=1)) as made:
         comm, presence = made.comm, made.presence
-        number, has_left = presence.enter(liveness.Block("a test", lambda: 0)), world.rank == 1
+        number, has_left = (
+            presence.blocks.enter(blocks.Block("a test", lambda: 0)),
+            world.rank == 1,
+        )
         comm.barrier()
         if has_left:
             time.sleep(0.5)  # the others have reported their call
-            presence.leave(number, ZeroDivisionError("no samples"))
+            presence.blocks.leave(number, ZeroDivisionError("no samples"))
         reason = "RankLostError" if has_left else "ZeroDivisionError: no samples"
         with pytest.raises(RankLostError, match=f"left a block of a test by {reason}") as caught:
             comm.allreduce_(torch.ones(1 + has_left))
         if not has_left:
-            presence.leave(number, caught.value)
+            presence.blocks.leave(number, caught.value)

@@ -2,13 +2,19 @@
 
 import logging
 import os
+import signal
 import subprocess
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 from mpi4py import MPI
 
+from hpctrain.comm import blocks, node_processes
+from hpctrain.comm.blocks import Block
 from hpctrain.comm.liveness import Liveness
+from hpctrain.comm.node_processes import NodeProcesses
 from hpctrain.comm.waiting import LATE_S, Watch
 from hpctrain.core.errors import RankLostError
 from tests.harness.pace import scaled
@@ -95,38 +101,97 @@ def test_no_rank_is_reported_before_a_farewell_and_no_message_is_left(
     presence.farewell()
 
 
-def test_dead_processes_and_reused_process_ids_are_detected(
-    world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+def test_ended_processes_and_reused_process_ids_are_detected(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     process = subprocess.Popen(["sleep", "60"])
-    presence = presence_of(world, {0: os.getpid(), 1: process.pid})
-    other = presence_of(world, {0: os.getpid(), 1: process.pid})
-    presence.check()
+    pids = {0: os.getpid(), 1: process.pid}
+    processes, other = NodeProcesses(pids, 0), NodeProcesses(pids, 0)
+    processes.check()
     with monkeypatch.context() as patch:
-        patch.setattr("hpctrain.comm.liveness.birth", lambda _pid: 1)
+        patch.setattr(node_processes, "birth", lambda _pid: 1)
         with pytest.raises(RankLostError, match="died"):
             other.check()
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # a zombie counts as dead
     time.sleep(0.15)
     with pytest.raises(RankLostError, match=f"rank 1 .process {process.pid} of this node. died"):
-        presence.check()
+        processes.check()
     process.wait()
 
 
-def test_every_peer_of_a_large_node_is_checked(world: MPI.Intracomm) -> None:
+def test_every_process_of_a_large_node_is_checked() -> None:
     process = subprocess.Popen(["true"])
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    presence = presence_of(world, {r: os.getpid() for r in range(40)} | {40: process.pid})
+    processes = NodeProcesses({r: os.getpid() for r in range(40)} | {40: process.pid}, 0)
     missed = []
     for _ in range(5):
         try:
-            presence.check()
+            processes.check()
         except RankLostError as error:
             missed.append(str(error))
         time.sleep(0.11)
     assert missed[0].startswith("rank 40 ")
     process.wait()
+
+
+def test_processes_that_a_signal_has_stopped_are_listed_until_they_continue() -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        processes = NodeProcesses({0: os.getpid(), 1: process.pid}, 0)
+        found = []
+        for number, event in (
+            (signal.SIGSTOP, os.WSTOPPED),
+            (signal.SIGCONT, os.WCONTINUED),
+        ):
+            process.send_signal(number)
+            os.waitid(os.P_PID, process.pid, event)
+            found.append(processes.stopped())
+        process.kill()
+    assert found == [[1], []]
+
+
+def error_of(check: Callable[[], None], limit_s: float) -> str:
+    """Repeat ``check`` for ``limit_s``; return the text of its error."""
+    end = time.monotonic() + limit_s
+    while time.monotonic() < end:
+        try:
+            check()
+        except RankLostError as error:
+            return str(error)
+        time.sleep(0.02)
+    return ""
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize(
+    ("mine", "steps", "expected"),
+    [
+        ("inner", 0, "rank 0 has left a block of inner by ValueError"),
+        ("outer", 0, ""),  # this rank has left the inner block before
+        ("at end", 0, ""),  # as many steps as rank 0
+        ("at end", 1, "but rank 0 waits at its end after 0 steps and rank {} is in step 1"),
+    ],
+)
+def test_only_ranks_in_the_block_raise_if_rank_0_leaves_it_or_waits_at_its_end(
+    world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, mine: str, steps: int, expected: str
+) -> None:
+    monkeypatch.setattr(blocks, "BREAK_S", 0.2)
+    presence, is_first = presence_of(world), world.rank == 0
+    limit_s = 5 if expected and not is_first else 0.7
+    presence.blocks.enter(Block("outer", lambda: 0))
+    number = presence.blocks.enter(Block("inner", lambda: 0 if is_first else steps))
+    assert presence.blocks.innermost == "inner"
+    world.Barrier()
+    if mine == "at end":
+        with presence.blocks.at_end(number) if is_first else nullcontext():
+            found = error_of(presence.check, limit_s)
+    else:
+        if is_first or mine == "outer":
+            presence.blocks.leave(number, ValueError("no samples") if is_first else None)
+            assert presence.blocks.innermost == "outer"
+        found = error_of(presence.check, limit_s)
+    presence.farewell()
+    assert (expected.format(world.rank) in found) if expected and not is_first else not found
 
 
 HOSTS = {0: "n0", 1: "n1", 2: "n2"}

@@ -1,6 +1,9 @@
 """Check node memory: slots that tensors pass through, and buckets that live as long as tensors."""
 
+import ctypes
 import gc
+import random
+import threading
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -12,14 +15,16 @@ from hypothesis import strategies as st
 
 from hpctrain.comm.bucket import ALIGN, TensorSpec, plan_buckets, slice_bounds
 from hpctrain.comm.build import SLOT_BYTES
+from hpctrain.comm.node.node_barrier import IN_TURNS, NodeBarrier
 from hpctrain.comm.node.segments import Semaphore
-from hpctrain.comm.node.shared_memory import IN_TURNS
 from hpctrain.comm.ops import Op
+from hpctrain.comm.waiting import Watch
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import CommError, MismatchError, NodeMemoryError, RankLostError
 from tests.comm.conftest import connected
 from tests.harness.pace import scaled
 
+NUM_BARRIERS = 50
 WAYS = ("direct", "slices", "bucket")
 SLOT = SLOT_BYTES // 4
 
@@ -91,6 +96,32 @@ def test_different_calls_raise_on_every_rank_with_the_calls_of_all_ranks(world, 
     assert bool((total == world.size).all())
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
+def test_no_rank_passes_a_barrier_before_all_ranks_have_called_it(size):
+    offset = 64
+    num_bytes = offset + NodeBarrier.num_bytes(size)
+    segments = [(ctypes.c_char * num_bytes)() for _ in range(size)]
+    barriers = [NodeBarrier(segments, r, offset, Watch(), spin=False) for r in range(size)]
+    counts, early = [0] * size, []
+
+    def be(rank):
+        chance = random.Random(rank)
+        for number in range(1, NUM_BARRIERS + 1):
+            time.sleep(chance.choice((0, 0, 0, 1e-3)))
+            counts[rank] = number
+            barriers[rank].wait()
+            early.extend(count for count in counts if count < number)
+
+    threads = [threading.Thread(target=be, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert counts == [NUM_BARRIERS] * size
+    assert early == []
+    assert all(bytes(segment[:offset]) == bytes(offset) for segment in segments)
+
+
 @pytest.mark.ranks(2, 4)
 def test_wait_for_a_late_rank_of_the_node_sleeps(world, node):
     node.barrier()
@@ -104,7 +135,7 @@ def test_wait_for_a_late_rank_of_the_node_sleeps(world, node):
 
 @pytest.mark.ranks(2, 4)
 def test_ranks_that_share_a_core_rarely_sleep_in_short_waits(world, node, monkeypatch):
-    monkeypatch.setattr(node.node, "pace", IN_TURNS)
+    monkeypatch.setattr(node.node.waits, "pace", IN_TURNS)
     naps, sleep = [], Semaphore.wait
 
     def noted(self, timeout_s):

@@ -12,7 +12,7 @@ import pytest
 
 from hpctrain.cluster.process import birth
 from hpctrain.core.errors import CheckpointError, ConfigError
-from hpctrain.launch.lease import NAME, Holder, Lease, Times
+from hpctrain.launch.lease import NAME, Holder, Lease, Silence, Times
 from tests.full_disk import largest_file
 
 TIMES = Times(beat_s=0.05, stale_s=0.6, wait_s=0.9, look_s=0.05, settle_s=0.1)
@@ -110,6 +110,16 @@ def test_a_waiter_that_was_suspended_does_not_take_over(lease):
         assert "waiting" in other.attempt()
         # the waiter does not look in between, as when the file system does not respond
         time.sleep(TIMES.stale_s)
+
+
+def test_silence_counts_from_the_last_change_and_not_while_this_process_is_blocked():
+    silence = Silence(longest_s=0.1)
+    assert silence.passed() == 0.0
+    time.sleep(0.2)
+    assert silence.passed() == 0.1
+    seen = [(silence.look(sign, 1.0), silence.quiet_s) for sign in ("a", "a", "a", "b", "b")]
+    assert seen == [(True, 0.0), (False, 1.0), (False, 2.0), (True, 0.0), (False, 1.0)]
+    assert silence.waited_s == 5.0
 
 
 def test_the_lease_of_a_dead_process_is_taken_over_at_once(lease, tmp_path):

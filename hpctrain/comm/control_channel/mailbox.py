@@ -317,7 +317,7 @@ def by_node(
         network=network,
         channel=channel,
         watch=watch,
-        pace=node.pace if is_one else BY_MPI._replace(spin_s=node.pace.spin_s),
+        pace=node.waits.pace if is_one else BY_MPI._replace(spin_s=node.waits.pace.spin_s),
     )
 
 

@@ -8,8 +8,7 @@ its own copy of the sum.
 import ctypes
 import math
 import mmap
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -21,12 +20,12 @@ from hpctrain.comm.bucket import Bucket, chunks_of
 from hpctrain.comm.call_check import bucket_call, disagreement, tensor_call
 from hpctrain.comm.flight_recorder import Call
 from hpctrain.comm.node import node_memory
-from hpctrain.comm.node.kernel import DIFFERENT, FAILED, LATE, MOST_RANKS, Kernel, can_sum, why_off
-from hpctrain.comm.node.kernel import library as kernel_library
-from hpctrain.comm.node.segments import LINE_BYTES, Region, Semaphore, map_in_a_row
+from hpctrain.comm.node.kernel import DIFFERENT, can_sum
+from hpctrain.comm.node.node_barrier import NodeBarrier
+from hpctrain.comm.node.segments import LINE_BYTES, Region, map_in_a_row
 from hpctrain.comm.ops import Combination, scale_
 from hpctrain.comm.owner import Owner
-from hpctrain.comm.waiting import IN_NODE, SPIN_S, Watch
+from hpctrain.comm.waiting import Watch
 from hpctrain.comm.watched_calls import WatchedCalls
 from hpctrain.core.errors import CommError, MismatchError, NodeMemoryError
 from hpctrain.core.libc import Segment
@@ -34,16 +33,11 @@ from hpctrain.core.libc import Segment
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from hpctrain.comm.rail.rail import InFlight
-
 T = TypeVar("T")
 
 _CELLS = LINE_BYTES // 8  # int64 numbers in the cache line of each rank
 _UNFINITE = 4
 """Index in the cache line of the number of chunks so far whose sum was not finite."""
-
-IN_TURNS = IN_NODE._replace(spin_s=0.0, yield_s=200e-6)
-"""Pace if ranks outnumber cores: a rank that yields its core resumes sooner than one asleep."""
 
 
 class SharedMemory:
@@ -69,49 +63,40 @@ class SharedMemory:
     ) -> None:
         self.local_rank = node.rank
         self.local_size = node.size
-        self.pace = IN_NODE if spin else IN_TURNS  # of waits within the node
         self.turn = 0
         """Index, alternately 0 and 1, of the cell and the slot that the next call uses. Other
         ranks may read a cell or slot until its owner begins the call after the next."""
         self.num_bytes = 0  # bytes read and written by this rank in node memory
         self._looks = False  # whether sums of buckets are checked for non-finite values
-        self._meanwhile: InFlight | None = None
         self._node, self._watched = node, WatchedCalls(node, watch)
         self._num_buckets = 0
         self._is_closed = False
         self._owner = Owner()
-        num_rounds = (self.local_size - 1).bit_length()
         cell_bytes = self.local_size * LINE_BYTES
-        sign_byte = cell_bytes + num_rounds * LINE_BYTES
+        sign_byte = cell_bytes + NodeBarrier.num_bytes(self.local_size)
         head_bytes = sign_byte + LINE_BYTES
-        self._segments = self.allocate(head_bytes + stage_bytes)
+        segments = self.allocate(head_bytes + stage_bytes)
         # The first rank's segment has one cache line per rank with the number of its next call.
-        cells = np.frombuffer(memoryview(self._segments[0])[:cell_bytes], np.int64)
+        cells = np.frombuffer(memoryview(segments[0])[:cell_bytes], np.int64)
         self._calls = cells.data
-        self._rounds = self._make_rounds(num_rounds, cell_bytes)
-        """Per round of a barrier: the semaphore to wait for and the semaphore to post."""
+        self.waits = NodeBarrier(segments, self.local_rank, cell_bytes, watch, spin=spin)
+        self._watched.barrier()
         self._watch = watch
         # A separate cache line: the sign is read after each barrier and written at most once.
-        watch.sign = np.frombuffer(memoryview(self._segments[0]), np.int64, 1, sign_byte).data
+        watch.sign = np.frombuffer(memoryview(segments[0]), np.int64, 1, sign_byte).data
+        slots = [ctypes.addressof(segment) + head_bytes for segment in segments]
+        memory = [ctypes.addressof(segments[0]), ctypes.addressof(segments[0]) + sign_byte, *slots]
+        self._kernel = self.waits.use_kernel(self.local_rank, memory, stage_bytes // 2)
         self.stage = tuple(
-            torch.frombuffer(segment, dtype=torch.uint8, offset=head_bytes)
-            for segment in self._segments
+            torch.frombuffer(segment, dtype=torch.uint8, offset=head_bytes) for segment in segments
         )
         """Staging buffer of every rank, by local rank, for tensors that are not buckets."""
         self.slots = SharedSlots(self)
-        self._kernel = self._new_kernel(stage_bytes // 2, head_bytes, sign_byte)
 
     def barrier(self) -> None:
-        """Wait until all ranks of the node have called this method.
-
-        Dissemination barrier: in round k rank r posts the semaphore of rank r + 2^k and waits for
-        the post of rank r - 2^k, modulo n, so each rank posts ceil(log2 n) times. The semaphores
-        count, so a post of the next barrier is not lost. ``CommError`` as ``require_usable``.
-
-        Source: Hensgen, Finkel and Manber 1988, "Two algorithms for barrier synchronization".
-        """
+        """Wait until all ranks of the node call this; ``CommError`` as ``require_usable``."""
         self.require_usable()
-        self._pass_barrier()
+        self.waits.wait()
 
     def meet(self, call: Call, *, of_node: bool = False) -> None:
         """Call ``begin``, then ``await_others``."""
@@ -136,17 +121,11 @@ class SharedMemory:
         """
         turn = self.turn
         self._calls[self.local_rank * _CELLS + turn] = call.number
-        self._pass_barrier()
+        self.waits.wait()
         calls = self._calls[turn::_CELLS].tolist()
         self.turn = 1 - turn
         if calls.count(call.number) != self.local_size:
             raise self._disagreement(call, of_node=of_node)
-
-    def _disagreement(self, call: Call, *, of_node: bool) -> MismatchError:
-        error = disagreement(self._node, call, self._watch)
-        if self._watch.number is not None and not of_node:
-            self._watch.fail(error)
-        return error
 
     def end_turn(self, num_bytes: int) -> None:
         """Switch to the other cell and slot and count ``num_bytes``. Not collective.
@@ -163,15 +142,6 @@ class SharedMemory:
         self._calls[self.local_rank * _CELLS + place] = number
         self.await_others(call)
         return self._calls[place::_CELLS].tolist().count(number) == self.local_size
-
-    @contextmanager
-    def busy(self, work: "InFlight") -> Iterator[None]:
-        """Poll ``work`` while this rank waits for others in a barrier. Not collective."""
-        self._meanwhile = work
-        try:
-            yield
-        finally:
-            self._meanwhile = None
 
     def new_bucket(self, numel: int, dtype: torch.dtype) -> Bucket:
         """Create a bucket of ``numel`` zeros on every rank, mapped by all ranks of the node.
@@ -191,10 +161,8 @@ class SharedMemory:
         call = bucket_call(bucket.number, combination.op, scale)
         if self._kernel is not None and can_sum(combination):
             self.begin(call)
-            code = self._kernel.sum_bucket(
-                bucket, combination, scale, call.number, self.turn, looks=self._looks
-            )
-            self._finish(code, call)
+            what = bucket, combination, scale, call.number, self.turn
+            self._finish(self._kernel.sum_bucket(*what, looks=self._looks), call)
             self.end_turn(2 * bucket.flat.nbytes)
             return
         self.meet(call)
@@ -203,6 +171,39 @@ class SharedMemory:
             self._count(parts, passes=2)
             self._look(combination.view(parts[0]))
         self.barrier()
+
+    def reduce_values(
+        self,
+        values: Tensor,
+        combination: Combination,
+        scale: float | None,
+        call: Call,
+        *,
+        in_slices: bool,
+    ) -> bool:
+        """Replace ``values`` by their sum, as ``call``, which has begun.
+
+        Returns False if the kernel cannot.
+        """
+        if self._kernel is None or not can_sum(combination):
+            return False
+        what = values, combination, scale, call.number, self.turn
+        self._finish(self._kernel.sum_values(*what, in_slices=in_slices), call)
+        torch.autograd.graph.increment_version(values)
+        self.turn = (self.turn + self.slots.num_chunks(values)) % 2
+        return True
+
+    def _finish(self, code: int, call: Call) -> None:
+        """Wait for the end of a call of the kernel; raise its error."""
+        if self.waits.finish(code) == DIFFERENT:
+            self.turn = 1 - self.turn
+            raise self._disagreement(call, of_node=False)
+
+    def _disagreement(self, call: Call, *, of_node: bool) -> MismatchError:
+        error = disagreement(self._node, call, self._watch)
+        if self._watch.number is not None and not of_node:
+            self._watch.fail(error)
+        return error
 
     def is_finite_after(self, reduce: Callable[[], object]) -> bool:
         """Call ``reduce``; return whether all sums that it writes to buckets are finite.
@@ -300,70 +301,6 @@ class SharedMemory:
             )
         self._watch.require_in_step()
 
-    def reduce_values(
-        self,
-        values: Tensor,
-        combination: Combination,
-        scale: float | None,
-        call: Call,
-        *,
-        in_slices: bool,
-    ) -> bool:
-        """Replace ``values`` by their sum, by the kernel; return False if it cannot.
-
-        ``call`` has begun.
-        """
-        kernel = self._kernel
-        if kernel is None or not can_sum(combination):
-            return False
-        code = kernel.sum_values(
-            values, combination, scale, call.number, self.turn, in_slices=in_slices
-        )
-        self._finish(code, call)
-        torch.autograd.graph.increment_version(values)
-        self.turn = (self.turn + self.slots.num_chunks(values)) % 2
-        return True
-
-    def _new_kernel(self, slot_bytes: int, head_bytes: int, sign_byte: int) -> Kernel | None:
-        library = kernel_library() if not why_off() else None
-        if library is None or self.local_size > MOST_RANKS:
-            return None
-        first = ctypes.addressof(self._segments[0])
-        slots = [ctypes.addressof(segment) + head_bytes for segment in self._segments]
-        rounds = [semaphore.address for pair in self._rounds for semaphore in pair]
-        addresses = [first, first + sign_byte, *slots, *rounds]
-        return Kernel(library, self.local_rank, self.local_size, self.pace, addresses, slot_bytes)
-
-    def _finish(self, code: int, call: Call | None = None) -> None:
-        """Wait for the end of a call of the kernel; raise its error."""
-        kernel = self._kernel
-        if code == LATE and kernel is not None:
-            self._watch.wait(kernel.is_over, self.pace.after(SPIN_S), nap=kernel.is_over)
-            code = kernel.code
-        if code == FAILED:
-            self._watch.require_in_step()
-        if code == DIFFERENT and call is not None:
-            self.turn = 1 - self.turn
-            raise self._disagreement(call, of_node=False)
-
-    def _pass_barrier(self) -> None:
-        meanwhile = self._meanwhile
-        if meanwhile is None and self._kernel is not None:
-            self._finish(self._kernel.barrier())
-            return
-        for mine, next_one in self._rounds:
-            next_one.post()
-            if mine.try_wait():
-                continue
-            if meanwhile is None:
-                self._watch.wait(mine.try_wait, self.pace, nap=mine.wait)
-            else:
-                poll = partial(_polled, meanwhile, mine)
-                self._watch.wait(poll, meanwhile.pace(), nap=mine.wait)
-        # A rank that failed in the barrier may have changed its bucket afterwards.
-        if self._watch.sign[0]:
-            self._watch.require_in_step()
-
     def _look(self, total: Tensor) -> None:
         """Count a chunk with non-finite values. The sum alone may overflow for finite values."""
         if self._looks:
@@ -378,20 +315,6 @@ class SharedMemory:
     def _count(self, parts: Sequence[Tensor], passes: int = 1) -> None:
         """Count the bytes of passes over the chunks of all ranks."""
         self.count(passes * len(parts) * parts[0].nbytes)
-
-    def _make_rounds(
-        self, num_rounds: int, first_byte: int
-    ) -> tuple[tuple[Semaphore, Semaphore], ...]:
-        places = [first_byte + k * LINE_BYTES for k in range(num_rounds)]
-        mine = [Semaphore(self._segments[self.local_rank], place) for place in places]
-        for semaphore in mine:
-            semaphore.initialise()
-        self._watched.barrier()
-        next_ones = [
-            Semaphore(self._segments[(self.local_rank + (1 << k)) % self.local_size], place)
-            for k, place in enumerate(places)
-        ]
-        return tuple(zip(mine, next_ones, strict=True))
 
 
 def combine(parts: Sequence[Tensor], combination: Combination, scale: float | None) -> Tensor:
@@ -450,11 +373,6 @@ _PLACE_ALIGN = 4096
 MOST_SEEN = 256  # cached views: creating a view costs as much as a small sum
 
 
-def _polled(work: "InFlight", mine: Semaphore) -> bool:
-    work.poll()
-    return mine.try_wait()
-
-
 class SharedSlots:
     """Reductions of tensors that are not buckets, through the stage of ``node``.
 
@@ -480,9 +398,9 @@ class SharedSlots:
 
     def direct_(self, values: Tensor, combination: Combination, scale: float | None) -> None:
         """Replace ``values`` by the sum; every rank sums all slots after a single barrier."""
-        node, num_bytes = self._node, values.nbytes
+        node = self._node
         call = tensor_call(combination.op, values.dtype, values.numel(), scale)
-        node.count((1 + node.local_size) * num_bytes)
+        node.count((1 + node.local_size) * values.nbytes)
         node.begin(call)
         if node.reduce_values(values, combination, scale, call, in_slices=False):
             return

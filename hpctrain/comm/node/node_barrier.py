@@ -1,0 +1,122 @@
+"""The barrier of the ranks of a node: semaphores in shared memory."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING
+
+from hpctrain.comm.node.kernel import FAILED, LATE, MOST_RANKS, Kernel, why_off
+from hpctrain.comm.node.kernel import library as kernel_library
+from hpctrain.comm.node.segments import LINE_BYTES, Semaphore
+from hpctrain.comm.waiting import IN_NODE, SPIN_S, Watch
+from hpctrain.core.libc import Segment
+
+if TYPE_CHECKING:
+    from hpctrain.comm.rail.rail import InFlight
+
+IN_TURNS = IN_NODE._replace(spin_s=0.0, yield_s=200e-6)
+"""Pace if ranks outnumber cores: a rank that yields its core resumes sooner than one asleep."""
+
+
+class NodeBarrier:
+    """Dissemination barrier of the ranks that map ``segments``.
+
+    In round k rank r posts the semaphore of rank r + 2^k and waits for the post of rank r - 2^k,
+    modulo n, so each rank posts ceil(log2 n) times. The semaphores count, so a post of the next
+    barrier is not lost. All ranks must have created the barrier before one waits.
+
+    Args:
+        segments: zeroed memory of each rank, by rank.
+        rank: this rank.
+        first_byte: offset in each segment of ``num_bytes(n)`` bytes for semaphores.
+        watch: performs all waits.
+        spin: whether each rank has its own core, so that short waits may spin.
+
+    Source: Hensgen, Finkel and Manber 1988, "Two algorithms for barrier synchronization".
+    """
+
+    def __init__(
+        self, segments: Sequence[Segment], rank: int, first_byte: int, watch: Watch, *, spin: bool
+    ) -> None:
+        self.pace = IN_NODE if spin else IN_TURNS
+        self._watch = watch
+        self._meanwhile: InFlight | None = None
+        size = len(segments)
+        places = range(first_byte, first_byte + self.num_bytes(size), LINE_BYTES)
+        self._rounds = tuple(
+            (Semaphore(segments[rank], byte), Semaphore(segments[(rank + (1 << k)) % size], byte))
+            for k, byte in enumerate(places)
+        )
+        """The semaphore to wait for and the semaphore to post, by round."""
+        for mine, _ in self._rounds:
+            mine.initialise()
+        self._kernel: Kernel | None = None
+
+    def use_kernel(self, rank: int, memory: Sequence[int], slot_bytes: int) -> Kernel | None:
+        """Return the kernel, which this barrier then uses, or None if it is off.
+
+        Args:
+            rank: this rank.
+            memory: addresses of the cells, of the sign, and of the slots of each rank.
+            slot_bytes: size of a slot.
+        """
+        library, size = kernel_library(), len(memory) - 2
+        if library is not None and not why_off() and size <= MOST_RANKS:
+            rounds = [semaphore.address for pair in self._rounds for semaphore in pair]
+            self._kernel = Kernel(library, rank, size, self.pace, [*memory, *rounds], slot_bytes)
+        return self._kernel
+
+    def finish(self, code: int) -> int:
+        """Wait for the end of a call of the kernel; return its code.
+
+        Raises:
+            CommError: the communicator of ``watch`` has failed on a rank of the node.
+        """
+        if code == LATE and (kernel := self._kernel) is not None:
+            self._watch.wait(kernel.is_over, self.pace.after(SPIN_S), nap=kernel.is_over)
+            code = kernel.code
+        if code == FAILED:
+            self._watch.require_in_step()
+        return code
+
+    @staticmethod
+    def num_bytes(num_ranks: int) -> int:
+        """Return the bytes of the semaphores of one rank."""
+        return (num_ranks - 1).bit_length() * LINE_BYTES
+
+    @contextmanager
+    def busy(self, work: "InFlight") -> Iterator[None]:
+        """Poll ``work`` while this rank waits for others in the barrier. Not collective."""
+        self._meanwhile = work
+        try:
+            yield
+        finally:
+            self._meanwhile = None
+
+    def wait(self) -> None:
+        """Wait until all ranks have called this method.
+
+        Raises:
+            CommError: the communicator of ``watch`` has failed on a rank of the node.
+        """
+        meanwhile = self._meanwhile
+        if self._kernel is not None and meanwhile is None:
+            self.finish(self._kernel.barrier())
+            return
+        for mine, next_one in self._rounds:
+            next_one.post()
+            if mine.try_wait():
+                continue
+            if meanwhile is None:
+                self._watch.wait(mine.try_wait, self.pace, nap=mine.wait)
+            else:
+                poll = partial(_polled, meanwhile, mine)
+                self._watch.wait(poll, meanwhile.pace(), nap=mine.wait)
+        # A rank that failed in the barrier may have changed its bucket afterwards.
+        if self._watch.sign[0]:
+            self._watch.require_in_step()
+
+
+def _polled(work: "InFlight", mine: Semaphore) -> bool:
+    work.poll()
+    return mine.try_wait()
