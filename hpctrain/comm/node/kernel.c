@@ -119,54 +119,83 @@ static inline uint16_t to_float16(float value) {
 typedef int Sum(const char *const *in, int num_in, char *const *out, int num_out, size_t numel,
                 double scale, int is_scaled, int looks);
 
-#define SUM_OF(NAME, STORED, WIDE, FROM, TO, ADD, SCALED, IS_BAD)                              \
+/* Values of the same index may share an address: loops have no other dependence. */
+#if defined(__clang__)
+#define EACH _Pragma("clang loop vectorize(assume_safety)") for (size_t i = 0; i < n; i++)
+#else
+#define EACH _Pragma("GCC ivdep") for (size_t i = 0; i < n; i++)
+#endif
+
+/* For values that are added as they are stored: blocks of the sum grow in the first output. */
+#define SUM_OF(NAME, T, ADD, SCALED, IS_BAD)                                                   \
     VECTORS static int NAME(const char *const *in, int num_in, char *const *out, int num_out,  \
                             size_t numel, double scale, int is_scaled, int looks) {            \
-        WIDE total[BLOCK];                                                                     \
-        STORED rounded[BLOCK];                                                                 \
         int is_bad = 0;                                                                        \
         (void)scale, (void)is_scaled;                                                          \
-        for (size_t at = 0; at < numel; at += BLOCK) {                                         \
-            size_t n = numel - at < BLOCK ? numel - at : BLOCK;                                \
-            const STORED *first = (const STORED *)in[0] + at;                                  \
-            for (size_t i = 0; i < n; i++) total[i] = FROM(first[i]);                          \
-            for (int r = 1; r < num_in; r++) {                                                 \
-                const STORED *other = (const STORED *)in[r] + at;                              \
-                for (size_t i = 0; i < n; i++) total[i] = ADD(total[i], FROM(other[i]));       \
+        for (size_t at = 0, n; at < numel; at += n) {                                          \
+            n = numel - at < BLOCK ? numel - at : BLOCK;                                       \
+            const T *first = (const T *)in[0] + at, *second;                                   \
+            T block[BLOCK], *total = num_in > 2 ? block : (T *)out[0] + at;                    \
+            if (num_in == 1) memmove(total, first, n * sizeof(T));                             \
+            for (int r = 1; r < num_in; r++, first = total) {                                  \
+                second = (const T *)in[r] + at;                                                \
+                EACH total[i] = ADD(first[i], second[i]);                                      \
             }                                                                                  \
-            SCALED                                                                             \
-            for (size_t i = 0; i < n; i++) rounded[i] = TO(total[i]);                          \
-            if (looks)                                                                         \
-                for (size_t i = 0; i < n; i++) is_bad |= IS_BAD(rounded[i]);                   \
+            SCALED(T)                                                                          \
+            if (looks) EACH is_bad |= IS_BAD(total[i]);                                        \
             for (int o = 0; o < num_out; o++)                                                  \
-                memcpy((STORED *)out[o] + at, rounded, n * sizeof(STORED));                    \
+                if ((T *)out[o] + at != total) memcpy((T *)out[o] + at, total, n * sizeof(T)); \
         }                                                                                      \
         return is_bad;                                                                         \
     }
 
-#define SAME(x) (x)
+/* For halves, which are added in float and rounded once. */
+#define SUM_OF_HALVES(NAME, FROM, TO, IS_BAD)                                                  \
+    VECTORS static int NAME(const char *const *in, int num_in, char *const *out, int num_out,  \
+                            size_t numel, double scale, int is_scaled, int looks) {            \
+        float total[BLOCK];                                                                    \
+        uint16_t rounded[BLOCK];                                                               \
+        int is_bad = 0;                                                                        \
+        for (size_t at = 0, n; at < numel; at += n) {                                          \
+            n = numel - at < BLOCK ? numel - at : BLOCK;                                       \
+            const uint16_t *first = (const uint16_t *)in[0] + at;                              \
+            EACH total[i] = FROM(first[i]);                                                    \
+            for (int r = 1; r < num_in; r++) {                                                 \
+                const uint16_t *other = (const uint16_t *)in[r] + at;                          \
+                EACH total[i] += FROM(other[i]);                                               \
+            }                                                                                  \
+            SCALE(float)                                                                       \
+            EACH rounded[i] = TO(total[i]);                                                    \
+            if (looks) EACH is_bad |= IS_BAD(rounded[i]);                                      \
+            for (int o = 0; o < num_out; o++)                                                  \
+                memcpy((uint16_t *)out[o] + at, rounded, n * 2);                               \
+        }                                                                                      \
+        return is_bad;                                                                         \
+    }
+
 #define PLUS(a, b) ((a) + (b))
 #define OR(a, b) ((a) | (b))
 #define NEVER(x) 0
-#define SCALE(WIDE)                                                                            \
+#define UNSCALED(T)
+#define SCALE(T)                                                                               \
     if (is_scaled) {                                                                           \
-        WIDE factor = (WIDE)scale;                                                             \
-        for (size_t i = 0; i < n; i++) total[i] *= factor;                                     \
+        T factor = (T)scale;                                                                   \
+        EACH total[i] *= factor;                                                               \
     }
 #define IS_BAD_32(x) ((bits_of(x) & 0x7f800000) == 0x7f800000)
 #define IS_BAD_64(x) (!((x) - (x) == 0))
 #define IS_BAD_16(x) (((x) & 0x7c00) == 0x7c00)
 #define IS_BAD_B16(x) (((x) & 0x7f80) == 0x7f80)
 
-SUM_OF(sum_float32, float, float, SAME, SAME, PLUS, SCALE(float), IS_BAD_32)
-SUM_OF(sum_float64, double, double, SAME, SAME, PLUS, SCALE(double), IS_BAD_64)
-SUM_OF(sum_float16, uint16_t, float, from_float16, to_float16, PLUS, SCALE(float), IS_BAD_16)
-SUM_OF(sum_bfloat16, uint16_t, float, from_bfloat16, to_bfloat16, PLUS, SCALE(float), IS_BAD_B16)
-SUM_OF(sum_int8, uint8_t, uint8_t, SAME, SAME, PLUS, , NEVER)
-SUM_OF(sum_int16, uint16_t, uint16_t, SAME, SAME, PLUS, , NEVER)
-SUM_OF(sum_int32, uint32_t, uint32_t, SAME, SAME, PLUS, , NEVER)
-SUM_OF(sum_int64, uint64_t, uint64_t, SAME, SAME, PLUS, , NEVER)
-SUM_OF(sum_bool, uint8_t, uint8_t, SAME, SAME, OR, , NEVER)
+SUM_OF(sum_float32, float, PLUS, SCALE, IS_BAD_32)
+SUM_OF(sum_float64, double, PLUS, SCALE, IS_BAD_64)
+SUM_OF_HALVES(sum_float16, from_float16, to_float16, IS_BAD_16)
+SUM_OF_HALVES(sum_bfloat16, from_bfloat16, to_bfloat16, IS_BAD_B16)
+SUM_OF(sum_int8, uint8_t, PLUS, UNSCALED, NEVER)
+SUM_OF(sum_int16, uint16_t, PLUS, UNSCALED, NEVER)
+SUM_OF(sum_int32, uint32_t, PLUS, UNSCALED, NEVER)
+SUM_OF(sum_int64, uint64_t, PLUS, UNSCALED, NEVER)
+SUM_OF(sum_bool, uint8_t, OR, UNSCALED, NEVER)
 
 static Sum *const sums[NUM_DTYPES] = {sum_float32, sum_float64, sum_float16,
                                       sum_bfloat16, sum_int8, sum_int16,
