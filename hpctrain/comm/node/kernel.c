@@ -357,6 +357,16 @@ static int run(Node *node, double nap_s) {
 /* The caller refuses a kernel that was compiled from another source. */
 uint32_t hpctrain_checksum(void) { return SOURCE_CHECKSUM; }
 
+/* Width in bytes of the vectors that this processor runs. */
+int hpctrain_vector_bytes(void) {
+#if defined(__x86_64__) && !defined(HPCTRAIN_ONE_WIDTH)
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f")) return 64;
+    if (__builtin_cpu_supports("avx2")) return 32;
+#endif
+    return 16;
+}
+
 size_t hpctrain_node_bytes(void) { return sizeof(Node); }
 
 /* ``addresses``: cells, sign, then the slots of all ranks, then per round the semaphore that this

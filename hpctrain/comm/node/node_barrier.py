@@ -5,8 +5,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from hpctrain.comm.node.kernel import FAILED, LATE, MOST_RANKS, Kernel, why_off
-from hpctrain.comm.node.kernel import library as kernel_library
+from hpctrain.comm.node import kernel_library
+from hpctrain.comm.node.kernel import FAILED, LATE, MOST_RANKS, Kernel
 from hpctrain.comm.node.segments import LINE_BYTES, Semaphore
 from hpctrain.comm.waiting import IN_NODE, SPIN_S, Watch
 from hpctrain.core.libc import Segment
@@ -60,8 +60,9 @@ class NodeBarrier:
             memory: addresses of the cells, of the sign, and of the slots of each rank.
             slot_bytes: size of a slot.
         """
-        library, size = kernel_library(), len(memory) - 2
-        if library is not None and not why_off() and size <= MOST_RANKS:
+        size = len(memory) - 2
+        library = None if kernel_library.why_off() else kernel_library.library()
+        if library is not None and size <= MOST_RANKS:
             rounds = [semaphore.address for pair in self._rounds for semaphore in pair]
             self._kernel = Kernel(library, rank, size, self.pace, [*memory, *rounds], slot_bytes)
         return self._kernel
