@@ -21,6 +21,7 @@ from tests.cluster.slurm.settings import Settings
 from tests.cluster.vcluster.check import search_path, slurm_obstacle
 from tests.cluster.vcluster.cluster import LOGIN
 from tests.cluster.vcluster.host import Host
+from tests.harness.pace import scaled
 
 BLOCK = 64  # ports of a cluster: one for the controller and one for each node
 
@@ -223,7 +224,7 @@ class SlurmCluster:
         *,
         environ: Mapping[str, str] | None = None,
         cwd: Path | None = None,
-        timeout_s: float = 60,
+        timeout_s: float | None = None,
         check: bool = True,
     ) -> subprocess.CompletedProcess[str]:
         """Run a command as a user of the cluster does: ``sinfo``, ``srun``, ``hpctrain submit``.
@@ -232,13 +233,14 @@ class SlurmCluster:
             line: the command.
             environ: variables in addition to ``self.environ``.
             cwd: where it runs; by default ``directory/home``.
-            timeout_s: after that it is ended.
+            timeout_s: after that it is ended; by default after 60 s of an idle machine.
             check: whether its failure is an error.
 
         Raises:
             RuntimeError: it failed; the message has its output.
             TimeoutError: it took longer.
         """
+        timeout_s = scaled(60.0) if timeout_s is None else timeout_s
         command = ["env", "-C", str(cwd or self.directory / "home"), *map(str, line)]
         process = subprocess.Popen(
             command,

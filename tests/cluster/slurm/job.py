@@ -5,6 +5,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tests.harness.pace import scaled
+
 if TYPE_CHECKING:
     from tests.cluster.slurm.cluster import SlurmCluster
 
@@ -89,6 +91,7 @@ class Job:
         self._cluster.run(["scancel", f"--signal={name}", str(self.id)])
 
     def _wait(self, states: frozenset[str], timeout_s: float) -> str:
+        timeout_s = scaled(timeout_s)
         give_up = time.monotonic() + timeout_s
         while (state := self.state()) not in states:
             if time.monotonic() > give_up:

@@ -16,6 +16,7 @@ from hpctrain.launch import mpiexec
 from hpctrain.launch.mpiexec import guarded
 from tests.cluster.vcluster.check import obstacle
 from tests.cluster.vcluster.host import END_S, Host, Link, enter
+from tests.harness.pace import scaled
 
 Mpi = Literal["openmpi", "mpich"]
 Order = Literal["block", "cyclic", "random"]
@@ -23,6 +24,8 @@ Order = Literal["block", "cyclic", "random"]
 ROOT = Path(__file__).parents[3]
 BIN = {"openmpi": ROOT / ".venv/bin", "mpich": ROOT / ".venv-mpich/bin"}
 """Where ``make setup`` and ``make .venv-mpich`` put the launcher and the Python that fits it."""
+
+LIMIT_S = 60.0  # of a program on an idle machine
 
 AGENT, HOSTFILE = "/var/tmp/agent", "/var/tmp/ranks"
 """Files on the host that starts ranks: what stands for ssh, and a line per rank."""
@@ -161,12 +164,12 @@ class VirtualCluster:
     def __exit__(self, *_: object) -> None:
         self._tear_down()
 
-    def run(self, argv: Sequence[str], *, timeout_s: float = 60.0, **how: Any) -> Finished:
+    def run(self, argv: Sequence[str], *, timeout_s: float | None = None, **how: Any) -> Finished:
         """Run a program on ranks to its end; the other arguments are those of ``start``.
 
         Raises:
-            TimeoutError: it ran for more than ``timeout_s`` seconds and was ended; the message
-                has its output.
+            TimeoutError: it ran for more than ``timeout_s`` seconds, by default 60 on an idle
+                machine, and was ended; the message has its output.
         """
         return self.finish(self.start(argv, **how), timeout_s)
 
@@ -192,13 +195,14 @@ class VirtualCluster:
         login.do("tee", HOSTFILE, text="\n".join(hosts) + "\n")
         return _popen(login.enter(line), environ)
 
-    def finish(self, process: subprocess.Popen[str], timeout_s: float = 60.0) -> Finished:
+    def finish(self, process: subprocess.Popen[str], timeout_s: float | None = None) -> Finished:
         """Wait for a program of ``start`` or ``start_on``; ``sent_bytes`` counts from this call.
 
         Raises:
             TimeoutError: see ``run``.
         """
         began, before = time.monotonic(), self.sent_bytes()
+        timeout_s = scaled(LIMIT_S) if timeout_s is None else timeout_s
         try:
             stdout, stderr = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
