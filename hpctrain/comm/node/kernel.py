@@ -66,8 +66,8 @@ class Kernel:
             self._state, rank, size, pace.spin_s, pace.yield_s, slot_bytes, given
         )
         self._barrier, self._resume = instant.hpctrain_barrier, calls.hpctrain_resume
-        self._bucket, self._values = calls.hpctrain_bucket, calls.hpctrain_values
-        self._instant_values = instant.hpctrain_values
+        self._bucket = instant.hpctrain_bucket, calls.hpctrain_bucket
+        self._values = instant.hpctrain_values, calls.hpctrain_values
         self.code = DONE  # of the last call
 
     def barrier(self) -> int:
@@ -87,7 +87,8 @@ class Kernel:
         """Begin the sum of a bucket in place, as call ``number``; return the code."""
         numel = bucket.flat.nbytes // how.storage_dtype.itemsize
         what = number, turn, _NUMBERS[how.storage_dtype], bucket.addresses, numel
-        return int(self._bucket(self._state, *what, scale or 0.0, scale is not None, looks))
+        call = self._bucket[numel > _INSTANT_NUMEL]
+        return int(call(self._state, *what, scale or 0.0, scale is not None, looks))
 
     def sum_values(
         self,
@@ -101,7 +102,7 @@ class Kernel:
     ) -> int:
         """Begin the sum of contiguous ``values`` in place, as call ``number``; return the code."""
         numel = values.numel()
-        call = self._values if numel > _INSTANT_NUMEL else self._instant_values
+        call = self._values[numel > _INSTANT_NUMEL]
         what = number, turn, _NUMBERS[how.storage_dtype], values.data_ptr(), numel
         return int(call(self._state, *what, scale or 0.0, scale is not None, in_slices))
 

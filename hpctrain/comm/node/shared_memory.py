@@ -159,7 +159,9 @@ class SharedMemory:
     def allreduce_(self, bucket: Bucket, combination: Combination, scale: float | None) -> None:
         """Replace the bucket by its sum over the node, times ``scale``, in one pass."""
         call = bucket_call(bucket.number, combination.op, scale)
-        if self._kernel is not None and can_sum(combination):
+        # Slices of complex numbers end between two of their lanes.
+        is_plain = combination.storage_dtype.itemsize == bucket.flat.itemsize
+        if self._kernel is not None and is_plain and can_sum(combination):
             self.begin(call)
             what = bucket, combination, scale, call.number, self.turn
             self._finish(self._kernel.sum_bucket(*what, looks=self._looks), call)
