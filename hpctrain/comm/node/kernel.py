@@ -4,36 +4,72 @@ The kernel performs the protocol of ``shared_memory`` with the same bits. Withou
 """
 
 import ctypes
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import logging
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from hpctrain.comm.bucket import Bucket
-from hpctrain.comm.node.kernel_library import Library
-from hpctrain.comm.ops import Combination, Op
+from hpctrain.core import config
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hpctrain.comm.bucket import Bucket
+    from hpctrain.comm.ops import Combination
     from hpctrain.comm.waiting import Pace
+
+_LOG = logging.getLogger(__name__)
+_FILE = Path(__file__).with_name("libkernel.so")
 
 DONE, LATE, DIFFERENT, FAILED = range(4)
 """Results of a call: complete; waits for other ranks; their calls differ; a rank has failed."""
 
-_DTYPES = (
-    (torch.float32,),
-    (torch.float64,),
-    (torch.float16,),
-    (torch.bfloat16,),
-    (torch.int8, torch.uint8),
-    (torch.int16,),
-    (torch.int32,),
-    (torch.int64,),
-    (torch.bool,),
-)
-_NUMBERS = {dtype: number for number, dtypes in enumerate(_DTYPES) for dtype in dtypes}
 MOST_RANKS = 1024
 _INSTANT_NUMEL = 1 << 12  # the sum of smaller tensors is shorter than a change of threads
+
+
+class Library:
+    """The functions of the compiled kernel. ``instant`` ones keep Python's lock."""
+
+    def __init__(self, file: Path) -> None:
+        """Load the library. Raises ``OSError`` if it is missing or of another source."""
+        self.calls, self.instant = ctypes.CDLL(str(file)), ctypes.PyDLL(str(file))
+        source = file.with_name("kernel.c").read_bytes()
+        self.calls.hpctrain_checksum.restype = ctypes.c_uint32
+        if self.calls.hpctrain_checksum() != zlib.crc32(source):
+            raise OSError(f"{file} was compiled from another kernel.c; install hpctrain again")
+        address, number, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
+        wide, real = ctypes.c_int64, ctypes.c_double
+        scaled: list[Any] = [number, address, size, real, number, number]
+        for library in (self.calls, self.instant):
+            library.hpctrain_node_bytes.restype = size
+            library.hpctrain_prepare.argtypes = [
+                *(address, number, number, real, real, size, address)
+            ]
+            library.hpctrain_barrier.argtypes = [address]
+            library.hpctrain_resume.argtypes = [address, real]
+            library.hpctrain_bucket.argtypes = [address, wide, number, *scaled]
+            library.hpctrain_values.argtypes = [address, wide, number, *scaled]
+
+
+@cache
+def library() -> Library | None:
+    """Return the kernel of this installation, or None without one; a broken one is a warning."""
+    try:
+        return Library(_FILE) if _FILE.exists() else None
+    except OSError as error:
+        _LOG.warning("sums within a node are slower, without the compiled kernel: %s", error)
+        return None
+
+
+def why_off(environ: Mapping[str, str] = os.environ) -> str:
+    """Return why sums within a node run without the kernel; empty if they run with it."""
+    if config.setting("kernel", environ) == "off":
+        return "HPCTRAIN_KERNEL=off"
+    return "" if library() is not None else "hpctrain was installed without a C compiler"
 
 
 class Kernel:
@@ -76,8 +112,8 @@ class Kernel:
 
     def sum_bucket(
         self,
-        bucket: Bucket,
-        how: Combination,
+        bucket: "Bucket",
+        how: "Combination",
         scale: float | None,
         number: int,
         turn: int,
@@ -86,14 +122,14 @@ class Kernel:
     ) -> int:
         """Begin the sum of a bucket in place, as call ``number``; return the code."""
         numel = bucket.flat.nbytes // how.storage_dtype.itemsize
-        what = number, turn, _NUMBERS[how.storage_dtype], bucket.addresses, numel
+        what = number, turn, how.kernel_number, bucket.addresses, numel
         call = self._bucket[numel > _INSTANT_NUMEL]
         return int(call(self._state, *what, scale or 0.0, scale is not None, looks))
 
     def sum_values(
         self,
-        values: Tensor,
-        how: Combination,
+        values: "Tensor",
+        how: "Combination",
         scale: float | None,
         number: int,
         turn: int,
@@ -103,7 +139,7 @@ class Kernel:
         """Begin the sum of contiguous ``values`` in place, as call ``number``; return the code."""
         numel = values.numel()
         call = self._values[numel > _INSTANT_NUMEL]
-        what = number, turn, _NUMBERS[how.storage_dtype], values.data_ptr(), numel
+        what = number, turn, how.kernel_number, values.data_ptr(), numel
         return int(call(self._state, *what, scale or 0.0, scale is not None, in_slices))
 
     def is_over(self, nap_s: float = 0.0) -> bool:
@@ -113,8 +149,3 @@ class Kernel:
         """
         self.code = self._resume(self._state, nap_s)
         return self.code != LATE
-
-
-def can_sum(how: Combination) -> bool:
-    """Return whether the kernel has this combination."""
-    return how.op is Op.SUM and how.storage_dtype in _NUMBERS

@@ -5,8 +5,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from hpctrain.comm.node import kernel_library
-from hpctrain.comm.node.kernel import FAILED, LATE, MOST_RANKS, Kernel
+from hpctrain.comm.node.kernel import FAILED, LATE, MOST_RANKS, Kernel, library, why_off
 from hpctrain.comm.node.segments import LINE_BYTES, Semaphore
 from hpctrain.comm.waiting import IN_NODE, SPIN_S, Watch
 from hpctrain.core.libc import Segment
@@ -61,10 +60,10 @@ class NodeBarrier:
             slot_bytes: size of a slot.
         """
         size = len(memory) - 2
-        library = None if kernel_library.why_off() else kernel_library.library()
-        if library is not None and size <= MOST_RANKS:
+        functions = None if why_off() else library()
+        if functions is not None and size <= MOST_RANKS:
             rounds = [semaphore.address for pair in self._rounds for semaphore in pair]
-            self._kernel = Kernel(library, rank, size, self.pace, [*memory, *rounds], slot_bytes)
+            self._kernel = Kernel(functions, rank, size, self.pace, [*memory, *rounds], slot_bytes)
         return self._kernel
 
     def finish(self, code: int) -> int:

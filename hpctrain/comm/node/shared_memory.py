@@ -20,7 +20,7 @@ from hpctrain.comm.bucket import Bucket, chunks_of
 from hpctrain.comm.call_check import bucket_call, disagreement, tensor_call
 from hpctrain.comm.flight_recorder import Call
 from hpctrain.comm.node import node_memory
-from hpctrain.comm.node.kernel import DIFFERENT, can_sum
+from hpctrain.comm.node.kernel import DIFFERENT
 from hpctrain.comm.node.node_barrier import NodeBarrier
 from hpctrain.comm.node.segments import LINE_BYTES, Region, map_in_a_row
 from hpctrain.comm.ops import Combination, scale_
@@ -161,7 +161,7 @@ class SharedMemory:
         call = bucket_call(bucket.number, combination.op, scale)
         # Slices of complex numbers end between two of their lanes.
         is_plain = combination.storage_dtype.itemsize == bucket.flat.itemsize
-        if self._kernel is not None and is_plain and can_sum(combination):
+        if self._kernel is not None and is_plain and combination.kernel_number >= 0:
             self.begin(call)
             what = bucket, combination, scale, call.number, self.turn
             self._finish(self._kernel.sum_bucket(*what, looks=self._looks), call)
@@ -187,7 +187,7 @@ class SharedMemory:
 
         Returns False if the kernel cannot.
         """
-        if self._kernel is None or not can_sum(combination):
+        if self._kernel is None or combination.kernel_number < 0:
             return False
         what = values, combination, scale, call.number, self.turn
         self._finish(self._kernel.sum_values(*what, in_slices=in_slices), call)

@@ -16,7 +16,7 @@ from hpctrain.cluster.env import launched
 from hpctrain.cluster.libraries import MPI_WHEELS, copy_error, family, libmpi_of
 from hpctrain.cluster.machine_load import measured_for
 from hpctrain.cluster.resources import CLASSES, live_cards, rooms
-from hpctrain.comm.node import kernel_library
+from hpctrain.comm.node import kernel
 from hpctrain.core import config
 from hpctrain.core.errors import ConfigError, LaunchError
 from hpctrain.core.provenance import version_of
@@ -171,17 +171,17 @@ def _memory(environ: Mapping[str, str]) -> MemoryFacts:
         size, _, free = shutil.disk_usage(SHM)
     except OSError:
         size, free = 0, 0
-    kernel = kernel_library.library()
+    functions = kernel.library()
     kernel_error = ""
     with suppress(ConfigError):  # the check of settings reports it
-        kernel_error = kernel_library.why_off(environ)
+        kernel_error = kernel.why_off(environ)
     return MemoryFacts(
         rooms=tuple(rooms()),
         shm_bytes=size,
         shm_free_bytes=free,
         memfd_error=_memfd_error(),
         kernel_error=kernel_error,
-        vector_bytes=kernel.calls.hpctrain_vector_bytes() if kernel else 0,
+        vector_bytes=functions.calls.hpctrain_vector_bytes() if functions else 0,
     )
 
 
