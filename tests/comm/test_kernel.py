@@ -1,4 +1,4 @@
-"""The compiled kernel of node memory: sums have the bits of torch, on threads in place of ranks."""
+"""The compiled kernel of node memory: its sums have the bits of torch, on threads as ranks."""
 
 import ctypes
 import random
@@ -17,7 +17,7 @@ from hpctrain.comm.node.kernel import DIFFERENT, DONE, LATE, Kernel, Library, li
 from hpctrain.comm.node.node_barrier import NodeBarrier
 from hpctrain.comm.node.shared_memory import combine, spread
 from hpctrain.comm.ops import Op, combination
-from hpctrain.comm.waiting import Pace, Watch
+from hpctrain.comm.waiting import Watch
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import MismatchError
 from tests.comm.conftest import connected
@@ -44,8 +44,8 @@ class Node:
         self.kernels = []
         for rank, barrier in enumerate(barriers):
             rounds = [semaphore.address for pair in barrier._rounds for semaphore in pair]
-            pace = Pace(spin_s=2e-5, yield_s=2e-5)
-            kernel = Kernel(library(), rank, size, pace, [*memory, *rounds], SLOT_BYTES)
+            awake_s = 2e-5, 2e-5
+            kernel = Kernel(library(), rank, size, awake_s, [*memory, *rounds], SLOT_BYTES)
             self.kernels.append(kernel)
         self._keep = pages
 
@@ -62,6 +62,10 @@ class Node:
         for thread in threads:
             thread.join()
         return found
+
+
+def addresses_of(values):
+    return Bucket(values[0], tuple(values)).addresses
 
 
 def end(kernel, code):
@@ -117,16 +121,18 @@ def test_random_sums_have_the_bits_of_torch(seed):
     def rank_main(rank, kernel):
         turn = 0
         for number, (kind, values, how, scale, _) in enumerate(calls, 1):
+            what = number, turn, how.kernel_number
+            numel = how.view(values[rank]).numel()
             if kind == "barrier":
                 code = kernel.barrier()
             elif kind == "bucket":
-                bucket = Bucket(values[rank], tuple(values))
-                code = kernel.sum_bucket(bucket, how, scale, number, turn, looks=False)
+                code = kernel.sum_bucket(*what, addresses_of(values), numel, scale, looks=False)
                 turn = 1 - turn
             else:
                 mine = how.view(values[rank])
                 in_slices = kind == "slices"
-                code = kernel.sum_values(mine, how, scale, number, turn, in_slices=in_slices)
+                what += mine.data_ptr(), mine.numel(), scale
+                code = kernel.sum_values(*what, in_slices=in_slices)
                 turn = (turn + max(1, -(-mine.nbytes // SLOT_BYTES))) % 2
             assert end(kernel, code) == DONE
 
@@ -137,36 +143,32 @@ def test_random_sums_have_the_bits_of_torch(seed):
 
 
 @needs_kernel
-def test_a_sum_that_is_not_finite_is_counted_if_asked():
-    how = combination(torch.float32, Op.SUM)
-    for bad in (float("inf"), float("nan"), 3e38):
-        for looks in (False, True):
-            node = Node(2)
-            values = tuple(torch.full((300,), 1.0) for _ in range(2))
-            for value in values:
-                value[250] = bad
-            codes = node.run(
-                lambda rank, kernel, values=values, looks=looks: end(
-                    kernel,
-                    kernel.sum_bucket(Bucket(values[rank], values), how, None, 1, 0, looks=looks),
-                )
-            )
-            assert codes == [DONE, DONE]
-            assert node.cells[4::8].tolist() == [0, int(looks)]
+@pytest.mark.parametrize("looks", [False, True])
+@pytest.mark.parametrize("bad", [float("inf"), float("nan"), 3e38])
+def test_a_sum_that_is_not_finite_is_counted_if_asked(bad, looks):
+    node = Node(2)
+    values = [torch.ones(300) for _ in range(2)]
+    for value in values:
+        value[250] = bad
+
+    def rank_main(_, kernel):
+        return end(
+            kernel, kernel.sum_bucket(1, 0, 0, addresses_of(values), 300, None, looks=looks)
+        )
+
+    assert node.run(rank_main) == [DONE, DONE]
+    assert node.cells[4::8].tolist() == [0, int(looks)]
 
 
 @needs_kernel
 def test_different_calls_are_found_on_all_ranks_before_values_change():
-    how = combination(torch.float32, Op.SUM)
-    node = Node(3)
     values = [torch.arange(50.0) for _ in range(3)]
-    codes = node.run(
-        lambda rank, kernel: end(
-            kernel,
-            kernel.sum_values(values[rank], how, None, 7 + (rank == 1), 0, in_slices=True),
-        )
-    )
-    assert codes == [DIFFERENT] * 3
+
+    def rank_main(rank, kernel):
+        call, address = 7 + (rank == 1), values[rank].data_ptr()
+        return end(kernel, kernel.sum_values(call, 0, 0, address, 50, None, in_slices=True))
+
+    assert Node(3).run(rank_main) == [DIFFERENT] * 3
     assert all(torch.equal(value, torch.arange(50.0)) for value in values)
 
 

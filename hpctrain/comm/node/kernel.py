@@ -10,16 +10,9 @@ import zlib
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hpctrain.core import config
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from hpctrain.comm.bucket import Bucket
-    from hpctrain.comm.ops import Combination
-    from hpctrain.comm.waiting import Pace
 
 _LOG = logging.getLogger(__name__)
 _FILE = Path(__file__).with_name("libkernel.so")
@@ -79,7 +72,7 @@ class Kernel:
         library: the compiled functions.
         rank: local rank.
         size: number of ranks of the node.
-        pace: how a call waits before it returns ``LATE``.
+        awake_s: for how long a call spins, then yields the core, before it returns ``LATE``.
         addresses: of the cells and the sign; of the slots of each rank; and per round of a barrier
             of the semaphore to wait for and the semaphore to post.
         slot_bytes: size of a slot.
@@ -90,7 +83,7 @@ class Kernel:
         library: Library,
         rank: int,
         size: int,
-        pace: "Pace",
+        awake_s: tuple[float, float],
         addresses: Sequence[int],
         slot_bytes: int,
     ) -> None:
@@ -98,9 +91,7 @@ class Kernel:
         state = (ctypes.c_int64 * -(-calls.hpctrain_node_bytes() // 8))()
         self._state = ctypes.byref(state)
         given = (ctypes.c_int64 * len(addresses))(*addresses)
-        calls.hpctrain_prepare(
-            self._state, rank, size, pace.spin_s, pace.yield_s, slot_bytes, given
-        )
+        calls.hpctrain_prepare(self._state, rank, size, *awake_s, slot_bytes, given)
         self._barrier, self._resume = instant.hpctrain_barrier, calls.hpctrain_resume
         self._bucket = instant.hpctrain_bucket, calls.hpctrain_bucket
         self._values = instant.hpctrain_values, calls.hpctrain_values
@@ -112,35 +103,38 @@ class Kernel:
 
     def sum_bucket(
         self,
-        bucket: "Bucket",
-        how: "Combination",
-        scale: float | None,
-        number: int,
+        call: int,
         turn: int,
+        dtype: int,
+        addresses: Any,
+        numel: int,
+        scale: float | None,
         *,
         looks: bool,
     ) -> int:
-        """Begin the sum of a bucket in place, as call ``number``; return the code."""
-        numel = bucket.flat.nbytes // how.storage_dtype.itemsize
-        what = number, turn, how.kernel_number, bucket.addresses, numel
-        call = self._bucket[numel > _INSTANT_NUMEL]
-        return int(call(self._state, *what, scale or 0.0, scale is not None, looks))
+        """Begin the sum of the buckets at ``addresses`` in place; return the code.
+
+        ``dtype`` is the ``kernel_number`` of a combination.
+        """
+        function = self._bucket[numel > _INSTANT_NUMEL]
+        what = call, turn, dtype, addresses, numel, scale or 0.0, scale is not None
+        return int(function(self._state, *what, looks))
 
     def sum_values(
         self,
-        values: "Tensor",
-        how: "Combination",
-        scale: float | None,
-        number: int,
+        call: int,
         turn: int,
+        dtype: int,
+        address: int,
+        numel: int,
+        scale: float | None,
         *,
         in_slices: bool,
     ) -> int:
-        """Begin the sum of contiguous ``values`` in place, as call ``number``; return the code."""
-        numel = values.numel()
-        call = self._values[numel > _INSTANT_NUMEL]
-        what = number, turn, how.kernel_number, values.data_ptr(), numel
-        return int(call(self._state, *what, scale or 0.0, scale is not None, in_slices))
+        """Begin the sum of contiguous values in place, through the slots; return the code."""
+        function = self._values[numel > _INSTANT_NUMEL]
+        what = call, turn, dtype, address, numel, scale or 0.0, scale is not None
+        return int(function(self._state, *what, in_slices))
 
     def is_over(self, nap_s: float = 0.0) -> bool:
         """Continue a call that was ``LATE``, after at most ``nap_s``; return whether it is over.

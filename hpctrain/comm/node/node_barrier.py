@@ -63,7 +63,8 @@ class NodeBarrier:
         functions = None if why_off() else library()
         if functions is not None and size <= MOST_RANKS:
             rounds = [semaphore.address for pair in self._rounds for semaphore in pair]
-            self._kernel = Kernel(functions, rank, size, self.pace, [*memory, *rounds], slot_bytes)
+            awake_s = self.pace.spin_s, self.pace.yield_s
+            self._kernel = Kernel(functions, rank, size, awake_s, [*memory, *rounds], slot_bytes)
         return self._kernel
 
     def finish(self, code: int) -> int:

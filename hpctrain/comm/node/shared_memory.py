@@ -163,8 +163,9 @@ class SharedMemory:
         is_plain = combination.storage_dtype.itemsize == bucket.flat.itemsize
         if self._kernel is not None and is_plain and combination.kernel_number >= 0:
             self.begin(call)
-            what = bucket, combination, scale, call.number, self.turn
-            self._finish(self._kernel.sum_bucket(*what, looks=self._looks), call)
+            what = combination.kernel_number, bucket.addresses, bucket.numel, scale
+            code = self._kernel.sum_bucket(call.number, self.turn, *what, looks=self._looks)
+            self._finish(code, call)
             self.end_turn(2 * bucket.flat.nbytes)
             return
         self.meet(call)
@@ -189,8 +190,9 @@ class SharedMemory:
         """
         if self._kernel is None or combination.kernel_number < 0:
             return False
-        what = values, combination, scale, call.number, self.turn
-        self._finish(self._kernel.sum_values(*what, in_slices=in_slices), call)
+        what = combination.kernel_number, values.data_ptr(), values.numel(), scale
+        code = self._kernel.sum_values(call.number, self.turn, *what, in_slices=in_slices)
+        self._finish(code, call)
         torch.autograd.graph.increment_version(values)
         self.turn = (self.turn + self.slots.num_chunks(values)) % 2
         return True
