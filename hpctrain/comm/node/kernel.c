@@ -67,7 +67,7 @@ typedef struct {
     int32_t kind, at, round, is_posted, turn, dtype, is_scaled, looks;
     int64_t call;
     double scale;
-    char *values, *const *buckets;
+    char *values, *buckets[MOST_RANKS];
     size_t numel, begun; /* elements of the call, and of the chunks before the current one */
 } Node;
 
@@ -392,12 +392,13 @@ int hpctrain_barrier(Node *node) {
     return run(node, -1);
 }
 
-/* Replaces the buckets by their sum. ``buckets``: addresses, by rank. */
+/* Replaces the buckets, given by rank, by their sum. */
 int hpctrain_bucket(Node *node, int64_t call, int turn, int dtype, char *const *buckets,
                     size_t numel, double scale, int is_scaled, int looks) {
     node->kind = BUCKET, node->at = ENTER;
     node->call = call, node->turn = turn, node->dtype = dtype, node->looks = looks;
-    node->buckets = buckets, node->numel = numel, node->begun = 0;
+    memcpy(node->buckets, buckets, node->size * sizeof *buckets);
+    node->numel = numel, node->begun = 0;
     node->scale = scale, node->is_scaled = is_scaled;
     return run(node, -1);
 }

@@ -101,7 +101,7 @@ class Kernel:
         """Begin a barrier; return the code."""
         return int(self._barrier(self._state))
 
-    def sum_bucket(
+    def sum_bucket(  # noqa: PLR0913 - those of the function in C
         self,
         call: int,
         turn: int,
@@ -120,7 +120,7 @@ class Kernel:
         what = call, turn, dtype, addresses, numel, scale or 0.0, scale is not None
         return int(function(self._state, *what, looks))
 
-    def sum_values(
+    def sum_values(  # noqa: PLR0913 - those of the function in C
         self,
         call: int,
         turn: int,
