@@ -1,7 +1,10 @@
 """Buckets: flat buffers in which gradients are reduced, and the layout of tensors in them."""
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +15,7 @@ ALIGN = 64  # slices begin at multiples of this many elements: no cache line has
 _ALIGN_BYTES = 64  # tensors begin at multiples of this, a multiple of every element size
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Bucket:
     """A flat buffer of many tensors, with the same layout on every rank."""
 
@@ -25,6 +28,11 @@ class Bucket:
     number: int = 0
     """Number of the bucket in its communicator, which ranks compare before a reduction."""
     owner: object = None  # the ``SharedMemory`` that created it; None in private memory
+
+    @cached_property
+    def addresses(self) -> Any:
+        """Addresses of ``peers``, as an array for the kernel."""
+        return (ctypes.c_void_p * len(self.peers))(*(peer.data_ptr() for peer in self.peers))
 
     @property
     def numel(self) -> int:

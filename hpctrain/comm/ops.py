@@ -54,6 +54,9 @@ _COMPLEX = {
     torch.complex128: torch.float64,
 }
 _WIDE = {torch.complex32: torch.complex64} | dict.fromkeys(_HALVES + FLOAT8, torch.float32)
+_KERNEL_NUMBERS = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
+_KERNEL_NUMBERS |= {torch.int8: 4, torch.uint8: 4, torch.int16: 5, torch.int32: 6, torch.int64: 7}
+_KERNEL_NUMBERS |= {torch.bool: 8}
 _SCALE_ELEMENTS = 1 << 16  # elements scaled and rounded at a time, which fit the cache
 
 
@@ -74,6 +77,7 @@ class Combination:
     """dtype of intermediate results, which are rounded once; ``storage_dtype`` if a wider dtype
     is not more accurate."""
     function: _Function = field(repr=False)  # of two tensors of ``accumulate_dtype``
+    kernel_number: int = -1  # of the sum of ``storage_dtype`` in ``kernel.c``; -1 without one
 
     def view(self, flat: Tensor) -> Tensor:
         """Return a 1-D tensor viewed as ``storage_dtype``."""
@@ -110,7 +114,8 @@ def combination(dtype: torch.dtype, op: Op) -> Combination:
         lane = _COMPLEX[dtype]
     exact = op in _ORDER and dtype in _HALVES
     wide = lane if exact else _WIDE.get(lane, lane)
-    return Combination(op, lane, wide, functions[op])
+    number = _KERNEL_NUMBERS.get(lane, -1) if op is Op.SUM else -1
+    return Combination(op, lane, wide, functions[op], number)
 
 
 def scale_(values: Tensor, factor: float) -> None:

@@ -64,6 +64,8 @@ class Settings:
     shared_memory: Literal["auto", "memfd", "off"] = "auto"
     """How the ranks of a node share memory: ``auto`` uses plain MPI where they cannot, ``memfd``
     is an error there, and ``off`` always uses plain MPI."""
+    kernel: Literal["auto", "off"] = "auto"
+    """Whether compiled code sums within a node, if it is installed; results have the same bits."""
     overlap: Overlap = "auto"
     """When gradients are sent: on a ``thread``, ``inline`` in the backward pass, at its ``end``,
     or ``auto``."""

@@ -5,8 +5,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
+from hpctrain.comm.node.kernel import FAILED, LATE, MOST_RANKS, Kernel, library, why_off
 from hpctrain.comm.node.segments import LINE_BYTES, Semaphore
-from hpctrain.comm.waiting import IN_NODE, Watch
+from hpctrain.comm.waiting import IN_NODE, SPIN_S, Watch
 from hpctrain.core.libc import Segment
 
 if TYPE_CHECKING:
@@ -48,6 +49,36 @@ class NodeBarrier:
         """The semaphore to wait for and the semaphore to post, by round."""
         for mine, _ in self._rounds:
             mine.initialise()
+        self._kernel: Kernel | None = None
+
+    def use_kernel(self, rank: int, memory: Sequence[int], slot_bytes: int) -> Kernel | None:
+        """Return the kernel, which this barrier then uses, or None if it is off.
+
+        Args:
+            rank: this rank.
+            memory: addresses of the cells, of the sign, and of the slots of each rank.
+            slot_bytes: size of a slot.
+        """
+        size = len(memory) - 2
+        functions = None if why_off() else library()
+        if functions is not None and size <= MOST_RANKS:
+            rounds = [semaphore.address for pair in self._rounds for semaphore in pair]
+            awake_s = self.pace.spin_s, self.pace.yield_s
+            self._kernel = Kernel(functions, rank, size, awake_s, [*memory, *rounds], slot_bytes)
+        return self._kernel
+
+    def finish(self, code: int) -> int:
+        """Wait for the end of a call of the kernel; return its code.
+
+        Raises:
+            CommError: the communicator of ``watch`` has failed on a rank of the node.
+        """
+        if code == LATE and (kernel := self._kernel) is not None:
+            self._watch.wait(kernel.is_over, self.pace.after(SPIN_S), nap=kernel.is_over)
+            code = kernel.code
+        if code == FAILED:
+            self._watch.require_in_step()
+        return code
 
     @staticmethod
     def num_bytes(num_ranks: int) -> int:
@@ -70,6 +101,9 @@ class NodeBarrier:
             CommError: the communicator of ``watch`` has failed on a rank of the node.
         """
         meanwhile = self._meanwhile
+        if self._kernel is not None and meanwhile is None:
+            self.finish(self._kernel.barrier())
+            return
         for mine, next_one in self._rounds:
             next_one.post()
             if mine.try_wait():

@@ -193,6 +193,11 @@ class Semaphore:
         self._address = _POINTER(ctypes.addressof(segment) + first_byte)
         self._keeps = segment
 
+    @property
+    def address(self) -> int:
+        """Address of the semaphore in this process."""
+        return self._address.value or 0
+
     def initialise(self) -> None:
         """Set the counter to zero. The owner calls this before other processes use it."""
         if _INIT(self._address, 1, 0) != 0:

@@ -5,6 +5,7 @@ writes the sum to the bucket of every rank. No data are packed into messages, an
 its own copy of the sum.
 """
 
+import ctypes
 import math
 import mmap
 from collections.abc import Callable, Sequence
@@ -19,13 +20,14 @@ from hpctrain.comm.bucket import Bucket, chunks_of
 from hpctrain.comm.call_check import bucket_call, disagreement, tensor_call
 from hpctrain.comm.flight_recorder import Call
 from hpctrain.comm.node import node_memory
+from hpctrain.comm.node.kernel import DIFFERENT
 from hpctrain.comm.node.node_barrier import NodeBarrier
 from hpctrain.comm.node.segments import LINE_BYTES, Region, map_in_a_row
 from hpctrain.comm.ops import Combination, scale_
 from hpctrain.comm.owner import Owner
 from hpctrain.comm.waiting import Watch
 from hpctrain.comm.watched_calls import WatchedCalls
-from hpctrain.core.errors import CommError, NodeMemoryError
+from hpctrain.core.errors import CommError, MismatchError, NodeMemoryError
 from hpctrain.core.libc import Segment
 
 if TYPE_CHECKING:
@@ -77,6 +79,9 @@ class SharedMemory:
         self._watch = watch
         # A separate cache line: the sign is read after each barrier and written at most once.
         watch.sign = np.frombuffer(memoryview(segments[0]), np.int64, 1, sign_byte).data
+        slots = [ctypes.addressof(segment) + head_bytes for segment in segments]
+        memory = [ctypes.addressof(segments[0]), ctypes.addressof(segments[0]) + sign_byte, *slots]
+        self._kernel = self.waits.use_kernel(self.local_rank, memory, stage_bytes // 2)
         self.stage = tuple(
             torch.frombuffer(segment, dtype=torch.uint8, offset=head_bytes) for segment in segments
         )
@@ -115,10 +120,7 @@ class SharedMemory:
         calls = self._calls[turn::_CELLS].tolist()
         self.turn = 1 - turn
         if calls.count(call.number) != self.local_size:
-            error = disagreement(self._node, call, self._watch)
-            if self._watch.number is not None and not of_node:
-                self._watch.fail(error)
-            raise error
+            raise self._disagreement(call, of_node=of_node)
 
     def end_turn(self, num_bytes: int) -> None:
         """Switch to the other cell and slot and count ``num_bytes``. Not collective.
@@ -151,12 +153,56 @@ class SharedMemory:
 
     def allreduce_(self, bucket: Bucket, combination: Combination, scale: float | None) -> None:
         """Replace the bucket by its sum over the node, times ``scale``, in one pass."""
-        self.meet(bucket_call(bucket.number, combination.op, scale))
+        call = bucket_call(bucket.number, combination.op, scale)
+        # Slices of complex numbers end between two of their lanes.
+        is_plain = combination.storage_dtype.itemsize == bucket.flat.itemsize
+        if self._kernel is not None and is_plain and combination.kernel_number >= 0:
+            self.begin(call)
+            what = combination.kernel_number, bucket.addresses, bucket.numel, scale
+            code = self._kernel.sum_bucket(call.number, self.turn, *what, looks=self._looks)
+            self._finish(code, call)
+            self.end_turn(2 * bucket.flat.nbytes)
+            return
+        self.meet(call)
         for parts in bucket.chunks:
             spread(combine(parts, combination, scale), parts, combination)
             self._count(parts, passes=2)
             self._look(combination.view(parts[0]))
         self.barrier()
+
+    def reduce_values(
+        self,
+        values: Tensor,
+        combination: Combination,
+        scale: float | None,
+        call: Call,
+        *,
+        in_slices: bool,
+    ) -> bool:
+        """Replace ``values`` by their sum, as ``call``, which has begun.
+
+        Returns False if the kernel cannot.
+        """
+        if self._kernel is None or combination.kernel_number < 0:
+            return False
+        what = combination.kernel_number, values.data_ptr(), values.numel(), scale
+        code = self._kernel.sum_values(call.number, self.turn, *what, in_slices=in_slices)
+        self._finish(code, call)
+        torch.autograd.graph.increment_version(values)
+        self.turn = (self.turn + self.slots.num_chunks(values)) % 2
+        return True
+
+    def _finish(self, code: int, call: Call) -> None:
+        """Wait for the end of a call of the kernel; raise its error."""
+        if self.waits.finish(code) == DIFFERENT:
+            self.turn = 1 - self.turn
+            raise self._disagreement(call, of_node=False)
+
+    def _disagreement(self, call: Call, *, of_node: bool) -> MismatchError:
+        error = disagreement(self._node, call, self._watch)
+        if self._watch.number is not None and not of_node:
+            self._watch.fail(error)
+        return error
 
     def is_finite_after(self, reduce: Callable[[], object]) -> bool:
         """Call ``reduce``; return whether all sums that it writes to buckets are finite.
@@ -342,27 +388,36 @@ class SharedSlots:
         """Return the number of elements of ``dtype`` that fit a slot."""
         return self._num_bytes // dtype.itemsize
 
+    def num_chunks(self, values: Tensor) -> int:
+        """Return the number of slots that ``values`` fill, at least one."""
+        return max(1, -(-values.nbytes // self._num_bytes))
+
     def direct_(self, values: Tensor, combination: Combination, scale: float | None) -> None:
         """Replace ``values`` by the sum; every rank sums all slots after a single barrier."""
-        node, num_bytes = self._node, values.nbytes
+        node = self._node
         call = tensor_call(combination.op, values.dtype, values.numel(), scale)
-        fits = num_bytes <= self._num_bytes  # saves a call for small tensors
-        for chunk in (values,) if fits else values.split(self.numel(values.dtype)):
+        node.count((1 + node.local_size) * values.nbytes)
+        node.begin(call)
+        if node.reduce_values(values, combination, scale, call, in_slices=False):
+            return
+        for chunk in values.split(self.numel(values.dtype)):
             parts = list(self.views(chunk.dtype, chunk.shape, node.turn))
-            node.begin(call)
             parts[node.local_rank].copy_(chunk)
             node.await_others(call)
             if node.local_rank < 2:
                 parts[node.local_rank] = chunk  # reads ``chunk`` in place of the slot
             combine_to(chunk, parts, combination, scale)
-        node.count((1 + node.local_size) * num_bytes)
 
     def slices_(self, values: Tensor, combination: Combination, scale: float | None) -> None:
         """Replace ``values`` by the sum; every rank sums one slice, then reads all slices."""
         node = self._node
         call = tensor_call(combination.op, values.dtype, values.numel(), scale)
+        node.begin(call)
+        if node.reduce_values(values, combination, scale, call, in_slices=True):
+            node.count(4 * values.nbytes)
+            return
         for chunk in values.split(self.numel(values.dtype)):
-            bucket = self.enter(chunk, call)
+            bucket = self._enter(chunk, call)
             node.sum_slice(bucket, combination, scale)
             node.barrier()
             self.leave(chunk, bucket, None)
@@ -372,8 +427,11 @@ class SharedSlots:
 
         Returns the slots of all ranks as a bucket.
         """
-        bucket = self._bucket(values, self._node.turn * self._num_bytes)
         self._node.begin(call)
+        return self._enter(values, call)
+
+    def _enter(self, values: Tensor, call: Call) -> Bucket:
+        bucket = self._bucket(values, self._node.turn * self._num_bytes)
         bucket.flat.copy_(values)
         self._node.await_others(call)
         return bucket

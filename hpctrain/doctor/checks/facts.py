@@ -56,6 +56,8 @@ class MemoryFacts:
     shm_bytes: int = 0  # size of /dev/shm; 0 if it does not exist
     shm_free_bytes: int = 0
     memfd_error: str = ""  # why anonymous shared memory is not available; empty if it is
+    kernel_error: str = ""  # why sums run without compiled code; empty if they run with it
+    vector_bytes: int = 0  # width of the vectors of the compiled code
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -170,7 +170,11 @@ def check_ways(facts: Facts) -> Found:
     found = [_no_memfd(refusal, way)] if refusal else []
     found += _small_shm(facts)
     room = f"{SHM} has {format_bytes(facts.memory.shm_free_bytes)} free"
-    return found or ok(f"memfd; {room}")
+    if why := facts.memory.kernel_error:
+        do = "unset HPCTRAIN_KERNEL, or `pip install` the package again where `cc` is installed"
+        found.append(note(f"sums within a node run without compiled code: {why}", do))
+    sums = f"compiled sums with vectors of {facts.memory.vector_bytes} bytes"
+    return found or ok(f"memfd; {room}; {sums}")
 
 
 def check_way(world: WorldFacts) -> Found:

@@ -7,6 +7,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from hpctrain.cluster.env import launched
 from hpctrain.cluster.libraries import MPI_WHEELS, copy_error, family, libmpi_of
 from hpctrain.cluster.machine_load import measured_for
 from hpctrain.cluster.resources import CLASSES, live_cards, rooms
+from hpctrain.comm.node import kernel
 from hpctrain.core import config
 from hpctrain.core.errors import ConfigError, LaunchError
 from hpctrain.core.provenance import version_of
@@ -75,7 +77,7 @@ def gather(
             num_granted=resources.num_granted(environ),
             num_siblings=resources.num_siblings(),
         ),
-        memory=_memory(),
+        memory=_memory(environ),
         network=_network(),
         horovod_error="" if lightly else _horovod_error(environ),
         gpus=replace(gpus, num_devices=num_gpus),
@@ -164,13 +166,22 @@ def gpus_of(environ: Mapping[str, str]) -> GpuFacts:
     )
 
 
-def _memory() -> MemoryFacts:
+def _memory(environ: Mapping[str, str]) -> MemoryFacts:
     try:
         size, _, free = shutil.disk_usage(SHM)
     except OSError:
         size, free = 0, 0
+    functions = kernel.library()
+    kernel_error = ""
+    with suppress(ConfigError):  # the check of settings reports it
+        kernel_error = kernel.why_off(environ)
     return MemoryFacts(
-        rooms=tuple(rooms()), shm_bytes=size, shm_free_bytes=free, memfd_error=_memfd_error()
+        rooms=tuple(rooms()),
+        shm_bytes=size,
+        shm_free_bytes=free,
+        memfd_error=_memfd_error(),
+        kernel_error=kernel_error,
+        vector_bytes=functions.calls.hpctrain_vector_bytes() if functions else 0,
     )
 
 

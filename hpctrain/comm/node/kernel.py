@@ -1,0 +1,145 @@
+"""Calls of the compiled kernel of node memory, ``kernel.c``.
+
+The kernel performs the protocol of ``shared_memory`` with the same bits. Without it, Python does.
+"""
+
+import ctypes
+import logging
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from hpctrain.core import config
+
+_LOG = logging.getLogger(__name__)
+_FILE = Path(__file__).with_name("libkernel.so")
+
+DONE, LATE, DIFFERENT, FAILED = range(4)
+"""Results of a call: complete; waits for other ranks; their calls differ; a rank has failed."""
+
+MOST_RANKS = 1024
+_INSTANT_NUMEL = 1 << 12  # the sum of smaller tensors is shorter than a change of threads
+
+
+class Library:
+    """The functions of the compiled kernel. ``instant`` ones keep Python's lock."""
+
+    def __init__(self, file: Path) -> None:
+        """Load the library. Raises ``OSError`` if it is missing or of another source."""
+        self.calls, self.instant = ctypes.CDLL(str(file)), ctypes.PyDLL(str(file))
+        source = file.with_name("kernel.c").read_bytes()
+        self.calls.hpctrain_checksum.restype = ctypes.c_uint32
+        if self.calls.hpctrain_checksum() != zlib.crc32(source):
+            raise OSError(f"{file} was compiled from another kernel.c; install hpctrain again")
+        address, number, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
+        wide, real = ctypes.c_int64, ctypes.c_double
+        scaled: list[Any] = [number, address, size, real, number, number]
+        for library in (self.calls, self.instant):
+            library.hpctrain_node_bytes.restype = size
+            library.hpctrain_prepare.argtypes = [
+                *(address, number, number, real, real, size, address)
+            ]
+            library.hpctrain_barrier.argtypes = [address]
+            library.hpctrain_resume.argtypes = [address, real]
+            library.hpctrain_bucket.argtypes = [address, wide, number, *scaled]
+            library.hpctrain_values.argtypes = [address, wide, number, *scaled]
+
+
+@cache
+def library() -> Library | None:
+    """Return the kernel of this installation, or None without one; a broken one is a warning."""
+    try:
+        return Library(_FILE) if _FILE.exists() else None
+    except OSError as error:
+        _LOG.warning("sums within a node are slower, without the compiled kernel: %s", error)
+        return None
+
+
+def why_off(environ: Mapping[str, str] = os.environ) -> str:
+    """Return why sums within a node run without the kernel; empty if they run with it."""
+    if config.setting("kernel", environ) == "off":
+        return "HPCTRAIN_KERNEL=off"
+    return "" if library() is not None else "hpctrain was installed without a C compiler"
+
+
+class Kernel:
+    """The state of the kernel for one rank of a node. Not for several threads at a time.
+
+    Args:
+        library: the compiled functions.
+        rank: local rank.
+        size: number of ranks of the node.
+        awake_s: for how long a call spins, then yields the core, before it returns ``LATE``.
+        addresses: of the cells and the sign; of the slots of each rank; and per round of a barrier
+            of the semaphore to wait for and the semaphore to post.
+        slot_bytes: size of a slot.
+    """
+
+    def __init__(
+        self,
+        library: Library,
+        rank: int,
+        size: int,
+        awake_s: tuple[float, float],
+        addresses: Sequence[int],
+        slot_bytes: int,
+    ) -> None:
+        calls, instant = library.calls, library.instant
+        state = (ctypes.c_int64 * -(-calls.hpctrain_node_bytes() // 8))()
+        self._state = ctypes.byref(state)
+        given = (ctypes.c_int64 * len(addresses))(*addresses)
+        calls.hpctrain_prepare(self._state, rank, size, *awake_s, slot_bytes, given)
+        self._barrier, self._resume = instant.hpctrain_barrier, calls.hpctrain_resume
+        self._bucket = instant.hpctrain_bucket, calls.hpctrain_bucket
+        self._values = instant.hpctrain_values, calls.hpctrain_values
+        self.code = DONE  # of the last call
+
+    def barrier(self) -> int:
+        """Begin a barrier; return the code."""
+        return int(self._barrier(self._state))
+
+    def sum_bucket(  # noqa: PLR0913 - those of the function in C
+        self,
+        call: int,
+        turn: int,
+        dtype: int,
+        addresses: Any,
+        numel: int,
+        scale: float | None,
+        *,
+        looks: bool,
+    ) -> int:
+        """Begin the sum of the buckets at ``addresses`` in place; return the code.
+
+        ``dtype`` is the ``kernel_number`` of a combination.
+        """
+        function = self._bucket[numel > _INSTANT_NUMEL]
+        what = call, turn, dtype, addresses, numel, scale or 0.0, scale is not None
+        return int(function(self._state, *what, looks))
+
+    def sum_values(  # noqa: PLR0913 - those of the function in C
+        self,
+        call: int,
+        turn: int,
+        dtype: int,
+        address: int,
+        numel: int,
+        scale: float | None,
+        *,
+        in_slices: bool,
+    ) -> int:
+        """Begin the sum of contiguous values in place, through the slots; return the code."""
+        function = self._values[numel > _INSTANT_NUMEL]
+        what = call, turn, dtype, address, numel, scale or 0.0, scale is not None
+        return int(function(self._state, *what, in_slices))
+
+    def is_over(self, nap_s: float = 0.0) -> bool:
+        """Continue a call that was ``LATE``, after at most ``nap_s``; return whether it is over.
+
+        ``code`` is then its result.
+        """
+        self.code = self._resume(self._state, nap_s)
+        return self.code != LATE

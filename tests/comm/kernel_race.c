@@ -1,0 +1,101 @@
+/* Runs the kernel on threads that stand for the ranks of a node, with random delays at each step,
+   so that a thread sanitizer sees each access to the memory of the node.
+
+   Usage: kernel_race RANKS CALLS SEED. Prints the number of wrong values. */
+
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+static _Thread_local unsigned seed;
+
+static void delay(void) {
+    int kind = rand_r(&seed) % 16;
+    if (kind == 0) usleep(rand_r(&seed) % 300);
+    if (kind < 6) sched_yield();
+}
+
+#define HPCTRAIN_ONE_WIDTH
+#define DELAY() delay()
+#include "../../hpctrain/comm/node/kernel.c"
+
+enum { SLOT_BYTES = 1024, MOST_NUMEL = 700 };
+
+static int num_ranks, num_calls, first_seed;
+static int64_t *cells, sign;
+static sem_t semaphores[MOST_RANKS][MOST_ROUNDS];
+static char *slots[MOST_RANKS];
+static uint32_t *buckets[MOST_RANKS];
+
+static uint32_t value_of(int call, int rank, int element) {
+    return (uint32_t)(call * 1000003 + rank * 7919 + element * 31);
+}
+
+static int finish(Node *node, int code) {
+    while (code == LATE) code = hpctrain_resume(node, rand_r(&seed) % 2 * 1e-4);
+    return code;
+}
+
+static void *rank_main(void *argument) {
+    int rank = (int)(intptr_t)argument, turn = 0;
+    unsigned program = (unsigned)first_seed; /* the same on all ranks */
+    int64_t addresses[2 + MOST_RANKS + 2 * MOST_ROUNDS], *next = addresses, num_wrong = 0;
+    uint32_t values[MOST_NUMEL];
+    Node *node = malloc(sizeof *node);
+    seed = (unsigned)(first_seed * 100 + rank);
+    *next++ = (intptr_t)cells, *next++ = (intptr_t)&sign;
+    for (int r = 0; r < num_ranks; r++) *next++ = (intptr_t)slots[r];
+    for (int k = 0; (1 << k) < num_ranks; k++) {
+        *next++ = (intptr_t)&semaphores[rank][k];
+        *next++ = (intptr_t)&semaphores[(rank + (1 << k)) % num_ranks][k];
+    }
+    hpctrain_prepare(node, rank, num_ranks, 1e-6, 1e-6, SLOT_BYTES, addresses);
+    for (int call = 1; call <= num_calls; call++) {
+        int kind = rand_r(&program) % 4, numel = rand_r(&program) % MOST_NUMEL, code;
+        uint32_t *own = kind == BUCKET ? buckets[rank] : values;
+        if (kind == BARRIER) {
+            code = hpctrain_barrier(node);
+        } else {
+            for (int i = 0; i < numel; i++) own[i] = value_of(call, rank, i);
+            if (kind == BUCKET) {
+                code = hpctrain_bucket(node, call, turn, INT32, (char **)buckets, numel, 0, 0, 0);
+                turn = 1 - turn;
+            } else {
+                code = hpctrain_values(node, call, turn, INT32, (char *)own, numel, 0, 0,
+                                       kind == SLICES);
+                int num_chunks = (numel * 4 + SLOT_BYTES - 1) / SLOT_BYTES;
+                turn = (turn + (num_chunks ? num_chunks : 1)) % 2;
+            }
+        }
+        num_wrong += finish(node, code) != DONE;
+        for (int i = 0; kind != BARRIER && i < numel; i++) {
+            uint32_t sum = 0;
+            for (int r = 0; r < num_ranks; r++) sum += value_of(call, r, i);
+            num_wrong += own[i] != sum;
+        }
+    }
+    free(node);
+    return (void *)(intptr_t)num_wrong;
+}
+
+int main(int argc, char **argv) {
+    pthread_t threads[MOST_RANKS];
+    int64_t num_wrong = 0;
+    if (argc != 4) return 2;
+    num_ranks = atoi(argv[1]), num_calls = atoi(argv[2]), first_seed = atoi(argv[3]);
+    cells = calloc((size_t)num_ranks * CELLS, sizeof *cells);
+    for (int r = 0; r < num_ranks; r++) {
+        slots[r] = calloc(2, SLOT_BYTES), buckets[r] = calloc(MOST_NUMEL, 4);
+        for (int k = 0; k < MOST_ROUNDS; k++) sem_init(&semaphores[r][k], 1, 0);
+    }
+    for (int r = 0; r < num_ranks; r++)
+        pthread_create(&threads[r], NULL, rank_main, (void *)(intptr_t)r);
+    for (int r = 0; r < num_ranks; r++) {
+        void *found;
+        pthread_join(threads[r], &found);
+        num_wrong += (intptr_t)found;
+    }
+    printf("%lld\n", (long long)num_wrong);
+    return num_wrong != 0;
+}
