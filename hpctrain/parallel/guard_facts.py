@@ -56,7 +56,7 @@ def is_divided(tensor: Tensor) -> bool:
 
 def settings_of(optimizer: Optimizer) -> dict[str, str]:
     """Return the settings of all groups and the last clipping by ``shard``, as text."""
-    found = {"optimizer": type(optimizer).__name__, "clipping": getattr(optimizer, "clipped", "")}
+    found = {"optimizer": type(optimizer).__name__, "clipping": getattr(optimizer, "_clipped", "")}
     for number, group in enumerate(optimizer.param_groups):
         found |= {f"{k} of group {number}": repr(v) for k, v in group.items() if k != "params"}
     return found

@@ -23,7 +23,7 @@ class ShardedOptimizer(Optimizer):
 
     _gradients: "Gradients"
     _file: FileState | None
-    clipped = ""
+    _clipped = ""
     """Arguments of the last ``clip_grad_norm_``, which ranks compare in ``step``."""
 
     @torch.no_grad()
@@ -32,7 +32,7 @@ class ShardedOptimizer(Optimizer):
 
         It is the norm over the whole model, of parameters that are sharded over other axes, too.
         """
-        self.clipped = f"max_norm {float(max_norm)}, norm_type {float(norm_type)}"
+        self._clipped = f"max_norm {float(max_norm)}, norm_type {float(norm_type)}"
         held = (parameter for group in self.param_groups for parameter in group["params"])
         return clip_grad_norm_(held, max_norm, norm_type)
 
@@ -52,7 +52,7 @@ class ShardedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's own
         """Clear the gradients; see ``torch.optim.Optimizer.zero_grad``."""
-        self.clipped = ""
+        self._clipped = ""
         self._gradients.forget()
         super().zero_grad(set_to_none)
 

@@ -20,7 +20,7 @@ from hpctrain.data.order import window
 from hpctrain.data.packing import pack
 from hpctrain.horovod.elastic.run import MAX_IN_VAIN
 from hpctrain.launch import lease, restart, supervise
-from hpctrain.negotiation import controller, pending_table
+from hpctrain.negotiation import engine_driver, pending_table
 from hpctrain.train.run_config import RunConfig
 from tests.cli.test_guide import TEXTS as GUIDES
 from tests.cli.test_guide import WRITTEN
@@ -44,7 +44,7 @@ SETTINGS, BUCKET = Settings(), StepModel.__dataclass_fields__["bucket_bytes"].de
 (MAX_REQUEUES,) = re.findall(
     r"-lt \"\$\{MAX_REQUEUES:-(\d+)\}", (ROOT / "slurm/requeue.sbatch").read_text()
 )
-BURST_US, LONGEST_MS = controller._BURST_S * 1e6, controller._LONGEST_S * 1e3
+BURST_US, LONGEST_MS = engine_driver._BURST_S * 1e6, engine_driver._LONGEST_S * 1e3
 KB, WINDOW = steps.FAST_ALONE_BYTES // 1000, f"{window.MIXED:,}"
 FIGURES = [
     ("hangs", f"| {SETTINGS.stall_s:g} s (`HPCTRAIN_STALL_S`) |"),

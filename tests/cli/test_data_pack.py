@@ -79,7 +79,7 @@ def test_classes_are_counted(run, tmp_path):
         (["--samples-per-shard", "2", "--shard-size", "1MB"], "leave one out", ConfigError),
         (["--shard-size", "much"], 'such as "25 MiB"', ConfigError),
         (["--resize", "3", "--encoded"], "--resize 3x3 and --encoded", DataError),
-        (["--encoded"], "--encoded is for tar, folder", DataError),
+        (["--encoded"], "--encoded must be used with tar, folder", DataError),
     ],
 )
 def test_invalid_options_are_rejected(run, words, text, kind):

@@ -118,7 +118,9 @@ def test_an_untested_torch_gives_one_line_of_rank_0_that_names_the_range(
 
 def test_a_feature_of_a_newer_torch_names_the_version_found_and_the_version_needed():
     torch_compat.require("a feature", True, "2.7")
-    with pytest.raises(ConfigError, match=r"a feature needs torch 99.1 or later, got \d.*; use"):
+    with pytest.raises(
+        ConfigError, match=r"torch must be 99.1 or later for a feature, got \d.*; update"
+    ):
         torch_compat.require("a feature", False, "99.1")
 
 

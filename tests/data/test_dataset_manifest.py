@@ -106,7 +106,7 @@ def one_shard(**changes):
         ({"split": "../up"}, "split"),
         ({"block_size": 0}, "block_size"),
         ({"fields": {}}, "at least one field"),
-        ({"fields": {"a b": Field(shape=(), dtype="<f4")}}, "Python identifier"),
+        ({"fields": {"a b": Field(shape=(), dtype="<f4")}}, "name of a Python variable"),
         (one_shard(file="../../etc/passwd"), "plain file name"),
         (one_shard(num_samples=0), "must have samples"),
         (one_shard(num_bytes=2048 + 20 * 256 - 1), "has 5120 bytes from byte 2048"),

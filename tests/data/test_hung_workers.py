@@ -112,7 +112,7 @@ def test_a_worker_that_hangs_is_named_with_its_sample_its_file_and_its_stack(
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("batch", r"(?s)samples 5, 4, 70, 98, 97 and 2 more \(\S+, \S+\); see.*in <lambda>\n"),
+        ("batch", r"(?s)samples 5, 4, 70, 98, 97 and 2 more \(\S+, \S+\); check.*in <lambda>\n"),
         ("load", r"(?s)still at loading data set and transform.*in _work\n"),
     ],
 )

@@ -245,7 +245,7 @@ def test_incompatible_options_are_rejected_with_the_configuration(layout, other)
         load(None, [*words, other])
     key, _, value = other.partition("=")
     told = str(refusal.value).removeprefix(f"argument --set {other}: ")
-    assert f"{key} " in told
+    assert key in told
     assert value.strip("[]") in told.lower().replace("'", '"')
 
 
