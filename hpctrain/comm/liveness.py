@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate
 
-from hpctrain.comm import reports, requests
+from hpctrain.comm import blocks, requests
 from hpctrain.comm.blocks import Blocks
 from hpctrain.comm.mpi_start import MPI, is_loss
 from hpctrain.comm.node_processes import NodeProcesses
@@ -48,7 +48,7 @@ class Liveness:
         self._rank: int = control.rank
         self._timeout_s = timeout_s
         self._control = control
-        self._reports = reports.Reports(control)
+        self._reports = blocks.Reports(control)
         self.processes = processes
         self.blocks = Blocks(self._rank, self._reports)
         self._left: set[int] = set()
@@ -111,9 +111,9 @@ class Liveness:
         In a small world, where each rank reports to all, failures of other ranks are not repeated.
         """
         members = ranks or range(self._control.size if self._reports.is_open else 0)
-        if self._reports.may_send and (is_own or len(members) > reports.NEAR_SIZE):
+        if self._reports.may_send and (is_own or len(members) > blocks.NEAR_SIZE):
             with suppress(MPI.Exception):  # of a rank that has died
-                self._reports.send(reports.FAILED, f"{number} {reason}", members)
+                self._reports.send(blocks.FAILED, f"{number} {reason}", members)
 
     def failure(self, number: int) -> tuple[int, str] | None:
         """Return a rank on which a communicator has failed, see ``Notices``. Not collective."""
@@ -135,7 +135,7 @@ class Liveness:
         """
         if self.blocks.is_apart(since_s) or not self._reports.may_send:
             return {}
-        self._reports.update(reports.CALL, f"{number} {call[0]} {call[1]}", ranks or ())
+        self._reports.update(blocks.CALL, f"{number} {call[0]} {call[1]}", ranks or ())
         return dict(self._calls[number])
 
     def farewell(self, compare: Callable[[Gather], str] = lambda _: "") -> str:
@@ -168,7 +168,7 @@ class Liveness:
             nonlocal has_announced
             if waited_s > announce_s and not has_announced:
                 has_announced = True
-                self._reports.send(reports.LEFT)
+                self._reports.send(blocks.LEFT)
             self.processes.check()
 
         control = self._control
@@ -220,29 +220,29 @@ class Liveness:
         )
 
     def _hear_of_failures(self) -> None:
-        while notice := self._control.Improbe(tag=reports.FAILED):
+        while notice := self._control.Improbe(tag=blocks.FAILED):
             rank, text = _receive(notice)
             number, reason = text.split(" ", 1)
             self._failed.setdefault(int(number), (rank, reason))
 
     def _hear(self) -> None:
         # A matched probe, because two threads of this rank may receive at the same time.
-        while notice := self._control.Improbe(tag=reports.CALL):
+        while notice := self._control.Improbe(tag=blocks.CALL):
             rank, text = _receive(notice)
             of, number, call = text.split(" ", 2)
             self._calls[int(of)][rank] = int(number), call
-        while notice := self._control.Improbe(tag=reports.LEFT):
+        while notice := self._control.Improbe(tag=blocks.LEFT):
             self._left.add(_receive(notice)[0])
-        while notice := self._control.Improbe(tag=reports.BROKE_OFF):
+        while notice := self._control.Improbe(tag=blocks.BROKE_OFF):
             self.blocks.hear_of_error(_receive(notice)[1])
-        while notice := self._control.Improbe(tag=reports.AT_END):
+        while notice := self._control.Improbe(tag=blocks.AT_END):
             self.blocks.hear_of_end(*_receive(notice))
         self._hear_of_failures()
 
 
 def _receive(notice: MPI.Message) -> tuple[int, str]:
     """Return the sender of a message, and its text."""
-    status, buffer = MPI.Status(), bytearray(reports.MAX_BYTES)
+    status, buffer = MPI.Status(), bytearray(blocks.MAX_BYTES)
     notice.Recv([buffer, MPI.BYTE], status)
     text = bytes(buffer[: status.Get_count(MPI.BYTE)])
     return status.Get_source(), text.decode(errors="replace")

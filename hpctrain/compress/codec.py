@@ -1,7 +1,7 @@
 """Protocols of codecs, which reduce whole buckets, and of Horovod's compressors."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from typing_extensions import override
 from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.operation_result import FINISHED, Work
+from hpctrain.comm.plan.plan import Plan, expected_s
 
 
 class Codec(Protocol):
@@ -151,3 +152,31 @@ def settings_of(codec: object) -> str:
         if name != "rail_s" and not isinstance(value, dict | list)  # not the state of steps
     ]
     return f"{type(codec).__name__}({', '.join(settings)})"
+
+
+class Savings(NamedTuple):
+    """Cost of the communication between nodes, with and without a codec."""
+
+    plain_bytes: int
+    """Bytes that all nodes together send in a step without a codec."""
+    plain_s: float | None
+    """Seconds per step of this rank without a codec; None if the link was not measured."""
+    rail_s: float
+    """Seconds of this rank with the codec, summed over all steps."""
+
+
+def savings_of(codec: Codec, buckets: Sequence[Bucket], comm: Communicator, plan: Plan) -> Savings:
+    """Compare a codec with the time without one, from measurements of the plan. Local."""
+    sizes = [bucket.flat.nbytes for bucket in buckets]
+    num_nodes = 1 if comm.internode is None else comm.internode.size
+    if num_nodes == 1:
+        return Savings(0, 0.0, codec.rail_s)
+    times: dict[int, float] = {}
+    for each in plan.measured:
+        if each.what == "rail":
+            fastest = min(each.seconds, times.get(each.num_bytes, each.seconds))
+            times[each.num_bytes] = fastest
+    least = min(times.values(), default=0.0)
+    parts = [size // comm.num_rails for size in sizes]
+    plain_s = sum(max(expected_s(times, part), least) for part in parts) if times else None
+    return Savings(2 * (num_nodes - 1) * sum(sizes), plain_s, codec.rail_s)

@@ -15,9 +15,8 @@ from torch.optim import Optimizer
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.serial import SerialNode
 from hpctrain.compress.by_name import Compressing, codec_for, compressor_for
-from hpctrain.compress.codec import Codec
+from hpctrain.compress.codec import Codec, Savings
 from hpctrain.compress.half import Compression
-from hpctrain.compress.savings import Savings
 from hpctrain.core.checks import Amount, Number, checked
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.torch_compat import dynamo_disable, leave_scaling_to

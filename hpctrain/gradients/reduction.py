@@ -18,8 +18,7 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.operation_result import Work
 from hpctrain.comm.plan.plan import Plan
 from hpctrain.comm.threaded import start_on
-from hpctrain.compress.codec import Codec, Identity
-from hpctrain.compress.savings import Savings, savings_of
+from hpctrain.compress.codec import Codec, Identity, Savings, savings_of
 from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import CommError
 from hpctrain.gradients.bucket_layout import BucketLayout

@@ -25,7 +25,7 @@ from hpctrain.core.errors import (
     RankLostError,
 )
 from hpctrain.core.torch_compat import dynamo_disable, unscale_, version_of
-from hpctrain.gradients.bucket_reducer import ParameterSource, Reducer
+from hpctrain.gradients.bucket_reducer import EMPTY, FILLING, ParameterSource, Reducer
 from hpctrain.gradients.elementwise import PieceStep
 from hpctrain.gradients.gradient_bucket import Slot
 from hpctrain.gradients.node_bucket import Change
@@ -34,7 +34,6 @@ from hpctrain.gradients.parameter_names import places_of
 from hpctrain.gradients.sharded_reduction import ShardedReduction
 from hpctrain.gradients.sparse_gradients import writes_of
 from hpctrain.gradients.step_header import ShardedFacts
-from hpctrain.gradients.step_state import EMPTY, FILLING
 from hpctrain.runtime import world
 
 

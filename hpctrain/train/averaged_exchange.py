@@ -13,8 +13,7 @@ from hpctrain.checkpoint.format.shard import Shard
 from hpctrain.comm.agreement import agreed
 from hpctrain.comm.communicator import Communicator
 from hpctrain.compress.by_name import codec_named
-from hpctrain.compress.codec import Codec
-from hpctrain.compress.savings import Savings
+from hpctrain.compress.codec import Codec, Savings
 from hpctrain.core.logs import logger
 from hpctrain.core.python_compat import Self
 from hpctrain.core.user_error import noted

@@ -22,8 +22,7 @@ from hpctrain.checkpoint.format.state_tree import mapped
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.norms import clip_grad_norm_, exact_sum, total_norm
 from hpctrain.comm.tensor_arguments import on_host
-from hpctrain.compress.codec import Codec
-from hpctrain.compress.savings import Savings
+from hpctrain.compress.codec import Codec, Savings
 from hpctrain.core.errors import CheckpointError
 from hpctrain.core.python_compat import Self
 from hpctrain.data.loader import Loader

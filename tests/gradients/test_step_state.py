@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpctrain.gradients.step_state import StepState
+from hpctrain.gradients.bucket_reducer import StepState
 
 pytestmark = pytest.mark.ranks(1)
 

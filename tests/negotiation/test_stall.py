@@ -208,7 +208,7 @@ def test_the_stack_has_lines_of_the_program_and_the_current_line_of_a_library():
     threading.Thread(target=look).start()
     with_one_more_frame.wait()
     lines = found[0].splitlines()
-    assert "in test_the_stack_has_the_lines_of_the_program" in lines[-2]
+    assert "in test_the_stack_has_lines_of_the_program" in lines[-2]
     assert lines[-2].endswith(": with_one_more_frame.wait()")
     assert "threading.py" in lines[-1]
     assert not any("pluggy" in line for line in lines)

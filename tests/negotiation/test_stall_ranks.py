@@ -10,13 +10,13 @@ pytestmark = [pytest.mark.launches, pytest.mark.limit(150)]
 
 def test_a_late_rank_is_reported_and_a_hang_ends_with_code_86(tmp_path, monkeypatch):
     monkeypatch.setenv("HPCTRAIN_STALL_S", "1")
-    monkeypatch.setenv("HPCTRAIN_STALL_ABORT_S", "5")
+    monkeypatch.setenv("HPCTRAIN_STALL_ABORT_S", "6")
     monkeypatch.setenv("HPCTRAIN_TIMELINE", str(tmp_path / "{rank}.json"))
     body = """
         import ctypes
 
         def a_holiday():
-            time.sleep(2)
+            time.sleep(3)
 
         def a_long_holiday():
             time.sleep(1000)
@@ -42,7 +42,7 @@ def test_a_late_rank_is_reported_and_a_hang_ends_with_code_86(tmp_path, monkeypa
     assert '"allreduce.loss" has waited' in outcome.err
     assert "submitted by ranks 0,2, not by rank 1 on " in outcome.err
     assert "last collective: allreduce" in outcome.err
-    assert "in a_holiday: time.sleep(2)" in outcome.err
+    assert "in a_holiday: time.sleep(3)" in outcome.err
     assert "submitted by rank 0, not by ranks 1-2 on " in outcome.err
     assert "in a_long_holiday: time.sleep(1000)" in outcome.err
     assert "rank 2 on " in outcome.err

@@ -27,7 +27,7 @@ GRADIENTS = """
 def hang(tmp_path, monkeypatch, body, *, num_ranks):
     """Run until the stall abort, which has exit code 86; return the outcome."""
     monkeypatch.setenv("HPCTRAIN_STALL_S", "1")
-    monkeypatch.setenv("HPCTRAIN_STALL_ABORT_S", "4")
+    monkeypatch.setenv("HPCTRAIN_STALL_ABORT_S", "5")
     monkeypatch.setenv("HPCTRAIN_LOG_DIR", str(tmp_path / "log"))
     outcome = run_ranks(tmp_path, body, num_ranks=num_ranks)
     assert outcome.code == 86, outcome.err
@@ -44,7 +44,7 @@ def test_gradients_that_wait_for_a_rank_report_it_and_its_stack(tmp_path, monkey
         MPI.COMM_WORLD.Barrier()
 
     if rank == 1:
-        time.sleep(2)
+        time.sleep(3)
     step()
     if rank == 0:
         print("all is well", flush=True)
@@ -56,7 +56,7 @@ def test_gradients_that_wait_for_a_rank_report_it_and_its_stack(tmp_path, monkey
     assert "all is well" in outcome.out
     assert "of bucket number 1" in outcome.err
     assert "submitted by ranks 0,2, not by rank 1 on " in outcome.err
-    assert "in <module>: time.sleep(2)" in outcome.err
+    assert "in <module>: time.sleep(3)" in outcome.err
     assert "in a_meeting: MPI.COMM_WORLD.Barrier()" in outcome.err
     calls = [(tmp_path / f"log/collectives-{rank}.txt").read_text() for rank in range(3)]
     lasts = [text.splitlines()[-1].partition("ago  ")[2] for text in calls]
