@@ -123,6 +123,7 @@ foreach_add: Callable[..., Any] = torch._foreach_add
 foreach_add_: Callable[..., Any] = torch._foreach_add_
 foreach_addcmul_: Callable[..., Any] = torch._foreach_addcmul_
 foreach_clamp_max_: Callable[..., Any] = torch._foreach_clamp_max_
+foreach_clamp_min_: Callable[..., Any] = torch._foreach_clamp_min_
 foreach_copy_: Callable[..., Any] = torch._foreach_copy_
 foreach_div: Callable[..., Any] = torch._foreach_div
 foreach_lerp_: Callable[..., Any] = torch._foreach_lerp_

@@ -13,6 +13,7 @@ from hpctrain.core.torch_compat import (
     foreach_add_,
     foreach_addcmul_,
     foreach_clamp_max_,
+    foreach_clamp_min_,
     foreach_div,
     foreach_lerp_,
     foreach_mul_,
@@ -20,6 +21,8 @@ from hpctrain.core.torch_compat import (
     foreach_sub_,
 )
 from hpctrain.optim.adaptive import AdaptiveOptimizer, Tensors, multiply_, ratios
+
+_BELOW = 1 - 2**-10  # so that the average of the largest squares does not round to infinity
 
 
 class LAMB(AdaptiveOptimizer):
@@ -31,7 +34,8 @@ class LAMB(AdaptiveOptimizer):
         w = w - lr * phi(|w|) / |r| * r                       phi / |r| is 1 if either is 0
 
     Some implementations first clip the norm of all gradients to 1: call
-    ``torch.nn.utils.clip_grad_norm_``, or set ``train.clip_norm``.
+    ``torch.nn.utils.clip_grad_norm_``, or set ``train.clip_norm``. A step limits gradients to the
+    largest number with a finite square, 1.8e19 in float32.
 
     Source: You et al. 2020, arXiv:1904.00962, algorithm 2. Nado et al. 2021, arXiv:2102.06356,
     dispute that large batches need LAMB: they reach the same accuracy with tuned Adam.
@@ -88,12 +92,14 @@ class LAMB(AdaptiveOptimizer):
         """Step on tensors of one device and dtype."""
         steps, first, second = state
         beta1, beta2 = group["betas"]
+        # Squares of gradients above 1e19 overflow; both moments must be of the same gradients.
+        largest = math.sqrt(torch.finfo(second[0].dtype).max) * _BELOW
+        foreach_clamp_max_(grads, largest)
+        foreach_clamp_min_(grads, -largest)
         foreach_add_(steps, 1.0)
         foreach_lerp_(first, grads, 1 - beta1)
         foreach_mul_(second, beta2)
         foreach_addcmul_(second, grads, grads, 1 - beta2)
-        # Squares of gradients above 1e19 overflow; an infinite moment would stop the updates.
-        foreach_clamp_max_(second, torch.finfo(params[0].dtype).max)
 
         counts = [step.item() if group["bias_correction"] else math.inf for step in steps]
         free = [1 - beta1**count for count in counts]

@@ -302,7 +302,7 @@ def test_ranks_share_the_cores_of_their_node_by_default(tmp_path):
         (["no.toml"], ConfigError, "no.toml"),
         (["my.toml", "--set", "train.epoch=1"], ConfigError, "epochs"),
         (["my.toml", "--time", "soon"], ConfigError, "a time limit must be"),
-        (["my.toml", "--after", "the other"], LaunchError, "a job starts after"),
+        (["my.toml", "--after", "the other"], LaunchError, "--after must be"),
         (["my.toml", "--name", "a$b"], ConfigError, r"without \$"),
     ],
 )

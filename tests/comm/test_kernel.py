@@ -28,7 +28,6 @@ DTYPES = [
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64),
     *(torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.int64, torch.bool),
 ]
-needs_kernel = pytest.mark.skipif(library() is None, reason="the kernel is not compiled")
 
 
 class Node:
@@ -98,7 +97,7 @@ def same_bits(one, other):
     return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
-@needs_kernel
+@pytest.mark.requires("kernel")
 @pytest.mark.parametrize("seed", range(24))
 def test_random_sums_have_the_bits_of_torch(seed):
     rng = random.Random(seed)
@@ -142,7 +141,7 @@ def test_random_sums_have_the_bits_of_torch(seed):
         assert all(same), (seed, kind, values[0].dtype, len(expected), same)
 
 
-@needs_kernel
+@pytest.mark.requires("kernel")
 @pytest.mark.parametrize("looks", [False, True])
 @pytest.mark.parametrize("bad", [float("inf"), float("nan"), 3e38])
 def test_a_sum_that_is_not_finite_is_counted_if_asked(bad, looks):
@@ -160,7 +159,7 @@ def test_a_sum_that_is_not_finite_is_counted_if_asked(bad, looks):
     assert node.cells[4::8].tolist() == [0, int(looks)]
 
 
-@needs_kernel
+@pytest.mark.requires("kernel")
 def test_different_calls_are_found_on_all_ranks_before_values_change():
     values = [torch.arange(50.0) for _ in range(3)]
 
@@ -178,7 +177,7 @@ def test_the_kernel_sums_all_numbers_and_nothing_else():
     assert all(how.kernel_number < 0 for how in others)
 
 
-@needs_kernel
+@pytest.mark.requires("kernel")
 def test_a_kernel_of_another_source_is_refused(tmp_path):
     folder = Path(kernel_module.__file__).parent
     for name in ("libkernel.so", "kernel.c"):

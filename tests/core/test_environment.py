@@ -15,6 +15,7 @@ TABLES = {"core/config.py", "core/horovod_variables.py", "cluster/env.py"}
 WITHOUT_TABLES = {
     "horovod/shim/sitecustomize.py": "starts before hpctrain can be imported",
     "guide/html/pages.py": "is no part of the wheel",
+    "comm/node/kernel_build.py": "builds the package, and needs nothing of it",
 }
 
 OF_SCRIPTS = "launch/slurm/lint/"

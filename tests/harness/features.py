@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.cluster.libraries import family
+from hpctrain.comm.node import kernel
 from hpctrain.core.errors import LaunchError
 from hpctrain.launch.installed_horovod import needed_mpi
 from hpctrain.launch.mpirun import find_mpirun
@@ -107,6 +108,10 @@ def _program(*names: str) -> Callable[[], str]:
     return lambda: "" if any(map(shutil.which, names)) else f"no {' or '.join(names)} on PATH"
 
 
+def _kernel() -> str:
+    return "" if kernel.library() else "the package was installed without a C compiler"
+
+
 def _compiler() -> str:
     return "" if shutil.which("cc") else "no C compiler: cc"
 
@@ -150,6 +155,7 @@ FEATURES: dict[str, Callable[[], str]] = {
     "horovod": _horovod,
     "horovod-module": _module("horovod"),
     "isal": _module("isal"),
+    "kernel": _kernel,
     "lmod": lambda: "" if LMOD.exists() else "no Lmod: apt-get install lmod",
     "mcpu": _mcpu,
     "memory-cgroup": _memory_cgroup,

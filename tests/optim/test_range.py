@@ -126,6 +126,17 @@ def test_lamb_stays_finite_and_steps_in_proportion_to_the_weights(size, weights,
     assert all(value.isfinite().all() for value in states["state"][0].values())
 
 
+@BY_SIZE
+def test_lamb_without_adaptation_moves_each_weight_by_the_learning_rate(size):
+    parameter = torch.nn.Parameter(torch.zeros(30, 20))
+    optimizer = LAMB([parameter], lr=0.1, eps=0.0, adapt=False)
+    for step in range(3):
+        parameter.grad = torch.full((30, 20), size)
+        optimizer.step()
+        if size > 1e-19:  # squares of smaller gradients are subnormal or zero
+            assert torch.allclose(parameter, torch.tensor(-0.1 * (step + 1)), rtol=0.01)
+
+
 @pytest.mark.ranks(2, 3)
 def test_noise_of_gradients_of_any_size_is_measured():
     hpctrain.init()

@@ -307,8 +307,8 @@ def dependency(text: str) -> str:
     if re.fullmatch(r"[a-z]+(:[\w+]+)*([,?][a-z]+(:[\w+]+)*)*", text):
         return text
     raise LaunchError(
-        f"a job starts after a job number such as 12, several such as 12,13, or a condition "
-        f"of Slurm such as afterany:12, got {text!r}"
+        f"--after must be a job number such as 12, several such as 12,13, or a condition of "
+        f"Slurm such as afterany:12, got {text!r}"
     )
 
 
