@@ -212,7 +212,7 @@ def test_a_rank_with_other_floating_point_numbers_is_reported(world, caplog):
     for seed, is_told in ((0, False), (world.rank, world.rank == 0)):
         samples = torch.rand(2, 20, generator=torch.Generator().manual_seed(seed))
         hpctrain.shard_data(TensorDataset(samples.T[::2]))
-        assert caplog.text.count("TensorDataset.tensors.0 has the checksums") == is_told
+        assert caplog.text.count("TensorDataset.tensors.0 with the checksums") == is_told
 
 
 @pytest.mark.ranks(2, 3, 4)
@@ -296,7 +296,7 @@ OTHERS = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_samples_or_another_order_on_a_rank_are_an_error_on_every_rank(world, name):
     hpctrain.shard_data(OTHERS[name](5))
-    with pytest.raises(MismatchError, match=rf"but {name} has the checksums rank.*same seed"):
+    with pytest.raises(MismatchError, match=rf"got {name} with the checksums rank.*same seed"):
         hpctrain.shard_data(OTHERS[name](int(world.rank == 1)))
     data = Labelled(0)
     data.noise += world.rank  # numbers that may round differently are not compared
