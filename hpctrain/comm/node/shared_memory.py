@@ -183,7 +183,7 @@ class SharedMemory:
 
         Returns False if the kernel cannot.
         """
-        if self._kernel is None or combination.kernel_number < 0:
+        if self._kernel is None or combination.kernel_number < 0 or not values.is_cpu:
             return False
         what = combination.kernel_number, values.data_ptr(), values.numel(), scale
         code = self._kernel.sum_values(call.number, self.turn, *what, in_slices=in_slices)
