@@ -122,14 +122,14 @@ def test_drawn_ranks_train_on_their_own_parts_also_after_a_resume(here, configur
 @pytest.mark.ranks(2)
 def test_invalid_federated_options_are_rejected(here, configure):
     for overrides, message in (
-        (["sync.fraction=0.5"], "not for sync.method = synchronous"),
+        (["sync.fraction=0.5"], "with sync.method = synchronous, got"),
         (["sync.method=ssp", "sync.fraction=0.5"], "got {'sync.fraction': 0.5, 'sync.proximal'"),
-        (["sync.method=local_sgd", "sync.args={seed = 5}"], "which is that of the run: .* got 5"),
-        (["sync.method=staged_sgd", "sync.proximal=1"], "not for sync.method = staged_sgd"),
+        (["sync.method=local_sgd", "sync.args={seed = 5}"], "because the seed of the run is used, got 5"),
+        (["sync.method=staged_sgd", "sync.proximal=1"], "with sync.method = staged_sgd, got"),
         (["sync.method=local_sgd", "sync.fraction=1.5"], "at most 1, got 1.5"),
         (
             ["sync.method=local_sgd", "sync.args={fraction = 0.5}"],
-            "fraction, proximal: write them in",
+            "fraction, proximal, got .*; write them in",
         ),
     ):
         with pytest.raises(ConfigError, match=message):
