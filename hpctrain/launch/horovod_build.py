@@ -40,7 +40,7 @@ PATCHED = ("CMakeLists.txt", "horovod/torch/CMakeLists.txt")
 """Files that name a C++ standard for what includes torch's headers."""
 
 PACKAGES = ("setuptools>=70.1", "packaging", "cffi>=1.4", "cloudpickle", "psutil", "pyyaml")
-"""What setup.py of Horovod loads or asks for."""
+"""Packages that Horovod's setup.py imports or requires."""
 
 JOB_BYTES = 7 * GIB // 4  # what one compiler takes at most; measured with g++ 12: 1.5 GiB
 

@@ -16,7 +16,7 @@ _LIBMPI = re.compile(rb"\0(libmpi(?:ch|_\w+)?(?:_\d+)?\.so\.\d+)\0")
 def needed_mpi(find: Find = metadata.distribution) -> str | None:
     """Return the MPI library that the installed Horovod loads, such as ``libmpi.so.40``.
 
-    Empty where it has no engine for torch and MPI; None where there is no Horovod.
+    Empty if Horovod has no engine for torch and MPI; None if Horovod is not installed.
     """
     try:
         files = find("horovod").files or ()

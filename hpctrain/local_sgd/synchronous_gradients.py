@@ -128,7 +128,7 @@ class SynchronousGradients:
         return seconds, num_bytes
 
     def confirm(self) -> None:
-        """Raise ``MismatchError`` on all ranks if ranks averaged different gradients. Collective.
+        """Raise ``MismatchError`` on all ranks unless all have taken the same steps. Collective.
 
         A rank that averages again, since its gradients were changed after ``backward()``, would
         otherwise wait for ranks of its node that wait for it in another collective.
