@@ -1,1 +1,1 @@
-"""Training in which ranks do not wait for each other in every step: parameter servers."""
+"""Asynchronous training: parameter servers, Hogwild and sharded embeddings."""

@@ -1,4 +1,4 @@
-"""The base of methods whose workers exchange gradients and values with parameter servers."""
+"""Base class of methods whose workers exchange gradients and values with parameter servers."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,15 +34,15 @@ from hpctrain.runtime.process_sets import global_process_set
 
 
 class _Phase(Enum):
-    """The relation between the values of this rank and of the servers."""
+    """State of the values of this rank, relative to the values of the servers."""
 
-    SETTLED = auto()  # all ranks have values with all updates
-    STEPPING = auto()  # steps were taken since
+    SETTLED = auto()  # all ranks have the values after all updates
+    STEPPING = auto()  # this rank has taken steps since the last ``settle``
     ENDED = auto()  # the block has ended, with values and state in model and optimizer
 
 
 class AsyncMethod(CommonBlock):
-    """Hooks a plain optimizer: a step sends the gradient to servers and receives their values.
+    """Makes each step of an optimizer send gradients to servers and receive new values.
 
     The training loop does not change, except for ``with``. Workers may take different numbers of
     steps: at the end of the block a rank waits for the other ranks and delays none of them, and
@@ -155,7 +155,7 @@ class AsyncMethod(CommonBlock):
         return dict(sorted(total.items()))
 
     def set_num_samples(self, num_samples: float, nominal: float = 1.0) -> None:
-        """Set how many samples the next step's loss is the mean of. Local.
+        """Set the number of samples over which the next step's loss is a mean. Local.
 
         Gradients of one clock are weighted by ``num_samples / nominal``, until other numbers are
         set; a gradient of 0 samples does not count, even if it is not finite. All workers set
@@ -268,14 +268,14 @@ class AsyncMethod(CommonBlock):
         return self.optimizer
 
     def _exchange(self, weight: float, gradients: Sequence[Tensor | None]) -> None:
-        """Exchange gradients and values that are due in a step, and count the step."""
+        """Exchange the gradients and values that are due in this step, and count the step."""
         raise NotImplementedError
 
     def _before_settle(self) -> None:
         """Send gradients that were not sent yet."""
 
     def _show_state(self) -> None:
-        """Copy the state of another optimizer of the servers into the optimizer."""
+        """Copy the state of the servers' optimizer, if it is another one, into this optimizer."""
 
     def _take_state(self) -> None:
         """Move the state that ``_show_state`` has copied back, before servers load it."""
@@ -329,7 +329,7 @@ class AsyncMethod(CommonBlock):
         *,
         takes: bool = True,
     ) -> list[ServerReply]:
-        """Ask all servers, again if ranks were lost and the others continue."""
+        """Send a request to all servers; repeat it if ranks were lost and the others continue."""
         while True:
             try:
                 replies = self._client.ask(request, gradients, takes=takes)
@@ -421,7 +421,7 @@ class AsyncMethod(CommonBlock):
             self._states.keep(self._name, self._left)
 
     def _left(self, _: tuple[int, ...], /, *, has_weights: bool = True) -> dict[str, str]:
-        """Return what must be equal between ranks that did not settle. Local."""
+        """Return the facts that must be equal on all ranks that did not settle. Local."""
         if self._phase is not _Phase.STEPPING or not self.is_compared:
             return {}
         how = f"{type(self).__name__}, whose block has not ended, by `with` or settle(), on all"

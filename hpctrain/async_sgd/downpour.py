@@ -20,7 +20,7 @@ _LOST = -1  # key of the updates of all lost workers
 
 
 class AsyncSGD(AsyncMethod):
-    """Applies each worker's gradient when it arrives; the worker continues with current values.
+    """Sends gradients to servers, which apply each gradient on arrival and return current values.
 
     Servers take the optimizer's step by each single gradient. The staleness of a gradient is the
     number of updates by other workers between the reading of its values and its application, as
@@ -45,7 +45,7 @@ class AsyncSGD(AsyncMethod):
         servers: Servers = None,
         curvature: float | None = None,
     ) -> None:
-        """Broadcast the model of rank 0, start the servers, hook the optimizer. Collective.
+        """Broadcast the model of rank 0, start the servers, and add hooks. Collective.
 
         Args:
             model: with equal parameters and buffers on every rank.
@@ -75,7 +75,7 @@ class AsyncSGD(AsyncMethod):
 
 
 class Downpour(AsyncMethod):
-    """Trains a replica on each rank, and exchanges gradients and values with servers periodically.
+    """Trains a replica on each rank; periodically sends gradients to servers and reads values.
 
     In each step the optimizer steps this rank's replica, and the gradient is accumulated. Every
     ``n_push`` steps the sum is sent to the servers, which take a step of Adagrad by it when it
@@ -107,7 +107,7 @@ class Downpour(AsyncMethod):
         servers: Servers = None,
         curvature: float | None = None,
     ) -> None:
-        """Broadcast the model of rank 0, start the servers, hook the optimizer. Collective.
+        """Broadcast the model of rank 0, start the servers, and add hooks. Collective.
 
         Args:
             model: with equal parameters and buffers on every rank.
@@ -150,7 +150,7 @@ class Downpour(AsyncMethod):
         return torch.optim.Adagrad(parameters, lr=self._rate)
 
     def _join(self, *_: object) -> None:
-        """Wait once, until the first worker has warmed up."""
+        """Wait until the first worker has finished its warm-up; a no-op afterwards."""
         if self._joins:
             self._require_untouched()
             self._ask_once()
@@ -230,7 +230,7 @@ class Downpour(AsyncMethod):
 
 
 class ImmediateServer(ParameterServer):
-    """Applies each gradient when it arrives."""
+    """Parameter server that applies each gradient on arrival."""
 
     def __init__(self, *args: Any, scales_rate: bool = False, **options: Any) -> None:
         """Pass arguments to ``ParameterServer``; ``scales_rate`` divides rates by staleness."""

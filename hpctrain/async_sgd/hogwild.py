@@ -17,7 +17,7 @@ from hpctrain.runtime import world
 
 
 class LostUpdates(NamedTuple):
-    """Updates that concurrent steps have overwritten, estimated from sums."""
+    """Estimate of the updates that concurrent steps have overwritten, from sums of steps."""
 
     components: int
     """Elements of parameters that have lost at least one update."""
@@ -115,7 +115,7 @@ class Hogwild(CommonBlock):
         return {p: version_of(p) for p in self._names}
 
     def _require_countable(self) -> None:
-        """Raise on all ranks unless steps alone have moved the parameters, to numbers."""
+        """Raise on all ranks if a parameter was changed outside of steps, or is not finite."""
         now = self._versions_now()
         written = [name for p, name in self._names.items() if now[p] != self._versions[p]]
         wrong = [name for p, name in self._names.items() if not p.detach().isfinite().all()]

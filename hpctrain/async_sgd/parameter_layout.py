@@ -19,7 +19,7 @@ VALUES = -1
 
 
 class ParameterRange(NamedTuple):
-    """The elements of one parameter that a server has."""
+    """Elements of one parameter that one server stores."""
 
     number: int  # of the parameter
     group: int  # of the optimizer
@@ -29,11 +29,11 @@ class ParameterRange(NamedTuple):
 
 
 class DtypeBlock(NamedTuple):
-    """All parameters of one dtype, concatenated.
+    """Concatenation of all parameters of one dtype.
 
-    Each begins at a multiple of 64 elements, the only places where a block is cut, and is stored
-    in its memory order: kernels process 64 elements at once, so that the steps of its parts round
-    as the step of the whole parameter.
+    Each parameter begins at a multiple of 64 elements, in its memory order. Blocks are cut only
+    at these multiples: kernels process 64 elements at a time, so steps on parts round as a step
+    on the whole parameter.
     """
 
     numbers: list[int]  # of its parameters
@@ -41,10 +41,10 @@ class DtypeBlock(NamedTuple):
 
 
 class ParameterLayout:
-    """The trained parameters of an optimizer, in blocks that are cut evenly over servers.
+    """Layout of the trained parameters of an optimizer in blocks, divided evenly among servers.
 
     Args:
-        optimizer: its parameters that are trained now are laid out.
+        optimizer: the layout contains its currently trained parameters.
         names: names of parameters, by ``id``.
         num_servers: parts of each block.
     """
@@ -97,7 +97,7 @@ class ParameterLayout:
         return [torch.zeros_like(part, device="cpu") for part in parts]
 
     def ranges(self, server: int) -> Iterator[ParameterRange]:
-        """Yield the elements that a server has, by parameter."""
+        """Yield the range of each parameter that a server stores."""
         for number, block in enumerate(self.blocks):
             own = slice_bounds(len(block.packed.flat), self._num_servers, server)
             for member, begin in zip(block.numbers, block.packed.offsets, strict=True):
@@ -144,7 +144,7 @@ class ParameterLayout:
 
 
 class WriteWatch:
-    """Finds parameters that were written since the last ``note``."""
+    """Detects writes to parameters since the last call of ``note``."""
 
     def __init__(self, layout: ParameterLayout) -> None:
         self._layout = layout
@@ -164,7 +164,7 @@ class WriteWatch:
 
 
 class Slots:
-    """Whole blocks in the node memory of each rank: gradients in flight, and requested values.
+    """Buffers in node memory for the gradients in flight and the requested values of each rank.
 
     Ranks of one node read and write the slots of each other in place.
 

@@ -1,4 +1,4 @@
-"""The shard of a parameter server: its elements of all parameters, and their optimizer state."""
+"""Shard of a parameter server: a part of all parameters, with the optimizer state."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -20,12 +20,12 @@ from hpctrain.gradients.sample_count import exponent_of
 
 
 class ParameterShard:
-    """Holds and steps the elements of parameters that one server has.
+    """Stores one server's part of the parameters, and takes optimizer steps on that part.
 
     Args:
         layout: layout of all parameters.
         number: number of the server.
-        optimizer: whose class takes the steps, on ranges of parameters.
+        optimizer: its class takes the steps, on ranges of parameters.
     """
 
     def __init__(self, layout: ParameterLayout, number: int, optimizer: Optimizer) -> None:

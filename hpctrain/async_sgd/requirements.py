@@ -19,7 +19,7 @@ Servers = int | Sequence[int] | None
 
 
 class Roles(NamedTuple):
-    """The ranks that serve and that work, the same on every rank, and this rank."""
+    """Lists of the server ranks and the worker ranks, identical on all ranks, and this rank."""
 
     rank: int
     size: int
@@ -51,7 +51,7 @@ class Roles(NamedTuple):
 
 
 def require_hookable(name: str, model: object, optimizer: object) -> None:
-    """Raise ``ConfigError`` unless these are a module and a plain optimizer without a method."""
+    """Raise ``ConfigError`` unless ``model`` is a module and ``optimizer`` is free of methods."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}; pass one")
     if not isinstance(optimizer, Optimizer):
@@ -103,5 +103,5 @@ def first_not_finite(names: Iterable[str], gradients: Iterable[Tensor | None]) -
 
 
 def bound_of(most_ahead: int | None) -> float:
-    """Return the steps that a worker may be ahead, inf for None; raises ``ConfigError``."""
+    """Return the largest lead of a worker in steps; inf for None. Raises ``ConfigError``."""
     return math.inf if most_ahead is None else checked("most_ahead", most_ahead, Count)

@@ -26,7 +26,7 @@ from hpctrain.core.units import by_rank
 
 
 class ParameterServer(ABC):
-    """Carries out requests in the order of their arrival, on its shard of the parameters.
+    """Thread that executes requests in order of arrival, on one shard of the parameters.
 
     It runs on a thread of its rank, concurrently with the training; in a world of one, while the
     rank waits.
@@ -166,7 +166,7 @@ class ParameterServer(ABC):
         self._messages.replies.send(source, reply, () if is_near else out)
 
     def _note_settled(self, source: int, where: str) -> None:
-        """Let no rank wait for ``source``; ``MismatchError`` if another has settled elsewhere."""
+        """Exclude ``source`` from waits; ``MismatchError`` if ranks settle at different places."""
         self._clocks.pop(source, None)
         self._settled.setdefault(source, where)  # a rank that has closed remains settled there
         if len({*self._settled.values()}) > 1:
@@ -205,7 +205,7 @@ class ParameterServer(ABC):
 
     @abstractmethod
     def _renumber(self, numbers: Mapping[int, int]) -> None:
-        """Keep what surviving workers have sent, by their new numbers."""
+        """Keep the requests of surviving workers, under their new ranks."""
 
 
 def renumbered(values: Mapping[int, Any], numbers: Mapping[int, int]) -> dict[int, Any]:

@@ -23,13 +23,13 @@ from hpctrain.runtime.rebuild import RebuildStage
 
 
 class _Farewell(weakref.finalize):  # type: ignore[type-arg]
-    """Sends the last request of a rank."""
+    """Finalizer that sends the last request of a rank."""
 
     __slots__ = ()
 
 
 class ServerClient:
-    """Sends requests of this rank to all servers, and takes values from their replies.
+    """Sends the requests of this rank to all servers, and receives values in the replies.
 
     The last request of a rank, ``Leave``, is sent when ``leave`` is called or the owner of
     ``on_close`` is garbage. A world of one rank sends no ``Leave``.

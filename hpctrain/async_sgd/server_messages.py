@@ -13,7 +13,7 @@ Settings = list[dict[str, Any]]
 
 
 class Push(NamedTuple):
-    """A request of a worker: apply its gradient."""
+    """Request to apply the gradient of a worker."""
 
     clock: int  # of the worker before this step
     slot: int  # of its gradient in its node memory
@@ -28,7 +28,7 @@ class Push(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The settings as a text that ranks can compare."""
+        """The optimizer settings as a string, which servers compare between workers."""
         plain = [
             {k: v.tolist() if isinstance(v, Tensor) else v for k, v in one.items()}
             for one in self.settings
@@ -37,19 +37,19 @@ class Push(NamedTuple):
 
 
 class Read(NamedTuple):
-    """A request of a worker: send values."""
+    """Request to send the current values to a worker."""
 
     clock: int
 
 
 class Settle(NamedTuple):
-    """A rank takes no more steps until all ranks have sent this request."""
+    """Request of a rank that takes no more steps until all ranks have sent it."""
 
     where: str  # for messages
 
 
 class Leave(NamedTuple):
-    """The last request of a rank, without a reply."""
+    """Last request of a rank; servers send no reply."""
 
     where: str  # for messages, if the rank left after it had settled; empty after an error
 
@@ -58,7 +58,7 @@ Request = Push | Read | Settle | Leave
 
 
 class ServerReply(NamedTuple):
-    """The reply of a server to a request."""
+    """Reply of a server to a request."""
 
     clock: int = 0  # of the worker
     staleness: int = 0  # of values in clocks; of a gradient in updates of other workers
@@ -67,7 +67,7 @@ class ServerReply(NamedTuple):
 
 
 class LoopbackChannel(list[Message]):
-    """Messages of one kind in a world of one rank."""
+    """Queue of requests or replies in a world of one rank."""
 
     def send(self, to: int, content: object, tensors: Sequence[Tensor] = ()) -> None:
         """Append a message."""
@@ -81,7 +81,7 @@ class LoopbackChannel(list[Message]):
 
 
 class LoopbackMessages:
-    """Replaces ``DirectMessages`` in a world of one: the server runs while the rank waits."""
+    """Replaces ``DirectMessages`` in a world of one rank: the server runs inside ``wait``."""
 
     def __init__(self) -> None:
         self.requests, self.replies = LoopbackChannel(), LoopbackChannel()

@@ -1,4 +1,4 @@
-"""``ShardedEmbedding``: a table of rows that is divided over all ranks, with its optimizer."""
+"""``ShardedEmbedding``: an embedding table that is divided among all ranks, with its optimizer."""
 
 import math
 import secrets
@@ -51,11 +51,11 @@ _MANY_LOOKUPS = 100  # whose gradients are kept without a step before a warning
 
 
 class ShardedEmbedding(nn.Module):
-    """A table of rows by number, as ``torch.nn.Embedding``; every rank owns a range of rows.
+    """Embedding table as ``torch.nn.Embedding``, whose rows are divided among all ranks.
 
     A lookup copies rows from their owners; backward keeps gradients of these rows; ``step()`` sums
-    them over the batch and averages them over the ranks, in a fixed order, and the owners step the
-    rows. N ranks take the step of one process with their joined batch.
+    the gradients over the batch and averages them over the ranks, in a fixed order, and the owners
+    update the rows. The step of N ranks equals the step of one process on the joined batch.
 
     The table is no parameter of the model: other optimizers, ``DistributedOptimizer`` and
     ``broadcast_parameters`` ignore it, and no rank has all of it. ``zero_grad`` and
@@ -231,7 +231,7 @@ class ShardedEmbedding(nn.Module):
         return found.to(ids.device)
 
     def _pull(self, rows: Places, bags: Bags | None) -> Tensor:
-        """Return rows, or sums or means of bags. Collective."""
+        """Return the rows of ids, or the sums or means of bags of rows. Collective."""
         read = partial(self._exchange.read, rows, int(not self.training))
         values, index = self._exchange.run(read)
         if bags is None:
@@ -270,7 +270,7 @@ class ShardedEmbedding(nn.Module):
     # -- the step -----------------------------------------------------------------------------
 
     def set_num_samples(self, num_samples: float, nominal: float = 1.0) -> None:
-        """Set how many samples this rank's loss is the mean of, from the next step on.
+        """Set the number of samples over which this rank's loss is a mean, from the next step on.
 
         As ``DistributedOptimizer.set_num_samples``: every rank calls it, or none does.
 
@@ -428,7 +428,7 @@ class ShardedEmbedding(nn.Module):
 
 
 class _Lookup(torch.autograd.Function):
-    """Returns rows, and keeps their gradients in backward."""
+    """Autograd function of a lookup: backward passes the gradient of the rows to ``keep``."""
 
     @staticmethod
     def forward(
@@ -438,7 +438,7 @@ class _Lookup(torch.autograd.Function):
         keep: Callable[[Tensor], None],
         shape: tuple[int, ...],
     ) -> Tensor:
-        """Return the result of ``pull`` in a shape."""
+        """Call ``pull`` and return its result in the given shape."""
         del handle
         ctx.keep = keep
         found = pull().view(shape)
@@ -456,16 +456,16 @@ class _Lookup(torch.autograd.Function):
 
 
 class _Hidden(dict[str, nn.Parameter | None]):
-    """Parameters that only ``zero_grad`` and ``requires_grad_`` of modules find.
+    """Parameter dictionary that is visible only to ``zero_grad`` and ``requires_grad_``.
 
-    Modules list parameters by one method for these and for optimizers, so the caller decides.
+    Optimizers list parameters by the same method of modules, so ``items`` inspects its caller.
     """
 
     _SEEN_BY = (nn.Module.zero_grad.__code__, nn.Module.requires_grad_.__code__)
     _MOST_CALLS = 10  # between these and here
 
     def items(self) -> Any:
-        """Return all parameters to these two methods, none to others."""
+        """Return all parameters if one of the two methods calls, else none."""
         frames = islice(walk_stack(currentframe()), self._MOST_CALLS)
         is_seen = any(frame.f_code in self._SEEN_BY for frame, _ in frames)
         return super().items() if is_seen else {}.items()

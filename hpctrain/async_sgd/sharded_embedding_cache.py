@@ -13,18 +13,18 @@ _NEVER = -(1 << 62)
 
 
 class CacheReport(NamedTuple):
-    """The savings of a cache so far."""
+    """Counters of lookups, hits and saved bytes of a cache."""
 
     lookups: int
     """Rows of other nodes that were read, once for each node and lookup."""
     hits: int
     """Reads of rows that had a copy."""
     bytes_saved: int
-    """Bytes of ids and rows that were not sent."""
+    """Bytes of ids and rows that hits did not send."""
 
     @property
     def hit_rate(self) -> float:
-        """Hits for each lookup; 0 before the first."""
+        """Fraction of lookups that were hits; 0 before the first lookup."""
         return self.hits / max(self.lookups, 1)
 
 
@@ -49,7 +49,7 @@ class RowCache:
         self.report, self._versions = CacheReport(0, 0, 0), list[float]()
 
     def find(self, rows: Numbers, versions: list[float], *, exact: bool) -> NDArray[np.bool_]:
-        """Return which of some distinct rows have a valid copy.
+        """Return a mask of the rows that have a valid copy; ``rows`` are distinct.
 
         Copies from before the last change of ``versions`` are not valid, and with ``exact`` copies
         of earlier steps.

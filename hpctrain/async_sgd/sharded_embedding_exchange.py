@@ -42,7 +42,7 @@ _FIRST_ROOM = 4096  # rows of each rank that are exchanged at once, until more a
 
 
 class RowReport(NamedTuple):
-    """The report of a rank before rows are exchanged."""
+    """Numbers that each rank sends to all ranks before an exchange of rows."""
 
     num_rows: int = 0  # rows of this rank that other ranks read or step
     weight: float = 1.0  # of its gradients
@@ -54,7 +54,7 @@ _NOTHING = RowReport()
 
 
 def require_same_step(reports: Sequence[RowReport]) -> None:
-    """Raise ``MismatchError`` unless the reports of all ranks are of one step."""
+    """Raise ``MismatchError`` if learning rates or flags differ between the reports of ranks."""
     if len({each.lr for each in reports}) > 1:
         raise MismatchError(
             f"the lr of a table must be the same on every rank, since owners step their rows by "
@@ -73,7 +73,7 @@ def require_same_step(reports: Sequence[RowReport]) -> None:
 
 
 class RowExchange:
-    """Reads rows from their owners, and sums gradients for their owners. Collective.
+    """Exchanges rows and sums of gradients between ranks and the owners of rows. Collective.
 
     Args:
         comm: all ranks.

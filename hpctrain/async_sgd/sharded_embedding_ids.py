@@ -1,4 +1,4 @@
-"""Arguments and ids of a table: checks, bags, spread over ranks, and first values of rows."""
+"""Checks of the arguments and ids of a table, bags of ids, and initial values of rows."""
 
 import math
 from dataclasses import dataclass
@@ -89,7 +89,7 @@ def _integers(value: object, what: str) -> Tensor:
 
 
 class Bags:
-    """The bag of each id, without padding."""
+    """Assignment of ids to bags, without padding."""
 
     def __init__(self, ids: NDArray[Any], offsets: Tensor | None, keep: NDArray[np.bool_]) -> None:
         if offsets is None:
@@ -133,7 +133,7 @@ class IdSpread:
 
 @dataclass(frozen=True, kw_only=True)
 class FirstRows:
-    """Values of rows before their first step, uniform in ``[-init, init)``.
+    """Initial values of rows, uniform in ``[-init, init)``.
 
     Each row is a function of ``seed`` and its number alone; the row ``zero`` is zero.
     """

@@ -1,4 +1,4 @@
-"""Rows of a table in the memory of a node, their optimizer state, and both in checkpoints."""
+"""Rows and optimizer state of a table in node memory, with save and restore."""
 
 import mmap
 import os
@@ -29,7 +29,7 @@ _KEYS = {"table", "steps", "lr", "tensors"}  # of the state of a table
 
 
 class NodeRows:
-    """The rows that the ranks of this node own, and the optimizer state of this rank's rows.
+    """Storage of the rows that this node owns, and of the optimizer state of this rank's rows.
 
     A row that was never stepped is not stored, and takes no memory: its values follow from
     ``first``.
@@ -87,7 +87,7 @@ class NodeRows:
         return version_of(self._own["rows"]) + version_of(self._stored)
 
     def are_here(self, rows: Places) -> NDArray[np.bool_]:
-        """Return which rows are on this node."""
+        """Return a mask of the rows that this node owns."""
         first = self._owners.first_on_node
         return (rows >= first) & (rows < first + len(self._rows))
 

@@ -8,7 +8,7 @@ from hpctrain.async_sgd.sharded_embedding_rows import Places, keys_of
 
 
 class RowOwners:
-    """The range of rows that each rank owns, and the owners that this rank communicates with.
+    """Assignment of rows to ranks, and the owners that this rank communicates with.
 
     Owners are numbered by nodes, so that a node owns one range of rows.
 
@@ -34,8 +34,8 @@ class RowOwners:
             for owner, (node, local) in enumerate(places)
             if (local if node == self.here else local % len(self.here)) == self.local_rank
         ]
-        """Owners that this rank exchanges rows with for its node: itself, and a fixed share of the
-        owners on each other node."""
+        """Owners with which this rank exchanges rows for its node: this rank, and a fixed share of
+        the owners on each other node."""
 
     @property
     def local_size(self) -> int:

@@ -61,7 +61,7 @@ def put(rows: Tensor, places: Places, values: Tensor) -> None:
 
 
 class Buffers:
-    """Memory for results, which is reused after the last reference to a result is gone.
+    """Pool of result buffers; a buffer is reused after the last reference to its result is gone.
 
     Page faults of new memory cost several times the copy into it.
     """
@@ -87,7 +87,7 @@ class Buffers:
 
 
 class RowSums:
-    """Sums of values by row, computed in chunks; values of a row are added in their order."""
+    """Sums of the values of each row, in chunks; values of a row are added in order."""
 
     def __init__(self, keys: Places, values: Tensor) -> None:
         """Sum ``values`` at the places in ``keys``, which may have any order."""

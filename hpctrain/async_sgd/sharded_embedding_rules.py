@@ -1,4 +1,4 @@
-"""Optimizers of rows: each steps a row alone, in the steps in which it has a gradient."""
+"""Optimizers of embedding rows, which update a row only in steps with a gradient of it."""
 
 import math
 from abc import ABC, abstractmethod
@@ -14,7 +14,7 @@ from hpctrain.core.target import hint
 
 @dataclass
 class Rule(ABC):
-    """An optimizer of rows."""
+    """Base class of row optimizers, which update only rows that have a gradient."""
 
     lr: float
     """The learning rate, which may be set between two steps."""
@@ -23,7 +23,7 @@ class Rule(ABC):
     """Numbers of state of each row, by name; 0 for the width of a row."""
 
     def widths(self, dim: int) -> dict[str, int]:
-        """Return the numbers of state for rows of ``dim`` numbers."""
+        """Return the number of state elements per row, by name, for rows of ``dim`` elements."""
         return {each: width or dim for each, width in self.keeps.items()}
 
     @abstractmethod
@@ -33,7 +33,7 @@ class Rule(ABC):
 
 @dataclass
 class RowSGD(Rule):
-    """Plain gradient descent: as ``torch.optim.SGD`` on rows with a gradient."""
+    """Gradient descent without momentum, as ``torch.optim.SGD``, on rows with a gradient."""
 
     name = "sgd"
 
@@ -45,7 +45,7 @@ class RowSGD(Rule):
 
 @dataclass
 class RowAdagrad(Rule):
-    """Adagrad with one number for each row: the sum of the mean squares of its gradients.
+    """Adagrad with one accumulator per row: the sum of the mean squared gradients.
 
     Source: Duchi, Hazan and Singer 2011; a number per row as Mudigere et al. 2022,
     arXiv:2104.05158.
@@ -56,7 +56,7 @@ class RowAdagrad(Rule):
     keeps: ClassVar[Mapping[str, int]] = {"square": 1}
 
     def step(self, rows: Tensor, grads: Tensor, state: Mapping[str, Tensor], step: int) -> None:
-        """Add to the sum of squares, and divide by its root."""
+        """Add the mean squared gradients to the accumulators, and divide by their roots."""
         del step
         total = state["square"].add_(grads.square().mean(dim=1, keepdim=True))
         rows.addcdiv_(grads, total.sqrt().add_(self.eps), value=-self.lr)
@@ -64,7 +64,7 @@ class RowAdagrad(Rule):
 
 @dataclass
 class RowAdam(Rule):
-    """Adam whose moments change only with a gradient of their row: ``torch.optim.SparseAdam``.
+    """Adam that updates moments only of rows with a gradient, as ``torch.optim.SparseAdam``.
 
     Source: Kingma and Ba 2015, arXiv:1412.6980.
     """

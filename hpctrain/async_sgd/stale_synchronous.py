@@ -49,7 +49,7 @@ class StaleSynchronous(AsyncMethod):
         servers: Servers = None,
         curvature: float | None = None,
     ) -> None:
-        """Broadcast the model of rank 0, start the servers, hook the optimizer. Collective.
+        """Broadcast the model of rank 0, start the servers, and add hooks. Collective.
 
         Args:
             model: with equal parameters and buffers on every rank.
@@ -92,7 +92,7 @@ class StaleSynchronous(AsyncMethod):
 
 
 class ClockedServer(ParameterServer):
-    """Applies the mean gradient of a clock after all workers have sent it.
+    """Parameter server that applies the mean gradient of a clock when all workers have sent it.
 
     A worker that is ahead of the slowest one reads a copy of the values, to which the gradients
     received for the clocks before its own are applied.

@@ -1,4 +1,4 @@
-"""Staleness of gradients and values: its histogram, and the learning rate that it allows."""
+"""Histogram of the staleness of gradients, and the largest stable learning rate."""
 
 import logging
 import math
@@ -32,15 +32,15 @@ def stable_rate(staleness: float, curvature: float = 1.0) -> float:
 
 
 class StalenessHistogram:
-    """Counts the staleness of gradients on one rank, and warns once of a too large rate."""
+    """Counts the staleness of gradients; warns once if the learning rate is too large for it."""
 
     def __init__(self, curvature: float | None) -> None:
-        """Take the curvature of the loss; None, if it is not known, disables the warning."""
+        """Store the curvature of the loss; None (unknown) disables the warning."""
         self.counts: Counter[int] = Counter()
         self._curvature, self._has_warned = curvature, False
 
     def add(self, staleness: int, rates: Iterable[float]) -> None:
-        """Count a staleness, in a step of these learning rates."""
+        """Count the staleness of a step with these learning rates."""
         self.counts[staleness] += 1
         if self._curvature is None or self._has_warned or not staleness:
             return

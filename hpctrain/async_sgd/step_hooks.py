@@ -1,4 +1,4 @@
-"""Hooks around the steps of a plain optimizer, which one method may have at a time."""
+"""Hooks around the steps of an optimizer; only one method at a time may add hooks."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -17,8 +17,9 @@ _MARK = "_async_method"  # attribute of a parameter; in copies of it, it does no
 class StepHooks:
     """Calls functions before and after each step of an optimizer.
 
-    An optimizer and a parameter have at most one such method at a time. With ``hides`` gradients
-    are None during the step, so that the optimizer does nothing, and are restored after it.
+    At most one method at a time may hook an optimizer or one of its parameters. With ``hides``,
+    gradients are None during the step, so that the optimizer does nothing, and are restored
+    afterwards.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class StepHooks:
 
     @property
     def are_on(self) -> bool:
-        """Whether the hooks were not removed."""
+        """Whether the hooks are still installed."""
         return bool(self._handles)
 
     def add(self, handle: object) -> None:

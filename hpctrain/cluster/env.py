@@ -20,7 +20,7 @@ from hpctrain.core import config
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """Variables of one launcher; of several names separated by spaces, the first that is set."""
+    """Names of the variables of a launcher; of names separated by spaces, the first set counts."""
 
     name: str  # name of the launcher in ``Topology.launcher`` and in messages
     rank: str  # rank in the world; empty if only the size is known
@@ -108,7 +108,7 @@ SCHEDULERS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launched:
-    """Facts about this process from variables of its launcher; MPI has priority over them."""
+    """Rank and size of this process by its launcher's variables; values of MPI take precedence."""
 
     name: str  # name of the launcher, from the table
     rank: int  # rank in the world

@@ -37,7 +37,7 @@ class MachineLoad:
         return replace(self, other_cores=max(self.other_cores - used, 0.0))
 
     def describe(self) -> str:
-        """Return the facts in one line."""
+        """Return the load in one human-readable line."""
         clock = f", {self.mhz:.0f} MHz" if self.mhz else ""
         return (
             f"other processes use {self.other_cores:.1f} of {self.cores} cores, load "
@@ -46,10 +46,10 @@ class MachineLoad:
 
 
 class LoadMeter:
-    """Measures the load from its construction on."""
+    """Measures the load of this machine, beginning with the construction."""
 
     def __init__(self, proc: Path = PROC, cpu: Path = CPU) -> None:
-        """Start; ``proc`` and ``cpu`` are the folders of the system."""
+        """Start the measurement; ``proc`` and ``cpu`` are system folders."""
         self._proc, self._cpu = proc, cpu
         self._since = time.monotonic(), _busy_s(proc), _own_s()
 

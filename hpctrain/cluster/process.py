@@ -1,4 +1,4 @@
-"""This process: which one it is, with an identity that other processes understand."""
+"""Identity, name and state of processes."""
 
 import builtins
 import multiprocessing
@@ -17,7 +17,7 @@ JOINING, LEAVING = IN_MPI = "in MPI_Init", "in MPI_Finalize"
 
 
 class ProcessIdentity(NamedTuple):
-    """A process id, and where it is one."""
+    """Process id with the namespace in which the id is valid."""
 
     pid: int
     namespace: tuple[str, int]
@@ -95,6 +95,6 @@ def stat(pid: int) -> Stat | None:
 
 
 def birth(pid: int) -> int | None:
-    """Return when a process started, in clock ticks since boot; None if it is no longer alive."""
+    """Return the start time of a process in clock ticks since boot; None if it has ended."""
     found = stat(pid)
     return None if found is None or found.state in ("Z", "X") else found.birth

@@ -88,7 +88,7 @@ def _count(file: Path) -> int:
 
 
 def _words(folder: Path) -> list[str]:
-    """Return limit and period in microseconds; fewer than two words if there is no limit."""
+    """Return CPU limit and period in microseconds, as text; fewer than two words if unlimited."""
     try:
         if (folder / "cpu.max").exists():
             return (folder / "cpu.max").read_text().split()
@@ -120,7 +120,7 @@ ENTRY_FACTOR = 512  # a page of 4 KiB takes 8 bytes in the page table of every p
 
 
 class Room(NamedTuple):
-    """Memory from which several processes of a machine allocate."""
+    """Memory limit of a machine or control group, with the available bytes."""
 
     key: tuple[int, int]  # the same in every process that allocates from it, in any namespace
     name: str

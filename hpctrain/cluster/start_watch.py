@@ -1,4 +1,4 @@
-"""End all ranks if one of them dies before MPI has started on all ranks.
+"""Watch that ends all ranks if a rank dies before MPI has started on all ranks.
 
 Under ``hpctrain launch --recover`` the launcher does not end the other ranks when a rank dies, and
 ``MPI_Init`` waits without a limit, in a call that blocks all threads of the process. So each rank

@@ -27,7 +27,7 @@ class RankFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Topology:
-    """Nodes and hosts of all ranks, and the place of this rank among them.
+    """Nodes and hosts of all ranks, and the position of this rank.
 
     All fields are equal on all ranks except those documented as of this rank.
     """
@@ -192,7 +192,7 @@ class Topology:
         return self.core_peers if len(self.core_peers) > self.num_peer_cores else ()
 
     def describe(self) -> list[tuple[str, str]]:
-        """Return the rows (name, text) of a table about the machine, as this rank sees it."""
+        """Return table rows (name, text) about the machine, from the view of this rank."""
         sizes = sorted(set(map(len, self.nodes)))
         per_node = "-".join(map(str, dict.fromkeys((sizes[0], sizes[-1]))))
         plural = "" if self.num_nodes == 1 else "s"

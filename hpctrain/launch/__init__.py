@@ -1,1 +1,1 @@
-"""Starting ranks: the only place that knows the options of mpirun, without torch and MPI."""
+"""Launch of ranks with mpirun or Slurm; imports neither torch nor MPI."""

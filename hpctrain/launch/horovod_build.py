@@ -1,4 +1,4 @@
-"""Recipe for Horovod: its published sources, built for the torch and MPI of this environment."""
+"""Build of Horovod from its published sources, for the torch and MPI of this environment."""
 
 import importlib.util
 import json
@@ -40,7 +40,7 @@ PATCHED = ("CMakeLists.txt", "horovod/torch/CMakeLists.txt")
 """Files that name a C++ standard for what includes torch's headers."""
 
 PACKAGES = ("setuptools>=70.1", "packaging", "cffi>=1.4", "cloudpickle", "psutil", "pyyaml")
-"""What setup.py of Horovod loads or asks for."""
+"""Packages that Horovod's setup.py imports or requires."""
 
 JOB_BYTES = 7 * GIB // 4  # what one compiler takes at most; measured with g++ 12: 1.5 GiB
 
@@ -80,11 +80,11 @@ def build(
     wheel_dir: Path | None = None,
     force: bool = False,
 ) -> Path:
-    """Build a wheel for the installed torch and MPI, or take one built before, and install it.
+    """Install a wheel for the installed torch and MPI; build the wheel unless it exists already.
 
-    Not collective: one process does it. ``jobs`` compilers work at a time, by default as many as
-    cores and memory allow. ``wheel_dir`` keeps wheels in a folder for each set of versions, by
-    default the user's cache.
+    Not collective: a single process builds. ``jobs`` limits the number of concurrent compilers,
+    by default to the number that cores and memory allow. Wheels are stored in ``wheel_dir``, by
+    default the user's cache, in one folder for each set of versions.
     """
     found = launched()
     if found is not None and found.size > 1:
@@ -117,7 +117,7 @@ def build(
 
 
 def check(mpi: Mpi) -> None:
-    """See whether all is there that pip cannot bring."""
+    """Check for compilers, headers and pip. Raises ``LaunchError`` with a list of missing ones."""
     header = Path(sysconfig.get_path("include")) / "Python.h"
     table = (
         (
@@ -149,7 +149,7 @@ def check(mpi: Mpi) -> None:
 
 
 def mpicxx_of(mpi: Mpi) -> Path | None:
-    """Find the compiler of an MPI library: in the tree of the library, else in PATH."""
+    """Return the ``mpicxx`` of an MPI library, from its installation or else from PATH."""
     above = mpi.library.resolve().parents[:-1]
     # Debian's names of the programs in /usr/bin: the plain names are links.
     folders = [*(folder / "bin" for folder in above), *map(Path, os.get_exec_path())]
@@ -159,7 +159,7 @@ def mpicxx_of(mpi: Mpi) -> Path | None:
 
 
 def key_of(mpi: Mpi, torch: str) -> str:
-    """Name the folder of a wheel: another one as soon as any version differs."""
+    """Return the folder name of a wheel, with all versions that the wheel depends on."""
     library = mpi.library.resolve()
     is_own = library.is_relative_to(Path(sys.prefix).resolve())
     # Distinguishes MPI libraries of a site, and libraries without a version.
@@ -171,7 +171,7 @@ def key_of(mpi: Mpi, torch: str) -> str:
 
 
 def patch(sources: Path) -> list[str]:
-    """Make Horovod compile with another C++ standard; return the changes, one line each."""
+    """Change the C++ standard in Horovod's CMake files; return one line per change."""
     texts: dict[Path, str] = {}
     changes = []
     for name in PATCHED:
@@ -226,7 +226,7 @@ def _torch() -> str:
 
 
 def _compiler(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Find a C++ compiler, ``CXX`` before all others, and let it try the standard."""
+    """Return a C++ compiler that supports ``STANDARD``, from ``CXX`` if set; None if not found."""
     names = environ.get("CXX", "").split()[:1] or ["c++", "g++", "clang++"]
     found = next(filter(None, map(shutil.which, names)), None)
     program = "#include <concepts>\nint main() { return 0; }\n"
@@ -238,7 +238,7 @@ def _compiler(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def _make(mpi: Mpi, folder: Path, say: Say, jobs: int | None) -> Path:
-    """Fetch, change and compile the sources; return the wheel in its folder."""
+    """Download, patch and compile the sources; return the path of the wheel in ``folder``."""
     online = "use a machine that reaches a package index, or set an index in pip.conf"
     log = folder / LOG
     log.write_text("", encoding="utf-8")
@@ -277,7 +277,10 @@ def _make(mpi: Mpi, folder: Path, say: Say, jobs: int | None) -> Path:
 
 
 def _environment(scratch: Path) -> tuple[str, dict[str, str]]:
-    """Make a Python that sees all packages of this one, and can have more without its knowing."""
+    """Create a virtual environment that also imports the packages of this Python.
+
+    Build tools are installed there, so that this environment stays unchanged.
+    """
     tree = scratch / "python"
     venv.create(tree, with_pip=False, symlinks=True)
     places = sysconfig.get_paths(vars={"base": str(tree), "platbase": str(tree)})
@@ -291,10 +294,10 @@ def _environment(scratch: Path) -> tuple[str, dict[str, str]]:
 
 
 def _wishes(scratch: Path, mpi: Mpi, jobs: int) -> dict[str, str]:
-    """Write the program that setup.py calls as cmake: it adds options that setup.py does not have.
+    """Write a wrapper of cmake that adds options; return the variables that setup.py reads.
 
-    The module finds torch and MPI from its own place, so that a wheel can be installed into
-    another environment. It carries no debug information, 45 of its 50 MB.
+    The options set a relative rpath for torch and MPI, so that the wheel can be installed into
+    another environment, and omit debug information, 45 of 50 MB.
     """
     where = mpi.library.resolve().parent
     if where.is_relative_to(Path(sys.prefix).resolve()):
@@ -322,7 +325,7 @@ def _wishes(scratch: Path, mpi: Mpi, jobs: int) -> dict[str, str]:
 
 
 def _install(wheel: Path, log: Path) -> None:
-    """Install the wheel instead of any other, then its dependencies."""
+    """Install the wheel, replacing any installed Horovod, then its dependencies."""
     pip = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check"]
     failure = f"{wheel} could not be installed into {sys.prefix}"
     for words in (["--force-reinstall", "--no-deps"], []):
@@ -340,9 +343,9 @@ _TELLING = re.compile(
 def run_logged(
     log: Path, words: list[str], folder: Path, environ: dict[str, str], failure: str
 ) -> None:
-    """Run a program to its end; all that it prints goes to the end of ``log``.
+    """Run a program to its end, and append its output to ``log``.
 
-    What ends this call before, ends all that it has started.
+    An exception during the wait, such as ``KeyboardInterrupt``, kills the program's process group.
     """
     with log.open("a+", encoding="utf-8", errors="replace") as file:
         file.write(f"$ {shlex.join(words)}\n")
@@ -364,6 +367,6 @@ def run_logged(
 
 
 def telling(lines: list[str]) -> list[str]:
-    """Return the relevant lines of a failure: errors, or else the last lines."""
+    """Return the last lines that mention an error; without such lines, the last lines."""
     errors = [line for line in lines if _TELLING.search(line)]
     return (errors or [line for line in lines if line.strip()])[-LAST_LINES:]

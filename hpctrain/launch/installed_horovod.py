@@ -1,4 +1,4 @@
-"""The Horovod that is installed, and the MPI it loads; nothing of it is imported."""
+"""Detection of an installed Horovod and of its MPI library, without importing Horovod."""
 
 import mmap
 import re
@@ -16,7 +16,7 @@ _LIBMPI = re.compile(rb"\0(libmpi(?:ch|_\w+)?(?:_\d+)?\.so\.\d+)\0")
 def needed_mpi(find: Find = metadata.distribution) -> str | None:
     """Return the MPI library that the installed Horovod loads, such as ``libmpi.so.40``.
 
-    Empty where it has no engine for torch and MPI; None where there is no Horovod.
+    Empty if Horovod has no engine for torch and MPI; None if Horovod is not installed.
     """
     try:
         files = find("horovod").files or ()
@@ -46,7 +46,7 @@ def without_horovod(argv: Sequence[str]) -> str:
 
 
 def needed_by(module: Path) -> str:
-    """Return the name of the MPI library that a module was linked with; empty if there is none."""
+    """Return the name of the MPI library that a module is linked with; empty without one."""
     try:
         with module.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as view:
             match = _LIBMPI.search(view)

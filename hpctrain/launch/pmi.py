@@ -1,4 +1,4 @@
-"""The MPI library that ranks load, and the interface that ``srun --mpi=`` must offer to it."""
+"""Detection of the MPI library that ranks load, and of the type that ``srun --mpi=`` needs."""
 
 import re
 import sys
@@ -35,7 +35,7 @@ _VENDORS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mpi:
-    """An MPI library."""
+    """MPI library that ranks load, with vendor and version."""
 
     library: Path  # the file that mpi4py loads
     vendor: str = "mpi"  # a key of ``_VENDORS``; ``mpi`` for another vendor
@@ -53,15 +53,15 @@ class Mpi:
 
 
 def needed_pmi(library: Path | None = None) -> str:
-    """Return what follows ``srun --mpi=`` for an MPI library, by default that of ranks.
+    """Return the type for ``srun --mpi=`` that an MPI library needs, by default that of ranks.
 
-    Raises ``LaunchError``: there is no MPI library.
+    Raises ``LaunchError`` if no MPI library is found.
     """
     return srun_type(library or load().library)
 
 
 def load(environ: Mapping[str, str] | None = None) -> Mpi:
-    """Find the MPI library that mpi4py loads in a rank with this environment.
+    """Return the MPI library that mpi4py loads in a process with this environment.
 
     A separate process loads the library, so that this process does not.
 
@@ -93,7 +93,7 @@ def load(environ: Mapping[str, str] | None = None) -> Mpi:
 
 
 def parse_version(text: str) -> tuple[str, str]:
-    """Read vendor and version from what ``MPI_Get_library_version`` says; ``mpi`` for others."""
+    """Parse the text of ``MPI_Get_library_version``; ``("mpi", "")`` for an unknown vendor."""
     for vendor, (_, pattern) in _VENDORS.items():
         if match := re.search(pattern, text):
             return vendor, match[1].rstrip(".")
@@ -101,7 +101,7 @@ def parse_version(text: str) -> tuple[str, str]:
 
 
 def _reason(stderr: str) -> str:
-    """Shorten a traceback to its error: from the last line that is not indented."""
+    """Return the final error of a traceback, without the stack frames, in one line."""
     lines = stderr.strip().splitlines()
     starts = [number for number, line in enumerate(lines) if ": " in line and line[0] != " "]
     errors = [number for number in starts if lines[number].split(":")[0].endswith("Error")]

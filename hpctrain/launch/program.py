@@ -1,4 +1,4 @@
-"""Programs: commands of users, and how this package starts programs."""
+"""Resolution of user commands, and start of programs."""
 
 import os
 import shutil
@@ -42,7 +42,7 @@ def resolve(argv: Sequence[str]) -> list[str]:
 
 
 def with_home(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Copy an environment, with ``HOME``: programs of Open MPI do not start without it."""
+    """Return a copy of an environment with ``HOME``, which Open MPI programs require."""
     return {**missing_home(environ), **environ}
 
 
@@ -55,7 +55,7 @@ def ask(
 ) -> Said:
     """Run a program to its end, whatever its exit code; ``text`` is its standard input.
 
-    Raises ``OSError``: it cannot be run; ``TimeoutError`` where it does not end in time.
+    Raises ``OSError`` if the program cannot be run, ``TimeoutError`` after ``timeout_s``.
     """
     try:
         return subprocess.run(  # noqa: S603 - a program of the user

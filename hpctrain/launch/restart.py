@@ -31,17 +31,17 @@ _PIPED = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """A command, and where its ranks run."""
+    """Command of a user, with the hosts and options to launch its ranks."""
 
     words: Sequence[str]
     num_ranks: int
     mpirun: Mpirun
-    nodes: int | None  # declared ones, on this host
-    hosts: str | None  # real ones, as ``--hosts`` has them
+    nodes: int | None  # declared nodes, on this host
+    hosts: str | None  # in the format of ``--hosts``
     options: Callable[[str | None], mpiexec.Options]  # by hosts
 
     def line(self) -> list[str]:
-        """Write the command line. Raises ``LaunchError``, see ``mpiexec.command``."""
+        """Return the command line of mpirun. Raises ``LaunchError`` as ``mpiexec.command``."""
         return mpiexec.command(
             resolve(self.words),
             num_ranks=self.num_ranks,
@@ -52,11 +52,14 @@ class Launch:
         )
 
     def run(self, *, restarts: int, timeout_s: float | None) -> int:
-        """Run it to its end, and again where it fails; return the exit code of the last time.
+        """Run the command and restart it after a failure; return the exit code of the last launch.
 
-        Up to ``restarts`` times, and not where it was ended by a signal, past ``timeout_s``
-        seconds in all, or by a mistake of the user. Raises ``LaunchError``: it cannot be started,
-        or on no host any more. ``KeyboardInterrupt``: see ``supervise``.
+        There are at most ``restarts`` restarts, and none after a signal, after ``timeout_s``
+        seconds in total, or after an error of the user.
+
+        Raises:
+            LaunchError: the command cannot be started, or no host remains for a restart.
+            KeyboardInterrupt: as ``supervise``.
         """
         limit = time.monotonic() + timeout_s if timeout_s else None
         launch, end = self, self.run_once(limit)
@@ -75,10 +78,10 @@ class Launch:
         return end.code
 
     def again(self) -> "Launch":
-        """Return the launch that follows a failed one.
+        """Return the launch to run after this one has failed.
 
-        A ``hpctrain train`` resumes its run, other commands are repeated. ``hosts`` keeps only the
-        hosts on which a program starts now.
+        ``hpctrain train`` resumes its run; other commands are repeated. The new launch uses only
+        hosts on which a program can be started now.
         """
         words = self.words
         if [*words[:2]] == ["hpctrain", "train"]:
@@ -91,7 +94,7 @@ class Launch:
         return replace(self, words=words, hosts=",".join(hosts), num_ranks=num_ranks)
 
     def run_once(self, limit: float | None) -> LaunchEnd:
-        """Run it once, until ``limit`` by the monotonic clock."""
+        """Run the command once, until ``limit`` on the monotonic clock at most."""
         rest_s = None if limit is None else max(limit - time.monotonic(), 1e-3)
         return supervise(self.line(), environ=mpiexec.environment(), timeout_s=rest_s)
 

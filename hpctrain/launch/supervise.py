@@ -34,7 +34,7 @@ SAVE_S = 60.0
 """Time that ranks get to save their state after a request, before anything else is sent."""
 
 LOOK_S, ORPHANED_S = 1.0, 5.0
-"""Interval of checks of mpirun's children, and how long mpirun may outlive its last child."""
+"""Interval of checks of mpirun's children, and the time that mpirun may outlive the last child."""
 
 FEW_S = 3.0  # how long ranks may wait in MPI_Init for one that has ended
 
@@ -105,7 +105,7 @@ def supervise(
 
 
 def _meant(code: int, heard: Counter[str]) -> int:
-    """Return the exit code of a launch whose mpirun has ended with ``code``; see ``supervise``."""
+    """Convert the exit code of mpirun to the exit code of the launch; see ``supervise``."""
     if code == heard[KILLED] != 0:
         code += 128  # as Open MPI and shells write it
     if heard[ENDING] and code not in (0, STOPPED):
@@ -122,13 +122,13 @@ def _meant(code: int, heard: Counter[str]) -> int:
 
 @contextlib.contextmanager
 def session(environ: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """Give the environment of an mpirun that keeps its files apart; remove them in the end.
+    """Yield an environment in which mpirun stores its session files in a new temporary folder.
 
-    Left to itself, Open MPI 5 names their folder after the process id of mpirun, and one that is
-    killed leaves it behind: the next one that happens to get this id ends with exit code 213.
-    A folder that ``environ`` names stays.
+    By default, Open MPI 5 names the session folder after the process id of mpirun. A killed mpirun
+    leaves the folder behind, and a later mpirun with the same id fails with exit code 213. A
+    folder that ``environ`` names is used instead and is not removed.
 
-    There also lies the file in which the ranks find who asked them to stop.
+    The temporary folder also contains the file with the reason of a stop request.
     """
     try:
         folder = TemporaryDirectory(prefix="hpctrain-mpirun-", ignore_cleanup_errors=True)
@@ -155,7 +155,7 @@ def _started(line: Sequence[str], environ: Mapping[str, str]) -> subprocess.Pope
 
 
 class _Ending:
-    """The ladder from a polite signal to SIGKILL; each rung is taken once."""
+    """Ends a launch with a sequence of signals up to SIGKILL; each is sent once."""
 
     def __init__(
         self,
@@ -218,7 +218,7 @@ class _Ending:
 
     @contextlib.contextmanager
     def catching(self) -> Iterator[None]:
-        """Take the signals over while in the block; only the main thread may."""
+        """Handle signals inside the block; a no-op outside the main thread."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -234,7 +234,7 @@ class _Ending:
                 signal.signal(number, before[number])
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
-        """Pass on the first signal and begin to stop the ranks; kill them at the second."""
+        """Stop the ranks after the first signal, and kill the ranks after the second."""
         if number == signal.SIGUSR1:
             self.tell(number)
         elif number == signal.SIGTSTP:
@@ -254,7 +254,7 @@ class _Ending:
         self.end(signal.SIGTERM)
 
     def ask(self, number: int) -> None:
-        """Ask the ranks to stop, and pass the reason to those on this host."""
+        """Request all ranks to stop with SIGUSR1, and write the reason for ranks on this host."""
         self.is_granted = True
         if self.note is not None:
             with contextlib.suppress(OSError):
@@ -272,25 +272,25 @@ class _Ending:
             self.after(after_s + i * self.grace_s, rung)
 
     def after(self, seconds: float, rung: Callable[[], object]) -> None:
-        """Call ``rung`` after a time, on another thread, unless ``close`` is called before."""
+        """Call ``rung`` on another thread after ``seconds``, unless ``close`` is called first."""
         timer = threading.Timer(seconds, rung)
         timer.daemon = True
         timer.start()
         self.timers.append(timer)
 
     def tell(self, number: int) -> None:
-        """Signal mpirun alone, which hands the signal to all ranks."""
+        """Send a signal to mpirun only; mpirun forwards the signal to all ranks."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process.pid, number)
 
     def pause(self) -> None:
-        """Stop mpirun's ranks and this process, as Ctrl-Z asks, until it is continued."""
+        """Suspend the ranks and this process after Ctrl-Z, until this process is continued."""
         self.tell(signal.SIGTSTP)
         os.kill(os.getpid(), signal.SIGSTOP)
         self.tell(signal.SIGCONT)
 
     def send(self, number: int) -> None:
-        """Signal mpirun's process group."""
+        """Send a signal to the process group of mpirun."""
         self.is_granted = False
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
@@ -306,13 +306,13 @@ class _Ending:
                 os.kill(pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Take no further rung."""
+        """Cancel all signals that are scheduled."""
         for timer in self.timers:
             timer.cancel()
 
 
 RANK_VARIABLES = (b"OMPI_COMM_WORLD_RANK", b"PMI_RANK", b"PMIX_RANK")
-"""Launchers say to a rank by one of these which it is; their own processes have none."""
+"""Variables in which launchers set the rank of a process; launcher processes have none."""
 
 
 def stop_when_asked(pid: int) -> bool:
@@ -330,7 +330,7 @@ def stop_when_asked(pid: int) -> bool:
 
 
 def _ranks(pids: Iterable[int]) -> Iterator[tuple[int, bytes, Mapping[bytes, bytes]]]:
-    """Yield the processes that are ranks, which ones, and their variables."""
+    """Yield process id, rank and environment of each process that is a rank."""
     for pid in pids:
         with contextlib.suppress(OSError):
             words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
@@ -370,9 +370,9 @@ def gone_before_init(pid: int) -> str:
 
 
 def late_in_mpi(pid: int) -> str:
-    """Return the MPI call in which ranks below ``pid`` wait, and the ranks outside of it.
+    """Describe the MPI call in which ranks below ``pid`` wait, and the ranks that are missing.
 
-    Empty where no rank is in one. Ranks of other hosts are not seen.
+    Empty if no rank waits in ``MPI_Init`` or ``MPI_Finalize``. Ranks of other hosts are not seen.
     """
     names = {each: name_of(each) for each in _below(pid)}
     call = next((name for name in IN_MPI if name in names.values()), "")
@@ -437,9 +437,9 @@ TRY_AGAIN_S = 0.5  # between two tries to read while another program has the ter
 
 
 def hand_on_input(sink: IO[bytes]) -> None:
-    """Write to ``sink`` all that is typed on stdin, a terminal, from now on; closes at its end.
+    """Forward the input of the terminal to ``sink`` in a thread; close ``sink`` at its end.
 
-    A thread does it and never ends before that: a process does not wait for it.
+    The thread is a daemon, so the process does not wait for it.
     """
     source = sys.__stdin__
     assert source is not None

@@ -1,1 +1,1 @@
-"""Replicas that agree every few steps."""
+"""Local SGD methods: ranks take several steps, then average their replicas."""

@@ -1,4 +1,4 @@
-"""The tensors that replicas average, by name, which are the same on every rank."""
+"""Selection of the tensors that ranks average, by name, identical on all ranks."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -15,11 +15,11 @@ from hpctrain.gradients.parameter_names import places_of
 
 NamedTensors = Sequence[tuple[str, Tensor]]
 
-Mark = tuple[int, int]  # address of a tensor, and how often it was written
+Mark = tuple[int, int]  # address and number of writes of a tensor
 
 
 class Tensors:
-    """Tensors that are averaged unchanged, such as buffers."""
+    """Named tensors to average, such as buffers. Base class of other selections."""
 
     def __init__(self, found: Callable[[], NamedTensors]) -> None:
         """Store a function that returns the current floating point or complex tensors."""
@@ -41,7 +41,7 @@ class Tensors:
         """Agree on the tensors that the ranks of ``comm`` average from now on. Collective."""
 
     def held(self) -> Collection[str]:
-        """Return the names of tensors that always take the mean, even if a rank keeps values."""
+        """Return the names of tensors that receive the mean even on ranks that keep values."""
         return ()
 
     def became_equal(self, names: Collection[str]) -> None:
@@ -49,7 +49,7 @@ class Tensors:
 
 
 class Roster(Tensors):
-    """The parameters that some ranks average: trained parameters, and others that have changed.
+    """Parameters to average: trained parameters, and others that may differ between ranks.
 
     A parameter that is frozen in the middle of a round, or changed without the optimizer, differs
     between ranks until the next average.
@@ -168,7 +168,7 @@ class Roster(Tensors):
 
 
 def _mark(tensor: Tensor) -> Mark:
-    """Return a mark that changes with a tensor, except in kernels of fused optimizers."""
+    """Return a value that changes with each write to a tensor, except by fused optimizers."""
     return tensor.data_ptr(), version_of(tensor)
 
 
@@ -179,10 +179,10 @@ _NUMBERS = "who has state, and numbers of steps"
 
 
 class OptimizerState(Tensors):
-    """The optimizer's state of each parameter: means over the ranks that have a state.
+    """Optimizer state to average, per parameter, over the ranks that have a state.
 
-    A rank without one, which has skipped all steps or never used a layer, adds zeros of weight
-    zero and receives the mean. Numbers of steps become their rounded mean.
+    A rank that has no state, because it skipped all steps or never used a layer, contributes zeros
+    with weight zero and receives the mean. Step counts become their rounded mean.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -194,11 +194,11 @@ class OptimizerState(Tensors):
         self._numbers = torch.zeros(0, dtype=torch.float64)
 
     def is_outdated(self) -> bool:
-        """Return whether this rank's state has other entries than the ranks have agreed on."""
+        """Return whether the entries of this rank's state have changed since ``agree``."""
         return self._layout != self._own_layout()
 
     def agree(self, comm: Communicator) -> None:
-        """Create entries that only other ranks have. Collective."""
+        """Create the state entries that exist only on other ranks. Collective."""
         own = self._own_layout()
         of_ranks = comm.allgather_object((own, self._plain_entries()))
         layouts = [layout for layout, _ in of_ranks]
@@ -255,7 +255,7 @@ class OptimizerState(Tensors):
         }
 
     def _plain_entries(self) -> dict[str, dict[str, Any]]:
-        """Return entries that are no tensors, by parameter."""
+        """Return the entries that are not tensors, by parameter."""
         return {
             place: {
                 key: value

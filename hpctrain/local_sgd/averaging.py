@@ -1,4 +1,4 @@
-"""Weighted means of tensors over ranks, through buckets and a codec."""
+"""Averaging of tensors over ranks with weights, in buckets and with compression."""
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -25,8 +25,8 @@ class Averaging:
     """Replaces tensors by their weighted mean over ranks.
 
     ``start`` copies the tensors and begins to send the copies; ``finish`` waits and replaces the
-    tensors. Training may continue in between, and tensors may be added and removed, since places
-    in the buckets belong to names. Both are collective.
+    tensors. Both are collective. Training may continue in between, and tensors may be added and
+    removed, since buckets are indexed by name.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class Averaging:
             self._members.append(plan.members)
 
     def _lay_out_for(self, names: Collection[str]) -> None:
-        """Lay out the buckets for the tensors of these names, unless they are. Collective."""
+        """Lay out the buckets for the tensors of these names, unless already done. Collective."""
         if {*names} != {*self.names}:
             found = self._tensors.find()
             self._lay_out([(name, tensor) for name, tensor in found.items() if name in names])
@@ -264,10 +264,10 @@ def _specs(tensors: NamedTensors) -> list[tuple[str, tuple[int, ...], torch.dtyp
 
 
 class NodeVector:
-    """A vector of zeros in node memory. A barrier separates writes from reads of other ranks."""
+    """Vector in node memory, initially zero. Barriers must separate writes and reads of ranks."""
 
     def __init__(self, node: Communicator, numel: int, dtype: torch.dtype) -> None:
-        """Allocate it, whole on each rank without shared memory. Collective over ``node``."""
+        """Allocate the vector, per rank without shared memory. Collective over ``node``."""
         slices = [slice_bounds(numel, node.size, rank) for rank in range(node.size)]
         largest = max(bounds.stop - bounds.start for bounds in slices)
         peers = node.new_bucket(largest, dtype).peers
@@ -283,7 +283,7 @@ class NodeVector:
             self.parts = ((self.bounds, self.own),)
 
     def read(self, out: Tensor) -> None:
-        """Copy it into a flat tensor; a barrier of the node must precede the call."""
+        """Copy the vector into a flat tensor; a barrier of the node must precede the call."""
         for bounds, part in self.parts:
             out[bounds].copy_(part)
 
@@ -291,9 +291,9 @@ class NodeVector:
 class AnchoredAveraging(Averaging):
     """Averages θ_anchor - θ_k over the ranks k, and steps the anchor and all ranks by the mean.
 
-    The difference is sent, which a codec may round: the error is proportional to the change, and
-    all ranks continue with the same bits. Anchor and momentum are stored in node memory; each
-    local rank steps a slice of both. Ranks without shared memory each hold all of both.
+    A codec may round the differences: the error is proportional to the change, and all ranks
+    continue with identical values. Anchor and momentum are stored in node memory, and each local
+    rank steps a slice of both. Without shared memory, each rank stores a full copy of both.
     """
 
     def __init__(
@@ -301,7 +301,8 @@ class AnchoredAveraging(Averaging):
     ) -> None:
         """Set the anchor to the tensors of rank 0. Collective.
 
-        It takes steps of Nesterov's SGD by ``lr`` and ``momentum``, by default to the mean.
+        The anchor takes Nesterov SGD steps with ``lr`` and ``momentum``; by default it becomes the
+        mean.
         ``node`` has the ranks of this node; for the other arguments see ``Averaging``.
         """
         self._node, self._lr, self._momentum = node, lr, momentum

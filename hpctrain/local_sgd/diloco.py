@@ -21,7 +21,7 @@ from hpctrain.local_sgd.sync_interval import Steps, SyncInterval
 
 
 class DiLoCo(LocalMethod):
-    """Takes an outer step of Nesterov's SGD after every ``steps`` inner steps of the ranks.
+    """Takes an outer Nesterov SGD step on all ranks after every ``steps`` inner steps.
 
     The outer gradient is θ_old - mean θ_k. The inner optimizer keeps its state. Every rank
     continues from the outer model; each node holds one copy of the model and of the outer
@@ -61,7 +61,7 @@ class DiLoCo(LocalMethod):
         seed: int = 0,
         proximal: float = 0.0,
     ) -> None:
-        """Give all ranks the model of rank 0 and hook the optimizer. Collective.
+        """Broadcast the model of rank 0 and add hooks to the optimizer. Collective.
 
         Args:
             model: with equal parameters and buffers on every rank.
@@ -112,7 +112,7 @@ class DiLoCo(LocalMethod):
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Give the model the outer parameters in the block; see ``LocalMethod``."""
+        """Replace the model by the outer parameters inside the block; see ``LocalMethod``."""
         if self.rounds.agrees:
             yield
             return
@@ -240,7 +240,7 @@ def _check(
 
 
 def _refusal(fragments: int, delay: int, keep: float) -> str | None:
-    """Return why fraction and proximal are not supported; None if they are."""
+    """Return the reason why these options exclude ``fraction`` and ``proximal``; None if none."""
     if fragments == 1 and not delay and not keep:
         return None
     return (

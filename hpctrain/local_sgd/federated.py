@@ -1,4 +1,4 @@
-"""Federated rounds: which ranks are drawn for a round, and the gradients of their steps."""
+"""Federated rounds: selection of the ranks of a round, and proximal gradients."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from hpctrain.local_sgd.state_fields import Fields, StateFields
 
 
 class Draw(StateFields):
-    """The ranks that count in a round, drawn from a seed, the same on every rank.
+    """Random selection of the ranks that count in a round; identical on all ranks.
 
     Args:
         rank: this rank.
@@ -53,7 +53,7 @@ class Draw(StateFields):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Federated:
-    """Options of federated rounds, of a local method."""
+    """Options of a local method: fraction of ranks per round, seed, proximal term."""
 
     fraction: float = 1.0
     seed: int = 0
@@ -62,7 +62,7 @@ class Federated:
     refusal: str | None = None  # why the method does not support them, if it does not
 
     def draw(self, comm: Communicator, method: str) -> Draw:
-        """Return the draws of a ``method``, after a check that all ranks agree. Collective.
+        """Return the ``Draw`` of a method, if all ranks have the same options. Collective.
 
         Raises:
             ConfigError: an option is not valid; on every rank.
@@ -108,7 +108,7 @@ class LocalGradients(StateFields):
 
     @property
     def are_proximal(self) -> bool:
-        """Whether there is a proximal term."""
+        """Whether gradients include a proximal term."""
         return self._proximal > 0
 
     def begin_round(self) -> None:
@@ -117,7 +117,7 @@ class LocalGradients(StateFields):
         self._number = -1  # of that round
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the model of the round; without one in the state the next step sets it."""
+        """Restore the model of the round; if ``state`` is empty, the next step copies it."""
         self.begin_round()
         if state:
             super().load_own_state(state)
@@ -134,7 +134,7 @@ class LocalGradients(StateFields):
 
     @torch.no_grad()
     def replace(self, *, counts: bool) -> None:
-        """Replace gradients before a step, by None if it does not count."""
+        """Replace gradients before a step: by None if the step does not count."""
         self._kept = []
         if counts and not self._proximal:
             return

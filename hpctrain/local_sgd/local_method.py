@@ -1,4 +1,4 @@
-"""The base of all methods whose ranks take local steps."""
+"""Base class of all methods whose ranks take local steps."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,7 +31,7 @@ _PLAIN = Federated()
 
 
 class LocalMethod(CommonBlock, StateFields):
-    """Hooks an optimizer, and exchanges replicas after some of its steps.
+    """Exchanges replicas between ranks after some of the steps of an optimizer.
 
     The training loop does not change. All ranks take the same number of steps. The end of a
     ``with`` block ends the round, after which all ranks have one model, and removes the hooks. If
@@ -117,7 +117,7 @@ class LocalMethod(CommonBlock, StateFields):
     # -- for the training loop ---------------------------------------------------------------
 
     def set_num_samples(self, num_samples: float, nominal: float = 1.0) -> None:
-        """Set how many samples this rank's loss is the mean of, before each backward.
+        """Set the number of samples over which this rank's loss is a mean, before each backward.
 
         Replicas are weighted by their samples since the last averaging, gradients of synchronous
         steps by the samples of the step. Local, but all ranks call it, or none does.
@@ -177,7 +177,7 @@ class LocalMethod(CommonBlock, StateFields):
         self._average_gradients()
 
     def finish(self) -> None:
-        """End the round now, so that all ranks have one model. Collective.
+        """End the round now, after which all ranks have identical models. Collective.
 
         Raises:
             MismatchError: the ranks have taken different numbers of steps.

@@ -60,7 +60,7 @@ class LocalSGD(LocalMethod):
         seed: int = 0,
         proximal: float = 0.0,
     ) -> None:
-        """Give all ranks the model of rank 0 and hook the optimizer. Collective.
+        """Broadcast the model of rank 0 and add hooks to the optimizer. Collective.
 
         Args:
             model: with equal parameters and buffers on every rank.
@@ -146,7 +146,7 @@ class HierarchicalLocalSGD(LocalSGD):
         node_steps: int = 1,
         **options: Any,
     ) -> None:
-        """Give all ranks the model of rank 0 and hook the optimizer. Collective.
+        """Broadcast the model of rank 0 and add hooks to the optimizer. Collective.
 
         Args:
             model: as for ``LocalSGD``.
@@ -213,7 +213,7 @@ class PostLocalSGD(LocalSGD):
         start: int | str = "lr_drop",
         **options: Any,
     ) -> None:
-        """Give all ranks the model of rank 0 and hook the optimizer. Collective.
+        """Broadcast the model of rank 0 and add hooks to the optimizer. Collective.
 
         Args:
             model: as for ``LocalSGD``.

@@ -30,14 +30,14 @@ from hpctrain.runtime.world import World
 
 
 class Replica:
-    """The tensors of a model and its optimizer that are averaged over ranks."""
+    """Tensors of this rank's model and optimizer that the ranks average."""
 
     def __init__(self, comm: Communicator, model: nn.Module, optimizer: Optimizer) -> None:
         self._comm, self._model, self.optimizer = comm, model, optimizer
         self.roster = Roster(model, optimizer)  # the parameters that all ranks average
 
     def inner_roster(self) -> Roster:
-        """Return a new roster, of some ranks that average more often."""
+        """Return a new roster for a subset of ranks that averages more often."""
         made = Roster(self._model, self.optimizer)
         made.set_changed(self.roster.changed())
         self.roster.inner.append(made)
@@ -52,7 +52,7 @@ class Replica:
         return [roster.changed() for roster in (self.roster, *self.roster.inner)]
 
     def load_own_state(self, changed: Sequence[Collection[str]]) -> None:
-        """Restore the names that ``own_state`` returned; no names if it is empty."""
+        """Restore the result of ``own_state``; an empty one means that all ranks agree."""
         for number, roster in enumerate((self.roster, *self.roster.inner)):
             roster.set_changed(changed[number] if changed else ())
 
@@ -131,7 +131,7 @@ class Replica:
 
 
 class Exchange(StateFields):
-    """Creates averagings over all ranks or some, and runs them."""
+    """Creates the averagings of a replica, over all ranks or a subset, and runs them."""
 
     _SHARED: ClassVar[Fields] = {
         "bytes_sent": "bytes_sent",
@@ -142,7 +142,7 @@ class Exchange(StateFields):
     def __init__(
         self, here: World, replica: Replica, rounds: Rounds, compression: Compressing
     ) -> None:
-        """Begin without averagings; ``compression`` is that of parameters between all ranks."""
+        """Start without averagings; ``compression`` applies to parameters between all ranks."""
         self.bytes_sent = 0  # by this rank, in averagings over all ranks
         self._comm, self._topology = here.comm, here.topology
         self._bucket_bytes, self._note = here.plan.bucket_bytes, here.last_call.note

@@ -7,14 +7,14 @@ from hpctrain.core.errors import MismatchError
 
 
 class Share(NamedTuple):
-    """The factors of this rank's replica in a mean over ranks."""
+    """Weight of this rank's replica in a mean over ranks, and the scale of the sum."""
 
     weight: float
     scale: float  # one over the sum of all ranks' weights
 
 
 class SampleSums:
-    """Sums the samples of a replica since the last averaging, if they are counted."""
+    """Sums the samples of a replica since the last averaging, if samples are counted."""
 
     def __init__(self) -> None:
         self._sum = self._nominal = 0.0
@@ -38,7 +38,7 @@ class SampleSums:
         return not self.is_counted or any(number for number, _ in self._of_step)
 
     def add(self, num_samples: float, nominal: float) -> None:
-        """Add the samples of a step, see ``check_count``."""
+        """Add the samples of the current step; see ``check_count``."""
         self._of_step.append((num_samples, nominal))
         self.is_counted, self.nominal = True, nominal
 

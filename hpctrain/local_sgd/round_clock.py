@@ -1,4 +1,4 @@
-"""When the ranks of a local method synchronize between averagings, by measured times."""
+"""Decision when the ranks of a local method synchronize, from measured times."""
 
 import math
 import time
@@ -32,16 +32,16 @@ class RoundClock:
         self._started = time.perf_counter()
 
     def is_due(self, step: int, *, busy: bool) -> bool:
-        """Return whether the ranks synchronize after ``step``, if they have not in this step.
+        """Return whether the ranks must synchronize by a message after ``step``.
 
-        A message would wait for replicas that are in flight: then all ranks are ``busy``.
+        ``busy``: replicas are in flight on all ranks, and a message would wait for them.
         """
         since = step - self._last_sync
         soon = self.within_s < math.inf and since >= self._steps_between
         return not self.has_synchronized and (self.must_synchronize or (soon and not busy))
 
     def count_step(self, step: int, *, synchronous: bool) -> None:
-        """Record that ``step`` has ended, and whether all ranks have taken it together."""
+        """Record the end of ``step``; ``synchronous`` if all ranks took the step together."""
         self.has_synchronized = synchronous
         if synchronous:
             self._last_sync = step

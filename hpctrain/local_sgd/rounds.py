@@ -23,10 +23,10 @@ _NUM_SUMS = 15  # numbers that ranks report when they synchronize
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundOpening:
-    """The result of a synchronization, on all ranks."""
+    """Result of a synchronization of all ranks."""
 
     weight: float  # of this rank's replica
-    total_weight: float  # of all ranks' replicas; 0 where no rank takes part
+    total_weight: float  # of all ranks' replicas; 0 if no rank takes part
     outdated: bool  # whether tensors have changed on some rank
     step_s: float  # mean duration of a step, without averaging
     round_s: float
@@ -75,7 +75,7 @@ class Rounds:
         return self.takes_part and self.draw.includes(self.number)
 
     def count_step(self, *, synchronous: bool) -> None:
-        """Record that a step has ended, and whether all ranks have taken it together."""
+        """Record the end of a step; ``synchronous`` if all ranks have taken the step together."""
         self.step += 1
         self.agrees &= synchronous
         self._clock.count_step(self.step, synchronous=synchronous)

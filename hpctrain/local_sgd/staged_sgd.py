@@ -13,7 +13,7 @@ from hpctrain.local_sgd.state_fields import Fields
 
 
 class StagedSGD(LocalMethod):
-    """Averages gradients over all ranks in a warm-up and a cool-down, and rarely between nodes.
+    """Averages gradients over all ranks in warm-up and cool-down; else rarely between nodes.
 
     Between warm-up and cool-down the ranks of a node average gradients, and every ``steps`` steps
     parameters are sent across all nodes, to be merged ``delay`` steps later: with P nodes and W
@@ -45,7 +45,7 @@ class StagedSGD(LocalMethod):
         threshold: float = 0.05,
         compression: Compressing | None = None,
     ) -> None:
-        """Give all ranks the model of rank 0 and hook the optimizer. Collective.
+        """Broadcast the model of rank 0 and add hooks to the optimizer. Collective.
 
         Args:
             model: with equal parameters and buffers on every rank.

@@ -16,7 +16,7 @@ _LIST = "[]"
 
 
 class StateFields:
-    """Saves and restores the attributes that two class tables name.
+    """Saves and restores the attributes that the class tables ``_SHARED`` and ``_OWN`` list.
 
     ``_SHARED`` lists the state that is the same on every rank, ``_OWN`` the state of one rank in
     the middle of a round. An attribute that has such states itself saves and loads them; other

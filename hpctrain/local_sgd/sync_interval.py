@@ -1,4 +1,4 @@
-"""The number of steps of each round: given, a function, or measured."""
+"""Number of steps per round: fixed, from a function, or measured."""
 
 import math
 from collections.abc import Callable
@@ -15,7 +15,7 @@ TRIAL_ROUNDS = 3
 
 
 class SyncInterval(StateFields):
-    """The number of steps of each round, the same on every rank.
+    """Number of steps of each round, identical on all ranks.
 
     ``auto`` measures the first rounds and chooses the smallest number of steps with which
     averaging takes at most the fraction ``share`` of the time. It decides once: all later rounds
@@ -49,7 +49,7 @@ class SyncInterval(StateFields):
         self._measured: list[list[float]] = []
 
     def steps_of(self, number: int) -> int:
-        """Return the steps of a round; ``ConfigError`` if a function returns less than 1."""
+        """Return the number of steps of a round. Raises ``ConfigError`` below 1."""
         if isinstance(self._steps, int):
             return self._steps
         if isinstance(self._steps, str):
@@ -60,7 +60,7 @@ class SyncInterval(StateFields):
         return steps
 
     def learn(self, step_s: float, round_s: float) -> None:
-        """Add a measurement, the same on every rank: of a step alone, and of an averaging."""
+        """Add measured times of a step and of an averaging, identical on all ranks."""
         if self._steps != "auto" or self._chosen is not None:
             return
         self._measured.append([step_s, round_s])
@@ -71,7 +71,7 @@ class SyncInterval(StateFields):
             self._chosen = self._affordable(step_s, round_s)
 
     def _affordable(self, step_s: float, round_s: float) -> int:
-        """Return the fewest steps with which a round costs at most its share, within bounds."""
+        """Return the fewest steps for which averaging takes at most ``share`` of a round."""
         if step_s <= 0:
             return self._most
         steps = math.ceil(round_s * (1 - self._share) / (self._share * step_s))

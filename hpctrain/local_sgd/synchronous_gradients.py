@@ -1,4 +1,4 @@
-"""Gradients that the ranks of a local method average in some of its steps."""
+"""Averaging of gradients in the synchronous steps of a local method."""
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
@@ -22,12 +22,12 @@ from hpctrain.runtime.world import World
 class SynchronousGradients:
     """Averages the gradients of synchronous steps over all ranks, or over the ranks of a node.
 
-    It has a reducer for each group of ranks, of which at most one is on. In steps without one
-    every rank steps by its own gradient.
+    There is one reducer per group of ranks, and at most one is active. In steps without an active
+    reducer, every rank uses its own gradient.
 
     Args:
         here: the world, with its plan and settings.
-        optimizer: has the parameters.
+        optimizer: optimizer of the parameters.
         compression: compression of gradients between all ranks; inside a node they are not
             compressed.
     """
@@ -41,7 +41,7 @@ class SynchronousGradients:
         self._reducers: list[Reducer] = []
 
     def over(self, comm: Communicator) -> Reducer | None:
-        """Add a reducer over some ranks; None for a single rank. Collective over them."""
+        """Add and return a reducer; None for a single rank. Collective over ``comm``."""
         if comm.size == 1:
             return None
         is_of_all = comm.size == self._size
@@ -88,7 +88,7 @@ class SynchronousGradients:
         return 0 if active is None else active.steps.raised_flags
 
     def set_num_samples(self, num_samples: float, nominal: float) -> None:
-        """Set how many samples the gradients of this rank are a mean of."""
+        """Set the number of samples over which the gradients of this rank are a mean."""
         for reducer in self._reducers:
             reducer.set_num_samples(num_samples, nominal)
 
@@ -128,7 +128,7 @@ class SynchronousGradients:
         return seconds, num_bytes
 
     def confirm(self) -> None:
-        """Raise ``MismatchError`` on all ranks that have averaged other gradients. Collective.
+        """Raise ``MismatchError`` on all ranks unless all have taken the same steps. Collective.
 
         A rank that averages again, since its gradients were changed after ``backward()``, would
         otherwise wait for ranks of its node that wait for it in another collective.
@@ -137,7 +137,7 @@ class SynchronousGradients:
             active.reduction.confirm()
 
     def own_state(self) -> list[dict[str, Any]]:
-        """Return copies of the residuals of the codecs, which were not sent yet."""
+        """Return copies of the residuals of the codecs, which are not sent yet."""
         return deepcopy([reducer.reduction.codec.state_dict() for reducer in self._reducers])
 
     def load_own_state(self, states: Sequence[Mapping[str, Any]]) -> None:

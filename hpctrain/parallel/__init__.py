@@ -1,4 +1,4 @@
-"""Models larger than a rank: PyTorch's own parallel tools, placed on the machine.
+"""Models larger than one rank, divided with PyTorch's parallelism and placed by topology.
 
 Every name is loaded at its first use.
 """

@@ -65,7 +65,7 @@ def _exchanged(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class _Exchange(torch.autograd.Function):
-    """An exchange of parts, whose gradient is the same exchange."""
+    """All-to-all of parts; the gradient is the same all-to-all."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -81,9 +81,9 @@ class _Exchange(torch.autograd.Function):
 
 
 class _Ring(torch.autograd.Function):
-    """Attention of one part of the queries to the parts of keys and values, one after another.
+    """Ring attention: this rank's queries attend to one part of keys and values at a time.
 
-    16-bit numbers are sent unchanged, and computed with in float32.
+    16-bit tensors are sent unchanged; computation is in float32.
     """
 
     @staticmethod

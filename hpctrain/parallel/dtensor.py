@@ -11,7 +11,7 @@ from hpctrain.comm.norms import total_norm
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a ``DTensor``, in the same memory; other tensors unchanged."""
+    """Return this rank's shard of a ``DTensor`` without a copy; other tensors unchanged."""
     part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return part
 

@@ -67,18 +67,18 @@ _RULES = {
     "what": "ranks must take the same steps, but differ in {}; call forward, backward and step() "
     "equally often on all ranks",
 }
-"""Rules for all ranks. If several are broken, the last one is reported."""
+"""Error message of each rule. If ranks break several rules, the guard reports the last one."""
 _FAULTS = ("", *_RULES)
 _HEAD = 4  # words before the facts: a fault, ``is_new``, a number of one axis alone
 _SAME = ("trained", "settings", "gradients", "writes")
-"""Of ranks that have the same parameters, or parts of them. They come last, before flags."""
+"""Facts that only ranks with the same parameters, or parts of them, compare; the last facts."""
 
 Shared = Sequence[tuple[str, nn.Parameter | None]]
-"""Each weight that several stages have: name and parameter, which is None on other ranks."""
+"""Name and parameter of each weight that stages share; None on ranks without the weight."""
 
 
 class Guard:
-    """Compares the operations of ranks on a model before each training forward and each step.
+    """Checks before each training forward and step that all ranks perform the same operation.
 
     A comparison is an all-reduce of about 20 numbers along each axis: the axes of the meshes of
     DTensors, of replicas, and of ``stages``.
@@ -91,7 +91,7 @@ class Guard:
         stages: DeviceMesh | None = None,
         shared: Callable[[], Shared] = lambda: (),
     ) -> None:
-        """Watch a model, and every optimizer of its parameters."""
+        """Add hooks to the forward of the model, and to the steps of every optimizer."""
         self.num_flags = 0  # numbers that every ``compare`` takes the maximum of
         self.do_all_step = True
         """Whether each rank of a pipeline has parameters to step, and compares before steps."""
@@ -114,29 +114,30 @@ class Guard:
             weakref.finalize(model, handle.remove)
 
     def __reduce__(self) -> Any:
-        """Return a guard without comparisons, for copies of a model."""
+        """Return a closed guard, so that copies of a model are not compared."""
         return _closed, ()
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Remove the hooks of this guard."""
         for handle in self._handles:
             handle.remove()
 
     def refresh(self) -> None:
-        """Find the parameters again: the model has other modules."""
+        """Discard cached parameters after the modules of the model have changed."""
         self._layouts.refresh()
         self._samples: dict[Any, tuple[list[Tensor], WeightSample]] = {}
 
     def add_replicas(self, groups: Iterable[Any], device: str, *, is_averaged: bool) -> None:
-        """Compare also along groups of ranks with the same plain parameters.
+        """Add groups of ranks that hold replicas of the same plain parameters.
 
-        ``is_averaged`` is whether their gradients differ until they are averaged before a step.
+        With ``is_averaged``, the gradients of replicas differ until they are averaged before a
+        step.
         """
         self._layouts.replicas += [(group, device, is_averaged) for group in groups]
         self.refresh()
 
     def mark(self) -> None:
-        """Note that backward, or an average over replicas, has left the gradients."""
+        """Record the current gradients as the result of backward or of an average."""
         self._is_queued = False
         mark([p for _, p in self._layouts.now().named])
 
@@ -149,11 +150,11 @@ class Guard:
         batch: int | None = None,
         is_new: bool = False,
     ) -> list[int]:
-        """Raise on all ranks unless they do the same. Collective.
+        """Raise on all ranks unless all ranks perform the same operation. Collective.
 
         Args:
             what: ``FORWARD``, ``EVALUATION``, or ``STEP`` and the number of the optimizer.
-            optimizer: whose step this is.
+            optimizer: the optimizer that takes the step.
             flags: numbers whose maximum over all ranks, except other stages, is returned.
             batch: a number that the ranks of a pipeline compare.
             is_new: whether the pipeline of this rank must learn shapes.
@@ -198,7 +199,7 @@ class Guard:
         *,
         compares: bool,
     ) -> tuple[list[int], bool]:
-        """Return the words of all ranks and whether ``batch`` differs. Collective."""
+        """Return the maxima of words over all ranks, and whether ``batch`` differs. Collective."""
         layout = self._layouts.layout
         words = [0, flags[0], *pairs([None, *facts.values()]), *flags[1:]]
         for axis in layout.in_order():
@@ -209,14 +210,16 @@ class Guard:
             words = self._exchanged(words, axis, [*facts], what, batch)
             batch_differs = differ(words[2:4])
             if "tied 0" in facts and what >= STEP and _FAULTS[words[0]] != "what":
-                for other in layout.in_order():  # which do not compare what stages share
+                for (
+                    other
+                ) in layout.in_order():  # ranks of these axes do not compare shared weights
                     words = self._exchanged(words, other, [*facts], what, None)
         return words, batch_differs
 
     def _is_clamp(self) -> bool:
-        """Return whether gradients differ as after clip_grad_value_() on all ranks. Collective.
+        """Return whether ``clip_grad_value_`` explains the differences. Collective.
 
-        It may change the largest element of the part of one rank and of no other.
+        That function may change the largest element on one rank, and none on the other ranks.
         """
         layout = self._layouts.layout
         bounds = bounds_of([p for _, p in layout.watched])
@@ -236,9 +239,10 @@ class Guard:
     def _exchanged(
         self, words: list[int], axis: Axis, names: Sequence[str], what: int, own: int | None
     ) -> list[int]:
-        """Return the words of all ranks of an axis, with the fault. Collective over it.
+        """Return the maxima of words over an axis, and the broken rule. Collective over the axis.
 
-        Other stages do not hear of ``_SAME`` and the flags, other ranks not of ``hidden`` facts.
+        Along the stages, the words of ``_SAME`` and the flags are not sent; along other axes,
+        ``hidden`` facts are not compared.
         """
         hidden = [] if axis.is_stages else [name for name in names if name.startswith("tied")]
         hidden += ["gradients"] * (axis.is_averaged and what < STEP)
@@ -260,7 +264,7 @@ class Guard:
     def _facts(
         self, what: int, optimizer: Optimizer | None, layout: GuardLayout
     ) -> dict[str, int | None]:
-        """Return the numbers that must be equal, None for any; ``_SAME`` come last."""
+        """Return numbers that must be equal on all ranks; None matches any number."""
         settings = crc(settings_of(optimizer)) if optimizer else None
         return {
             "what": what,
@@ -275,7 +279,7 @@ class Guard:
         }
 
     def _pattern(self, layout: GuardLayout, what: int) -> int | None:
-        """Return the state of all gradients of this stage; None where they have several."""
+        """Return the common state of all gradients of this stage; None if the states differ."""
         is_too_early = what < STEP and any(axis.is_averaged for axis in layout.axes)
         if not self._layouts.has_stages or is_too_early:
             return None
@@ -288,7 +292,7 @@ class Guard:
         return crc(shared_texts(parameter, self._num_steps))
 
     def _checksum(self, axis: Axis, what: int) -> int | None:
-        """Return a checksum of some of what the ranks of an axis have replicas of."""
+        """Return a checksum of sampled values of the replicated parameters of an axis."""
         if what < STEP or not axis.replicated or self._check_weights == "off":
             return None
         return self._sample(axis).checksum(self._num_steps)
@@ -303,7 +307,7 @@ class Guard:
         return sample
 
     def _is_error(self, axis: Axis) -> bool:
-        """Return whether replicas that differ are an error, or warn. Collective over the axis."""
+        """Return True if differing replicas are an error; else warn. Collective over the axis."""
         if self._check_weights == "error":
             return True
         found = difference(self._sample(axis).by_name(self._num_steps), axis)
@@ -312,7 +316,7 @@ class Guard:
         return False
 
     def _raise(self, fault: str, what: int, optimizer: Optimizer | None) -> None:
-        """Raise on all ranks what the ranks of some axis differ in. Collective."""
+        """Raise an error on all ranks with the name and values of a differing fact. Collective."""
         self._last.forget()
         text, axes = "", self._layouts.layout.axes
         for axis in axes:
@@ -327,7 +331,7 @@ class Guard:
     def _texts(
         self, fault: str, what: int, optimizer: Optimizer | None, axis: Axis
     ) -> Mapping[str, str]:
-        """Return what this rank has of a fact, by name."""
+        """Return the values of a fact on this rank, as text by name."""
         if fault == "what":
             step = f"step() of optimizer {what - STEP}"
             return {"the call": ("forward", "evaluation", step)[min(what, STEP)]}
@@ -350,7 +354,7 @@ class Guard:
         )
 
     def _number_of(self, optimizer: Optimizer) -> int | None:
-        """Return which optimizer of this model it is, in the order of their first steps."""
+        """Return the number of an optimizer of this model, by first steps; None for others."""
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         number, before = self._numbers.get(optimizer, (-1, -1))
         if number < 0 and count != before:
@@ -383,14 +387,14 @@ class Guard:
             self.compare(FORWARD)
 
     def _after_forward(self, module: nn.Module, _: object, output: object) -> None:
-        """Let the backward of what forward returns mark the gradients that it leaves."""
+        """Add a hook to an output, so that the end of its backward calls ``mark``."""
         for leaf in tree_leaves(output):
             if self._model() is module and isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaf.register_hook(self._queue)
                 return
 
     def _queue(self, _: Tensor) -> None:
-        if not self._is_queued:  # behind what FSDP queues itself
+        if not self._is_queued:  # after the callbacks that FSDP queues
             self._is_queued = True
             call_after_backward(lambda: call_after_backward(self.mark))
 
@@ -402,7 +406,7 @@ def _closed() -> Guard:
 
 
 def guarded(model: nn.Module, **options: Any) -> Guard:
-    """Return a new guard of a model, in place of the guards of its modules."""
+    """Return a new guard of a model, and close the guards of its modules."""
     release(model)
     guard = Guard(model, **options)
     attach(model, guard)
@@ -410,7 +414,7 @@ def guarded(model: nn.Module, **options: Any) -> Guard:
 
 
 def attach(model: nn.Module, guard: Guard) -> None:
-    """Let ``guard_of`` return a guard for a model."""
+    """Store the guard of a model, which ``guard_of`` returns."""
     vars(model)["_guard"] = guard
 
 
@@ -421,7 +425,7 @@ def guard_of(model: nn.Module) -> Guard:
 
 
 def release(model: nn.Module) -> int:
-    """Close the guards of a model and its modules; return the flags that one has compared."""
+    """Close the guards of a model and its modules; return their largest ``num_flags``."""
     guards = [m.__dict__.pop("_guard") for m in model.modules() if "_guard" in m.__dict__]
     for guard in guards:
         guard.close()

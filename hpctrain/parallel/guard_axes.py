@@ -11,7 +11,7 @@ from hpctrain.parallel.guard_facts import Named
 
 
 class Axis(NamedTuple):
-    """Ranks that compare, and the parameters of which each has a replica."""
+    """Group of ranks that compare operations, with the parameters replicated on each rank."""
 
     group: Any
     device: str
@@ -22,23 +22,23 @@ class Axis(NamedTuple):
 
 
 class GuardLayout(NamedTuple):
-    """Parameters, in the form in which a comparison finds them, and the axes."""
+    """Current parameters of a model, and the axes along which ranks compare them."""
 
     named: Named
     axes: Sequence[Axis]
     watched: Named
-    """Parameters that the ranks of all axes but stages have, in whole or in part."""
+    """Parameters that all ranks of every axis except the stages hold, in whole or in part."""
 
     @property
     def stages(self) -> list[Axis]:
-        """The axis of the stages, if there are any."""
+        """Axis of the pipeline stages; empty without a pipeline."""
         return [axis for axis in self.axes if axis.is_stages]
 
     def in_order(self) -> Iterator[Axis]:
-        """Yield the axes but stages, so that every rank learns of every difference.
+        """Yield all axes except the stages, in an order that passes each difference to every rank.
 
-        Values of replicas are compared along one axis alone, so a difference along a later one
-        is sent along the earlier ones again.
+        Values of replicas are compared along one axis at a time, so a difference along a later
+        axis is sent along the earlier axes again.
         """
         first = [axis for axis in self.axes if axis.replicated]
         yield from first
@@ -47,7 +47,7 @@ class GuardLayout(NamedTuple):
 
 
 def maxima(words: Sequence[int], axis: Axis) -> list[int]:
-    """Return the maximum of each word over the ranks of an axis. Collective over it."""
+    """Return the maximum of each word over the ranks of an axis. Collective over the axis."""
     there = torch.tensor(words, dtype=torch.int64, device=axis.device)
     dist.all_reduce(there, dist.ReduceOp.MAX, group=axis.group)
     found: list[int] = there.tolist()
@@ -55,14 +55,14 @@ def maxima(words: Sequence[int], axis: Axis) -> list[int]:
 
 
 def gathered(one: object, axis: Axis) -> list[Any]:
-    """Return the objects of the ranks of an axis. Collective over it."""
+    """Return the object of each rank of an axis. Collective over the axis."""
     found: list[Any] = [None] * dist.get_world_size(axis.group)
     dist.all_gather_object(found, one, group=axis.group)
     return found
 
 
 def difference(mine: Mapping[str, str], axis: Axis) -> str:
-    """Return the first name of which ranks have different texts, with ranks and texts."""
+    """Return the first name whose texts differ between ranks, with texts and ranks, or ""."""
     of_ranks: list[Mapping[str, str]] = [{} for _ in range(dist.get_world_size())]
     ranks = dist.get_process_group_ranks(axis.group)
     for rank, found in zip(ranks, gathered(mine, axis), strict=True):

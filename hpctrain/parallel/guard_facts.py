@@ -26,7 +26,7 @@ _NONE, _SET, _LEFT, _CHANGED = range(4)
 
 
 def pairs(values: Sequence[int | None]) -> list[int]:
-    """Return numbers whose maxima over ranks show whether the values are equal."""
+    """Return ``v, -v`` for each value; the maxima over ranks show whether the values are equal."""
     return [n for v in values for n in ((NOTHING, NOTHING) if v is None else (v, -v))]
 
 
@@ -42,20 +42,20 @@ def crc(what: object) -> int:
 
 
 def part(tensor: Tensor) -> Tensor:
-    """Return what this rank has of a tensor, the same object every time."""
+    """Return the local tensor of a DTensor, the same object at each call, or the tensor itself."""
     here: Tensor = getattr(tensor, "_local_tensor", tensor)
     return here
 
 
 def is_divided(tensor: Tensor) -> bool:
-    """Return whether ranks have different parts."""
+    """Return whether the ranks hold different parts of a tensor."""
     return isinstance(tensor, DTensor) and not all(
         isinstance(one, Replicate) for one in tensor.placements
     )
 
 
 def settings_of(optimizer: Optimizer) -> dict[str, str]:
-    """Return the settings of all groups and the last clipping by ``shard``, as text."""
+    """Return the options of all parameter groups and of the last clipping, as text by name."""
     found = {"optimizer": type(optimizer).__name__, "clipping": getattr(optimizer, "_clipped", "")}
     for number, group in enumerate(optimizer.param_groups):
         found |= {f"{k} of group {number}": repr(v) for k, v in group.items() if k != "params"}
@@ -72,7 +72,7 @@ def mark(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def states_of(parameters: Sequence[nn.Parameter]) -> list[int]:
-    """Return the state of each gradient: numbers of ``STATES``."""
+    """Return the state of each gradient, as an index of ``STATES``."""
     left: dict[Tensor, Any] = {}
     found = [_NONE] * len(parameters)
     for number, parameter in enumerate(parameters):
@@ -96,7 +96,7 @@ def states_of(parameters: Sequence[nn.Parameter]) -> list[int]:
 
 
 def bounds_of(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Return four rows of numbers, whose maxima over ranks are evaluated by ``is_clamp``.
+    """Return four rows of numbers; ``is_clamp`` evaluates their maxima over all ranks.
 
     Row 0: negative of the largest element of each gradient that changed without a counted write.
     Row 1: largest element of each unchanged gradient. Rows 2 and 3: state of the other parameters,
@@ -117,9 +117,9 @@ def bounds_of(parameters: Sequence[nn.Parameter]) -> Tensor:
 
 
 def is_clamp(bounds: Tensor) -> bool:
-    """Return whether no unchanged gradient is above one that changed on another rank.
+    """Return whether no unchanged gradient exceeds a gradient that changed on another rank.
 
-    So it is after ``clip_grad_value_`` on all ranks, and where it would have changed no other.
+    The condition holds after ``clip_grad_value_`` on all ranks.
     """
     least_changed, most_unchanged = -bounds[0], bounds[1]
     is_counted = bounds[2] > -torch.inf
@@ -129,15 +129,15 @@ def is_clamp(bounds: Tensor) -> bool:
 
 
 def _version(tensor: Tensor) -> int:
-    """Return what counts the writes to a tensor; of a divided one only DTensor operations."""
+    """Return the number of writes to a tensor; for a divided tensor, only DTensor operations."""
     own = 0 if is_divided(tensor) or tensor is part(tensor) else version_of(part(tensor))
     return version_of(tensor) + own
 
 
 def _sizes(gradients: Sequence[Tensor]) -> dict[Tensor, Tensor]:
-    """Return the largest element of each gradient of which every rank has some.
+    """Return the largest element of each DTensor of which every rank has at least one element.
 
-    Torch does not count what ``torch._foreach_...`` writes to a DTensor, as clipping does.
+    Torch does not count the writes of ``torch._foreach_...``, such as clipping, to a DTensor.
     """
     kinds: dict[Any, list[Tensor]] = defaultdict(list)
     for gradient in gradients:
@@ -161,12 +161,12 @@ def _has_all(tensor: DTensor) -> Iterator[bool]:
 
 
 def writes_of(named: Named) -> list[int]:
-    """Return how often each divided parameter was written to as a whole."""
+    """Return the number of DTensor operations that wrote to each divided parameter."""
     return [version_of(p) for _, p in named if is_divided(p)]
 
 
 def shared_texts(parameter: nn.Parameter, step: int) -> dict[str, str]:
-    """Return what stages compare of a weight that several have."""
+    """Return the facts about a shared weight that the stages compare, as text by name."""
     return {
         "requires_grad": str(parameter.requires_grad),
         "the gradient": STATES[states_of([parameter])[0]],
@@ -175,7 +175,7 @@ def shared_texts(parameter: nn.Parameter, step: int) -> dict[str, str]:
 
 
 def texts(fact: str, named: Named, optimizer: Optimizer | None) -> Mapping[str, str]:
-    """Return what this rank has of a fact, by name."""
+    """Return the values of a fact on this rank, as text by name."""
     if fact in ("settings", "stages"):
         return settings_of(optimizer) if optimizer else {}
     if fact == "trained":

@@ -16,11 +16,11 @@ _UNKNOWN = GuardLayout((), (), ())
 
 
 class LayoutFinder:
-    """Finds the layout of a model again when modules or parameters have changed.
+    """Caches the layout of a model until modules or parameters change.
 
     Args:
-        model: to search.
-        stages: the axis of a pipeline, if there is one.
+        model: model to search for parameters.
+        stages: mesh of the pipeline; None without a pipeline.
     """
 
     def __init__(self, model: nn.Module, stages: DeviceMesh | None) -> None:
@@ -64,7 +64,7 @@ class LayoutFinder:
         return list({id(p): (name, p) for name, p in held}.values())
 
     def _found(self, named: Named) -> GuardLayout:
-        """Put axes with replicas first, so that all ranks learn of differences."""
+        """Return the layout with axes of replicas first, so that all ranks see all differences."""
         replicated: dict[Any, list[tuple[str, nn.Parameter]]] = {}
         groups_of: dict[str, set[Any]] = {}
         for name, p in named:

@@ -22,11 +22,11 @@ Ranks = tuple[int, ...]
 
 
 class LastStep:
-    """What the last step of each optimizer of a divided model has left on this rank.
+    """State of a divided model after the last step, which the ranks of each axis compare.
 
-    Along an axis on which ranks have replicas these are values and optimizer state; along every
-    axis numbers of steps and settings; along the stages of a pipeline shared weights, the
-    steps that each has ``taken`` since the last batch, and settings where those ``are_uniform``.
+    Ranks with replicas compare values and optimizer state; all ranks of an axis compare numbers
+    of steps and settings. The stages of a pipeline compare shared weights, the steps ``taken``
+    since the last batch, and the settings of optimizers that ``are_uniform``.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class LastStep:
         self._shared, self._taken, self._are_uniform = shared, taken, are_uniform
         self._axes: dict[Ranks, list[Axis]] = {}
         self._samples: dict[Ranks, WeightSample] = {}
-        """Values that optimizers have left, of replicas to which a rank may write alone."""
+        """Values after the last step, for replicas that a single rank may change."""
         self._optimizers = weakref.WeakKeyDictionary[Optimizer, int]()
         self._num_steps = Counter[int]()
         self._layout: GuardLayout | None = None
@@ -65,18 +65,18 @@ class LastStep:
             self._names |= {ranks: states.enter(ranks, self.left) for ranks in new}
 
     def forget(self) -> None:
-        """Compare nothing until the next step, as after an error on all ranks."""
+        """Disable the comparison until the next step, for example after an error on all ranks."""
         self._layout, self._axes = None, {}
 
     def end(self, optimizer: Optimizer) -> None:
-        """Record that a step has ended with the present parameters."""
+        """Record the current parameters as the result of a step."""
         if optimizer in self._optimizers:
             self._num_steps[self._optimizers[optimizer]] += 1
             for sample in self._samples.values():
                 sample.mark(None)
 
     def left(self, ranks: Ranks, /, *, has_weights: bool = True) -> Mapping[str, str]:
-        """Return what these ranks compare, as text by name. Not collective."""
+        """Return the state that these ranks compare, as text by name. Not collective."""
         found: dict[str, str] = {}
         for axis in self._axes.get(ranks, ()):
             if axis.is_stages and self._taken:
@@ -98,7 +98,7 @@ class LastStep:
         }
 
     def _values(self, axis: Axis, ranks: Ranks) -> dict[str, Any]:
-        """Return replicated values and their optimizer state; of divided ones numbers of steps."""
+        """Return replicated values with optimizer state, and step counts of divided parameters."""
         if axis.is_stages:
             return {name: part(p.detach()) for name, p in self._shared() if p is not None}
         replicated = dict(axis.replicated)
@@ -119,6 +119,6 @@ class LastStep:
         }
 
     def __del__(self) -> None:
-        """Keep the values for the comparison at the end, also if the program deletes its model."""
+        """Store the values for the final comparison if the program deletes its model."""
         for name in self._names.values() if self._states else ():
             self._states.keep(name, self.left)  # type: ignore[union-attr]

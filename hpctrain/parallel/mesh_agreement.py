@@ -14,7 +14,7 @@ from hpctrain.core.checksum import crc32
 
 
 def gathered(item: object, mesh: DeviceMesh | None = None) -> list[Any]:
-    """Return the objects of all ranks of a mesh, or of the world without one. Collective."""
+    """Return the object of each rank of a mesh, by default of the world. Collective."""
     found = [item]
     for group in [None] if mesh is None else mesh.get_all_groups():
         lists: list[Any] = [None] * dist.get_world_size(group)

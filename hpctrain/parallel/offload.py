@@ -32,7 +32,7 @@ Slots: TypeAlias = dict[str, Tensor]
 
 
 class _Slice(NamedTuple):
-    """A range of elements of a parameter."""
+    """Range of elements of a parameter, with the number of its parameter group."""
 
     group: int
     parameter: Any
@@ -136,7 +136,7 @@ class FileState:
             group["params"] = held
 
     def _step_bucket(self, bucket: list[_Slice], fresh: dict[Any, dict[str, Any]]) -> None:
-        """Update a bucket; store the state of its parameters in ``fresh``."""
+        """Update the parameters of a bucket; store new optimizer state in ``fresh``."""
         pieces: dict[int, list[Tensor]] = defaultdict(list)
         state = self._steps.state
         for group, p, elements in bucket:

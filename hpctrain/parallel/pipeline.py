@@ -28,7 +28,7 @@ Wrap = Callable[[nn.Module], nn.Module]
 
 
 class Pipeline:
-    """The stages of this rank of a model that is divided by layers. Collective over all ranks.
+    """Pipeline parallel model, divided by layers into stages. Collective over all ranks.
 
     ``model`` contains the layers of this rank under their names in the whole model, for the
     optimizer and for distributed checkpoints: ``AdamW(pipeline.model.parameters())``. The pipeline

@@ -54,7 +54,7 @@ def selective_in(model: nn.Module) -> list[str]:
 
 
 class _Recomputed:
-    """A forward with checkpointing; a class, so that modules can be pickled."""
+    """Forward function with activation checkpointing; a class, so that modules can be pickled."""
 
     def __init__(
         self, block: nn.Module, inner: Callable[..., Any] | None, *, selective: bool

@@ -1,4 +1,4 @@
-"""The optimizer of a sharded model: what ranks agree on before a step, clipping, accumulation."""
+"""Optimizer of a sharded model: agreement before a step, clipping, gradient accumulation."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ from hpctrain.parallel.split import places_of
 
 
 class ShardedOptimizer(Optimizer):
-    """What ``shard`` adds to the optimizer that it is given."""
+    """Methods and checks that ``shard`` adds to the optimizer of a sharded model."""
 
     _gradients: "Gradients"
     _file: FileState | None
@@ -28,9 +28,9 @@ class ShardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the averaged gradients; return their norm before that. Collective.
+        """Clip the averaged gradients; return their norm before clipping. Collective.
 
-        It is the norm over the whole model, of parameters that are sharded over other axes, too.
+        The norm includes all parameters of the model, also those sharded over other axes.
         """
         self._clipped = f"max_norm {float(max_norm)}, norm_type {float(norm_type)}"
         held = (parameter for group in self.param_groups for parameter in group["params"])
@@ -38,10 +38,11 @@ class ShardedOptimizer(Optimizer):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Announce more backward passes before the step; gradients accumulate with or without it.
+        """Defer communication to the next backward outside the block, for gradient accumulation.
 
-        In stage 1 they stay whole here and are averaged by the next backward outside, so that a
-        step communicates once. In stages 1 and 2 parameters stay whole until then.
+        In stage 1, gradients stay unsharded inside the block and are averaged by the next
+        backward outside. In stages 1 and 2, parameters stay unsharded until that backward.
+        Gradients accumulate with or without the block.
         """
         gradients = self._gradients
         gradients.sync(is_last=False)
@@ -58,13 +59,13 @@ class ShardedOptimizer(Optimizer):
 
 
 class Gradients:
-    """Records which parameters have had a gradient since the last step, on any rank."""
+    """Records which parameters received a gradient on any rank since the last step."""
 
     def __init__(self, model: nn.Module, stage: int) -> None:
-        """Hook each parameter while it is gathered. Collective.
+        """Add a gradient hook to each unsharded parameter. Collective.
 
-        Autograd reports which parameters had a gradient; torch then averages zeros for the others,
-        as other ranks may have used them.
+        The hooks record which parameters receive a gradient. For the others, torch averages
+        zeros, as other ranks may have used them.
         """
         self.model, self.stage = cast("Any", model), stage
         self._used: set[str] = set()
@@ -105,11 +106,11 @@ class Gradients:
 
     @torch.no_grad()
     def settle(self, optimizer: Optimizer) -> None:
-        """Agree on what to step by, and drop gradients that no rank has made. Collective.
+        """Compare the ranks before a step; drop gradients that no rank has computed. Collective.
 
         Raises:
             ConfigError: gradients are not averaged yet; on every rank.
-            MismatchError: the ranks differ in what ``Guard`` compares; on every rank.
+            MismatchError: ``Guard`` finds a difference between the ranks; on every rank.
         """
         for unit in self._units():
             unit.reshard()  # whole since an evaluation, and old after the step
@@ -131,7 +132,7 @@ class Gradients:
         self._used.clear()
 
     def _has_gradient(self, name: str, parameter: Tensor) -> bool:
-        """Return whether backward or the program has made it; else it is None or zeros."""
+        """Return whether backward or the program has set the gradient; ignore unused zeros."""
         gradient = parameter.grad
         if name in self._used or gradient is None:
             return gradient is not None
@@ -141,9 +142,9 @@ class Gradients:
 def before_step(
     stepping: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Agree on the step: torch calls this at the start of ``step()``.
+    """Call the closure, if any, then ``Gradients.settle``. A pre-hook of ``step()``.
 
-    A closure among the arguments, which makes the gradients, is called before that.
+    The closure runs first because it computes the gradients.
     """
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     with torch.enable_grad():
@@ -156,13 +157,13 @@ def before_step(
 
 
 def after_step(stepped: Any, *_: object) -> None:
-    """End a step of parameters in a file: torch calls this after ``step()``."""
+    """End a step of offloaded parameters. A post-hook of ``step()``."""
     if file := vars(stepped)["_file"]:
         file.end_step()
 
 
 def upgraded(optimizer: Any, gradients: Gradients, file: FileState | None) -> ShardedOptimizer:
-    """Give an optimizer its methods."""
+    """Add the methods and hooks of ``ShardedOptimizer`` to an optimizer, in place."""
     kind = type(optimizer)
     optimizer.__class__ = type(kind.__name__, (ShardedOptimizer, kind), {})
     vars(optimizer).update(_gradients=gradients, _file=file)

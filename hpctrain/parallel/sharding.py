@@ -112,7 +112,7 @@ class _Choice(NamedTuple):
 def _checked(
     model: nn.Module, optimizer: Optimizer, names: Mapping[nn.Parameter, str], chosen: _Choice
 ) -> tuple[list[nn.Module], FileState | None]:
-    """Return gathered modules and offload file. Collective; raises on all ranks or none."""
+    """Return modules to gather and the offload file. Collective; raises on all ranks or none."""
     units, file, refusal = [], None, None
     stage, mesh, layers, compute_dtype, offload = chosen
     try:
@@ -171,7 +171,7 @@ def _gather_ahead(model: nn.Module, units: Sequence[nn.Module]) -> None:
 
 
 def _check(model: nn.Module, optimizer: Optimizer, chosen: _Choice) -> None:
-    """Raise ``ConfigError`` if the arguments cannot be sharded."""
+    """Raise ``ConfigError`` if ``shard`` does not support its arguments."""
     stage, mesh, _, _, offload = chosen
     if offload not in (None, "cpu") and mesh.device_type != "cpu":
         raise ConfigError(

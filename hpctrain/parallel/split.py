@@ -15,7 +15,7 @@ from hpctrain.core.target import hint
 
 
 class Chain(nn.Module):
-    """A chain of layers under their names in the whole model.
+    """Module that applies layers in order, under their names in the whole model.
 
     Args:
         layers: names and modules in the order of forward.
@@ -26,7 +26,7 @@ class Chain(nn.Module):
         self.fill(layers)
 
     def fill(self, layers: Sequence[tuple[str, nn.Module]]) -> None:
-        """Replace all layers."""
+        """Replace all layers of the chain."""
         self._modules.clear()
         self.layers = [layer for _, layer in layers]  # a list registers nothing
         self._names = [name for name, _ in layers]

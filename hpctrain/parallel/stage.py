@@ -1,4 +1,4 @@
-"""A stage of a pipeline, and torch's schedules by which stages work."""
+"""Stages of a pipeline, and the torch schedules that run them."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +30,7 @@ TWO_HALVES = ("zero_bubble", "zbv")
 
 
 class Stage(PipelineStage):
-    """A stage that measures its time and counts the micro-batches in flight."""
+    """Pipeline stage that measures its compute time and counts micro-batches in flight."""
 
     in_flight = most_in_flight = 0
     halves = False  # whether gradients of weights are computed later
@@ -42,7 +42,7 @@ class Stage(PipelineStage):
 
     @property
     def busy_s(self) -> float:
-        """Seconds of all micro-batches."""
+        """Seconds of computation over all micro-batches of the last step."""
         return sum(map(sum, self.seconds.values()))
 
     @contextmanager
@@ -66,14 +66,14 @@ class Stage(PipelineStage):
         return self._divisible(super()._compute_outputs(*args, **options))
 
     def forward_maybe_with_nosync(self, *args: Any, **options: Any) -> Any:
-        """Return outputs as torch needs them."""
+        """Run the forward; the outputs can be cut from their graph if backward has two halves."""
         return self._divisible(super().forward_maybe_with_nosync(*args, **options))  # type: ignore[no-untyped-call]
 
     def _divisible(self, out: Any) -> Any:
-        """Return outputs whose backward torch can cut in two halves.
+        """Return an output that torch can use in a schedule with split backward.
 
-        It cuts them off their graph, which views cannot be, and searches weights on the paths
-        from outputs to inputs, which frozen layers before this stage would leave without one.
+        Torch detaches the output in place, which is not possible for views, and searches weights
+        on the graph from outputs to inputs, which is empty after frozen layers.
         """
         if self.halves and torch.is_grad_enabled() and out.is_floating_point():
             return as_own_tensor(out).requires_grad_()
@@ -83,51 +83,52 @@ class Stage(PipelineStage):
         """Return no messages: torch before 2.13 sends 8 bytes where it receives 4, for NCCL."""
         return []
 
-    # Torch hands gradients from stage to stage of a rank also where there are none, without these.
+    # Torch passes gradients between stages of one rank even if there are none; these overrides
+    # skip that.
     def get_local_bwd_output(self, mb_index: int) -> Any:
-        """Return gradients of inputs, for the stage before on this rank."""
+        """Return the gradients of the inputs, for the previous stage on the same rank."""
         if not self.has_backward:
             return ()
         return super().get_local_bwd_output(mb_index)  # type: ignore[no-untyped-call]
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
-        """Take gradients of outputs, of the stage behind on this rank."""
+        """Store the gradients of the outputs, from the next stage on the same rank."""
         if self.has_backward:
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def forward_one_chunk(self, *args: Any, **options: Any) -> Any:
-        """Compute a micro-batch, and count it."""
+        """Run the forward of a micro-batch, and count the micro-batch as in flight."""
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
         with self._busy("forward"):
             return super().forward_one_chunk(*args, **options)
 
     def backward_one_chunk(self, *args: Any, **options: Any) -> Any:
-        """Compute its gradients, of inputs only where backward is cut in two."""
+        """Run the backward of a micro-batch; with split backward, only for gradients of inputs."""
         with self._busy("backward"):
             found = super().backward_one_chunk(*args, **options)
         self.in_flight -= 1
         return found
 
     def backward_weight_one_chunk(self, *args: Any, **options: Any) -> Any:
-        """Compute the gradients of weights that are still missing."""
+        """Compute the gradients of weights that a split backward has deferred."""
         with self._busy("weights"):
             return super().backward_weight_one_chunk(*args, **options)
 
 
 class PipelineSchedule:
-    """The order in which the stages of a pipeline work on micro-batches.
+    """Order in which the stages of a pipeline process micro-batches.
 
     Args:
         name: one of ``SCHEDULES``.
         size: number of ranks.
-        stages_per_rank: None for the usual number.
+        stages_per_rank: None for the default of the schedule.
         num_microbatches: parts of a batch.
         model: to be divided.
 
     Raises:
         ConfigError: there is no such schedule, it needs another number of stages or micro-batches,
-            or recomputes selectively where backward is cut in two.
+            or splits backward, which excludes selective recomputation.
     """
 
     def __init__(
@@ -198,7 +199,7 @@ def checked(schedule: str, given: int | None, model: nn.Module) -> tuple[Any, in
 
 
 def check_microbatches(number: int, size: int, schedule: str) -> None:
-    """Raise unless a schedule of torch supports this number of micro-batches."""
+    """Raise ``ConfigError`` unless the schedule supports this number of micro-batches."""
     least, rounds = size if schedule == "1f1b" else 1, max(1, number // size)
     if number < least:
         raise ConfigError(
@@ -213,6 +214,6 @@ def check_microbatches(number: int, size: int, schedule: str) -> None:
 
 
 def rank_of_stage(stage: int, size: int, schedule: str) -> int:
-    """Return the rank of a stage: round robin, or there and back."""
+    """Return the rank of a stage: round robin, or in reverse for the second stages of ``zbv``."""
     there = stage % size
     return size - 1 - there if schedule == "zbv" and stage >= size else there

@@ -223,7 +223,7 @@ def _style(module: nn.Module, role: str, stream: Placement) -> ParallelStyle:
 
 
 class _SharedInput:
-    """The common input of several matrices, which is gathered once for all of them."""
+    """Input shared by several matrices, gathered once for all of them."""
 
     def __init__(self, mesh: DeviceMesh, placement: Placement) -> None:
         self._mesh, self._placement = mesh, placement
@@ -231,7 +231,7 @@ class _SharedInput:
         self._whole: Tensor | None = None
 
     def whole(self, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Replace the first input; a forward pre-hook."""
+        """Replace the first input by the gathered tensor. A forward pre-hook."""
         given, *others = inputs
         if self._given is not given:
             as_shard = DTensor.from_local(given, self._mesh, [self._placement], run_check=False)
@@ -256,5 +256,5 @@ def _replicate(module: nn.Module, mesh: DeviceMesh, stream: Placement) -> None:
 
 
 def _placed(gradient: DTensor, *, placements: tuple[Placement, ...]) -> DTensor:
-    """Sum the gradients of a parameter over the ranks, if it is replicated; a tensor hook."""
+    """Sum the gradient of a replicated parameter over the ranks. A tensor hook."""
     return gradient.redistribute(placements=placements)

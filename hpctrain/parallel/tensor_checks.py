@@ -1,4 +1,4 @@
-"""Checks of forward passes on tensor parallel ranks, which must do the same."""
+"""Checks that tensor parallel ranks run identical forward passes."""
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ SOFTMAX = (softmax, torch.softmax, Tensor.softmax)
 
 
 def require_divided_stream(model: nn.Module, found: Mapping[str, tuple[nn.Module, str]]) -> None:
-    """Raise ``ConfigError`` unless the stream can be divided along the sequence."""
+    """Raise ``ConfigError`` unless activations can be divided along the sequence."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and name not in found:
             raise ConfigError(
@@ -44,7 +44,7 @@ def require_divided_stream(model: nn.Module, found: Mapping[str, tuple[nn.Module
 
 
 class CheckedSamples:
-    """Checks what the embedding is given: a length that ranks divide, on all of them the same."""
+    """Checks the input of an embedding: identical on all ranks, with a divisible length."""
 
     def __init__(self, mesh: DeviceMesh, name: str, rows: int, *, sequence: bool) -> None:
         self._mesh, self._parts = mesh, mesh.size() if sequence else 1
@@ -52,7 +52,7 @@ class CheckedSamples:
         self._is_first = True
 
     def check(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        """Raise on all ranks, or on none; a forward pre-hook."""
+        """Check the input before a forward; raises on all ranks or none. A forward pre-hook."""
         given, is_first = inputs[0], self._is_first
         if self._is_first:  # a program that divides data by rank does so in the first step
             self._is_first = False
@@ -95,7 +95,7 @@ class ForwardChecks:
         self._mode: _WholeAttention | None = None
 
     def watch(self, model: nn.Module) -> None:
-        """Check every module of a model that is called from outside."""
+        """Add hooks that check each outermost call of a module of the model."""
         for module in model.modules():
             module.register_forward_pre_hook(self._enter)
             module.register_forward_hook(self._leave, always_call=True)
@@ -135,7 +135,7 @@ class ForwardChecks:
 
 
 class _WholeAttention(TorchFunctionMode):
-    """Raises an error for attention whose length is that of a part of the sequence."""
+    """Raises an error if attention receives only one part of the sequence."""
 
     def __init__(self, length: int, parts: int) -> None:
         super().__init__()

@@ -19,7 +19,7 @@ class TiedWeights:
 
     Args:
         chain: names and layers of the whole model.
-        rank_of: rank of the pipeline that has each layer, by the number of the layer.
+        rank_of: pipeline rank of each layer, by number of the layer.
         mesh: the axis of the pipeline.
         model: receives the layers of this rank.
     """
@@ -33,7 +33,7 @@ class TiedWeights:
     ) -> None:
         self._mesh, self._model = mesh, model
         self._shared = shared_between(chain)
-        self._groups: dict[str, Any] = {}  # ranks that have a weight of this rank, by its name
+        self._groups: dict[str, Any] = {}  # ranks that share a weight of this rank, by name
         self._counted_elsewhere: set[str] = set()
         self._kept: list[Tensor | None] = []  # gradients of earlier steps
         ranks, mine = dist.get_process_group_ranks(mesh.get_group()), mesh.get_local_rank()
@@ -58,12 +58,12 @@ class TiedWeights:
         ]
 
     def counted(self) -> list[nn.Parameter]:
-        """Return the parameters of this rank, except shared ones that another rank counts."""
+        """Return this rank's parameters, except shared weights that a lower rank counts."""
         named = self._model.named_parameters()
         return [p for name, p in named if name not in self._counted_elsewhere]
 
     def check_trained(self) -> bool:
-        """Return whether every rank of the axis trains some parameter. Collective over it.
+        """Return whether every rank of the axis trains a parameter. Collective over the axis.
 
         Raises:
             ConfigError: some stages train a weight and others do not; on every rank.

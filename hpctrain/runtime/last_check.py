@@ -35,7 +35,7 @@ A method of the steps of an optimizer, or of a model that is sharded over ranks.
 
 
 class Collection:
-    """Record whether Python's garbage collector is running.
+    """Records whether Python's garbage collector is running.
 
     Args:
         owner: object whose deletion ends the observation.

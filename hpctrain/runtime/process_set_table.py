@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class Wanted(NamedTuple):
-    """Process set that a rank requests."""
+    """Request of a rank for a process set."""
 
     ranks: tuple[int, ...]  # ranks of the world, sorted
     by_communicator: bool
@@ -60,7 +60,7 @@ def wanted_by_all(lists: Sequence[Sequence[Wanted]]) -> list[tuple[int, ...]]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Controllers:
-    """Common arguments of the controllers of a world."""
+    """Factory of controllers, with the arguments that all controllers of a world share."""
 
     topology: Topology
     plan: Plan
@@ -96,7 +96,7 @@ class Controllers:
 
 
 class Registered:
-    """One process set, from the view of this rank."""
+    """Entry of a process set in the table, from the view of this rank."""
 
     __slots__ = ("comm", "controller", "inside", "is_open", "number", "rank", "ranks")
 
@@ -114,7 +114,7 @@ class Registered:
 
 
 class Registrable(Protocol):
-    """Process set that can be registered: a ``ProcessSet``."""
+    """Interface of objects with an entry in the table, such as ``ProcessSet``."""
 
     @property
     def registered(self) -> "Registered | None":

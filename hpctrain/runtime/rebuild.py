@@ -27,7 +27,7 @@ class _Registered(NamedTuple):
 
 
 class Rebuild:
-    """Registered objects of one world; empty at first."""
+    """Registry of the objects of one world that must be rebuilt, moved or closed."""
 
     def __init__(self) -> None:
         self._holders: list[_Registered] = []
@@ -41,7 +41,7 @@ class Rebuild:
         close: Callable[[], object] | None = None,
         move: Callable[[], object] | None = None,
     ) -> None:
-        """Add an object; in the same order on every rank, as the functions may be collective.
+        """Add an object; call in the same order on every rank, as functions may be collective.
 
         Args:
             stage: stage of rebuilding; objects of one stage in the order of registration.

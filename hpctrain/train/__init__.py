@@ -1,1 +1,1 @@
-"""The loop behind ``hpctrain train`` and its run directory."""
+"""Training loop of ``hpctrain train``, with its run directory."""

@@ -1,4 +1,4 @@
-"""Parts of a run: training in the run directory, from the start or from a checkpoint."""
+"""Training in a run directory, from the start or from a checkpoint, as one part of the run."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -50,7 +50,10 @@ FINISHED = "finished"  # reason for the end of a part that reached the last step
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunPart:
-    """Entries of the first record of a part: a run has one part per start or resume."""
+    """Description of one part of a run, stored in the part's first record.
+
+    Each start and each resume begins a part.
+    """
 
     part: int = 1
     """Counted from 1 over all jobs of the run, including parts without a checkpoint."""
@@ -73,7 +76,7 @@ class RunPart:
         return cls(part=parts[-1] + 1, ended_by=ended_by, job=job, restarts=restarts)
 
     def describe(self) -> str:
-        """Return a one-line description."""
+        """Return a one-line description of this part."""
         job = f" in job {self.job}" if self.job else ""
         again = f", restart {self.restarts}" if self.restarts else ""
         known = {KILLED: "ended without a last record", FINISHED: FINISHED}
@@ -85,7 +88,7 @@ class RunInDirectory:
     """Trains in a run directory; writes records and checkpoints.
 
     Args:
-        task: what to train.
+        task: model, data and exchange to train.
         directory: directory of the run.
         console: displays the progress on rank 0.
         lease: lease of the directory on rank 0; None on other ranks.
@@ -246,7 +249,7 @@ class RunInDirectory:
             )
 
     def _train(self, metrics: Metrics, boundary: Boundary) -> Outcome | Stopped:
-        """Train, and write the last record."""
+        """Run the training loop, and write the last record of the part."""
         task, state = self._task, self._state
         epochs, metric = task.config.train.epochs, f"{task.tested} {task.metric_name}"
         with (

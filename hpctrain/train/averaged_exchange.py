@@ -103,7 +103,7 @@ class AccumulatedExchange(StepExchange):
         self.method.set_backward_passes_per_step(num_passes)
 
     def _end_piece(self, number: int, num_pieces: int, size: int, num_samples: int) -> None:
-        """Observe the gradient after the backward pass of a micro-batch. Local."""
+        """Hook after the backward pass of a micro-batch; subclasses observe gradients. Local."""
 
     def _end_backward(self) -> None:
         """Finish the communication that must precede the step. Collective."""

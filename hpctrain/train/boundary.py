@@ -20,7 +20,7 @@ RETRY_S = 60.0  # delay after a checkpoint that could not be written
 
 
 class Boundary:
-    """Saves and stops between two steps.
+    """Writes checkpoints and handles stop requests between two steps.
 
     Any rank may receive a stop request, and the clock of rank 0 decides when a checkpoint is due.
     The step header carries both as flags, so no step needs an additional message.
@@ -89,7 +89,7 @@ class Boundary:
         self._metrics.write("checkpoint", step=state.step, **last)
 
     def finish(self, state: RunState, *, score: float | None) -> None:
-        """Write the final checkpoint and wait for it. Collective.
+        """Write the final checkpoint, and wait until it is on disk. Collective.
 
         Args:
             state: state of the run.

@@ -65,7 +65,7 @@ class Bar:
 
 
 class Progress(Bar):
-    """Displays the steps of a run on the console of rank 0."""
+    """Displays a progress bar and results of a run on the console of rank 0."""
 
     def __init__(self, console: Console, num_steps: int, num_epochs: int, metric: str) -> None:
         super().__init__(

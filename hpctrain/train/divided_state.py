@@ -159,7 +159,7 @@ def _told(leaf: Any) -> Any:
 
 
 def _absent(told: Any) -> Any:
-    """Return an empty piece for a tensor of another pipeline stage, or the value itself."""
+    """Return an empty piece for a tensor of another pipeline stage; other values unchanged."""
     if not isinstance(told, tuple):
         return told
     shape, dtype = told
@@ -177,7 +177,7 @@ def _tensor(leaf: Any) -> Tensor:
 
 
 def _like(value: Any, parameter: Tensor) -> Any:
-    """Return a value of the optimizer state, placed like its parameter."""
+    """Return a value of the optimizer state with the placement of its parameter."""
     if not isinstance(value, TensorPiece):
         return value.clone() if isinstance(value, Tensor) else value
     here = value.tensor.to(parameter.device, copy=True)

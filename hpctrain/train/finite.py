@@ -1,4 +1,4 @@
-"""Decision whether to take a step: losses and gradients must be finite; spikes are skipped."""
+"""Checks before a step: losses and gradients must be finite, and loss spikes are handled."""
 
 import math
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from hpctrain.train.task import Task
 
 @dataclass(slots=True)
 class _Step:
-    """The current step, until it is taken or skipped."""
+    """Data of the current step, until the step is taken or skipped."""
 
     number: int = 0
     lr: float = 0.0
@@ -75,7 +75,7 @@ class StepGuard:
 
     @property
     def num_left_out(self) -> int:
-        """Number of steps that are skipped with the current step."""
+        """Number of steps lost by skipping the current step, including undone steps."""
         return self._now.num_left_out
 
     def begin(self, step: int, lr: float, flags: int) -> None:

@@ -288,7 +288,7 @@ def _make_method(config: RunConfig, built: BuiltModel) -> LocalMethod:
 
 
 def _check(kind: type[LocalMethod], args: Mapping[str, Any]) -> None:
-    """Raise if a method does not take an argument; subclasses pass the rest to ``LocalSGD``."""
+    """Raise if neither a method nor its base class ``LocalSGD`` accepts an argument."""
     if kind is not LocalSGD and issubclass(kind, LocalSGD):
         own = signature(kind).parameters
         args = {name: value for name, value in args.items() if name not in own}

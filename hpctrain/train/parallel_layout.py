@@ -83,7 +83,7 @@ class ParallelLayout:
 
 
 class BatchPadding:
-    """Divides and pads a replica's part of a batch.
+    """Divides a replica's samples along the sequence, and pads the samples to a fixed number.
 
     With a pipeline or sharded parameters, every rank must compute in every step. Batches are
     padded with copies of a sample, whose loss has weight 0.

@@ -168,12 +168,12 @@ def _output(task: Task, batch: Batch) -> NDArray[Any] | None:
 
 
 def _kind(values: NDArray[Any]) -> tuple[tuple[int, ...], str]:
-    """Return the shape and the dtype of a row."""
+    """Return shape and dtype of one row of the output."""
     return values.shape[1:], values.dtype.str
 
 
 class _Rows:
-    """Rows of a contiguous HDF5 dataset, which each rank writes at byte offsets in the file.
+    """Output file with a contiguous HDF5 dataset; each rank writes its rows at byte offsets.
 
     Each rank has only its own rows in memory, and HDF5 does not need to be built with MPI.
     """

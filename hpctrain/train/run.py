@@ -149,7 +149,7 @@ class _Run:
         return Settings(**values)
 
     def _plan_part(self) -> tuple[RunConfig, bool, list[str]]:
-        """Return the configuration, whether a run continues, and the changed keys. Collective.
+        """Return the configuration, whether the run is resumed, and the changed keys. Collective.
 
         Raises ``MismatchError`` on all ranks if the directory does not allow this run.
         """
@@ -300,7 +300,7 @@ def rehearse(task: Task) -> None:
 
 
 class _FirstBatch:
-    """A loader that yields only the first batch."""
+    """Loader that yields only the first batch of another loader."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader

@@ -47,7 +47,7 @@ class RunState:
 
     @property
     def has_lost_patience(self) -> bool:
-        """Whether ``test.patience`` ends the run now."""
+        """Whether the last ``test.patience`` tests brought no improvement, which ends the run."""
         return self.best.is_over(self.task.config.test.patience)
 
     @property

@@ -39,7 +39,7 @@ Figures = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepBatch:
-    """This rank's part of the global batch of a step."""
+    """Samples of this rank in one global batch."""
 
     inputs: Tensor
     labels: Tensor
@@ -53,12 +53,12 @@ class StepBatch:
 
 
 class LossObserver(Protocol):
-    """Receives this rank's loss before gradients are sent."""
+    """Interface of objects that receive this rank's loss before gradients are sent."""
 
     is_first: bool  # whether no step has computed a loss so far
 
     def see_loss(self, loss: float) -> None:
-        """Take the mean loss of this rank's samples."""
+        """Receive the mean loss of this rank's samples."""
 
 
 class StepExchange:
@@ -154,7 +154,7 @@ class StepExchange:
         return loss
 
     def own_loss(self, loss: float) -> float:
-        """Return the loss of this rank's samples; ``loss`` is the result of ``backward``."""
+        """Return the mean loss of this rank's samples; ``loss`` is the result of ``backward``."""
         return loss
 
     @property

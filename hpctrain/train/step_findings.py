@@ -16,7 +16,7 @@ _MAX_SAMPLES, _MAX_RANKS = 8, 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NotFiniteFinding:
-    """Loss, gradient norm and samples of a rank in a step that must not be taken."""
+    """Loss, gradient norm and samples of one rank in a step that is not finite."""
 
     step: int
     epoch: int
@@ -27,7 +27,7 @@ class NotFiniteFinding:
     samples: list[int]  # indices of this rank's samples in the data set
 
     def describe(self) -> str:
-        """Return a human-readable line."""
+        """Return loss, gradient norm and samples in one human-readable line."""
         shown = ", ".join(map(str, self.samples[:_MAX_SAMPLES])) or "none"
         more = len(self.samples) - _MAX_SAMPLES
         norm = "" if self.norm is None else f" and gradient norm {self.norm:g}"

@@ -19,7 +19,7 @@ from hpctrain.train.run_config import RunConfig
 
 @runtime_checkable
 class RowTable(Protocol):
-    """Module that divides rows among the ranks and updates them: ``ShardedEmbedding``."""
+    """Interface of ``ShardedEmbedding``: divides rows among the ranks, and updates them."""
 
     lr: float
 
@@ -43,7 +43,7 @@ class RowTable(Protocol):
 
 
 class Tables:
-    """Sharded embeddings of a model, by name; false if the model has none.
+    """Sharded embeddings of a model, by name; false in boolean context if there are none.
 
     Args:
         model: its modules are searched for ``RowTable``.

@@ -84,7 +84,7 @@ class RunView:
 
 
 class _Age:
-    """Age of a file; after the first observed change independent of the server's clock."""
+    """Age of a file, independent of the file server's clock after the first observed change."""
 
     def __init__(self) -> None:
         self._mark: tuple[int, ...] = ()
@@ -105,7 +105,7 @@ class _Age:
 
 
 class RunWatch:
-    """Reads the files of a run incrementally; needs neither MPI nor torch."""
+    """Reads new entries in the files of a run; needs neither MPI nor torch."""
 
     def __init__(self, path: Path) -> None:
         self._directory = RunDirectory(path)

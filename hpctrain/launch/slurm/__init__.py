@@ -1,1 +1,1 @@
-"""Batch jobs: their text, their submission, what can be wrong with them."""
+"""Slurm batch jobs: scripts, submission and checks."""

@@ -28,7 +28,7 @@ _OPTION = re.compile(r"^#SBATCH (--[a-z-]+).*$")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SbatchOptions:
-    """Options of sbatch; None keeps the line of the template."""
+    """Options of sbatch; None keeps the directive of the template."""
 
     job_name: str | None = None
     """Name of the job, and prefix of its output and its run directory."""
@@ -48,7 +48,7 @@ class SbatchOptions:
     extra: tuple[str, ...] = ()  # further options of sbatch, such as ``--qos=high``
 
     def lines(self) -> dict[str, str]:
-        """Return the option and its value by the name of the option."""
+        """Return the directive of each option that is set, by name of the option."""
         plain = [each.name for each in fields(SbatchOptions)][:-2]
         values = {f"--{name.replace('_', '-')}": getattr(self, name) for name in plain}
         if self.dependency:
@@ -98,7 +98,7 @@ def text(name: str) -> str:
 
 
 def script(name: str, settings: BatchSettings) -> str:
-    """Return a template with the settings.
+    """Return the text of a template with the given settings.
 
     An option of the template is replaced; other options follow the last one. Raises
     ``ConfigError``: no template has this name, or a script cannot contain a setting.
@@ -145,7 +145,7 @@ def _folder() -> Traversable:
 
 
 def _in_time(line: str, limit: str | None) -> str:
-    """Send a signal after three quarters of the job's time at the earliest."""
+    """Limit the lead time of the warning signal to a quarter of the job's time limit."""
     signal, mark, margin_s = line.partition("USR1@")
     limit_s = time_limit_s(limit or "")
     if not mark or limit_s is None or not line.startswith("#SBATCH --signal="):
@@ -165,5 +165,5 @@ def _word(name: str, value: str | int) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Quote for a shell that expands variables."""
+    """Quote a text for the shell, which still expands variables."""
     return '"' + re.sub(r'(["\\`])', r"\\\1", text) + '"'

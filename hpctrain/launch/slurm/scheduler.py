@@ -38,11 +38,11 @@ _OTHERS = {"qsub": "PBS", "bsub": "LSF", "flux": "Flux", "ccc_msub": "Bridge", "
 
 
 class RefusedJobError(LaunchError):
-    """Slurm refuses a job."""
+    """Slurm has rejected the submission of a job."""
 
 
 class NodeShape(NamedTuple):
-    """Smallest resources of the nodes of a partition."""
+    """Cores and threads per core, the minimum over the nodes of a partition."""
 
     cores: int
     threads_per_core: int

@@ -1,1 +1,1 @@
-"""Checks of a batch script, before it waits in a queue."""
+"""Checks of a batch script before its submission."""

@@ -52,7 +52,7 @@ _BY_GPU = ("ntasks-per-gpu", "gpus-per-task", "ntasks-per-socket", "gpus-per-soc
 
 
 def _header(script: BatchScript) -> Iterator[Fault]:
-    """Directives that sbatch ignores or does not expand."""
+    """Find directives that sbatch ignores, or whose variables it does not expand."""
     for line in script.late:
         what = f"line {line}: #SBATCH after the first command: sbatch does not read it"
         yield "warning", what, "move it to the top"
@@ -70,7 +70,7 @@ def _header(script: BatchScript) -> Iterator[Fault]:
 
 
 def _runs_once(script: BatchScript) -> Iterator[Fault]:
-    """A program that runs once in a job of several tasks."""
+    """Find a program that runs only once in a job of several tasks."""
     tasks, nodes = script.num_tasks, script.number("nodes") or 1
     if script.steps or script.launchers or not tasks or tasks == 1:
         return
@@ -109,7 +109,7 @@ def _not_waited_for(script: BatchScript) -> Iterator[Fault]:
 
 
 def _nested(script: BatchScript) -> Iterator[Fault]:
-    """``srun mpirun``, ``mpirun srun``, and several torchrun on a node."""
+    """Find nested launchers such as ``srun mpirun``, and several torchrun on a node."""
     for step in script.steps:
         for found in filter(None, map(launcher_of, step.programs)):
             what = (
@@ -143,7 +143,7 @@ def _runs_srun(launcher: Command) -> bool:
 
 
 def _mpi(script: BatchScript) -> Iterator[Fault]:
-    """Steps whose ``--mpi`` does not match the MPI library."""
+    """Find steps whose ``--mpi`` does not match the MPI library."""
     needed = script.facts.needed_pmi
     if script.facts.has_mpi_package and _takes_mpi_of_site(script):
         return
@@ -260,7 +260,7 @@ def _unequal_gpus(script: BatchScript) -> Iterator[Fault]:
 
 
 def _isolated_gpus(script: BatchScript) -> Iterator[Fault]:
-    """Ranks that see only their own GPU."""
+    """Find steps in which each rank sees only its own GPU."""
     for options in (script.options, *(step.options for step in script.rank_steps)):
         bound = options.get("gpu-bind", "")
         if bound == "none" or _binds_none(script):
@@ -349,7 +349,7 @@ def _not_told_to_save(script: BatchScript) -> Iterator[Fault]:
 
 
 def _output(script: BatchScript) -> Iterator[Fault]:
-    """An output without a folder, or which a requeued job would truncate."""
+    """Find an output file in a missing folder, or one that a requeued job truncates."""
     facts, options = script.facts, script.options
     if script.is_requeued and not options.get("open-mode", "").lower().startswith("a"):
         what = "the job may be queued again, and each run empties the output of those before"
@@ -378,7 +378,7 @@ def _endless_requeue(script: BatchScript) -> Iterator[Fault]:
 
 
 def _time(script: BatchScript) -> Iterator[Fault]:
-    """A time limit before the first checkpoint; sbatch itself rejects an invalid limit."""
+    """Find a time limit that ends before the first checkpoint; sbatch checks the format."""
     text = script.options.get("time", "")
     limit_s = time_limit_s(text)
     if limit_s is None:

@@ -1,4 +1,4 @@
-"""A batch script as the checks see it: its ``#SBATCH`` lines, its steps, its launchers.
+"""Parser of batch scripts: ``#SBATCH`` lines, steps and launchers.
 
 The script is split into words, line by line, and never parsed or run. A word with a ``$`` in it
 is a value that only a run knows, and a rule is silent about such words.
@@ -115,7 +115,7 @@ class LintFacts:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One simple command, after ``timeout 60``, ``env X=1`` and similar words."""
+    """Simple command, without wrappers such as ``timeout 60`` and ``env X=1``."""
 
     line: int
     words: tuple[str, ...]
@@ -129,7 +129,7 @@ class Command:
 
     @property
     def inner(self) -> list["Command"]:
-        """Commands of ``bash -c "..."``, and the command that its text runs by ``"$@"``."""
+        """Commands in the text of ``bash -c "..."``, and the command that ``"$@"`` runs there."""
         for at, (flag, text) in enumerate(pairwise(self.words[1:]), 2):
             if self.name in _SHELLS and re.fullmatch(r"-\w*c", flag):
                 after = self.words[at + 2 :] if '"$@"' in text or text.startswith("$") else ()
@@ -140,7 +140,7 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class ScriptStep:
-    """One ``srun``."""
+    """Call of ``srun`` in a batch script."""
 
     line: int
     options: Options
@@ -153,11 +153,11 @@ class ScriptStep:
 
     @property
     def are_ranks(self) -> bool:
-        """Whether its tasks wait for each other."""
+        """Whether the tasks of this step wait for each other."""
         return self.num_tasks != 1 and (not self.programs or any(map(is_rank, self.programs)))
 
     def option(self, name: str, variable: str) -> str | None:
-        """Return the value of an option, or else of a variable, or None if neither is set.
+        """Return the value of an option, else of an environment variable, else None.
 
         A value that is unknown before the run contains a ``$``.
         """
@@ -167,7 +167,7 @@ class ScriptStep:
 
 
 class BatchScript:
-    """A batch script, read once."""
+    """Batch script, split into directives, commands and steps."""
 
     def __init__(self, text: str, facts: LintFacts) -> None:
         """Read the directives of a script and split its lines into commands."""

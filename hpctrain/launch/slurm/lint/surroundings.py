@@ -17,7 +17,7 @@ _UNITS_MB = {"": 1.0, "K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
 
 
 def little(script: BatchScript) -> Iterator[Fault]:
-    """Memory or time that probably lacks a unit."""
+    """Find memory sizes or times that probably lack a unit."""
     for name in ("mem", "mem-per-cpu"):
         match = re.fullmatch(r"(\d+)([KMGT]?)B?", script.options.get(name, "").upper())
         if match and 0 < (mb := float(match[1]) * _UNITS_MB[match[2]]) < LEAST_MB:
@@ -29,7 +29,7 @@ def little(script: BatchScript) -> Iterator[Fault]:
 
 
 def threads(script: BatchScript) -> Iterator[Fault]:
-    """More threads than cores per task."""
+    """Find steps with more threads than cores per task."""
     text = script.environ.get("OMP_NUM_THREADS", "")
     is_own = "OMP_NUM_THREADS" in script.assigned and text.isdigit()
     for step in script.rank_steps if is_own and "exclusive" not in script.options else ():
@@ -43,7 +43,7 @@ def threads(script: BatchScript) -> Iterator[Fault]:
 
 
 def rendezvous(script: BatchScript) -> Iterator[Fault]:
-    """Variables of ``torch.distributed`` with a wrong value or in a wrong place."""
+    """Find ``torch.distributed`` variables with a wrong value or in a wrong place."""
     assigned = script.assigned
     steps = [step for step in script.rank_steps if not step.does_own_launching]
     if not steps:
@@ -66,7 +66,7 @@ def rendezvous(script: BatchScript) -> Iterator[Fault]:
 
 
 def crowded(script: BatchScript) -> Iterator[Fault]:
-    """A step with more tasks than its job."""
+    """Find steps with more tasks than the job."""
     whole = script.num_tasks
     for step in script.steps if whole and not {"overcommit", "O"} & {*script.options} else ():
         own = number(step.options, "ntasks")
@@ -76,7 +76,7 @@ def crowded(script: BatchScript) -> Iterator[Fault]:
 
 
 def missing(script: BatchScript) -> Iterator[Fault]:
-    """A missing file of a script; relative names only if their directory is known."""
+    """Find missing files; relative names are checked only if the directory is known."""
     facts = script.facts
     moves = any(command.name in ("cd", "pushd") for command in script.commands)
     if facts.directory is None:
