@@ -119,7 +119,7 @@ def test_too_many_ranks_or_too_small_a_batch_is_rejected(here, configure):
         build(configure("train.reproducible=true", "train.micro_shards=2"), here.comm)
     small = configure("train.reproducible=true", "train.global_batch=3")
     for refuse in (lambda: build(small, here.comm), lambda: settled(small, None, here.comm)):
-        with pytest.raises(MismatchError, match=r"train.global_batch must be .* micro-shards, 4, .* got 3"):
+        with pytest.raises(MismatchError, match=r"number of micro-shards, 4, .* got 3"):
             refuse()
 
 

@@ -124,7 +124,7 @@ def test_invalid_federated_options_are_rejected(here, configure):
     for overrides, message in (
         (["sync.fraction=0.5"], "with sync.method = synchronous, got"),
         (["sync.method=ssp", "sync.fraction=0.5"], "got {'sync.fraction': 0.5, 'sync.proximal'"),
-        (["sync.method=local_sgd", "sync.args={seed = 5}"], "because the seed of the run is used, got 5"),
+        (["sync.method=local_sgd", "sync.args={seed = 5}"], "seed of the run is used, got 5"),
         (["sync.method=staged_sgd", "sync.proximal=1"], "with sync.method = staged_sgd, got"),
         (["sync.method=local_sgd", "sync.fraction=1.5"], "at most 1, got 1.5"),
         (
