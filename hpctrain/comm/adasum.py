@@ -66,7 +66,7 @@ def adasum_(comm: Communicator, tensors: Sequence[Tensor]) -> None:
 
 
 class _Partner(NamedTuple):
-    """The partner of this rank at one level."""
+    """Rank with which this rank combines vectors at one level of the tree."""
 
     rank: int
     weight: float  # of this rank's side; that of the partner is 1 - weight
@@ -81,14 +81,14 @@ class _Span(NamedTuple):
     stop: int
 
     def halves(self, *, is_upper: bool) -> "tuple[_Span, _Span]":
-        """Return the half that the rank keeps, then the half that it sends."""
+        """Return the half of the span that this rank keeps, and the half that this rank sends."""
         middle = self.start + (self.stop - self.start) // 2
         lower, upper = _Span(self.start, middle), _Span(middle, self.stop)
         return (upper, lower) if is_upper else (lower, upper)
 
 
 class _Combining:
-    """The computation of one adaptive sum on this rank.
+    """Computes one adaptive sum by recursive halving.
 
     Args:
         comm: the ranks.
@@ -103,7 +103,7 @@ class _Combining:
         self._inbox = torch.empty((flat.numel() + 1) // 2, dtype=flat.dtype)
 
     def run(self) -> None:
-        """Compute the adaptive sum."""
+        """Replace the flat vector by the adaptive sum over the ranks. Collective."""
         comm, flat = self._comm, self._flat
         folded = fold(comm.rank, comm.size)
         place, other = folded.place, folded.other
@@ -128,7 +128,7 @@ class _Combining:
             comm.send(flat, other, _TAG)
 
     def _combine_half(self, span: _Span, partner: _Partner) -> tuple[_Span, _Span]:
-        """Combine one half of ``span`` with the partner, which combines the other half."""
+        """Combine half of ``span`` with the partner's; return the kept and the sent half."""
         is_upper = partner.rank < self._comm.rank
         kept, given = span.halves(is_upper=is_upper)
         theirs = self._inbox[: kept.stop - kept.start]
@@ -142,7 +142,10 @@ class _Combining:
         return kept, given
 
     def _products(self, kept: _Span, theirs: Tensor, *, is_upper: bool) -> Tensor:
-        """Return a.a, a.b and b.b per tensor over ``kept``; a is the vector of the lower rank."""
+        """Return the dot products a.a, a.b and b.b of each tensor over ``kept``.
+
+        The vector a belongs to the lower rank, b to the higher rank.
+        """
         products = torch.zeros(len(self._ends), 3, dtype=torch.float64)
         for index, part, at in self._chunks(kept):
             both = torch.stack((part, theirs[at : at + part.numel()])).double()
@@ -165,7 +168,7 @@ class _Combining:
             part.copy_(torch.tensor(factors[index], dtype=torch.float64) @ both)
 
     def _chunks(self, span: _Span) -> Iterator[tuple[int, Tensor, int]]:
-        """Divide ``span`` at the ends of tensors and into chunks.
+        """Split ``span`` into chunks, each with elements of a single tensor.
 
         Yields:
             The index of the tensor, the elements, and their offset in the span.
@@ -194,7 +197,10 @@ class _Combining:
 
 
 def _partner(folded: Fold, distance: int) -> _Partner:
-    """Return the partner at a level; the first ``num_pairs`` places represent two ranks each."""
+    """Return the partner at the level at which partners are ``distance`` places apart.
+
+    Each of the first ``num_pairs`` places represents two ranks, so it has twice the weight.
+    """
     place, num_pairs = folded.place, folded.num_pairs
 
     def weight(block: int) -> int:
@@ -207,5 +213,5 @@ def _partner(folded: Fold, distance: int) -> _Partner:
 
 
 def _factor(product: float, norm: float, weight: float) -> float:
-    """Return the factor of a vector with this squared norm in the adaptive sum."""
+    """Return the factor of a vector in the adaptive sum; ``norm`` is its squared norm."""
     return 1.0 - weight * product / norm if norm >= _SMALLEST else 1.0

@@ -25,7 +25,7 @@ def agreed(comm: "Communicator", error: type[HpctrainError] = MismatchError) -> 
 
     Args:
         comm: the ranks.
-        error: class of the error, with the messages of all ranks.
+        error: class of the error that all ranks raise, with the messages of all ranks.
     """
     try:
         yield
@@ -107,7 +107,7 @@ def require_equal_by(
     what: str,
     way_out: str = "build the same model on every rank",
 ) -> None:
-    """Check as ``require_equal``, with a function that gathers an object of each rank."""
+    """Check as ``require_equal`` does; ``gather`` returns the objects of all ranks."""
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     if len(set(gather(digest))) == 1:
         return
@@ -121,10 +121,12 @@ def require_equal_by(
 
 
 def differing(of_ranks: Sequence[Mapping[str, str]], lacking: str | None = None) -> dict[str, str]:
-    """Return the values by rank, as text, of the names whose values differ. Not collective.
+    """Return the names whose values differ between ranks, with their values by rank as text.
+
+    Not collective.
 
     Args:
-        of_ranks: values by name, per rank.
+        of_ranks: dictionary of each rank, from names to values.
         lacking: value of ranks without the name; None to ignore these ranks.
     """
     names = dict.fromkeys(name for values in of_ranks for name in values)

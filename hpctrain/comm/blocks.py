@@ -1,4 +1,4 @@
-"""Blocks of the program that all ranks leave together, and the errors if a rank does not."""
+"""Blocks of code that all ranks must leave together, and the errors if a rank does not."""
 
 import math
 import threading
@@ -20,8 +20,9 @@ LEFT, BROKE_OFF, AT_END, FAILED, CALL = 1, 2, 3, 4, 5  # tags of the reports
 
 
 class Reports:
-    """Reports that this rank sends; only its owner sends them, and only while it is open.
+    """Sends short reports from this rank to other ranks.
 
+    Only the process that created the object sends reports, and only while ``is_open`` is true.
     Sends are synchronous, so that a barrier after their completion proves that none is in flight.
 
     Args:
@@ -39,19 +40,19 @@ class Reports:
 
     @property
     def may_send(self) -> bool:
-        """Whether this process may send reports: a forked child must not."""
+        """Whether this process may send reports; False in a forked child."""
         return self.is_open and self._owner.is_here
 
     def send(self, tag: int, text: str = "", members: Sequence[int] = ()) -> None:
-        """Send ``text``, cut to ``MAX_BYTES``, to some of ``members``, or of all ranks."""
+        """Send ``text``, cut to ``MAX_BYTES``, to the receivers among ``members``."""
         for rank in self.receivers(members):
             self._start(text.encode()[:MAX_BYTES], tag, rank)
 
     def update(self, tag: int, text: str, members: Sequence[int]) -> None:
-        """Send ``text`` like ``send`` to ranks that have received the report before it.
+        """Send ``text`` to each receiver that has received the previous report.
 
-        Threads may call this concurrently. A rank to which ``text`` was the last report is
-        skipped.
+        A receiver is skipped if the previous report has the same text. Threads may call this
+        method concurrently.
         """
         message = text.encode()
         with self._updating, suppress(MPI.Exception):  # of a rank that has died
@@ -64,7 +65,7 @@ class Reports:
         return requests.start(self._control, self._control.Issend, message, rank, tag)
 
     def receivers(self, members: Sequence[int] = ()) -> list[int]:
-        """Return the ranks that this one reports to, of ``members`` or of all ranks."""
+        """Return the members to which this rank reports; ``()`` stands for all ranks."""
         members = members or range(self._control.size)
         size, here = len(members), members.index(self._control.rank)
         distances: set[int] = set(range(1, size))
@@ -87,7 +88,7 @@ class Block(NamedTuple):
 
 
 class Blocks:
-    """The blocks that one rank is in, by number, and the reports of other ranks about theirs.
+    """Tracks the blocks that this rank is in, and reports of other ranks about these blocks.
 
     No method is collective, but all ranks must enter the same blocks in the same order.
     """
@@ -111,7 +112,10 @@ class Blocks:
         return self._within[max(self._within)].name if len(self._within) > 1 else ""
 
     def is_apart(self, since_s: float) -> bool:
-        """Return True if this rank has left a block by an error since, or waits at its end."""
+        """Return True if this rank waits at the end of a block, or left one by a recent error.
+
+        An error is recent if it occurred after ``since_s``, by ``time.perf_counter()``.
+        """
         return self._broke_off_s > since_s or self._ending is not None
 
     def enter(self, block: Block) -> int:
@@ -122,9 +126,11 @@ class Blocks:
 
     @contextmanager
     def at_end(self, number: int) -> Iterator[None]:
-        """Report inside this context, after a while, that this rank waits at the end of a block.
+        """Mark inside this context that this rank waits at the end of a block.
 
-        A block that has ended may continue, and end again after more steps.
+        If the wait is long, ``check`` reports it to the other ranks.
+
+        All ranks may continue a block after its end, and end the block again after more steps.
         """
         self._ending = number, time.monotonic()
         try:
@@ -134,10 +140,10 @@ class Blocks:
             self._ending = None
 
     def leave(self, number: int, error: BaseException | None) -> None:
-        """Leave a block; report an error to the ranks that are still in it.
+        """Leave a block; report ``error``, if any, to the ranks that are still in the block.
 
-        A ``RankLostError`` is reported to all ranks: a rank whose wait has failed is out of step
-        with ranks outside the block too.
+        A ``RankLostError`` is reported to all ranks: after a failed wait, the calls of this rank
+        match those of no other rank, also outside the block.
         """
         name = self._within.pop(number).name
         if error is None or not self._reports.may_send:
@@ -148,12 +154,12 @@ class Blocks:
         self._reports.send(BROKE_OFF, f"{block} {reason}")
 
     def hear_of_error(self, text: str) -> None:
-        """Store the report of another rank that it has left a block by an error."""
+        """Store another rank's report that this other rank has left a block by an error."""
         number, reason = text.split(" ", 1)
         self._broken.setdefault(int(number), (time.monotonic(), reason))
 
     def hear_of_end(self, rank: int, text: str) -> None:
-        """Store the report of another rank that it waits at the end of a block."""
+        """Store the report that ``rank`` waits at the end of a block."""
         number, steps = map(int, text.split())
         self._ends[number] = time.monotonic(), rank, steps
 
@@ -161,8 +167,8 @@ class Blocks:
         """Report a long wait at the end of a block; check the reports of other ranks.
 
         Raises:
-            RankLostError: a rank left by an error a block that this rank is in, or waits at the
-                end of the block after fewer steps.
+            RankLostError: another rank has left a block of this rank by an error, or waits at its
+                end after fewer steps.
         """
         now = time.monotonic()
         if self._ending is not None and now - self._ending[1] >= BREAK_S:

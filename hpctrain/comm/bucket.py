@@ -31,7 +31,7 @@ class Bucket:
 
     @cached_property
     def addresses(self) -> Any:
-        """Addresses of ``peers``, as an array for the kernel."""
+        """Addresses of the buckets in ``peers``, as an array for the compiled kernel."""
         return (ctypes.c_void_p * len(self.peers))(*(peer.data_ptr() for peer in self.peers))
 
     @property
@@ -62,7 +62,7 @@ class Bucket:
 
 
 def slice_bounds(numel: int, num_parts: int, part: int, unit: int = ALIGN) -> slice:
-    """Return slice ``part`` of ``numel`` elements divided into ``num_parts``.
+    """Divide ``numel`` elements into ``num_parts`` slices; return the bounds of slice ``part``.
 
     Slices begin at multiples of ``unit`` elements, and their sizes differ by at most one unit.
     """
@@ -84,7 +84,7 @@ def chunks_of(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorSpec:
-    """Properties of a tensor that determine its bucket."""
+    """Properties of a tensor from which ``plan_buckets`` chooses a bucket."""
 
     name: str
     numel: int

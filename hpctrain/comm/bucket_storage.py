@@ -1,4 +1,4 @@
-"""Storage of a bucket's elements on the device of the gradients, and the backend that sums them.
+"""Storage of the elements of a bucket, and selection of the backend that sums them.
 
 Elements on an accelerator are summed there (``PeerBucket``, ``NcclBucket``) or by the host:
 
@@ -46,7 +46,7 @@ def new_storage(
     *,
     backend: ReduceBackend,
 ) -> tuple[Bucket, BucketStorage | None]:
-    """Allocate ``numel`` elements on a device, and marks on the host. Collective.
+    """Allocate the elements of a bucket on a device, and its marks on the host. Collective.
 
     Args:
         comm: ranks that sum the bucket.
@@ -83,13 +83,16 @@ def by_first_backend(
     make: Callable[[ReduceBackend], T],
     refusal: str,
 ) -> T:
-    """Return ``make(backend)`` for the first backend that is allowed and works. Collective.
+    """Create buckets with the first backend that is permitted and works. Collective.
 
     Args:
         comm: ranks that sum the buckets.
         devices: devices of the gradients of this rank.
         make: creates the buckets; raises ``CommError`` if the backend does not work.
         refusal: reason why only the host can sum these gradients; empty if there is none.
+
+    Returns:
+        The result of ``make``.
 
     Raises:
         CommError: ``HPCTRAIN_DEVICE_SUMS=nccl`` is set, but NCCL cannot sum; on all ranks.
@@ -133,7 +136,10 @@ def _made_by_nccl(make: Callable[[ReduceBackend], T], refusal: str) -> T:
 
 
 def _for_all_cores(bucket: Bucket) -> Bucket:
-    """Divide a bucket into chunks for all threads: backward on a device leaves the cores idle."""
+    """Return the bucket with chunks of ``CHUNK_BYTES`` per torch thread.
+
+    During backward on an accelerator the cores are idle, so that all threads can sum.
+    """
     if not bucket.peers:
         return bucket
     local_rank = next(rank for rank, peer in enumerate(bucket.peers) if peer is bucket.flat)
@@ -142,7 +148,7 @@ def _for_all_cores(bucket: Bucket) -> Bucket:
 
 
 def _why_by_host(comm: Communicator, devices: Collection[torch.device]) -> str:
-    """Return why the host must sum elements of these devices; empty if peers may."""
+    """Return why the backend ``peers`` cannot sum gradients of these devices; empty if it can."""
     for device in devices:
         there = device_of(device)
         if there is None or there.keeps_apart:
@@ -176,7 +182,7 @@ class StagedBucket(DeviceBucket):
         self._on_host.record(device.down)
 
     def weigh(self, factor: float) -> None:
-        """Multiply the elements on the host."""
+        """Multiply the elements by ``factor`` on the host, after the copy to the host."""
         self._on_host.synchronize()
         scale_(self.summed, factor)
 

@@ -1,4 +1,4 @@
-"""Create communicators: ranks that share memory, and ranks that share a rail."""
+"""Creation of communicators, with the memory and the rails that their ranks share."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -136,7 +136,7 @@ def _group(  # noqa: PLR0913 - arguments of one group, and of all groups
     watch: Watch,
     world_ranks: Sequence[int],
 ) -> Communicator:
-    """Create the communicator of ``members``, which are ``ranks`` of the parent."""
+    """Create the communicator of a group; ``ranks`` are its ranks in the parent communicator."""
     if len(ranks) == 1:
         requests.free(members)
         return SerialCommunicator()

@@ -23,7 +23,7 @@ TAGS_PER_CALL = 16
 
 @lru_cache(maxsize=1024)
 def call_of(text: str) -> Call:
-    """Return the call described by ``text``."""
+    """Return a ``Call`` whose number and tag are computed from ``text``."""
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     number, largest = int.from_bytes(digest, "big") >> 2, MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
     return Call(text, number, number % (cast("int", largest) // TAGS_PER_CALL) * TAGS_PER_CALL)
@@ -31,13 +31,13 @@ def call_of(text: str) -> Call:
 
 @lru_cache(maxsize=1024)
 def tensor_call(op: Op, dtype: torch.dtype, numel: int, scale: float | None = None) -> Call:
-    """Return the call of a reduction, such as ``sum of 10 float32 times 0.5``."""
+    """Return the ``Call`` for reducing a tensor, such as ``sum of 10 float32 times 0.5``."""
     return _reduction(op, f"{numel} {name_of(dtype)}", scale)
 
 
 @lru_cache(maxsize=1024)
 def bucket_call(number: int, op: Op = Op.SUM, scale: float | None = None) -> Call:
-    """Return the call of a reduction of bucket ``number``, counted from 1."""
+    """Return the ``Call`` for reducing bucket ``number``, counted from 1."""
     return _reduction(op, f"bucket number {number}", scale)
 
 
@@ -65,7 +65,7 @@ def meet(comm: MPI.Intracomm, call: Call, watch: Watch) -> None:
 
 
 def disagreement(comm: MPI.Intracomm, call: Call, watch: Watch) -> MismatchError:
-    """Return the error for ranks that have begun different calls. Collective.
+    """Exchange the calls of all ranks; return an error that names the calls. Collective.
 
     Raises:
         RankLostError: another rank does not call this function, since its wait has failed.

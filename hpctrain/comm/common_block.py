@@ -22,13 +22,13 @@ class CommonBlock:
         return 0
 
     def _begin_block(self) -> None:
-        """Raise if a block cannot begin now."""
+        """Raise an error if the block cannot begin. Subclasses override this method."""
 
     def _end_block(self) -> None:
         """Synchronize the ranks. Collective; not called after an error."""
 
     def _leave_block(self, error: BaseException | None) -> None:
-        """Undo changes of the program's objects. Not collective."""
+        """Restore objects of the program that the block has changed. Not collective."""
 
     def __enter__(self) -> Self:
         self._begin_block()
@@ -41,7 +41,7 @@ class CommonBlock:
             self._block = self._presence.blocks.enter(block)
 
     def _enter_again(self) -> None:
-        """Enter the block in the world of the survivors if this rank is in the block."""
+        """After the loss of ranks, enter the block again if this rank is in the block."""
         if self._block is not None:
             self._enter()
 

@@ -20,7 +20,7 @@ GATHER = "gather of objects everywhere"
 
 
 class Internode(Protocol):
-    """One rank per node: the ranks that reduce the same slice of a bucket between nodes."""
+    """The ranks, one per node, that reduce the same slice of a bucket between nodes."""
 
     rank: int
     size: int
@@ -81,7 +81,7 @@ class Communicator(Protocol):
 
     @property
     def internode(self) -> Internode | None:
-        """The ranks with the same slice on all nodes; None if another rank sends the slice."""
+        """Ranks of all nodes that reduce this rank's slice; None if this rank sends no slice."""
         return self
 
     @property
@@ -94,7 +94,7 @@ class Communicator(Protocol):
         return bucket.flat
 
     def reduce_node(self, bucket: Bucket, *, scale: float | None = None) -> Tensor:
-        """Sum a bucket within the node, times ``scale``.
+        """Sum this rank's slice of a bucket over the ranks of the node, times ``scale``.
 
         Returns:
             The slice that this rank sends between nodes; empty if it sends none.
@@ -104,7 +104,7 @@ class Communicator(Protocol):
         return self.part_of(bucket)
 
     def publish(self, bucket: Bucket, *, scale: float | None = None) -> None:
-        """Copy the slices of the node's ranks, times ``scale``, to the bucket of each rank."""
+        """Copy the slice of each rank of the node, times ``scale``, to all buckets of the node."""
         if scale is not None:
             scale_(bucket.flat, scale)
 
@@ -187,7 +187,7 @@ class Communicator(Protocol):
     def start_alltoall(
         self, tensors: Sequence[Tensor], numels: Sequence[int]
     ) -> Callable[[], list[Tensor]]:
-        """Start an exchange as ``alltoall`` does; see ``Internode``."""
+        """Start an all-to-all exchange; see ``Internode.start_alltoall``."""
         del numels
         arrived = self.alltoall(tensors)
         return lambda: arrived
@@ -205,13 +205,16 @@ class Communicator(Protocol):
         """
 
     def broadcast_object(self, value: T, root: int = 0) -> T:
-        """Return the ``value`` of rank ``root``, which must be picklable, on every rank."""
+        """Send the picklable ``value`` of rank ``root`` to every rank, and return it."""
 
     def gather_object(self, value: T, root: int = 0) -> list[T] | None:
-        """Return the values of all ranks, by rank, on ``root`` and None elsewhere."""
+        """Return the values of all ranks, by rank, on rank ``root``; None on other ranks."""
 
     def allgather_object(self, value: T, call: str = GATHER) -> list[T]:
-        """Return the values of all ranks, by rank; ``call`` describes the purpose."""
+        """Return the values of all ranks, by rank.
+
+        The ranks first compare ``call``, a description of the purpose.
+        """
 
     def send(self, tensor: Tensor, dest: int, tag: int = 0) -> None:
         """Send ``tensor`` to rank ``dest``, which calls ``recv_`` with the same tag."""
@@ -224,13 +227,13 @@ class Communicator(Protocol):
         """
 
     def barrier(self) -> None:
-        """Return when every rank has called this method."""
+        """Wait until every rank has called this method."""
 
     def agree(self, ok: bool, message: str = "") -> None:  # noqa: FBT001 - reads as a sentence
-        """Return if ``ok`` is true on every rank; otherwise raise on every rank.
+        """Raise on every rank unless ``ok`` is true on every rank.
 
         Raises:
-            MismatchError: ``ok`` is false on a rank; names these ranks and their messages.
+            MismatchError: ``ok`` is false on some ranks; the text has their ranks and messages.
         """
 
     def group(self, ranks: Sequence[int]) -> "Communicator | None":

@@ -38,7 +38,7 @@ class Device:
         return torch.Stream(self.device)
 
     def new_event(self) -> torch.Event:
-        """Create an event for which the host waits asleep."""
+        """Create an event; a host thread that waits for the event sleeps."""
         return torch.Event(self.device, blocking=True)
 
     def current_stream(self) -> torch.Stream:
@@ -50,14 +50,17 @@ class Device:
         return stream
 
     def zeros(self, numel: int, dtype: torch.dtype, users: Sequence[torch.Stream]) -> Tensor:
-        """Allocate zeros; their memory is reused only after the work queued on ``users``."""
+        """Allocate zeros for use on the streams ``users``.
+
+        The allocator reuses the memory only after the work queued on these streams.
+        """
         made = torch.zeros(numel, dtype=dtype, device=self.device)
         for stream in users:
             self.record_use(made, stream)
         return made
 
     def record_use(self, tensor: Tensor, stream: torch.Stream) -> None:
-        """Let the memory of ``tensor`` be reused only after the work queued on ``stream``."""
+        """Prevent reuse of the memory of ``tensor`` before work queued on ``stream`` ends."""
         tensor.record_stream(stream)
 
     def pin(self, host: Tensor, owner: object, last: torch.Event) -> None:
@@ -94,9 +97,9 @@ class Device:
     def sum_of(
         self, parts: Sequence[Tensor], how: Combination
     ) -> Callable[[float | None], None] | None:
-        """Return a function that stores in each tensor of ``parts`` their sum, times a factor.
+        """Return a function that replaces each tensor of ``parts`` by their sum, times a factor.
 
-        None if the accelerator has no kernel for this.
+        Returns None if the accelerator has no kernel for this sum.
         """
         del parts, how
         return None
@@ -117,7 +120,7 @@ class Device:
 
 
 class Makers:
-    """Streams on which tensors were computed, so that a consumer can wait for all of them.
+    """Records the streams on which tensors were computed, so that a stream can wait for them.
 
     Args:
         device: the accelerator.
@@ -176,7 +179,7 @@ class DeviceBucket(BucketStorage):
         self._full, self._back = full, device.new_event()
 
     def depart(self) -> None:
-        """Let the sum start after all work queued on the caller's stream."""
+        """Permit the sum to start after all work queued on the caller's stream."""
         self._full.record(self._device.current_stream())
 
     def arrive(self) -> None:
@@ -194,7 +197,7 @@ class CudaDevice(Device):
         return torch.cuda.Stream(self.device, priority=-1)  # higher priority than backward
 
     def new_event(self) -> torch.Event:
-        """Create an event for which the host waits asleep."""
+        """Create an event; a host thread that waits for the event sleeps."""
         return torch.cuda.Event(blocking=True)
 
     def current_stream(self) -> torch.Stream:
@@ -206,7 +209,7 @@ class CudaDevice(Device):
         return torch.cuda.stream(stream)
 
     def pin(self, host: Tensor, owner: object, last: torch.Event) -> None:
-        """Register the memory with the driver."""
+        """Pin ``host`` by registering the memory with the CUDA driver."""
         runtime, address = torch.cuda.cudart(), host.data_ptr()
         if not host.numel():
             return
@@ -275,7 +278,7 @@ def require_no_capture(device: torch.device) -> None:
 
 @cache
 def device_of(device: torch.device) -> Device | None:
-    """Return the ``Device`` of this process with streams for all buckets; None for the CPU."""
+    """Return the ``Device`` that all buckets of this process share; None for the CPU."""
     if device.type == "cpu":
         return None
     return CudaDevice(device) if device.type == "cuda" else Device(device)

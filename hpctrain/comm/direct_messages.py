@@ -49,11 +49,13 @@ class _Arriving:
 
 
 class Channel:
-    """Messages of one kind. On each rank one thread sends and one thread receives.
+    """Sends and receives messages with one tag, between any two ranks of a communicator.
+
+    On each rank one thread sends and one thread receives.
 
     Args:
-        comm: no other code may use ``tag`` and ``tag + 1`` of this communicator.
-        tag: tag of the messages; the next one is used for tensors.
+        comm: the ranks. No other code may use ``tag`` and ``tag + 1`` of this communicator.
+        tag: tag of the messages; tensors have the tag ``tag + 1``.
         fence: on arm64, orders data in node memory before a message that announces them.
         doorbells: doorbells of ranks of this node, rung after each message.
     """
@@ -71,7 +73,10 @@ class Channel:
         self._arriving: defaultdict[int, deque[_Arriving]] = defaultdict(deque)
 
     def send(self, to: int, content: object, tensors: Sequence[Tensor] = ()) -> None:
-        """Start sending; the contiguous ``tensors`` must not change until they are received."""
+        """Start sending ``content`` and contiguous ``tensors`` to rank ``to``.
+
+        The tensors must not change until the receiver has received them.
+        """
         self.prune()
         shapes = [(tensor.numel(), tensor.dtype) for tensor in tensors]
         packed = pickle.dumps((content, shapes))
@@ -89,7 +94,7 @@ class Channel:
         self._leaving = [one for one in self._leaving if not one.Test()]
 
     def receive(self) -> list[Message]:
-        """Return complete messages without waiting, in order per sender."""
+        """Return the messages that have arrived, without waiting, in the order of each sender."""
         status = MPI.Status()
         while (found := self._comm.Improbe(tag=self._tag, status=status)) is not None:
             packed = bytearray(status.Get_count(MPI.BYTE))
@@ -135,12 +140,12 @@ class Channel:
 
 
 class DirectMessages:
-    """Requests and replies between any two ranks of a world, including the rank itself.
+    """Sends requests and replies between any two ranks, also from a rank to itself.
 
     The constructor is collective.
 
     Args:
-        ranks: the ranks to which ``thread`` was connected; duplicated.
+        ranks: communicator of the ranks to which ``thread`` was connected; it is duplicated.
         thread: receives requests.
         look: raises if a rank is lost.
         timeout_s: longest wait.
@@ -172,7 +177,7 @@ class DirectMessages:
         return self._watch.waited_s - before
 
     def serve(self, work: Callable[[Sequence[Message]], bool]) -> None:
-        """Let the request thread call ``work`` with received requests until it returns True."""
+        """Register ``work``, to which the request thread passes requests until it returns True."""
         self._work = work
         self._thread.add(self)
 
@@ -194,7 +199,7 @@ class DirectMessages:
         self._thread.remove(self)
 
     def leave(self, ranks: Sequence[int], content: object) -> None:
-        """Send the last request of this rank to ``ranks``, unless stopped or in a forked child.
+        """Send the last request of this rank to ``ranks``; a no-op if stopped or forked.
 
         Not collective. Garbage collection calls this method on any thread.
         """

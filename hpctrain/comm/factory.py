@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Connection:
-    """A communicator, with the topology, plan and settings that it was created for."""
+    """A communicator, with the topology, the plan and the settings of its creation."""
 
     comm: Communicator
     topology: Topology

@@ -1,4 +1,4 @@
-"""Flight recorder: the last collectives of this process, and those in which it waits."""
+"""Flight recorder: the last collectives of this process, and the collectives in progress."""
 
 import re
 import time
@@ -19,7 +19,7 @@ _NAME = re.compile(r"collective (\d+) of ([^:]+): ")
 
 
 class Call(NamedTuple):
-    """The next collective of a rank."""
+    """Description of a collective, with a number that ranks compare."""
 
     text: str
     number: int  # compared between ranks, from 0 to 2^62
@@ -27,7 +27,7 @@ class Call(NamedTuple):
 
 
 class CallStream:
-    """The numbered collectives of one communicator; numbers are equal on its ranks."""
+    """Numbers the collectives of one communicator, equally on all its ranks."""
 
     __slots__ = ("__weakref__", "_calls", "compared", "name", "number", "text", "waits_since_s")
 
@@ -47,7 +47,7 @@ class CallStream:
         self._calls.append((self, number, text, time.perf_counter()))
 
     def recent(self) -> dict[int, tuple[str, float]]:
-        """Return the shortened texts of the last collectives, and their start times, by number."""
+        """Return the shortened text and the start time of each recent collective, by number."""
         return {n: (text[:TEXT_CHARS], s) for of, n, text, s in list(self._calls) if of is self}
 
     def name_of(self, number: int, text: str) -> str:
@@ -56,7 +56,10 @@ class CallStream:
 
 
 class FlightRecorder:
-    """The call streams of a process; one thread writes each stream, other threads read."""
+    """Records the last collectives of all communicators of this process.
+
+    Each communicator has a stream, which one thread writes and other threads read.
+    """
 
     def __init__(self) -> None:
         self._calls = deque[tuple[CallStream, int, str, float]](maxlen=NUM_CALLS)
@@ -73,7 +76,10 @@ class FlightRecorder:
         return made
 
     def waiting(self) -> dict[str, float]:
-        """Return the collectives in which this process waits, with starts by time.monotonic()."""
+        """Return the start of each collective in which this process waits.
+
+        Times are those of ``time.monotonic()``.
+        """
         now, found = time.perf_counter(), {}
         for each in list(self._streams.values()):
             since, number, text = each.waits_since_s, each.number, each.text
@@ -82,7 +88,7 @@ class FlightRecorder:
         return found
 
     def lacks(self, name: str) -> bool:
-        """Return whether this process takes part in a collective and has not started it."""
+        """Return whether the communicator of collective ``name`` here has not yet started it."""
         match = _NAME.match(name)
         stream = None if match is None else self._streams.get(match[2])
         return match is not None and stream is not None and stream.number < int(match[1])

@@ -1,1 +1,1 @@
-"""Mailboxes along a tree of ranks: small messages that wake a sleeping receiver."""
+"""Mailboxes, which send small control messages between neighbours in a tree of ranks."""

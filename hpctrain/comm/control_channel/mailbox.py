@@ -1,4 +1,8 @@
-"""Mailboxes along a tree of ranks: rings within a node, MPI between nodes, one doorbell."""
+"""Mailboxes, which send control messages between neighbours in a tree of ranks.
+
+Messages pass through ring buffers within a node, and through MPI between nodes. Each rank has a
+doorbell, a semaphore on which it sleeps and which senders on its node post.
+"""
 
 import ctypes
 import time
@@ -47,7 +51,7 @@ lowest total latency for a thousand ranks."""
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """The place of one rank in the tree; rank 0 is the root."""
+    """Parent and children of one rank in a tree with root rank 0."""
 
     rank: int
     parent: int | None  # None at the root
@@ -56,12 +60,12 @@ class Tree:
 
     @property
     def neighbours(self) -> tuple[int, ...]:
-        """The parent, if any, and the children."""
+        """Ranks of the parent, if any, and of the children."""
         return self.children if self.parent is None else (self.parent, *self.children)
 
 
 def tree_of(nodes: Sequence[Sequence[int]], rank: int) -> Tree:
-    """Return the place of ``rank`` in the tree of all ranks.
+    """Return the parent and the children of ``rank`` in the tree of all ranks.
 
     The first ranks of the nodes form a tree, and the ranks of each node form a tree below its
     first rank, so that messages of a node leave the node once.
@@ -89,7 +93,10 @@ def _place(ranks: list[int], rank: int) -> tuple[int | None, tuple[int, ...]]:
 
 
 class NodeChannel(NamedTuple):
-    """Shared words by which ranks of a node agree without messages: ``negotiation.fast_path``."""
+    """Shared memory with which ranks of a node agree without messages.
+
+    ``negotiation.fast_path`` uses it.
+    """
 
     words: memoryview  # ``WORDS`` int64 zeros per rank, mapped by all ranks
     tree: Tree  # of the ranks of the node
@@ -103,10 +110,10 @@ class NodeChannel(NamedTuple):
 
 
 class Mailbox:
-    """Sends and receives messages to and from the parent and the children of this rank.
+    """Exchanges messages with the parent and the children of this rank.
 
-    Not collective, except ``close``. Only one thread at a time may send, receive and sleep; any
-    thread may ring.
+    Not collective, except ``close``. Only one thread at a time may call the methods, except
+    ``ring``, which any thread may call.
 
     Args:
         tree: place of this rank.

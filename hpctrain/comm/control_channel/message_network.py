@@ -1,4 +1,4 @@
-"""Messages to ranks on other nodes, by MPI."""
+"""Control messages to ranks on other nodes, sent by MPI."""
 
 from collections import defaultdict, deque
 from collections.abc import Container
@@ -11,10 +11,12 @@ _MAIL, _VOTE = 0, 1  # tags
 
 
 class Network:
-    """Sends and receives control messages without waiting. Messages are smaller than 2 GiB.
+    """Sends and receives control messages between nodes, without waiting.
+
+    Each message must be smaller than 2 GiB.
 
     Args:
-        comm: used by no other object; ``close`` frees it.
+        comm: communicator that no other object uses; ``close`` frees it.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
@@ -36,7 +38,7 @@ class Network:
             self._leaving.append((request, to))
 
     def look(self) -> bool:
-        """Advance messages in flight; return whether the inbox has messages or votes are new."""
+        """Advance messages in flight; return whether there are messages or new votes to read."""
         if self._leaving:
             self._leaving = [one for one in self._leaving if not one[0].Test()]
         status = self._status
@@ -53,11 +55,11 @@ class Network:
         self.has_new_votes = False
 
     def is_sending(self, to: Container[int] | None) -> bool:
-        """Return whether a message to one of these ranks, or any rank, is still being sent."""
+        """Return whether a message to a rank in ``to`` is in flight; None stands for all ranks."""
         return any(to is None or one[1] in to for one in self._leaving)
 
     def close(self, watch: Watch) -> None:
-        """Wait for all ranks and messages in flight, and free the communicator. Collective."""
+        """Wait until no rank has messages in flight, then free the communicator. Collective."""
         wait_until(self._is_quiet, watch.look, BY_MPI)
         # Ranks receive until no rank sends any more.
         everyone_came = requests.start(self._comm, self._comm.Ibarrier)
@@ -69,7 +71,7 @@ class Network:
         return not (self._leaving or self._coming)
 
     def _sort(self) -> None:
-        """Sort complete messages; a message waits for earlier ones of the same sender."""
+        """Move received messages to ``inbox`` and ``votes``, in the order of each sender."""
         coming, late = [], set()
         for one in self._coming:
             source, tag, request, came = one

@@ -1,4 +1,4 @@
-"""A ring buffer of bytes in memory of two processes: one writes messages, the other reads them.
+"""A ring buffer in shared memory: one process writes messages, another process reads them.
 
 Only the writer stores the counter of bytes written, and only the reader that of bytes read. Each
 message follows its length in a stream, so a message may be larger than the ring.
@@ -36,7 +36,7 @@ class Outlet:
         self._rest: deque[memoryview] = deque()
 
     def send(self, message: bytes) -> None:
-        """Write ``message`` as far as space permits; ``push`` writes the rest."""
+        """Write the part of ``message`` that fits the ring; ``push`` writes the rest."""
         framed = len(message).to_bytes(_LENGTH_BYTES, "little") + message
         # One byte stays free, so that a stuck writer can still write a byte: see push().
         if self.is_stuck or len(framed) >= RING_BYTES - self._written + self._counters[_READ]:
@@ -46,7 +46,7 @@ class Outlet:
             self._write(framed)
 
     def push(self) -> None:
-        """Write waiting messages as far as space permits.
+        """Write the part of the waiting messages that fits the ring.
 
         The writer sets the flag that it is stuck, then writes at least one byte. The reader of
         these bytes sees the flag and rings the doorbell of the writer once there is space.
@@ -89,7 +89,7 @@ class Inlet:
     """The reading end of a ring.
 
     Args:
-        memory: the memory of the writer.
+        memory: the same memory as that of the ``Outlet``.
         doorbell: doorbell of the writer.
         fence: orders loads and stores; None if not needed.
     """
