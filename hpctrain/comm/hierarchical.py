@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class HierarchicalCommunicator(MpiCommunicator):
-    """Ranks on one or more nodes that reduce in two levels; other operations use flat MPI.
+    """Reduces tensors within nodes, then between nodes; other operations use flat MPI.
 
     The order of the ranks and the number of ranks per node are arbitrary. The algorithm of a
     tensor that is not a bucket depends on its size: ``direct`` or ``slices`` in the memory of one
@@ -75,7 +75,7 @@ class HierarchicalCommunicator(MpiCommunicator):
 
     @property
     def internode(self) -> Rail | None:
-        """The rail of this rank."""
+        """Rail of this rank; None if this rank sends no slice."""
         return self._rail
 
     @property
@@ -108,7 +108,7 @@ class HierarchicalCommunicator(MpiCommunicator):
     def allreduce_(
         self, tensor: Tensor | Bucket, *, op: Op = Op.SUM, scale: float | None = None
     ) -> Work:
-        """Sum a bucket in place, or a tensor by the algorithm of the plan for its size."""
+        """Reduce a bucket in place, or a tensor by the algorithm of the plan for its size."""
         if isinstance(tensor, Bucket):
             check_scale(tensor.flat, scale)
             self._check_owned(tensor)
@@ -120,7 +120,7 @@ class HierarchicalCommunicator(MpiCommunicator):
     def allreduce_by(
         self, way: str, tensor: Tensor, *, op: Op = Op.SUM, scale: float | None = None
     ) -> Work:
-        """Sum a tensor by the algorithm named ``way``; see the class."""
+        """Reduce a tensor by the algorithm ``way``, one of those in the docstring of the class."""
         check_scale(tensor, scale)
         how = combination(tensor.dtype, op)
         if way == "library":
@@ -267,7 +267,7 @@ class HierarchicalCommunicator(MpiCommunicator):
 
     @property
     def _chunk_bytes(self) -> int:
-        """Bytes of a tensor that the rails split into one chunk each."""
+        """Size of the part of a tensor that gives one chunk to each rail."""
         return self.plan.chunk_bytes * self.num_rails
 
     def _sum_on_node(self, bucket: Bucket, how: Combination, scale: float | None) -> Tensor:

@@ -33,7 +33,7 @@ from hpctrain.launch.installed_horovod import needed_mpi
 
 
 class HorovodCommunicator(MpiCommunicator):
-    """A communicator whose all-reduces use Horovod if supported; other operations use MPI.
+    """A communicator that runs all-reduces with Horovod if possible, and the rest with MPI.
 
     The ranks synchronize before each operation, as in ``MpiCommunicator``, so that Horovod does
     not wait for a late or lost rank or for a different operation. Groups of all ranks, in any
@@ -88,7 +88,7 @@ class HorovodCommunicator(MpiCommunicator):
         wire.copy_(self._run(hvd.allgather_async, part, f"{what}: publish", **node))
 
     def group(self, ranks: Sequence[int]) -> Communicator | None:
-        """Create a group and count it on all ranks, for unique names of operations."""
+        """Create a group; the number of groups so far makes names of operations unique."""
         self._num_groups += 1
         return super().group(ranks)
 
@@ -139,7 +139,7 @@ def _size(values: Tensor) -> str:
 
 
 class _Levels(NamedTuple):
-    """Process sets of the ranks of this node, and of the ranks with this local rank."""
+    """Process sets of Horovod: ranks of this node, and ranks with the same local rank."""
 
     node: Any
     rail: Any
@@ -157,7 +157,7 @@ class _Levels(NamedTuple):
 
 @dataclass
 class Sums:
-    """Algorithm of sums by size, shared by a communicator and its groups."""
+    """Table with the algorithm for each size, shared by a communicator and its groups."""
 
     table: SizeTable
     """``flat`` or ``two-level``; all ranks must change it between the same two operations."""
@@ -165,7 +165,10 @@ class Sums:
 
 
 class _World(HorovodCommunicator):
-    """The communicator of all ranks, which starts and shuts down Horovod. Collective."""
+    """The communicator of all ranks, which starts Horovod and shuts it down on ``close``.
+
+    The constructor and ``close`` are collective.
+    """
 
     def __init__(
         self,
@@ -234,10 +237,10 @@ _ORDER = {torch.minimum: "Min", torch.maximum: "Max"}
 
 
 def operation(how: Combination) -> str | None:
-    """Return the name of the operation of Horovod with the same result in ``accumulate_dtype``.
+    """Return the name of Horovod's operation for a combination in its ``accumulate_dtype``.
 
-    None if there is no such operation: the minimum in MPI does not propagate NaN, and Horovod
-    would compare unsigned integers that are stored as signed ones in the wrong order.
+    Returns None if there is no such operation: the minimum in MPI does not propagate NaN, and
+    Horovod would compare unsigned integers that are stored as signed ones in the wrong order.
     """
     if how.accumulate_dtype is torch.bool:
         return _LOGICAL.get(how.function)
@@ -249,7 +252,7 @@ def operation(how: Combination) -> str | None:
 
 
 class Library(NamedTuple):
-    """The Horovod that is loaded in this process."""
+    """The version and the torch module of the Horovod package that this process has loaded."""
 
     version: str
     torch: Any  # the module ``horovod.torch``
@@ -257,7 +260,9 @@ class Library(NamedTuple):
 
 @functools.cache
 def library() -> Library:
-    """Load Horovod after MPI; leave modules that emulate Horovod in place.
+    """Load the Horovod package, even if modules that emulate Horovod are loaded.
+
+    The emulating modules stay in ``sys.modules``. MPI is loaded first, by this module.
 
     Raises:
         LaunchError: Horovod is not installed, does not load, or was built for another MPI.
@@ -273,7 +278,10 @@ def library() -> Library:
 
 
 def _problem() -> str:
-    """Return why Horovod cannot be loaded, before it loads another MPI; empty if it can."""
+    """Return why Horovod cannot be loaded; empty if it can.
+
+    The check comes before the import, which could load a second MPI library.
+    """
     needed = needed_mpi()
     if needed is None:
         return "Horovod is not installed"
@@ -328,7 +336,7 @@ def _is_real(name: str, module: ModuleType) -> bool:
 
 
 def variables_for(settings: Settings) -> dict[str, str | None]:
-    """Return the environment variables to set for Horovod, None for those to remove.
+    """Return environment variables for Horovod; a value of None removes the variable.
 
     The user's variables for fusion and cycle time apply if ``settings`` does not set them.
     """

@@ -29,22 +29,21 @@ _FAREWELL = Pace(spin_s=0.0, shortest_s=50e-6, longest_s=20e-3)
 
 
 class Liveness:
-    """Detects ranks that are gone, without a thread, and without messages unless a rank fails.
+    """Detects ranks that died or left, without a thread.
 
-    The ranks of a node check each other's processes, so they find a rank that died. A rank that
-    leaves too early reports it. Waiting loops call ``check()`` repeatedly, which raises for both.
+    The ranks of a node check each other's processes, and so detect a rank that died. A rank that
+    leaves the program early reports this to the others. Waiting loops call ``check()``
+    repeatedly, which raises in both cases. Ranks send no messages while all are in time.
+
+    Args:
+        control: a duplicate of the world on which only this class sends; ``farewell`` frees it.
+        processes: processes of the ranks of this node.
+        timeout_s: limit of each wait in ``farewell``.
     """
 
     def __init__(
         self, control: MPI.Intracomm, processes: NodeProcesses, timeout_s: float = math.inf
     ) -> None:
-        """Use ``control``, a duplicate of the world, until ``farewell()`` frees it.
-
-        Args:
-            control: only this class sends on it.
-            processes: of the ranks of this node.
-            timeout_s: limit of each wait of the farewell.
-        """
         self._rank: int = control.rank
         self._timeout_s = timeout_s
         self._control = control
@@ -60,15 +59,17 @@ class Liveness:
         self._end_s = math.inf  # when all ranks had reached the end, by time.monotonic()
 
     def check(self, partners: Collection[int] | None = None) -> None:
-        """Raise if a rank is gone; cheap enough for every turn of a waiting loop. Not collective.
+        """Raise if a rank has died or left. Not collective.
+
+        A waiting loop may call this method in every iteration, since most calls return early.
 
         Args:
-            partners: world ranks that this rank waits for, None for all. Another rank that has
-                left the program is no error; a rank that died always is.
+            partners: world ranks that this rank waits for, None for all. It is no error that
+                another rank has left the program, but always an error that a rank has died.
 
         Raises:
-            RankLostError: a rank of this node died, a partner left, or a rank left by an error a
-                block that this rank is in, or waits at the end of the block after fewer steps.
+            RankLostError: a rank of this node died, a partner left, or another rank has left a
+                block of this rank by an error, or waits at its end after fewer steps.
         """
         if not self._reports.is_open:
             if time.monotonic() - self._end_s > CLOSE_S:
@@ -106,7 +107,7 @@ class Liveness:
     def report_failure(
         self, number: int, ranks: Sequence[int] | None, reason: str, *, is_own: bool = True
     ) -> None:
-        """Report that a communicator has failed, see ``Notices``. Not collective.
+        """Report to other ranks that a communicator has failed; see ``Notices``. Not collective.
 
         In a small world, where each rank reports to all, failures of other ranks are not repeated.
         """
@@ -116,7 +117,7 @@ class Liveness:
                 self._reports.send(blocks.FAILED, f"{number} {reason}", members)
 
     def failure(self, number: int) -> tuple[int, str] | None:
-        """Return a rank on which a communicator has failed, see ``Notices``. Not collective."""
+        """Return a rank on which a communicator has failed, and the reason; see ``Notices``."""
         if self._reports.is_open:
             try:
                 self._hear_of_failures()
@@ -128,7 +129,9 @@ class Liveness:
     def exchange_calls(
         self, number: int, ranks: Sequence[int] | None, call: tuple[int, str], since_s: float
     ) -> Mapping[int, tuple[int, str]]:
-        """Report the collective in which this rank waits, see ``Notices``. Not collective.
+        """Report the collective in which this rank waits; return the reports of other ranks.
+
+        Not collective; see ``Notices``.
 
         A rank that has left a block, or waits at its end, reports nothing: the other ranks raise
         an error about the block instead.
@@ -139,12 +142,12 @@ class Liveness:
         return dict(self._calls[number])
 
     def farewell(self, compare: Callable[[Gather], str] = lambda _: "") -> str:
-        """Wait until every rank of the world has called this. Collective.
+        """Wait until every rank of the world has called this method. Collective.
 
-        Sleeps meanwhile, and after a second reports to the other ranks that this one has left:
-        ranks that wait for it raise, ranks that work continue and arrive later. No message is in
-        flight when it returns, so ``MPI_Finalize`` finds none. A no-op the second time and in
-        forked children.
+        This rank sleeps during the wait. After a second, this rank reports to the others that it
+        has left: ranks that wait for this rank raise, and ranks that compute continue and call
+        this method later. No message is in flight on return, as ``MPI_Finalize`` requires. A
+        no-op the second time and in forked children.
 
         Args:
             compare: called when all ranks have arrived; may exchange texts by its argument.
@@ -153,7 +156,7 @@ class Liveness:
             The result of ``compare``.
 
         Raises:
-            RankLostError: names a rank that died, or the ranks that have not arrived in time.
+            RankLostError: a rank died, or ranks have not called this method in time.
 
         Source: Hoefler, Siebert and Lumsdaine 2010, "Scalable communication protocols for dynamic
         sparse data exchange", for the end: synchronous sends, then a barrier.
@@ -208,7 +211,7 @@ class Liveness:
             raise RankLostError(self._overdue())
 
     def _overdue(self) -> str:
-        """Return the text of the error about ranks that have not arrived at the farewell."""
+        """Return the error message that names the ranks that have not called ``farewell``."""
         stopped = self.processes.stopped()
         missing = sorted({*self._reports.receivers()} - self._left) or stopped
         whom = format_ranks(missing) if missing else "the other ranks, which have arrived as well"
@@ -241,7 +244,7 @@ class Liveness:
 
 
 def _receive(notice: MPI.Message) -> tuple[int, str]:
-    """Return the sender of a message, and its text."""
+    """Receive a report; return its sender and its text."""
     status, buffer = MPI.Status(), bytearray(blocks.MAX_BYTES)
     notice.Recv([buffer, MPI.BYTE], status)
     text = bytes(buffer[: status.Get_count(MPI.BYTE)])

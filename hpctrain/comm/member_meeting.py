@@ -1,4 +1,4 @@
-"""Synchronization of some ranks of a communicator, which a rank may give up and try again.
+"""Synchronization of some ranks of a communicator; a rank may give up and try again.
 
 The first member collects messages of the others and then lets all continue. A member that has
 given up must not count as present, although its message was sent. So, after all messages have
@@ -22,7 +22,7 @@ _Message = list[int]
 
 
 class MemberMeeting:
-    """Synchronizes this rank with others of a communicator."""
+    """Synchronizes this rank with some other ranks of a communicator."""
 
     def __init__(self) -> None:
         self._num_attempts = Counter[tuple[Members, int]]()

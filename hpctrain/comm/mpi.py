@@ -57,7 +57,9 @@ _GATHER_BYTES = 1 << 20
 
 
 class MpiCommunicator(Communicator):
-    """All ranks of an MPI communicator; see ``Communicator`` for the methods.
+    """A communicator that uses MPI only, without node memory.
+
+    ``Communicator`` documents the methods.
 
     Before each operation the ranks compare their calls by a nonblocking all-reduce. A rank that
     waits for a late rank sleeps, and raises if a rank is lost.
@@ -107,7 +109,7 @@ class MpiCommunicator(Communicator):
     def allreduce_(
         self, tensor: Tensor | Bucket, *, op: Op = Op.SUM, scale: float | None = None
     ) -> Work:
-        """Reduce chunks by MPI if it can sum the dtype, otherwise by messages."""
+        """Reduce in chunks, by MPI if MPI can sum the dtype, otherwise by messages."""
         values = tensor.flat if isinstance(tensor, Bucket) else tensor
         check_scale(values, scale)
         how = combination(values.dtype, op)
@@ -130,7 +132,7 @@ class MpiCommunicator(Communicator):
         scale: float | None = None,
         numels: Sequence[int] | None = None,
     ) -> Tensor:
-        """Reduce by MPI if it can sum the dtype, otherwise by pairwise exchange."""
+        """Reduce by MPI if MPI can sum the dtype, otherwise by pairwise exchange."""
         check_scale(tensor, scale)
         how = combination(tensor.dtype, op)
         parts = part_numels(tensor.numel(), self.size, numels)
@@ -167,7 +169,7 @@ class MpiCommunicator(Communicator):
 
     @in_step
     def broadcast_(self, tensor: Tensor, root: int = 0) -> Work:
-        """Broadcast in chunks."""
+        """Broadcast the tensor in chunks."""
         check_tensor(tensor)
         check_rank(root, self.size, "root")
         self.meet(f"broadcast of {tensor.numel()} {name_of(tensor.dtype)} from rank {root}")
@@ -211,7 +213,7 @@ class MpiCommunicator(Communicator):
         return result
 
     def agree(self, ok: bool, message: str = "") -> None:  # noqa: FBT001 - reads as a sentence
-        """Gather the messages of the ranks that are not ok."""
+        """Raise on every rank with the messages of the ranks on which ``ok`` is false."""
         raise_if_any(self.allgather_object(None if ok else message))
 
     @in_step
@@ -240,7 +242,7 @@ class MpiCommunicator(Communicator):
 
     @in_step
     def group(self, ranks: Sequence[int]) -> Communicator | None:
-        """Split the MPI communicator."""
+        """Create a group by splitting the MPI communicator."""
         check_group(ranks, self.size)
         self.meet(f"group of ranks {list(ranks)}")
         is_member = self.rank in ranks
@@ -251,7 +253,7 @@ class MpiCommunicator(Communicator):
     def group_by_members(
         self, ranks: Sequence[int], *, purpose: str, limit: Limit | None = None
     ) -> Communicator:
-        """Create a group as ``group`` does; collective over the ranks of the group only.
+        """Create a group; unlike ``group``, collective only over the ranks of the group.
 
         Args:
             ranks: ranks of this communicator, by rank in the group.
@@ -384,7 +386,7 @@ class MpiCommunicator(Communicator):
 
 
 def _new_number(rank: int) -> int:
-    """Return a number that no other communicator has; ``rank`` is its first rank in the world."""
+    """Return a unique number for a communicator whose first rank in the world is ``rank``."""
     return rank << 32 | next(_count)
 
 

@@ -40,9 +40,9 @@ def thread_level() -> str:
 
 
 def calls_from_threads() -> bool:
-    """Return whether several threads of this process may call MPI at once. Not collective.
+    """Return whether threads of this process may call MPI concurrently. Not collective.
 
-    True if MPI is not loaded, as in a world of one rank.
+    Returns True if MPI is not loaded, as in a world of one rank.
     """
     if "mpi4py.MPI" not in sys.modules:
         return True

@@ -56,7 +56,7 @@ def is_loss(error: BaseException) -> bool:
 
 
 def numbers_in(world: "MpiComm | None", comm: "MpiComm") -> list[int]:
-    """Return the ranks in ``world`` of the ranks of ``comm``, sorted. Not collective.
+    """Translate the ranks of ``comm`` to ranks of ``world``; return them sorted. Not collective.
 
     Raises:
         ConfigError: a rank of ``comm`` is not in ``world``.

@@ -1,4 +1,7 @@
-"""From a launch to the MPI world, without torch, so that a faulty launch fails within seconds."""
+"""Check of the launch, and creation of the MPI world.
+
+This module does not import torch, so that a faulty launch fails within seconds.
+"""
 
 import atexit
 import ctypes
@@ -36,9 +39,9 @@ _HEAD_START_S = 1.0
 
 
 def doubt() -> None:
-    """Initialize MPI at once if srun seems to offer the wrong PMI; otherwise a no-op.
+    """Initialize MPI early if srun seems to offer the wrong PMI; otherwise a no-op.
 
-    Rank 0 prints the problem before, since MPI may end all processes. Called before torch is
+    Rank 0 prints the problem first, since MPI may end all processes. Called before torch is
     loaded, which takes seconds on many ranks. MPI is not initialized early in other launches,
     because ``MPI_Finalize`` waits for all ranks: if one failed before its initialization, the
     others would hang.
@@ -59,7 +62,7 @@ def doubt() -> None:
 
 
 def find_world(chosen: object = None, timeout_s: float = math.inf) -> "MPI.Intracomm | None":
-    """Return a private MPI communicator of the ranks of the training; None for one rank.
+    """Return a new MPI communicator of the ranks that train; None for a single rank.
 
     Collective over the chosen ranks; other ranks need not call it.
 
@@ -180,7 +183,7 @@ def _warn(text: str | None) -> None:
 
 @cache
 def _let_children_end() -> int:
-    """Prevent ``MPI_Finalize`` in forked children of this process; return the process id.
+    """Prevent ``MPI_Finalize`` in forked children; return the id of this process.
 
     mpi4py calls ``MPI_Finalize`` at exit. In a forked child, which shares the connections of its
     parent, the call would hang and receive messages for the parent.

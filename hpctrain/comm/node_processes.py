@@ -18,10 +18,10 @@ PEERS_PER_LOOK = 16
 
 
 class NodeProcesses:
-    """The processes of the other ranks of this node, checked a few at a time.
+    """Checks whether the processes of the other ranks of this node exist, a few at a time.
 
     Args:
-        pids: processes of the ranks of this node, by rank, in this pid namespace.
+        pids: process id by rank, for the ranks of this node in this PID namespace.
         rank: this rank.
     """
 
@@ -34,16 +34,16 @@ class NodeProcesses:
 
     @classmethod
     def of(cls, calls: "WatchedCalls") -> Self:
-        """Find the processes of the ranks of ``calls`` in this pid namespace. Collective."""
+        """Create an instance for the ranks of ``calls`` in this PID namespace. Collective."""
         seen, here = calls.allgather(identity()), identity()
         same = {r: other.pid for r, other in enumerate(seen) if other.namespace == here.namespace}
         return cls(same, calls.rank)
 
     def check(self) -> None:
-        """Check the next processes if the last check is long enough ago.
+        """Check the next few processes; a no-op within ``LOOK_S`` after the last check.
 
         Raises:
-            RankLostError: a process has ended, even if its id belongs to a new process.
+            RankLostError: a process has ended, also if a new process has its id.
         """
         now = time.monotonic()
         if now < self._next_look:
@@ -62,7 +62,7 @@ class NodeProcesses:
                 )
 
     def stopped(self) -> dict[int, int]:
-        """Return the processes that a signal or a debugger has stopped, by rank."""
+        """Return the ids of processes that a signal or a debugger has stopped, by rank."""
         found = [(rank, pid, born, stat(pid)) for rank, (pid, born) in self._born.items()]
         return {
             rank: pid

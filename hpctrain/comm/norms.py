@@ -1,4 +1,4 @@
-"""Norms of finite values, finite over the whole range of their dtype.
+"""Norms of tensors, without overflow or underflow of squares.
 
 The square of a float32 overflows above 1.8e19 and underflows below 1e-19. Norms are still computed
 in float32, since float64 takes two to four times as long. Norms whose value shows that they may be
@@ -41,13 +41,15 @@ def total_norm(
     order: float = 2.0,
     whole: Callable[[Tensor], Tensor] = torch.clone,
 ) -> Tensor:
-    """Return ``torch.nn.utils.get_total_norm``, in float64 if its dtype is too narrow.
+    """Return the norm of all gradients, as ``torch.nn.utils.get_total_norm`` does.
+
+    Computed in float64 if the norm exceeds the range of the dtype.
 
     Args:
         gradients: the tensors.
         order: order of the norm.
-        whole: returns the norm as a plain tensor that is the same on all ranks. If tensors are
-            divided over ranks, this function communicates, and the call is collective.
+        whole: converts the norm to a plain tensor that is the same on all ranks. If tensors are
+            divided over ranks, ``whole`` communicates, and the call is collective.
 
     Returns:
         The norm, in the dtype of the gradients if it fits, otherwise in float64.
@@ -68,7 +70,10 @@ def clip_grad_norm_(
     *,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Clip as ``torch.nn.utils.clip_grad_norm_`` with ``total_norm``; return the norm before."""
+    """Clip gradients to ``max_norm``; return the norm before clipping, by ``total_norm``.
+
+    Replaces ``torch.nn.utils.clip_grad_norm_``.
+    """
     held = [parameter for parameter in parameters if parameter.grad is not None]
     total = total_norm([p.grad for p in held if p.grad is not None], order)
     if error_if_nonfinite and not total.isfinite():
@@ -81,13 +86,13 @@ def clip_grad_norm_(
 
 
 def _doubtful(found: Tensor, order: float = 2.0) -> Tensor:
-    """Return which norms are not finite or may have lost powers by underflow."""
+    """Return True for each norm that is not finite, or may have lost powers by underflow."""
     least = _LEAST_SUM ** (1.0 / order) if 0.0 < order < math.inf else 0.0
     return ~((found >= least) & found.isfinite())
 
 
 def exact_sum(values: Iterable[float]) -> float:
-    """Return the sum, rounded once; NaN if it overflows or adds infinities of both signs."""
+    """Return the sum, rounded once; NaN on overflow, or for infinities of both signs."""
     try:
         return math.fsum(values)
     except (OverflowError, ValueError):

@@ -38,7 +38,7 @@ Listener = Callable[[ObservedCall], object]
 
 
 def observed(comm: Communicator, *listeners: Listener | None) -> Communicator:
-    """Return ``comm`` with calls reported to ``listeners``; ``comm`` itself without listeners."""
+    """Return a communicator that reports calls of ``comm``; ``comm`` itself without listeners."""
     present = [listener for listener in listeners if listener is not None]
     if not present:
         return comm
@@ -61,14 +61,14 @@ class ObservedCommunicator:
 
     @property
     def internode(self) -> Any:
-        """The ranks of other nodes, with the same listeners."""
+        """``internode`` of the communicator, with the same listeners."""
         found = self._inside.internode
         if found is self._inside:
             return self
         return found and ObservedCommunicator(found, self._listeners, "rail.")
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the communicator; operations are timed and reported."""
+        """Return an attribute of the communicator; calls of an operation are reported."""
         found = getattr(self._inside, name)
         return self._timed(name, found) if name in _OPERATIONS else found
 
@@ -106,7 +106,7 @@ def _num_bytes(args: tuple[Any, ...]) -> int | None:
 
 
 def trace(call: ObservedCall) -> None:
-    """Print an operation as ``r3 | allreduce_       |   25.0 MiB |    1.84 ms``."""
+    """Print a call to standard error as ``r3 | allreduce_       |   25.0 MiB |    1.84 ms``."""
     size = "" if call.num_bytes is None else format_bytes(call.num_bytes)
     cells = (f"r{call.rank}", f"{call.operation:16}", f"{size:>10}")
     sys.stderr.write(f"{' | '.join(cells)} | {format_seconds(call.seconds):>10}\n")
@@ -124,7 +124,7 @@ class Count:
     waited_s: float = 0.0
 
     def add(self, call: ObservedCall) -> None:
-        """Add a call."""
+        """Add the figures of one call."""
         self.calls += 1
         self.num_bytes += call.num_bytes or 0
         self.node_bytes += call.traffic.node_bytes
@@ -137,7 +137,7 @@ class Statistics:
     """A listener that counts the operations of this rank and prints statistics of all ranks.
 
     Args:
-        comm: gathers the counters for the report; not observed itself.
+        comm: gathers the counters for the report; must not be an observed communicator.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -147,15 +147,15 @@ class Statistics:
         self._owner = Owner()
 
     def __call__(self, call: ObservedCall) -> None:
-        """Count ``call``."""
+        """Add ``call`` to the counters of its operation."""
         with self._counting:
             self.counts.setdefault(call.operation, Count()).add(call)
 
     def report(self) -> None:
         """Print the table of all ranks to standard error on rank 0. Collective.
 
-        A no-op in forked children. Must be called only if every rank is known to call this
-        method; otherwise the other ranks wait until their limit.
+        A no-op in forked children. If a rank does not call this method, the other ranks wait
+        until their limit.
         """
         if not self._owner.is_here:
             return

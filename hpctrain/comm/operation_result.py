@@ -14,25 +14,25 @@ class Traffic(NamedTuple):
     rail_s: float = 0.0  # seconds spent on the rail without waits
 
     def since(self, earlier: "Traffic") -> "Traffic":
-        """Return the difference to ``earlier`` counters."""
+        """Return these counters minus the ``earlier`` counters."""
         return Traffic(*map(sub, self, earlier))
 
 
 class Work(Protocol):
-    """A started operation; on the CPU its result may be read after ``wait()``."""
+    """An operation that was started; the result in host memory may be read after ``wait()``."""
 
     def wait(self) -> None:
         """Wait until the operation is complete; raise its error."""
 
     def done(self) -> bool:
-        """Return whether ``wait()`` would return at once."""
+        """Return whether the operation is complete, so that ``wait()`` would not block."""
 
 
 class Finished:
-    """The result of an operation that is complete."""
+    """A ``Work`` that is complete."""
 
     def wait(self) -> None:
-        """Return at once."""
+        """No-op: the operation is complete."""
 
     def done(self) -> bool:
         """Return True."""

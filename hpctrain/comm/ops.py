@@ -62,7 +62,7 @@ _SCALE_ELEMENTS = 1 << 16  # elements scaled and rounded at a time, which fit th
 
 @dataclass(frozen=True, slots=True)
 class Combination:
-    """Combination of values of one dtype by one operation.
+    """Combines values of one dtype by one operation.
 
     NaN is propagated; integers wrap around and never saturate. Zeros of both signs and all NaN
     count as equal, so results are bitwise identical only if ranks combine tensors in the same
@@ -84,7 +84,10 @@ class Combination:
         return flat if flat.dtype is self.storage_dtype else flat.view(self.storage_dtype)
 
     def into(self, total: Tensor, other: Tensor) -> None:
-        """Replace ``total`` by ``total (op) other``; both 1-D, each of one of the two dtypes."""
+        """Replace ``total`` by ``total (op) other``.
+
+        Both are 1-D, and each has ``storage_dtype`` or ``accumulate_dtype``.
+        """
         if total.dtype == self.accumulate_dtype:
             self.function(total, other.to(self.accumulate_dtype), out=total)
         elif total.dtype == other.dtype and self.storage_dtype in _HALVES:
@@ -94,13 +97,13 @@ class Combination:
             total.copy_(self.function(wide, other.to(self.accumulate_dtype), out=wide))
 
     def widened(self) -> "Combination":
-        """Return the combination of values already converted to ``accumulate_dtype``."""
+        """Return the same operation for values that were converted to ``accumulate_dtype``."""
         return replace(self, storage_dtype=self.accumulate_dtype)
 
 
 @cache
 def combination(dtype: torch.dtype, op: Op) -> Combination:
-    """Return the combination of values of ``dtype`` by ``op``.
+    """Return the ``Combination`` for values of ``dtype`` and operation ``op``.
 
     Raises:
         CommError: ``op`` is not defined for ``dtype``.
@@ -127,7 +130,7 @@ def scale_(values: Tensor, factor: float) -> None:
 
 
 def finish(total: Tensor, scale: float | None, out: Tensor) -> None:
-    """Store ``total``, times ``scale``, in ``out``, in one pass over both."""
+    """Store ``total`` times ``scale`` in ``out``, in one pass over both."""
     if total is out:
         if scale is not None:
             out.mul_(scale)
@@ -176,9 +179,10 @@ _UNSIGNED_ORDER: dict[Op, _Function] = {
 
 
 def scaled_when(scale: float | None, how: Combination) -> tuple[float | None, float | None]:
-    """Return the factors applied within the node and after the sum over nodes, one of them None.
+    """Return ``scale`` for use before, or after, the sum over nodes; the other factor is None.
 
-    The sum of a node in 16 bits may overflow where the average does not, so it is scaled early.
+    The sum of a node in 16 bits may overflow although the average does not, so that sum is scaled
+    before it is stored.
     """
     could_overflow = how.op is Op.SUM and how.accumulate_dtype is not how.storage_dtype
     return (scale, None) if could_overflow else (None, scale)

@@ -6,14 +6,14 @@ from hpctrain.core.errors import CommError
 
 
 class _Process:
-    """The cached process id, since ``os.getpid`` takes a tenth of the time of a call."""
+    """Caches the process id, since ``os.getpid`` takes a tenth of the time of a call."""
 
     def __init__(self) -> None:
         self.look()
         os.register_at_fork(after_in_child=self.look)
 
     def look(self) -> None:
-        """Update the process id, also after a fork."""
+        """Update the cached process id. Called after a fork in the child, too."""
         self.pid = os.getpid()
 
 
@@ -21,7 +21,7 @@ _process = _Process()
 
 
 class Owner:
-    """The process that created an object with which ranks communicate."""
+    """Stores which process created an object, since forked children must not communicate."""
 
     __slots__ = ("_pid",)
 
@@ -34,7 +34,7 @@ class Owner:
         return _process.pid == self._pid
 
     def check(self) -> None:
-        """Raise ``CommError`` in a forked child, whose messages would seem to be its parent's."""
+        """Raise ``CommError`` in a forked child, which would send messages as its parent."""
         if _process.pid != self._pid:
             raise CommError(
                 f"only the process that has called init(), {self._pid}, may communicate, but this "

@@ -1,4 +1,4 @@
-"""The thread of a process that receives requests for all parameter servers of the rank."""
+"""The thread that receives requests for all parameter servers of this rank."""
 
 import threading
 import time
@@ -34,14 +34,17 @@ class Service(Protocol):
 
 @dataclass(eq=False, slots=True)
 class _Schedule:
-    """Times at which a service is polled for requests that ring no doorbell."""
+    """Times at which the thread polls a service for requests of other nodes.
+
+    These requests ring no doorbell.
+    """
 
     asked_s: float  # time of the last request
     due_s: float = 0.0
     early_s: float = 0.0  # from this time on, polled together with services that are due
 
     def plan(self, now_s: float) -> None:
-        """Set the time of the next poll, after one at ``now_s``."""
+        """Set the time of the next poll, after a poll at ``now_s``."""
         pause_s = min(max(NAP_SHARE * (now_s - self.asked_s), _SHORTEST_S), _LONGEST_S)
         self.early_s, self.due_s = now_s + pause_s / 2, now_s + pause_s
 

@@ -1,4 +1,4 @@
-"""Nonblocking operations of MPI: no operation outlives its buffers or its communicator.
+"""Nonblocking operations of MPI, with buffers that exist until the operation is complete.
 
 MPI reads and writes the memory of an operation until the operation is complete, also after the
 caller has stopped waiting: a timeout, an interrupt, an error between start and wait. A request of
@@ -88,7 +88,7 @@ start = MpiRequest
 
 
 def _sweep() -> None:
-    """Test abandoned operations: only this module refers to them, so no thread tests them."""
+    """Test abandoned operations: only this module refers to them, so no other code tests them."""
     operations = tuple(_pending)
     for operation, references in zip(operations, _references(operations), strict=True):
         if references == _ALONE:

@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class SerialCommunicator(Communicator):
-    """The communicator of a single process; see ``Communicator`` for the methods."""
+    """A communicator of a single process; ``Communicator`` documents the methods."""
 
     rank = 0
     size = 1
@@ -61,18 +61,18 @@ class SerialCommunicator(Communicator):
         return flat_of(self.allreduce(tensor, op=op, scale=scale))
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Return a copy."""
+        """Return a copy of ``tensor``, in a list."""
         check_tensor(tensor)
         return [flat_of(tensor).clone().view(tensor.shape)]
 
     def alltoall(self, tensors: Sequence[Tensor], call: str = "") -> list[Tensor]:
-        """Return a copy of the only tensor."""
+        """Return a copy of the only tensor, in a list."""
         del call
         check_alltoall(tensors, 1)
         return self.all_gather(tensors[0])
 
     def broadcast_(self, tensor: Tensor, root: int = 0) -> Work:
-        """No-op: ``tensor`` is that of rank 0."""
+        """No-op: this rank is the root."""
         check_tensor(tensor)
         check_rank(root, 1, "root")
         return FINISHED
@@ -107,10 +107,10 @@ class SerialCommunicator(Communicator):
         )
 
     def barrier(self) -> None:
-        """Return at once."""
+        """No-op: there is no other rank."""
 
     def agree(self, ok: bool, message: str = "") -> None:  # noqa: FBT001 - reads as a sentence
-        """Raise ``message`` unless ``ok``."""
+        """Raise ``MismatchError`` with ``message`` unless ``ok`` is true."""
         raise_if_any([None if ok else message])
 
     def group(self, ranks: Sequence[int]) -> "SerialCommunicator":
@@ -159,6 +159,6 @@ class SerialNode(SerialCommunicator):
 
 
 class _Alone:
-    """The attributes of an MPI communicator that ``SharedMemory`` uses, for one rank."""
+    """Replaces the MPI communicator that ``SharedMemory`` requires, for one rank."""
 
     rank, size = 0, 1

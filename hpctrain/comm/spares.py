@@ -31,7 +31,7 @@ _LEADER, _END = 0, 1  # rank that reports the end of the run, and the tag
 
 
 class Spares:
-    """The workers and the spares of a launch, in a world that recovers from lost ranks.
+    """Divides the ranks of a launch into workers and spares, and replaces lost workers.
 
     The constructor is collective over all ranks of the launch. Spares are distributed evenly over
     the hosts if possible.
@@ -43,7 +43,7 @@ class Spares:
 
     Raises:
         ConfigError: fewer than two workers would remain; on every rank.
-        RankLostError: a rank is later than ``timeout_s``.
+        RankLostError: a rank arrives later than ``timeout_s``.
     """
 
     def __init__(self, whole: MPI.Intracomm, num_spares: int, timeout_s: float = math.inf) -> None:
@@ -91,7 +91,7 @@ class Spares:
 
     @contextmanager
     def _nobody_stopped(self) -> Iterator[None]:
-        """Kill stopped spares during the block, on workers."""
+        """On a worker, kill stopped spares of this host during the block."""
         is_over, end_stopped = threading.Event(), self._end_stopped if self.is_worker else bool
 
         def look() -> None:

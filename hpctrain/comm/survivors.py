@@ -1,4 +1,4 @@
-"""Operations of the ranks that survive the death of others, by MPI's fault tolerance (ULFM)."""
+"""Operations of the ranks that survive when other ranks die, by MPI fault tolerance (ULFM)."""
 
 import time
 from contextlib import suppress
@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 
 
 def agree(ranks: "MpiComm", *, am_well: bool) -> bool:
-    """Return whether all of ``ranks`` exist and are well, the same on all that survive.
+    """Return whether every rank exists and has ``am_well`` true; equal on all survivors.
 
-    Collective over the surviving ranks, also on a revoked communicator. For a world that recovers.
+    Collective over the surviving ranks, also on a revoked communicator. Only for a world that
+    recovers.
     """
     try:
         return bool(ranks.Agree(int(am_well)))
@@ -29,7 +30,7 @@ def agree(ranks: "MpiComm", *, am_well: bool) -> bool:
 
 
 def revoke(ranks: "MpiComm") -> None:
-    """Fail all operations of ``ranks`` on every rank. Not collective; may be repeated."""
+    """Make all operations of ``ranks`` fail on every rank. Not collective; may be repeated."""
     if not ranks.Is_revoked():
         ranks.Revoke()
 
@@ -38,12 +39,15 @@ _in_use: "list[ref[MpiComm]]" = []
 
 
 def use(comm: "MpiComm") -> None:
-    """Register a communicator in which calls of the library wait, for ``end_waits``."""
+    """Register a communicator of this package, so that ``end_waits`` ends its waits."""
     _in_use[:] = [*(one for one in _in_use if one() is not None), ref(comm)]
 
 
 def end_waits() -> None:
-    """Fail all waits of all ranks. Not collective; for a world that recovers."""
+    """Make the waits in all registered communicators fail on every rank. Not collective.
+
+    Only for a world that recovers.
+    """
     for one in _in_use:
         comm = one()
         if comm is not None and comm != mpi_start.MPI.COMM_NULL:
@@ -56,9 +60,9 @@ def shrink(ranks: "MpiComm") -> "MpiComm":
 
 
 def remake(left: "MpiComm", make: "Callable[[MpiComm], object]") -> None:
-    """Call ``make`` on all surviving ranks, again with fewer ranks if some die meanwhile.
+    """Call ``make`` on the surviving ranks; repeat the call with fewer ranks if some die.
 
-    Collective over the ranks that survive, which agree that ``make`` has succeeded on all of them.
+    Collective over the surviving ranks, which agree whether ``make`` has succeeded on all.
 
     Raises:
         CommError: ``make`` has failed on another rank although no rank died; the rank on which it
@@ -92,7 +96,7 @@ def lost(before: "MpiComm", left: "MpiComm") -> list[int]:
 
 
 def failed(ranks: "MpiComm") -> list[int]:
-    """Return the ranks that this rank knows to have died, for a world that recovers."""
+    """Return the ranks whose death this rank has detected. For a world that recovers."""
     ours, dead = ranks.Get_group(), ranks.Get_failed()
     numbers = mpi_start.MPI.Group.Translate_ranks(dead, None, ours)
     ours.Free()
@@ -101,9 +105,9 @@ def failed(ranks: "MpiComm") -> list[int]:
 
 
 def knows_of_loss(ranks: "MpiComm") -> bool:
-    """Return whether this rank knows of a death, or of a revocation that follows one.
+    """Return whether this rank has detected a dead rank, or that ``ranks`` was revoked.
 
-    Not collective. Repeats the question, because MPI detects a death only while it makes progress.
+    Not collective. The test is repeated, because MPI detects a death only during its calls.
     """
     for _ in range(5):
         if ranks.Is_revoked() or failed(ranks):

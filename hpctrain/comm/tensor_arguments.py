@@ -19,7 +19,7 @@ def check_tensor(tensor: Tensor) -> None:
 
 
 def check_scale(tensor: Tensor, scale: float | None) -> None:
-    """Call ``check_tensor``; raise ``CommError`` for a scale of integers, which would round."""
+    """Call ``check_tensor``; raise ``CommError`` if an integer tensor has a ``scale``."""
     check_tensor(tensor)
     if scale is None:
         return
@@ -46,7 +46,9 @@ def check_group(ranks: Sequence[int], size: int) -> None:
 
 
 def part_numels(numel: int, size: int, numels: Sequence[int] | None) -> list[int]:
-    """Return the number of elements per rank: ``numels``, or sizes that differ by at most one.
+    """Return the number of elements of each rank: ``numels``, or almost equal numbers.
+
+    Almost equal numbers differ by at most one.
 
     Raises:
         CommError: ``numels`` does not divide ``numel`` elements among ``size`` ranks.
@@ -85,7 +87,7 @@ def flat_of(tensor: Tensor) -> Tensor:
 
 
 def host_bytes(tensor: Tensor) -> memoryview:
-    """Return the bytes of the elements of a tensor, in row-major order, in host memory.
+    """Return the elements of a tensor as bytes in host memory, in row-major order.
 
     The result is a writable view if the tensor is contiguous and on the host, otherwise a copy.
     The memory exists as long as the result. Unlike with ``Tensor.numpy``, the storage can still be
@@ -117,6 +119,6 @@ def on_host(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def put_back(values: Tensor, tensor: Tensor) -> None:
-    """Copy the result of ``flat_of`` to the tensor, unless they share memory."""
+    """Copy ``values``, the result of ``flat_of``, to ``tensor`` unless they share memory."""
     if values is not tensor and values.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(values.view(tensor.shape))

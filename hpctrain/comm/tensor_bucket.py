@@ -1,4 +1,4 @@
-"""``TensorBucket``: tensors that are packed into one buffer, summed over ranks, and unpacked."""
+"""Buffers into which tensors are packed, and which are summed over ranks as one message."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from hpctrain.core.torch_compat import foreach_copy_
 
 
 class PackedTensors:
-    """Tensors in one flat buffer, each with a view of its shape.
+    """A flat buffer for several tensors, with a view for each tensor.
 
     Args:
         flat: the buffer, 1-D.
@@ -47,7 +47,7 @@ class PackedTensors:
 
     @classmethod
     def copied(cls, tensors: list[Tensor], dtype: torch.dtype | None = None) -> "PackedTensors":
-        """Copy tensors of one dtype to a new buffer, by default of the same dtype."""
+        """Create a buffer, of ``dtype`` if given, and copy ``tensors`` of one dtype to it."""
         numel = sum(tensor.numel() for tensor in tensors)
         made = cls(tensors[0].new_empty(numel, dtype=dtype), tensors)
         made.pack(tensors)
@@ -71,7 +71,7 @@ class PackedTensors:
         return [int(place.storage_offset() - start) for place in self.places]
 
     def places_in(self, flat: Tensor) -> list[Tensor]:
-        """Return the views of the tensors in another buffer of the same number of elements."""
+        """Return a view for each tensor in another buffer with the same number of elements."""
         start = flat.storage_offset()
         return [
             flat.as_strided(place.shape, place.stride(), start + offset)
@@ -85,9 +85,10 @@ def _strided_as(part: Tensor, tensor: Tensor) -> Tensor:
 
 
 class BucketStorage:
-    """The elements of a bucket, without its marks: where they are computed and summed.
+    """Storage of the elements of a bucket, without its marks.
 
-    This base class is for elements in host memory, which are part of the bucket.
+    Subclasses store elements on accelerators. This base class is for elements in host memory,
+    which are part of the bucket.
 
     Args:
         flat: the elements, 1-D.
@@ -104,7 +105,7 @@ class BucketStorage:
         """Start the transfer after all work queued on the caller's stream. Not collective."""
 
     def weigh(self, factor: float) -> None:
-        """Multiply the elements of this rank before they are summed. Not collective."""
+        """Multiply the elements of this rank by ``factor`` before the sum. Not collective."""
         scale_(self.summed, factor)
 
     def reduce(self, sum_on_host: Callable[[], object], scale: float | None) -> None:
@@ -122,7 +123,7 @@ class BucketStorage:
 
 
 class TensorBucket(PackedTensors):
-    """Tensors that are summed over the ranks as one message.
+    """Packs tensors that are summed over the ranks as one message.
 
     Args:
         bucket: host memory. The marks are after the elements that the host sums.

@@ -48,15 +48,15 @@ class ThreadWork:
 
 
 class ThreadedCommunicator:
-    """Runs the operations of another communicator on one thread; see ``Communicator``.
+    """Runs the operations of another communicator on a separate thread, in order.
 
-    Operations run in the order of the calls, from any thread, so ranks that call in the same
-    order match. ``allreduce_`` and ``broadcast_`` return at once; the caller must not use the
-    tensor until ``wait()`` returns. All other methods wait for their result, and so for all
-    operations started before.
+    ``Communicator`` documents the methods. Calls may come from any thread; all ranks must make
+    them in the same order. ``allreduce_`` and ``broadcast_`` return before the operation is
+    complete; the caller must not use the tensor until ``wait()`` returns. All other methods wait
+    for their result, and so for all operations that were started before.
 
     ``wait()`` raises the error of its operation; later operations still run. Functions that run
-    on the thread may use this communicator, and their operations run at once.
+    on the thread may use this communicator, and their operations run before queued ones.
 
     Args:
         comm: runs the operations. No other code may use it; ``close`` closes it.
@@ -79,7 +79,7 @@ class ThreadedCommunicator:
         self.reduce_node, self.publish = comm.reduce_node, comm.publish
 
     def submit(self, function: Callable[..., object], *args: object) -> ThreadWork:
-        """Call a function on the thread, after all operations started before."""
+        """Queue a call of ``function`` on the thread, after all operations started before."""
         work = ThreadWork(self._start(partial(function, *args)))
         self._works = [w for w in self._works if not w.is_awaited] + [work]
         return work
@@ -95,7 +95,7 @@ class ThreadedCommunicator:
         return self.submit(lambda: self._comm.broadcast_(tensor, root).wait())
 
     def __getattr__(self, name: str) -> Any:
-        """Return any other operation, which runs on the thread and is waited for."""
+        """Return another method of the communicator, run on the thread; the caller waits."""
         if name.startswith("_"):
             raise AttributeError(name)
         method = getattr(self._comm, name)
@@ -113,8 +113,8 @@ class ThreadedCommunicator:
     def lend(self, owner: object) -> "ThreadedCommunicator":
         """Return a second communicator of the same ranks with its own thread. Collective.
 
-        Operations of the two communicators are not ordered. A later call reuses the communicator
-        if ``owner`` was freed and no operation is in progress, on all ranks.
+        Operations of the two communicators are not ordered. A later call returns the same
+        communicator if, on all ranks, ``owner`` was freed and no operation is in progress.
 
         Args:
             owner: object whose lifetime determines how long the communicator is used.
@@ -131,11 +131,11 @@ class ThreadedCommunicator:
         return self._lent[number]
 
     def traffic(self) -> Traffic:
-        """Return the present counters, without operations that are not complete."""
+        """Return the counters, without waiting for operations that are not complete."""
         return self._comm.traffic()
 
     def drain(self) -> None:
-        """Wait for started operations, end the thread, and log errors not yet raised."""
+        """Wait for all operations, end the thread, and log errors that no ``wait()`` raised."""
         for one in self._lent:  # unfinished work of lent communicators is not an error
             one.end_thread()
         self.end_thread()
@@ -145,7 +145,7 @@ class ThreadedCommunicator:
         self._works = []
 
     def drop(self) -> None:
-        """End the threads after the loss of ranks, when operations fail. Not collective."""
+        """End the threads after the loss of ranks, without logging errors. Not collective."""
         for one in self._lent:
             one.drop()
         self.end_thread()
@@ -187,7 +187,7 @@ class ThreadedCommunicator:
 
 
 def start_on(comm: Communicator, function: Callable[..., object], *args: object) -> Work:
-    """Call a function that communicates, on the thread of ``comm`` if it has one."""
+    """Call ``function``, which communicates, on the thread of ``comm`` if there is one."""
     if isinstance(comm, ThreadedCommunicator):
         return comm.submit(function, *args)
     function(*args)

@@ -63,7 +63,7 @@ def wait_until(
     nap: Callable[[float], object] = time.sleep,
     timeout_s: float = math.inf,
 ) -> bool:
-    """Return True once ``done`` is true, or False after ``timeout_s``.
+    """Wait until ``done()`` is true and return True; return False after ``timeout_s``.
 
     Args:
         done: tested repeatedly.
@@ -104,7 +104,10 @@ def wait_request(
     over: str = "",
     status: "MPI.Status | None" = None,
 ) -> None:
-    """Wait for a request, see ``Watch.wait``; ``status`` receives its MPI status."""
+    """Wait until ``request`` is complete; ``status`` receives its MPI status.
+
+    ``Watch.wait`` documents the other arguments.
+    """
     if not request.Test(status):
         watch.wait(partial(request.Test, status), partner=partner, over=over)
 
@@ -116,7 +119,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def _nobody_is_lost(ranks: Collection[int] | None) -> None:
-    """Do nothing, for communicators without detection of lost ranks."""
+    """No-op, for communicators without detection of lost ranks."""
 
 
 class InStepError(Exception):
@@ -133,13 +136,13 @@ class Notices(Protocol):
 
         Args:
             number: number of the communicator.
-            ranks: its ranks in the world; None for all.
+            ranks: ranks of the communicator in the world; None for all.
             reason: text of a ``MismatchError`` for all ranks to raise; empty for other errors.
             is_own: False if the failure occurred on another rank.
         """
 
     def failure(self, number: int) -> "tuple[int, str] | None":
-        """Return the rank in the world on which a communicator failed, and the reason, or None."""
+        """Return the world rank on which a communicator has failed, and the reason; else None."""
 
     def exchange_calls(
         self, number: int, ranks: Sequence[int] | None, call: tuple[int, str], since_s: float
@@ -148,18 +151,18 @@ class Notices(Protocol):
 
         Args:
             number: number of the communicator.
-            ranks: its ranks in the world; None for all.
+            ranks: ranks of the communicator in the world; None for all.
             call: number and description of the call.
             since_s: time at which this rank began the previous call.
 
         Returns:
-            Number and description of a call by rank. Empty if, since ``since_s``, ranks may have
-            diverged for a reason that is reported by another error.
+            Number and description of a call by rank. Empty if the calls of the ranks may have
+            diverged after ``since_s`` for a reason that another error reports.
         """
 
 
 class Limit:
-    """Limit of the waits of a watch. Another thread may change the limit or end all waits.
+    """Limit of the duration of waits; another thread may change it, or end all waits.
 
     Args:
         timeout_s: longest wait.
@@ -183,9 +186,10 @@ class Limit:
 
 
 class Watch:
-    """Waits of one communicator: detects lost ranks, failures, different calls and timeouts.
+    """Performs the waits of one communicator, and raises if they cannot end.
 
-    All ranks are ranks in the world. All waiting loops of a communicator share one watch.
+    The watch detects lost ranks, failures of the communicator, different calls and timeouts. All
+    ranks are ranks in the world. All waiting loops of a communicator share one watch.
 
     Args:
         find_lost: raises ``RankLostError`` if a rank is lost.
@@ -193,7 +197,7 @@ class Watch:
         rank: this rank.
         timeout_s: longest wait, unless ``limit`` is given.
         ranks: ranks of the communicator; None for all of the world.
-        limit: limit of waits, which may be shared with other watches.
+        limit: limit of waits, which several watches may share.
         recorder: records collectives.
         notices: reports failures between ranks without shared memory.
     """
@@ -233,7 +237,7 @@ class Watch:
         self._has_lost = False  # whether a lost rank was detected
 
     def of_group(self, ranks: Sequence[int], limit: Limit | None = None) -> "Watch":
-        """Return a watch for a communicator of ``ranks``; the loss of other ranks is ignored.
+        """Return a watch for a communicator of ``ranks``, which ignores that other ranks leave.
 
         Without ``limit`` the watch shares the limit of this watch.
         """
@@ -248,11 +252,11 @@ class Watch:
         )
 
     def record_calls(self, ranks: Sequence[int]) -> None:
-        """Record collectives of a communicator of ``ranks``. Collective over ``ranks``."""
+        """Start recording the collectives of a communicator of ``ranks``. Collective over them."""
         self.calls = self.calls or self.recorder.new_stream(ranks)
 
     def begin(self, call: Call, *, is_compared: bool = False) -> None:
-        """Record the next collective of this rank; ``is_compared`` if all ranks compare it."""
+        """Record that this rank begins ``call``; ``is_compared`` if all ranks compare the call."""
         self.call_tag = call.tag
         if self.calls is not None:
             self.calls.begin(call.text)
@@ -270,7 +274,7 @@ class Watch:
     ) -> None:
         """Wait until ``done`` is true, and sleep if a peer is late. Not collective.
 
-        After an error the communicator has failed on this rank.
+        An error in the wait fails the communicator on this rank.
 
         Args:
             done: tested repeatedly.
@@ -302,7 +306,7 @@ class Watch:
         self.waited_s += time.perf_counter() - start
 
     def fail(self, error: BaseException | None = None) -> None:
-        """Record that the communicator has failed on this rank, and report this to the others.
+        """Record that the communicator has failed on this rank, and report it to the others.
 
         Other ranks see the report before data that this rank writes afterwards. The loss of a
         rank is not reported, since every rank detects the loss itself. If ``error`` is a
@@ -398,7 +402,7 @@ class Watch:
         )
 
     def look_in_step(self, partner: int | None, over: str, waited_s: float) -> None:
-        """Call ``look``; raise if the communicator has failed or calls of ranks differ."""
+        """Call ``look``; also raise if the communicator has failed, or calls of ranks differ."""
         self.look(waited_s, partner, over)
         try:
             self.confirm()

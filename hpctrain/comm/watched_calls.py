@@ -1,7 +1,7 @@
 """Collectives of an MPI communicator that raise if a rank is lost or late.
 
-A blocking MPI call would wait for such a rank forever. Each call here is nonblocking and is waited
-for by a ``Watch``.
+A blocking MPI call would wait for such a rank forever. The calls here are nonblocking, and a
+``Watch`` waits for them.
 """
 
 import pickle
@@ -26,14 +26,14 @@ _abandoned: list[threading.Thread] = []
 
 
 def is_blocked() -> bool:
-    """Return True if an MPI call that a wait gave up is still in progress on its thread."""
+    """Return True if a thread is still in an MPI call for which the caller no longer waits."""
     return any(thread.is_alive() for thread in _abandoned)
 
 
 class WatchedCalls:
-    """Collectives of ``comm`` on Python objects and buffers.
+    """Collectives of ``comm`` on Python objects and buffers, with waits by ``watch``.
 
-    Collective: all ranks make the same calls in the same order.
+    All methods are collective: all ranks make the same calls in the same order.
     """
 
     def __init__(self, comm: MPI.Intracomm, watch: Watch) -> None:
@@ -44,7 +44,10 @@ class WatchedCalls:
     def run(
         self, call: Callable[..., MPI.Request], *arguments: object, memory: object = None
     ) -> None:
-        """Start a nonblocking ``call`` of ``comm`` and wait; keep ``memory`` alive meanwhile."""
+        """Start a nonblocking ``call`` of ``comm``, and wait until it is complete.
+
+        ``memory`` is kept alive until then.
+        """
         request = requests.start(self._comm, call, *arguments, memory=memory)
         wait_request(request, self._watch)
         self._watch.confirm()
@@ -142,7 +145,7 @@ class WatchedCalls:
         return [unpickled(part) for part in parts]
 
     def gather(self, value: T, root: int = 0) -> list[T] | None:
-        """Return the objects of all ranks, by rank, on ``root`` and None elsewhere."""
+        """Return the objects of all ranks, by rank, on rank ``root``; None on other ranks."""
         mine = memoryview(pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
         sizes = array("q", [0] * self.size)
         self.run(self._comm.Iallgather, array("q", [len(mine)]), sizes)
@@ -171,7 +174,7 @@ class WatchedCalls:
 
 
 def _pickled(value: object) -> list[memoryview]:
-    """Pickle with protocol 5; return the pickle and its out-of-band buffers, without a copy."""
+    """Pickle ``value``; return the pickle and its out-of-band buffers, which are not copied."""
     buffers: list[pickle.PickleBuffer] = []
     head = pickle.dumps(value, 5, buffer_callback=buffers.append)
     return [memoryview(head), *(buffer.raw() for buffer in buffers)]

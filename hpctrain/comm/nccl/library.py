@@ -69,10 +69,16 @@ _TEXTS: dict[str, list[Any]] = {
 
 
 class Library:
-    """NCCL's functions; they return a code, or raise ``CommError`` if the code is a failure."""
+    """Functions of NCCL, which return a code and raise ``CommError`` on failure.
+
+    Args:
+        handle: the loaded library.
+
+    Raises:
+        CommError: the library is too old.
+    """
 
     def __init__(self, handle: ctypes.CDLL) -> None:
-        """Use a loaded library. Raises ``CommError`` if it is too old."""
         self._handle = handle
         found = ctypes.c_int()
         for name, arguments in {**_ARGUMENTS, **_TEXTS}.items():
@@ -93,7 +99,7 @@ class Library:
         return ".".join(map(str, (major, *divmod(rest, 100))))
 
     def unique_id(self) -> bytes:
-        """Return a new id by which the ranks of a communicator find each other."""
+        """Return a new id, with which ranks connect to form a communicator."""
         made = _Id()
         self.check(self._handle.ncclGetUniqueId(ctypes.byref(made)), "ncclGetUniqueId")
         return bytes(made)
@@ -124,7 +130,7 @@ class Library:
     def all_reduce(
         self, address: int, numel: int, dtype: torch.dtype, comm: int, stream: int
     ) -> int:
-        """Queue a sum in place."""
+        """Queue an in-place sum over the ranks on ``stream``; return the code."""
         code = self._handle.ncclAllReduce(
             *(address, address, numel, TYPES[dtype], _SUM, comm, stream)
         )
@@ -156,7 +162,7 @@ class Library:
         return code
 
     def describe(self, code: int, comm: int | None = None) -> str:
-        """Return the text of a code, with details of the library."""
+        """Return the error text of a code, with the last error message of NCCL."""
         text = self._handle.ncclGetErrorString(code)
         more = self._handle.ncclGetLastError(comm)
         lines = [each.decode(errors="replace").strip() for each in (text, more) if each]
@@ -165,7 +171,7 @@ class Library:
 
 @cache
 def library() -> Library:
-    """Return the library of this process. Raises ``CommError`` if absent or too old."""
+    """Return the NCCL library of torch. Raises ``CommError`` if absent or too old."""
     found = []
     for name in _NAMES:
         try:

@@ -43,13 +43,13 @@ class NcclBucket(DeviceBucket):
         self._nccl = nccl
 
     def weigh(self, factor: float) -> None:
-        """Multiply the bucket of this rank. Not collective."""
+        """Multiply the elements of this rank by ``factor`` before the sum. Not collective."""
         self._nccl.stream.wait_event(self._full)
         with self._device.on(self._nccl.stream):
             scale_(self.flat, factor)
 
     def reduce(self, meet: Callable[[], object], scale: float | None) -> None:
-        """Sum over the ranks, times ``scale``; ``meet`` synchronizes them. Collective."""
+        """Synchronize the ranks by ``meet``; queue their sum, times ``scale``. Collective."""
         stream = self._nccl.stream
         early, late = scaled_when(scale, self._how)
         meet()

@@ -41,7 +41,7 @@ _numbers = itertools.count()
 
 
 class Sign:
-    """An open file by which other processes of the machine see that this rank exists."""
+    """An open file that shows other processes of the machine that this rank exists."""
 
     def __init__(self) -> None:
         name = f"hpctrain-nccl-{os.getpid()}-{next(_numbers)}"
@@ -69,14 +69,17 @@ class Offer:
 
     @property
     def is_seen(self) -> bool:
-        """Whether this process sees the sign."""
+        """Whether this process sees the ``Sign`` of the rank, that is, the rank exists."""
         with suppress(OSError):
             return str(Path(self.path).readlink()) == self.text
         return False
 
 
 class NcclCommunicator:
-    """NCCL's communicator on this rank; created by ``nccl_over``."""
+    """An NCCL communicator on this rank, with a thread that detects lost ranks.
+
+    Created by ``nccl_over``.
+    """
 
     def __init__(self, device: Device, rank: int, offers: Sequence[Offer], sign: Sign) -> None:
         self.stream = device.new_stream()
@@ -133,7 +136,7 @@ class NcclCommunicator:
             raise
 
     def ends_with(self, event: torch.Event) -> None:
-        """Store an event that was recorded after the last sum; required after every sum."""
+        """Store the event recorded after the last sum; the caller must do so after every sum."""
         self._last, self._is_queueing = event, False
 
     def break_off(self, reason: str) -> None:
@@ -189,7 +192,7 @@ class NcclCommunicator:
         return not self._is_queueing and (self._last is None or self._last.query())
 
     def _settle(self, what: str) -> None:
-        """Wait until NCCL has started the last request."""
+        """Wait until NCCL has processed the last call; ``what`` is its purpose, for messages."""
         code = nccl.IN_PROGRESS
 
         def is_settled() -> bool:
@@ -247,7 +250,7 @@ _made: WeakKeyDictionary[Communicator, dict[torch.device, NcclCommunicator]] = W
 
 
 def nccl_over(comm: Communicator, device: Device) -> NcclCommunicator:
-    """Return NCCL's communicator over the ranks of ``comm``, each with its device. Collective.
+    """Return the NCCL communicator of the ranks of ``comm``; create it once. Collective.
 
     Raises:
         CommError: on all ranks, if NCCL cannot be used.
@@ -260,9 +263,10 @@ def nccl_over(comm: Communicator, device: Device) -> NcclCommunicator:
 
 
 def asked_over(comm: Communicator, device: Device) -> tuple[str, str]:
-    """Return the version of NCCL, if any, and why it cannot be used. Collective.
+    """Return the version of NCCL, and why these ranks cannot use it. Collective.
 
-    Does not start NCCL.
+    The version is empty if this rank cannot use NCCL; the reason is empty if all ranks can. Does
+    not start NCCL.
     """
     sign = Sign()
     offers = comm.allgather_object(_offer(device, sign))
@@ -306,7 +310,7 @@ def _offer(device: Device, sign: Sign) -> Offer:
 
 @contextmanager
 def _refusals() -> Iterator[list[str]]:
-    """Collect errors of this rank, to be sent to all ranks."""
+    """Store the text of a ``CommError`` in the block, so that this rank can send the text."""
     found: list[str] = []
     try:
         yield found
@@ -315,7 +319,7 @@ def _refusals() -> Iterator[list[str]]:
 
 
 def why_not(offers: Sequence[Offer]) -> str:
-    """Return why NCCL cannot be used by these ranks; empty if it can."""
+    """Return why these ranks cannot use NCCL; empty if they can."""
     if any(offer.refusal for offer in offers):
         return by_rank([offer.refusal or None for offer in offers])
     if len({offer.version for offer in offers}) > 1:

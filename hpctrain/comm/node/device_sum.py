@@ -69,7 +69,7 @@ sum_slices: Any = triton.jit(_sum_slices, do_not_specialize=["numel"])
 
 
 class SliceSum:
-    """Replaces tensors of one size by their sum.
+    """Launches the kernel that replaces each of ``parts`` by their sum.
 
     Args:
         parts: slices of all ranks, by rank, whose memory must not move.
@@ -102,7 +102,7 @@ class SliceSum:
 def slice_sum_of(parts: Sequence[Tensor], how: Combination) -> SliceSum | None:
     """Compile the kernel for ``parts``; return None if it does not support or run them.
 
-    Ranks may differ in the result, since sums by torch are bitwise identical.
+    Some ranks may get None and sum with torch, whose sums are bitwise identical.
     """
     if how.op is not Op.SUM or parts[0].dtype not in _TYPES or not parts[0].numel():
         return None

@@ -1,6 +1,7 @@
-"""Calls of the compiled kernel of node memory, ``kernel.c``.
+"""Calls of ``kernel.c``, the compiled kernel that sums in node memory.
 
-The kernel performs the protocol of ``shared_memory`` with the same bits. Without it, Python does.
+The kernel follows the protocol of ``shared_memory``, with bitwise identical results. Without the
+kernel, ``shared_memory`` executes the protocol in Python.
 """
 
 import ctypes
@@ -25,10 +26,16 @@ _INSTANT_NUMEL = 1 << 12  # the sum of smaller tensors is shorter than a change 
 
 
 class Library:
-    """The functions of the compiled kernel. ``instant`` ones keep Python's lock."""
+    """Functions of the compiled kernel: ``instant`` ones keep the GIL, ``calls`` release it.
+
+    Args:
+        file: the compiled library.
+
+    Raises:
+        OSError: the library is missing, or was compiled from another source.
+    """
 
     def __init__(self, file: Path) -> None:
-        """Load the library. Raises ``OSError`` if it is missing or of another source."""
         self.calls, self.instant = ctypes.CDLL(str(file)), ctypes.PyDLL(str(file))
         source = file.with_name("kernel.c").read_bytes()
         self.calls.hpctrain_checksum.restype = ctypes.c_uint32
@@ -50,7 +57,7 @@ class Library:
 
 @cache
 def library() -> Library | None:
-    """Return the kernel of this installation, or None without one; a broken one is a warning."""
+    """Load the kernel; return None if it is missing, or broken, which logs a warning."""
     try:
         return Library(_FILE) if _FILE.exists() else None
     except OSError as error:
@@ -66,15 +73,16 @@ def why_off(environ: Mapping[str, str] = os.environ) -> str:
 
 
 class Kernel:
-    """The state of the kernel for one rank of a node. Not for several threads at a time.
+    """State of the kernel for one rank of a node; one thread at a time may use it.
 
     Args:
         library: the compiled functions.
         rank: local rank.
         size: number of ranks of the node.
-        awake_s: for how long a call spins, then yields the core, before it returns ``LATE``.
-        addresses: of the cells and the sign; of the slots of each rank; and per round of a barrier
-            of the semaphore to wait for and the semaphore to post.
+        awake_s: seconds for which a call spins, and then yields the core, before it returns
+            ``LATE``.
+        addresses: addresses of the cells, of the sign, of the slots of each rank, and, for each
+            round of a barrier, of the semaphore to wait for and the semaphore to post.
         slot_bytes: size of a slot.
     """
 
@@ -112,7 +120,7 @@ class Kernel:
         *,
         looks: bool,
     ) -> int:
-        """Begin the sum of the buckets at ``addresses`` in place; return the code.
+        """Begin to sum the buckets at ``addresses`` in place; return the code.
 
         ``dtype`` is the ``kernel_number`` of a combination.
         """
@@ -131,15 +139,15 @@ class Kernel:
         *,
         in_slices: bool,
     ) -> int:
-        """Begin the sum of contiguous values in place, through the slots; return the code."""
+        """Begin to sum contiguous values in place, through the slots; return the code."""
         function = self._values[numel > _INSTANT_NUMEL]
         what = call, turn, dtype, address, numel, scale or 0.0, scale is not None
         return int(function(self._state, *what, in_slices))
 
     def is_over(self, nap_s: float = 0.0) -> bool:
-        """Continue a call that was ``LATE``, after at most ``nap_s``; return whether it is over.
+        """Continue a call that has returned ``LATE``; return whether the call is complete.
 
-        ``code`` is then its result.
+        The method first sleeps for at most ``nap_s``. ``code`` is the result of the call.
         """
         self.code = self._resume(self._state, nap_s)
         return self.code != LATE

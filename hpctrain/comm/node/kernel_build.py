@@ -35,7 +35,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def get_requires_for_build_wheel(settings: Any = None) -> list[str]:
-    """Return what a build needs in addition to setuptools."""
+    """Return the packages that a build requires in addition to setuptools."""
     found: list[str] = build_meta.get_requires_for_build_wheel(settings)
     return found if _compiler() else [*found, "ziglang"]
 
@@ -65,7 +65,7 @@ class BuildKernel(build_py):  # type: ignore[misc]
     """Copies the Python files of the package, and compiles the kernel next to its source."""
 
     def run(self) -> None:
-        """Build; a failure of the compiler is a warning."""
+        """Copy the files and compile the kernel; log a warning if the compilation fails."""
         super().run()
         folder = Path("hpctrain", "comm", "node")
         place = folder if self.editable_mode else self.build_lib / folder
@@ -74,10 +74,10 @@ class BuildKernel(build_py):  # type: ignore[misc]
 
 
 class TaggedWheel(bdist_wheel):  # type: ignore[misc]
-    """Names the wheel for every Python and, if it has the kernel, for one kind of processor."""
+    """Tags the wheel for every Python version and, if it has the kernel, for one platform."""
 
     def finalize_options(self) -> None:
-        """Declare compiled code, which belongs with the packages of one platform."""
+        """Declare that the wheel has compiled code, so that it is installed per platform."""
         self.distribution.has_ext_modules = lambda: True
         super().finalize_options()
 

@@ -27,7 +27,7 @@ class NodeBarrier:
     Args:
         segments: zeroed memory of each rank, by rank.
         rank: this rank.
-        first_byte: offset in each segment of ``num_bytes(n)`` bytes for semaphores.
+        first_byte: offset of the semaphores, ``num_bytes(n)`` bytes, in each segment.
         watch: performs all waits.
         spin: whether each rank has its own core, so that short waits may spin.
 
@@ -52,7 +52,7 @@ class NodeBarrier:
         self._kernel: Kernel | None = None
 
     def use_kernel(self, rank: int, memory: Sequence[int], slot_bytes: int) -> Kernel | None:
-        """Return the kernel, which this barrier then uses, or None if it is off.
+        """Load the kernel, use it in this barrier, and return it; return None if it is off.
 
         Args:
             rank: this rank.
@@ -68,7 +68,7 @@ class NodeBarrier:
         return self._kernel
 
     def finish(self, code: int) -> int:
-        """Wait for the end of a call of the kernel; return its code.
+        """Wait until a call of the kernel is complete; return its code.
 
         Raises:
             CommError: the communicator of ``watch`` has failed on a rank of the node.

@@ -25,12 +25,12 @@ T = TypeVar("T")
 
 
 def reserve(num_bytes: int) -> int:
-    """Return the descriptor of new memory with all pages allocated, else raise OSError."""
+    """Create memory with all pages allocated; return its descriptor, or raise ``OSError``."""
     return _memory_of_size(lambda descriptor: os.posix_fallocate(descriptor, 0, num_bytes))
 
 
 def reserve_lazily(num_bytes: int) -> int:
-    """Return the descriptor of new memory whose pages are allocated at the first store.
+    """Create memory whose pages are allocated at the first store; return its descriptor.
 
     If memory runs out, a store ends the process.
     """
@@ -48,7 +48,7 @@ def _memory_of_size(resize: Callable[[int], object]) -> int:
 
 
 class OnDisk:
-    """Allocate like ``reserve``, in an unnamed file in ``folder``.
+    """Allocates memory as ``reserve`` does, but in an unnamed file in ``folder``.
 
     The kernel deletes the file when the last process closes or unmaps it.
     """
@@ -57,7 +57,7 @@ class OnDisk:
         self._folder = folder
 
     def __call__(self, num_bytes: int) -> int:
-        """Return the descriptor of a new file with all blocks allocated, else raise OSError."""
+        """Create a file with all blocks allocated; return its descriptor, or raise ``OSError``."""
         with tempfile.TemporaryFile(dir=self._folder) as file:
             os.posix_fallocate(file.fileno(), 0, num_bytes)
             return os.dup(file.fileno())
@@ -69,7 +69,7 @@ class OnDisk:
 def allocate(
     node: "WatchedCalls", num_bytes: int, reserve: Callable[[int], int] = reserve
 ) -> Sequence[Segment]:
-    """Create a zeroed segment on every rank and map all; return them by local rank.
+    """Create a zeroed segment on every rank, and map all segments; return them by local rank.
 
     Collective. A segment exists while it is referenced. See ``allocate_by``.
     """
@@ -84,12 +84,12 @@ def allocate_by(
     num_bytes: int,
     reserve: Callable[[int], int] = reserve,
 ) -> T:
-    """Create zeroed memory on every rank; return ``map_all`` of the descriptors of all ranks.
+    """Create zeroed memory on every rank, and pass the descriptors of all ranks to ``map_all``.
 
-    Collective over ``node``. The memory is anonymous (``memfd_create``), is not limited by the
-    size of /dev/shm, and is freed when its last process ends. Peers open it through
-    ``/proc/PID/fd``. If this is impossible (PID namespaces, hidden processes), the ranks send
-    their descriptors over Unix sockets.
+    Collective over ``node``. Returns the result of ``map_all``. The memory is anonymous
+    (``memfd_create``), is not limited by the size of /dev/shm, and is freed when its last process
+    ends. Peers open it through ``/proc/PID/fd``. If this is impossible (PID namespaces, hidden
+    processes), the ranks send their descriptors over Unix sockets.
 
     The owner allocates all pages with ``posix_fallocate``. So the pages are on the NUMA node of
     the owner, whichever rank stores first, and a lack of memory raises here instead of SIGBUS at a
@@ -164,7 +164,7 @@ def _map(
 
 
 class _Offer(NamedTuple):
-    """Data with which a peer opens a rank's memory and verifies its identity."""
+    """Data with which a peer opens the memory of a rank, and verifies that it is that memory."""
 
     pid: int
     descriptor: int

@@ -53,7 +53,7 @@ class PeerBucket(DeviceBucket):
         self._slice = device.pinned(self._total) if self._internode is not None else None
 
     def weigh(self, factor: float) -> None:
-        """Multiply the bucket of this rank, before ``reduce``. Not collective."""
+        """Multiply the elements of this rank by ``factor``, before ``reduce``. Not collective."""
         up = self._device.up
         up.wait_event(self._full)
         with self._device.on(up):
@@ -61,7 +61,7 @@ class PeerBucket(DeviceBucket):
         self._full.record(up)
 
     def reduce(self, meet: Callable[[], object], scale: float | None) -> None:
-        """Sum over the ranks, times ``scale``; ``meet`` synchronizes them. Collective."""
+        """Synchronize the ranks by ``meet``; queue their sum, times ``scale``. Collective."""
         up, on = self._device.up, self._device.on
         meet()  # all ranks of the node have recorded their full events
         for full in self._fulls:

@@ -42,7 +42,7 @@ def _call(name: str, *args: object) -> None:
 
 
 class _Memory:
-    """Bytes at an address of a device, in the form that torch can wrap."""
+    """Device memory at an address, in a form that ``torch.as_tensor`` can wrap."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -54,12 +54,15 @@ class _Memory:
 
 
 class Segment:
-    """Memory of the same size on the accelerator of each rank of a node, mapped by all of them."""
+    """Memory of one size on the accelerator of each rank of a node, which all ranks map.
+
+    Args:
+        own: memory of this rank, 1-D bytes.
+    """
 
     handle: bytes  # for peers to map the memory of this rank
 
     def __init__(self, own: Tensor) -> None:
-        """Store this rank's memory."""
         self.own, self.num_bytes = own, own.numel()
         self.peers: list[Tensor] = []  # bytes of all ranks, by local rank
         self._owner: weakref.ref[object] | None = None
@@ -86,10 +89,17 @@ class Segment:
 
 
 class CudaSegment(Segment):
-    """Memory that other processes can map by CUDA IPC."""
+    """CUDA memory that other processes can map by CUDA IPC.
+
+    Args:
+        num_bytes: size.
+        device: the GPU of this rank.
+
+    Raises:
+        OSError: there is not enough memory, or no IPC.
+    """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        """Allocate this rank's memory. Raises ``OSError`` without memory or IPC."""
         address, handle = ctypes.c_void_p(), _Handle()
         with torch.cuda.device(device):
             _call("cudaMalloc", ctypes.byref(address), ctypes.c_size_t(num_bytes))

@@ -50,7 +50,9 @@ _TIMED_WAIT.argtypes, _YIELD.argtypes = [_POINTER, ctypes.POINTER(_Timespec)], [
 
 
 def map_shared(descriptor: int, num_bytes: int) -> Segment:
-    """Map the first bytes of a file as shared, prefaulted memory; the file may be closed.
+    """Map the first bytes of a file as shared, prefaulted memory.
+
+    The caller may close the file afterwards.
 
     The memory is unmapped when neither the segment nor an object created from it is referenced.
 
@@ -104,7 +106,7 @@ class Region:
             raise NodeMemoryError(f"cannot drop private pages: madvise failed with {refused}")
 
     def freeze_in_children(self) -> None:
-        """Let forked children keep the contents that ``private`` has at the fork."""
+        """Copy ``private`` before each fork, so that the child keeps its contents."""
         _frozen.regions.add(self)
 
     def keep(self) -> None:
@@ -119,11 +121,11 @@ class Region:
             _words(self._kept)[:] = shown
 
     def forget_kept(self) -> None:
-        """Drop the copy; existing children keep theirs."""
+        """Free the copy of this process; forked children keep their own copies."""
         self._kept = None
 
     def show_kept(self) -> None:
-        """Move the copy to the address of ``private``. Called in a forked child."""
+        """Replace ``private`` by the copy, at the same address. Called in a forked child."""
         if self._kept is not None and self._end is not None:
             self._end.detach()  # the address is unmapped by the move
             kept, private = map(ctypes.addressof, (self._kept, self.private))
@@ -136,7 +138,7 @@ def _words(segment: Segment) -> NDArray[np.uint64]:
 
 
 class _Frozen:
-    """Regions whose contents forked children keep."""
+    """Regions that are copied before each fork, so that children keep their contents."""
 
     def __init__(self) -> None:
         self.regions = weakref.WeakSet[Region]()
@@ -155,7 +157,9 @@ _frozen = _Frozen()
 
 
 def map_in_a_row(descriptors: Sequence[int], num_bytes: int) -> Region:
-    """Map the first ``num_bytes``, a multiple of the page size, of several files contiguously.
+    """Map the first ``num_bytes`` of each file, one after another, in one range of addresses.
+
+    ``num_bytes`` must be a multiple of the page size.
 
     Raises:
         OSError: the kernel cannot map a file.

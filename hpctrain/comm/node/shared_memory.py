@@ -89,20 +89,20 @@ class SharedMemory:
         self.slots = SharedSlots(self)
 
     def barrier(self) -> None:
-        """Wait until all ranks of the node call this; ``CommError`` as ``require_usable``."""
+        """Wait until all ranks of the node have called this; raise as ``require_usable`` does."""
         self.require_usable()
         self.waits.wait()
 
     def meet(self, call: Call, *, of_node: bool = False) -> None:
-        """Call ``begin``, then ``await_others``."""
+        """Begin ``call``, then wait until all ranks of the node have begun the same call."""
         self.begin(call)
         self.await_others(call, of_node=of_node)
 
     def begin(self, call: Call) -> None:
-        """Begin a ``call``, before this rank writes to node memory for it. Not collective.
+        """Record ``call``, before this rank writes to node memory for this call. Not collective.
 
-        ``CommError`` if the communicator is closed or has failed on a rank, or in a forked child:
-        other ranks may still read node memory, which the caller must not write then.
+        Raises ``CommError`` if the communicator is closed or has failed on a rank, or in a forked
+        child: then this rank must not write to node memory, which other ranks may still read.
         """
         self._owner.check()
         self.require_usable()
@@ -111,8 +111,9 @@ class SharedMemory:
     def await_others(self, call: Call, *, of_node: bool = False) -> None:
         """Wait until all ranks of the node have begun the same ``call``.
 
-        ``MismatchError``, on every rank, if the calls differ. This fails the communicator also on
-        other nodes, unless the call is ``of_node``, that is, without their ranks.
+        Raises ``MismatchError`` on every rank if the calls differ. Then the communicator fails on
+        other nodes, too, unless ``of_node`` is true, which means that only this node makes the
+        call.
         """
         turn = self.turn
         self._calls[self.local_rank * _CELLS + turn] = call.number
@@ -131,7 +132,7 @@ class SharedMemory:
         self.num_bytes += num_bytes
 
     def compare(self, call: Call, number: int) -> bool:
-        """Begin ``call`` on all ranks; return whether ``number`` is equal on all of them."""
+        """Begin ``call``, synchronize, and return whether ``number`` is equal on all ranks."""
         self.begin(call)
         place = 2 + self.turn  # after the two cells of calls
         self._calls[self.local_rank * _CELLS + place] = number
@@ -141,7 +142,7 @@ class SharedMemory:
     def new_bucket(self, numel: int, dtype: torch.dtype) -> Bucket:
         """Create a bucket of ``numel`` zeros on every rank, mapped by all ranks of the node.
 
-        ``NodeMemoryError``, on every rank of the node, if memory is short.
+        Raises ``NodeMemoryError`` on every rank of the node if memory is short.
         """
         self._num_buckets += 1
         segments = self.allocate(max(numel * dtype.itemsize, 1))
@@ -179,9 +180,9 @@ class SharedMemory:
         *,
         in_slices: bool,
     ) -> bool:
-        """Replace ``values`` by their sum, as ``call``, which has begun.
+        """Replace ``values`` by their sum with the compiled kernel, after ``begin(call)``.
 
-        Returns False if the kernel cannot.
+        Returns False, without a sum, if the kernel does not support the values.
         """
         if self._kernel is None or combination.kernel_number < 0 or not values.is_cpu:
             return False
@@ -193,7 +194,7 @@ class SharedMemory:
         return True
 
     def _finish(self, code: int, call: Call) -> None:
-        """Wait for the end of a call of the kernel; raise its error."""
+        """Wait until a call of the kernel is complete; raise its error."""
         if self.waits.finish(code) == DIFFERENT:
             self.turn = 1 - self.turn
             raise self._disagreement(call, of_node=False)
@@ -207,8 +208,8 @@ class SharedMemory:
     def is_finite_after(self, reduce: Callable[[], object]) -> bool:
         """Call ``reduce``; return whether all sums that it writes to buckets are finite.
 
-        The same on all ranks of the node: each rank checks its slice while the slice is in the
-        cache, and the barrier that ends a reduction publishes the result.
+        The result is the same on all ranks of the node: each rank checks its slice while the slice
+        is in the cache, and the barrier that ends a reduction publishes the result.
         """
         before, self._looks = self._calls[_UNFINITE::_CELLS].tolist(), True
         try:
@@ -250,7 +251,8 @@ class SharedMemory:
         """Create zeroed memory that all ranks of the node map as one contiguous range.
 
         Each rank allocates an equal part, on the NUMA node of its socket unless ``reserve``
-        allocates differently. ``NodeMemoryError``, on every rank of the node, if memory is short.
+        allocates differently. Raises ``NodeMemoryError`` on every rank of the node if memory is
+        short.
         """
         share = -(-max(num_bytes, 1) // (self.local_size * mmap.PAGESIZE)) * mmap.PAGESIZE
         map_all = partial(map_in_a_row, num_bytes=share)
@@ -259,9 +261,9 @@ class SharedMemory:
         )
 
     def allocate(self, num_bytes: int) -> Sequence[Segment]:
-        """Create a zeroed segment on every rank and map all; return them by local rank.
+        """Create a zeroed segment on every rank, and map all segments; return them by local rank.
 
-        A segment exists while it is referenced. ``NodeMemoryError`` as for ``new_bucket``.
+        A segment exists while it is referenced. Raises ``NodeMemoryError`` as ``new_bucket`` does.
         """
         return self._agreed(lambda: node_memory.allocate(self._watched, num_bytes))
 
@@ -279,7 +281,7 @@ class SharedMemory:
         return made
 
     def ranks_of(self, comm: "MPI.Intracomm") -> list[int]:
-        """Return the ranks in ``comm`` of this node's ranks, by local rank. Not collective."""
+        """Return the rank in ``comm`` of each rank of this node, by local rank. Not collective."""
         found = self._node.group.Translate_ranks(None, comm.group)
         return list(found)
 
@@ -298,7 +300,10 @@ class SharedMemory:
         self._watch.require_in_step()
 
     def _look(self, total: Tensor) -> None:
-        """Count a chunk with non-finite values. The sum alone may overflow for finite values."""
+        """Count the chunk if it has non-finite values.
+
+        The sum of a chunk is only a first test, since it may overflow for finite values.
+        """
         if self._looks:
             wide = torch.float32 if total.itemsize < 4 else None
             if not math.isfinite(total.sum(dtype=wide)) and not total.isfinite().all():
@@ -314,9 +319,9 @@ class SharedMemory:
 
 
 def combine(parts: Sequence[Tensor], combination: Combination, scale: float | None) -> Tensor:
-    """Combine the chunks of all ranks in rank order, times ``scale``.
+    """Return the combination of the chunks of all ranks, in rank order, times ``scale``.
 
-    Returns the first chunk, overwritten, or a new tensor of a wider ``accumulate_dtype``.
+    The result is the first chunk, overwritten, or a new tensor of a wider ``accumulate_dtype``.
     """
     first, *others = (combination.view(part) for part in parts)
     dtype = combination.accumulate_dtype
@@ -370,11 +375,11 @@ MOST_SEEN = 256  # cached views: creating a view costs as much as a small sum
 
 
 class SharedSlots:
-    """Reductions of tensors that are not buckets, through the stage of ``node``.
+    """Reduces tensors that are not buckets, through the staging buffers of ``node``.
 
     Methods that synchronize are collective over the node. Each rank writes its own two slots
-    alternately: before a slot is written again, its readers have passed the barrier of the
-    operation between, so one barrier per operation is enough.
+    alternately. Before the rank writes a slot again, all readers of the slot have passed the
+    barrier of the operation between, so one barrier per operation is enough.
     """
 
     def __init__(self, node: SharedMemory) -> None:
@@ -464,7 +469,10 @@ class SharedSlots:
         return Bucket(slots[rank], slots, chunks_of(slots, rank))
 
     def leave(self, values: Tensor, bucket: Bucket, scale: float | None) -> None:
-        """Copy the sum, times ``scale``, from the first rank's slot, after a barrier."""
+        """Copy the sum in the first rank's slot, times ``scale``, to ``values``.
+
+        A barrier must precede the call.
+        """
         values.copy_(bucket.peers[0])
         if scale is not None:
             scale_(values, scale)

@@ -1,4 +1,4 @@
-"""Choice of algorithms and sizes, by rule and from measurements, without communication."""
+"""Choice of algorithms and sizes, by rule or from measurements, without communication."""
 
 import math
 from bisect import bisect_right
@@ -85,7 +85,7 @@ def has_equal_nodes(topology: Topology) -> bool:
 def tensors_rule(
     num_nodes: int, node_memory: str, local_size: int, *, in_turns: bool = False
 ) -> SizeTable:
-    """Choose the algorithms of tensors that are not buckets, without a measurement.
+    """Choose the algorithms for tensors that are not buckets, by rule.
 
     Args:
         num_nodes: number of nodes.
@@ -103,7 +103,7 @@ def tensors_rule(
 
 
 def rail_rule(num_nodes: int) -> SizeTable:
-    """Choose the algorithms of a rail over ``num_nodes`` nodes, without a measurement.
+    """Choose the algorithms for a rail over ``num_nodes`` nodes, by rule.
 
     A round costs ``a`` seconds of latency and ``b`` seconds per byte. For m bytes over N nodes
     doubling takes log2(N) (a + m b), halving 2 log2(N) a + 2(N-1)/N m b and the ring
@@ -150,7 +150,7 @@ def plan_for_group(plan: Plan, topology: Topology) -> Plan:
 
 
 def candidates(what: str, num_bytes: int, plan: Plan) -> tuple[str, ...]:
-    """Return the algorithms to measure at a size: that of the plan first, then in fixed order."""
+    """Return the algorithms to measure at a size, first the algorithm of the plan."""
     if plan.engine == "horovod":
         sensible = BY_HOROVOD
     elif what == "tensors" and plan.num_rails:
@@ -167,10 +167,10 @@ def candidates(what: str, num_bytes: int, plan: Plan) -> tuple[str, ...]:
 
 
 def refine(rule: SizeTable, measured: Sequence[Measurement], sizes: Sequence[int]) -> SizeTable:
-    """Return the table ``rule`` with algorithms that were measured to be clearly faster.
+    """Return ``rule``, with algorithms replaced where another one was clearly faster.
 
     A measurement applies to all sizes that are nearest to its size by ratio, and the last one to
-    all larger sizes. If the algorithm of the rule was not measured at a size, it is kept there.
+    all larger sizes. At sizes at which the algorithm of the rule was not measured, it is kept.
     """
     edges = [0, *(math.isqrt(a * b) for a, b in pairwise(sizes))]
     steps: list[tuple[int, str]] = []
@@ -184,7 +184,7 @@ def refine(rule: SizeTable, measured: Sequence[Measurement], sizes: Sequence[int
 
 
 def faster(measured: Mapping[str, Measurement], default: str, least_gain: float = GAIN) -> str:
-    """Return the fastest algorithm that gains enough over ``default``, or ``default``.
+    """Return the fastest algorithm that is clearly faster than ``default``, else ``default``.
 
     The median must be at least ``least_gain`` shorter, and each of several runs shorter than each
     run of ``default``, so that other load on the machine does not determine the plan. The first
@@ -222,7 +222,7 @@ DEFAULT = Batching(64 * MIB, 0.0)  # without a measurement
 
 
 def batching(seconds: Mapping[int, float]) -> Batching:
-    """Choose fusion parameters from the seconds of all-reduces by size. Not collective.
+    """Choose fusion parameters from measured times of all-reduces. Not collective.
 
     A message of n bytes takes ``a + b n`` seconds. Fusion saves ``a`` for each operation but the
     first, and an operation that waits longer than ``a`` loses more than it saves. So operations
@@ -233,7 +233,7 @@ def batching(seconds: Mapping[int, float]) -> Batching:
     measurements of a link give the same result.
 
     Args:
-        seconds: time by size in bytes.
+        seconds: duration of an all-reduce by size in bytes.
 
     Returns:
         The parameters; ``DEFAULT`` if fewer than two sizes were measured, or the largest took no
@@ -263,9 +263,9 @@ CHUNKS_FROM_S = 2e-9
 
 
 def chunk_sizes(seconds: Mapping[int, float]) -> tuple[int, ...]:
-    """Return the chunk sizes to measure, from the seconds of all-reduces by size.
+    """Return the chunk sizes to measure; ``seconds`` are durations of all-reduces by size.
 
-    Empty if the link is not the limit, or fewer than two sizes were measured.
+    The result is empty if the link is not the limit, or fewer than two sizes were measured.
     """
     if len(seconds) < 2:
         return ()
@@ -277,7 +277,10 @@ def chunk_sizes(seconds: Mapping[int, float]) -> tuple[int, ...]:
 
 
 def best_chunk(runs: Mapping[int, Sequence[float]]) -> int:
-    """Return the fastest chunk size, from seconds of runs by size; the first is the default."""
+    """Return the fastest chunk size; ``runs`` has the seconds of each run by chunk size.
+
+    The first size is the default, which is returned unless another one is clearly faster.
+    """
     measured = {
         str(size): Measurement("chunks", CHUNKED_BYTES, str(size), tuple(seconds))
         for size, seconds in runs.items()

@@ -1,4 +1,7 @@
-"""The plan: the algorithm for each operation and size, which also fixes the order of sums."""
+"""The plan: the algorithm for each operation and size.
+
+The plan also determines the order of additions, and so the rounding of sums.
+"""
 
 import math
 import statistics
@@ -15,7 +18,7 @@ from hpctrain.core.units import MIB, format_bytes, format_seconds
 
 @dataclass(frozen=True, slots=True)
 class SizeTable:
-    """Algorithms by size: each is used from its size up to the next one.
+    """A table with an algorithm for each range of message sizes.
 
     Raises:
         ConfigError: the sizes do not begin at 0, or do not increase.
@@ -39,7 +42,7 @@ class SizeTable:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Time of one algorithm for one size, on the slowest rank."""
+    """Measured times of one algorithm at one size, on the slowest rank."""
 
     what: str  # ``tensors``: not buckets, over all ranks; ``rail``: slices over a rail
     num_bytes: int  # size of the message
@@ -87,7 +90,7 @@ class Plan:
         return {"tensors": self.tensors, "rail": self.rail}[what]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields for a JSON file."""
+        """Return the fields in a form that a JSON file can store."""
         return asdict(self) | {
             "tensors": [list(step) for step in self.tensors.steps],
             "rail": [list(step) for step in self.rail.steps],
@@ -96,7 +99,7 @@ class Plan:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Return the plan with the fields of a dictionary from ``as_dict``.
+        """Create a plan from a dictionary that ``as_dict`` has returned.
 
         Fields that older versions did not write may be missing.
 
@@ -115,7 +118,7 @@ class Plan:
         return cls(**{name: _read(_READERS[name], name, value) for name, value in values.items()})
 
     def describe(self) -> list[tuple[str, str]]:
-        """Return rows of name and value for a table."""
+        """Return a human-readable description, as rows of name and value."""
         if self.node_memory == "alone":
             return [("gradients", "are not sent: one rank"), ("threads", str(self.threads))]
         if self.engine == "horovod":
@@ -259,7 +262,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
 
 
 def expected_s(times: Mapping[int, float], num_bytes: int) -> float:
-    """Extrapolate the seconds linearly to ``num_bytes``; return 0 without times."""
+    """Extrapolate durations by size linearly to ``num_bytes``; return 0 without durations."""
     sizes = sorted(times)
     if not sizes:
         return 0.0

@@ -1,4 +1,4 @@
-"""Selection of the plan: from a file, an earlier measurement, a new one, or by rule."""
+"""Selection of the plan: from a file, from a measurement now or in an earlier run, or by rule."""
 
 import hashlib
 import json
@@ -43,23 +43,25 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredPlan:
-    """A plan and the world for which it was chosen, as stored in a file."""
+    """A plan, with the node sizes of the world for which it was chosen, as stored in a file."""
 
     nodes: tuple[int, ...]  # number of ranks per node
     plan: Plan
 
     @classmethod
     def of(cls, topology: Topology, plan: Plan) -> Self:
-        """Return ``plan`` with the node sizes of ``topology``."""
+        """Return a stored plan with ``plan`` and the node sizes of ``topology``."""
         return cls(nodes=_sizes(topology), plan=plan)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the content of the file."""
+        """Return the content of the file as a dictionary."""
         return {"nodes": list(self.nodes), "plan": self.plan.as_dict()}
 
     @classmethod
     def from_dict(cls, content: object) -> Self:
-        """Return the plan of a dictionary from ``as_dict``; ignore other keys.
+        """Create a stored plan from a dictionary that ``as_dict`` has returned.
+
+        Other keys are ignored.
 
         Raises:
             ConfigError: a key is missing or its value is invalid.
@@ -129,7 +131,7 @@ class PlanDecision:
 
 
 def pinned(comm: Communicator, settings: Settings) -> StoredPlan | None:
-    """Return the plan of the file ``settings.plan``; None if not set. Collective.
+    """Read the plan in the file ``settings.plan``; return None if not set. Collective.
 
     Raises:
         ConfigError: the file cannot be read; on every rank.
@@ -140,7 +142,7 @@ def pinned(comm: Communicator, settings: Settings) -> StoredPlan | None:
 
 
 def memory_wanted(settings: Settings, stored: StoredPlan | None) -> str:
-    """Return the method of sharing memory of the settings or, for ``auto``, of the plan."""
+    """Return the method of sharing memory in the settings or, if ``auto``, in the plan."""
     if stored is None or settings.shared_memory != "auto":
         return settings.shared_memory
     way = stored.plan.node_memory
@@ -156,13 +158,13 @@ def decide(
     node_memory: str,
     num_threads: int,
 ) -> PlanDecision:
-    """Return the stored plan, or that of an earlier measurement, or the rule. Collective.
+    """Choose the stored plan, the plan of an earlier measurement, or the rule. Collective.
 
     Args:
         comm: all ranks.
         topology: nodes and cores of the ranks.
         settings: settings of rank 0.
-        stored: plan that the user has chosen; None for no choice.
+        stored: plan of the file that the user has set; None if not set.
         node_memory: method of sharing memory that works on every node.
         num_threads: number of torch threads of this rank.
 
@@ -211,7 +213,7 @@ def measured(
     topology: Topology,
     watch: "Watch",
 ) -> PlanDecision:
-    """Measure if ``decision`` has a key, use the fastest plan, and store it. Collective."""
+    """If ``decision`` has a key, measure, use the fastest plan, and store it. Collective."""
     if not decision.key:
         return decision
     from hpctrain.comm.plan import probe  # noqa: PLC0415 - needs MPI
@@ -225,7 +227,7 @@ def measured(
 
 
 def key_of(facts: Mapping[str, Any]) -> str:
-    """Return the cache key of ``facts``, on which a measured plan depends."""
+    """Return the cache key of a measured plan, a digest of the ``facts`` that determine it."""
     text = json.dumps(facts, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -263,7 +265,7 @@ def _cached(key: str) -> Path | None:
 
 
 def machine(num_cores: int) -> str:
-    """Return a description of the processors of this rank, for comparison."""
+    """Return number and model of the cores of this rank, to compare machines."""
     model = ""
     try:
         with _CPU.open(encoding="utf-8", errors="replace") as file:

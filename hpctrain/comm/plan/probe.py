@@ -55,7 +55,7 @@ def measure_horovod(
     watch: Watch,
     budget_s: float = BUDGET_S,
 ) -> Plan:
-    """Measure Horovod's flat and two-level sums; make ``comm`` use the faster one. Collective.
+    """Measure Horovod's flat and two-level sums; make ``comm`` use the faster. Collective.
 
     Args:
         comm: the communicator to measure.
@@ -89,8 +89,8 @@ def measure(
 ) -> Plan:
     """Measure the algorithms; make ``comm`` use the refined plan, and return it. Collective.
 
-    The measurement also opens the connections between ranks, which the first step then finds
-    open. Sizes that do not fit into the budget keep the algorithm of the rule.
+    The measurement also opens the connections between ranks, which makes the first step faster.
+    Sizes that do not fit into the budget keep the algorithm of the rule.
 
     Args:
         comm: the communicator to measure.
@@ -172,7 +172,7 @@ def _table(
 def _shortest(
     comm: HierarchicalCommunicator, stopwatch: "Stopwatch", until_s: float
 ) -> dict[int, float]:
-    """Return the shortest time of an all-reduce by size in ``BATCHING_SIZES``. Collective.
+    """Return the shortest time of an all-reduce at each of ``BATCHING_SIZES``. Collective.
 
     Sizes that were not measured before ``until_s`` of the stopwatch are missing.
     """
@@ -206,7 +206,7 @@ def _chunk_bytes(
 
 
 class Stopwatch:
-    """Measures collectives; all ranks get the same times.
+    """Measures the duration of collectives; all ranks get the same durations.
 
     Args:
         world: all ranks.

@@ -1,1 +1,1 @@
-"""PyTorch's own distributed stack over the communicators of this package."""
+"""The backend ``hpctrain`` of torch.distributed."""

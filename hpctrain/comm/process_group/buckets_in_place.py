@@ -1,4 +1,4 @@
-"""All-reduces of large tensors in place in node memory, for buckets of DistributedDataParallel.
+"""All-reduces of the buckets of DistributedDataParallel in place, in node memory.
 
 A backend in Python cannot determine where DDP allocates its buckets. So the first all-reduce of a
 bucket replaces its storage by memory that all ranks of the node map. Later all-reduces sum the
@@ -26,7 +26,7 @@ _MOVABLE = -1  # location of a tensor that the rank can move; buckets count from
 
 
 class BucketsInPlace:
-    """All-reduces of large tensors by the ranks of one node.
+    """All-reduces large tensors over the ranks of one node, in place if possible.
 
     Args:
         comm: the ranks, which must share memory.
@@ -47,7 +47,7 @@ class BucketsInPlace:
         return BucketsInPlace(comm) if is_one_node and can_move_storage else None
 
     def offer(self, tensor: Tensor) -> None:
-        """Permit the move of a tensor if DDP has called the group. Not collective.
+        """Permit moving the storage of ``tensor`` if DDP has called the group. Not collective.
 
         DDP calls the group from C++ in a backward pass. Tensors of other callers are not moved,
         since a NumPy array of the same memory, for example, would not follow.
@@ -58,7 +58,7 @@ class BucketsInPlace:
             self._offered.add(tensor.data_ptr())
 
     def allreduce_(self, tensor: Tensor, *, op: Op = Op.SUM, scale: float | None = None) -> Work:
-        """All-reduce as the communicator does, with bitwise the same result. Collective."""
+        """All-reduce as the communicator does, with a bitwise identical result. Collective."""
         from hpctrain.comm.call_check import tensor_call  # noqa: PLC0415 - a world of one needs no MPI
 
         bucket = self._known.get(tensor.data_ptr())
@@ -79,7 +79,10 @@ class BucketsInPlace:
         return self._comm.allreduce_(tensor if bucket is None else bucket, op=op, scale=scale)
 
     def _move(self, tensor: Tensor) -> Bucket | None:
-        """Move the storage of ``tensor`` to node memory; None on all ranks if memory is short."""
+        """Move the storage of ``tensor`` to a new bucket in node memory, and return the bucket.
+
+        Returns None on all ranks if memory is short.
+        """
         try:
             bucket = self._node.new_bucket(tensor.numel(), tensor.dtype)
         except NodeMemoryError:

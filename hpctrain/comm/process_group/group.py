@@ -95,7 +95,7 @@ class HpctrainGroup(OrderedGroup):
 
     @on_cpu
     def reduce_scatter(self, outs: Any, parts: Any, opts: Any = None) -> dist.Work:
-        """Replace each of ``outs`` by the reduction of this rank's part."""
+        """Reduce ``parts[i][r]`` over the ranks, and store the result in ``outs[i]`` of rank r."""
         how = GroupReduction.of(opts)
         pairs = list(zip(_listed(outs), _lists(parts), strict=True))
 
@@ -143,7 +143,7 @@ class HpctrainGroup(OrderedGroup):
 
     @on_cpu
     def broadcast(self, tensors: Any, opts: Any = None, *, root: int | None = None) -> dist.Work:
-        """Replace each tensor by that of the root."""
+        """Replace each tensor by the tensor of the root."""
         given = _listed(tensors)
         source: int = opts if isinstance(opts, int) else opts.rootRank if root is None else root
 
@@ -157,7 +157,7 @@ class HpctrainGroup(OrderedGroup):
 
     @on_cpu
     def allgather(self, outs: Any, given: Any, opts: Any = None) -> dist.Work:
-        """Gather the tensors of all ranks, in one list per tensor."""
+        """Copy ``given[i]`` of each rank r to ``outs[i][r]`` on all ranks."""
         pairs = list(zip(_lists(outs), _listed(given), strict=True))
 
         def move() -> None:
@@ -169,12 +169,12 @@ class HpctrainGroup(OrderedGroup):
 
     @on_cpu
     def allgather_coalesced(self, outs: Any, given: Any, opts: Any = None) -> dist.Work:
-        """Gather the tensors of all ranks, in one list per rank."""
+        """Copy ``given[i]`` of each rank r to ``outs[r][i]`` on all ranks."""
         return self.allgather([list(one) for one in zip(*outs, strict=True)], given, opts)
 
     @on_cpu
     def all_gather_single(self, out: Tensor, given: Tensor, opts: Any = None) -> dist.Work:
-        """Gather the tensors of all ranks into one tensor."""
+        """Concatenate ``given`` of all ranks in ``out``."""
         return self._all_gather_singles("all_gather_single", [out], [given], opts)
 
     @on_cpu
@@ -201,7 +201,7 @@ class HpctrainGroup(OrderedGroup):
 
     @on_cpu
     def gather(self, outs: Any, given: Any, opts: Any) -> dist.Work:
-        """Gather the tensors of all ranks into lists on the root."""
+        """Copy ``given[i]`` of each rank r to ``outs[i][r]`` on the root."""
         root, tensors = opts.rootRank, _listed(given)
         lists = _lists(outs) if self.comm.rank == root else [None] * len(tensors)
 
@@ -216,7 +216,7 @@ class HpctrainGroup(OrderedGroup):
 
     @on_cpu
     def scatter(self, outs: Any, parts: Any, opts: Any) -> dist.Work:
-        """Replace each of ``outs`` by this rank's part of the root's lists."""
+        """Copy ``parts[i][r]`` of the root to ``outs[i]`` of each rank r."""
         root, tensors = opts.rootRank, _listed(outs)
         lists = _lists(parts) if self.comm.rank == root else [None] * len(tensors)
 
@@ -250,7 +250,7 @@ class HpctrainGroup(OrderedGroup):
         sizes: Sequence[int] = (),
         opts: Any = None,
     ) -> dist.Work:
-        """Exchange parts as ``alltoall`` does, of tensors divided along their first dimension."""
+        """Split ``given`` along dimension 0, and exchange the parts as ``alltoall`` does."""
         parts, outs = self._cut(given, sizes), self._cut(out, out_sizes)
 
         def move() -> None:
@@ -283,7 +283,10 @@ class HpctrainGroup(OrderedGroup):
         timeout: timedelta | float | None = None,
         wait_all_ranks: bool = False,  # noqa: FBT001, FBT002 - signature of torch
     ) -> None:
-        """Wait for all ranks; an error names the missing ranks, also in the wording of gloo."""
+        """Wait until all ranks have called this method.
+
+        The error names the missing ranks, and contains the wording of gloo.
+        """
         limit, before = self._limit, (self._limit.timeout_s, self._limit.name)
         if timeout is not None:
             told = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
@@ -325,7 +328,7 @@ class HpctrainGroup(OrderedGroup):
 
     @on_cpu
     def recv(self, tensors: Any, source: int | None, tag: int = 0) -> dist.Work:
-        """Start receiving a tensor from rank ``source``, None for any rank."""
+        """Start receiving a tensor from rank ``source``; None stands for any rank."""
         (tensor,), wire = _listed(tensors), self._messages(tag)
         values = _flat_of(tensor)
         with self._asking:
@@ -371,9 +374,9 @@ class HpctrainGroup(OrderedGroup):
         *,
         are_alike: bool = False,
     ) -> None:
-        """Raise on all ranks unless there is one part per rank, with the size of ``one``.
+        """Raise on all ranks unless there is one part per rank, of the size of ``one``.
 
-        Unless ``are_alike``, only the size of this rank's own part is checked.
+        If ``are_alike`` is False, only the size of this rank's own part is checked.
         """
         if parts is None:
             return
@@ -411,7 +414,7 @@ def _listed(tensors: Any) -> list[Tensor]:
 
 
 def _lists(tensors: Any) -> list[list[Tensor]]:
-    """Return a list of lists, also for a single list."""
+    """Return ``tensors`` as a list of lists; a single list becomes a list with one list."""
     is_one = bool(tensors) and isinstance(tensors[0], Tensor)
     return [list(tensors)] if is_one else [list(one) for one in tensors]
 
@@ -440,7 +443,7 @@ def _put_back(values: Tensor, tensor: Tensor) -> None:
 
 
 def _transfers_of(comm: "Communicator") -> "Transfers | NodeExchange":
-    """Return the exchange of tensors for the ranks of ``comm``. Collective."""
+    """Create the object that moves tensors between the ranks of ``comm``. Collective."""
     if comm.node is None:
         return Transfers(comm)
     from hpctrain.comm.process_group.memory_transfers import by_memory  # noqa: PLC0415 - needs MPI

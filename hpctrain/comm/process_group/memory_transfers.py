@@ -1,6 +1,6 @@
-"""Operations of torch.distributed by shared memory in a node and messages between nodes.
+"""Data movement for torch.distributed through node memory, and messages between nodes.
 
-Tensors here are flat and contiguous.
+All tensors are flat and contiguous.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ _LINE = 64  # parts of a slot start at multiples of a cache line
 
 
 def by_memory(levels: HierarchicalCommunicator) -> "Transfers | NodeExchange":
-    """Return the transfers for ranks of which some share memory. Collective."""
+    """Create the transfers for ranks of which some share memory. Collective."""
     if levels.num_rails == 0:
         return NodeExchange(levels.node, levels.node.slots)
     found = levels.allgather_object(levels.node_ranks if levels.node.local_rank == 0 else None)
@@ -31,10 +31,13 @@ def by_memory(levels: HierarchicalCommunicator) -> "Transfers | NodeExchange":
 
 
 class LevelTransfers(Transfers):
-    """Ranks with the same local rank exchange messages; ranks of a node use shared memory.
+    """Moves tensors by node memory within nodes, and by messages between nodes.
 
-    Each byte is sent to a node once. ``nodes`` has the ranks of each node, by local rank; all
-    nodes have the same number of ranks.
+    Only ranks with the same local rank exchange messages, so each byte is sent to a node once.
+
+    Args:
+        levels: the ranks.
+        nodes: ranks of each node, by local rank; all nodes have the same number of ranks.
     """
 
     def __init__(self, levels: HierarchicalCommunicator, nodes: Sequence[Sequence[int]]) -> None:
@@ -47,7 +50,7 @@ class LevelTransfers(Transfers):
         self._here = self._rail.index(self.rank)
 
     def all_gather(self, outs: Sequence[Tensor], mine: Tensor) -> None:
-        """Exchange over the rail, then in the node."""
+        """Gather over the rail by messages, then in the node."""
         self._levels.meet(f"all_gather of {[out.numel() for out in outs]} {name_of(mine.dtype)}")
         outs[self.rank].copy_(mine)
         for dest, source in self._partners():
@@ -60,7 +63,7 @@ class LevelTransfers(Transfers):
     def reduce_scatter(
         self, out: Tensor, parts: Sequence[Tensor], op: Op, scale: float | None
     ) -> None:
-        """Reduce the parts of the ranks of this rail in the node, then over the rail."""
+        """Reduce in the node the parts of all ranks of this rail, then reduce over the rail."""
         numels = [part.numel() for part in parts]
         self._levels.meet(f"reduce_scatter of {numels} {name_of(out.dtype)}")
         sums = []
@@ -91,7 +94,7 @@ class LevelTransfers(Transfers):
         self._memory.broadcast(values, local)
 
     def _along_tree(self, values: Tensor, root: int) -> None:
-        """Broadcast over the rail from the node ``root``: a binomial tree."""
+        """Broadcast over the rail from node ``root``, along a binomial tree."""
         size, wire = len(self._rail), self._levels.wire
         place = (self._here - root) % size
         span = 1
@@ -104,7 +107,7 @@ class LevelTransfers(Transfers):
                 wire.send(values, self._rail[(place + span + root) % size])
 
     def _partners(self) -> list[tuple[int, int]]:
-        """Return the destination and the source of this rank in each round."""
+        """Return the destination and the source of this rank's messages in each round."""
         size = len(self._rail)
         steps = range(1, size)
         ends = [((self._here + step) % size, (self._here - step) % size) for step in steps]
@@ -112,7 +115,7 @@ class LevelTransfers(Transfers):
 
 
 class NodeExchange:
-    """Exchanges of the ranks of one node through their slots; every method is collective.
+    """Moves tensors between the ranks of one node; every method is collective.
 
     Each rank writes into its slot; after a synchronization all ranks read. Each rank has two
     slots, which are used alternately, as in ``SharedSlots``.
@@ -125,7 +128,7 @@ class NodeExchange:
         self._shape = torch.Size((self._room,))
 
     def broadcast(self, values: Tensor, root: int) -> None:
-        """Replace ``values`` by those of ``root``."""
+        """Replace ``values`` by the values of local rank ``root``."""
         call = call_of(f"broadcast of {values.numel()} {name_of(values.dtype)} from {root}")
         raw = _bytes(values)
         for start in _starts(raw.numel(), self._room):
@@ -177,9 +180,9 @@ class NodeExchange:
             self._count(raw[start : start + share])
 
     def all_to_all(self, outs: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
-        """Copy this rank's part of every rank r into ``outs[r]``.
+        """Send ``parts[r]`` to rank r; store the received tensors in ``outs``.
 
-        The first slot starts with the sizes, since a rank knows only its own.
+        The slots start with the sizes, since a rank knows only the sizes of its own parts.
 
         Raises:
             MismatchError: two ranks give different sizes.
@@ -205,7 +208,7 @@ class NodeExchange:
             start += share
 
     def _agreed(self, sizes: Sequence[Sequence[int]]) -> int:
-        """Return the largest size of a part; raise ``MismatchError`` if two ends differ."""
+        """Return the largest size of a part; raise ``MismatchError`` if two ranks disagree."""
         for rank, given in enumerate(sizes):
             for other, taken in enumerate(sizes):
                 if given[other] != taken[self._size + rank]:
@@ -219,7 +222,7 @@ class NodeExchange:
     def reduce_scatter(
         self, out: Tensor, parts: Sequence[Tensor], op: Op, scale: float | None
     ) -> None:
-        """Write the reduction over all ranks of this rank's part into ``out``."""
+        """Reduce ``parts[r]`` over the ranks, and store the result in ``out`` of rank r."""
         how = combination(out.dtype, op)
         numels = [part.numel() for part in parts]
         text = f"reduce_scatter by {op.value} of {numels} {name_of(out.dtype)} times {scale}"
@@ -249,7 +252,7 @@ class NodeExchange:
         return self._slots.views(torch.uint8, self._shape, self._node.turn)
 
     def _share(self, head: int) -> int:
-        """Return the bytes of a slot per rank, after ``head`` bytes."""
+        """Return the bytes of a slot for each rank, after ``head`` bytes."""
         return (self._room - head) // self._size // _LINE * _LINE
 
     def _count(self, piece: Tensor) -> None:
@@ -261,12 +264,12 @@ def _bytes(values: Tensor) -> Tensor:
 
 
 def _starts(num: int, step: int) -> range:
-    """Return the starts of pieces; at least one, so that all ranks synchronize."""
+    """Return the start of each piece; at least one piece, so that all ranks synchronize."""
     return range(0, max(num, 1), step)
 
 
 def _copy(out: Tensor, given: Tensor) -> None:
-    """Copy the elements that both tensors have, unless they are the same memory."""
+    """Copy ``given`` to ``out``, as many elements as both have; skip it if they share memory."""
     numel = min(out.numel(), given.numel())
     if numel and out.data_ptr() != given.data_ptr():
         out[:numel].copy_(given[:numel])

@@ -60,7 +60,7 @@ OLDER_NAMES = {
 
 
 def on_cpu(method: Method) -> Method:
-    """Decorate a method to forward tensors of other devices to the backend of the device."""
+    """Decorate a method so that tensors on other devices go to the backend of their device."""
 
     @functools.wraps(method)
     def call(self: "OrderedGroup", given: Any, *args: Any, **options: Any) -> Any:
@@ -83,7 +83,7 @@ def on_cpu(method: Method) -> Method:
 
 
 def _refusal(name: str, result: Any, *, averages: bool) -> str:
-    """Return why an operation cannot write ``result``, tensors or nested lists; else empty."""
+    """Return why an operation cannot write the tensors of ``result``; empty if it can."""
     if type(result) in _LISTS:
         for each in result:
             if reason := _refusal(name, each, averages=averages):
@@ -109,7 +109,7 @@ _MOST_S = 1e6  # unlimited, for other backends
 
 
 class OrderedGroup(Base):  # type: ignore[misc]
-    """A process group of torch.distributed that communicates with a ``Communicator``.
+    """Base of the process group, which runs its operations in order.
 
     Collectives run in the order of the calls: synchronous ones on the caller's thread, others on
     a thread of the group. Messages are sent and received concurrently with collectives.
@@ -119,9 +119,9 @@ class OrderedGroup(Base):  # type: ignore[misc]
     Args:
         comm: ranks of the group; ``shutdown`` closes it.
         name: name under which torch registers the group.
-        ranks: rank in the world of each rank.
+        ranks: rank in the world of each rank of the group.
         limit: limit of the waits of ``comm``.
-        store: store of the group.
+        store: store of the group, in which ranks also report long waits.
         has_thread: whether asynchronous operations run on a thread.
     """
 
@@ -191,9 +191,9 @@ class OrderedGroup(Base):  # type: ignore[misc]
         return operation
 
     def _break_off(self) -> None:
-        """Fail the group after an exception has interrupted the wait for a queued operation.
+        """Fail the group after an exception in the wait for a queued operation.
 
-        After the return, the thread of the queue no longer writes to memory of the caller.
+        On return the thread of the queue no longer writes to memory of the caller.
         """
         if self._watch is None:
             return
@@ -205,7 +205,7 @@ class OrderedGroup(Base):  # type: ignore[misc]
             self._limit.broken_off = before
 
     def _guard(self, operation: Operation) -> None:
-        """Run an operation; add the operation and the missing ranks to an error."""
+        """Run an operation; if it fails, raise an error that names it and the missing ranks."""
         self._current = operation
         try:
             self._limit.check()
@@ -220,7 +220,7 @@ class OrderedGroup(Base):  # type: ignore[misc]
             raise self._named(what, error, missing) from error
 
     def _named(self, what: str, error: CommError, missing: str = "") -> CommError:
-        """Return ``error`` with the operation ``what`` in its message."""
+        """Return an error like ``error`` whose message names the operation ``what``."""
         kind: type[CommError] = GroupError
         if isinstance(error, RefusedError):
             kind = RefusedError
@@ -237,7 +237,7 @@ class OrderedGroup(Base):  # type: ignore[misc]
             cast("MpiCommunicator", self.comm).meet(call)
 
     def _refuse(self, reason: str) -> NoReturn:
-        """Raise on all ranks, whether or not they have begun the same call."""
+        """Raise on all ranks, also on ranks that have begun a different call."""
         self._meet(f"nothing: {reason}")
         raise RefusedError(reason)
 
@@ -321,7 +321,7 @@ class OrderedGroup(Base):  # type: ignore[misc]
         return backend_of(self.group_of(device), device)
 
     def group_of(self, device: torch.device) -> Any:
-        """Return a group of the same ranks for tensors of another device.
+        """Return a process group of the same ranks for tensors on another device.
 
         For CUDA the backend is NCCL, which connects through the store of this group.
         """

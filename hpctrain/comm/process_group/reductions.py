@@ -30,7 +30,7 @@ _OPS = {
 
 @dataclass(frozen=True, slots=True)
 class GroupReduction:
-    """A reduction: operation, average, and factor of the inputs."""
+    """A reduction of torch.distributed: an operation, an average, or a sum with factors."""
 
     op: Op
     averages: bool = False
@@ -38,7 +38,7 @@ class GroupReduction:
 
     @classmethod
     def of(cls, given: Any) -> "GroupReduction":
-        """Return the reduction for options, a ``ReduceOp`` or its type; the sum for None."""
+        """Create the reduction for a ``ReduceOp``, its type, or options; a sum for None."""
         reduce_op = getattr(given, "reduceOp", given)
         kind = getattr(reduce_op, "op", reduce_op) if reduce_op is not None else _Kind.SUM
         found = _PLAIN.get(kind.value)
@@ -49,16 +49,16 @@ class GroupReduction:
         return cls(Op.SUM, factor=reduce_op.__getstate__()[1])
 
     def scale(self, dtype: torch.dtype, size: int) -> float | None:
-        """Return the factor of the result that the communicator applies, if any."""
+        """Return the factor that the communicator applies to the result; None for no factor."""
         is_real = dtype.is_floating_point or dtype.is_complex
         return 1 / size if self.averages and is_real else None
 
     def weighted(self, values: Tensor) -> Tensor:
-        """Return ``values`` times the factor."""
+        """Return ``values`` times the factor of this rank."""
         return values if self.factor is None else (values * self.factor).to(values.dtype)
 
     def finish(self, values: Tensor, size: int) -> None:
-        """Divide a sum of integers by ``size`` for an average, rounded towards zero."""
+        """For an average of integers, divide the sum by ``size`` and round towards zero."""
         if self.averages and self.scale(values.dtype, size) is None:
             values.copy_(torch.div(values, size, rounding_mode="trunc"))
 

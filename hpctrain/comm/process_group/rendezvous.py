@@ -1,4 +1,4 @@
-"""The store of a process group, whose address rank 0 sends to the others over MPI."""
+"""Creation of the store of a process group; rank 0 sends its address to the others by MPI."""
 
 import fcntl
 import socket

@@ -49,7 +49,7 @@ def adapt() -> None:
 
 
 def _refusing(of_torch: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that raises for C++ communication hooks with an ``HpctrainGroup``."""
+    """Return ``of_torch``, changed to reject C++ communication hooks for an ``HpctrainGroup``."""
 
     @functools.wraps(of_torch)
     def register(self: Any, comm_hook_type: Any) -> Any:
@@ -65,7 +65,7 @@ def _refusing(of_torch: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _keep_work(notify: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return ``notify`` that also stores the work in the model: C++ does not keep it alive."""
+    """Return ``notify``, changed to store its work in the model, since C++ does not keep it."""
 
     @functools.wraps(notify)
     def call(joinable: Any) -> Any:

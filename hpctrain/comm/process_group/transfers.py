@@ -11,10 +11,10 @@ from hpctrain.comm.tensor_arguments import name_of
 
 
 class Transfers:
-    """Exchange of tensors between the ranks of ``comm``. Collective: all methods.
+    """Moves tensors between the ranks of ``comm``. All methods are collective.
 
-    Tensors are 1-D and contiguous. ``outs`` and ``parts`` have one tensor per rank.
-    ``MismatchError`` or ``CommError`` is raised if sizes do not match between ranks.
+    Tensors are 1-D and contiguous. ``outs`` and ``parts`` have one tensor per rank. The methods
+    raise ``MismatchError`` or ``CommError`` if sizes do not match between ranks.
 
     Args:
         comm: the ranks.
@@ -29,11 +29,14 @@ class Transfers:
         self.comm.broadcast_(values, root).wait()
 
     def all_gather(self, outs: Sequence[Tensor], mine: Tensor) -> None:
-        """Gather ``mine`` of all ranks in ``outs``."""
+        """Copy ``mine`` of each rank r to ``outs[r]`` on all ranks."""
         _fill(outs, self.comm.all_gather(mine))
 
     def gather(self, outs: Sequence[Tensor] | None, mine: Tensor, root: int) -> None:
-        """Gather ``mine`` of all ranks in ``outs`` of rank ``root``; None on other ranks."""
+        """Copy ``mine`` of each rank r to ``outs[r]`` on rank ``root``.
+
+        ``outs`` is None on other ranks.
+        """
         given = [mine if rank == root else mine[:0] for rank in range(self.size)]
         call = f"gather of {mine.numel()} {name_of(mine.dtype)} on {root}"
         received = self.comm.alltoall(given, call)
@@ -41,7 +44,7 @@ class Transfers:
             _fill(outs, received)
 
     def scatter(self, out: Tensor, parts: Sequence[Tensor] | None, root: int) -> None:
-        """Store this rank's part of ``parts`` of rank ``root`` in ``out``."""
+        """Copy ``parts[r]`` of rank ``root`` to ``out`` of each rank r."""
         call = f"scatter of {out.numel()} {name_of(out.dtype)} from {root}"
         _fill([out], [self.comm.alltoall(parts or [out[:0]] * self.size, call)[root]])
 
@@ -52,7 +55,7 @@ class Transfers:
     def reduce_scatter(
         self, out: Tensor, parts: Sequence[Tensor], op: Op, scale: float | None
     ) -> None:
-        """Store the reduction of this rank's part over all ranks in ``out``."""
+        """Reduce ``parts[r]`` over the ranks, and store the result in ``out`` of rank r."""
         numels = [part.numel() for part in parts]
         whole = torch.cat(list(parts))
         out.copy_(self.comm.reduce_scatter(whole, op=op, scale=scale, numels=numels))

@@ -23,13 +23,13 @@ else:
 
 
 class Operation(Base):  # type: ignore[misc]
-    """A started collective, which ``carry_out`` runs once.
+    """A collective of a process group; ``carry_out`` runs it once.
 
-    The future and its callbacks complete on the thread that runs the operation. Collectives that
-    a callback starts run before operations that are queued.
+    Callbacks of the future run on the thread that runs the operation. Collectives that a callback
+    starts run before operations that are queued.
 
     Args:
-        guard: calls ``function`` and raises the errors for users.
+        guard: calls ``function`` and converts its errors to errors for users.
         function: the collective.
         result: the tensors that the operation writes.
         name: name of the operation, for messages.
@@ -62,7 +62,7 @@ class Operation(Base):  # type: ignore[misc]
         self._result = result
 
     def carry_out(self) -> None:
-        """Run the operation; ``wait`` raises its error."""
+        """Run the operation, and store its error for ``wait`` to raise."""
         try:
             if self._inference is None:
                 self._guard(self)
@@ -146,7 +146,7 @@ class Operation(Base):  # type: ignore[misc]
 
 
 class Several(Base):  # type: ignore[misc]
-    """Operations that are waited for together.
+    """Several operations; ``wait`` waits for all of them.
 
     Args:
         works: the operations.
@@ -168,7 +168,7 @@ class Several(Base):  # type: ignore[misc]
         return all(work.is_completed() for work in self._works)
 
     def get_future(self) -> Future[Any]:
-        """Wait; return a future of the results."""
+        """Wait for all operations; return a future with their results."""
         self.wait()
         future: Future[Any] = Future()
         future.set_result(self.result())
@@ -186,7 +186,7 @@ _completing = threading.Lock()
 class OperationQueue:
     """Runs the operations of a group one at a time, in the order of their start.
 
-    A synchronous operation that finds the queue idle runs on the caller's thread.
+    If the queue is idle, a synchronous operation runs on the caller's thread.
 
     Args:
         name: name of the thread, which is started by the first operation that needs it.
@@ -214,14 +214,14 @@ class OperationQueue:
         self._turn.release()
 
     def drain(self, guard: "Callable[[Operation], object]") -> None:
-        """Wait until all operations started before are complete."""
+        """Wait until all operations that were started before are complete."""
         last = Operation(guard, lambda: None, None, "drain", 0)
         self.start(last)
         with suppress(CommError):
             last.wait()
 
     def start(self, operation: Operation) -> None:
-        """Queue an operation; on the queue's thread, run it at once."""
+        """Queue an operation; on the queue's own thread, run it before returning."""
         if self._is_here:
             operation.carry_out()
             operation.complete()
@@ -242,7 +242,7 @@ class OperationQueue:
     def wait_for(self, over: threading.Event, timeout_s: float | None) -> bool:
         """Wait until ``over`` is set; return False on timeout.
 
-        On the queue's thread, that is in a callback, run queued operations meanwhile.
+        In a callback, which runs on the queue's thread, run queued operations during the wait.
         """
         while self._is_here and not over.is_set():
             self._carry_out(self._waiting.get())
@@ -280,7 +280,7 @@ class OperationQueue:
 
 
 class Message(Base):  # type: ignore[misc]
-    """A message in flight, completed by the thread that waits for or tests it.
+    """A message in flight; the thread that waits for it, or tests it, completes it.
 
     Args:
         wire: the wire of the message.
@@ -288,7 +288,7 @@ class Message(Base):  # type: ignore[misc]
         tensors: the tensors that are sent or received.
         after: called when the transfer is complete.
         lock: held during calls of the wire, which several threads may use.
-        named: adds the message to an error of a wait.
+        named: returns the error of a wait with a text that names the message.
     """
 
     def __init__(
@@ -331,13 +331,13 @@ class Message(Base):  # type: ignore[misc]
         return self.is_completed()
 
     def source_rank(self) -> int:
-        """Return the rank at the other end, -1 for any."""
+        """Return the rank that sends or receives the message; -1 if not yet known."""
         return -1 if self._transfer.partner is None else self._transfer.partner
 
     _source_rank = source_rank
 
     def get_future(self) -> Future[Any]:
-        """Wait; return a future of the tensors."""
+        """Wait for the message; return a future with the tensors."""
         self.wait()
         future: Future[Any] = Future()
         future.set_result(self._tensors)

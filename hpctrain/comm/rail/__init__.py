@@ -1,1 +1,1 @@
-"""Between nodes: rings, trees and halving over the slow link."""
+"""Communication between nodes: rings, trees and recursive halving."""

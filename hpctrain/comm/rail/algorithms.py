@@ -1,4 +1,4 @@
-"""All-reduces between nodes by name, executed over a wire; exchanges of all pairs."""
+"""Algorithms between nodes: all-reduces by schedules, and pairwise exchanges."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -49,7 +49,7 @@ def allreduce_steps(
 
 
 class _Part(NamedTuple):
-    """Operations of one rank in a phase of a schedule, for a tensor of one size."""
+    """Operations of one rank in one phase of a schedule, for a tensor of one size."""
 
     phase: Phase  # in an exchange pieces are slices of the tensor; None is all of it
     inbox: int  # elements of the largest message that is combined
@@ -88,7 +88,7 @@ def _parts_of(
 
 @lru_cache(maxsize=128)
 def _phases_of(schedule: Schedule, rank: int, size: int, num_segments: int) -> tuple[Phase, ...]:
-    """Return the phases with the rounds in which this rank sends or receives."""
+    """Return the phases of a schedule, without rounds in which this rank is idle."""
     return tuple(
         phase._replace(
             rounds=tuple(r for r in phase.rounds if r.dest != NOBODY or r.source != NOBODY)
@@ -100,7 +100,7 @@ def _phases_of(schedule: Schedule, rank: int, size: int, num_segments: int) -> t
 def _exchange(
     part: _Part, wire: Wire, tensor: Tensor, combination: Combination, tag: int
 ) -> Iterator[Any]:
-    """Finish the sends and receives of each round before combining."""
+    """Execute the rounds one by one: send and receive, then combine."""
     mine, theirs = tensor, tensor.new_empty(part.inbox) if part.inbox else tensor
     for dest, outgoing, source, incoming, _, action in part.phase.rounds:
         arriving = leaving = None
@@ -131,7 +131,7 @@ def _exchange(
 def _pipeline(
     part: _Part, wire: Wire, pieces: Sequence[Tensor], combination: Combination, tag: int
 ) -> Iterator[Any]:
-    """Send and receive ahead and finish sends late; a message is one piece."""
+    """Execute the rounds with several messages in flight, each with one piece."""
     phase = part.phase
     arriving = receives(wire, _arrivals(part, pieces), phase.ahead, tag)
     leaving: deque[object] = deque()
@@ -170,7 +170,7 @@ def allreduce_by_messages_(wire: Wire, tensor: Tensor, combination: Combination)
 
 
 def schedule_name(name: str, num_bytes: int) -> str:
-    """Return the schedule of a plan's algorithm; a replacement if that is the MPI library."""
+    """Return the schedule of a plan's algorithm; for ``library``, a schedule that replaces it."""
     if name != "library":
         return name
     return "doubling" if num_bytes < DOUBLING_BYTES else "halving"
@@ -186,7 +186,7 @@ ALGORITHMS: dict[str, Algorithm] = {
 def pairwise_alltoall_(wire: Wire, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
     """Send ``outgoing[r]`` to rank r, and receive ``incoming[r]`` from rank r.
 
-    Collective. Tensors are flat and contiguous; outgoing ones may be the same tensor.
+    Collective. Tensors are flat and contiguous; several outgoing ones may be the same tensor.
     """
     incoming[wire.rank].copy_(outgoing[wire.rank])
     for step in range(1, wire.size):
@@ -197,7 +197,7 @@ def pairwise_alltoall_(wire: Wire, outgoing: Sequence[Tensor], incoming: Sequenc
 def pairwise_reduce_scatter(
     wire: Wire, parts: Sequence[Tensor], combination: Combination
 ) -> Tensor:
-    """Return the reduction over all ranks of this rank's part. Collective.
+    """Reduce each part over all ranks; return the reduced part of this rank. Collective.
 
     Parts are flat and contiguous, of dtype ``combination.storage_dtype``, with equal sizes on all
     ranks.

@@ -39,19 +39,19 @@ _MPI_TYPE = {
 def library_sums(dtype: torch.dtype) -> bool:
     """Return whether the MPI library can sum this dtype.
 
-    False for 8 and 16 bits: vectorized sums of Open MPI saturate, 245 + 245 gives 255 instead of
-    234.
+    Returns False for 8 and 16 bits, because vectorized sums of Open MPI saturate: 245 + 245 gives
+    255 instead of 234.
     """
     return dtype in _MPI_TYPE
 
 
 def buffer_of(tensor: torch.Tensor) -> list[object]:
-    """Return the buffer for mpi4py of a contiguous tensor that the library can sum."""
+    """Return an mpi4py buffer for a contiguous tensor whose dtype MPI can sum."""
     return [_bytes_of(tensor), tensor.numel(), _MPI_TYPE[tensor.dtype]]
 
 
 def bytes_of(tensor: torch.Tensor) -> list[object]:
-    """Return the buffer for mpi4py of a contiguous tensor of any dtype, as bytes."""
+    """Return an mpi4py buffer for the bytes of a contiguous tensor of any dtype."""
     return [_bytes_of(tensor), tensor.numel() * tensor.itemsize, MPI.BYTE]
 
 
@@ -62,7 +62,7 @@ def _bytes_of(tensor: torch.Tensor) -> MPI.buffer:
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """A message in flight."""
+    """A message in flight, sent or received in one or more MPI requests."""
 
     tensor: Tensor
     partner: int | None  # rank of the other end; None until it is known
@@ -76,14 +76,14 @@ class Transfer:
 
 
 class MpiWire(Wire):
-    """Point-to-point messages between the ranks of an MPI communicator, with byte counts.
+    """Sends and receives messages between ranks of an MPI communicator, and counts bytes.
 
     Args:
         comm: the ranks.
         watch: detects lost ranks while this rank waits.
-        world_ranks: the numbers of the ranks in the world; empty if they are the same.
-        name: for messages, such as ``rail 0``. A wire with a name is for collectives, each of
-            which has its own tags.
+        world_ranks: rank in the world of each rank; empty if they are the same.
+        name: name for error messages, such as ``rail 0``. A wire with a name is for collectives,
+            each of which has its own tags.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class MpiWire(Wire):
         return Transfer(tensor, dest, self._start(self._comm.Isend, tensor, dest, tag), 0)
 
     def count(self, num_bytes: int) -> None:
-        """Count bytes that this rank has sent, on this wire or otherwise to the same ranks."""
+        """Count bytes that this rank has sent to the ranks of this wire, by any method."""
         self.num_bytes_sent += num_bytes
 
     def start_receive(self, tensor: Tensor, source: int | None, tag: int = 0) -> Transfer:
@@ -128,11 +128,11 @@ class MpiWire(Wire):
         return Transfer(tensor, source, started, tensor.nbytes)
 
     def finish(self, transfer: Transfer) -> None:
-        """Wait until ``transfer`` is complete, sleeping.
+        """Wait until ``transfer`` is complete; a long wait sleeps.
 
         Raises:
             RankLostError: a rank is lost, or the wait has lasted too long.
-            CommError: the other end sent another number of bytes than this one expects.
+            CommError: the sender sent another number of bytes than this rank expects.
         """
         if not self.is_finished(transfer):
             self.wait_for(transfer, partial(self.is_finished, transfer))
@@ -140,7 +140,7 @@ class MpiWire(Wire):
     def wait_for(
         self, transfer: Transfer, done: Callable[[], object], pace: Pace = BY_MPI
     ) -> None:
-        """Wait for the other end of ``transfer`` until ``done()``."""
+        """Wait until ``done()`` is true; errors name the other rank of ``transfer``."""
         partner = None if transfer.partner is None else self._world_ranks[transfer.partner]
         self._watch.wait(done, pace, partner=partner, over=self._name)
 
@@ -151,7 +151,7 @@ class MpiWire(Wire):
                 request.cancel()
 
     def is_finished(self, transfer: Transfer) -> bool:
-        """Return whether ``transfer`` is complete; raises ``CommError`` as ``finish`` does."""
+        """Return whether ``transfer`` is complete; raise ``CommError`` as ``finish`` does."""
         left, status = transfer.requests, self._status
         try:
             while left:
@@ -202,13 +202,13 @@ class _Reduction:
 
 
 class InFlight:
-    """All-reduces of parts, started one after the other, each with its own tag.
+    """Runs all-reduces of several parts concurrently, each with its own tag.
 
-    As a context manager it fails the communicator if parts are still in flight at its end.
+    If parts are still in flight at the end of the ``with`` block, the communicator fails.
 
     Args:
-        rail: None if all parts are empty.
-        combination: how flat, contiguous parts of dtype ``storage_dtype`` are combined.
+        rail: the rail; None if all parts are empty.
+        combination: combines the parts, which are flat, contiguous and of ``storage_dtype``.
         watch: watch of the communicator.
     """
 
@@ -227,9 +227,10 @@ class InFlight:
             self._watch.fail()
 
     def reduced(self, parts: Iterable[Tensor]) -> Iterator[None]:
-        """Replace ``parts`` by their reductions; yield after each one, in order.
+        """Replace ``parts`` by their reductions; yield after each reduction, in order.
 
-        The next ``DEPTH`` parts are then in flight, on every rank. Collective over the rail.
+        At a yield, the next ``DEPTH`` parts are in flight on every rank. Collective over the
+        rail.
         """
         for number, part in enumerate(parts):
             self._start(part, number % (DEPTH + 1))
@@ -274,7 +275,7 @@ class InFlight:
         self._in_flight.popleft()
 
     def _moves(self, oldest: _Reduction) -> Callable[[], bool]:
-        """Return a function that advances all parts, and whether ``oldest`` has advanced."""
+        """Return a function that advances all parts and returns whether ``oldest`` advanced."""
         transfer = oldest.transfer
 
         def has_moved() -> bool:
@@ -285,19 +286,20 @@ class InFlight:
 
 
 class Rail:
-    """One rank of each node; every method except the counters is collective over these ranks.
+    """Reduces slices between nodes, over ranks of which each node has one.
 
-    Codecs use it to reduce encoded slices. Messages of different collectives do not match, so that
+    Methods are collective over these ranks, except ``timed`` and ``traffic``. Codecs use a rail
+    to reduce encoded slices. Messages of different collectives do not match, so that
     ranks in different collectives wait and compare them. Differences of size, dtype or scale are
     not detected if the MPI library computes the sum, because its collectives have no tags.
 
     Args:
         comm: the ranks; ``close`` frees it.
-        table: names of ``ALGORITHMS`` by bytes of the part.
-        chunk_bytes: as in a plan.
+        table: names of ``ALGORITHMS`` by size of the slice.
+        chunk_bytes: see ``Plan``.
         watch: detects lost ranks while this rank waits.
-        world_ranks: the numbers of the ranks in the world; empty if they are the same.
-        name: for messages, such as ``rail 0``.
+        world_ranks: rank in the world of each rank; empty if they are the same.
+        name: name for error messages, such as ``rail 0``.
     """
 
     def __init__(
@@ -324,7 +326,7 @@ class Rail:
         self._seconds = 0.0
 
     def use(self, plan: Plan) -> None:
-        """Select algorithms by ``plan`` from now on."""
+        """Select the algorithms of later reductions by ``plan``."""
         self.table, self.chunk_bytes = plan.rail, plan.chunk_bytes
 
     def allreduce_(self, tensor: Tensor, *, op: Op = Op.SUM, scale: float | None = None) -> Work:
@@ -341,7 +343,7 @@ class Rail:
         return FINISHED
 
     def reduce_(self, part: Tensor, combination: Combination) -> None:
-        """Replace a flat, contiguous ``part`` of ``storage_dtype`` by its reduction."""
+        """Replace a flat, contiguous ``part`` of ``storage_dtype`` by its reduction over nodes."""
         if 0 < self.chunk_bytes < part.nbytes:
             chunks = part.split(self.chunk_bytes // part.itemsize)
             with InFlight(self, combination, self._watch) as in_flight:
@@ -352,7 +354,7 @@ class Rail:
             self.allreduce_by(self.table.at(part.nbytes), part, combination)
 
     def allreduce_by(self, name: str, part: Tensor, combination: Combination) -> None:
-        """Like ``reduce_``, by the algorithm of this name."""
+        """Reduce ``part`` as ``reduce_`` does, by the algorithm ``name``."""
         if self.size == 1:
             return
         with self.timed():
@@ -364,7 +366,7 @@ class Rail:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Add the time inside this context, without waits, to the time of the rail."""
+        """Add the time in this context, without waits, to the time counter of the rail."""
         start, waited_s = time.perf_counter(), self._watch.waited_s
         yield
         self._seconds += time.perf_counter() - start - (self._watch.waited_s - waited_s)
@@ -372,13 +374,13 @@ class Rail:
     def start_alltoall(
         self, tensors: Sequence[Tensor], numels: Sequence[int]
     ) -> Callable[[], list[Tensor]]:
-        """Start sending flat ``tensors[r]`` to rank r, to all ranks at once.
+        """Start an exchange that sends flat ``tensors[r]`` to each rank r.
 
         All tensors have one dtype. Several exchanges may be in flight if all ranks start them in
         the same order.
 
         Returns:
-            A function that waits and returns the tensors from each rank r, ``numels[r]`` elements.
+            A function that waits, and returns a tensor of ``numels[r]`` elements from each rank r.
         """
         arrived = [tensors[0].new_empty(numel) for numel in numels]
         arrived[self.rank] = tensors[self.rank]
@@ -397,7 +399,7 @@ class Rail:
         return finish
 
     def traffic(self) -> Traffic:
-        """Return what this rank has moved so far; of calls to the library, their bytes."""
+        """Return bytes sent by messages or passed to MPI collectives, and seconds."""
         sent = self.wire.num_bytes_sent + self._library_bytes
         return Traffic(rail_bytes=sent, waited_s=self._watch.waited_s, rail_s=self._seconds)
 

@@ -1,4 +1,4 @@
-"""Messages between ranks: what the algorithms between nodes run on, and pieces in flight."""
+"""The interface through which algorithms between nodes send and receive messages."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Wire(Protocol):
-    """Point-to-point messages by rank, over MPI or simulated.
+    """Sends and receives messages between ranks, by MPI or in a simulation.
 
     Tensors are flat and contiguous. Sender and receiver give the same number of elements.
     """
@@ -46,7 +46,7 @@ class Wire(Protocol):
 
 
 class Arrival(NamedTuple):
-    """An expected piece."""
+    """A message to receive: the tensor that receives it, and its sender."""
 
     tensor: Tensor  # receives the piece
     source: int
@@ -55,11 +55,11 @@ class Arrival(NamedTuple):
 def receives(
     wire: Wire, expected: Iterable[Arrival], ahead: int, tag: int
 ) -> Iterator[tuple[Any, Tensor]]:
-    """Yield the transfers to the tensors of ``expected``, in order, for the caller to finish.
+    """Post receives for ``expected``; yield each transfer, in order, for the caller to finish.
 
-    The next ``ahead`` receives are always posted, so that they arrive while the caller computes. A
-    piece may use the tensor of the piece ``ahead`` positions before: its receive is posted when
-    the caller requests the next piece.
+    The next ``ahead`` receives are always posted, so that messages arrive while the caller
+    computes. A message may use the tensor of the message ``ahead`` positions before, since its
+    receive is posted only when the caller requests the next transfer.
     """
 
     def start(arrival: Arrival) -> tuple[Any, Tensor]:
