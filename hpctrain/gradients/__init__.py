@@ -1,1 +1,1 @@
-"""Gradients that are averaged in every step."""
+"""Averaging of gradients over all ranks in every step."""

@@ -1,4 +1,4 @@
-"""Adasum: the steps of all ranks, combined into one."""
+"""The exchange of a ``DistributedOptimizer`` with ``op=Adasum``, which combines steps."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -34,7 +34,7 @@ class AdasumStep(OptimizerExchange):
         comm: ranks whose steps are combined.
         compressor: compression of the changes.
         parameters: returns the current parameters with their names.
-        steps: compares the ranks before each step.
+        steps: counts steps, and compares the ranks before each step.
 
     Source: Maleki et al. 2020, arXiv:2006.02924.
     Differs: combines steps of the optimizer in place of gradients, as Horovod does.
@@ -62,36 +62,36 @@ class AdasumStep(OptimizerExchange):
 
     @property
     def steps(self) -> StepCounter:
-        """Step counter, which compares the ranks before a step and holds their flags."""
+        """Step counter, which compares the ranks before a step and stores their flags."""
         return self._steps
 
     @property
     def exposed_seconds(self) -> float:
-        """Seconds for which the last step combined the steps of all ranks."""
+        """Seconds that the last step spent on combining the steps of all ranks."""
         return self._exposed_seconds
 
     def set_num_samples(self, num_samples: float, nominal: float) -> None:
-        """Raise ``ConfigError``: Adasum has no weights."""
+        """Raise ``ConfigError``, since Adasum does not weight ranks by samples."""
         raise ConfigError(
             f"sample counts must be set with op=Average, but op is Adasum with "
             f"num_samples={num_samples}, nominal={nominal}; leave set_num_samples out"
         )
 
     def require_skippable(self) -> None:
-        """Raise ``ConfigError``: without the combination the ranks would diverge."""
+        """Raise ``ConfigError``, since ranks would diverge if ``step()`` did not combine them."""
         raise ConfigError(
             "skip_synchronize() must not be used with op=Adasum, which combines the ranks inside "
             "step(); leave skip_synchronize() out"
         )
 
     def new_step(self) -> None:
-        """Record that gradients are about to be cleared. Not collective."""
+        """Record that the program is about to clear gradients. Not collective."""
         if self._before:  # inside a step, a closure may clear gradients any number of times
             return
         self._num_forgotten += _has_new(_gradients(self._parameters()))
 
     def start_again(self) -> None:
-        """Reset the step; parameters and state were replaced. Not collective."""
+        """Reset the step, after parameters and state were replaced. Not collective."""
         self._steps.number = None
         self._before, self._num_forgotten = [], 0
 
@@ -134,7 +134,7 @@ class AdasumStep(OptimizerExchange):
         self._steps.take(agreement)
 
     def stand_in(self, agreement: StepAgreement) -> None:
-        """Raise: the step message refuses ranks that have joined."""
+        """Raise ``AssertionError``, since the step message rejects ranks that have joined."""
         raise AssertionError(agreement)
 
     @torch.no_grad()
@@ -153,7 +153,7 @@ class AdasumStep(OptimizerExchange):
         self._exposed_seconds = time.perf_counter() - start
 
     def _mark_gradients(self) -> None:
-        """Mark the current gradients as used until they are written."""
+        """Mark the current gradients as used; a later write removes the mark."""
         for grad in _gradients(self._parameters()):
             setattr(grad, _STEPPED, writes_of(grad))
 
@@ -163,7 +163,7 @@ def _gradients(parameters: NamedParameters) -> list[Tensor]:
 
 
 def _has_new(grads: Iterable[Tensor]) -> bool:
-    """Return whether any gradient is nonzero and not yet used by a step."""
+    """Return whether a gradient is nonzero and was not yet used by a step."""
     return any(getattr(g, _STEPPED, None) != writes_of(g) and bool(g.any()) for g in grads)
 
 

@@ -1,4 +1,7 @@
-"""Hooks of autograd: on parameters, which several optimizers may share, and after a backward."""
+"""Hooks of autograd, on parameters and at the end of a backward pass.
+
+Several optimizers may share a parameter.
+"""
 
 import inspect
 import weakref
@@ -36,8 +39,8 @@ class ParameterHooks:
     Args:
         owner: first argument of both functions; held by a weak reference.
         on_ready: called with a parameter whose gradient has been accumulated.
-        before_sum: called with the ``id`` of a parameter whose gradient is about to be added to an
-            existing gradient.
+        before_sum: called with the ``id`` of a parameter before its new gradient is added to an
+            existing gradient; None for no calls.
     """
 
     def __init__(
@@ -86,7 +89,7 @@ class ParameterHooks:
 
 
 class _Hook:
-    """Calls a function of an owner, held by a weak reference.
+    """A hook that calls a function of an owner, without keeping the owner alive.
 
     Args:
         about: second argument of the function; None to pass the argument from autograd.
@@ -114,9 +117,9 @@ def _can_have_gradient(parameter: Tensor) -> bool:
 
 
 class BackwardPass:
-    """State of the running backward, with the backward passes nested in it.
+    """State of the current backward pass and of the backward passes nested in it.
 
-    It also records how often hooks fired in earlier backward passes.
+    The object also records how often hooks fired in earlier backward passes.
     """
 
     def __init__(self) -> None:
@@ -124,14 +127,14 @@ class BackwardPass:
         self.relearn()
 
     def forget(self) -> None:
-        """Prepare for another backward."""
+        """Reset the state for another backward pass."""
         self.tasks: set[int] = set()  # graph tasks of autograd
         self.has_outer_end = False  # whether the outermost backward reports its end
         self.takes_early = False  # whether gradients are final when their hook fires
         self.num_fires = 0  # hooks that have fired
 
     def relearn(self) -> None:
-        """Count again how often hooks fire; the next step sends no gradient before its end."""
+        """Discard the counts of hooks; the next backward sends gradients only at its end."""
         self._is_first, self.fires_once = True, False
         self._nested_fires = -1
 
@@ -142,11 +145,13 @@ class BackwardPass:
         call_after_backward(on_end)
 
     def is_over(self, have_all_fired: Callable[[], bool]) -> bool:
-        """Return whether the backward is over at the end of a nested one (reentrant checkpoint).
+        """Return whether the whole backward is complete at the end of a nested backward pass.
 
-        If no hook has fired in the outer backward, its end is found by counting: either all hooks
-        have fired, or as many as in an earlier backward of this kind. Otherwise ``step()``
-        reduces.
+        Reentrant checkpoints nest backward passes.
+
+        If no hook has fired in the outer backward, the end is detected by counting: either all
+        hooks have fired, or as many as in an earlier backward of this kind. Otherwise ``step()``
+        reduces the gradients.
         """
         if self.has_outer_end:
             return False
@@ -163,7 +168,7 @@ class BackwardPass:
 
 
 def is_outermost(parameter: Tensor) -> bool:
-    """Return whether the ``backward()`` that computed a gradient is not nested in another one.
+    """Return whether the current ``backward()`` is not nested in another ``backward()``.
 
     Autograd has no such query: a callback that is queued in a nested backward runs at the end of
     the nested one. All backward passes enter the engine through one Python function, so this

@@ -49,7 +49,7 @@ class AveragedGradients(Reducer, OptimizerExchange):
             self.finish()
 
     def rebind(self, comm: Communicator, plan: Plan) -> None:
-        """Average over the ranks of another world. Collective over ``comm``."""
+        """Continue with averages over the ranks of ``comm``, in another world. Collective."""
         if not self._is_over_world:
             super().rebind(comm, plan)
         self.move_to(self.reduction.over(comm, plan, steps_over(comm)))

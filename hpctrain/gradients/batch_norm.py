@@ -16,7 +16,9 @@ from hpctrain.runtime.process_sets import ProcessSet, global_process_set
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Batch normalisation over the samples of all ranks, as in one process with all samples.
+    """Batch normalisation over the samples of all ranks.
+
+    The result is that of one process with all samples.
 
     Collective in training, and in evaluation without running statistics: forward, and backward if
     the input needs a gradient. Batches may differ in size between ranks and may be empty.
@@ -54,7 +56,7 @@ class SyncBatchNorm(_BatchNorm):
         self.process_set = process_set or global_process_set
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
-        """Normalise ``input``.
+        """Normalise ``input`` by the statistics of all ranks, or by the running statistics.
 
         Raises:
             ConfigError: ``input`` has fewer than two dimensions or another number of features; or
@@ -98,7 +100,10 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class _Normalise(Function):
-    """Returns the output, and mean, biased variance and number of values of all ranks."""
+    """Autograd function: returns the output, and the statistics over all ranks.
+
+    The statistics are the mean, the biased variance and the number of values.
+    """
 
     @staticmethod
     def forward(
@@ -147,10 +152,10 @@ class _Normalise(Function):
 
 
 def _statistics(values: Tensor, controller: Controller) -> tuple[Tensor, Tensor, int]:
-    """Return mean and biased variance per feature in float64, and the number of values of each.
+    """Return mean and biased variance of each feature over all ranks, and the number of values.
 
-    Collective. All ranks combine the same statistics in the same order. With one value per feature
-    all ranks raise ``ConfigError``.
+    Collective. Results are in float64. All ranks combine the same statistics in the same order.
+    If there is only one value per feature, all ranks raise ``ConfigError``.
     """
     features = values.size(1)
     count = values.numel() // features if features else 0
@@ -189,7 +194,7 @@ def _summed(sums: Tensor, controller: Controller) -> Tensor:
 
 
 def _wide(values: Tensor) -> torch.dtype:
-    """Return the dtype for computations."""
+    """Return the dtype in which ``values`` are normalised."""
     return torch.float32 if values.itemsize < 4 else values.dtype
 
 

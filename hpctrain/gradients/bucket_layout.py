@@ -18,7 +18,7 @@ from hpctrain.gradients.sparse_gradients import SparseSlot
 
 
 class SharedGradientError(CommError):
-    """A gradient shares the memory of another slot; ``name`` is its parameter."""
+    """A gradient shares the memory of another slot; ``name`` is the name of its parameter."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -32,13 +32,13 @@ class SharedGradientError(CommError):
 
 
 class BucketLayout:
-    """Buckets of a fixed set of parameters, and the sparse gradients outside of buckets.
+    """Assigns each gradient of a set of parameters to a slot in a bucket.
 
-    ``build`` allocates the buckets.
+    ``build`` allocates the buckets. Sparse gradients have slots outside of buckets.
 
     Args:
         comm: ranks whose gradients are reduced.
-        plan: bucket size and time of the all-reduce.
+        plan: provides the bucket size, and whether buckets are reduced during backward.
         codec: compression of the buckets.
         grouping: groups of parameters that are sent in one message.
     """
@@ -60,7 +60,7 @@ class BucketLayout:
         return self.slot_of.values()
 
     def build(self, parameters: NamedParameters, results: Sequence[Tensor] = ()) -> None:
-        """Lay out the buckets for these parameters, identically on every rank. Collective.
+        """Allocate the buckets for ``parameters``, identically on every rank. Collective.
 
         Args:
             parameters: all parameters with their names.
@@ -89,18 +89,18 @@ class BucketLayout:
                 self.slot_of[parameter].adopt()
 
     def fits(self, parameters: NamedParameters) -> bool:
-        """Return whether the parameters of ``build`` match these, with dtypes and layouts."""
+        """Return whether the buckets match ``parameters``, also in dtype and layout."""
         slot_of = self.slot_of
         return len(parameters) == len(slot_of) and all(
             (slot := slot_of.get(p)) is not None and slot.fits(p) for _, p in parameters
         )
 
     def is_new_sparse(self, slot: Slot) -> bool:
-        """Return whether the gradient is sparse, which other ranks may not know yet."""
+        """Return whether the gradient is sparse, but the layout still treats it as dense."""
         return slot.found_sparse_dim is not None and slot.parameter not in self._dims
 
     def learn_sparse(self) -> None:
-        """Exchange which gradients are sparse, and lay out the buckets again. Collective."""
+        """Exchange which gradients are sparse, and allocate the buckets again. Collective."""
         own = [self.slot_of[p].found_sparse_dim for _, p in self._parameters]
         self._dims = {}
         for dims in reversed(self._comm.allgather_object(own)):  # the lowest rank decides
@@ -121,7 +121,7 @@ class BucketLayout:
             raise SharedGradientError(slot.name)
 
     def _lay_out(self) -> None:
-        """Make buckets for all dense gradients, last parameter first. Collective.
+        """Allocate buckets for all dense gradients, last parameter first. Collective.
 
         Raises:
             NodeMemoryError: memory is insufficient; raised on all ranks.
@@ -157,7 +157,7 @@ class BucketLayout:
     def _new_buckets(
         self, dense: NamedParameters, plans: Sequence[BucketPlan]
     ) -> list[GradientBucket]:
-        """Make buckets that are summed on accelerators if all ranks can do so. Collective."""
+        """Allocate buckets; if possible, sums are computed on accelerators. Collective."""
 
         def make(backend: ReduceBackend) -> list[GradientBucket]:
             return [
@@ -172,8 +172,8 @@ class BucketLayout:
 
 
 def _device_numbers(tensors: Sequence[Tensor]) -> dict[torch.device, int]:
-    """Number the devices of tensors in order of occurrence.
+    """Number the devices of ``tensors`` in order of occurrence.
 
-    Device indices may differ between ranks.
+    Ranks compare these numbers, since device indices may differ between ranks.
     """
     return {device: n for n, device in enumerate(dict.fromkeys(t.device for t in tensors))}

@@ -1,4 +1,4 @@
-"""``Reducer``: gradients are averaged over all ranks by the time ``backward()`` returns.
+"""``Reducer``, which averages gradients over all ranks before ``backward()`` returns.
 
 autograd accumulates a gradient   ``on_ready``   copies the gradient to its bucket
 the last gradient of a bucket     ``take``       starts the all-reduce (or waits for the end)
@@ -28,7 +28,7 @@ from hpctrain.gradients.step_header import AverageFacts, GradientFacts, StepAgre
 
 
 class StepState(Enum):
-    """State of the gradients of the current step in a reducer.
+    """State of the current step's gradients in a reducer.
 
     =========== ============ ========== =============
     from        backward()   reduction  zero_grad()
@@ -50,11 +50,11 @@ class StepState(Enum):
     CLEARED = auto()  # as EMPTY, in a step that was REDUCED before
 
     def filled(self) -> "StepState":
-        """Return the state after backward has begun."""
+        """Return the next state when a backward pass begins."""
         return FILLING if self in {EMPTY, FILLING} else StepState.REFILLING
 
     def cleared(self) -> "StepState":
-        """Return the state after ``zero_grad()``."""
+        """Return the next state when the program calls ``zero_grad()``."""
         return EMPTY if self in {EMPTY, FILLING} else StepState.CLEARED
 
     @property
@@ -77,10 +77,10 @@ ParameterSource = Callable[[], NamedParameters]
 class Reducer:
     """Averages (or sums) the gradients of a set of parameters over all ranks, once per step.
 
-    Collective: every rank runs the same number of steps. A rank may skip ``backward`` in a step,
-    and parameters may lack a gradient on some ranks (which add zeros) or on all of them (``.grad``
-    stays None). Construction lays out the buckets and hooks the parameters; the hooks are removed
-    with the reducer.
+    Collective: every rank takes the same number of steps. A rank may skip ``backward`` in a step.
+    A rank without a gradient of a parameter adds zeros; if all ranks have none, ``.grad`` stays
+    None. Construction allocates the buckets and hooks the parameters; the hooks are removed when
+    the reducer is deleted.
 
     Args:
         reduction: sends the gradients.
@@ -126,14 +126,14 @@ class Reducer:
         self._passes_done = 0
 
     def switch(self, *, is_on: bool) -> None:
-        """Start or stop reducing gradients, from the next step on. Collective when it stops."""
+        """Start or stop reducing gradients, from the next step on. Stopping is collective."""
         if self.is_on and not is_on:
             self.reduction.confirm()
         self.is_on = is_on
 
     @property
     def steps(self) -> StepCounter:
-        """Step counter, which compares the ranks before a step and holds their flags."""
+        """Step counter, which compares the ranks before a step and stores their flags."""
         return self.reduction.steps
 
     @property
@@ -148,12 +148,12 @@ class Reducer:
 
     @property
     def is_in_step(self) -> bool:
-        """Whether there are gradients of the current step."""
+        """Whether this rank has gradients of the current step."""
         return self.state.is_begun
 
     @property
     def _sees_sums(self) -> bool:
-        """Whether ``before_sum`` is called before a gradient is added to another."""
+        """Whether hooks call ``before_sum`` before backward adds to an existing gradient."""
         return not self.count.average
 
     @property
@@ -166,7 +166,7 @@ class Reducer:
         return bool(self._backward.num_fires or self._passes_done)
 
     def set_num_samples(self, num_samples: float, nominal: float) -> None:
-        """Weight the gradient of this rank as the mean over ``num_samples``."""
+        """Set the weight of this rank's gradient, which is a mean over ``num_samples``."""
         if not self.count.average:
             raise ConfigError(
                 "sample counts must be set with op=Average, but op is Sum; scale the loss instead"
@@ -193,7 +193,7 @@ class Reducer:
                 dropped, and the sample count is 0 unless a backward has run.
 
         Returns:
-            Whether anything had to be reduced.
+            Whether gradients were reduced.
         """
         if not self.is_on:
             return False
@@ -227,7 +227,7 @@ class Reducer:
         return is_due
 
     def begin_step(self, stepping: Optimizer, closure: Closure) -> Closure:
-        """Average gradients that are not averaged yet, after the closure if given. Collective."""
+        """Average the remaining gradients, in ``closure`` if one is given. Collective."""
         if closure is None:
             self.finish()
             return None
@@ -243,7 +243,7 @@ class Reducer:
 
     @dynamo_disable
     def new_step(self) -> None:
-        """Prepare for the gradients of another step."""
+        """Reset the state for the gradients of another step."""
         self.reduction.is_finite = None
         self.state = self.state.cleared()
         self._passes_done = 0
@@ -253,17 +253,17 @@ class Reducer:
 
     @dynamo_disable
     def end_step(self) -> None:
-        """Count a step that was taken, and prepare for another."""
+        """Count the step that was taken, and reset the state for the next step."""
         self.steps.end()
         self.new_step()
         self.state = StepState.EMPTY
 
     @dynamo_disable
     def start_again(self) -> None:
-        """Discard the gradients of a backward that raised; parameters and state were replaced.
+        """Discard the gradients of a failed backward, after parameters and state were replaced.
 
         Collective if a backward raised after some of its gradients were sent: then every rank
-        calls this and sends the remaining gradients, so that the ranks are synchronized again.
+        calls this method and sends the remaining gradients, which synchronizes the ranks.
         """
         if self._backward.tasks and self.reduction.has_sent:
             with suppress(MismatchError):
@@ -273,9 +273,9 @@ class Reducer:
         self._forget_step()
 
     def move_to(self, reduction: Reduction) -> None:
-        """Reduce over the ranks of another reduction from the next step on. Collective over those.
+        """Use another reduction, with other ranks, from the next step on.
 
-        Gradients in flight are discarded.
+        Collective over the ranks of ``reduction``. Gradients in flight are discarded.
         """
         reduction.around, reduction.steps.flags = self.reduction.around, self.steps.flags
         reduction.looks = self.reduction.looks
@@ -290,7 +290,7 @@ class Reducer:
         self._backward.forget()
 
     def stand_in(self, agreement: StepAgreement) -> None:
-        """Add zeros to a step of the other ranks. Collective."""
+        """Take part in a step of the other ranks with zeros as gradients. Collective."""
         for parameter in self.reduction.layout.slot_of:
             parameter.grad = None
         changed = self._today() if agreement.outdated else None
@@ -319,7 +319,7 @@ class Reducer:
     # -- during backward --------------------------------------------------------------------
 
     def on_ready(self, parameter: Tensor) -> None:
-        """Reduce one gradient; autograd calls this when the gradient is accumulated."""
+        """Process one gradient; autograd calls this method after accumulating the gradient."""
         if not self.is_on or self.superseded:
             return
         backward, task = self._backward, graph_task_id()
@@ -336,7 +336,10 @@ class Reducer:
             self.reduction.take(slot)
 
     def before_sum(self, parameter_id: int) -> None:
-        """Clear a reduced sum that backward is about to add to, on all ranks but one."""
+        """Clear a reduced sum before backward adds to it, on all ranks but one.
+
+        Otherwise the next reduction would count the sum once per rank.
+        """
         slot = self.reduction.layout.slot_by_id.get(parameter_id)
         if not self.is_on or self.superseded or slot is None or not slot.is_result:
             return
@@ -384,7 +387,7 @@ class Reducer:
             self._backward.forget()
 
     def _break_off(self) -> None:
-        """Discard the gradients of a backward that raised."""
+        """Discard the gradients of a backward that raised an error."""
         if self.reduction.has_sent:
             raise CommError(
                 "the last backward raised an error after some of its gradients were sent, so the "
@@ -405,7 +408,7 @@ class Reducer:
         ]
 
     def _changed(self) -> NamedParameters | None:
-        """Return the current parameters if they no longer fit the buckets or hooks."""
+        """Return the current parameters if they do not match the buckets or hooks, else None."""
         today = self._today()
         is_hooked = all(self._hooks.has(p) or not p.requires_grad for _, p in today)
         return None if is_hooked and self.reduction.layout.fits(today) else today
@@ -422,7 +425,7 @@ class Reducer:
         return False
 
     def _find_replaced_sum(self) -> str:
-        """Return the name of a parameter whose sum was replaced; empty for none.
+        """Return the name of a parameter whose reduced sum was replaced; empty if none was.
 
         The reducer cannot separate the contributions of the ranks to such a sum.
         """

@@ -1,4 +1,4 @@
-"""``PieceStep``: the step of an elementwise or tensorwise optimizer on parts of parameters."""
+"""``PieceStep``, which applies the step of an optimizer to parts of its parameters."""
 
 import inspect
 from collections import defaultdict
@@ -26,24 +26,24 @@ _NUM_PROBED = 3  # elements, to distinguish an elementwise state from a single n
 
 
 class StateSpec(NamedTuple):
-    """Dtype and shape of one tensor of an optimizer's state of a parameter."""
+    """Dtype and shape of one tensor in the optimizer state of a parameter."""
 
     dtype: torch.dtype
     shape: tuple[int, ...] | None  # None for the shape of the parameter
 
 
 class PieceStep:
-    """Takes the step of an optimizer on pieces of its parameters, with bitwise equal results.
+    """Applies the step of an optimizer to pieces of its parameters, with bitwise equal results.
 
-    The step is that of the optimizer's class, called on an object with all attributes of the
-    optimizer and with pieces in place of parameters. Settings of the groups are read in every
-    step.
+    ``step`` of the optimizer's class is called on an object that has all attributes of the
+    optimizer, but pieces in place of parameters. The settings of parameter groups are read in
+    every step.
 
     Args:
         optimizer: an optimizer that steps every element, or every tensor, separately.
 
     Raises:
-        ConfigError: it is not known that the optimizer does so.
+        ConfigError: the optimizer is not known to step elements or tensors separately.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -97,7 +97,7 @@ class PieceStep:
         return "; ".join(str([*map(_plain, one.values())]) for one in self._settings)
 
     def step(self, pieces: Mapping[int, list[Tensor]]) -> None:
-        """Step on pieces of each group, whose ``.grad`` is set."""
+        """Update the pieces of each parameter group; ``.grad`` of each piece must be set."""
         self._of.param_groups = [
             {**self._settings[group], "params": own} for group, own in pieces.items()
         ]
@@ -112,7 +112,7 @@ class PieceStep:
     def parts(
         self, group: int, dtype: torch.dtype, shape: tuple[int, ...]
     ) -> dict[str, StateSpec]:
-        """Return the state of a parameter after a step, found by a step on ones.
+        """Return the specification of a parameter's state, found by a trial step on ones.
 
         Raises:
             ConfigError: the state contains a value that is not a tensor; or, for an elementwise
@@ -150,7 +150,7 @@ class PieceStep:
 
 
 def is_known_as(how: str, optimizer: Optimizer) -> bool:
-    """Return whether an optimizer is ``how``, for example "elementwise".
+    """Return whether an optimizer has the property ``how``, for example ``"elementwise"``.
 
     A subclass does not inherit the property, because its step may differ.
     """

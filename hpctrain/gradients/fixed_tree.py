@@ -1,4 +1,4 @@
-"""Sums over a fixed binary tree: the same additions in the same order on any number of ranks.
+"""Sums over a fixed binary tree, with the same additions on any number of ranks.
 
 The leaves are numbered; their number is a power of two. Node i of level k is the sum of nodes 2i
 and 2i + 1 of level k - 1; leaves are level 0. A rank that holds consecutive leaves adds up all
@@ -23,7 +23,9 @@ ALIGNMENT = 64
 
 
 def own_micro_shards(num_micro_shards: int, rank: int, size: int) -> range:
-    """Return the numbers of the micro-shards of a rank: consecutive, and balanced to within one.
+    """Return the numbers of the micro-shards of a rank.
+
+    The numbers are consecutive, and ranks differ by at most one micro-shard.
 
     Raises:
         ConfigError: the number of micro-shards is not a power of two, or less than ``size``.
@@ -43,9 +45,9 @@ def own_micro_shards(num_micro_shards: int, rank: int, size: int) -> range:
 
 
 def sample_range(num_samples: int, num_micro_shards: int, shards: range) -> range:
-    """Return the consecutive samples of the micro-shards ``shards`` in a global batch.
+    """Return the range of samples of a global batch that belong to the micro-shards ``shards``.
 
-    Micro-shards differ by one sample if their number does not divide that of the batch.
+    Micro-shards differ by at most one sample.
     """
     return range(
         num_samples * shards.start // num_micro_shards,
@@ -79,7 +81,7 @@ def num_samples_of(batch: Any) -> int:
 
 
 def aligned_part(batch: Any, samples: slice) -> Any:
-    """Return a copy of some samples of a batch, each tensor contiguous in aligned memory."""
+    """Copy some samples of a batch; each tensor is contiguous, in aligned memory."""
     if isinstance(batch, Tensor):
         return aligned(batch[samples])
     if isinstance(batch, Mapping):
@@ -98,9 +100,10 @@ def aligned(tensor: Tensor) -> Tensor:
 def aligned_parts(
     batch: Any, num_samples: int, num_micro_shards: int, shards: range
 ) -> Iterator[Any]:
-    """Yield the nonempty micro-shards of a rank, each as copied by ``aligned_part``.
+    """Yield a copy of each nonempty micro-shard of a rank, by ``aligned_part``.
 
-    ``batch`` is samples ``sample_range(num_samples, num_micro_shards, shards)`` of a global batch.
+    ``batch`` contains the samples ``sample_range(num_samples, num_micro_shards, shards)`` of a
+    global batch.
     """
     start = sample_range(num_samples, num_micro_shards, shards).start
     for shard in shards:
@@ -130,7 +133,7 @@ Absent = Callable[[int, int], Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Node:
-    """One node of the tree, with the sum of its leaves."""
+    """One node of the tree, with the sum of the leaves below it."""
 
     level: int
     index: int
@@ -139,14 +142,14 @@ class Node:
 
 
 def push(pending: list[Node], node: Node, absent: Absent) -> None:
-    """Append ``node`` to the nodes before it, in order, and add up all pairs that are complete."""
+    """Append ``node`` to ``pending``, and replace each pair of siblings by their sum."""
     while pending and _are_siblings(pending[-1], node):
         node = _sum(pending.pop(), node, absent)
     pending.append(node)
 
 
 def whole_nodes(leaves: range) -> list[tuple[int, int]]:
-    """Return (level, index) of the largest nodes inside a range of leaves, in order."""
+    """Return (level, index) of the largest nodes that cover a range of leaves, in order."""
     pending: list[Node] = []
     for leaf in leaves:
         push(pending, Node(0, leaf, []), _nothing)
@@ -160,7 +163,7 @@ def sum_over_ranks(
     present: Sequence[bool],
     absent: Absent,
 ) -> list[Tensor | None]:
-    """Return the values of the root; reuses the memory of ``pending``. Collective.
+    """Return the values of the root. Collective; the memory of ``pending`` is reused.
 
     Each rank sums a slice of the elements over the upper part of the tree, and sends it to all
     other ranks. On N ranks whose ranges are whole nodes, each rank sends 2 (N-1)/N of the bytes of
@@ -191,7 +194,7 @@ def sum_over_ranks(
 def _sum_group_(
     comm: Communicator, nodes_of: Sequence[Sequence[tuple[int, int]]], rows: list[list[Tensor]]
 ) -> None:
-    """Replace ``rows[0]``, all of one dtype, by the values of the root. Collective."""
+    """Replace ``rows[0]`` by the values of the root. Collective; all values have one dtype."""
     numel = sum(value.numel() for value in rows[0])
     packed = torch.empty((len(rows), numel), dtype=rows[0][0].dtype)
     for row, room in zip(rows, packed, strict=True):
@@ -208,7 +211,7 @@ def _sum_group_(
 
 
 def _groups(values: Sequence[Tensor | None]) -> Iterator[list[int]]:
-    """Divide the present entries into messages: neighbours of one dtype."""
+    """Group consecutive entries with values, of one dtype, into messages."""
     group: list[int] = []
     num_bytes = 0
     dtype: torch.dtype | None = None
@@ -252,9 +255,9 @@ def _nothing(entry: int, level: int) -> Tensor:
 
 
 def arithmetic(num_threads: int) -> dict[str, str]:
-    """Return the processor, the library versions and torch's threads.
+    """Return the facts on which rounding depends: processor, libraries and threads.
 
-    Equal values give bitwise equal results.
+    Runs with equal facts have bitwise equal results.
     """
     names = ("math kernel library", "mkl-dnn", "onednn", "openmp", "blas_info")
     built = [line.strip(" -") for line in torch.__config__.show().splitlines()]

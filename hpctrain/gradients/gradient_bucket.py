@@ -1,4 +1,4 @@
-"""One message of gradients: a slot for each gradient, and a mark that the gradient is present."""
+"""A bucket of gradients, with a slot for each gradient and marks for present gradients."""
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from hpctrain.gradients.sparse_gradients import GradientState, as_sparse
 
 
 class Slot(GradientState):
-    """Memory of one parameter's gradient in its bucket.
+    """The part of a bucket that stores the gradient of one parameter.
 
     ``.grad`` shares the memory of the slot but is a separate tensor: replacing the ``data`` or
     storage of ``.grad`` does not change the slot.
@@ -47,15 +47,15 @@ class Slot(GradientState):
         keeps_result: bool,
         copies: list[tuple[Tensor, Tensor]] | None = None,
     ) -> None:
-        """Copy the gradient, times ``weight``, to the slot, and make ``.grad`` a view of the slot.
+        """Copy the gradient times ``weight`` to the slot, and make ``.grad`` a view of the slot.
 
-        The slot is filled with zeros if there is no gradient, and if the weight is zero, since the
+        Without a gradient the slot is filled with zeros; also if the weight is zero, since the
         mean over no samples is NaN.
 
         Args:
             weight: factor of the gradient.
             keeps_result: whether a gradient that was reduced before is added again on this rank.
-            copies: receives pairs of slot and source in place of plain copies.
+            copies: list to which a pair of slot and gradient is added instead of a copy.
         """
         grad = self.parameter.grad
         self.is_filled = True
@@ -82,7 +82,7 @@ class Slot(GradientState):
         self.show()
 
     def settle(self) -> None:
-        """Set ``.grad`` after the sum, also if only other ranks had a gradient."""
+        """Set ``.grad`` to the sum, also if only other ranks had a gradient."""
         if not self.is_present and self.mark.item() > 0:
             self.show()
         if self.sparse_dim is not None and self.parameter.grad is not None:
@@ -92,12 +92,12 @@ class Slot(GradientState):
 
     @property
     def is_written(self) -> bool:
-        """Whether the program has changed the result in place, as clipping does."""
+        """Whether the program has changed the reduced gradient in place, as clipping does."""
         changed = self.version != version_of(self._shown)
         return changed and self.holds_result and self.view.numel() > 0
 
     def adopt(self) -> None:
-        """Copy a gradient that is already equal on all ranks to the slot."""
+        """Copy the gradient, which is already equal on all ranks, to the slot."""
         grad = self.parameter.grad
         self.is_present = self.is_result = grad is not None
         if grad is None:
@@ -137,9 +137,9 @@ class Slot(GradientState):
 
 
 def _of_its_own(view: Tensor) -> Tensor:
-    """Return a tensor on the same memory with a separate version counter.
+    """Return a tensor in the memory of ``view`` with a separate version counter.
 
-    On the CPU its storage object is separate as well.
+    On the CPU the storage object is separate, too.
     """
     if not view.is_cpu:
         place = view.storage_offset(), view.shape, view.stride()
@@ -152,7 +152,9 @@ def _of_its_own(view: Tensor) -> Tensor:
 
 
 class GradientBucket(TensorBucket):
-    """One message: slots of gradients, and a mark per slot whether any rank has a gradient.
+    """A bucket with slots for gradients.
+
+    A mark for each slot shows whether any rank has the gradient.
 
     Construction allocates the bucket. Collective.
 
@@ -161,7 +163,7 @@ class GradientBucket(TensorBucket):
         parameters: all parameters with their names.
         plan: members of the bucket, all on one device, with their offsets.
         index: number of the bucket.
-        backend: where the bucket is summed; see ``new_storage``.
+        backend: backend that sums the bucket; see ``new_storage``.
     """
 
     __slots__ = ("memory", "num_empty", "slots")
@@ -199,7 +201,7 @@ class GradientBucket(TensorBucket):
         """First address, and the address after the last byte."""
 
     def fill_at_once(self, weight: float, *, keeps_result: bool) -> None:
-        """Fill all slots, on an accelerator by one call."""
+        """Fill all slots; on an accelerator by a single call of torch."""
         if self.storage.makers is not None:
             made = (slot.parameter.grad for slot in self.slots)
             self.storage.makers.join([g for g in made if g is not None and not g.is_sparse])
@@ -211,7 +213,7 @@ class GradientBucket(TensorBucket):
             foreach_copy_(places, gradients)
 
     def write_marks(self) -> None:
-        """Write a mark for each parameter with a gradient on this rank."""
+        """Set the mark of each slot to 1 if this rank has the gradient, else to 0."""
         self.marks.fill_(1)
         for slot in self.slots:
             if not slot.is_present:

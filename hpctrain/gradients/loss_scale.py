@@ -1,4 +1,4 @@
-"""Support of ``GradScaler`` for optimizers whose ``.grad`` is not the average of all ranks."""
+"""Unscaling by ``GradScaler`` for optimizers whose averaged gradients are not in ``.grad``."""
 
 from functools import wraps
 from typing import Any
@@ -12,10 +12,9 @@ from hpctrain.gradients.optimizer_exchange import exchange_of
 
 
 def unscale_by_exchange() -> None:
-    """Replace the unscaling of ``GradScaler`` by that of the exchange of an optimizer.
+    """Make ``GradScaler`` unscale a ``DistributedOptimizer`` by its ``unscale`` method.
 
-    The exchange may have gradients that are not in ``.grad``. Other optimizers are unscaled by
-    torch.
+    The averaged gradients may not be in ``.grad``. Torch unscales other optimizers.
     """
 
     @wraps(unscale_grads)
@@ -33,7 +32,7 @@ def unscale_by_exchange() -> None:
 
 
 def unscale_own(stepping: Any) -> None:
-    """Unscale this rank's gradients in place of a ``GradScaler``; drop them after infinity."""
+    """Unscale the gradients of this rank in place of ``GradScaler``; drop them after overflow."""
     found_inf, scale = (getattr(stepping, name, None) for name in ("found_inf", "grad_scale"))
     if found_inf is None:
         return

@@ -1,7 +1,7 @@
-"""``NodeBucket``: one bucket of parameters and state that the ranks of a node share.
+"""``NodeBucket``, a bucket of parameters and optimizer state that the ranks of a node share.
 
-Parameters and state are in node memory. A step processes chunks: this rank's pieces of the
-parameters, with their state and the gradients of all ranks.
+Parameters and state are in node memory. A step processes this rank's pieces of the parameters in
+chunks, with their state and the gradients of all ranks.
 """
 
 import math
@@ -30,9 +30,9 @@ _CUT = 64
 
 
 class NodeTensor:
-    """Values of one dtype in node memory, initially zeros.
+    """Values of one dtype in node memory, which each rank maps twice, shared and private.
 
-    Construction is collective over the node.
+    Construction is collective over the node. The values are initially zeros.
     """
 
     def __init__(self, node: SharedMemory, numel: int, dtype: torch.dtype) -> None:
@@ -40,11 +40,11 @@ class NodeTensor:
         self.shared = torch.frombuffer(self._region.shared, dtype=dtype, count=max(numel, 1))
 
     def place(self, like: Tensor, first: int) -> Tensor:
-        """Return shared values from ``first`` on, shaped like ``like``, which steps write."""
+        """Return a view, shaped like ``like``, of the shared values from element ``first``."""
         return _formed(self.shared[first : first + like.numel()], like)
 
     def shown(self, like: Tensor, first: int) -> Tensor:
-        """Return private values from ``first`` on, shaped like ``like``."""
+        """Return a view, shaped like ``like``, of the private map from element ``first``."""
         if not like.numel():
             return torch.empty_like(like, dtype=self._dtype)
         place = self._dtype.itemsize * first
@@ -59,19 +59,19 @@ class NodeTensor:
         return len(self._region.private) // PAGESIZE
 
     def find_stores(self, first_page: int, num_pages: int) -> bool:
-        """Return whether this process has written to some pages of the private map."""
+        """Return whether this process has written to one of these pages of the private map."""
         return self._region.find_stores(first_page, min(num_pages, self.num_pages - first_page))
 
     def forget_stores(self) -> None:
-        """Discard what this process has written to the private map."""
+        """Discard this process's stores to the private map, which then shows shared values."""
         self._region.forget_stores()
 
     def freeze_in_children(self) -> None:
-        """Keep the values at the time of a fork visible in the forked child."""
+        """Let a forked child keep the values at the time of the fork."""
         self._region.freeze_in_children()
 
     def end_step(self) -> None:
-        """Discard copies for forked children; later children see the values after the step."""
+        """Discard the copy for forked children, so that later children get the present values."""
         self._region.forget_kept()
 
 
@@ -80,12 +80,12 @@ MASTER = "master"
 
 
 class ParameterPiece:
-    """A part of one parameter, or all of it, that this rank updates.
+    """A part of a parameter, or a whole parameter, that this rank updates.
 
     Args:
         number: index of the parameter in its bucket.
-        bounds: elements of the bucket.
-        start: first element of the parameter.
+        bounds: range of the piece in the elements of the bucket.
+        start: index in the parameter of the first element of the piece.
         like: tensor with the shape and strides of the piece.
         group: index of the optimizer's parameter group.
     """
@@ -114,12 +114,12 @@ class ParameterPiece:
         """State of the optimizer, in node memory."""
 
     def of(self, flat: Tensor) -> Tensor:
-        """Return this piece of a flat tensor with the elements of the parameter."""
+        """Return the view of this piece in ``flat``, a 1-D tensor shaped as the parameter."""
         return _formed(flat[self.start : self.start + self.like.numel()], self.like)
 
 
 def by_group(pieces: Sequence[ParameterPiece]) -> Mapping[int, list[Tensor]]:
-    """Return the values to step, by parameter group of the optimizer."""
+    """Return the values of the pieces, by parameter group of the optimizer."""
     found: dict[int, list[Tensor]] = {}
     for piece in pieces:
         found.setdefault(piece.group, []).append(piece.values)
@@ -127,13 +127,13 @@ def by_group(pieces: Sequence[ParameterPiece]) -> Mapping[int, list[Tensor]]:
 
 
 class Change(NamedTuple):
-    """Clipping of averaged gradients, in place and equal on all ranks."""
+    """An elementwise change of averaged gradients by clipping or unscaling, equal on all ranks."""
 
     bound: float | None = None  # largest absolute value of an element
     factor: float | None = None  # of all elements
 
     def __call__(self, grad: Tensor) -> None:
-        """Clip the gradient of a piece."""
+        """Apply the change to the gradient of a piece, in place."""
         if self.bound is not None:
             grad.clamp_(-self.bound, self.bound)
         if self.factor is not None:
@@ -168,7 +168,7 @@ class Chunk:
 
 
 class NodeBucket:
-    """Parameters and state of one bucket of gradients.
+    """The parameters of one gradient bucket, and their optimizer state, in node memory.
 
     Construction allocates the parameters. Collective over the node.
 
@@ -209,7 +209,7 @@ class NodeBucket:
         return _STATE_BYTES // max(num_parts, 1) // self.step_dtype.itemsize
 
     def cut(self, groups: Sequence[int], owned: Set[Slot] | None) -> list[list[ParameterPiece]]:
-        """Return this rank's pieces, chunk by chunk.
+        """Return the pieces of this rank, as a list for each chunk.
 
         Args:
             groups: parameter group of each parameter.
@@ -244,7 +244,10 @@ class NodeBucket:
         return chunks + empty
 
     def make_room(self, parts: Sequence[Mapping[str, StateSpec]]) -> None:
-        """Allocate these parts of each parameter's state. Collective over the node."""
+        """Allocate the optimizer state; ``parts`` specifies it for each parameter.
+
+        Collective over the node.
+        """
         self.parts, line = parts, LINE_BYTES // self.dtype.itemsize
         for name in dict.fromkeys(chain(*parts)):
             found = [of.get(name, StateSpec(self.dtype, (0,))) for of in parts]
@@ -259,13 +262,13 @@ class NodeBucket:
                 self.state[name] = NodeTensor(self._node, bounds[-1], room[0])
 
     def see(self, number: int, name: str) -> Tensor:
-        """Return the program's view of a part of one parameter's state."""
+        """Return the private view of state tensor ``name`` of parameter ``number``."""
         like, shape = self.slots[number].view, self.parts[number][name].shape
         like = like if shape in (None, like.shape) else torch.empty(shape)
         return self.state[name].shown(like, self._rooms[name][1][number])
 
     def keep(self, piece: ParameterPiece, made: dict[str, Any]) -> None:
-        """Move the state that a step has created for a piece to node memory."""
+        """Copy the state ``made`` by a step for a piece to node memory."""
         for name, value in made.items():
             place = piece.state.get(name)
             if value is place or value is None:

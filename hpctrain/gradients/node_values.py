@@ -31,12 +31,12 @@ _LOOK, _MOST_LOOKS = 1024, 4
 
 
 class NodeValues:
-    """All parameters that an optimizer steps, and their state, in the memory of the node.
+    """Stores all parameters of an optimizer, and their state, in node memory.
 
     Args:
         comm: all ranks.
         node: memory that the ranks of this node share.
-        rule: step of the optimizer on slices.
+        rule: applies the step of the optimizer to slices.
         master_dtype: dtype of the copies of 16-bit parameters; None for none.
     """
 
@@ -58,7 +58,7 @@ class NodeValues:
         ] = []  # parameters, and their values in node memory
 
     def is_written(self, optimizer: Optimizer, step: int) -> bool:
-        """Return whether this rank's program has changed parameters, state or settings."""
+        """Return whether the program has changed parameters, state or settings on this rank."""
         if self._kinds != self._rule.kinds or any(
             slot.parameter.data_ptr() != address or version_of(slot.parameter) != version
             for slot, address, version in self._seen
@@ -78,10 +78,10 @@ class NodeValues:
         return seen != shared
 
     def has_hidden_stores(self, step: int) -> bool:
-        """Return whether the pages that are checked in this step contain uncounted stores.
+        """Return whether pages that this step checks were written without torch's knowledge.
 
-        At most 4 blocks of 1024 pages are checked per step. Of more blocks, consecutive steps
-        check the next ones, so that a store may be found some steps late.
+        A step checks at most 4 blocks of 1024 pages. If there are more blocks, consecutive steps
+        check different blocks, so that a store may be detected some steps late.
         """
         pages = [
             (b.values, at) for b in self.buckets for at in range(0, b.values.num_pages, _LOOK)
@@ -121,7 +121,7 @@ class NodeValues:
 
     @torch.no_grad()
     def adopt(self, optimizer: Optimizer) -> None:
-        """Copy the program's parameters and state to node memory. Collective.
+        """Copy the parameters and the state of the program to node memory. Collective.
 
         Raises:
             MismatchError: the values differ between ranks; raised on all ranks.
@@ -172,7 +172,10 @@ class NodeValues:
         self._note_versions()
 
     def _owned(self) -> set[Slot]:
-        """Return the slots that this rank steps: the next largest goes to the smallest load."""
+        """Return the slots that this rank steps.
+
+        Slots are assigned by decreasing size, each to the rank with the fewest elements so far.
+        """
         loads, mine = [0] * self._node.local_size, set[Slot]()
         slots = [slot for bucket in self.buckets for slot in bucket.slots]
         for slot in sorted(slots, key=lambda slot: -slot.view.numel()):
@@ -185,7 +188,7 @@ class NodeValues:
     def _parts(
         self, bucket: NodeBucket, groups: Sequence[int], state: Any
     ) -> list[dict[str, StateSpec]]:
-        """Return the state of each parameter: from the optimizer's step, and already present."""
+        """Return the specification of each parameter's state, present or created by a step."""
         parts, whole = list[dict[str, StateSpec]](), self._rule.takes_tensors
         dtypes: dict[str, torch.dtype] = {}  # existing state takes precedence
         for slot, group in zip(bucket.slots, groups, strict=True):
@@ -212,7 +215,7 @@ class NodeValues:
         return [{n: part._replace(dtype=dtypes[n]) for n, part in of.items()} for of in parts]
 
     def _take_over(self, bucket: NodeBucket, state: Any) -> None:
-        """Copy the program's values of this rank's pieces."""
+        """Copy the values and the state of this rank's pieces from the program to node memory."""
         flats = [_flat(slot.parameter, slot.view) for slot in bucket.slots]
         for piece in (piece for chunk in bucket.chunks for piece in chunk.pieces):
             slot, parts = bucket.slots[piece.number], bucket.parts[piece.number]
@@ -248,7 +251,7 @@ class NodeValues:
                 bucket.shown[number] = entry
 
     def show_new_state(self, optimizer: Optimizer, present: Sequence[Sequence[bool]]) -> None:
-        """Show the program the state of parameters that were stepped for the first time."""
+        """Add the state of parameters that were stepped for the first time to the optimizer."""
         made: dict[Tensor, dict[str, Tensor]] = {}
         for bucket, are_present in zip(self.buckets, present, strict=True):
             for number, slot in enumerate(bucket.slots):
@@ -271,7 +274,7 @@ class NodeValues:
         self._note_versions()
 
     def _note_versions(self) -> None:
-        """Record the versions of the program's tensors after a step."""
+        """Record the version counters of parameters and state, to detect later changes."""
         self._seen = [
             (slot, slot.parameter.data_ptr(), version_of(slot.parameter))
             for bucket in self.buckets
@@ -317,7 +320,7 @@ def is_shared(shard: str | None, comm: Communicator, codec: Codec) -> bool:
 
 
 def _flat(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return the elements in the memory order of ``like``."""
+    """Return the elements of ``tensor`` as a 1-D tensor, in the memory order of ``like``."""
     tensor = tensor.detach()
     if tensor.stride() != like.stride():
         tensor = torch.empty_strided(like.shape, like.stride(), dtype=tensor.dtype).copy_(tensor)

@@ -1,4 +1,4 @@
-"""Measurement of the gradient noise scale: norms before and after the sum of each bucket."""
+"""Measurement of the gradient noise scale by norms before and after each sum."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -59,7 +59,10 @@ class _Watch:
 
     @contextmanager
     def around(self, what: GradientBucket | SparseSlot) -> Iterator[None]:
-        """Measure around the sum of one bucket; the last bucket ends the step."""
+        """Measure the norms before and after the sum of one bucket.
+
+        After the last bucket of a step, the norms are added to the noise scale.
+        """
         if isinstance(what, SparseSlot):
             yield
             return
@@ -79,11 +82,11 @@ class _Watch:
 
 
 def _wait_for(gradient: Tensor) -> None:
-    """Wait on the host for the accelerator of a gradient, if any."""
+    """If ``gradient`` is on an accelerator, wait until its work is complete."""
     if not gradient.is_cpu:
         torch.accelerator.synchronize(gradient.device)
 
 
 def _square(gradients: list[Tensor]) -> float:
-    """Return the squared norm of all gradients of a bucket together."""
+    """Return the squared norm of the concatenated gradients of a bucket."""
     return float(norms([g.cpu() for g in gradients]).square().sum())

@@ -116,7 +116,7 @@ class DistributedMethods:
 
     @property
     def raised_flags(self) -> int:
-        """Flags that any rank has raised for the last step; the same on every rank."""
+        """Bits that one or more ranks have raised for the last step; the same on every rank."""
         return self._exchange.steps.raised_flags
 
     def raise_flags(self, flags: int) -> None:
@@ -139,7 +139,7 @@ class DistributedMethods:
 
     @property
     def mean_loss(self) -> float:
-        """Mean of the losses passed to ``tell_loss``, over all samples of the last step.
+        """Mean loss over all samples of the last step, from the losses passed to ``tell_loss``.
 
         The same on every rank. Set when ``backward()`` returns, or, with ``shard="node"``, when
         ``synchronize()`` returns; NaN before the first loss.
@@ -147,7 +147,7 @@ class DistributedMethods:
         return self._exchange.steps.mean_loss
 
     def tell_loss(self, loss: float) -> None:
-        """Pass the loss of this rank for ``mean_loss``, the mean over all ranks.
+        """Pass the loss of this rank, from which ``mean_loss`` of all ranks is computed.
 
         The loss is part of the step message and has the same weight as the gradients of the rank.
         Not collective, but every rank calls it before ``backward``; a rank without samples passes
@@ -159,17 +159,18 @@ class DistributedMethods:
     def sums_are_finite(self) -> bool | None:
         """Whether the averages of the last backward are finite; requires ``look_at_sums``.
 
-        The same on every rank, and valid until ``step()``. None before a backward, with a codec,
-        sparse gradients, Adasum or ``shard``, for sums on accelerators, for ranks without shared
-        memory, and in a world of one.
+        The value is the same on every rank, and valid until ``step()``. None before a backward,
+        with a codec, sparse gradients, Adasum or ``shard``, for sums on accelerators, for ranks
+        without shared memory, and in a world of one.
         """
         return self._exchange.sums_are_finite
 
     def look_at_sums(self) -> None:
-        """Search averages for NaN and infinity during the sum, from the next step on.
+        """Check averages for NaN and infinity in every later step; see ``sums_are_finite``.
 
-        The search costs less than one percent of a step; a search of all gradients after the step
-        costs several percent. Not collective, but every rank calls it, between two steps.
+        The check during the sum costs less than one percent of a step; a check of all gradients
+        after the step costs several percent. Not collective, but every rank calls it, between two
+        steps.
         """
         self._exchange.look_at_sums()
 
@@ -274,7 +275,10 @@ class DistributedMethods:
         )
 
     def clip_grad_value_(self, clip_value: float) -> None:
-        """Clamp averaged gradients, as ``clip_grad_value_`` of torch does; every rank calls it."""
+        """Clamp averaged gradients as ``torch.nn.utils.clip_grad_value_`` does.
+
+        Every rank calls this method.
+        """
         self._exchange.begin_clipping()
         self._exchange.clip_value(self._stepped(), clip_value)
 
@@ -306,7 +310,7 @@ class DistributedMethods:
         self._exchange.state_loaded(state_dict)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Raise ``ConfigError``: no hooks would average the gradients of a copy."""
+        """Raise ``ConfigError``, since a copy would have no hooks that average gradients."""
         raise ConfigError(
             "a DistributedOptimizer must not be copied or pickled; copy its state_dict(), and "
             "wrap an optimizer of the copied model"
@@ -333,7 +337,7 @@ def require_plain(method: str, optimizer: object) -> None:
 def before_step(
     stepping: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Begin a step on all ranks; torch calls this at the start of ``step()``.
+    """Begin a step of the exchange; torch calls this hook at the start of ``step()``.
 
     The exchange wraps the closure of ``step()``, because a closure computes gradients.
     """
@@ -353,7 +357,7 @@ def before_step(
 
 @dynamo_disable
 def after_step(stepped: Any, *_: object) -> None:
-    """End a step on all ranks; torch calls this after ``step()``."""
+    """End a step of the exchange; torch calls this hook after ``step()``."""
     exchange = exchange_of(stepped)
     assert exchange is not None
     exchange.was_synchronized = False
@@ -363,7 +367,7 @@ def after_step(stepped: Any, *_: object) -> None:
 def _upgraded(
     optimizer: Any, exchange: OptimizerExchange, names: Mapping[Tensor, str], passes: int
 ) -> Any:
-    """Add ``DistributedMethods`` to the optimizer, after all calls that can fail."""
+    """Add ``DistributedMethods`` and hooks to the optimizer, after all calls that can fail."""
     kind = type(optimizer)
     optimizer.__class__ = type(kind.__name__, (DistributedMethods, kind), {})
     vars(optimizer).update(_exchange=exchange, _parameter_names=names, _passes=passes)
@@ -378,7 +382,7 @@ def _upgraded(
 
 
 def _let_move(exchange: OptimizerExchange) -> None:
-    """Rebind an exchange when the world is rebuilt without lost ranks."""
+    """Register ``exchange`` to continue when the world is rebuilt without lost ranks."""
     kept = weakref.ref(exchange)
 
     def move() -> None:

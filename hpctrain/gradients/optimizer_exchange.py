@@ -1,4 +1,4 @@
-"""``OptimizerExchange``: how ranks combine the steps of one ``DistributedOptimizer``."""
+"""``OptimizerExchange``, which combines the ranks in the steps of a ``DistributedOptimizer``."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -34,10 +34,10 @@ class StepFacts(Protocol):
 
 
 class OptimizerExchange:
-    """Base class: combines the steps of all ranks for one ``DistributedOptimizer``.
+    """Combines the gradients or the steps of all ranks for a ``DistributedOptimizer``.
 
-    The defaults suit an optimizer that steps on the ``.grad`` of this rank and sends nothing. Each
-    exchange overrides the methods in which it differs.
+    This base class is for an optimizer that uses ``.grad`` of this rank and sends nothing.
+    Subclasses override methods.
     """
 
     unscales = False
@@ -73,7 +73,7 @@ class OptimizerExchange:
         """Set the backward passes that each rank accumulates before one reduction."""
 
     def set_num_samples(self, num_samples: float, nominal: float) -> None:
-        """Weight the gradient of this rank as the mean over ``num_samples``."""
+        """Set the weight of this rank's gradient, which is a mean over ``num_samples``."""
         check_count(num_samples, nominal)  # the same errors in a world of one
 
     def synchronize(self) -> bool:
@@ -85,7 +85,7 @@ class OptimizerExchange:
         return False
 
     def require_skippable(self) -> None:
-        """Raise ``ConfigError`` if ``step()`` itself combines the ranks."""
+        """Raise ``ConfigError`` if ``step()`` combines the ranks, so that none may skip this."""
 
     def begin_clipping(self) -> None:
         """Combine the gradients of a rank that has skipped ``backward``.
@@ -113,7 +113,7 @@ class OptimizerExchange:
     def unscale(self, inverse_scale: Tensor, *, allows_fp16: bool) -> bool | None:
         """Unscale gradients that are not in ``.grad``; return whether any is not finite.
 
-        None if the step uses ``.grad``, which torch unscales.
+        Returns None if the step uses ``.grad``, which torch unscales.
         """
         del inverse_scale, allows_fp16
         return None
@@ -122,13 +122,13 @@ class OptimizerExchange:
         """Prepare for the gradients of another step; called before ``zero_grad()``."""
 
     def hook(self) -> None:
-        """Hook added parameters."""
+        """Hook parameters that were added to the optimizer."""
 
     def start_again(self) -> None:
-        """Discard a backward that raised; called before the state is replaced."""
+        """Discard the gradients of a failed backward; called before the state is replaced."""
 
     def state_loaded(self, state_dict: dict[str, Any]) -> None:
-        """Correct the state that torch has loaded."""
+        """Correct the optimizer state after torch has loaded ``state_dict``."""
 
     def begin_step(self, stepping: Optimizer, closure: Closure) -> Closure:
         """Begin ``step()``; return the closure to call. Collective."""
@@ -153,7 +153,7 @@ class OptimizerExchange:
 
 
 class NoExchange(OptimizerExchange):
-    """Exchange of a single rank: flags and loss of the world are its own."""
+    """Exchange for a single rank, which sends nothing."""
 
     flags, loss = 0, math.nan
 

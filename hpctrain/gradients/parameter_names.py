@@ -14,7 +14,7 @@ NamedParameters = Sequence[tuple[str, Parameter]]
 
 
 def names_of(optimizer: Optimizer, named_parameters: Iterable[Any] | None) -> dict[Tensor, str]:
-    """Return the name of every parameter; the position in the optimizer if no names are given.
+    """Return the name of every parameter; without given names, its position in the optimizer.
 
     Raises:
         ConfigError: an entry is not a pair, a name occurs twice, or a parameter has no name.
@@ -74,7 +74,7 @@ class Grouping:
             sparse.
 
     Raises:
-        ConfigError: ``groups`` is neither, or contains a parameter twice.
+        ConfigError: ``groups`` is neither a number nor lists, or contains a parameter twice.
     """
 
     def __init__(self, groups: Groups | None = None, *, sparse_as_dense: bool = False) -> None:
@@ -91,7 +91,7 @@ class Grouping:
             self._group_of = _numbered(groups)
 
     def numbers(self, parameters: Sequence[Parameter]) -> list[int | None]:
-        """Return the group of each parameter, None for no group; empty without any groups.
+        """Return the group number of each parameter, or None; an empty list without any groups.
 
         If only a number of groups was given, the parameters are divided into that many ranges.
         """

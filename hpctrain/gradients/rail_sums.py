@@ -1,4 +1,4 @@
-"""Sums over nodes for ``shard="node"``, which start during backward, bucket by bucket.
+"""Sums between nodes for ``shard="node"``, started bucket by bucket during backward.
 
 a gradient is final        ready     sends the next buckets whose gradients are all final
 ``step()`` has opened      finish    sends the remaining buckets, and waits for all sums
@@ -34,13 +34,13 @@ _LATE_STEPS = 64
 
 
 class RailSums:
-    """The sums of the gradients of all ranks, stored once on each node.
+    """Computes the sums of all ranks' gradients, and stores each sum once per node.
 
     A gradient counts as final when its hook has fired as often as in the previous step. If the
-    hook fires again, or the gradient is dropped, the sums are void and are computed again in the
-    step. The sums use a separate communicator, in no order with other operations of the program,
-    so each rank starts them independently; in the step, all ranks finish the sums that any rank
-    has started. Construction is collective.
+    hook fires again, or the gradient is dropped, the sums are void, and the step computes them
+    again. The sums use a separate communicator, so each rank starts them independently of other
+    operations. In the step, all ranks finish the sums that any rank has started. Construction is
+    collective.
 
     Args:
         comm: ranks to sum over.
@@ -70,7 +70,7 @@ class RailSums:
 
     @property
     def is_void(self) -> bool:
-        """Whether a sum in flight is out of date, because gradients or weights have changed."""
+        """Whether gradients or weights have changed since their sums were started."""
         return self.num_sent > 0 and (
             self._came_again
             or self._weight != self._count.weight
@@ -78,7 +78,7 @@ class RailSums:
         )
 
     def announced(self, told: ShardedFacts) -> ShardedFacts:
-        """Return ``told`` with the state of the sums in flight."""
+        """Return ``told``, with facts about the sums in flight added."""
         return replace(
             told,
             is_early=self.num_sent > 0,
@@ -87,7 +87,7 @@ class RailSums:
         )
 
     def lay_out(self, gradients: Sequence[GradientBucket]) -> None:
-        """Allocate the sums of these buckets. Collective."""
+        """Allocate memory for the sums of these buckets. Collective."""
         made: list[NodeTensor] = []
 
         def make(flats: Sequence[Tensor]) -> None:
@@ -113,13 +113,13 @@ class RailSums:
     # -- during backward --------------------------------------------------------------------
 
     def expect(self) -> None:
-        """Prepare for the gradients of another step; sums in flight become void."""
+        """Reset the counts for the gradients of another step; sums in flight become void."""
         self._came_again |= self.num_sent > 0
         of_buckets = [[self._due.get(slot, 1) for slot in one.slots] for one in self._gradients]
         self._missing = [sum(map(bool, due)) for due in of_buckets]
 
     def ready(self, slot: Slot, fill: Callable[[Slot], None]) -> None:
-        """Count a gradient that is in its slot, and send the buckets that are complete.
+        """Count the gradient in ``slot``, and start the sums of buckets that are complete.
 
         Args:
             slot: slot of the gradient.
@@ -199,7 +199,7 @@ class RailSums:
 
 
 def weighted(parts: Sequence[Tensor], factors: Sequence[float]) -> Sequence[Tensor]:
-    """Multiply the gradients of ranks by their factors; the factor 0 gives zeros, also for NaN."""
+    """Multiply each rank's gradient by its factor; a factor of 0 gives zeros, also for NaN."""
     if all(factor == 1.0 for factor in factors):
         return parts
     return [

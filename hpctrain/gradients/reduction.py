@@ -1,4 +1,4 @@
-"""``Reduction``: copies the gradients of one step to buckets and sums the buckets over ranks.
+"""``Reduction``, which copies gradients to buckets and sums the buckets over ranks.
 
 All ranks have the same buckets and send them in the same order, after the message of ``StepSync``.
 """
@@ -48,11 +48,11 @@ class Reduction:
 
     Args:
         comm: ranks to reduce over; with a progress thread, buckets are sent during backward.
-        plan: gives the bucket size, and whether buckets are reduced during or after backward.
+        plan: provides the bucket size, and whether buckets are reduced during backward.
         codec: compression of the buckets.
         grouping: groups of parameters that are sent in one message.
         count: weight of this rank's gradients.
-        steps: compares the ranks before each step.
+        steps: counts steps, and compares the ranks before each step.
     """
 
     def __init__(
@@ -78,9 +78,9 @@ class Reduction:
         self.forget()
 
     def over(self, comm: Communicator, plan: Plan, steps: StepCounter) -> "Reduction":
-        """Return the same reduction over other ranks.
+        """Return a reduction with the same settings over the ranks of ``comm``. Not collective.
 
-        Not collective; ``BucketLayout.build`` is.
+        The caller must call ``layout.build``, which is collective.
         """
         return Reduction(comm, plan, self.codec, self.layout.grouping, self.count, steps)
 
@@ -117,14 +117,14 @@ class Reduction:
 
     @property
     def keeps_result(self) -> bool:
-        """Whether this rank adds an earlier result to a further reduction.
+        """Whether this rank contributes an earlier result to the next reduction.
 
-        An earlier sum must be counted once, so only rank 0 adds it.
+        An earlier sum must be counted once, so only rank 0 contributes it.
         """
         return self.count.average or self.leads
 
     def take(self, slot: Slot | SparseSlot) -> None:
-        """Copy a final gradient to its bucket, and send the buckets that are full."""
+        """Copy a gradient, which is final, to its bucket, and send the buckets that are full."""
         if isinstance(slot, SparseSlot):
             return
         if slot.is_filled and (self._step.num_sent > slot.bucket or self.count.factor != 1.0):
@@ -144,11 +144,11 @@ class Reduction:
             self._launch_next()
 
     def changed_by_hand(self, today: NamedParameters | None) -> int | None:
-        """Return a checksum of the changes of reduced gradients by the program; None if unchanged.
+        """Return a checksum of reduced gradients that the program has changed; None if unchanged.
 
-        A gradient that was replaced becomes a copy, because it may share memory with another
-        bucket slot. Of gradients that were changed in place only a sample is hashed, because
-        clipping changes all of them in every step.
+        A replaced gradient is copied, because it may share memory with another slot. If gradients
+        were changed in place, only a sample is hashed, because clipping changes all gradients in
+        every step.
         """
         touched = [(s.name, s.parameter) for s in self.layout.slots if s.is_touched]
         touched += [named for named in today or () if named[1] not in self.layout.slot_of]
@@ -236,7 +236,7 @@ class Reduction:
         self.forget()
 
     def forget(self) -> None:
-        """Prepare for the gradients of another step; all buckets become empty."""
+        """Reset the state for the gradients of another step; all buckets become empty."""
         self._step = StepProgress()
         for bucket in self.layout.buckets:
             bucket.num_empty = len(bucket.slots)
@@ -246,7 +246,7 @@ class Reduction:
             slot.is_filled = False
 
     def _set_by_hand(self, today: NamedParameters) -> list[Tensor]:
-        """Return the parameters whose gradients were set by the program."""
+        """Return the parameters whose gradients the program has set."""
         return [
             p
             for _, p in today
@@ -277,7 +277,7 @@ class Reduction:
         self._step.works.append(self._run(self._reduce, bucket))
 
     def _move(self) -> None:
-        """Fill and send the remaining buckets, and wait for all of them."""
+        """Fill and send the remaining buckets, and wait for all sums."""
         for slot in self.layout.dense:
             self._fill(slot)
         while self._step.num_sent < len(self.layout.buckets):
@@ -293,7 +293,7 @@ class Reduction:
             bucket.storage.arrive()
 
     def _run(self, function: Callable[..., None], *args: object) -> Work:
-        """Start a collective on the communicator's thread; count the waits of this thread."""
+        """Start a collective on the communicator's thread, if any; count the time of the call."""
         work: Work = self._clocked(start_on, self._comm, function, *args)
         return work
 

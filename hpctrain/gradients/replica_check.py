@@ -1,4 +1,4 @@
-"""``check_replicas``: compare the model on all ranks, and repair it by majority."""
+"""``check_replicas``, which compares the model on all ranks and repairs it by majority."""
 
 import hashlib
 from collections import Counter
@@ -45,8 +45,8 @@ def check_replicas(
             bitwise, and log a warning with their names.
 
     Raises:
-        ReplicaError: values differ; names them with their ranks, on every rank. With ``heal``: a
-            value has no majority or is not a tensor; then nothing has been changed.
+        ReplicaError: values differ; raised on every rank, with their names and ranks. With
+            ``heal``, only if a value has no majority or is not a tensor; then no value is changed.
         CheckpointError: the optimizer state contains a value that cannot be hashed.
         NotInitializedError: ``hpctrain.init()`` was not called.
     """
@@ -113,7 +113,7 @@ def _heal(
     owners: Mapping[str, int | None],
     every: Sequence[Mapping[str, str]],
 ) -> None:
-    """Copy the values of the owners to the ranks whose values differ. Collective."""
+    """Broadcast each value from its owner to the ranks whose values differ. Collective."""
     facts = comm.allgather_object([_facts(values.get(name)) for name in owners])
     for name, found in zip(owners, zip(*facts, strict=True), strict=True):
         if None in found or len(set(found)) > 1:
@@ -130,7 +130,7 @@ def _heal(
 
 
 def _facts(value: object) -> tuple[Any, ...] | None:
-    """Return shape and dtype of a tensor, which must be equal to copy it; else None."""
+    """Return shape and dtype of a dense tensor; None for other values, which are not copied."""
     if not isinstance(value, Tensor) or value.layout is not torch.strided:
         return None
     return value.shape, value.dtype

@@ -1,4 +1,4 @@
-"""``Reproducible``: training steps with bitwise equal results on any number of ranks."""
+"""``Reproducible``, whose training steps are bitwise equal on any number of ranks."""
 
 import functools
 import operator
@@ -39,7 +39,7 @@ from hpctrain.gradients.step_values import StepValues
 
 @dataclass(slots=True)
 class _Report:
-    """Facts that each rank sends to the others before gradients are summed."""
+    """Facts that a rank sends to the others before gradients are summed."""
 
     step: int
     num_samples: int | None
@@ -55,25 +55,26 @@ class _Report:
 class Reproducible:
     """Takes training steps whose results do not depend on the number of ranks.
 
-    1, 2, 3, ... up to ``num_micro_shards`` ranks compute bitwise equal results, on processors of
-    one type and with the same libraries: all values in ``facts`` must be equal. The cost: each
-    rank runs forward and backward of one micro-shard after the other, in one thread, and gradients
-    are sent only at the end. In addition to the gradient of the current micro-shard a rank stores
-    at most one gradient per level of the tree, twice as many if the number of ranks does not
-    divide that of micro-shards, and a copy of the buffers.
+    Up to ``num_micro_shards`` ranks compute bitwise equal results, on processors of one type and
+    with the same libraries: all values in ``facts`` must be equal. Steps are slower: each rank
+    runs forward and backward of its micro-shards one by one, in one thread, and sends gradients
+    only at the end. Memory: besides the gradient of the current micro-shard, a rank stores a copy
+    of the buffers, and at most one gradient per level of the tree, or two if the number of ranks
+    does not divide the number of micro-shards.
 
-    The global random generators of torch, numpy and Python are covered, for example by dropout;
-    other generators are not. Batch-dependent preprocessing, such as padding to the longest sample,
-    must be fixed.
+    Random numbers of the global generators of torch, numpy and Python are reproducible, for
+    example in dropout; those of other generators are not. Batch-dependent preprocessing, such as
+    padding to the longest sample, must be fixed.
 
     Construction checks that all ranks have the same settings. Collective. It calls
     ``torch.set_num_threads``.
 
     Args:
-        model: on the CPU, with the same values on every rank.
-        optimizer: not a ``DistributedOptimizer``.
+        model: the model, on the CPU, with the same values on every rank.
+        optimizer: any optimizer that is not a ``DistributedOptimizer``.
         comm: ranks that share each step.
-        num_micro_shards: a power of two, at least the number of ranks; the result depends on it.
+        num_micro_shards: number of micro-shards per batch, a power of two and at least the number
+            of ranks. The result depends on this number.
         seed: seed of the random numbers.
         num_threads: threads of torch.
 
@@ -139,7 +140,7 @@ class Reproducible:
     def backward(
         self, batch: Any, loss_function: Callable[[Any], Tensor], *, num_samples: int | None = None
     ) -> float:
-        """Compute the loss of the global batch and all gradients, which are replaced. Collective.
+        """Compute the loss of the global batch, and replace all gradients. Collective.
 
         A global batch is divided into micro-shards, and each rank takes consecutive ones. Each
         micro-shard has its own forward and backward, on inputs in aligned memory, with random
@@ -160,8 +161,8 @@ class Reproducible:
             The mean loss of the global batch, the same on every rank.
 
         Raises:
-            MismatchError: ranks take different steps, or the batch of a rank does not fit or was
-                refused by a ``DataError``; raised on all ranks.
+            MismatchError: ranks take different steps, a batch has the wrong size, or a
+                ``DataError`` occurred on a rank; raised on all ranks.
         """
         if torch.get_num_threads() != self._num_threads:
             torch.set_num_threads(self._num_threads)
@@ -183,7 +184,7 @@ class Reproducible:
         return loss
 
     def raise_flags(self, flags: int) -> None:
-        """Send these bits to all ranks, for ``raised_flags`` of each step from now on."""
+        """Send ``flags`` to all ranks in every later step, which sets ``raised_flags`` there."""
         self._flags = flags
 
     def state_dict(self) -> dict[str, Any]:
@@ -191,7 +192,7 @@ class Reproducible:
         return {"next_step": self.next_step, "seed": self._seed, "facts": self.facts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with step and seed of ``state_dict``; warn if facts have changed."""
+        """Restore step and seed from ``state_dict()``; warn if facts have changed."""
         self.next_step, self._seed = state["next_step"], state["seed"]
         changes = [
             f"{name} was {state['facts'].get(name)}, is {fact}"
@@ -229,7 +230,7 @@ class Reproducible:
                 push(work.pending, Node(0, micro_shard, taken), values.absent)
 
     def _combine(self, work: "_Work") -> float:
-        """Sum over the ranks and set gradients and buffers. Collective."""
+        """Sum over the ranks, set gradients and buffers, and return the loss. Collective."""
         work.report.present = [
             any(node.values[entry] is not None for node in work.pending)
             for entry in range(len(work.values))
@@ -251,7 +252,7 @@ class Reproducible:
         return exact_sum(loss for report in reports for loss in report.losses) * scale
 
     def _sizes(self, batch: Any, num_samples: int | None) -> list[tuple[int, float]]:
-        """Return samples and weight of each micro-shard of this rank."""
+        """Return the number of samples and the weight of each micro-shard of this rank."""
         here, shards = num_samples_of(batch), self._num_micro_shards
         if num_samples is None:
             if here == 0 or here % len(self.own):
@@ -294,7 +295,7 @@ class Reproducible:
 
 @dataclass(slots=True)
 class _Work:
-    """State of a step on this rank."""
+    """State of one step on this rank."""
 
     values: StepValues
     report: _Report

@@ -1,4 +1,7 @@
-"""Sample counts of ranks: the only module that computes factors of gradients."""
+"""Weights of the ranks' gradients by number of samples.
+
+No other module computes factors of gradients.
+"""
 
 import math
 from collections.abc import Sequence
@@ -11,7 +14,7 @@ _SPREAD = 16
 
 
 class SampleCount:
-    """The weight of this rank's gradient, and the sum of all ranks' weights.
+    """Computes the factors of gradients from the numbers of samples of the ranks.
 
     Each rank's gradient is a mean over its own samples. The mean over all samples is sum(w_r g_r)
     / sum(w_r) with w_r = n_r / nominal. No gradient is multiplied by more than 1, since a 16-bit
@@ -36,33 +39,36 @@ class SampleCount:
         self._predivide = predivide
 
     def set(self, num_samples: float, nominal: float) -> None:
-        """Weight this rank's gradient as the mean over ``num_samples``; see ``check_count``."""
+        """Set the weight of this rank's gradient, which is a mean over ``num_samples``.
+
+        Raises ``ConfigError`` as ``check_count`` does.
+        """
         check_count(num_samples, nominal)
         self.weight, self.nominal = num_samples / nominal, nominal
         self.is_set = True
 
     @property
     def factor(self) -> float:
-        """Factor of this rank's gradient that is known before the agreement of the step."""
+        """Factor of this rank's gradient when the bucket is filled, before the agreement."""
         return self.factor_of(self.weight, exponent_of(self.weight))
 
     @property
     def rest(self) -> float:
-        """Remaining factor after the agreement: a power of two, at most 1."""
+        """Factor of this rank's gradient after the agreement: a power of two, at most 1."""
         is_known = not self.average or not self.weight
         return 1.0 if is_known else 2.0 ** (exponent_of(self.weight) - self.exponent)
 
     def factor_of(self, weight: float, exponent: int) -> float:
-        """Return the factor of a gradient before the sum, with weights divided by 2^exponent."""
+        """Return the factor of a gradient before the sum, if weights are divided by 2^exponent."""
         return math.ldexp(weight, -exponent) / self._predivide if self.average else 1.0
 
     @property
     def scale(self) -> float | None:
-        """Factor of the sum of gradients times ``factor_of(weight, exponent)``; None for 1."""
+        """Factor of the sum of all gradients; None for no factor."""
         return self.scale_of(self.exponent)
 
     def scale_of(self, exponent: int) -> float | None:
-        """Return the factor of a sum whose weights were divided by 2^exponent."""
+        """Return the factor of the sum, if weights were divided by 2^exponent; None for none."""
         if not self.average:
             return None
         total = self.total_weight or 1.0  # without samples, all gradients are zero
@@ -70,18 +76,18 @@ class SampleCount:
 
 
 def exponent_of(weight: float) -> int:
-    """Return the exponent of the smallest power of two at or above a weight; 0 for 0."""
+    """Return the exponent of the smallest power of two not below ``weight``; 0 for weight 0."""
     mantissa, exponent = math.frexp(weight)
     return max(exponent - (mantissa == 0.5), -MOST_EXPONENT)
 
 
 def peak_of(weight: float) -> float:
-    """Return a summand for ``exponent_of_peaks``, which finds the largest exponent."""
+    """Return a number from whose sum over ranks ``exponent_of_peaks`` finds the maximum."""
     return 2.0 ** (_SPREAD * exponent_of(weight)) if weight else 0.0
 
 
 def exponent_of_peaks(peaks: float) -> int:
-    """Return the largest exponent of the ranks' weights from the sum of their peaks.
+    """Return the largest exponent of the ranks' weights, given the sum of ``peak_of``.
 
     Exact for up to 2^16 ranks, and at most 1 too large for up to 2^32.
     """
@@ -103,10 +109,10 @@ def check_count(num_samples: float, nominal: float) -> None:
 
 
 def bits_of(flags: int) -> list[int]:
-    """Return flags as ``NUM_FLAGS`` summands."""
+    """Return the bits of ``flags`` as ``NUM_FLAGS`` numbers, which ranks sum."""
     return [flags >> bit & 1 for bit in range(NUM_FLAGS)]
 
 
 def flags_of(totals: Sequence[float]) -> int:
-    """Return the flags of all ranks from the sums of ``bits_of``."""
+    """Return the bits that any rank has set, given the sums of ``bits_of`` over ranks."""
     return sum(1 << bit for bit, ranks in enumerate(totals) if ranks)

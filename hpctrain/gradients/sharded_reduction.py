@@ -1,4 +1,4 @@
-"""The reduction of ``shard="node"``: the optimizer steps on the sums chunk by chunk."""
+"""The reduction for ``shard="node"``, which sums and steps chunk by chunk."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -27,13 +27,16 @@ from hpctrain.gradients.step_header import GradientFacts, ShardedFacts, StepAgre
 
 
 class ShardedReduction(Reduction):
-    """Buckets whose sums are used by the optimizer's step, chunk by chunk, and not stored."""
+    """Sums gradients chunk by chunk, and lets the optimizer step on each chunk.
+
+    On a single node the sums are not stored.
+    """
 
     _rails: RailSums | None = None  # sums between nodes; None on a single node
     _has_values = False  # whether node memory holds the parameters
 
     def prepare(self, rule: PieceStep, master_dtype: torch.dtype | None) -> None:
-        """Create the shared values and the sums between nodes. Collective."""
+        """Create the objects for values in node memory and for sums between nodes. Collective."""
         node = self._comm.node
         assert node is not None
         self._node = node
@@ -114,7 +117,7 @@ class ShardedReduction(Reduction):
         return agreement
 
     def _fill_all(self) -> None:
-        """Fill the buckets that are not in flight."""
+        """Fill the buckets whose sums are not in flight."""
         first = self._rails.num_sent if self._rails is not None else 0
         for bucket in self.layout.buckets[first:]:
             for slot in bucket.slots:
@@ -136,18 +139,18 @@ class ShardedReduction(Reduction):
             slot.fill(1.0, keeps_result=True)
 
     def ready(self, slot: Slot | SparseSlot) -> None:
-        """Start sums between nodes, if possible, for a gradient that is in its slot."""
+        """Count a gradient that is in its slot; start sums between nodes if possible."""
         if self._rails is not None and self._has_values and isinstance(slot, Slot):
             self._rails.ready(slot, self.take)
 
     def forget(self) -> None:
-        """Prepare for the gradients of another step; all buckets become empty."""
+        """Reset the state for the gradients of another step; all buckets become empty."""
         super().forget()
         if self._rails is not None:
             self._rails.expect()
 
     def update(self, rule: PieceStep, changes: Sequence[Change]) -> list[list[bool]]:
-        """Step on the sums of all chunks of this rank, times the scale.
+        """Compute the average of each chunk of this rank, and step on it.
 
         Returns:
             For each bucket, which parameters have a gradient on any rank.
@@ -172,7 +175,7 @@ class ShardedReduction(Reduction):
         return present
 
     def gradients(self, changes: Sequence[Change]) -> Iterator[Tensor]:
-        """Yield the nonempty averages of this rank's slice; each reuses the same memory."""
+        """Yield the nonempty averages of this rank's slice; the next one overwrites its memory."""
         for bucket, are in zip(self.values.buckets, self._present(), strict=True):
             for chunk in bucket.chunks:
                 pieces = [p for p in chunk.pieces if are[p.number] and p.grad.numel()]
@@ -184,7 +187,7 @@ class ShardedReduction(Reduction):
                     yield piece.grad
 
     def _present(self) -> list[list[bool]]:
-        """Return for each bucket which parameters have a gradient on any rank."""
+        """Return, for each bucket, which parameters have a gradient on any rank."""
         found = []
         for number, bucket in enumerate(self.values.buckets):
             rows = [self._sums[number].shared] if self._sums else bucket.peers
@@ -195,7 +198,7 @@ class ShardedReduction(Reduction):
         return found
 
     def close(self, failure: BaseException | None) -> None:
-        """Wait until all ranks of the node have stepped. Collective.
+        """Wait until all ranks of the node have taken the step. Collective.
 
         Args:
             failure: error of this rank's step; all ranks raise if any rank has one.
@@ -209,7 +212,7 @@ class ShardedReduction(Reduction):
         self.exposed_seconds = self._step.waited_s
 
     def norm_of_all(self, own: float, order: float) -> float:
-        """Return the norm of all slices. Collective.
+        """Return the norm over the slices of all ranks. Collective.
 
         Args:
             own: largest element of this rank's slice if ``order`` is infinite, else its sum of
@@ -223,7 +226,7 @@ class ShardedReduction(Reduction):
         return float(powers ** (1.0 / order))
 
     def is_written(self, optimizer: Optimizer) -> bool:
-        """Return whether this rank's program has changed shared values. Not collective."""
+        """Return whether the program has changed shared values on this rank. Not collective."""
         step = self.steps.number or 0
         if not self._has_values:
             return False
@@ -233,12 +236,15 @@ class ShardedReduction(Reduction):
 
     @property
     def is_stale(self) -> bool:
-        """Whether a write to parameters was found too late: in a page checked every few steps."""
+        """Whether a write to parameters was detected some steps late.
+
+        Some pages are checked only every few steps.
+        """
         values, step = self.values, self.steps.number or 0
         return self._has_values and not values.looks_at_all and values.has_hidden_stores(step)
 
     def _sum(self, bucket: NodeBucket, chunk: Chunk) -> None:
-        """Set ``chunk.total`` to the sum over all ranks, times the scale."""
+        """Set ``chunk.total`` to the average, or the sum, over all ranks."""
         if not self._sums:
             for out, parts in chunk.blocks:
                 combine_to(out, weighted(parts, self._factors), bucket.how, self.count.scale)

@@ -1,4 +1,4 @@
-"""The step of ``shard="node"``: each rank of a node sums and updates some of the parameters.
+"""The step for ``shard="node"``, in which each rank updates a part of the parameters.
 
 backward     fills this rank's buckets; ``.grad`` is a view of a bucket and is not averaged
 step begins  a step message compares the ranks; all buckets of the node are full
@@ -38,13 +38,13 @@ from hpctrain.runtime import world
 
 
 class ShardedStep(Reducer, OptimizerExchange):
-    """Steps an optimizer on averages that the ranks of a node sum slice by slice.
+    """Averages gradients and steps in slices; each rank of a node has a slice.
 
-    Collective, as ``Reducer``; gradients are sent in ``step()``. Construction lays out the buckets
-    and hooks the parameters.
+    Collective, as ``Reducer``; gradients are sent in ``step()``. Construction allocates the
+    buckets and hooks the parameters.
 
     Args:
-        reduction: sums the slices.
+        reduction: sums the gradients of each slice.
         parameters: returns the current parameters with their names.
         optimizer: optimizer whose step is applied to the slices.
         master_dtype: dtype of the copies of 16-bit parameters that the optimizer updates; None for
@@ -87,7 +87,7 @@ class ShardedStep(Reducer, OptimizerExchange):
     # -- during backward --------------------------------------------------------------------
 
     def on_ready(self, parameter: Tensor) -> None:
-        """Copy one gradient to its bucket; autograd calls this when it is accumulated."""
+        """Copy one gradient to its bucket; autograd calls this after accumulating the gradient."""
         slot = self.reduction.layout.slot_of.get(parameter)
         if not self.is_on or self.superseded:
             return
@@ -109,7 +109,7 @@ class ShardedStep(Reducer, OptimizerExchange):
 
     @property
     def _sees_sums(self) -> bool:
-        """Whether ``before_sum`` is called before a gradient is added to another."""
+        """Whether hooks call ``before_sum`` before backward adds to an existing gradient."""
         return True
 
     def before_sum(self, parameter_id: int) -> None:
@@ -129,7 +129,7 @@ class ShardedStep(Reducer, OptimizerExchange):
     def synchronize(self) -> bool:
         """Compare the ranks before ``step()``. Collective.
 
-        Ranks that do not call this synchronize in their next ``open``.
+        A rank that does not call this method synchronizes in its next ``open``.
         """
         self._open_once(synchronizes=True)
         return False
@@ -143,7 +143,8 @@ class ShardedStep(Reducer, OptimizerExchange):
     def _open_once(self, *, synchronizes: bool = False) -> bool:
         """Exchange step messages; return whether any rank called ``synchronize``. Collective.
 
-        Such a rank may still clip gradients, so its settings are compared in the next message.
+        A rank that called ``synchronize`` may clip gradients afterwards, so its settings are
+        compared in the next message.
         """
         optimizer = self._optimizer()
         assert optimizer is not None
@@ -180,7 +181,7 @@ class ShardedStep(Reducer, OptimizerExchange):
 
     @property
     def _weighs_anew(self) -> bool:
-        """Whether gradients of the previous step would now have another weight or were clipped."""
+        """Whether the previous step's gradients were clipped, or have another weight now."""
         return self._was_clipped or self._old_weight not in (None, self.reduction.count.weight)
 
     def _find_changed(self) -> str:
@@ -209,7 +210,10 @@ class ShardedStep(Reducer, OptimizerExchange):
     @dynamo_disable
     @torch.no_grad()
     def finish(self, *, is_skipped: bool = False) -> bool:
-        """Average gradients and step; the optimizer then finds no gradients. Collective."""
+        """Average gradients and step; the optimizer's own step then finds no gradients.
+
+        Collective.
+        """
         del is_skipped  # a sharded step cannot be skipped
         optimizer = self._optimizer()
         if not self.is_on or optimizer is None:
@@ -253,7 +257,10 @@ class ShardedStep(Reducer, OptimizerExchange):
             slot.parameter.data = torch.full_like(slot.parameter, math.nan)
 
     def state_loaded(self, state_dict: dict[str, Any]) -> None:
-        """Restore the dtypes of loaded state for master copies, which torch has cast."""
+        """Replace loaded state, which torch has cast to 16 bits, by its original values.
+
+        A no-op without master copies.
+        """
         optimizer = self._optimizer()
         if optimizer is None or not self.master_dtype:
             return
@@ -266,7 +273,7 @@ class ShardedStep(Reducer, OptimizerExchange):
 
     @dynamo_disable
     def end_step(self) -> None:
-        """Restore ``.grad``, and prepare for another step."""
+        """Restore ``.grad``, and reset the state for the next step."""
         for parameter, grad in self._hidden:
             parameter.grad = grad
         self._old_weight = self.reduction.count.weight if self._hidden else None
@@ -278,7 +285,7 @@ class ShardedStep(Reducer, OptimizerExchange):
 
     @dynamo_disable
     def new_step(self) -> None:
-        """Prepare for the gradients of another step; count a step that has begun."""
+        """Reset the state for the gradients of another step; count a step that has begun."""
         if self.is_in_step:
             self.steps.end()
         self.state = EMPTY
@@ -294,7 +301,7 @@ class ShardedStep(Reducer, OptimizerExchange):
     # -- clipping ---------------------------------------------------------------------------
 
     def clip_value(self, parameters: Sequence[Tensor], value: float) -> None:
-        """Clamp the averages in the next step."""
+        """Request that the next step clamps the averages."""
         del parameters  # all averages are clipped
         self._changes.append(Change(bound=float(value)))
 
@@ -306,7 +313,7 @@ class ShardedStep(Reducer, OptimizerExchange):
         *,
         error_if_nonfinite: bool,
     ) -> Tensor:
-        """Clip the averages in the next step; return their norm before clipping. Collective."""
+        """Request that the next step clips the averages; return their norm before. Collective."""
         norm = self._norm(float(norm_type))
         if error_if_nonfinite and not math.isfinite(norm):
             raise RuntimeError(
@@ -338,7 +345,10 @@ class ShardedStep(Reducer, OptimizerExchange):
 
     @torch.no_grad()
     def unscale(self, inverse_scale: Tensor, *, allows_fp16: bool) -> bool:
-        """Unscale the averages in the next step; return whether any is not finite. Collective."""
+        """Request that the next step unscales the averages; return whether any is not finite.
+
+        Collective.
+        """
         if self._overflowed:  # that step was skipped: drop its clipping
             self._changes = []
         self.open()
@@ -355,7 +365,7 @@ class ShardedStep(Reducer, OptimizerExchange):
 
 
 def _require_trusted(optimizer: Optimizer) -> None:
-    """Raise ``CommError`` if a step has failed midway; torch calls this in ``state_dict()``."""
+    """Raise ``CommError`` if a step has failed midway; torch calls this hook in state_dict()."""
     exchange = exchange_of(optimizer)
     if isinstance(exchange, ShardedStep) and exchange.is_spoilt:
         raise CommError(

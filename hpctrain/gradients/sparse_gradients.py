@@ -1,4 +1,4 @@
-"""Sparse gradients: the rows of all ranks are gathered, and ``.grad`` stays sparse."""
+"""Reduction of sparse gradients, by gathering the rows of all ranks."""
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ class GradientState:
 
     @property
     def holds_result(self) -> bool:
-        """Whether ``.grad`` is the result of a reduction, at its place."""
+        """Whether ``.grad`` is the result of a reduction, and was not replaced since."""
         grad = self.parameter.grad
         return self.is_result and grad is not None and self.holds(grad)
 
@@ -46,7 +46,7 @@ class GradientState:
 
     @property
     def found_sparse_dim(self) -> int | None:
-        """Number of sparse dimensions of the gradient on this rank; None if dense."""
+        """Number of sparse dimensions of the gradient, here or in earlier steps; None if dense."""
         grad = self.parameter.grad
         return grad.sparse_dim() if grad is not None and grad.is_sparse else self.sparse_dim
 
@@ -57,17 +57,17 @@ class GradientState:
         return grad is not None and bool(grad.any())
 
     def holds(self, grad: Tensor) -> bool:
-        """Return whether a gradient of the parameter is stored at its place."""
+        """Return whether ``grad`` is stored in the slot."""
         raise NotImplementedError
 
 
 def writes_of(tensor: Tensor) -> tuple[int, int]:
-    """Return a pair that changes when a tensor is written or its ``.data`` is replaced."""
+    """Return two numbers, which change if the tensor is written or its ``.data`` replaced."""
     return version_of(tensor), 0 if tensor.is_sparse else tensor.data_ptr()
 
 
 class SparseSlot(GradientState):
-    """One parameter whose gradient is sparse, usually that of an embedding.
+    """State and messages of a sparse gradient, usually of an embedding.
 
     The gradient is sent after the buckets: first the indices, then the values. If the gradient of
     a rank is dense, its nonzero rows are sent.
@@ -92,18 +92,18 @@ class SparseSlot(GradientState):
         self.parameter.grad = None
 
     def fits(self, parameter: Tensor) -> bool:
-        """Return whether this is the parameter; its dtype and layout may change."""
+        """Return whether ``parameter`` is that of this slot; dtype and layout may differ."""
         return parameter is self.parameter
 
     def adopt(self) -> None:
-        """Use a gradient that is already equal on all ranks as the result."""
+        """Store the gradient, which is already equal on all ranks, as the result."""
         grad = self.parameter.grad
         self.is_present = self.is_result = grad is not None
         self._gradient = None if grad is None else as_sparse(grad, self.sparse_dim)
         self.parameter.grad = self._gradient
 
     def depart(self, weight: float, *, keeps_result: bool) -> None:
-        """Copy the rows of this rank, times ``weight``, to the host.
+        """Copy the gradient rows of this rank, times ``weight``, to the host.
 
         No rows are sent if the weight is zero, or if the gradient is an earlier result and
         ``keeps_result`` is False.
@@ -114,7 +114,7 @@ class SparseSlot(GradientState):
         self.is_result = False
 
     def reduce(self, comm: Communicator, rest: float, scale: float | None) -> None:
-        """Sum the rows of all ranks. Collective.
+        """Gather and sum the gradient rows of all ranks. Collective.
 
         Args:
             comm: ranks to sum over.
@@ -149,7 +149,10 @@ class SparseSlot(GradientState):
             self._total, self.is_result = None, True
 
     def _own(self, weight: float) -> tuple[Tensor, Tensor]:
-        """Return indices, ``(sparse dimensions, rows)``, and values; 1-D without a gradient."""
+        """Return the indices and the values of this rank's rows.
+
+        Indices have shape ``(sparse dimensions, rows)``; 1-D and empty without a gradient.
+        """
         grad = self.parameter.grad
         self.is_present = grad is not None
         if grad is None:
@@ -161,7 +164,7 @@ class SparseSlot(GradientState):
 
 
 def as_sparse(gradient: Tensor, sparse_dim: int) -> Tensor:
-    """Return a coalesced gradient with ``sparse_dim`` sparse dimensions."""
+    """Convert a gradient to a coalesced tensor with ``sparse_dim`` sparse dimensions."""
     if gradient.is_sparse and gradient.sparse_dim() == sparse_dim:
         return gradient.coalesce()
     dense = gradient.to_dense() if gradient.is_sparse else gradient

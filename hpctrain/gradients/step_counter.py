@@ -1,4 +1,4 @@
-"""``StepCounter``: the steps of one distributed optimizer, and the step message of this rank."""
+"""``StepCounter``, which counts the steps of an optimizer and builds its step messages."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -26,14 +26,14 @@ _FIRST_BYTES = 64 * KIB  # compared of each gradient in the first step
 
 
 class UnreachedParameters:
-    """Names of the parameters without a gradient in every step since the last comparison."""
+    """Collects the parameters that had no gradient in any step since the last comparison."""
 
     def __init__(self) -> None:
         self._num_steps = 0
         self._names: set[str] = set()
 
     def count(self, unreached: Iterable[str]) -> None:
-        """Count a step with samples, whose parameters ``unreached`` have no gradient."""
+        """Count a step in which the parameters ``unreached`` had no gradient."""
         self._num_steps += 1
         if self._num_steps == 1:
             self._names = set(unreached)
@@ -41,7 +41,7 @@ class UnreachedParameters:
             self._names.intersection_update(unreached)
 
     def take(self) -> tuple[str, ...] | None:
-        """Return the names, and start again; None if fewer than ``LONG`` steps were counted."""
+        """Return the names and reset; return None if fewer than ``LONG`` steps were counted."""
         if self._num_steps < LONG:
             return None
         self._num_steps = 0
@@ -52,7 +52,7 @@ class StepCounter:
     """Counts the steps of one optimizer and builds the step message of this rank.
 
     Args:
-        check: synchronizes the starts of steps.
+        check: compares the ranks at the start of each step.
         check_weights: reaction to replicas that differ: ``"error"``, ``"warn"`` or ``"off"``.
         may_skip_alone: whether ranks may skip different steps; otherwise that is an error. The
             weights of ranks that have skipped different steps are not compared.
@@ -78,25 +78,25 @@ class StepCounter:
         self.unreached = UnreachedParameters()
 
     def enter(self, member: Member) -> None:
-        """Register the optimizer with ``StepSync``."""
+        """Register an optimizer with ``StepSync``."""
         self._member = self._check.enter(member)
         if self._check.last_states is not None:
             self._name = self._check.last_states.enter((), self.left)
 
     def watch(self, parameters: Sequence[tuple[str, Parameter]]) -> None:
-        """Compare samples of these parameters from now on."""
+        """Select the parameters of which samples are compared in later steps."""
         self._sample = WeightSample(parameters)
 
     def skip(self) -> None:
-        """Record that this rank does not take a step whose gradients were averaged."""
+        """Record that this rank skips a step after its gradients were averaged."""
         self.skipped = crc32(f"{self.skipped} {self.number}".encode())
 
     def end(self, *, is_own: bool = True) -> None:
         """Count a step that was taken.
 
         Args:
-            is_own: False for a step of other ranks that this rank has joined; the weights of this
-                rank are out of date afterwards.
+            is_own: False for a step that this rank, which has joined, did not take itself; the
+                weights of this rank are then out of date.
         """
         if self.number is not None:
             self.number += 1
@@ -106,11 +106,10 @@ class StepCounter:
             self._sample.unmark()
 
     def left(self, _: tuple[int, ...] = (), /, *, has_weights: bool = True) -> dict[str, str]:
-        """Return the state after the last step, as text by name. Not collective.
+        """Return the number of steps and hashes of the weights after the last step.
 
-        The state is the number of steps and hashes of the weights. It omits weights that were
-        written after the last step, because a rank may change them on purpose, for example to
-        evaluate averaged weights.
+        Not collective. Weights that were written after the last step are omitted, because a rank
+        may change them on purpose, for example to evaluate averaged weights.
         """
         if self._check_weights == "off" or self.number is None:
             return {}
@@ -119,7 +118,7 @@ class StepCounter:
         return {"the number of steps": str(self.number), **hashes}
 
     def __del__(self) -> None:
-        """Keep the final state for the comparison at shutdown."""
+        """Store the final state for the comparison at shutdown."""
         if self._check.last_states is not None:
             self._check.last_states.keep(self._name, self.left)
 
@@ -131,7 +130,7 @@ class StepCounter:
         weight: float = 1.0,
         needs_all: bool = False,
     ) -> StepMessage:
-        """Return ``told`` with the header and the facts about the weights."""
+        """Return ``told``, with the header and the facts about the weights added."""
         step, is_first, self._is_first = self.number, self._is_first, False
         is_fresh = not told.gradients.outdated
         compares = self._check_weights != "off" and not self.may_differ and step is not None
@@ -157,9 +156,10 @@ class StepCounter:
         )
 
     def open(self, comm: Communicator, mine: StepMessage) -> StepAgreement:
-        """Return the agreement of all ranks; runs on the communicator's thread. Collective.
+        """Exchange step messages, and return the agreement of all ranks. Collective.
 
-        After an error, the number of steps is taken from the next agreement.
+        Runs on the communicator's thread. After an error, the number of steps is taken from the
+        next agreement.
         """
         try:
             return self._check.exchange(comm, mine, self._sample.by_name)
@@ -199,14 +199,14 @@ def _checksum_of_first(slots: Iterable[GradientState]) -> int | None:
 
 
 def steps_over(comm: Communicator) -> StepCounter:
-    """Return a step counter over ``comm``. Collective for the first one."""
+    """Return a step counter for the ranks of ``comm``. The first call is collective."""
     if comm.size == 1:
         return StepCounter(StepSync(comm))
     return StepCounter(check_over(comm), world.current().settings.check_weights)
 
 
 def check_over(comm: Communicator) -> StepSync:
-    """Return the ``StepSync`` of ``comm``. Collective for the first call."""
+    """Return the ``StepSync`` of ``comm``. The first call is collective."""
     checks = world.current().step_checks
     if comm not in checks:
         checks[comm] = StepSync(comm, LastStates())

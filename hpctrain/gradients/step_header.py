@@ -1,4 +1,4 @@
-"""``StepMessage`` and ``StepAgreement``: facts that ranks report before a step, and the result.
+"""The facts that ranks exchange before a step, and the agreement that results.
 
 Each fact is a number in the step message. The message is summed over the ranks, so a fact is
 either counted, or compared by its sum and its sum of squares.
@@ -24,7 +24,7 @@ _MASK = (1 << 20) - 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepHeader:
-    """Facts about the step of a rank, for every kind of exchange."""
+    """Facts about the step that a rank begins, for every kind of exchange."""
 
     member: int = 0  # number of the optimizer; see ``StepSync.enter``
     step: int | None = None  # steps taken; None after state was loaded: other ranks report it
@@ -117,7 +117,7 @@ class WeightAgreement(NamedTuple):
 
 
 class ShardedAgreement(NamedTuple):
-    """Facts that hold on any rank before a step of ``shard="node"``; see ``ShardedFacts``."""
+    """Facts of ``ShardedFacts`` that are true on one or more ranks."""
 
     is_written: bool
     is_new: bool
@@ -166,7 +166,10 @@ NUM_WORDS = _NUM_BEFORE + len(_COUNTED) + NUM_FLAGS
 
 
 def words_of(mine: StepMessage | None) -> list[float]:
-    """Return the summands of one rank; ``mine`` is None for a rank that has joined."""
+    """Encode the message of one rank as numbers, which are summed over the ranks.
+
+    ``mine`` is None on a rank that has joined.
+    """
     if mine is None:
         return [1.0, *[0.0] * (NUM_WORDS - 1)]
     weight, loss = mine.header.weight, mine.header.loss
@@ -176,7 +179,7 @@ def words_of(mine: StepMessage | None) -> list[float]:
 
 
 def _comparable(value: int | None) -> tuple[int, int, int]:
-    """Return three summands whose sums show whether all ranks with a value have the same."""
+    """Return three numbers, from whose sums ``_all_equal`` finds whether all values are equal."""
     if value is None:
         return 0, 0, 0
     value &= _MASK
@@ -184,7 +187,7 @@ def _comparable(value: int | None) -> tuple[int, int, int]:
 
 
 def _all_equal(sums: Sequence[float]) -> bool:
-    """Return whether all values are equal: the mean of squares is the square of the mean."""
+    """Return whether all values are equal: their mean square is the square of their mean."""
     count, total, squares = map(int, sums)
     return count * squares == total * total
 
@@ -194,7 +197,11 @@ def _common(sums: Sequence[float]) -> int:
 
 
 def agreement_of(sums: Sequence[float], size: int) -> tuple[StepAgreement, str]:
-    """Return the agreement of all ranks, and the first rule that is broken, or ""."""
+    """Decode the sums of ``words_of`` over the ranks.
+
+    Returns:
+        The agreement, and the message of the first rule that the ranks have broken, or ``""``.
+    """
     num_active = size - int(sums[0])
     of = {name: sums[_NUM_SUMS + 3 * i :][:3] for i, name in enumerate(_NAMES_COMPARED)}
     num = dict(zip(_NAMES_COUNTED, map(int, sums[_NUM_BEFORE:]), strict=False))
@@ -290,7 +297,7 @@ _RULES = {
 
 
 def describe(one: StepMessage | None) -> str:
-    """Return the step of a rank for an error message."""
+    """Return a description of a rank's step for an error message."""
     if one is None:
         return "joined"
     header, gradients, averages, sharded = one[:4]

@@ -30,14 +30,16 @@ LONG = 16  # steps between two comparisons of the parameters that no backward ha
 
 
 class Member(Protocol):
-    """Optimizer whose steps begin with a step message."""
+    """An optimizer whose steps begin with a step message."""
 
     def stand_in(self, agreement: StepAgreement) -> None:
-        """Add zeros to the step that has begun with ``agreement``. Collective."""
+        """Take part in the step that ``agreement`` begins, with zeros as gradients. Collective."""
 
 
 class StepSync:
-    """Synchronizes the starts of the steps of all optimizers that share a communicator.
+    """Compares the ranks at the start of each step of an optimizer.
+
+    All optimizers with the same communicator share one ``StepSync``.
 
     Construction is collective.
 
@@ -66,14 +68,14 @@ class StepSync:
         mine: StepMessage | None,
         sample: Callable[[int], Mapping[str, str]] = lambda _: {},
     ) -> StepAgreement:
-        """Sum the step messages of all ranks and return the result. Collective.
+        """Sum the step messages of all ranks, and return the agreement. Collective.
 
         Runs on the communicator's thread.
 
         Args:
             comm: ranks to synchronize.
             mine: message of this rank; None if the rank has joined.
-            sample: returns the checksums, by name, of the weights that are compared in a step.
+            sample: returns, for a step, the checksums of the compared weights by name.
 
         Raises:
             MismatchError: the ranks do not begin the same step; raised on all ranks.
@@ -105,7 +107,10 @@ class StepSync:
         return agreement
 
     def take_part(self, comm: Communicator) -> bool:
-        """Add zeros to the others' next step; return False if there is none. Collective."""
+        """Take part in the next step of other ranks with zeros; return False after the last step.
+
+        Collective.
+        """
         heard: list[StepAgreement] = []
         start_on(comm, lambda: heard.append(self.exchange(comm, None))).wait()
         agreement = heard[0]
@@ -117,7 +122,7 @@ class StepSync:
         return True
 
     def last_to_step(self, comm: Communicator) -> list[int]:
-        """Return the ranks with the most steps since all ranks had joined. Collective."""
+        """Return the ranks that took the most steps since all ranks had joined. Collective."""
         numbers: list[int] = []
         start_on(comm, lambda: numbers.extend(comm.allgather_object(self._num_taken))).wait()
         self._num_taken = 0
@@ -162,7 +167,7 @@ class StepSync:
 
 
 def _first_difference(of_ranks: Sequence[Mapping[str, str]]) -> str:
-    """Return the name of a parameter whose checksums differ, with the ranks."""
+    """Return a text with the name of a parameter whose checksums differ, and the ranks."""
     for name, seen in differing(of_ranks).items():
         return f"the checksums of {name} are {seen}"
     return "the parameters that are compared are not the same"

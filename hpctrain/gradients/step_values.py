@@ -1,4 +1,4 @@
-"""Gradients and buffers of one step, which can be taken, summed and restored."""
+"""Gradients and buffers of a step, which are collected and restored per micro-shard."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,9 +8,9 @@ from torch.nn import Parameter
 
 
 class StepValues:
-    """The gradients of some parameters and the buffers of their model, as numbered entries.
+    """Collects the gradients and buffers after each micro-shard, as numbered entries.
 
-    Construction clears the gradients and copies the buffers. Every backward pass starts from these
+    Construction clears the gradients and copies the buffers. Every micro-shard starts with these
     copies.
 
     Args:
@@ -33,11 +33,11 @@ class StepValues:
         return len(self._parameters) + len(self._places)
 
     def take(self) -> tuple[list[Tensor | None], dict[int, Tensor]]:
-        """Return the results of a pass over a micro-shard, and restore the buffers.
+        """Return the gradients and buffers after a micro-shard, and restore the buffers.
 
         Returns:
-            For each entry a gradient, or a changed floating-point buffer, in separate memory; None
-                for other entries. Then the other changed buffers, by entry.
+            A list with the gradient or the changed floating-point buffer of each entry, or None;
+            and the other changed buffers, by entry. Tensors are in separate memory.
         """
         values: list[Tensor | None] = []
         memories: set[int] = set()
@@ -70,7 +70,10 @@ class StepValues:
             self._put(entry, start)
 
     def absent(self, entry: int, level: int) -> Tensor:
-        """Return the sum of 2^level micro-shards without a value: zeros, or unchanged buffers."""
+        """Return the sum of ``2**level`` micro-shards in which an entry has no value.
+
+        The value of a gradient is then zero, and the value of a buffer is that at the start.
+        """
         if entry < len(self._parameters):
             return torch.zeros_like(self._parameters[entry])
         return self._start[entry - len(self._parameters)].mul(2**level)
@@ -78,7 +81,10 @@ class StepValues:
     def settle(
         self, sums: Sequence[Tensor | None], scale: float, counters: Mapping[int, Tensor]
     ) -> None:
-        """Set gradients and buffers to the sums times ``scale``, other buffers to ``counters``."""
+        """Set gradients and buffers to ``sums`` times ``scale``, or to ``counters``.
+
+        ``counters`` has the values of integer buffers, by entry.
+        """
         for entry, total in enumerate(sums):
             if total is not None:
                 self._put(entry, total.mul_(scale))
@@ -86,7 +92,7 @@ class StepValues:
             self._put(entry, counter)
 
     def _put(self, entry: int, value: Tensor) -> None:
-        """Set an entry; a pass may have replaced the tensor of a buffer."""
+        """Set the value of an entry; restore the tensor of a buffer that the model replaced."""
         if entry < len(self._parameters):
             self._parameters[entry].grad = value
             return

@@ -1,6 +1,6 @@
 """Checksums of a sample of the weights, cheap enough for every step.
 
-``WeightSample`` also reports which weights were not written since a step.
+``WeightSample`` also returns the weights that were not written since the last step.
 """
 
 import ctypes
@@ -23,10 +23,10 @@ _NUM_BYTES = 256  # sampled of each parameter; the next bytes in the next step
 
 
 class WeightSample:
-    """Checksums of samples of some parameters; the step number selects the bytes.
+    """Computes checksums of some bytes of the parameters, which the step number selects.
 
     Args:
-        parameters: parameters with their names; those with gaps in memory are not sampled.
+        parameters: parameters with their names. Parameters with gaps in memory are not sampled.
     """
 
     def __init__(self, parameters: Sequence[tuple[str, Parameter]]) -> None:
@@ -42,7 +42,7 @@ class WeightSample:
         """Step, its sample as copied to the host, and the event at the end of the copy."""
 
     def checksum(self, step: int) -> int:
-        """Return one checksum of the sample of this step."""
+        """Return the checksum of the sample for this step."""
         if self._is_on_host:
             return sample_of([p for _, p, _ in self._due(step)], step)
         copied = self._copied
@@ -54,7 +54,7 @@ class WeightSample:
         return crc32(host_bytes(sample))
 
     def by_name(self, step: int) -> dict[str, str]:
-        """Return a human-readable checksum for each parameter in the sample of this step."""
+        """Return a human-readable checksum of each parameter in the sample for this step."""
         notes = {True: "", False: " (not finite)"}
         return {
             name: f"{sample_of([p.cpu()], step):08x}{notes[bool(p.isfinite().all())]}"
@@ -98,7 +98,7 @@ class WeightSample:
 
 
 def due(items: Sequence[T], step: int) -> Sequence[T]:
-    """Return the items to compare in a step; consecutive steps cycle through all items."""
+    """Return the items to compare in this step; successive steps cycle through all items."""
     count = len(items)
     if count <= _NUM_PARAMETERS:
         return items
@@ -107,7 +107,10 @@ def due(items: Sequence[T], step: int) -> Sequence[T]:
 
 
 def sample_of(tensors: Iterable[Tensor], step: int) -> int:
-    """Return a checksum of some bytes of each tensor: on the CPU, without gaps, not empty."""
+    """Return a checksum of some bytes of each tensor.
+
+    Tensors must be on the CPU, without gaps in memory, and not empty.
+    """
     total = 0
     for tensor in tensors:
         total = crc32(_bytes_of(tensor, tensor.nbytes, step), total)
@@ -130,13 +133,13 @@ def _bytes_in(parameter: Tensor) -> Tensor:
 
 
 def _is_dense(parameter: Tensor) -> bool:
-    """Return whether the elements are in memory without gaps and overlaps."""
+    """Return whether the elements are in memory without gaps or overlaps."""
     # is_contiguous() ignores strides of dimensions of size one; ``like`` accepts channels_last.
     like = torch.empty_like(parameter, device="meta")
     return parameter.is_contiguous() or like.stride() == parameter.stride()
 
 
 def checksum_of(tensor: Tensor, total: int = 0) -> int:
-    """Continue a checksum with the elements of a tensor, in order."""
+    """Return the checksum ``total``, continued with the elements of a tensor in order."""
     dense = tensor.detach().to_dense() if tensor.is_sparse else tensor
     return crc32(host_bytes(dense), total)
