@@ -1,1 +1,1 @@
-"""Collective functions on tensors with Horovod's names and meanings, one file each."""
+"""Collective functions on tensors, with the names and the semantics of Horovod."""

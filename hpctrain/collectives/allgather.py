@@ -1,4 +1,4 @@
-"""``allgather``: every rank receives the rows of all ranks, of one or several tensors."""
+"""``allgather`` and its variants: every rank receives the rows of all ranks."""
 
 from collections.abc import Sequence
 from typing import Any, cast
@@ -27,8 +27,7 @@ def allgather(
 ) -> Tensor:
     """Return the tensors of all ranks, concatenated along the first dimension. Collective.
 
-    Differentiable: a rank receives the average over the ranks of the gradients of its rows, as in
-    Horovod.
+    Differentiable: as in Horovod, the gradient of a rank's rows is averaged over the ranks.
 
     Args:
         tensor: ``(rows, ...)``; the number of rows may differ between ranks, other dimensions and
@@ -96,7 +95,7 @@ def grouped_allgather_async(
 
 
 def _rows(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors with at least one dimension."""
+    """Check the tensors; return them with at least one dimension each."""
     for tensor in tensors:
         check_tensor(tensor)
     return [tensor if tensor.dim() else tensor.reshape(1) for tensor in tensors]
@@ -114,7 +113,7 @@ def _gathered(
 
 
 class _Allgather(CarriedOut):
-    """Returns to each rank its rows of the averaged gradients."""
+    """Autograd function of ``allgather``: averages gradients, and returns this rank's rows."""
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

@@ -118,7 +118,7 @@ def _like(received: Tensor, splits: Tensor | Sequence[int] | None) -> Tensor:
 
 
 class _Alltoall(CarriedOut):
-    """Sends gradients back to the ranks of their rows."""
+    """Autograd function of ``alltoall``: sends gradients back to the ranks of their rows."""
 
     @staticmethod
     def forward(

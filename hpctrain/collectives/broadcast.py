@@ -1,4 +1,4 @@
-"""``broadcast`` in its four variants: every rank receives the tensor of one rank."""
+"""``broadcast`` and its variants: every rank receives the tensor of one rank."""
 
 from typing import Any, cast
 
@@ -26,8 +26,8 @@ def broadcast(
 ) -> Tensor:
     """Return the tensor of ``root_rank`` on every rank. Collective.
 
-    Differentiable: the root receives the average of the gradients of all ranks, the other ranks
-    zeros, as in Horovod.
+    Differentiable: as in Horovod, the gradient on the root is the average over all ranks, and the
+    gradient on other ranks is zero.
 
     Args:
         tensor: the same shape and dtype on every rank; dense, on any device, of any memory format.
@@ -109,7 +109,7 @@ def _request(
 
 
 class _Broadcast(CarriedOut):
-    """Returns the average of the gradients to the root."""
+    """Autograd function of ``broadcast``: averages the gradients on the root."""
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

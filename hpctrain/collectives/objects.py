@@ -1,4 +1,4 @@
-"""Python objects for all ranks of a process set, as named operations."""
+"""Broadcast and all-gather of Python objects, as named operations."""
 
 import pickle
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ _LENGTH_BYTES = 8
 
 @dataclass(frozen=True)
 class _Refusal:
-    """Sent in place of an object that a rank cannot pickle."""
+    """A message that a rank sends instead of an object that it cannot pickle."""
 
     message: str
 
@@ -41,8 +41,7 @@ def broadcast_object(
     May run concurrently with other operations, in any order.
 
     Args:
-        obj: any object that cloudpickle supports, of any size; ignored on other ranks than the
-            root.
+        obj: any object that cloudpickle supports, of any size; only that of the root is used.
         root_rank: a rank of the world that is in the process set.
         name: identifies the call on all ranks, if several threads make calls concurrently.
         process_set: the ranks that take part; None for all.
@@ -91,7 +90,7 @@ def allgather_object(
 
 
 def _pickled(obj: object) -> tuple[bytes, BaseException | None]:
-    """Return the pickled object or a pickled refusal, and the error of the refusal."""
+    """Pickle an object; if that fails, return a pickled ``_Refusal`` and the error."""
     try:
         return cloudpickle.dumps(obj), None
     except Exception as error:  # pickling may raise anything, and the other ranks wait
@@ -100,7 +99,10 @@ def _pickled(obj: object) -> tuple[bytes, BaseException | None]:
 
 
 def _unpickled(data: memoryview, failure: BaseException | None) -> Any:
-    """Return an object, or raise its refusal; ``failure`` is the error of this rank."""
+    """Unpickle an object; raise an error if a rank has sent a ``_Refusal`` instead.
+
+    ``failure`` is the error of this rank, the cause of the raised error.
+    """
     value = unpickled(data)
     if isinstance(value, _Refusal):
         raise HorovodInternalError(value.message) from failure
@@ -108,7 +110,7 @@ def _unpickled(data: memoryview, failure: BaseException | None) -> Any:
 
 
 def _framed(data: bytes, num_bytes: int = 0) -> Tensor:
-    """Prepend the length, and append zeros up to ``num_bytes``."""
+    """Return a tensor with the length of ``data``, the data, and zeros up to ``num_bytes``."""
     frame = bytearray(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
     return torch.frombuffer(frame.ljust(num_bytes, b"\0"), dtype=torch.uint8)
 
@@ -143,7 +145,7 @@ def _broadcast_bytes(
 def broadcast_tensors_(
     tensors: list[Tensor], root_rank: int, name: str, process_set: ProcessSet | None
 ) -> None:
-    """Replace tensors by the tensors of ``root_rank``, in one operation. Collective.
+    """Replace tensors by those of ``root_rank``, in one named operation. Collective.
 
     Args:
         tensors: dense, on any device, with the same shapes and dtypes on every rank.

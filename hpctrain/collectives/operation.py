@@ -1,4 +1,4 @@
-"""Common parts of all operations: checked arguments, handles, compression, derivatives."""
+"""Common parts of all operations: checks, handles, compression and derivatives."""
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -27,11 +27,11 @@ only: Callable[[Result], Tensor] = itemgetter(0)  # takes the single tensor of a
 
 
 class UnsupportedError(ConfigError, NotImplementedError):
-    """A function does not support its arguments."""
+    """A function does not support the given arguments."""
 
 
 def controller_of(process_set: ProcessSet | None) -> Controller:
-    """Return the controller of a process set; None is the set of all ranks.
+    """Return the controller of a process set; None stands for the set of all ranks.
 
     Raises:
         NotInitializedError: ``hpctrain.init()`` was not called.
@@ -44,7 +44,7 @@ def controller_of(process_set: ProcessSet | None) -> Controller:
 
 
 def named(kind: Kind, name: str | None) -> str | None:
-    """Return the name prefixed by its kind, as in Horovod: each kind has separate names."""
+    """Return the name with its kind as prefix, since names are separate for each kind."""
     return None if name is None else f"{_PREFIX[kind]}{name}"
 
 
@@ -53,7 +53,7 @@ AverageFlag: TypeAlias = bool | None
 
 
 def chosen_op(op: ReduceOp | None, average: AverageFlag, *, stacklevel: int = 3) -> ReduceOp:
-    """Return the reduction.
+    """Return the reduction that ``op``, or Horovod's deprecated ``average``, selects.
 
     Raises:
         ConfigError: ``op`` is not a reduction, or both arguments are given.
@@ -79,7 +79,7 @@ def chosen_op(op: ReduceOp | None, average: AverageFlag, *, stacklevel: int = 3)
 
 
 def check_tensor(tensor: Tensor) -> None:
-    """Raise ``ConfigError`` unless this is a dense tensor with values."""
+    """Raise ``ConfigError`` unless ``tensor`` is a dense tensor with values."""
     if not isinstance(tensor, Tensor):
         raise ConfigError(
             f"operations must get tensors, got {type(tensor).__name__}; send other objects by "
@@ -94,7 +94,7 @@ def check_tensor(tensor: Tensor) -> None:
 
 
 def check_target(tensor: Tensor) -> None:
-    """Raise ``ConfigError`` unless an operation can replace this tensor in place."""
+    """Raise ``ConfigError`` unless an operation can replace ``tensor`` in place."""
     check_tensor(tensor)
     if shares_elements(tensor):
         raise ConfigError(
@@ -105,7 +105,7 @@ def check_target(tensor: Tensor) -> None:
 
 
 def shares_elements(tensor: Tensor) -> bool:
-    """Return whether a dense tensor is expanded, so that several elements are one in memory."""
+    """Return whether elements of a dense tensor share memory, as after ``expand()``."""
     if 0 not in tensor.stride() or not tensor.numel():
         return False
     return any(
@@ -123,7 +123,7 @@ def check_values(tensor: Tensor) -> None:
 
 
 def check_rows(tensor: Tensor, function: str) -> None:
-    """Raise ``ConfigError`` as ``check_tensor``, and for a tensor without dimensions."""
+    """Raise ``ConfigError`` as ``check_tensor`` does, and if ``tensor`` has no dimension."""
     check_tensor(tensor)
     if tensor.dim() == 0:
         raise ConfigError(
@@ -149,7 +149,7 @@ def check_group(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 class Scaled(NamedTuple):
-    """A reduction, and the factors of this rank's tensors and of the result."""
+    """A reduction, with the factors before and after it."""
 
     op: ReduceOp
     prescale: float = 1.0
@@ -165,10 +165,10 @@ def reduction(
     *,
     in_place: bool = False,
 ) -> Request:
-    """Return the request for a reduction of some tensors.
+    """Check tensors, and return the request to reduce them.
 
     Raises:
-        ConfigError: the check of a tensor raises, or the dtype does not support the reduction.
+        ConfigError: a tensor is not valid, or its dtype does not support the reduction.
     """
     check = check_target if in_place else check_tensor
     scaled = Scaled(scaled.op, float(scaled.prescale), float(scaled.postscale))
@@ -212,7 +212,7 @@ def compressed(
 
 
 class CarriedOut(torch.autograd.Function):
-    """Runs a request; subclasses define the derivative.
+    """Autograd function that executes a request; subclasses define the derivative.
 
     Derivatives use ``ctx.signature``, the signature of the request, and ``ctx.rows``, the number
     of rows of each tensor.
@@ -222,7 +222,7 @@ class CarriedOut(torch.autograd.Function):
     def forward(
         ctx: Any, request: Request, process_set: ProcessSet | None, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        """Return the results of ``request``; ``tensors`` are its tensors, for autograd."""
+        """Execute ``request``; ``tensors`` are its tensors, which autograd must see."""
         ctx.signature, ctx.process_set = request.signature, process_set
         ctx.rows = [len(tensor) if tensor.dim() else 1 for tensor in tensors]
         return tuple(controller_of(process_set).run(request))
@@ -234,7 +234,7 @@ def carried_out(
     tensors: Sequence[Tensor],
     process_set: ProcessSet | None,
 ) -> list[Tensor]:
-    """Return the result of a request, differentiable if a tensor requires a gradient."""
+    """Execute a request; the result is differentiable if a tensor requires a gradient."""
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return list(function.apply(request, process_set, *tensors))  # type: ignore[no-untyped-call]
     return list(controller_of(process_set).run(request))

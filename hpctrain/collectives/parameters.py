@@ -24,7 +24,7 @@ def broadcast_parameters(
     root_rank: int = 0,
     process_set: ProcessSet | None = global_process_set,
 ) -> None:
-    """Replace every tensor by that of ``root_rank``. Collective.
+    """Replace every tensor in ``params`` by the tensor of ``root_rank``. Collective.
 
     Args:
         params: ``model.state_dict()``, ``model.named_parameters()`` or ``model.parameters()``; all
@@ -88,16 +88,16 @@ def broadcast_optimizer_state(
 ) -> None:
     """Copy the optimizer state of ``root_rank`` to every rank, with options such as ``lr``.
 
-    Collective. The other ranks load the state as from a checkpoint of ``root_rank``, for every
-    optimizer of torch. Unlike in Horovod, which creates missing state by ``step()`` with zero
-    gradients and thereby applies weight decay, no step is taken. If ``root_rank`` has no state
-    yet, every parameter without a gradient gets a zero gradient, as in Horovod.
+    Collective. The other ranks load the state as from a checkpoint of ``root_rank``; this works
+    for every optimizer of torch. No step is taken, whereas Horovod creates missing state by
+    ``step()`` with zero gradients, which applies weight decay. As in Horovod, if ``root_rank`` has
+    no state yet, every parameter without a gradient gets a zero gradient.
 
     Args:
         optimizer: a torch optimizer or a ``DistributedOptimizer``, with the same parameters in the
             same order on every rank.
         root_rank: a rank of the world that is in the process set.
-        model: module whose sparse embeddings get sparse zero gradients.
+        model: module whose sparse embeddings get sparse zero gradients; None for no such module.
         process_set: the ranks that take part; None for all.
 
     Raises:
@@ -125,7 +125,7 @@ def broadcast_optimizer_state(
 
 
 def _lift(value: object, tensors: list[Tensor]) -> bytes:
-    """Pickle everything but tensors, which are appended to ``tensors``."""
+    """Pickle ``value`` without its tensors, which are appended to ``tensors``."""
 
     class Lifting(cloudpickle.Pickler):  # type: ignore[misc]
         def persistent_id(self, value: object) -> int | None:
@@ -140,7 +140,7 @@ def _lift(value: object, tensors: list[Tensor]) -> bytes:
 
 
 def _lower(skeleton: bytes, tensors: list[Tensor]) -> dict[str, Any]:
-    """Unpickle the result of ``_lift``, with ``tensors`` inserted."""
+    """Unpickle the result of ``_lift``, and insert ``tensors``."""
 
     class Lowering(pickle.Unpickler):
         def persistent_load(self, pid: int) -> Tensor:
@@ -150,7 +150,7 @@ def _lower(skeleton: bytes, tensors: list[Tensor]) -> dict[str, Any]:
 
 
 def _load(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Load a state with its dtypes.
+    """Load the state of an optimizer without changing its dtypes.
 
     ``load_state_dict`` converts state to the dtype of its parameter, but the root may store the
     state of half-precision parameters in another dtype.

@@ -1,4 +1,4 @@
-"""``reducescatter``: every rank receives some rows of reduced tensors."""
+"""``reducescatter`` and its variants: every rank receives some rows of reduced tensors."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -141,7 +141,10 @@ def _request(tensors: Sequence[Tensor], name: str | None, scaled: Scaled) -> Req
 
 
 class _Reducescatter(CarriedOut):
-    """Gathers the gradients of all rows, multiplied by the number of ranks for a sum."""
+    """Autograd function of ``reducescatter``: gathers the gradients of all rows.
+
+    For a sum, gradients are multiplied by the number of ranks.
+    """
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

@@ -1,4 +1,4 @@
-"""``sparse_allreduce_async``: sums sparse tensors by a gather of their elements."""
+"""``sparse_allreduce_async``, which sums sparse tensors by gathering their elements."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Automatic choice of the fastest codec, measured on the link before training begins."""
+"""Automatic choice of the fastest codec, by a measurement before training begins."""
 
 import logging
 import time
@@ -34,9 +34,9 @@ _TRIED: Mapping[str, Callable[[], Codec]] = {
 
 
 class Auto(Codec):
-    """Send gradients uncompressed, in bfloat16 or in int8, whichever a trial finds fastest.
+    """Codec that sends gradients uncompressed, in bfloat16 or in int8, whichever is fastest.
 
-    The trial reduces the first bucket several times by each codec and takes the time of the
+    A trial reduces the first bucket several times by each codec, and compares the times of the
     slowest rank. On a single node there is no trial and no compression. Codecs that change the
     convergence of training are excluded and must be chosen manually.
     """
@@ -50,7 +50,7 @@ class Auto(Codec):
 
     @property
     def rail_s(self) -> float:  # type: ignore[override]
-        """Seconds of the chosen codec; see ``Codec``."""
+        """Seconds that the chosen codec has spent; see ``Codec``."""
         return 0.0 if self._codec is None else self._codec.rail_s
 
     @property
@@ -74,7 +74,7 @@ class Auto(Codec):
             self._codec.forget()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the choice, as another trial may choose another codec; see ``Codec``."""
+        """Return the choice, since another trial could choose another codec; see ``Codec``."""
         return {"name": self.name}
 
     def fits(self, state: Mapping[str, Any]) -> bool:
@@ -89,7 +89,7 @@ class Auto(Codec):
             self._codec.prepare(bucket, parts, comm)
 
     def num_bytes(self, bucket: Bucket) -> int:
-        """Return the size by the chosen codec in bytes; see ``Codec``."""
+        """Return the size of the bucket with the chosen codec, in bytes; see ``Codec``."""
         return bucket.flat.nbytes if self._codec is None else self._codec.num_bytes(bucket)
 
     def allreduce_(self, bucket: Bucket, comm: Communicator, *, scale: float | None) -> Work:
@@ -98,7 +98,7 @@ class Auto(Codec):
         return self._codec.allreduce_(bucket, comm, scale=scale)
 
     def _choose(self, bucket: Bucket, comm: Communicator) -> Codec:
-        """Return the fastest codec of a trial. Collective."""
+        """Measure the codecs; return the fastest one. Collective."""
         dtype = bucket.flat.dtype
         if not comm.num_rails:
             self.reason = "all ranks are on one node, where gradients are summed in its memory"

@@ -1,4 +1,4 @@
-"""Codecs by name, and creation of the codec of an argument ``compression``."""
+"""Codecs by name, and creation of a codec from an argument ``compression``."""
 
 import copy
 import warnings
@@ -35,7 +35,7 @@ Compressing = Compressor | Codec | str
 
 
 def codec_named(name: str, args: Mapping[str, Any], key: str) -> Codec:
-    """Return a new codec.
+    """Create the codec ``name`` with arguments ``args``.
 
     Args:
         name: name in ``CODECS``.
@@ -62,7 +62,7 @@ def _maker(name: str) -> Callable[..., Codec]:
 
 
 def codec_for(compression: Compressing | None, optimizer: Optimizer | None = None) -> Codec:
-    """Return a new codec for a Horovod compressor, a codec, or the name of a codec.
+    """Create a codec from a Horovod compressor, a codec, or the name of a codec.
 
     Warns if training by ``optimizer`` is known not to converge with the codec.
 
@@ -99,7 +99,7 @@ def _made(compression: Compressing | None) -> Codec:
 
 
 def compressor_for(compression: Compressing | None) -> Compressor:
-    """Return the compressor for Adasum, which cannot use a codec, as it sends single tensors.
+    """Return the compressor for Adasum, which sends single tensors and cannot use a codec.
 
     Raises:
         ConfigError: ``compression`` is a codec.

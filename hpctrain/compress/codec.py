@@ -15,11 +15,11 @@ from hpctrain.comm.plan.plan import Plan, expected_s
 
 
 class Codec(Protocol):
-    """Reduce buckets over the ranks, with fewer bytes or in several rounds.
+    """Reduces buckets over the ranks, usually with compression.
 
     If ranks share memory, a codec compresses only the data sent between nodes; sums inside a node
-    are exact. One codec serves the buckets of one optimizer. The default methods suit a codec
-    without state.
+    are exact. Each optimizer has a separate codec for its buckets. The default methods are for a
+    codec without state.
     """
 
     rail_s: float = 0.0
@@ -32,18 +32,21 @@ class Codec(Protocol):
 
         Args:
             bucket: exists until ``forget``.
-            parts: views of the bucket: its tensors in their shapes, then one tensor of marks, 0 or
-                1 for each tensor. After the sum, only whether a mark exceeds 0 matters.
+            parts: views of the bucket: its tensors in their shapes, then a tensor of marks, 0 or
+                1 for each tensor. After the sum, a mark only has to be above 0 if any rank set it.
             comm: communicator that reduces the bucket.
         """
         del bucket, parts, comm
 
     def forget(self) -> None:
-        """Drop the state of all prepared buckets, before new ones are prepared. Not collective."""
+        """Discard the state of all prepared buckets. Not collective.
+
+        Called before new buckets are prepared.
+        """
         return
 
     def num_bytes(self, bucket: Bucket) -> int:
-        """Return the compressed size of a bucket in bytes, the same on all ranks. Local."""
+        """Return the compressed size of a bucket in bytes. Local; the same on all ranks."""
 
     def allreduce_(self, bucket: Bucket, comm: Communicator, *, scale: float | None) -> Work:
         """Replace the bucket by its sum over ``comm``, or an approximation, times ``scale``.
@@ -56,31 +59,32 @@ class Codec(Protocol):
         return {}
 
     def fits(self, state: Mapping[str, Any]) -> bool:
-        """Return True if a state has the same buckets, so that it can be loaded. Local."""
+        """Return True if ``state`` is of the same buckets, so that it can be loaded. Local."""
         return not state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state of ``state_dict``. Not collective.
+        """Restore a state that ``state_dict`` returned. Not collective.
 
         Raises:
-            ConfigError: the state has other buckets.
+            ConfigError: the state is of other buckets.
         """
         del state
 
     def shared_state(self, comm: Communicator) -> dict[str, Any]:
-        """Return a state for other numbers of ranks; the same on all ranks. Collective.
+        """Return a state that can be loaded on any number of ranks. Collective.
 
-        The state contains the sums of unsent errors; other state is reset.
+        The state is the same on all ranks. It contains the sums of unsent errors; loading it
+        resets other state.
         """
         del comm
         return {}
 
     def load_shared_state(self, state: Mapping[str, Any], comm: Communicator) -> None:
-        """Restore a state of ``shared_state``. Collective."""
+        """Restore a state that ``shared_state`` returned. Collective."""
         del state, comm
 
     def warning(self, optimizer: Optimizer) -> str:
-        """Return why training by this optimizer may not converge; empty if no reason is known."""
+        """Return why training with ``optimizer`` may not converge; empty if no reason is known."""
         del optimizer
         return ""
 
@@ -98,13 +102,13 @@ class Identity(Codec):
 
 
 class Compressor(Protocol):
-    """Horovod's compressor: replaces each tensor by another one, which the ranks sum."""
+    """Interface of Horovod's compressors, which replace a tensor by a smaller one to sum."""
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
         """Return the tensor to send, and the context for ``decompress``."""
 
     def decompress(self, tensor: Tensor, ctx: Any) -> Tensor:
-        """Convert the sum of the compressed tensors to the form of the original tensor."""
+        """Convert the sum of compressed tensors to the form of the original tensor."""
 
 
 class TensorByTensor(Codec):
@@ -141,7 +145,10 @@ class TensorByTensor(Codec):
 
 
 def settings_of(codec: object) -> str:
-    """Return the settings of a codec as text to compare; for a user's codec its class name."""
+    """Return the settings of a codec as text, which ranks compare.
+
+    For a user-defined codec, the text is the name of its class.
+    """
     if isinstance(codec, bool | int | float | str | tuple | torch.dtype):
         return repr(codec)
     if not type(codec).__module__.startswith(__package__):
@@ -155,7 +162,7 @@ def settings_of(codec: object) -> str:
 
 
 class Savings(NamedTuple):
-    """Cost of the communication between nodes, with and without a codec."""
+    """Cost of communication between nodes, with and without a codec."""
 
     plain_bytes: int
     """Bytes that all nodes together send in a step without a codec."""
@@ -166,7 +173,7 @@ class Savings(NamedTuple):
 
 
 def savings_of(codec: Codec, buckets: Sequence[Bucket], comm: Communicator, plan: Plan) -> Savings:
-    """Compare a codec with the time without one, from measurements of the plan. Local."""
+    """Compute the cost with and without a codec, from measurements of the plan. Local."""
     sizes = [bucket.flat.nbytes for bucket in buckets]
     num_nodes = 1 if comm.internode is None else comm.internode.size
     if num_nodes == 1:

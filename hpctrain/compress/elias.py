@@ -1,6 +1,6 @@
-"""Elias omega code: variable-length codes of positive integers, shortest for small ones.
+"""Elias omega code, a variable-length code that is short for small positive integers.
 
-Each block of values is a separate stream; the reader decodes one symbol of many streams per call.
+Each block of values is a separate stream. The reader decodes one symbol of each stream per call.
 
 Source: Elias 1975, "Universal codeword sets and representations of the integers".
 """
@@ -21,7 +21,10 @@ _WINDOW = 16  # bits per table lookup
 
 
 def codes_of(numbers: Integers) -> tuple[Integers, Integers]:
-    """Return the codes of integers from 1 to ``LARGEST``, and their lengths of up to 32 bits."""
+    """Return the codes of integers from 1 to ``LARGEST``, and the lengths of the codes in bits.
+
+    The lengths are at most 32.
+    """
     if not len(numbers) or int(numbers.max()) >= _FEW:
         return _calculated(numbers)
     codes, lengths = _codes_of_few()
@@ -46,7 +49,7 @@ def _calculated(numbers: Integers) -> tuple[Integers, Integers]:
 
 
 def packed(codes: Integers, lengths: Integers) -> Bytes:
-    """Return the concatenation of codes of up to 33 bits, the highest bit first."""
+    """Concatenate codes of up to 33 bits, with the highest bit first."""
     ends = np.cumsum(lengths)
     num_bits = int(ends[-1]) if len(ends) else 0
     words = np.zeros(num_bits // 32 + 2, np.uint64)
@@ -62,7 +65,7 @@ def packed(codes: Integers, lengths: Integers) -> Bytes:
 
 
 class Reader:
-    """Decode gaps and levels of many blocks, one pair of each block per call.
+    """Decodes gaps and levels of many blocks, one pair of each block per call.
 
     Args:
         data: bytes of all blocks.
@@ -119,7 +122,10 @@ class Reader:
 
 @cache
 def _looked_up() -> tuple[Integers, Integers, Integers]:
-    """Return the bits, gap and level at the start of each window; 0 bits if it is too short."""
+    """Return the length, the gap and the level of the first pair in each possible window.
+
+    The length is in bits; it is 0 if the pair does not fit the window.
+    """
     windows = np.zeros((1 << _WINDOW, 16), np.uint8)
     windows[:, :2] = np.arange(1 << _WINDOW, dtype=">u2")[:, None].view(np.uint8)
     starts = np.arange(len(windows)) * 128

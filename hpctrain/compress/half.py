@@ -28,7 +28,7 @@ class NoCompression(Compressor):
 
 
 class Half(Compressor):
-    """Compressor that rounds floating point tensors to 16 bits; other tensors are unchanged.
+    """Compressor that rounds floating-point tensors to 16 bits, and leaves others unchanged.
 
     Args:
         dtype: ``torch.float16`` or ``torch.bfloat16``.
@@ -76,7 +76,7 @@ class HalfCodec(Codec):
 
     @override
     def prepare(self, bucket: Bucket, parts: Sequence[Tensor], comm: Communicator) -> None:
-        """Allocate the 16-bit copy of this rank's part, if the bucket is sent between nodes."""
+        """Allocate a 16-bit copy of this rank's slice, if the bucket is sent between nodes."""
         dtype = bucket.flat.dtype
         is_longer = dtype.is_floating_point and dtype.itemsize > self._dtype.itemsize
         if is_longer and comm.num_rails:
@@ -84,7 +84,7 @@ class HalfCodec(Codec):
             self._half_of[id(bucket)] = part
 
     def forget(self) -> None:
-        """Drop the copies of all buckets; see ``Codec``."""
+        """Discard the copies of all buckets; see ``Codec``."""
         self._half_of.clear()
 
     def num_bytes(self, bucket: Bucket) -> int:

@@ -1,4 +1,4 @@
-"""Compression of gradients to 8 bits, in blocks with a step and a smallest value."""
+"""Compression of gradients to 8 bits, in blocks with a common step and smallest value."""
 
 from enum import IntEnum
 
@@ -20,7 +20,7 @@ _QUARTER = 0.25
 
 
 class _Kind(IntEnum):
-    """The last byte of a packet."""
+    """Kind of a packet, stored in its last byte."""
 
     PLAIN = 0
     NOT_FINITE = 1
@@ -44,12 +44,12 @@ class Int8Blocks(Format):
 
     @override
     def num_bytes(self, share: CodedShare, piece: slice) -> int:
-        """Return one byte per value, eight per block, and one; see ``Format``."""
+        """Return the size: one byte per value, eight per block, and one; see ``Format``."""
         numel: int = piece.stop - piece.start
         return 1 + numel + _HEAD * -(-numel // self.unit)
 
     def pack(self, share: CodedShare, piece: slice, values: Tensor) -> Tensor:
-        """Return the blocks, followed by a byte of ``_Kind``; see ``Format``."""
+        """Encode values as blocks, followed by a byte of ``_Kind``; see ``Format``."""
         packet = torch.empty(self.num_bytes(share, piece), dtype=torch.uint8)
         kind = _Kind.PLAIN
         for chunk, packed in self._chunks(values, packet):
@@ -68,7 +68,7 @@ class Int8Blocks(Format):
 
     @override
     def unpack(self, share: CodedShare, piece: slice, packet: Tensor, out: Tensor) -> None:
-        """Write the rounded values, or NaN; see ``Format``."""
+        """Decode the rounded values, or NaN; see ``Format``."""
         kind = _Kind(int(packet[-1]))
         if kind is _Kind.NOT_FINITE:
             out.fill_(torch.nan)
@@ -80,7 +80,7 @@ class Int8Blocks(Format):
             out.clamp_(-largest, largest).div_(_QUARTER)
 
     def _chunks(self, values: Tensor, packet: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return pieces of values with one block per row, and the bytes of the rows."""
+        """Return pieces of ``values``, with one block per row, and the packet bytes of each."""
         unit, whole = self.unit, values.numel() // self.unit * self.unit
         rows, step = values[:whole].view(-1, unit), max(_CHUNK // unit, 1)
         packed = packet[: len(rows) * (unit + _HEAD)].view(-1, unit + _HEAD)
@@ -92,7 +92,7 @@ class Int8Blocks(Format):
 
 
 def _packed(blocks: Tensor) -> Tensor:
-    """Return the bytes of rows; small values are scaled, since torch adds 1e-8 to ranges."""
+    """Encode each row; small values are scaled first, since torch adds 1e-8 to ranges."""
     packed: Tensor = torch.ops.quantized.embedding_bag_byte_prepack(blocks)
     step, least = _heads_of(packed)[:, 0].clone(), _LEAST_STEP
     for factor in _FACTORS:

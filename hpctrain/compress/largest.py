@@ -1,4 +1,4 @@
-"""Sparse codecs: send the values of largest magnitude with their indices."""
+"""Sparse codecs, which send the values of largest magnitude with their indices."""
 
 from collections.abc import Sequence
 
@@ -30,17 +30,21 @@ class Sparse(RailCodec):
         self._density = density
 
     def density_at(self, step: int) -> float:  # noqa: ARG002 - for subclasses
-        """Return the fraction of values to send in a step, counted from 0."""
+        """Return the fraction of values to send in step ``step``, counted from 0."""
         return self._density
 
     def bytes_of(self, share: CodedShare) -> int:
-        """Return the size of the next message in bytes: eight per value in float32."""
+        """Return the size of the next message in bytes, eight per sent value for float32."""
         return self._num_sent(share) * (4 + share.dtype.itemsize)
 
     def send_largest(
         self, share: CodedShare, wanted: Tensor, result: Tensor, link: Internode
     ) -> Tensor:
-        """Set ``result`` to the sum of all ranks' largest values; return this rank's indices."""
+        """Set ``result`` to the sum of the largest values of all ranks.
+
+        Returns:
+            The indices of the values that this rank has sent.
+        """
         places = largest(wanted, self._num_sent(share))
         values = wanted[places]
         packet = torch.cat([values.view(torch.uint8), places.int().view(torch.uint8)])
@@ -78,7 +82,7 @@ _SAMPLE = 1 << 14
 
 
 class TopK(Sparse):
-    """Codec that sends the largest values, and adds the unsent ones in the next step.
+    """Codec that sends the largest values, and adds unsent values in the next step.
 
     Args:
         density: fraction of the values to send.
@@ -104,7 +108,7 @@ class TopK(Sparse):
         )
 
     def reduce_(self, share: CodedShare, values: Tensor, link: Internode) -> None:
-        """Send the largest sums of values and unsent values; see ``RailCodec``."""
+        """Add the unsent values of earlier steps, and send the largest; see ``RailCodec``."""
         if not self.keeps_unsent:
             self.send_largest(share, values.clone(), values, link)
             return
@@ -115,9 +119,9 @@ class TopK(Sparse):
 class DeepGradientCompression(Sparse):
     """Codec that sends the largest accumulated momenta; vectors are summed exactly.
 
-    The codec applies the momentum, so the optimizer must not. The accumulated value of a sent
-    element, and its momentum, are reset to 0. Gradients are clipped before they are accumulated,
-    each node's to its share of the norm.
+    The codec applies the momentum, so the optimizer must not. When an element is sent, its
+    accumulated value and its momentum are reset to 0. Gradients may be clipped before they are
+    accumulated.
 
     Args:
         density: fraction of the values to send after the warm-up.
@@ -159,7 +163,7 @@ class DeepGradientCompression(Sparse):
         self._warmup, self._warmup_steps = tuple(warmup), warmup_steps
 
     def density_at(self, step: int) -> float:
-        """Return the fraction of values to send in a step, counted from 0."""
+        """Return the fraction of values to send in step ``step``, counted from 0."""
         stage = step // self._warmup_steps if self._warmup_steps else len(self._warmup)
         return self._warmup[stage] if stage < len(self._warmup) else self._density
 
@@ -177,7 +181,7 @@ class DeepGradientCompression(Sparse):
         return tensor.dim() < 2
 
     def reduce_(self, share: CodedShare, values: Tensor, link: Internode) -> None:
-        """Accumulate momenta and send the largest; see ``RailCodec``."""
+        """Accumulate momenta, and send the largest sums; see ``RailCodec``."""
         momenta, sums = share.remembered("momentum"), share.remembered("sum")
         if self._clip_norm is not None:
             [norm] = norms([values]).tolist()

@@ -1,4 +1,4 @@
-"""PowerSGD: low-rank approximation of matrices, by factors that can be summed."""
+"""PowerSGD, which approximates matrices by low-rank factors that can be summed."""
 
 import math
 from collections.abc import Sequence
@@ -18,7 +18,9 @@ _SMALLER = 2.0**-64  # factor of values whose products overflow
 
 
 class PowerSGD(RailCodec):
-    """Codec that sends two factors of ``rank`` columns for each matrix, by power iteration.
+    """Codec that sends two factors of ``rank`` columns for each matrix.
+
+    The factors are computed by power iteration.
 
     The first dimension of a tensor is the row dimension; the other dimensions are flattened.
     Vectors, and matrices for which the factors are not smaller, are summed exactly. Each rail
@@ -60,7 +62,10 @@ class PowerSGD(RailCodec):
         self._warm_start, self.keeps_unsent = warm_start, error_feedback
 
     def is_exact(self, tensor: Tensor) -> bool:
-        """Return True for vectors, and for matrices that would not shrink; see ``RailCodec``."""
+        """Return True for vectors, and for matrices whose factors are too large.
+
+        See ``RailCodec``.
+        """
         if tensor.dim() < 2 or not tensor.numel():
             return True
         rows, columns = len(tensor), tensor.numel() // len(tensor)
@@ -75,7 +80,7 @@ class PowerSGD(RailCodec):
         return thin * share.dtype.itemsize
 
     def reduce_(self, share: CodedShare, values: Tensor, link: Internode) -> None:
-        """Sum both factors, one after the other; see ``RailCodec``."""
+        """Sum both factors of each matrix, one after the other; see ``RailCodec``."""
         if share.num_steps < self._warmup_steps:
             link.allreduce_(values).wait()
             return
@@ -116,7 +121,10 @@ class PowerSGD(RailCodec):
     def _right(
         self, share: CodedShare, batches: Sequence[tuple[Sequence[CodedTensor], Tensor]]
     ) -> list[Tensor]:
-        """Return orthogonal columns to start from, for each batch, by default the last ones."""
+        """Return orthogonal columns from which the iteration starts, for each batch.
+
+        These are the last columns, or random ones in the first step.
+        """
         shapes = [(len(m), self._width(*m.shape[1:]), m.shape[2]) for _, m in batches]
         sizes = [math.prod(shape) for shape in shapes]
         flat = share.memory.get("right")
@@ -137,7 +145,7 @@ class PowerSGD(RailCodec):
 
 
 def _safe(columns: Tensor) -> Tensor:
-    """Return columns of the same directions, scaled so that their norms do not overflow."""
+    """Scale columns so that their norms do not overflow; directions do not change."""
     return columns * _SMALLER if columns.abs().max() > 1 / _SMALLER else columns
 
 
@@ -154,13 +162,16 @@ def _alike(places: Sequence[CodedTensor]) -> list[list[CodedTensor]]:
 
 
 def _times(matrices: Tensor, thin: Tensor) -> Tensor:
-    """Return the products; padding to 16 columns halves the time of the BLAS for 4."""
+    """Return ``matrices @ thin``.
+
+    Padding to 16 columns halves the time of the BLAS for 4 columns.
+    """
     width = thin.shape[-1]
     return (matrices @ pad(thin, (0, -width % 16)))[..., :width]
 
 
 def _stacked(values: Tensor, places: Sequence[CodedTensor]) -> Tensor:
-    """Return matrices of the same shape as a batch; a view if they are contiguous."""
+    """Return matrices of one shape as a batch; the batch is a view if they are contiguous."""
     first, row = places[0].first, places[0].row
     if all(one.end == other.first for one, other in pairwise(places)):
         return values[first : places[-1].end].view(len(places), -1, row)
@@ -172,7 +183,7 @@ def _matrix(values: Tensor, place: CodedTensor) -> Tensor:
 
 
 def _summed(thin: list[Tensor], link: Internode) -> list[Tensor]:
-    """Return the sums of some matrices over ``link``, in one message."""
+    """Sum matrices over ``link`` in one message."""
     packed = PackedTensors.copied(thin)
     link.allreduce_(packed.flat).wait()
     return packed.places

@@ -1,4 +1,4 @@
-"""QSGD: stochastic rounding of values to levels of the norm of their block, without bias."""
+"""QSGD, which rounds values randomly, without bias, to levels relative to a block norm."""
 
 import zlib
 
@@ -17,10 +17,11 @@ _CHUNK = 1 << 18  # values per pass, which fit into the CPU cache
 
 
 class QSGD(RailCodec):
-    """Codec that sends quantized levels in Elias' omega code; all ranks decode all codes.
+    """Codec that sends randomly rounded values in Elias' omega code.
 
-    The rounding is unbiased. Codes cannot be added, so each rank sends its codes to all others:
-    the bytes grow with the number of nodes, and differ from step to step.
+    The rounding is unbiased. Codes cannot be added, so each rank sends its codes to all others,
+    which decode them. The number of bytes grows with the number of nodes, and differs from step to
+    step.
 
     Args:
         levels: number of steps between zero and the norm of a block. The square root of ``block``
@@ -43,7 +44,7 @@ class QSGD(RailCodec):
         self._levels, self._block, self._seed = levels, block, seed
 
     def bytes_of(self, share: CodedShare) -> int:
-        """Return an estimate of 3 bits per value, as the size depends on the values."""
+        """Return an estimate of 3 bits per value; the true size depends on the values."""
         return share.numel * 3 // 8
 
     def reduce_(self, share: CodedShare, values: Tensor, link: Internode) -> None:
@@ -62,7 +63,7 @@ class QSGD(RailCodec):
                 part.add_(self._unpacked(packet, part))
 
     def quantized(self, values: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Return the norm of each block, and signed levels of its values as int32."""
+        """Return the norm of each block, and the signed levels of its values as int32."""
         blocks = _blocks_of(values, self._block)
         norms = row_norms(blocks)
         # A norm may exceed the range of its dtype; any upper bound of the values is unbiased too.
@@ -76,7 +77,7 @@ class QSGD(RailCodec):
         return norms, torch.copysign(levels, blocks).nan_to_num_(0.0).to(torch.int32)
 
     def restored(self, norms: Tensor, levels: Tensor) -> Tensor:
-        """Return the values of quantized levels, one block per row."""
+        """Return the values of quantized ``levels``, with one block per row."""
         return (levels.to(norms.dtype) / self._levels) * norms[:, None]
 
     def num_code_bits(self, levels: Tensor) -> int:
@@ -84,7 +85,7 @@ class QSGD(RailCodec):
         return int(self._codes(levels)[1].sum())
 
     def _codes(self, levels: Tensor) -> "tuple[np.ndarray, np.ndarray, np.ndarray]":
-        """Return the codes of gaps and of signed levels, their lengths, and their blocks."""
+        """Return the codes of gaps and signed levels, with the length and the block of each."""
         flat, length = levels.numpy().ravel(), levels.shape[1]
         at = np.flatnonzero(flat)
         found, block = flat[at].astype(np.int64), at // length
@@ -98,7 +99,7 @@ class QSGD(RailCodec):
         return codes.ravel(), lengths.ravel(), np.repeat(block, 2)
 
     def _packed(self, norms: Tensor, levels: Tensor) -> Tensor:
-        """Return norms, numbers of nonzero values and of bits of each block, and all codes."""
+        """Return a packet: norm, number of nonzero values and of bits per block, then codes."""
         codes, lengths, block = self._codes(levels)
         num_bits = np.bincount(block, lengths, minlength=len(levels)).astype(np.int32)
         numbers = np.bincount(block[::2], minlength=len(levels)).astype(np.int32)
@@ -106,7 +107,7 @@ class QSGD(RailCodec):
         return torch.from_numpy(np.concatenate([part.view(np.uint8) for part in parts]))
 
     def _unpacked(self, packet: Tensor, like: Tensor) -> Tensor:
-        """Return the flat values of a packet, with the size and dtype of ``like``."""
+        """Decode a packet; return flat values with the size and dtype of ``like``."""
         num_blocks, raw = -(-like.numel() // self._block), packet.numpy()
         first = num_blocks * like.itemsize
         norms = torch.from_numpy(raw[:first].copy()).view(like.dtype)
@@ -126,7 +127,7 @@ class QSGD(RailCodec):
 
 
 def _blocks_of(values: Tensor, block: int) -> Tensor:
-    """Return values with one block per row, the last one padded by zeros."""
+    """Return values with one block per row; the last row is padded with zeros."""
     missing = -values.numel() % block
     if missing:
         values = torch.cat([values, values.new_zeros(missing)])

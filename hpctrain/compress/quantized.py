@@ -1,4 +1,4 @@
-"""Base of codecs whose codes cannot be added: each rank sums one piece and sends the sum.
+"""Base of codecs whose codes cannot be added, so that each rank sums one piece.
 
     values   -> K pieces; coded piece r is sent to rank r    (reduce-scatter)
     rank r   -> decodes K codes, sums them, codes the sum
@@ -42,7 +42,7 @@ def is_finite(values: Tensor) -> bool:
 
 
 class Format(Protocol):
-    """Encoding of the values of a share; the size depends only on the span of the values."""
+    """Encodes and decodes values; the encoded size depends only on the number of values."""
 
     unit: int
     """Pieces are cut at multiples of this number of values."""
@@ -51,10 +51,10 @@ class Format(Protocol):
         """Return the size of the encoded values of ``piece`` in bytes."""
 
     def pack(self, share: CodedShare, piece: slice, values: Tensor) -> Tensor:
-        """Encode flat values of float32 or float64, as uint8."""
+        """Encode flat float32 or float64 values, as uint8."""
 
     def unpack(self, share: CodedShare, piece: slice, packet: Tensor, out: Tensor) -> None:
-        """Decode a packet into ``out``."""
+        """Decode ``packet``, and store the values in ``out``."""
 
 
 class Quantized(RailCodec):
@@ -62,7 +62,7 @@ class Quantized(RailCodec):
 
     Args:
         form: encoding of the values.
-        feedback: whether both codings keep their errors.
+        feedback: whether both encodings keep their errors for the next step.
         warmup_steps: number of first steps of every bucket that are exact.
 
     Source: Seide et al. 2014, "1-bit stochastic gradient descent and its application to
@@ -99,7 +99,10 @@ class Quantized(RailCodec):
     def _turns(
         self, share: CodedShare, chunk: slice, values: Tensor, link: Internode
     ) -> Iterator[None]:
-        """Exchange the pieces of a chunk, sum one, exchange the sums; yield while in flight."""
+        """Exchange the pieces of a chunk, sum one, and exchange the sums.
+
+        Yields while messages are in flight.
+        """
         form, numel = self._form, chunk.stop - chunk.start
         bounds = (slice_bounds(numel, link.size, rank, form.unit) for rank in range(link.size))
         pieces = [slice(chunk.start + b.start, chunk.start + b.stop) for b in bounds]
@@ -120,7 +123,7 @@ class Quantized(RailCodec):
     def _coded(
         self, share: CodedShare, piece: slice, values: Tensor, memory: Tensor | None
     ) -> Tensor:
-        """Encode a piece, and store the error in ``memory``."""
+        """Encode a piece, after adding the last error in ``memory``, and store the new error."""
         form, wanted = self._form, values[piece]
         if memory is None:
             return form.pack(share, piece, wanted)

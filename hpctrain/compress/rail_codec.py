@@ -1,4 +1,4 @@
-"""Base of lossy codecs: sums inside a node are exact, and only data between nodes are coded.
+"""Base of lossy codecs, which encode only data sent between nodes.
 
     part = comm.reduce_node(bucket, scale=scale)     # exact, inside the node
     codec.reduce_(share, values, comm.internode)     # lossy, between nodes
@@ -27,7 +27,7 @@ from hpctrain.core.errors import ConfigError
 
 
 class CodedTensor(NamedTuple):
-    """Tensor of a bucket, or the part of the tensor that this rank codes."""
+    """Position of a tensor in a bucket, or of the part of the tensor that a rank encodes."""
 
     number: int  # index of the tensor in its bucket
     start: int  # first element in the bucket
@@ -48,12 +48,12 @@ class CodedTensor(NamedTuple):
 
 
 class CodedShare:
-    """Elements of one bucket that one rank codes, and their state.
+    """The elements of one bucket that this rank encodes, with their state.
 
     Args:
         slots: all tensors of the bucket.
-        places: the coded parts of tensors.
-        exact: spans that are summed exactly: elements of tensors, then marks.
+        places: parts of tensors that this rank encodes.
+        exact: spans of the bucket that are summed exactly: elements of tensors, then marks.
         num_exact: number of elements of tensors in ``exact``.
         dtype: dtype of the bucket.
     """
@@ -79,7 +79,7 @@ class CodedShare:
         self.num_steps = 0
 
     def remembered(self, name: str) -> Tensor:
-        """Return the state of the coded values by name; zeros at first."""
+        """Return the state tensor ``name`` of the encoded values; initially zeros."""
         if name not in self.memory:
             self.memory[name] = torch.zeros(self.numel, dtype=self.dtype)
         return self.memory[name]
@@ -96,7 +96,7 @@ _UNSENT = ("error", "late error", "sum")
 
 
 class _Prepared(NamedTuple):
-    """A bucket, the share of this rank, and the union of the shares of a node."""
+    """A prepared bucket, with the share of this rank and the union of its node's shares."""
 
     bucket: Bucket
     share: CodedShare
@@ -132,22 +132,22 @@ class RailCodec:
         raise NotImplementedError
 
     def bytes_of(self, share: CodedShare) -> int:
-        """Return the size in bytes of the coded values of a share, in one message."""
+        """Return the encoded size of a share in one message, in bytes."""
         raise NotImplementedError
 
     def after_exact(self, share: CodedShare, values: Tensor) -> None:
-        """Process the sums of the exact values, if the codec does more than sum."""
+        """Process the sums of exact values. A no-op unless overridden."""
 
     def warning(self, optimizer: Optimizer) -> str:  # noqa: ARG002 - for subclasses
-        """Return why training by this optimizer may not converge; see ``Codec``."""
+        """Return why training with ``optimizer`` may not converge; see ``Codec``."""
         return ""
 
     def is_exact(self, tensor: Tensor) -> bool:  # noqa: ARG002 - for subclasses
-        """Return True if a tensor is summed exactly; marks always are."""
+        """Return True if ``tensor`` is summed exactly. Marks are always summed exactly."""
         return False
 
     def prepare(self, bucket: Bucket, parts: Sequence[Tensor], comm: Communicator) -> None:
-        """Divide the bucket into coded and exact spans; see ``Codec``."""
+        """Divide the bucket into encoded and exact spans; see ``Codec``."""
         dtype = bucket.flat.dtype
         if not (dtype.is_floating_point and comm.num_rails):
             return
@@ -179,7 +179,7 @@ class RailCodec:
         self._prepared[id(bucket)] = _Prepared(bucket, share, whole, marks)
 
     def forget(self) -> None:
-        """Drop all shares; ``prepare`` restores the state of a share with the same tensors."""
+        """Discard all shares; ``prepare`` restores the state of a share with the same tensors."""
         self._before = self._shares or self._before
         self._prepared.clear()
 
@@ -197,14 +197,14 @@ class RailCodec:
         return self.bytes_of(whole) + _length(whole.exact) * bucket.flat.itemsize
 
     def allreduce_(self, bucket: Bucket, comm: Communicator, *, scale: float | None) -> Work:
-        """Sum exactly inside the node and coded between nodes; see ``Codec``."""
+        """Sum exactly inside the node, and encoded between nodes; see ``Codec``."""
         prepared = self._prepared.get(id(bucket))
         if prepared is None:
             return comm.allreduce_(bucket, scale=scale)
         return start_on(comm, self._step, prepared, comm, scale)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of the state of the shares, by number of bucket."""
+        """Return a copy of the state of each share, by number of its bucket."""
         return {
             str(number): {
                 "steps": share.num_steps,
@@ -215,7 +215,7 @@ class RailCodec:
         }
 
     def fits(self, state: Mapping[str, Any]) -> bool:
-        """Return True if a state has the same buckets; see ``Codec``."""
+        """Return True if ``state`` is of the same buckets; see ``Codec``."""
         shares = self._shares
         return len(state) == len(shares) and all(
             kept["numel"] == share.numel
@@ -223,7 +223,7 @@ class RailCodec:
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state of ``state_dict`` for the same buckets; see ``Codec``."""
+        """Restore a state of the same buckets that ``state_dict`` returned; see ``Codec``."""
         if not self.fits(state):
             raise ConfigError(
                 f"the state of a codec must be of the same buckets, but the {len(state)} saved "
@@ -276,7 +276,7 @@ class RailCodec:
             self._take_back(prepared, link.size)
 
     def _take_back(self, prepared: _Prepared, num_nodes: int) -> None:
-        """Keep the results of tensors without a gradient on any rank, which are not used."""
+        """Add unused results, of tensors without a gradient on any rank, to the unsent values."""
         bucket, share, _, marks = prepared
         unsent = share.memory.get(self.unsent)
         if unsent is None or not len(marks) or marks.all():
@@ -304,7 +304,7 @@ class RailCodec:
 
 @contextmanager
 def gathered(bucket: Tensor, spans: Sequence[slice], dtype: torch.dtype) -> Iterator[Tensor]:
-    """Yield the elements of some spans as one flat tensor, and write changes back."""
+    """Yield the elements of ``spans`` as one flat tensor; copy changes back at the end."""
     views = [bucket[span] for span in spans]
     if len(views) == 1 and bucket.dtype is dtype:
         yield views[0]
@@ -327,7 +327,7 @@ def _slot(bucket: Bucket, number: int, tensor: Tensor) -> CodedTensor:
 
 
 def _whole(slots: Sequence[CodedTensor], num_rails: int, rail: int) -> list[CodedTensor]:
-    """Return the tensors of a rail, balanced by number of elements."""
+    """Return the tensors of one rail; rails are balanced by number of elements."""
     loads, mine = [0] * num_rails, []
     for slot in sorted(slots, key=lambda slot: -slot.numel):
         least = loads.index(min(loads))
@@ -338,7 +338,7 @@ def _whole(slots: Sequence[CodedTensor], num_rails: int, rail: int) -> list[Code
 
 
 def _places(slots: Sequence[CodedTensor], own: slice) -> list[CodedTensor]:
-    """Return the parts of tensors in a slice, in order."""
+    """Return the parts of tensors that are in the slice ``own``, in order."""
     places, first = [], 0
     for slot in slots:
         start, stop = max(slot.start, own.start), min(slot.stop, own.stop)
@@ -359,7 +359,7 @@ def _joined(places: Sequence[CodedTensor]) -> list[slice]:
 
 
 def _spans_between(slots: Sequence[CodedTensor], own: slice) -> list[slice]:
-    """Return the spans of a slice outside of all tensors."""
+    """Return the spans of the slice ``own`` that are outside of all tensors."""
     edges = [own.start]
     for span in _joined(_places(slots, own)):
         edges += [span.start, span.stop]

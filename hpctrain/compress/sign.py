@@ -1,4 +1,4 @@
-"""One-bit codecs: the majority of signs, or one bit per value and two values per row."""
+"""Codecs that send one bit per value: ``SignSGD`` and ``OneBit``."""
 
 import numpy as np
 import torch
@@ -20,12 +20,12 @@ class Signs(Format):
 
     @override
     def num_bytes(self, share: CodedShare, piece: slice) -> int:
-        """Return one bit per value, and a byte; see ``Format``."""
+        """Return the size: one bit per value, and a byte; see ``Format``."""
         numel: int = piece.stop - piece.start
         return 1 + -(-numel // 8)
 
     def pack(self, share: CodedShare, piece: slice, values: Tensor) -> Tensor:
-        """Return a byte, 1 if a value is not finite, then the bits; see ``Format``."""
+        """Encode values as bits, after a byte that is 1 if any is not finite; see ``Format``."""
         packet = torch.empty(self.num_bytes(share, piece), dtype=torch.uint8)
         packet[0] = not is_finite(values)
         packet[1:] = _bits_of(values)
@@ -33,7 +33,7 @@ class Signs(Format):
 
     @override
     def unpack(self, share: CodedShare, piece: slice, packet: Tensor, out: Tensor) -> None:
-        """Write 1 and -1, or NaN; see ``Format``."""
+        """Decode 1 and -1, or NaN; see ``Format``."""
         if packet[0]:
             out.fill_(torch.nan)
         else:
@@ -67,19 +67,19 @@ class SignSGD(Quantized):
 class TwoValues:
     """Format with one bit per value, and two values for each row of a tensor.
 
-    A row has all weights of one output. A bit is 1 if the value is at least zero. It is decoded to
-    the mean of the values of its row with the same bit.
+    A row has all weights of one output. The bit of a value is 1 if the value is at least zero, and
+    is decoded to the mean of all values in its row with the same bit.
     """
 
     unit = 8
 
     def num_bytes(self, share: CodedShare, piece: slice) -> int:
-        """Return one bit per value, and eight bytes per row; see ``Format``."""
+        """Return the size: one bit per value, and eight bytes per row; see ``Format``."""
         numel: int = piece.stop - piece.start
         return 8 * sum(rows for _, rows, _ in _rows_in(share, piece)) + -(-numel // 8)
 
     def pack(self, share: CodedShare, piece: slice, values: Tensor) -> Tensor:
-        """Return both means of each row, then the bits; see ``Format``."""
+        """Encode values as two means per row, then bits; see ``Format``."""
         means = []
         for first, rows, numel in _rows_in(share, piece):
             matrix = values[first : first + rows * numel].view(rows, numel)
@@ -93,7 +93,7 @@ class TwoValues:
         return torch.cat([*(each.view(torch.uint8) for each in means), bits])
 
     def unpack(self, share: CodedShare, piece: slice, packet: Tensor, out: Tensor) -> None:
-        """Write the mean of each bit; see ``Format``."""
+        """Decode each bit to its mean; see ``Format``."""
         spans = _rows_in(share, piece)
         num_rows = sum(rows for _, rows, _ in spans)
         means = packet[: 8 * num_rows].view(torch.float32).view(-1, 2).to(out.dtype)
@@ -108,7 +108,7 @@ class TwoValues:
 
 
 def _parts(matrix: Tensor, counts: tuple[Tensor, Tensor]) -> Tensor:
-    """Return for each row the means of its nonnegative and of its negative values."""
+    """Return, for each row, the means of its nonnegative and of its negative values."""
     sums = matrix.clamp(min=0).sum(1), matrix.clamp(max=0).sum(1)
     pair = [total / count for total, count in zip(sums, counts, strict=True)]
     return torch.stack(pair, dim=1)
@@ -130,7 +130,7 @@ class OneBit(Quantized):
 
 
 def _rows_in(share: CodedShare, piece: slice) -> list[tuple[int, int, int]]:
-    """Return the rows of tensors in a piece: first element, number of rows, length of a row.
+    """Return the rows of tensors in a piece: first element, number of rows, and row length.
 
     A partial row counts as a shorter row.
     """
@@ -147,7 +147,7 @@ def _rows_in(share: CodedShare, piece: slice) -> list[tuple[int, int, int]]:
 
 
 def _bits_of(values: Tensor) -> Tensor:
-    """Return one bit per value, 1 if it is at least zero; the first is the highest bit."""
+    """Return one bit per value, 1 if the value is at least zero, highest bit first."""
     # NumPy compares in 0.6 of the time that torch takes.
     return torch.from_numpy(np.packbits(values.numpy() >= 0))
 
@@ -156,7 +156,7 @@ _SIGNS = torch.from_numpy(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None],
 
 
 def _signs_to(bits: Tensor, out: Tensor) -> None:
-    """Write 1 for each set bit, else -1; a table maps each byte to eight values."""
+    """Set ``out`` to 1 for each set bit, else -1."""
     table, whole = _SIGNS.to(out.dtype), out.numel() // 8
     torch.index_select(table, 0, bits[:whole].int(), out=out[: whole * 8].view(-1, 8))
     if out.numel() % 8:

@@ -1,1 +1,1 @@
-"""Horovod's interfaces: its module names and its elastic training."""
+"""Interfaces of Horovod: its module names, and elastic training."""

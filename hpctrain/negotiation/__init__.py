@@ -1,1 +1,1 @@
-"""Named operations: submitted in any order on each rank, executed in one order on all ranks."""
+"""Named operations, which ranks submit in any order and execute in the same order."""

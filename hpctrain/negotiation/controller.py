@@ -1,4 +1,4 @@
-"""Controller of one process set: executes named operations in the same order on all ranks."""
+"""``Controller``, which executes the named operations of a process set in one order."""
 
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 
 class Controller:
-    """Accept requests from any thread and execute each once all ranks have submitted it.
+    """Accepts requests from any thread, and executes each once all ranks have submitted it.
 
     A caller that waits for an operation drives the ``ProgressEngine``; otherwise the thread of the
     ``EngineDriver`` does. The constructor is collective over ``comm``: it creates mailboxes.
 
     Args:
-        comm: used by this controller only; ``close`` closes it.
+        comm: the ranks. No other code may use this communicator; ``close`` closes it.
         timelines: timelines of this rank.
         stalls: detects operations that some rank does not submit.
         fusion_bytes: maximum size of a fused message.
@@ -77,8 +77,7 @@ class Controller:
         Args:
             request: the operation.
             take: converts the result to the return value of ``wait``.
-            is_awaited: True if the caller waits for the handle at once; the operation starts
-                then.
+            is_awaited: True if the caller calls ``wait`` next, which then starts the operation.
 
         Raises:
             DuplicateNameError: an operation of this name is in flight on this rank.
@@ -100,9 +99,9 @@ class Controller:
         *,
         is_awaited: bool = False,
     ) -> Handle | None:
-        """Start a reduction that was passed to ``repeat`` before; None if no such one fits.
+        """Start a reduction that was passed to ``repeat``; return None if its signature differs.
 
-        ``name`` is the name passed to ``repeat``; see ``submit`` for the rest.
+        ``name`` is the name that was passed to ``repeat``; ``submit`` documents the rest.
         """
         repeated = self._repeated.get(name)
         if repeated is None or not repeated.fits(tensor, op, prescale, postscale):
@@ -129,10 +128,10 @@ class Controller:
         return result
 
     def start_join(self) -> Handle:
-        """Contribute neutral values to all operations until all ranks have joined.
+        """Start to contribute neutral values to all operations until all ranks have joined.
 
-        The result is the rank that joined last. If MPI supports calls from several threads, the
-        controller's thread executes the operations without a waiting caller.
+        The result of the handle is the rank that joined last. If MPI supports calls from several
+        threads, the controller's thread executes the operations without a waiting caller.
         """
         handle = Handle(self._driver, Request(Kind.BARRIER, None, ()), JOIN)
         self._enter(handle)
@@ -148,12 +147,12 @@ class Controller:
         self._driver.nudge()
 
     def refuse(self, reason: str) -> None:
-        """Reject new operations on this rank; an empty ``reason`` accepts them again. Local."""
+        """Reject new operations on this rank, or accept them if ``reason`` is empty. Local."""
         self._refusal = HorovodInternalError(reason) if reason else None
 
     @property
     def is_broken(self) -> bool:
-        """Whether the operations of this rank have failed; other ranks may not know."""
+        """Whether the operations of this rank have failed; other ranks may not have failed yet."""
         return self._progress.broken is not None
 
     def give_up(self) -> None:
@@ -161,13 +160,16 @@ class Controller:
         self._progress.shut_down()
 
     def close(self) -> None:
-        """Close; operations that only some ranks have submitted fail. Collective; never raises."""
+        """Close the controller and its communicator. Collective; never raises.
+
+        Operations that only some ranks have submitted fail.
+        """
         if self._owner.is_here:  # a forked child must not close
             self.abandon()
             self.comm.close()
 
     def abandon(self) -> None:
-        """Close, but keep the communicator open for another controller. Collective."""
+        """Close the controller, but not its communicator, for another controller. Collective."""
         if not self._is_open:
             return
         self._is_open = False
@@ -186,7 +188,7 @@ class Controller:
         self._progress.post.close()
 
     def _fail_after(self, error: BaseException) -> None:
-        """Fail the communicator after an interrupt, because the caller may change its tensors."""
+        """Fail the communicator after an interrupt, since the caller may now change tensors."""
         if not isinstance(error, CommError):
             self.comm.fail()
 
@@ -208,7 +210,7 @@ class Controller:
             raise
 
     def drop(self) -> None:
-        """Close without the other ranks, which may be lost. Not collective."""
+        """Close the controller without other ranks, which may be lost. Not collective."""
         self._is_open = False
         self._refusal = self._refusal or HorovodInternalError(
             "a named operation needs all ranks of its process set, but some are lost"

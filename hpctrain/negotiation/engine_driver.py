@@ -1,4 +1,4 @@
-"""Selection of the thread that drives the progress engine: a caller, or a background thread."""
+"""Selection of the thread that drives the progress engine, a caller or a background thread."""
 
 import threading
 import time
@@ -27,7 +27,7 @@ whose operation does not return."""
 
 
 class SubmissionTimer(Timer):
-    """Timer that expires when operations without a waiting caller have waited.
+    """A timer after which the background thread executes operations without a waiting caller.
 
     The timer is not cancelled when a caller waits: setting it takes as long as an operation.
 
@@ -43,22 +43,22 @@ class SubmissionTimer(Timer):
         self.is_set = False
 
     def start(self) -> None:
-        """Expire after ``delay_s``."""
+        """Set the timer to expire after ``delay_s``."""
         self.is_set = True
         self.set(self.delay_s)
 
     def adapt(self, *, was_needed: bool) -> None:
-        """Double the delay, up to a limit, unless operations had no waiting caller."""
+        """Reset the delay if operations had no waiting caller; else double it, up to a limit."""
         longest_s = max(self.burst_s, _LONGEST_S)
         self.delay_s = self.burst_s if was_needed else min(2 * self.delay_s, longest_s)
 
 
 class EngineDriver:
-    """Let one thread at a time drive the ``ProgressEngine`` of a process set.
+    """Selects the one thread that drives the ``ProgressEngine`` of a process set.
 
-    A caller that waits drives the engine on its own thread, so no other thread has to wake up. The
+    A caller that waits drives the engine on its own thread, so no other thread has to wake up. A
     background thread drives the engine for operations without a waiting caller, and stops as soon
-    as a caller waits. There is none if only one thread may call MPI.
+    as a caller waits. If only one thread may call MPI, there is no background thread.
 
     Args:
         progress: the engine; the doorbell of its mailbox wakes the driving thread.
@@ -86,7 +86,7 @@ class EngineDriver:
 
     @dynamo_disable
     def finish(self, handle: Handle, timeout_s: float | None = None) -> None:
-        """Wait for an operation; drive the engine, unless another thread does.
+        """Wait until an operation is complete; drive the engine unless another thread does.
 
         Args:
             handle: the operation.
@@ -134,7 +134,7 @@ class EngineDriver:
                 self._pass_on(drives=drives)
 
     def look(self) -> None:
-        """Make progress without waiting, if there is no background thread."""
+        """Execute operations without waiting, if there is no background thread."""
         with self._given_up:
             if self._is_driven or self._timer is not None:
                 return
@@ -146,7 +146,7 @@ class EngineDriver:
                 self._pass_on(drives=True)
 
     def nudge(self) -> None:
-        """Make sure that a submitted operation is executed, without waiting for it."""
+        """Ensure that some thread executes a submitted operation, without waiting."""
         if self._is_driven:
             if self._is_asleep:
                 self._post.ring()
@@ -157,7 +157,7 @@ class EngineDriver:
                 self._timer.start()
 
     def _start(self, handle: Handle) -> None:
-        """Start a repeated operation on the fast path, if no other operation is in flight."""
+        """Start an operation on the fast path, if possible and no other operation is in flight."""
         progress = self._progress
         if progress.fast_path is None:
             return
@@ -175,7 +175,7 @@ class EngineDriver:
                 self._pass_on(drives=True)
 
     def end(self) -> None:
-        """Fail pending operations, and wait until no thread drives; none does afterwards."""
+        """Fail pending operations, wait until no thread drives, and prevent later driving."""
         self._progress.shut_down()
         with self._given_up:
             self._may_drive = False
@@ -220,7 +220,7 @@ class EngineDriver:
             raise
 
     def _pass_on(self, *, drives: bool) -> None:
-        """Wake the next driver, unless another thread drives. The caller holds the lock."""
+        """Wake a caller or the thread to drive, unless another does. The caller holds the lock."""
         if drives:
             self._is_driven = self._is_asleep = False
         if self._is_driven:
@@ -262,7 +262,7 @@ class EngineDriver:
                     self._pass_on(drives=True)
 
     def _let_burst_pass(self, pause_s: float) -> None:
-        """Wait until the burst of submissions ends: the program needs the GIL to submit."""
+        """Wait until the burst of submissions ends, since the program needs the GIL to submit."""
         for number in range(_MOST_PAUSES):
             last = [*self._progress.queue.submitted][-1:]
             if not last or self._is_driven or self._num_callers:
@@ -272,7 +272,7 @@ class EngineDriver:
             time.sleep(pause_s * 2**number)
 
     def _is_unneeded(self) -> bool:
-        """Return True if the thread must stop driving: for a caller, a burst, or at the end."""
+        """Return True if the thread must stop driving: for a caller, a burst, or lack of work."""
         progress = self._progress
         has_work = self._may_drive and progress.queue.is_awaited
         return bool(self._num_callers or progress.queue.submitted or not has_work)

@@ -1,4 +1,4 @@
-"""Execution of decided operations: small reductions fused, all other operations one by one."""
+"""Execution of decided operations: small reductions in one message, others one by one."""
 
 import math
 from collections import OrderedDict
@@ -32,7 +32,7 @@ _MOST_VIEWS = 1 << 14  # cached views; creating one costs as much as copying som
 
 
 def runs(requests: Sequence[Request], fusion_bytes: int) -> list[list[int]]:
-    """Return the indices of the requests that are executed together, each once, in order.
+    """Divide requests into groups that are executed together; return the indices of each.
 
     The result depends on the signatures only, so it is the same on all ranks. All-reduces of the
     same dtype, operation and factors are fused up to ``fusion_bytes``, at the position of the
@@ -59,7 +59,7 @@ def runs(requests: Sequence[Request], fusion_bytes: int) -> list[list[int]]:
 
 
 def fusible_bytes(request: Request) -> int | None:
-    """Return the bytes of a request that can be fused with others; None if it cannot."""
+    """Return the number of bytes that a request adds to a fused message; None if it cannot."""
     signature = request.signature
     if signature.kind is not Kind.ALLREDUCE or signature.op is ReduceOp.ADASUM:
         return None
@@ -73,7 +73,9 @@ def fusible_bytes(request: Request) -> int | None:
 
 
 class FusionBuffer:
-    """Memory for one bucket of tensors of one dtype at a time; allocated when first used.
+    """Provides buckets for fused messages, all in the same memory.
+
+    The memory is allocated at the first use.
 
     Args:
         comm: communicator that reduces the buckets.
@@ -88,11 +90,11 @@ class FusionBuffer:
     def bucket_for(self, tensors: Sequence[Tensor], shapes: Hashable) -> TensorBucket:
         """Return a bucket for ``tensors`` of one dtype; valid until the next call.
 
-        Collective: the buffer grows on all ranks at once, if necessary.
+        Collective: if the buffer is too small, all ranks allocate a larger one.
 
         Args:
             tensors: tensors of one dtype.
-            shapes: hashable value that identifies their shapes; key of the cache.
+            shapes: hashable value that identifies the shapes of ``tensors``, for the cache.
 
         Raises:
             NodeMemoryError: on every rank, if a node has not enough memory.
@@ -118,7 +120,7 @@ class FusionBuffer:
         return bucket
 
     def _enough(self, num_bytes: int) -> Bucket:
-        """Return a bucket of at least ``num_bytes`` bytes."""
+        """Return the memory of the buffer, with at least ``num_bytes`` bytes."""
         if self._memory is None or self._memory.numel < num_bytes:
             self._buckets.clear()  # they are views of the memory that is freed
             self._num_views = 0
@@ -140,11 +142,11 @@ class FusionBuffer:
 
 
 class Phases:
-    """Record the phases of operations that are executed together in a timeline.
+    """Records in a timeline the phases of operations that are executed together.
 
     Args:
         comm: communicator whose traffic is recorded.
-        timeline: None records nothing.
+        timeline: timeline to record in; None for no records.
         handles: the operations.
     """
 
@@ -186,7 +188,7 @@ class Phases:
 
 
 class Executor:
-    """Execute batches of operations, which are the same on all ranks. Not thread-safe.
+    """Executes batches of operations, which are the same on all ranks. Not thread-safe.
 
     Args:
         comm: communicator of the operations.
@@ -214,7 +216,7 @@ class Executor:
         Args:
             handles: the operations.
             timeline: timeline to record, or None.
-            batch: batch of the operations; caches which of them share a message.
+            batch: batch of the operations, which caches which operations share a message.
         """
         found = batch.runs if batch is not None else None
         if found is None:
@@ -272,7 +274,10 @@ class Executor:
             handle.is_done = True
 
     def _allreduce(self, requests: Sequence[Request], phases: Phases) -> list[Result]:
-        """Reduce requests of one operation and factors; several dtypes only of one request."""
+        """Reduce requests with the same operation and factors.
+
+        Requests have one dtype, except that a single request may have several.
+        """
         results: list[Result] = [
             each.tensors if each.in_place else [_empty(tensor) for tensor in each.tensors]
             for each in requests
@@ -292,7 +297,7 @@ class Executor:
     def _together(
         self, given: list[Tensor], taken: list[Tensor], request: Request, phases: Phases
     ) -> None:
-        """Reduce ``given``, of one dtype, into ``taken``, with the operation of ``request``."""
+        """Reduce ``given``, of one dtype, as ``request`` specifies; store it in ``taken``."""
         how = recipe_of(request.signature, self._comm.size, given[0].dtype)
         if request.signature.op is ReduceOp.ADASUM:
             self._adasum(given, taken, how, phases)
@@ -347,7 +352,10 @@ def _empty(tensor: Tensor) -> Tensor:
 
 
 def _portions(tensors: Sequence[Tensor], most_bytes: int) -> list[list[int]]:
-    """Split the indices of tensors into runs of at most ``most_bytes``; large ones are alone."""
+    """Divide tensors into groups of at most ``most_bytes``; return the indices of each group.
+
+    A large tensor is a group of one.
+    """
     portions: list[list[int]] = []
     filling: list[int] | None = None
     filled = 0

@@ -1,17 +1,20 @@
-"""Fast path: repeated operations, agreed on by a word of each rank instead of control messages.
+"""Fast path: agreement on repeated operations in node memory, without control messages.
 
-A rank with nothing else in flight prepares an operation that all ranks know by its number: it
-writes what the others need, then its word. Rank 0 of the node commits once all words are equal, by
-one word for all; else it aborts, by a word for each. A commit costs one word up and one down, and
-no rank waits for another afterwards. The most frequent operation, a reduction of one tensor, is
-complete then except for the sum, as each rank has written its values into its slot before. An
-aborted operation is announced by control messages, as is everything while a rank waits for an
-answer to one. Rank 0 participates in both protocols, so all operations have one order.
+Each rank has a word in node memory. A rank without other operations in flight prepares a repeated
+operation, which all ranks know by a number: the rank writes its data, then the number to its word.
+If all words are equal, rank 0 of the node commits the operation by its own word. Otherwise, rank 0
+aborts the operation by overwriting the words. A commit costs one word per rank and the word of
+rank 0, and no rank waits for another afterwards. The most frequent operation is a reduction of one
+tensor: each rank has written its values to its slot before the commit, so only the sum remains. An
+aborted operation is announced by control messages, as are all operations while a rank waits for
+the answer to a control message. Rank 0 takes part in both protocols, so all operations have one
+order.
 
-Between nodes their first ranks vote: an all-reduce of small messages that carry the number of the
-prepared operation and partial sums. A rank that receives another number, or a refusal, sends a
-refusal on, so all nodes get the same outcome after as many rounds as a sum takes. A vote cannot be
-withdrawn. The order of the sum is that of the plan, so results do not depend on the path.
+On several nodes, the first ranks of the nodes vote by an all-reduce of small messages, which
+contain the number of the prepared operation and partial sums. A rank that receives another number,
+or a refusal, sends a refusal to the next rank, so all nodes get the same outcome after as many
+rounds as a sum takes. A vote cannot be withdrawn. Values are added in the order of the plan, so
+results do not depend on the path.
 
 States of a rank (``PathState``)::
 
@@ -86,7 +89,7 @@ messages delay each other on slow links."""
 
 
 class Ballot(NamedTuple):
-    """Values of a node, to be combined with the values of all other nodes; flat, contiguous."""
+    """Values of a node that a vote combines with those of other nodes; flat and contiguous."""
 
     values: Tensor
     how: Combination
@@ -96,7 +99,7 @@ _BLANK = Ballot(torch.zeros(1), combination(torch.float32, Op.SUM))  # for a vot
 
 
 class NodeVotes(Wire):
-    """The votes of one node, on its first rank. Not thread-safe.
+    """Sends and receives the votes of a node, on its first rank. Not thread-safe.
 
     Args:
         channel: channel of the node, with a network to the first ranks of the other nodes.
@@ -115,7 +118,7 @@ class NodeVotes(Wire):
         self.is_open = False  # this node has voted, and the outcome is not known
 
     def start(self, number: int, ballot: Ballot = _BLANK) -> None:
-        """Vote for ``number``; combine the values of all nodes in place."""
+        """Start a vote for operation ``number``, which also combines the values of all nodes."""
         self.is_open, self._number = True, number
         self._steps, sent = allreduce_steps(_VOTE_ALGORITHM, self, *ballot), self.num_bytes_sent
         self._awaited = next(self._steps, None)
@@ -123,7 +126,7 @@ class NodeVotes(Wire):
             self._network.send(self._leaders[self._awaited[1]], _CALL, is_vote=True)
 
     def outcome(self) -> bool | None:
-        """Return whether all nodes have voted for the same number; None until that is known."""
+        """Return whether all nodes voted for the same number; None while votes are missing."""
         self._network.look()
         self._network.read_votes()
         while self._awaited is not None:
@@ -134,7 +137,7 @@ class NodeVotes(Wire):
         return self._number != _REFUSED
 
     def continue_refused(self, *, refuse: bool) -> None:
-        """Continue a refused vote; with ``refuse``, refuse a vote that others have started."""
+        """Advance a refused vote; if ``refuse``, also refuse a vote that other nodes started."""
         self._network.read_votes()
         if refuse and not self.is_open and any(self._inboxes):
             self.start(_REFUSED)
@@ -153,15 +156,15 @@ class NodeVotes(Wire):
 
     @override
     def start_receive(self, tensor: Tensor, source: int, tag: int = 0) -> tuple[Tensor, int]:
-        """Expect the next vote of ``source``."""
+        """Return a transfer for the next vote of ``source``."""
         return tensor, source
 
     def finish(self, transfer: tuple[Tensor, int]) -> None:
-        """Raise: votes are polled, never waited for."""
+        """Raise ``NotImplementedError``, since votes are only polled."""
         raise NotImplementedError
 
     def is_finished(self, transfer: tuple[Tensor, int]) -> bool:
-        """Process the next vote of the source; return False if it has not arrived."""
+        """Process the next vote of the source; return False if the vote has not arrived."""
         tensor, source = transfer
         inbox, message = self._inboxes[source], _CALL
         while message is _CALL:
@@ -189,11 +192,12 @@ _IDLE, _BUSY, _PREPARED, _VOTING = PathState  # a lookup in an Enum takes 50 ns
 
 
 class NodeCommit:
-    """This rank's part of the agreement on one node. Not thread-safe.
+    """Commits or aborts prepared operations with the other ranks of the node.
 
-    The word of a rank contains the number of its prepared operation and the number of earlier
-    commits, which is the same on all ranks, so an old word has no effect. The rank stores the
-    word, or rank 0 while the rank waits. The word of rank 0 is the number of commits.
+    Not thread-safe. The word of a rank contains the number of its prepared operation and the
+    number of earlier commits, which is the same on all ranks, so an old word has no effect. The
+    rank itself stores the word; rank 0 overwrites the word to abort. The word of rank 0 is the
+    number of commits.
 
     Args:
         channel: words, doorbells and tree of the node.
@@ -233,10 +237,10 @@ class NodeCommit:
             self._ring_root()
 
     def poll(self) -> bool | None:
-        """Return True if this rank's operation is committed, False if aborted, None if neither.
+        """Return True if the prepared operation is committed, False if aborted, else None.
 
-        After a commit, the data of all ranks are valid until a rank prepares the next operation
-        but one.
+        After a commit, the data of all ranks are valid until a rank prepares the second next
+        operation.
         """
         if self.state is not _PREPARED:
             return self._outcome() if self.state is _VOTING else False
@@ -248,7 +252,7 @@ class NodeCommit:
         return None if self._words[self._place] == self._word else self._aborted()
 
     def withdraw(self) -> bool:
-        """Withdraw the operation that rank 0 has prepared; return False if that is impossible."""
+        """Withdraw the prepared operation; return False unless this is rank 0 and no vote runs."""
         if not self._is_root or self.state is not _PREPARED:
             return False
         self.state = _IDLE
@@ -257,8 +261,8 @@ class NodeCommit:
     def set_busy(self, *, busy: bool) -> None:
         """Publish whether this rank waits for control messages, which prevents commits. Local.
 
-        The caller must call this method before the message is sent, before other ranks can
-        receive the answer, and whenever rank 0 was woken while busy: rank 0 then aborts
+        The caller must call this method before a control message is sent, before other ranks can
+        receive the answer, and whenever rank 0 was woken while busy, so that rank 0 aborts the
         operations that other ranks have prepared.
         """
         was_busy = self.state is _BUSY
@@ -289,7 +293,7 @@ class NodeCommit:
         return None
 
     def _vote(self, votes: NodeVotes) -> bool | None:
-        """Vote, unless an earlier vote that this node has refused is still in flight."""
+        """Start a vote, unless an earlier vote that this node refused is still in flight."""
         if votes.is_open and votes.outcome() is None:
             return None
         self.state = _VOTING
@@ -335,7 +339,7 @@ class NodeCommit:
 
 
 class Known(NamedTuple):
-    """Repeated operation, the same on all ranks."""
+    """A repeated operation, with a number that is the same on all ranks."""
 
     entry: Entry  # entry of the operation in the cache
     signature: Signature  # the same object as in requests of this rank
@@ -350,12 +354,14 @@ class Known(NamedTuple):
 
 
 class FastPath:
-    """Operations of this rank on the fast path; used by the thread that drives the engine.
+    """Prepares and completes operations on the fast path.
+
+    Only the thread that drives the engine uses this object.
 
     Args:
         comm: communicator whose ranks share node memory.
         post: mailboxes of ``comm``, with a ``channel``.
-        cache: numbers of the operations.
+        cache: assigns numbers to operations.
     """
 
     def __init__(self, comm: "Communicator", post: "Mailbox", cache: "ResponseCache") -> None:
@@ -370,7 +376,7 @@ class FastPath:
         self._known: dict[str, Known] = {}
 
     def known(self, name: str, signature: Signature) -> Known | None:
-        """Return the known operation of this name and signature; None if it is new."""
+        """Return the repeated operation of this name and signature; None if it has no number."""
         known = self._known.get(name)
         if (
             known is not None
@@ -388,7 +394,10 @@ class FastPath:
         return known
 
     def prepare(self, known: Known, handle: Handle) -> None:
-        """Prepare an operation; prepare no other until ``commit.poll`` returns a verdict."""
+        """Write the values of an operation, and prepare it.
+
+        The caller must not prepare another operation until ``commit.poll`` returns a bool.
+        """
         if not known.slots:
             self.commit.prepare(known.number)
             return
@@ -406,7 +415,10 @@ class FastPath:
         self.commit.prepare(known.number, ballot)
 
     def poll_awake(self) -> bool | None:
-        """Call ``commit.poll`` until it returns a verdict or the spin time of the rank is over."""
+        """Poll, while this rank may spin or yield, until the operation is committed or aborted.
+
+        Returns the last result of ``commit.poll``.
+        """
         poll, pace = self.commit.poll, self._pace
         for _ in range(_NUM_POLLS):
             if (verdict := poll()) is not None:
@@ -420,7 +432,7 @@ class FastPath:
         return None
 
     def reduced(self, known: Known, handle: Handle) -> Result:
-        """Return the sum of the committed values of all ranks."""
+        """Return the result of a committed reduction: the sum of the values of all ranks."""
         node, tensor, how = self._node, handle.tensor, known.how
         parts = list(known.slots[node.turn])
         node.end_turn((1 + len(parts)) * known.num_bytes)
@@ -437,14 +449,14 @@ class FastPath:
         return (tensor if is_in_place else result,)
 
     def _ballot(self, known: Known) -> Ballot:
-        """Sum the values of the node in the slot of its first rank; return them as a ballot."""
+        """Sum the values of the node in the slot of its first rank; return the sum as a ballot."""
         parts = known.slots[self._node.turn]
         assert known.how is not None
         combine_to(parts[0], parts, known.how, None)
         return Ballot(parts[0].view(-1), known.how)
 
     def _reduction(self, known: Known) -> Known:
-        """Add the slots, if the operation is a plain sum of values that fit a slot."""
+        """Return ``known``, with slots if the operation is a plain sum that fits a slot."""
         kind, dtypes, shapes, op, *_ = known.signature
         if kind is not Kind.ALLREDUCE or op is None or op is ReduceOp.ADASUM or len(dtypes) > 1:
             return known
@@ -463,7 +475,7 @@ class FastPath:
         return known._replace(slots=views, how=how, scale=what.scale, num_bytes=num_bytes, own=own)
 
     def _is_direct(self, num_bytes: int, how: Combination) -> bool:
-        """Return True if the plan sums this size in the same order as the fast path."""
+        """Return True if the plan adds values of this size in the same order as the fast path."""
         path = self._plan.tensors.at(num_bytes)
         if self._num_nodes == 1:
             return path == "direct"

@@ -1,7 +1,7 @@
-"""Messages between the negotiators of neighbouring ranks, as bytes, and decisions of the root.
+"""Encoding of the control messages between negotiators, including decisions of the root.
 
-The steady state has two messages, both without pickle: up the tree, a vector with a bit for each
-operation that is ready below; down the tree, the numbers of the operations to execute.
+Repeated operations need two kinds of message, both without pickle: up the tree, a bit vector of
+operations that are ready below; down the tree, the numbers of the operations to execute.
 """
 
 import pickle
@@ -21,7 +21,7 @@ _ONE = ord("1")
 
 
 class Entry(NamedTuple):
-    """One named operation that all ranks have announced."""
+    """A named operation that all ranks have announced."""
 
     name: str
     signature: Signature
@@ -41,7 +41,7 @@ class OperationBatch:
 
 
 class Report(NamedTuple):
-    """Report of a rank to its parent, about itself and the ranks below."""
+    """Report of a rank to its parent, about this rank and the ranks below it."""
 
     bits: int = 0  # numbered operations that all of these ranks have announced
     names: Sequence[tuple[str, list[Part]]] = ()
@@ -55,34 +55,34 @@ class Report(NamedTuple):
 
 
 def pack(kind: int, value: object) -> bytes:
-    """Encode a ``REPORT``, ``QUESTIONS``, or a ``DECISION`` on any operations."""
+    """Encode a message of kind ``REPORT``, ``QUESTIONS`` or ``DECISION``."""
     return bytes((kind,)) + pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
 
 
 def unpack(message: bytes) -> Any:
-    """Decode a message of ``pack``."""
+    """Decode a message that ``pack`` has encoded."""
     return unpickled(memoryview(message)[1:])
 
 
 def pack_bits(bits: int) -> bytes:
-    """Encode a report of bits only."""
+    """Encode a report that consists of bits only."""
     return b"\0" + bits.to_bytes((bits.bit_length() + 7) // 8, "little")
 
 
 def unpack_bits(message: bytes) -> int:
-    """Decode a message of ``pack_bits``."""
+    """Decode a message that ``pack_bits`` has encoded."""
     return int.from_bytes(message[1:], "little")
 
 
 def pack_slots(slots: list[int]) -> bytes:
-    """Encode a decision on numbered operations only; keeps their order."""
+    """Encode a decision on numbered operations, in their order."""
     if 16 * len(slots) <= max(slots) or slots != sorted(slots):
         return b"\2" + array("H", slots).tobytes()
     return b"\3" + pack_bits(bits_of(slots))[1:]
 
 
 def unpack_slots(message: bytes) -> list[int]:
-    """Decode a message of ``pack_slots``."""
+    """Decode a message that ``pack_slots`` has encoded."""
     if message[0] == VECTOR:
         return slots_of(unpack_bits(message))
     return array("H", message[1:]).tolist()
@@ -94,7 +94,7 @@ def slots_of(bits: int) -> list[int]:
 
 
 def bits_of(slots: Sequence[int]) -> int:
-    """Return an integer with these bits set."""
+    """Return an integer in which the bits ``slots`` are set."""
     if not slots:
         return 0
     digits = bytearray(b"0") * (max(slots) + 1)

@@ -1,4 +1,4 @@
-"""Negotiator: collects announcements, and returns the same decisions on every rank."""
+"""``Negotiator``, which collects announcements and makes the same decisions on every rank."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 class QuestionRelay:
-    """Forward questions to the root, from the root to all ranks, and answers to the root.
+    """Sends questions of any rank to all ranks, and their answers to the root.
 
-    The root determines the order of the questions, which is the same on all ranks. Questions and
-    answers are any picklable objects. Any thread may append to ``asked``; all else is not
-    thread-safe.
+    Questions pass through the root, which determines their order, so the order is the same on all
+    ranks. Questions and answers may be any picklable objects. Any thread may append to ``asked``;
+    everything else is not thread-safe.
 
     Args:
         rank: this rank.
@@ -40,22 +40,22 @@ class QuestionRelay:
         self.answers.append((self._rank, answer))
 
     def take_asked(self) -> list[object]:
-        """Return the questions to send, each once."""
+        """Remove and return the questions to send."""
         return [self.asked.popleft() for _ in range(len(self.asked))]  # other threads may append
 
     def take_answers(self) -> list[tuple[int, object]]:
-        """Return the answers, each once."""
+        """Remove and return the answers."""
         answers, self.answers = self.answers, []
         return answers
 
     def take_questions(self) -> list[object]:
-        """Return the questions from the root, each once."""
+        """Remove and return the questions from the root."""
         questions, self.questions = self.questions, []
         return questions
 
 
 class Negotiator:
-    """Agree on the order of operations along a tree of ranks; performs no communication itself.
+    """Negotiates the order of operations along a tree of ranks, without communicating itself.
 
     A rank reports an operation to its parent once the rank and all ranks below have announced the
     operation. Operations that are complete at the root are ready; the root sends its decision down
@@ -66,8 +66,8 @@ class Negotiator:
     Messages between two ranks must arrive in the order in which they were sent. Not thread-safe.
 
     Args:
-        tree: this rank's place in the tree.
-        num_slots: maximum number of operations that have numbers.
+        tree: parent and children of this rank.
+        num_slots: maximum number of operations with numbers.
     """
 
     def __init__(self, tree: "Tree", *, num_slots: int = NUM_SLOTS) -> None:
@@ -93,7 +93,7 @@ class Negotiator:
     def announce(self, name: str, signature: Signature) -> None:
         """Announce that this rank has submitted an operation. Local.
 
-        No earlier operation of this name may be undecided.
+        An earlier operation of this name must be decided before.
 
         Raises:
             CommError: this rank has joined.
@@ -126,7 +126,7 @@ class Negotiator:
         return True
 
     def join(self) -> None:
-        """Count this rank as having announced every operation, until all ranks have joined."""
+        """Treat every operation as announced by this rank, until all ranks have joined."""
         if not self._tally.joined[OWN]:
             self._is_changed = True
             self._joins.append(self._tree.rank)
@@ -139,7 +139,7 @@ class Negotiator:
 
     @property
     def takes_part(self) -> bool:
-        """Whether this rank waits for a decision, has one to carry out, or has joined."""
+        """Whether this rank waits for a decision, has one to execute, or has joined."""
         return bool(self._announced or self._batches) or self._tally.joined[OWN]
 
     # -- messages ---------------------------------------------------------------------------
@@ -162,7 +162,7 @@ class Negotiator:
                 self._apply_slots(message, messages.unpack_slots(message))
 
     def outbox(self, *, decide: bool = True) -> list[tuple[int, bytes]]:
-        """Return receivers and messages to send now; on the root, decide ready operations."""
+        """Return the messages to send now, with their receivers; on the root, decide first."""
         if self._own_slots:
             self._tally.add_bits(OWN, bits_of(self._own_slots))
             self._own_slots = []
@@ -223,7 +223,7 @@ class Negotiator:
     # -- the root ---------------------------------------------------------------------------
 
     def _decide(self) -> None:
-        """Make one batch of all ready operations, in the order of announcement on this rank."""
+        """Decide on all ready operations as one batch, in the order of announcement here."""
         all_joined = self._joins and False not in self._tally.joined
         join_over = self._joins[-1] if all_joined else None
         self._is_changed = False
@@ -270,7 +270,7 @@ class Negotiator:
         self._batches.append(batch)
 
     def _apply(self, items: "Sequence[Entry | int]", join_over: int | None) -> None:
-        """Apply a decision on entries and numbers: clear the decided operations, then number."""
+        """Apply a decision: remove the decided operations, and assign numbers to new ones."""
         known, numbers = self.cache.entries, self.cache.numbers
         entries = [known[item] if isinstance(item, int) else item for item in items]
         names = [entry.name for entry in entries]
@@ -292,7 +292,7 @@ Given = Sequence[tuple[Signature, Sequence[int]]]  # each description and the ra
 
 
 def disagreement(name: str, given: Given) -> str:
-    """Return an error message with the description of ``name`` on each rank."""
+    """Return an error message with the signature of operation ``name`` on each rank."""
     signatures, note = _differing([signature for signature, _ in given])
     texts = [signature.describe() for signature in signatures]
     if len(set(texts)) < len(texts):
@@ -320,7 +320,7 @@ def missing_root(name: str, signature: Signature, given: Sequence[int]) -> str |
 
 
 def _differing(signatures: list[Signature]) -> tuple[list[Signature], str]:
-    """Remove equal tensors from the signatures of a large group; return a note on the others."""
+    """Reduce the signatures of a large group to tensors that differ; return a note on these."""
     counts = {len(signature.dtypes) for signature in signatures}
     total = max(counts)
     if total <= _NUM_SHOWN or len(counts) > 1:

@@ -1,4 +1,4 @@
-"""Table of the operations that this rank and all ranks below it have announced."""
+"""Table of the operations that this rank and the ranks below it have announced."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, cast
@@ -11,18 +11,19 @@ _MOST_BATCHES = 16  # cached batches
 
 
 class Numbers(NamedTuple):
-    """Numbers of some operations."""
+    """The numbers of some operations, by name and as a bit vector."""
 
     slots: dict[str, int]  # by name
     bits: int
 
 
 class ResponseCache:
-    """Assign numbers to the names of operations.
+    """Assigns numbers to the names of operations.
 
-    Only decisions change the cache, so after the same decisions it is the same on every rank. The
-    name of a number never changes, and its signature changes only after all ranks have announced
-    the new one, so receivers interpret a message in flight as its sender does.
+    Only decisions change the cache, so the cache is the same on every rank after the same
+    decisions. The name of a number never changes. The signature of a number changes only after
+    all ranks have announced the new one, so receivers interpret a message in flight as its sender
+    does.
 
     Args:
         num_slots: maximum number of names, at most 65536, the same on all ranks; later names get
@@ -37,7 +38,7 @@ class ResponseCache:
         self._last: tuple[Sequence[object], Numbers] | None = None
 
     def number(self, name: str, signature: Signature) -> int | None:
-        """Return the number of an operation; None if it has none, or another signature."""
+        """Return the number of an operation; None if the name has no number for this signature."""
         slot = self.numbers.get(name)
         if slot is None:
             return None
@@ -45,7 +46,10 @@ class ResponseCache:
         return slot if known is signature or known == signature else None
 
     def numbers_of(self, repeated: Sequence[Repeated | None]) -> Numbers | None:
-        """Return the numbers of operations; None if one has none. The last result is cached."""
+        """Return the numbers of all operations; None unless all have numbers.
+
+        The last result is cached.
+        """
         if self._last is not None and self._last[0] == repeated:
             return self._last[1]
         slots = {each.name: self.number(each.name, each.signature) for each in repeated if each}
@@ -57,7 +61,7 @@ class ResponseCache:
         return found
 
     def put(self, name: str, signature: Signature) -> None:
-        """Assign a number to an operation, or a new signature to its number."""
+        """Assign a number to a name; if the name has one, replace the signature of the number."""
         self._batches.clear()
         self._last = None
         slot = self.numbers.get(name)
@@ -83,7 +87,7 @@ OWN = 0  # the source that is this rank; its children are sources 1, 2, ...
 
 
 class PendingTable:
-    """Count announcements by source: this rank, and the subtree of each child.
+    """Counts announcements by source; a source is this rank or the subtree of a child.
 
     Operations with a number and its signature are bits; other operations are stored by name, with
     the ranks of each signature. ``take()`` returns each operation once, as soon as every source
@@ -92,7 +96,7 @@ class PendingTable:
     Args:
         rank: this rank.
         num_children: number of children in the tree.
-        slots: numbers of the operations; the owner updates them.
+        slots: numbers of the operations; the owner of this table updates them.
     """
 
     def __init__(self, rank: int, num_children: int, slots: ResponseCache) -> None:
@@ -108,7 +112,7 @@ class PendingTable:
         self._touched: dict[str, None] = {}
 
     def add_bits(self, source: int, bits: int) -> None:
-        """Count operations with a number."""
+        """Record that ``source`` has announced the numbered operations ``bits``."""
         self.bits[source] |= bits
         for name in self._parts:
             slot = self._slots.numbers.get(name)
@@ -116,12 +120,15 @@ class PendingTable:
                 self._touched[name] = None
 
     def add_name(self, source: int, name: str, parts: list[Part]) -> None:
-        """Count an operation that is new, or whose signature differs from that of its number."""
+        """Record that ``source`` has announced an operation that has no number.
+
+        An operation whose signature differs from that of its number counts as one without number.
+        """
         self._parts.setdefault(name, {})[source] = parts
         self._touched[name] = None
 
     def join(self, source: int) -> None:
-        """Count the source as having announced every operation from now on."""
+        """Treat every operation as announced by ``source`` from now on."""
         self.joined[source] = True
         self._touched.update(dict.fromkeys(self._parts))
 
@@ -130,10 +137,10 @@ class PendingTable:
         self.joined = [False] * len(self.joined)
 
     def take(self) -> tuple[int, list[tuple[str, list[Part]]]]:
-        """Return the operations that are complete since the last call: as bits, and by name.
+        """Return the operations that became complete since the last call, as bits and by name.
 
         Bits are operations that every rank of the subtree has announced with the same signature.
-        Ranks of None mean all ranks of the subtree.
+        In the list by name, None as ranks stands for all ranks of the subtree.
         """
         every = some = self.bits[OWN]
         for bits in self.bits[1:]:
@@ -149,7 +156,7 @@ class PendingTable:
         return fresh, self._take_names() if self._touched else []
 
     def clear(self, bits: int, names: Sequence[str]) -> None:
-        """Remove decided operations: all in ``bits`` and in ``names``."""
+        """Remove the decided operations in ``bits`` and in ``names``."""
         keep = ~bits
         self.bits = [others & keep for others in self.bits]
         self._taken_bits &= keep
@@ -170,7 +177,7 @@ class PendingTable:
         return taken
 
     def _complete(self, name: str) -> list[Part] | None:
-        """Return the announcements of ``name`` by all sources; None if one is missing."""
+        """Return the announcements of ``name`` by all sources; None if a source is missing."""
         slot = self._slots.numbers.get(name)
         known = None if slot is None else self._slots.entries[slot]
         by_source = self._parts.get(name, {})

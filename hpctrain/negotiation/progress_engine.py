@@ -1,4 +1,4 @@
-"""Progress engine of named operations; one thread drives it at a time."""
+"""``ProgressEngine``, which one thread at a time drives to execute named operations."""
 
 import time
 from typing import TYPE_CHECKING, NamedTuple
@@ -22,15 +22,16 @@ _MANY = 8  # minimum number of operations for which ``announce_many`` is faster
 
 
 class BreakOff(NamedTuple):
-    """Control message: all pending operations fail on all ranks."""
+    """A control message that makes all pending operations fail on all ranks."""
 
     reason: str
 
 
 class ProgressEngine:
-    """Run this rank's operations from announcement to completion. Collective to construct.
+    """Runs the operations of this rank from announcement to completion.
 
-    Any thread may use ``queue`` and ``to_ask``; one thread at a time calls the other methods.
+    The constructor is collective. Any thread may use ``queue`` and ``to_ask``; one thread at a
+    time calls the other methods.
 
     Args:
         comm: communicator of the operations.
@@ -74,7 +75,7 @@ class ProgressEngine:
         return bool(queue.in_flight or queue.joining or queue.submitted or self.to_ask)
 
     def turn(self) -> bool:
-        """Receive and send control messages and execute decided operations, until none remain.
+        """Process control messages and execute decided operations, until there are none.
 
         Returns:
             True if an operation has completed or failed.
@@ -104,7 +105,7 @@ class ProgressEngine:
                 return is_done
 
     def start(self, handle: Handle) -> None:
-        """Prepare a known operation and try to complete it, if no other is in flight."""
+        """Prepare a repeated operation, and try to complete it, if no other is in flight."""
         queue, submitted = self.queue, self.queue.submitted
         if len(submitted) != 1 or submitted[0] is not handle:
             return
@@ -117,7 +118,7 @@ class ProgressEngine:
         self._settle(verdict=self.fast_path.poll_awake())
 
     def check_stalls(self) -> None:
-        """Queue a question about operations that have waited for long."""
+        """Log finished stall reports, and ask other ranks about operations that wait for long."""
         now = time.monotonic()
         self._stalls.tell(now)
         question = self._stalls.due(now, self.queue.oldest())
@@ -125,7 +126,7 @@ class ProgressEngine:
             self.to_ask.append(question)
 
     def break_down(self, error: BaseException) -> None:
-        """Fail all pending and later operations after an error; called by the driving thread."""
+        """Fail all pending and later operations with ``error``. Called by the driving thread."""
         if not isinstance(error, CommError):
             error = HorovodInternalError(
                 f"named operations must not be interrupted, but {error!r} was raised in those of "
@@ -149,14 +150,14 @@ class ProgressEngine:
         self.fail_all(self.broken)
 
     def fail_all(self, error: BaseException) -> None:
-        """Fail all pending operations of this rank."""
+        """Fail all pending operations of this rank with ``error``."""
         self._prepared = None
         for handle in self.queue.take_all():
             if not handle.is_done:
                 handle.fail(error)
 
     def _announce_submitted(self) -> bool:
-        """Announce the submitted operations; return True if one failed."""
+        """Announce the submitted operations; return True if an operation failed."""
         queue, submitted = self.queue, self.queue.submitted
         if not submitted or self._prepared is not None:
             return False
@@ -189,7 +190,7 @@ class ProgressEngine:
         return has_failed
 
     def _announce_many(self) -> None:
-        """Announce the submitted operations in one step, if all of them are repeated."""
+        """Announce the submitted operations together, if all of them are repeated."""
         queue = self.queue.submitted
         many = [queue.popleft() for _ in range(len(queue))]  # other threads may append
         repeated = [handle.repeated for handle in many]
@@ -199,7 +200,7 @@ class ProgressEngine:
     # -- without control messages, see fast_path --------------------------------------------
 
     def _prepare(self, handle: Handle) -> bool:
-        """Prepare an operation on the fast path, if that is possible; return True if so."""
+        """Prepare an operation on the fast path; return False if that is impossible."""
         fast_path = self.fast_path
         if fast_path is None or self._negotiator.takes_part or handle is self._aborted:
             return False
@@ -214,7 +215,10 @@ class ProgressEngine:
         return True
 
     def _look_at_prepared(self) -> bool:
-        """Execute a committed operation and return True; announce an aborted one."""
+        """Execute the prepared operation if it is committed; announce it if it is aborted.
+
+        Returns True if it was executed.
+        """
         if self.fast_path is None or self._prepared is None:
             return False
         is_committed = self._settle(verdict=self.fast_path.commit.poll())
@@ -286,7 +290,7 @@ class ProgressEngine:
             self.shut_down()
 
     def _of_this_rank(self, batch: OperationBatch) -> list[Handle]:
-        """Return this rank's handles of a batch, without failed operations."""
+        """Return the handles of a batch on this rank; operations with an error fail here."""
         found, in_flight = [], self.queue.in_flight
         for entry in batch.entries:
             handle = in_flight.pop(entry.name, None)

@@ -1,6 +1,6 @@
 """Reduction of values over all ranks, with the factors and the averages of Horovod.
 
-Also the neutral elements that a rank contributes after it has joined.
+The module also provides the neutral elements that a rank contributes after it has joined.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ _SMALL_INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.uint16)
 
 
 class Recipe(NamedTuple):
-    """Steps of the reduction of values of one dtype, in this order."""
+    """The steps of reducing values of one dtype, in the order of the fields."""
 
     accumulate_dtype: torch.dtype | None  # None for the dtype of the values
     before: float | None  # factor of the local values
@@ -46,7 +46,7 @@ class Recipe(NamedTuple):
 def recipe(
     dtype: torch.dtype, op: ReduceOp, prescale: float, postscale: float, size: int
 ) -> Recipe:
-    """Return the recipe to reduce values of ``dtype`` over ``size`` ranks. Local.
+    """Return the steps of reducing values of ``dtype`` over ``size`` ranks. Local.
 
     ``prescale`` is applied before the sum, as in Horovod, since it may prevent an overflow of the
     sum. ``postscale`` and the divisor of an average need no separate pass. Averages of integers
@@ -74,7 +74,7 @@ def recipe(
 
 
 def recipe_of(signature: Signature, size: int, dtype: torch.dtype | None = None) -> Recipe:
-    """Return the recipe of an operation; ``dtype`` selects one of several dtypes."""
+    """Return the recipe of an operation for ``dtype``, by default its first dtype."""
     _, dtypes, _, op, prescale, postscale, _, _ = signature
     assert op is not None
     return recipe(dtype or dtypes[0], op, prescale, postscale, size)
@@ -98,7 +98,7 @@ def reduce_(comm: "Communicator", values: Tensor | Bucket, how: Recipe) -> None:
 def reduce_scatter(
     comm: "Communicator", values: Tensor, numels: Sequence[int], how: Recipe
 ) -> Tensor:
-    """Return this rank's part of the reduced ``values``, flat. Collective."""
+    """Reduce ``values`` over all ranks; return this rank's part as a flat tensor. Collective."""
     work = values.detach()
     if how.accumulate_dtype is not None:
         work = work.to(how.accumulate_dtype)
@@ -111,7 +111,7 @@ def reduce_scatter(
 
 
 def multiply_(values: Tensor, factor: float | None) -> None:
-    """Multiply in place; integers in float64, rounded towards zero."""
+    """Multiply in place; integers are multiplied in float64 and rounded towards zero."""
     if factor is None:
         return
     if values.is_floating_point() or values.is_complex():
@@ -121,7 +121,7 @@ def multiply_(values: Tensor, factor: float | None) -> None:
 
 
 def finish_(values: Tensor, how: Recipe) -> None:
-    """Apply the postscale factor and the divisor to integers, in place."""
+    """Apply the postscale factor and the divisor to a sum of integers, in place."""
     if how.after is not None:
         values.copy_(values.to(torch.float64).mul_(how.after).div_(how.divisor))
     elif how.divisor == 1:
@@ -133,7 +133,7 @@ def finish_(values: Tensor, how: Recipe) -> None:
 
 
 def _divide_uint64_(values: Tensor, divisor: int) -> None:
-    """Divide uint64, for which torch has no division, through their halves as int64."""
+    """Divide uint64 values in place by means of int64; torch has no division of uint64."""
     signed = values.view(torch.int64)
     quotient = signed.bitwise_right_shift(1).bitwise_and_((1 << 63) - 1)
     quotient.div_(divisor, rounding_mode="trunc").mul_(2)
@@ -142,7 +142,7 @@ def _divide_uint64_(values: Tensor, divisor: int) -> None:
 
 
 def stand_in(signature: Signature, size: int) -> Request:
-    """Return a request with this signature that does not affect the results of other ranks.
+    """Return a request that a joined rank contributes, without effect on other ranks' results.
 
     The request has neutral elements for reductions, no rows for all-gather and all-to-all, and an
     output buffer for a broadcast, whose root must be another rank.

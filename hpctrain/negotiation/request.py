@@ -1,4 +1,4 @@
-"""Request of one rank, its signature, which is the same on all ranks, and its handle."""
+"""Requests of one rank, their signatures, which ranks compare, and their handles."""
 
 import enum
 import time
@@ -13,7 +13,7 @@ from hpctrain.core.python_compat import Self
 
 
 class ReduceOp(enum.Enum):
-    """Reduction over the ranks; the members have Horovod's names."""
+    """Reduction operation over the ranks, with Horovod's names."""
 
     AVERAGE = "average"
     SUM = "sum"
@@ -62,7 +62,7 @@ class Signature(NamedTuple):
     devices: tuple[str, ...]
 
     def describe(self) -> str:
-        """Return a description for messages: ``allreduce (sum) of float32 [3, 4]``."""
+        """Return a description for messages, such as ``allreduce (sum) of float32 [3, 4]``."""
         what = self.kind.value if self.op is None else f"{self.kind.value} ({self.op.value})"
         some = [
             f"{str(dtype).removeprefix('torch.')} {'[..., ' if self.is_free else '['}"
@@ -78,16 +78,18 @@ class Signature(NamedTuple):
 
     @property
     def is_free(self) -> bool:
-        """Whether the shapes lack the first dimension."""
+        """Whether the first dimension may differ between ranks, so that ``shapes`` lack it."""
         return self.kind in _FREE_ROWS
 
 
 class Request:
-    """One operation of one rank; several tensors are a group and complete together.
+    """An operation that one rank submits, on one tensor or on a group of tensors.
+
+    The tensors of a group complete together.
 
     Args:
         kind: kind of the operation.
-        name: name, the same on all ranks; None for the next number of the kind.
+        name: name, the same on all ranks; None to name the operation by kind and number.
         tensors: inputs. Dense tensors must not be used until the operation is complete.
         in_place: True if the operation stores its results in ``tensors``.
         op: reduction over the ranks, if the operation reduces.
@@ -146,7 +148,7 @@ Take = Callable[[Result], Any]  # converts a result to the return value of ``wai
 
 
 def through_host(request: Request, take: Take | None) -> tuple[Request, Take]:
-    """Return a request with host copies of device tensors, and a ``take`` that copies back.
+    """Return a request on host copies of the tensors, and a ``take`` that copies results back.
 
     The copies wait for kernels in flight on the devices. The first call of ``take`` copies each
     result to the device of its tensor.
@@ -172,10 +174,10 @@ def through_host(request: Request, take: Take | None) -> tuple[Request, Take]:
 
 
 class Driver(Protocol):
-    """Executes operations while a caller waits; implemented by the ``EngineDriver``."""
+    """Interface by which a handle makes progress; implemented by the ``EngineDriver``."""
 
     def look(self) -> None:
-        """Make progress without waiting."""
+        """Execute operations without waiting."""
 
     def finish(self, handle: "Handle") -> None:
         """Wait until an operation is complete."""
@@ -185,7 +187,8 @@ class Handle:
     """Handle of one operation of this rank.
 
     Args:
-        driver: makes progress while a caller waits; None if the creator completes the handle.
+        driver: executes operations while a caller waits; None if the creator completes the
+            handle.
         request: the operation.
         name: name of the operation; by default that of the request.
         take: converts the result to the return value of ``wait``.
@@ -223,7 +226,7 @@ class Handle:
 
     @property
     def tensor(self) -> Tensor:
-        """The tensor of a request that has exactly one."""
+        """The tensor of a request with exactly one tensor."""
         return self._request.tensors[0]
 
     @property
@@ -232,13 +235,15 @@ class Handle:
         return self._request.in_place
 
     def done(self) -> bool:
-        """Return True if ``wait()`` would return, or raise, at once. Not collective."""
+        """Return True if the operation is complete or has failed. Not collective."""
         if not self.is_done and self._driver is not None:
             self._driver.look()
         return self.is_done
 
     def wait(self) -> Any:
-        """Wait for the result; the caller's thread drives the engine. May be called repeatedly.
+        """Wait until the operation is complete; return its result. May be called repeatedly.
+
+        The thread of the caller drives the engine.
 
         Raises:
             HorovodInternalError: on every rank, if the ranks disagree about this operation.
@@ -252,22 +257,22 @@ class Handle:
         return list(self._result) if self._take is None else self._take(self._result)
 
     def __call__(self) -> Any:
-        """Call ``wait``, as Horovod's handles of sparse tensors do."""
+        """Return the result of ``wait``; in Horovod, handles of sparse tensors are functions."""
         return self.wait()
 
     def succeed(self, result: Result) -> None:
-        """Store the result; called once, by the controller."""
+        """Store the result. The controller calls this method once."""
         self._result = result
         self.is_done = True
 
     def fail(self, error: BaseException) -> None:
-        """Store the error; called once, by the controller."""
+        """Store the error. The controller calls this method once."""
         self._error = error
         self.is_done = True
 
 
 class Repeated:
-    """A checked, named in-place reduction of one dense CPU tensor.
+    """A named in-place reduction of one dense CPU tensor, which was checked before.
 
     Args:
         name: full name.
@@ -298,7 +303,7 @@ class Repeated:
 
 
 class TensorHandle(Handle):
-    """Handle of a repeated operation, with minimal state: there may be thousands."""
+    """Handle of a repeated operation, with little state, since there may be thousands."""
 
     __slots__ = ("_made", "repeated", "tensor")
 
@@ -339,5 +344,5 @@ class TensorHandle(Handle):
 
     @override
     def succeed(self, result: Result) -> None:
-        """Mark the operation as complete; called once, by the controller."""
+        """Mark the operation as complete. The controller calls this method once."""
         self.is_done = True

@@ -1,7 +1,7 @@
-"""Stall inspector: reports named operations that some rank does not submit, with its stack.
+"""Stall inspector, which reports operations that some ranks have not submitted.
 
-A rank that has waited for long sends a question to all ranks through the root, which collects the
-answers and logs a report.
+A rank that has waited for long sends a question to all ranks through the root. The root collects
+the answers and logs a report with the stacks of the ranks that are missing.
 """
 
 import logging
@@ -32,7 +32,7 @@ _SILENT = "stopped, or in code that holds the GIL"
 
 
 class Question(NamedTuple):
-    """A request for the ranks that have not submitted some operations."""
+    """A question to all ranks whether they have submitted some operations."""
 
     key: tuple[int, int]  # asking rank, and number of its question
     ages_s: dict[str, float]  # how long that rank has waited for each
@@ -61,7 +61,7 @@ class SetMember(NamedTuple):
 
 @dataclass(slots=True)
 class Inquiry:
-    """A question and the answers received, by rank in the process set."""
+    """A question, with the answers received so far by rank in the process set."""
 
     question: Question
     until: float  # deadline of the answers
@@ -69,7 +69,7 @@ class Inquiry:
 
 
 def describe(inquiry: Inquiry, members: Sequence[SetMember], abort_s: float = math.inf) -> str:
-    """Return the report on the operations, the ranks that lack them, and their stacks.
+    """Return the report: stalled operations, the ranks that lack them, and their stacks.
 
     The report is empty if no operation is stalled any more. ``abort_s`` is the age of an operation
     after which all ranks end.
@@ -116,7 +116,7 @@ def _outlook(question: Question, abort_s: float) -> str:
 
 
 def _operations(inquiry: Inquiry, members: Sequence[SetMember], silent: list[int]) -> list[str]:
-    """Return a line for each operation that some ranks wait for and others lack."""
+    """Return a line for each operation that some ranks wait for and others have not submitted."""
     lines = []
     for name, age_s in inquiry.question.ages_s.items():
         waiting = [n for n, answer in inquiry.answers.items() if name in answer.waiting]
@@ -134,7 +134,7 @@ def _operations(inquiry: Inquiry, members: Sequence[SetMember], silent: list[int
 def _doing(
     numbers: Sequence[int], answers: Mapping[int, Answer], members: Sequence[SetMember]
 ) -> list[str]:
-    """Return lines about ranks with the same stack."""
+    """Return the lines about a group of ranks with the same stack."""
     answer = answers[numbers[0]]
     text = f"  {_who(numbers, members)}: last collective: {answer.last}"
     if answer.last_ago_s is not None:
@@ -166,7 +166,7 @@ _PACKAGES = {"site-packages", "dist-packages"}
 
 
 class LastCall:
-    """Last collective of this process, and the threads that have called collectives."""
+    """Stores the last collective of this process, and the threads that called collectives."""
 
     __slots__ = ("_noted", "_threads")
 
@@ -175,20 +175,20 @@ class LastCall:
         self._threads: set[int] = set()
 
     def enter(self) -> None:
-        """Record that this thread communicates."""
+        """Record that the current thread communicates."""
         self._threads.add(get_ident())
 
     def note(self, what: str, name: str = "") -> None:
-        """Record a complete collective: ``note("allreduce", "allreduce.loss")``."""
+        """Record a complete collective, such as ``note("allreduce", "allreduce.loss")``."""
         self._noted = (what, name, time.monotonic())
         self.enter()
 
     def was_on(self, thread: int | None) -> bool:
-        """Return True if a thread, by its identifier, has communicated."""
+        """Return True if the thread with this identifier has communicated."""
         return thread in self._threads
 
     def describe(self) -> tuple[str, float | None]:
-        """Return the name of the last collective and its age in seconds; None without one."""
+        """Return the name of the last collective, and its age in seconds or None."""
         if self._noted is None:
             return "none so far", None
         what, name, when = self._noted
@@ -197,7 +197,10 @@ class LastCall:
 
 
 def main_stack() -> str:
-    """Return the stack of the main thread, outermost first, with one line of libraries."""
+    """Return the stack of the main thread, outermost frame first.
+
+    Frames in libraries are omitted, except for the innermost one.
+    """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001
     if frame is None:
         return "the main thread has ended"
@@ -236,18 +239,18 @@ _OTHERS = 3
 
 
 class StallWatch:
-    """Create questions and answers about stalled operations and, on the root, reports.
+    """Creates questions and answers about stalled operations, and reports on the root.
 
-    Not thread-safe. Performs no communication: the caller passes the time and transfers questions
-    and answers between the ranks.
+    Not thread-safe. This class does not communicate: the caller passes the time, and transfers
+    questions and answers between the ranks.
 
     Args:
         settings: intervals of the reports, and log directory.
         number: this rank in the process set; 0 is the root.
         members: ranks of the process set.
-        last_call: updated by the caller for every operation.
+        last_call: stores the last collective; the caller updates it for every operation.
         end: ends all ranks with an exit code.
-        recorder: records the unnamed collectives, which are watched too.
+        recorder: records unnamed collectives, whose stalls are reported, too.
     """
 
     def __init__(
@@ -272,10 +275,10 @@ class StallWatch:
         self._inquiries: dict[tuple[int, int], Inquiry] = {}
 
     def due(self, now: float, oldest: Mapping[str, float]) -> Question | None:
-        """Return a question if one is due, else None; call about once a second.
+        """Return a question if operations have waited for long, else None.
 
-        A question is repeated when the wait has doubled, but not shortly before the age at which
-        all ranks end.
+        The caller calls this method about once a second. A question is repeated when the wait has
+        doubled, but not shortly before the age at which all ranks end.
 
         Args:
             now: ``time.monotonic()``.
@@ -304,8 +307,8 @@ class StallWatch:
     ) -> Answer:
         """Return the answer to a question, also to this rank's own question.
 
-        The caller's own questions about the same operations are postponed. A rank that has
-        ``joined`` contributes to every named operation, so it lacks none.
+        Questions of this rank about the same operations are postponed. A rank that has
+        ``joined`` contributes to every named operation, so no named operation is missing.
         """
         oldest = {**oldest, **self._recorder.waiting()}
         self._mark(question.ages_s, oldest)
@@ -347,19 +350,19 @@ class StallWatch:
                 file.write_text(self._recorder.report(), encoding="utf-8")
 
     def take(self, number: int, answer: Answer) -> None:
-        """Store the answer of a rank; on the root."""
+        """On the root, store the answer of rank ``number``."""
         if answer.key in self._inquiries:
             self._inquiries[answer.key].answers[number] = answer
 
     def tell(self, now: float) -> None:
-        """Log the finished reports, and end all ranks after a final one."""
+        """Log the finished reports; after a final report, end all ranks."""
         for text, is_final in self.reports(now):
             _LOG.log(logging.ERROR if is_final else logging.WARNING, "%s", text)
             if is_final and self._end is not None:
                 self._end(HANG)
 
     def reports(self, now: float) -> list[tuple[str, bool]]:
-        """Return the finished reports, each with True if all ranks must end.
+        """Return the finished reports, each with whether all ranks must end.
 
         On the root, a report is finished when all ranks have answered or its deadline is over. On
         any rank, a question that the root has not forwarded in time gives a report.

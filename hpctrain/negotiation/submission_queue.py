@@ -1,4 +1,4 @@
-"""Operations of this rank in flight, and the order in which the rank announces them."""
+"""``SubmissionQueue``, which orders the operations that this rank announces."""
 
 import threading
 from collections import defaultdict, deque
@@ -15,10 +15,10 @@ A later operation of the same number is held until the earlier one is complete."
 
 
 class SubmissionQueue:
-    """Operations of this rank in flight, at most one of each name. Thread-safe.
+    """Stores the operations of this rank in flight, at most one of each name. Thread-safe.
 
-    Operations of one name are announced in the order of ``enter``, which numbers those without a
-    name by kind. A join or close is announced after all operations before it.
+    Operations of one name are announced in the order of ``enter``, which names operations without
+    a name by kind and number. A join or close is announced after all operations before it.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class SubmissionQueue:
         self._numbering = threading.RLock()
 
     def enter(self, handle: Handle) -> None:
-        """Add an operation, and name it if it has no name.
+        """Add an operation; assign a name if it has none.
 
         Raises:
             DuplicateNameError: an operation of this user-defined name is in flight.
@@ -53,7 +53,7 @@ class SubmissionQueue:
                 self.let_go()
 
     def let_go(self) -> None:
-        """Submit the held operations whose name is free now."""
+        """Submit the held operations whose name no operation in flight uses."""
         if not self.held:
             return
         with self._numbering:
@@ -71,7 +71,7 @@ class SubmissionQueue:
                     names.add(name)
 
     def end_join(self) -> list[Handle]:
-        """Return the joins, which are complete, and number unnamed operations from 0 again.
+        """Remove and return the complete joins, and restart the numbers of unnamed operations.
 
         Ranks that had joined have not counted the operations of the other ranks.
         """
@@ -85,7 +85,7 @@ class SubmissionQueue:
         return bool(self.in_flight or self.joining)
 
     def oldest(self) -> dict[str, float]:
-        """Return the ``time.monotonic()`` of submission of each operation in flight, by name."""
+        """Return when each operation in flight was submitted, as ``time.monotonic()`` by name."""
         return {handle.name: handle.since for handle in list(self.in_flight.values())}
 
     def take_all(self) -> list[Handle]:

@@ -1,4 +1,4 @@
-"""Trace of named operations in a file, with one row per tensor, as in Horovod's timeline.
+"""Timeline of named operations in a file, with one row per operation, as in Horovod.
 
 Records are kept in memory until ``flush``, so recording is cheap.
 """
@@ -26,7 +26,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Timelines:
-    """Start and stop timelines of this rank, one at a time. Not collective.
+    """Starts and stops timelines of this rank, one at a time. Not collective.
 
     Args:
         rank: this rank.
@@ -39,13 +39,13 @@ class Timelines:
         self._rank, self._size = rank, size
 
     def start(self, path: str | Path, *, mark_cycles: bool = False) -> None:
-        """Start a timeline, and stop the current one, unless it has the same path. Local.
+        """Stop the current timeline, and start one; a no-op if both have the same path. Local.
 
         Logs a warning if the file cannot be created.
 
         Args:
             path: file to write. Only rank 0 records, unless ``path`` contains ``{rank}``, which
-                each rank replaces by its number.
+                stands for the number of the rank.
             mark_cycles: mark each cycle of the controller.
         """
         name = str(absolute(path))
@@ -63,7 +63,7 @@ class Timelines:
         atexit.register(self.stop)
 
     def stop(self) -> None:
-        """Write all records and end the timeline, if there is one."""
+        """Write all records and close the current timeline, if any."""
         ending, self.current = self.current, None
         if ending is not None:
             atexit.unregister(self.stop)
@@ -71,14 +71,14 @@ class Timelines:
 
 
 class _Row(NamedTuple):
-    """Row of a tensor in the file."""
+    """The row of one operation in the file."""
 
     number: int
     open: list[int]  # begin of each open slice in ns, outermost first
 
 
 class Timeline:
-    """Trace of the named operations of one rank. Thread-safe.
+    """Writes a trace of the named operations of one rank to a file. Thread-safe.
 
     Slices of one operation are nested. A slice of communication contains slices for its parts:
     ``WAIT`` for other ranks, ``RAIL`` between nodes, ``NODE`` in the memory of the node.
@@ -117,19 +117,19 @@ class Timeline:
         self._owner = os.getpid()
 
     def begin(self, name: str, title: str, num_bytes: int | None = None) -> None:
-        """Record that a slice of an operation begins, with ``num_bytes`` of this rank."""
+        """Record the begin of a slice of operation ``name``; ``num_bytes`` is its size here."""
         self._add("B", name, title, num_bytes)
 
     def end(self, name: str, moved: Traffic | None = None) -> None:
-        """Record that the innermost slice ends; ``moved`` is the traffic in the slice."""
+        """Record the end of the innermost slice of ``name``; ``moved`` is its traffic."""
         self._add("E", name, None, moved)
 
     def rank_ready(self, name: str, rank: int) -> None:
-        """Record that ``rank`` has announced an operation."""
+        """Record that ``rank`` has announced operation ``name``."""
         self._add("X", name, rank, None)
 
     def cycle(self) -> None:
-        """Record that the controller begins a cycle, if ``mark_cycles``."""
+        """Record that the controller begins a cycle; a no-op without ``mark_cycles``."""
         if self._mark_cycles:
             self._add("i", "", None, None)
 
@@ -161,7 +161,7 @@ class Timeline:
                 os.close(self._file)
 
     def _append(self, events: Sequence[str]) -> None:
-        """Append events; after an OSError, such as a full disk, the earlier events remain."""
+        """Append events to the file; after an ``OSError`` the file has the earlier events."""
         if not events:
             return
         data = ((",\n" if self._num_bytes else "[\n") + ",\n".join(events)).encode()
@@ -174,7 +174,7 @@ class Timeline:
         self._num_bytes += len(data)
 
     def _write(self, data: bytes) -> None:
-        """Write after the last event."""
+        """Write ``data`` after the last event."""
         written = 0
         while written < len(data):
             written += os.pwrite(self._file, data[written:], self._num_bytes + written)
@@ -213,7 +213,7 @@ class Timeline:
 
 
 def _parts(began: int, ended: int, moved: Traffic) -> Iterator[tuple[str, int, int]]:
-    """Divide a slice into waits, rail transfers and node memory.
+    """Divide a slice into waits, transfers between nodes, and work in node memory.
 
     The lengths are measured sums; the order is not measured, as a slice may contain several waits.
     """

@@ -1,4 +1,4 @@
-"""Large batches: LARS and LAMB, learning rate schedules, and the gradient noise scale.
+"""Training with large batches: LARS, LAMB, learning rates and the gradient noise scale.
 
 No module here communicates with other ranks. Every name is loaded at its first use.
 """

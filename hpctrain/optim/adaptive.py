@@ -1,4 +1,4 @@
-"""Common base of LARS and LAMB: a few kernels per group, and ratios of norms of tensors."""
+"""Common base class of LARS and LAMB."""
 
 from abc import abstractmethod
 from collections import defaultdict
@@ -21,7 +21,7 @@ _LARGEST = 2.0**100
 
 
 class AdaptiveOptimizer(Optimizer):
-    """Base class of optimizers that scale the step of each tensor by norms of the tensor.
+    """Base class of optimizers that scale the step of each tensor by a ratio of norms.
 
     Complex parameters are stepped as pairs of real numbers, as in Adam of torch; norms of 16-bit
     tensors are computed in float32. Sparse gradients raise ``ConfigError``.
@@ -71,13 +71,16 @@ class AdaptiveOptimizer(Optimizer):
 
     @abstractmethod
     def state_names(self, group: Mapping[str, Any]) -> Sequence[str]:
-        """Return the names of the state: ``step`` is a number, the others are tensors."""
+        """Return the names of a parameter's state.
+
+        ``step`` is a number; other names are tensors.
+        """
 
     @abstractmethod
     def update(
         self, group: Mapping[str, Any], params: Tensors, grads: Tensors, *state: Tensors
     ) -> None:
-        """Step on tensors of one device and dtype; does not change ``grads``."""
+        """Update tensors of one device and dtype, without changing ``grads``."""
 
     def _refuse_sparse(self) -> None:
         for group in self.param_groups:
@@ -90,7 +93,7 @@ class AdaptiveOptimizer(Optimizer):
                     )
 
     def _tensors_of(self, group: Mapping[str, Any]) -> list[list[Tensors]]:
-        """Return parameters, gradients and state, by device and dtype."""
+        """Return lists of parameters, gradients and state, for each device and dtype."""
         rows, names = defaultdict(list), self.state_names(group)
         for parameter in group["params"]:
             if parameter.grad is None:
@@ -106,12 +109,12 @@ class AdaptiveOptimizer(Optimizer):
 
 
 def ratios(weights: Tensor, other: Tensor, below: Tensor) -> Tensor:
-    """Return ``weights / below`` of each tensor; 1 where ``weights`` or ``other`` is 0."""
+    """Return ``weights / below`` for each tensor, or 1 if ``weights`` or ``other`` is 0."""
     return torch.where((weights > 0) & (other > 0), weights / below, 1.0)
 
 
 def multiply_(tensors: Tensors, factors: Tensor) -> None:
-    """Multiply each tensor by a float64 factor, which may exceed the range of the tensor."""
+    """Multiply each tensor by a float64 factor, which may exceed the range of its dtype."""
     first = factors.clamp(1.0 / _LARGEST, _LARGEST)
     foreach_mul_(tensors, first.tolist())
     if not torch.equal(first, factors):

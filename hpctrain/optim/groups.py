@@ -1,4 +1,4 @@
-"""Parameter groups: separate arguments for parameters by name, and for norms and biases."""
+"""Parameter groups with separate arguments, by names of parameters or for norms and biases."""
 
 import difflib
 import fnmatch
@@ -16,7 +16,7 @@ _MOST_NAMES = 3
 
 
 def exclusions(model: nn.Module, **options: Any) -> list[dict[str, Any]]:
-    """Return two parameter groups: norms and biases with ``options``, and all other parameters.
+    """Divide parameters into two groups: norms and biases, with ``options``, and all others.
 
     Norms and biases are the parameters with at most one dimension. For an optimizer without
     ``adapt`` call ``exclusions(model, weight_decay=0)``.
@@ -35,7 +35,7 @@ def parameter_groups(
     exempt: Mapping[str, Any] | None = None,
     key: str = "groups",
 ) -> list[dict[str, Any]]:
-    """Return one parameter group per set of equal arguments.
+    """Return parameter groups; parameters with equal arguments are in one group.
 
     Args:
         model: module whose parameters are grouped; their order is kept.
@@ -66,7 +66,7 @@ def parameter_groups(
 
 
 def matched(patterns: Sequence[str], names: Sequence[str], key: str) -> list[str]:
-    """Return the names that any of the patterns matches, in their order.
+    """Return the names that match any of the patterns, in the order of ``names``.
 
     Args:
         patterns: shell patterns, whose ``*`` also matches dots.
@@ -74,7 +74,7 @@ def matched(patterns: Sequence[str], names: Sequence[str], key: str) -> list[str
         key: configuration key for error messages.
 
     Raises:
-        ConfigError: a pattern matches no name; lists similar names.
+        ConfigError: a pattern matches no name; the text lists similar names.
     """
     found: set[str] = set()
     for pattern in patterns:

@@ -1,4 +1,4 @@
-"""LAMB: Adam that scales the step of each tensor to the norm of its weights."""
+"""LAMB, a variant of Adam that scales the step of each tensor by the norm of its weights."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ _BELOW = 1 - 2**-10  # so that the average of the largest squares does not round
 
 
 class LAMB(AdaptiveOptimizer):
-    """Layer-wise adaptive moments.
+    """Optimizer with layer-wise adaptive moments.
 
     For each tensor w, with the bias-corrected moments m and v of Adam::
 
@@ -82,14 +82,14 @@ class LAMB(AdaptiveOptimizer):
         require(is_range, "phi must be the smallest and largest norm, at least 0, or None", phi)
 
     def state_names(self, group: Mapping[str, Any]) -> Sequence[str]:
-        """Return the names of the moments in ``torch.optim.Adam``."""
+        """Return the names of the state, which are those of ``torch.optim.Adam``."""
         del group
         return "step", "exp_avg", "exp_avg_sq"
 
     def update(
         self, group: Mapping[str, Any], params: Tensors, grads: Tensors, *state: Tensors
     ) -> None:
-        """Step on tensors of one device and dtype."""
+        """Update tensors of one device and dtype."""
         steps, first, second = state
         beta1, beta2 = group["betas"]
         # Squares of gradients above 1e19 overflow; both moments must be of the same gradients.

@@ -1,4 +1,4 @@
-"""LARS: momentum SGD that scales the learning rate of each tensor by weight and gradient norms."""
+"""LARS, a variant of SGD that scales the rate of each tensor by weight and gradient norms."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from hpctrain.optim.adaptive import AdaptiveOptimizer, Tensors, multiply_, ratio
 
 
 class LARS(AdaptiveOptimizer):
-    """Layer-wise adaptive rate scaling.
+    """SGD with momentum and layer-wise adaptive rate scaling.
 
     For each tensor w with gradient g::
 
@@ -79,13 +79,13 @@ class LARS(AdaptiveOptimizer):
         )
 
     def state_names(self, group: Mapping[str, Any]) -> Sequence[str]:
-        """Return the momentum buffer, if any."""
+        """Return the name of the momentum buffer; empty without momentum."""
         return ("momentum_buffer",) if group["momentum"] else ()
 
     def update(
         self, group: Mapping[str, Any], params: Tensors, grads: Tensors, *state: Tensors
     ) -> None:
-        """Step on tensors of one device and dtype."""
+        """Update tensors of one device and dtype."""
         lr, momentum, decay = float(group["lr"]), group["momentum"], group["weight_decay"]
         inside, outside = (1.0, lr) if group["momentum_correction"] else (lr, 1.0)
         factors = torch.full((len(params),), inside, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Learning rates of large batches: scaling rules, and inverse time decay."""
+"""Learning rates for large batches: scaling rules, and inverse time decay."""
 
 import math
 
@@ -40,9 +40,9 @@ class InverseTimeLR(LRScheduler):
 
 
 def linear_scaling(base_batch: float, batch: float) -> float:
-    """Return the factor of the learning rate for another batch: proportional to the batch.
+    """Return the factor of the learning rate for another batch size: the ratio of the sizes.
 
-    For SGD and LARS, below the noise scale.
+    The rule is for SGD and LARS with batches below the noise scale.
 
     Source: Goyal et al. 2017, arXiv:1706.02677.
     """
@@ -51,9 +51,9 @@ def linear_scaling(base_batch: float, batch: float) -> float:
 
 
 def square_root_scaling(base_batch: float, batch: float) -> float:
-    """Return the factor of the learning rate for another batch: the root of the batch ratio.
+    """Return the factor of the learning rate for another batch size: the root of the ratio.
 
-    For Adam and LAMB, whose steps do not grow with the gradient.
+    The rule is for Adam and LAMB, whose steps do not grow with the gradient.
 
     Source: You et al. 2020, arXiv:1904.00962, section 4.
     """

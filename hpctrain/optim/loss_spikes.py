@@ -1,4 +1,4 @@
-"""``LossSpikes``: detects losses far above the recent ones, by median absolute deviation."""
+"""``LossSpikes``, which detects losses far above the recent ones."""
 
 import math
 import statistics
@@ -13,7 +13,7 @@ _LEAST = 0.01  # of the median: a constant loss has no deviation
 
 
 class LossSpikes:
-    """Detects a loss far above the recent losses.
+    """Detects losses that are far above the recent losses.
 
     A spike is more than ``deviations`` standard deviations above the median of the last losses.
     The standard deviation is estimated from the median absolute deviation, on which spikes have
@@ -47,7 +47,7 @@ class LossSpikes:
         return median + self._deviations * max(_TO_SIGMA * spread, _LEAST * abs(median))
 
     def is_spike(self, loss: float) -> bool:
-        """Return whether a loss is a spike; a loss that is not finite is one."""
+        """Return whether ``loss`` is a spike; a loss that is not finite is a spike, too."""
         return not math.isfinite(loss) or loss > self.limit
 
     def see(self, loss: float) -> None:

@@ -1,4 +1,4 @@
-"""``NoiseScale``: the gradient noise scale of a running training, from its own gradients."""
+"""``NoiseScale``, which estimates the gradient noise scale during training."""
 
 from collections.abc import Iterable
 
@@ -49,7 +49,7 @@ class NoiseScale:
     def add(self, parts: Iterable[Measured], batch: Measured) -> None:
         """Add one step. Not collective.
 
-        A part without samples is ignored, and so is a step with a gradient that is not finite.
+        A part without samples is ignored. A step is ignored if a gradient is not finite.
 
         Args:
             parts: samples and squared gradient norm of some or all parts of a batch.
@@ -67,11 +67,11 @@ class NoiseScale:
     def value(self, sums: Tensor | None = None) -> float | None:
         """Return the noise scale in samples, or None if it cannot be estimated.
 
-        It cannot be estimated before the first step, if parts are whole batches, or if the steps
-        so far are too few to separate noise from gradient.
+        The noise scale cannot be estimated before the first step, if parts are whole batches, or
+        if the steps so far are too few to separate noise from gradient.
 
         Args:
-            sums: replaces ``self.sums``, for example by the mean over ranks.
+            sums: sums to use instead of ``self.sums``, for example the mean over ranks.
         """
         number, samples, weighted = (self.sums if sums is None else sums).view(2, 3).T.tolist()
         if 0.0 in samples:

@@ -1,4 +1,4 @@
-"""``elastic.run``: resume training after a failed operation, on all ranks or on none."""
+"""``elastic.run``, which resumes training after a failed operation, on all ranks or none."""
 
 import contextlib
 import enum
@@ -29,7 +29,7 @@ MAX_STRAYS = 1000  # maximum number of mismatched operations of other ranks befo
 
 
 class AttemptEnd(enum.IntEnum):
-    """Outcome of an attempt, in order of severity."""
+    """Kind of outcome of an attempt to train, in order of severity."""
 
     DONE = 0
     UPDATED = 1  # hosts are added or removed
@@ -39,7 +39,7 @@ class AttemptEnd(enum.IntEnum):
 
 
 class Ending(NamedTuple):
-    """Outcome of an attempt on one rank, or on all ranks."""
+    """Outcome of an attempt to train, on one rank or on all ranks."""
 
     end: AttemptEnd
     error: Exception | None = None
@@ -51,9 +51,9 @@ class Ending(NamedTuple):
 def agree(mine: Ending) -> Ending:
     """Return the most severe outcome of an attempt over all ranks.
 
-    Collective; the same outcome on every rank. If other ranks are still training, the all-gather
-    of this rank does not match their next operation: both ranks raise, the other ranks call
-    ``agree``, and this rank tries again.
+    Collective; all ranks get the same outcome. If other ranks are still training, the all-gather
+    of this rank does not match their next operation. Then all of these ranks raise, the other
+    ranks call ``agree``, too, and this rank repeats the all-gather.
     """
     here = world.current()
     if mine.end is not AttemptEnd.DONE:  # interrupts ranks that wait for a named operation
@@ -138,7 +138,10 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
 
 
 def _require_no_calls() -> None:
-    """Raise ConfigError if a rank has communicated before, which spares could not do."""
+    """With spares, raise ``ConfigError`` if this rank has communicated before.
+
+    Spares could not have taken part.
+    """
     here = world.current()
     if here.origin.spares is None:
         return
@@ -152,7 +155,7 @@ def _require_no_calls() -> None:
 
 
 def _agreed_in_place(attempt: Callable[[], object]) -> Ending:
-    """Return the outcome of an attempt over the survivors; shrink the world if ranks are lost.
+    """Run an attempt; return the outcome on all survivors. Shrink the world if ranks are lost.
 
     Collective over the survivors. Errors of the program are raised unchanged.
     """
@@ -176,7 +179,7 @@ MAX_IN_VAIN = 3
 
 
 class Resets:
-    """Synchronize and count the attempts to train one state.
+    """Synchronizes and counts the attempts to train one state.
 
     Args:
         state: the state of the training.
@@ -193,10 +196,10 @@ class Resets:
     def take_up(self) -> None:
         """Synchronize the current ranks, including new spares. Collective.
 
-        Afterwards, all ranks that have the state have the same last commit.
+        Afterwards, all ranks with a state have the same last commit.
 
         Raises:
-            ConfigError: a spare has executed other operations before than the other ranks.
+            ConfigError: before the call, a spare executed other operations than the workers.
             RankLostError: no rank has the state; on every rank.
         """
         here = world.current()

@@ -1,4 +1,4 @@
-"""Sampler that distributes an epoch over ranks whose number may change during the epoch."""
+"""``ElasticSampler``, which divides an epoch among ranks whose number may change."""
 
 import random
 from collections.abc import Collection, Iterable, Iterator, Sequence, Sized
@@ -11,7 +11,7 @@ from hpctrain.runtime import world
 
 
 def epoch_order(num_samples: int, seed: int | None) -> list[int]:
-    """Return all indices in the order of an epoch; a ``seed`` of None disables shuffling."""
+    """Return all indices in the order of an epoch; without shuffling if ``seed`` is None."""
     order = list(range(num_samples))
     if seed is not None:
         random.Random(seed).shuffle(order)  # noqa: S311 - an order, no secret
@@ -19,18 +19,18 @@ def epoch_order(num_samples: int, seed: int | None) -> list[int]:
 
 
 def left_of(order: Sequence[int], num_done: int, done: Collection[int] = ()) -> list[int]:
-    """Return the indices of an epoch without its first ``num_done`` and without ``done``."""
+    """Return the indices of an epoch, except the first ``num_done`` and those in ``done``."""
     left = list(order[num_done:])
     return [index for index in left if index not in done] if done else left
 
 
 def part_of(left: Sequence[int], rank: int, size: int, order: Sequence[int]) -> list[int]:
-    """Return the indices of one rank: every ``size``-th, the same number on all ranks.
+    """Return every ``size``-th index, for one rank; all ranks get the same number of indices.
 
     If ``size`` does not divide the length of ``left``, the last round is padded from the start of
     the epoch's ``order``, so that interrupted and uninterrupted epochs have the same padding.
-    After k indices on every rank the first ``k * size`` of ``left`` are done, so a count suffices
-    as state.
+    After k indices on every rank, the first ``k * size`` indices of ``left`` are done, so a count
+    is sufficient as state.
     """
     mine = list(left[rank::size])
     num_rounds = -(-len(left) // size)
@@ -40,7 +40,7 @@ def part_of(left: Sequence[int], rank: int, size: int, order: Sequence[int]) -> 
 
 
 class ElasticSampler(Sampler[int]):
-    """Distribute a data set over all ranks, and the rest of an epoch over other ranks later.
+    """Sampler that divides an epoch among all ranks, also if their number changes.
 
     A ``TorchState`` that contains the sampler saves its position in the epoch. After ``restore()``
     and ``sync()``, on the same or another number of ranks, the sampler returns each index that no
@@ -48,13 +48,13 @@ class ElasticSampler(Sampler[int]):
     repeats fewer than ``size`` indices if ``size`` does not divide the data set. On the same
     number of ranks, the batches are the same as in an uninterrupted epoch.
 
-    Call ``record_batch`` after each batch, and ``set_epoch`` at the end of each epoch, not at its
-    beginning: otherwise a restored epoch would start from its first index. The order is Horovod's
-    for the same seed.
+    Call ``hpctrain.init()`` before construction, ``record_batch`` after each batch, and
+    ``set_epoch`` at the end of each epoch, not at its beginning: otherwise a restored epoch would
+    start from its first index. The order is Horovod's for the same seed.
 
     Args:
-        dataset: data set of constant length. ``hpctrain.init()`` must be called before.
-        shuffle: whether each epoch has a separate random order.
+        dataset: data set of constant length.
+        shuffle: whether each epoch has another random order.
         seed: seed of the order; the same on every rank.
 
     Source: Horovod 0.28, ``horovod.torch.elastic.ElasticSampler``.
@@ -68,7 +68,7 @@ class ElasticSampler(Sampler[int]):
         self._move_to(0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin another epoch at its first index. Local."""
+        """Begin epoch ``epoch`` at its first index. Local."""
         self._move_to(epoch)
 
     def _move_to(self, epoch: int, num: int = 0, indices: Iterable[int] = ()) -> None:
@@ -97,11 +97,13 @@ class ElasticSampler(Sampler[int]):
         self.processed_num += batch_size * self.num_replicas
 
     def record_indices(self, indices: Iterable[int]) -> None:
-        """Record that this rank has processed ``indices``, for batches of different sizes. Local.
+        """Record that this rank has processed ``indices``. Local.
+
+        For batches whose size differs between ranks.
 
         Takes effect at the next ``reset()``. ``TorchState.sync()`` merges the records of all
-        ranks; indices that only a lost rank has recorded are returned again. Needs memory for each
-        index, whereas ``record_batch`` stores a count and loses no record.
+        ranks; the sampler returns indices that only a lost rank has recorded again. This method
+        stores each index, whereas ``record_batch`` stores a count, of which no part is lost.
 
         Raises:
             ConfigError: this epoch is recorded by ``record_batch``.
@@ -114,7 +116,7 @@ class ElasticSampler(Sampler[int]):
         self.processed_indices.update(int(index) for index in indices)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the epoch, as picklable values. Local."""
+        """Return the position in the epoch as picklable values. Local."""
         return {
             "epoch": self.epoch,
             "processed_num": self.processed_num,
@@ -122,12 +124,12 @@ class ElasticSampler(Sampler[int]):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a position in the epoch, saved on any number of ranks. Local."""
+        """Restore a position in the epoch that was saved on any number of ranks. Local."""
         indices = state_dict.get("processed_indices", ())
         self._move_to(state_dict["epoch"], state_dict["processed_num"], indices)
 
     def reset(self) -> None:
-        """Distribute the rest of the epoch over the current ranks. Local."""
+        """Divide the rest of the epoch among the current ranks. Local."""
         self.rank, self.num_replicas = world.rank(), world.size()
         seed = self.seed + self.epoch if self.shuffle else None
         self._order = epoch_order(len(self.dataset), seed)

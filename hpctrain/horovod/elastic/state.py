@@ -1,4 +1,4 @@
-"""State of a training that is identical on all ranks, with its last commit."""
+"""Training state that elastic training commits, restores and sends to other ranks."""
 
 import copy
 import enum
@@ -22,7 +22,7 @@ Broadcast = Callable[[Any], Any]  # returns the object of rank 0 on every rank
 
 
 class HostUpdate(enum.IntFlag):
-    """Change of the hosts of a job, as bits."""
+    """Change of the hosts of a job, as a bit mask."""
 
     NONE = 0
     REMOVED = 1
@@ -44,14 +44,15 @@ class HostsUpdatedInterrupt(HpctrainError, RuntimeError):  # noqa: N818 - Horovo
 
 
 class State(ABC):
-    """Base class of states, for programs that cannot use ``TorchState``.
+    """Base class of training states, for programs that cannot use ``TorchState``.
 
     A subclass implements ``save``, ``restore`` and ``sync``, and ``reset`` if it depends on the
     ranks.
 
     Args:
-        bcast_object: returns the object of rank 0 on every rank; by default that of hpctrain.
-        get_rank: returns the rank of this process; by default ``hpctrain.rank``.
+        bcast_object: function that returns the object of rank 0 on every rank; by default that of
+            hpctrain.
+        get_rank: function that returns the rank of this process; by default ``hpctrain.rank``.
 
     Source: Horovod 0.28, ``horovod.common.elastic.State``.
     Differs: both arguments are optional; changes of hosts reported on any rank are used, not only
@@ -70,10 +71,10 @@ class State(ABC):
         self._num_begun = 0  # commits begun; the last may be incomplete
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], object]]) -> None:
-        """Register functions to call, in this order, each time training resumes. Local.
+        """Register functions that ``elastic.run`` calls, in order, when training resumes. Local.
 
-        Every rank calls the functions after the agreement of the ranks and before ``sync()``, for
-        example to adapt the learning rate to ``size()``.
+        Every rank calls the functions before ``sync()``, for example to adapt the learning rate to
+        ``size()``.
 
         Args:
             callbacks: functions without arguments.
@@ -81,7 +82,7 @@ class State(ABC):
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """Adapt to the current world, then call the callbacks; called by ``elastic.run``."""
+        """Call ``reset()``, then the reset callbacks. Called by ``elastic.run``."""
         self._host_messages = queue.SimpleQueue()
         self.reset()
         for callback in self._reset_callbacks:
@@ -90,8 +91,8 @@ class State(ABC):
     def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
         """Report that hosts are added or removed, from any thread of any rank. Local.
 
-        hpctrain does not call this method; a program calls it if it detects such changes. All
-        ranks are interrupted at their next ``commit()``.
+        hpctrain does not call this method; a program that detects such changes calls it. All ranks
+        raise ``HostsUpdatedInterrupt`` at their next ``commit()``.
 
         Args:
             timestamp: seconds; a report is ignored unless it is later than the last known one.
@@ -117,9 +118,9 @@ class State(ABC):
             raise interrupt
 
     def settle(self, of_ranks: Sequence[int]) -> None:
-        """Complete the newest commit of any rank. Not collective.
+        """Complete the newest commit that any rank has completed. Not collective.
 
-        A rank that has only begun this commit saves its state now; the state has not changed
+        A rank that has begun but not completed this commit saves its state, which has not changed
         since.
 
         Args:
@@ -131,7 +132,7 @@ class State(ABC):
         self.num_commits = self._num_begun = newest
 
     def check_host_updates(self) -> None:
-        """Raise if a change of hosts was reported on any rank. Collective; sends 24 bytes.
+        """Raise an error if a change of hosts was reported on any rank. Collective.
 
         Raises:
             HostsUpdatedInterrupt: hosts are added or removed; on every rank.
@@ -167,11 +168,13 @@ class State(ABC):
         """Broadcast the state of rank 0 to all ranks. Collective."""
 
     def reset(self) -> None:  # noqa: B027 - optional in subclasses
-        """Adapt to the current world, before ``sync()``."""
+        """Adapt the state to the ranks of the current world. Called before ``sync()``."""
 
 
 class ObjectState(State):
-    """State of plain values, which are attributes: passed to the constructor, or set later.
+    """State of plain values, which are attributes of the object.
+
+    Attributes are passed to the constructor, or set later.
 
     Args:
         bcast_object: see ``State``.
@@ -179,7 +182,7 @@ class ObjectState(State):
         kwargs: attributes and their picklable values.
 
     Raises:
-        ConfigError: the state itself uses the name of an attribute.
+        ConfigError: an attribute has the name of an attribute of this class, or begins with ``_``.
 
     Source: Horovod 0.28, ``horovod.common.elastic.ObjectState``.
     Differs: values are copied, so in-place changes of a list are restored too; attributes that are
@@ -220,10 +223,10 @@ class ObjectState(State):
         self.restore()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; the plain value of a new attribute is saved at once.
+        """Set an attribute; if a new attribute has a plain value, also save the value.
 
         Raises:
-            ConfigError: the value cannot be copied, or the state itself uses the name.
+            ConfigError: the value cannot be copied, or the name is that of a method.
         """
         saved = self.__dict__.get("_saved_state")
         if callable(getattr(type(self), name, None)) and not callable(value):
@@ -243,7 +246,7 @@ class ObjectState(State):
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """Declare for type checkers that ``kwargs`` become attributes."""
+            """Declare to type checkers that ``kwargs`` become attributes."""
 
 
 def _copied(name: str, value: Any) -> Any:
@@ -263,7 +266,7 @@ def _broadcast(value: Any) -> Any:
 
 
 class Handler:
-    """Save and restore an object with ``state_dict()`` and ``load_state_dict()``.
+    """Saves and restores an object with ``state_dict()`` and ``load_state_dict()``.
 
     Args:
         value: the object, such as a scheduler.
@@ -274,11 +277,14 @@ class Handler:
         self.save()
 
     def save(self) -> None:
-        """Copy the state of the object."""
+        """Store a copy of the state of the object."""
         self._saved = copy.deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
-        """Load a copy of the saved state, since many objects keep references to loaded values."""
+        """Load a copy of the saved state.
+
+        A copy is required because many objects keep references to loaded values.
+        """
         self.value.load_state_dict(copy.deepcopy(self._saved))
 
     def sync(self) -> None:
@@ -287,17 +293,17 @@ class Handler:
         self.save()
 
     def reset(self) -> None:
-        """Adapt the object to the current world."""
+        """Adapt the object to the ranks of the current world."""
 
     def _of_all_ranks(self) -> Any:
         return world.current().comm.broadcast_object(self.value.state_dict())
 
 
 class ModelHandler(Handler):
-    """Save and restore a module; its tensors are overwritten in place."""
+    """Saves and restores a module, whose tensors are overwritten in place."""
 
     def restore(self) -> None:
-        """Copy the saved tensors back."""
+        """Copy the saved tensors to the module."""
         self.value.load_state_dict(self._saved)
 
     def _of_all_ranks(self) -> Any:
@@ -311,7 +317,7 @@ class ModelHandler(Handler):
 
 
 class OptimizerHandler(Handler):
-    """Save and restore an optimizer."""
+    """Saves and restores an optimizer."""
 
     def restore(self) -> None:
         """Load the saved state, and clear gradients, which are not saved."""
@@ -326,10 +332,10 @@ class OptimizerHandler(Handler):
 
 
 class SamplerHandler(Handler):
-    """Save and restore a sampler; ``sync`` merges the processed indices of all ranks."""
+    """Saves and restores a sampler; ``sync`` merges the processed indices of all ranks."""
 
     def reset(self) -> None:
-        """Distribute the rest of the epoch over the current ranks."""
+        """Divide the rest of the epoch among the current ranks."""
         self.value.reset()
 
     def _of_all_ranks(self) -> Any:
@@ -360,12 +366,12 @@ def has_state(value: object) -> bool:
 
 
 class TorchState(ObjectState):
-    """State of a training; each argument becomes an attribute of its name.
+    """Training state of a model, an optimizer and other values, which become attributes.
 
-    Attributes that are set later are saved in the same way. Of modules, optimizers, an
-    ``ElasticSampler`` and other objects with ``state_dict()`` and ``load_state_dict()``, the
-    contents are saved, restored and sent to other ranks; the objects themselves are not replaced.
-    Other values are copied and must be picklable.
+    Attributes that are set later are saved in the same way. For modules, optimizers, an
+    ``ElasticSampler`` and other objects with ``state_dict()`` and ``load_state_dict()``, the state
+    is saved, restored and sent to other ranks; the objects themselves are not replaced. Other
+    values are copied and must be picklable.
 
     The constructor saves the state. Not collective.
 
@@ -375,7 +381,7 @@ class TorchState(ObjectState):
         kwargs: further models, optimizers, samplers, and values such as ``epoch=0``.
 
     Raises:
-        ConfigError: the state itself uses the name of an attribute.
+        ConfigError: an attribute has the name of an attribute of this class, or begins with ``_``.
 
     Source: Horovod 0.28, ``horovod.torch.elastic.TorchState``.
     Differs: schedulers and scalers are saved by their state, whereas Horovod pickles them with the
@@ -435,12 +441,12 @@ class TorchState(ObjectState):
         super().sync()
 
     def reset(self) -> None:
-        """Distribute the rest of the epoch of each sampler over the current ranks."""
+        """Divide the rest of each sampler's epoch among the current ranks."""
         for handler in self._handlers.values():
             handler.reset()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute, and save a new value, or a new object of a known name, at once.
+        """Set an attribute; also save the value if the attribute or its object is new.
 
         Raises:
             ConfigError: a plain value replaces an object with ``state_dict()``, or a new value

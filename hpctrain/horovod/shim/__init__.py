@@ -1,6 +1,7 @@
-"""Horovod's module names for hpctrain: ``import horovod.torch as hvd`` imports hpctrain.
+"""Shim that provides Horovod's module names: ``import horovod.torch`` imports hpctrain.
 
-``hpctrain shim train.py`` runs an unchanged script. A program can also install the names itself::
+``hpctrain shim train.py`` runs an unchanged script of Horovod. A program can also install the
+names itself::
 
     import hpctrain.horovod.shim
 

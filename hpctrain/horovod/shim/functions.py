@@ -1,4 +1,4 @@
-"""Functions of Horovod that are not functions of hpctrain: ``run`` and ``env``."""
+"""Functions of Horovod without a counterpart in hpctrain: ``run`` and ``env``."""
 
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,13 +32,14 @@ def run(
     Not collective.
 
     Args:
-        func: the function; its result must be picklable.
+        func: function to call; its result must be picklable.
         args: positional arguments of ``func``.
         kwargs: keyword arguments of ``func``.
         num_proc: number of ranks.
         np: old name of ``num_proc``.
-        hosts: this host with enough slots, such as ``"localhost:4"``.
-        others: other arguments of ``horovod.run``: None, False, or ignored ones, see ``HARMLESS``.
+        hosts: None, or this host with enough slots, such as ``"localhost:4"``.
+        others: other arguments of ``horovod.run``. Arguments in ``HARMLESS`` are ignored; all
+            others must be None or False.
 
     Returns:
         The results of the function, by rank.
@@ -82,7 +83,7 @@ def _require_this_host(hosts: str | None, ranks: int) -> None:
 
 @contextmanager
 def env(**variables: str | None) -> Iterator[None]:
-    """Set environment variables inside of a block; None leaves a variable unchanged."""
+    """Set environment variables during a block; None leaves a variable unchanged."""
     values = {name: value for name, value in variables.items() if value is not None}
     with set_variables(values):
         yield

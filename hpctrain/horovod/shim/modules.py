@@ -1,4 +1,4 @@
-"""Modules of Horovod 0.28.1, with the object of hpctrain for each of their names."""
+"""Modules with the names of Horovod 0.28.1, which contain objects of hpctrain."""
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -101,7 +101,7 @@ def refusal(name: str) -> str:
 
 
 def fill(module: ModuleType) -> None:
-    """Add the names of ``MODULES`` to an empty module; each is imported at its first use."""
+    """Add the names in ``MODULES`` to a module; each object is imported at its first use."""
     name = module.__name__
     names = MODULES[name]
     parts = [each.rpartition(".")[2] for each in MODULES if each.rpartition(".")[0] == name]
@@ -146,15 +146,15 @@ TOP = "horovod"
 
 
 class AliasFinder(Loader):
-    """Import hook for ``MODULES``; other modules of Horovod raise an error with the reason."""
+    """Import hook for ``MODULES``; imports of other Horovod modules raise ``ImportError``."""
 
     hpctrain_shim: ClassVar[bool] = True  # read by code that needs the real Horovod
 
     def find_spec(self, fullname: str, *_: object) -> ModuleSpec | None:
-        """Return the spec of a module; None outside of Horovod.
+        """Return the spec of a module in ``MODULES``; None for modules outside of Horovod.
 
         Raises:
-            ImportError: hpctrain has no counterpart of the module of Horovod.
+            ImportError: hpctrain has no counterpart of a module of Horovod.
         """
         if fullname in MODULES:
             return ModuleSpec(fullname, self, origin="hpctrain", is_package=True)
@@ -168,7 +168,7 @@ class AliasFinder(Loader):
         """Return None, so that Python creates an ordinary module, as cloudpickle expects."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Add the names of the module."""
+        """Add the names in ``MODULES`` to the module."""
         fill(module)
 
 
@@ -197,7 +197,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Make ``import horovod`` import Horovod again; modules imported before are kept."""
+    """Make ``import horovod`` import Horovod again; remove the shim from ``sys.modules``."""
     sys.meta_path[:] = [each for each in sys.meta_path if not isinstance(each, AliasFinder)]
     for name in [name for name, module in sys.modules.items() if hasattr(module, MARK)]:
         del sys.modules[name]

@@ -1,8 +1,8 @@
 """Installs the shim at the start of every Python process below ``hpctrain shim``.
 
-``PYTHONPATH`` contains this folder, so that a script, and Python processes that it starts, run as
-without the shim. The folder is removed from ``sys.path`` at once, and the ``sitecustomize`` of the
-site is imported next.
+``PYTHONPATH`` contains this folder, so that Python imports this file when it starts a script, or a
+Python process that the script starts. The file removes the folder from ``sys.path``, and then
+imports the ``sitecustomize`` of the site, so that everything else is as without the shim.
 """
 
 import importlib
@@ -16,7 +16,7 @@ PYTHON = "HPCTRAIN_SHIM_PYTHON"
 
 
 def begin() -> None:
-    """Install the shim, if this is the Python of ``HPCTRAIN_SHIM_PYTHON``."""
+    """Install the shim if ``HPCTRAIN_SHIM_PYTHON`` is the path of this Python."""
     sys.path[:] = [folder for folder in sys.path if folder != str(HERE)]
     if os.environ.get(PYTHON) == sys.executable:
         before = list(sys.path)
