@@ -1,7 +1,7 @@
-"""The crc32 of bytes: the one of zlib, computed by the fastest library that is here.
+"""The function ``crc32``, from ISA-L if installed, otherwise from zlib; the results are identical.
 
-ISA-L folds with carry-less multiplication: ten times the rate of zlib's tables, so that checking
-data costs less than reading it. Where no wheel of it exists, zlib gives the same numbers.
+ISA-L uses carry-less multiplication and is ten times faster than zlib, so that verifying data
+takes less time than reading them. ISA-L has no wheels for some platforms.
 """
 
 from collections.abc import Callable

@@ -22,5 +22,5 @@ class Finding:
 
     @property
     def is_wrong(self) -> bool:
-        """Return whether the user has to act."""
+        """Return True if the finding is a warning or an error, which the user has to fix."""
         return self.level in ("warning", "error")

@@ -1,4 +1,4 @@
-"""Environment variables of Horovod that set a setting of hpctrain.
+"""Environment variables of Horovod that set fields of ``hpctrain.core.config.Settings``.
 
 ``hpctrain guide horovod-variables`` lists all variables.
 """
@@ -17,7 +17,7 @@ GUIDE = "`hpctrain guide horovod-variables`"
 
 
 class Variable(NamedTuple):
-    """A variable of Horovod that is read if the variable of hpctrain is not set."""
+    """A Horovod variable that is read if the corresponding variable of hpctrain is not set."""
 
     name: str
     setting: str  # name in ``hpctrain.core.config.Settings``
