@@ -45,7 +45,7 @@ class Round(NamedTuple):
 
 
 class Phase(NamedTuple):
-    """Rounds that each rank executes in order; sends are complete at the end of a phase."""
+    """Rounds that each rank executes in order; all sends complete before the next phase."""
 
     rounds: Iterable[Round]
     lead: int = 1
@@ -58,7 +58,7 @@ class Phase(NamedTuple):
     """Consecutive rounds that differ only in their pieces, as one round and their number."""
 
     def timed(self) -> Iterable[tuple[Round, int]]:
-        """Return rounds with the number of their repetitions, for the simulation."""
+        """Return each round with its number of repetitions, for the simulation."""
         return self.runs or ((each, 1) for each in self.rounds)
 
 
@@ -68,7 +68,7 @@ def even_cut(numel: int, num_pieces: int) -> list[int]:
 
 
 def halved_cut(numel: int, num_pieces: int) -> list[int]:
-    """Return the bounds of pieces that are made by repeated halving."""
+    """Return the bounds of pieces of a message that is halved repeatedly."""
     bounds = [0, numel]
     while len(bounds) <= num_pieces:
         bounds = [0] + [b for start, stop in pairwise(bounds) for b in ((start + stop) // 2, stop)]
@@ -96,7 +96,7 @@ class Schedule:
 
 
 class Fold(NamedTuple):
-    """Reduction of the number of ranks to a power of two."""
+    """Pairs of ranks that reduce the number of participating ranks to a power of two."""
 
     power: int
     num_pairs: int
@@ -110,7 +110,7 @@ class Fold(NamedTuple):
 
 
 def fold(rank: Each, size: int) -> Fold:
-    """Return the pairs that reduce ``size`` to a power of two, as seen from ``rank``."""
+    """Return the pairs that reduce ``size`` ranks to a power of two, and the place of ``rank``."""
     power = _power_below(size)
     num_pairs = size - power
     paired = rank < 2 * num_pairs
@@ -206,8 +206,8 @@ def _ring_step(rank: Each, size: int, num_segments: int, step: int) -> Iterator[
 def _tree(rank: Each, size: int) -> Iterator[Round]:
     """Yield a binomial tree: children are at distances 1, 2, 4, ... below the lowest set bit.
 
-    Subtrees are combined in that order. Takes about 2 log2(N) (a + m b), which is slower than
-    doubling on an idle network, but sends only 2(N-1) messages in total.
+    The parent combines the subtrees in order of distance. Takes about 2 log2(N) (a + m b), which
+    is slower than doubling on an idle network, but sends only 2(N-1) messages in total.
     """
     distances = [1 << level for level in range((size - 1).bit_length())]
     for action in (COMBINE, COPY):
