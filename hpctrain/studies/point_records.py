@@ -20,10 +20,10 @@ from hpctrain.studies.points import PointRepeat
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """Steps after the warm-up: durations, samples and bytes.
+    """Measurements of the steps after the warm-up: durations, samples and bytes.
 
-    Times and bytes are per step. Lists have one entry per step. A step lasts as long as on the
-    slowest rank. None means that no rank recorded the value.
+    Times and bytes are per step; lists have one entry per step. The duration of a step is the
+    duration on the slowest rank. None means that no rank recorded the value.
     """
 
     num_steps: int = 0
@@ -40,7 +40,7 @@ class StepRecord:
 
     @property
     def mean_step_s(self) -> float:
-        """Mean step time; a median would ignore work that is done every few steps."""
+        """Mean step time. A median would ignore work that is done only in some steps."""
         return fmean(self.step_s)
 
     @property
@@ -56,7 +56,7 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class LearningRecord:
-    """Progress of the training, with times from the start of the first step, warm-up included."""
+    """Progress of the training; times start with the first step and include the warm-up."""
 
     elapsed_s: float | None = None
     loss: float | None = None  # of the last step
@@ -77,7 +77,7 @@ class HostRecord:
 
     @property
     def is_disturbed(self) -> bool:
-        """Whether other processes used a large fraction of the cores."""
+        """True if other processes used a large fraction of the cores."""
         return (self.other_cores or 0.0) > BUSY * (self.machine_cores or math.inf)
 
 
@@ -94,7 +94,7 @@ class PointRecord(HostRecord, LearningRecord, StepRecord, PointRepeat):
 
     @property
     def is_done(self) -> bool:
-        """Whether the repeat measured steps that all have a positive, finite duration."""
+        """True if the repeat succeeded and all its steps have a positive, finite duration."""
         times = [each or 0.0 for each in self.step_s]  # a file stores None for NaN and infinity
         return self.status == "done" and bool(times) and all(0 < each < math.inf for each in times)
 
@@ -112,7 +112,7 @@ cores and the variables that bind ranks."""
 
 
 class StudyFolder:
-    """The folder of a study, and its files."""
+    """Paths of the files of a study in its folder, and methods that read and write them."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -121,18 +121,21 @@ class StudyFolder:
         self.attempts = path / "attempts"  # a folder for each repeat
 
     def points_file(self, repeat: int) -> Path:
-        """Return the file for the records of a repeat; each job may measure another repeat."""
+        """Return the file for the records of a repeat.
+
+        Each repeat has its own file, because jobs may measure different repeats concurrently.
+        """
         return self.path / f"points-{repeat}.jsonl"
 
     def read_environment(self) -> Environment | None:
-        """Read the environment; None if the file is missing or incomplete."""
+        """Return the recorded environment, or None if the file is missing or incomplete."""
         with suppress(OSError, ValueError):
             found: Environment = json.loads(self.environment.read_text(encoding="utf-8"))
             return found if isinstance(found, dict) else None
         return None
 
     def read_points(self) -> list[PointRecord]:
-        """Read all records, in the order of the study; the last record of a repeat counts."""
+        """Return the last record of each repeat of each point, in the order of the study."""
         found = {}
         for path in sorted(self.path.glob("points*.jsonl")):
             for values in read(path, key="status"):
