@@ -114,7 +114,7 @@ class Study:
 
     @contextmanager
     def _held(self, repeat: int) -> Iterator[Lease]:
-        """Hold the lease of a repeat in the block; wait if a dead process still holds the lease."""
+        """Hold the lease of a repeat in the block; wait until the lease of a dead process ends."""
         place = self.folder.path / "leases" / str(repeat)
         make_folder(place)
         lease, is_first = Lease(place, self._times, ways_out=WaysOut(*3 * [_WAY_OUT])), True

@@ -1,4 +1,4 @@
-"""Facts about a process, its machine and all ranks; gathered once for all checks."""
+"""Facts about a process, its machine and all ranks: the input of the checks."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +16,7 @@ from hpctrain.doctor.checks.check import listed
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reached:
-    """An MPI library that a program of this environment would load."""
+    """An MPI library that a program in this environment would load."""
 
     library: Path  # with links followed
     by: str  # the origin: ``LD_LIBRARY_PATH`` or ``mpirun``
@@ -39,7 +39,7 @@ class MpiFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CoreFacts:
-    """The cores of this process."""
+    """The cores that this process may use."""
 
     mask: tuple[int, ...] = (0,)  # hardware threads in the affinity mask
     quota: float | None = None  # CPU limit of the control group, in cores
@@ -50,7 +50,7 @@ class CoreFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryFacts:
-    """Memory of the node, and methods to share it."""
+    """Memory of the node, and the support for shared memory."""
 
     rooms: tuple[Room, ...] = ()  # limits that apply to this process
     shm_bytes: int = 0  # size of /dev/shm; 0 if it does not exist
@@ -95,13 +95,13 @@ class Card:
 
     @property
     def is_fast(self) -> bool:
-        """Whether the adapter can carry messages over a network other than Ethernet."""
+        """True if the adapter is active and belongs to a network other than Ethernet."""
         return self.is_live and not self.speaks_ethernet
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NetworkFacts:
-    """Network adapters, and kernel features that MPI uses."""
+    """Fast network adapters, and kernel features that MPI uses."""
 
     cards: tuple[Card, ...] = ()
     copy_error: str = ""  # why the kernel refuses process_vm_readv; empty if it permits the call
@@ -109,7 +109,7 @@ class NetworkFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DirectoryFacts:
-    """Result of the trial of a directory."""
+    """Result of a trial of file operations in a directory."""
 
     path: Path
     file_system: str = ""  # type of the file system, such as ``nfs4`` or ``lustre``
@@ -122,7 +122,7 @@ class DirectoryFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """Input of the checks of one process."""
+    """Facts about one process and its machine: input of the checks of a process."""
 
     environ: Mapping[str, str]  # environment variables of the process
     host: str = ""
@@ -143,7 +143,7 @@ class Facts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredLink:
-    """Latency, bandwidth and clock difference that two ranks measured between them."""
+    """Latency, bandwidth and clock difference between two ranks."""
 
     ranks: tuple[int, int]  # the measuring rank and its partner
     latency_s: float  # of a small message in one direction, the minimum of many
@@ -153,7 +153,7 @@ class MeasuredLink:
     clock_error_s: float = 0.0  # bound of the error of ``clock_s``
 
     def with_best_of(self, other: "MeasuredLink") -> "MeasuredLink":
-        """Return this link with the better figures of two measurements."""
+        """Return this link with the better latency and bandwidth of two measurements."""
         return replace(
             self,
             latency_s=min(self.latency_s, other.latency_s),
@@ -164,7 +164,7 @@ class MeasuredLink:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Carried:
-    """Bytes that left one host during the measurements."""
+    """Bytes that one host sent during the measurements, by interface."""
 
     host: str
     sent_bytes: int  # approximate bytes of messages of this program to other nodes
@@ -175,7 +175,7 @@ class Carried:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrafficFacts:
-    """Measurements between ranks."""
+    """Measured links between ranks, and bytes sent by each node."""
 
     inside: Sequence[MeasuredLink] = ()  # between two ranks of each node
     between: Sequence[MeasuredLink] = ()  # between the first ranks of nodes
@@ -184,7 +184,10 @@ class TrafficFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorldFacts:
-    """Input of the checks of all ranks; a single process is a world of one rank."""
+    """Facts about all ranks: input of the checks of a launch.
+
+    A single process is a world of one rank.
+    """
 
     ranks: Sequence[Facts]
     topology: Topology
@@ -203,7 +206,7 @@ class WorldFacts:
 
     @property
     def host_of(self) -> dict[int, str]:
-        """The name of a node by its first rank."""
+        """Host name of each node, by the first rank of the node."""
         nodes = zip(self.topology.nodes, self.topology.hosts, strict=True)
         return {ranks[0]: host for ranks, host in nodes}
 
@@ -217,7 +220,7 @@ def by_host(ranks: Sequence[Facts]) -> dict[str, list[int]]:
 
 
 def differences(values: Sequence[Mapping[str, str | None]]) -> Iterator[tuple[str, str]]:
-    """Yield each name whose value differs between ranks, and the ranks of each value."""
+    """Yield each name whose value differs between ranks, and a text of values and ranks."""
     for name in dict.fromkeys(name for of_rank in values for name in of_rank):
         ranks_of: dict[str, list[int]] = {}
         for rank, of_rank in enumerate(values):
