@@ -1,4 +1,4 @@
-"""``hpctrain doctor``: faults of this machine, this job or this launch."""
+"""``hpctrain doctor``: find faults of this machine, job or launch."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -90,7 +90,7 @@ def _lint(script: Path) -> list[Finding]:
 
 
 def _examine(directories: Sequence[Path]) -> tuple[list[Finding], bool]:
-    """Return the findings, and whether this process prints them."""
+    """Return the findings, and True if this process prints the findings."""
     found = launched()
     if found is None:
         return table.examine(gather.gather(directories=directories)), True
@@ -106,9 +106,10 @@ _INDENT = 9
 
 
 def show(findings: Sequence[Finding], *, verbose: bool) -> None:
-    """Print findings, the worst first, and a summary; with ``verbose`` also findings that are ok.
+    """Print findings, the most severe first, and a summary.
 
-    Lines are not wrapped, so that grep finds their text; a terminal gets colours.
+    ``verbose`` includes findings of level ``ok``. Lines are not wrapped, so that grep finds their
+    text. On a terminal the text has colours.
     """
     console = Console(highlight=False, markup=False, soft_wrap=True)
     shown = [finding for finding in findings if verbose or finding.level != "ok"]
@@ -121,7 +122,7 @@ def show(findings: Sequence[Finding], *, verbose: bool) -> None:
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """Return the numbers of checks, errors, warnings and notes in one line."""
+    """Return a line with the number of checks, errors, warnings and notes."""
     counts = {level: sum(each.level == level for each in findings) for level in LEVELS}
     checks = plural(len({finding.check for finding in findings}), "check")
     parts = [plural(counts[level], level) for level in reversed(LEVELS[1:]) if counts[level]]

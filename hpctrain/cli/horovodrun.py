@@ -17,7 +17,7 @@ PANEL = "Options of horovodrun"
 
 
 class Honoured(NamedTuple):
-    """An option that sets a variable for the ranks."""
+    """An option of horovodrun that sets environment variables of the ranks."""
 
     names: str
     variable: str
@@ -27,7 +27,7 @@ class Honoured(NamedTuple):
     help: str = ""  # an option without help is accepted but not shown
 
     def variables(self, given: str) -> dict[str, str]:
-        """Return the environment variables of the ranks; ``given`` is the value."""
+        """Return the environment variables of the ranks for the value ``given``."""
         text = given if self.metavar else self.value
         try:
             if self.factor != 1:
@@ -43,7 +43,7 @@ class Honoured(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """An option that hpctrain refuses."""
+    """An option of horovodrun that hpctrain does not support, with a remedy."""
 
     names: str
     remedy: str
@@ -171,7 +171,7 @@ def variables(given: Mapping[str, Any]) -> dict[str, str]:
 
 
 def split(interfaces: Iterable[str]) -> tuple[str, ...]:
-    """Return the names of network interfaces, which may be separated by commas, each once."""
+    """Return the distinct names of network interfaces from a text with commas."""
     named = [name.strip() for words in interfaces for name in words.split(",")]
     return tuple(dict.fromkeys(name for name in named if name))
 

@@ -1,4 +1,4 @@
-"""``hpctrain train``: a run from a TOML file."""
+"""``hpctrain train``: train the model of a TOML file."""
 
 from dataclasses import dataclass
 from pathlib import Path

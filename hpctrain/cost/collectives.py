@@ -166,7 +166,8 @@ def _double_tree(num_bytes: float, algorithm: str, shape: MachineShape, rails: i
     size = shape.nodes if rails else shape.num_ranks
     depth = (size - 1).bit_length()
     segment = min(SCHEDULES[algorithm].segment_bytes, num_bytes / 2)
-    # An inner rank receives segments from each child; the pipeline hides all but the first.
+    # The first segment passes all levels. For each other segment, an inner rank receives one
+    # message from each child.
     up = 2 * depth * segment + 2 * min(2, size - 1) * (num_bytes / 2 - segment)
     width = math.ceil((rails or 1) / shape.nics) if shape.nodes > 1 else 0
     return _asked(shape, rails, 4 * depth, 2 * up, width, up)

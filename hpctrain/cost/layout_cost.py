@@ -66,9 +66,7 @@ class Memory(NamedTuple):
     gradients: float
     optimizer: float
     activations: float
-    buffers: float = (
-        0.0  # complete layers that ZeRO gathers, and gradients before ZeRO scatters them
-    )
+    buffers: float = 0.0  # layers that ZeRO has gathered, gradients that it has not scattered
 
 
 class Terms(NamedTuple):
@@ -183,9 +181,7 @@ class Placed:
         kept, again = model.activations(one.recompute)
         per_layer, share = model.layer_parameters / one.tp, one.micro_batch / self._shared
         buffers = (zero >= 2) * model.gradient_bytes * per_layer
-        buffers += (
-            (zero == 3) * 2 * model.parameter_bytes * per_layer
-        )  # the present layer and the next one
+        buffers += (zero == 3) * 2 * model.parameter_bytes * per_layer  # present and next layer
         found = []
         for number, (layers, _, has_output) in enumerate(self._ends):
             of_rank = self._parameters[number]

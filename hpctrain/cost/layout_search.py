@@ -17,10 +17,8 @@ from hpctrain.cost.layout_cost import SCHEDULES, Memory, ParallelLayout, Placed,
 from hpctrain.cost.machine import Machine
 from hpctrain.cost.transformer import RECOMPUTE, Transformer
 
-NOT_TOGETHER = (
-    "selective",
-    "zero_bubble",
-)  # torch keeps the activations for one backward pass only
+# torch keeps the activations for one backward pass only.
+NOT_TOGETHER = ("selective", "zero_bubble")
 MOST_VIRTUAL = 4  # stages of a rank, unless more are fixed
 MOST_NODES = 1 << 14  # limit of the search for enough memory
 

@@ -80,9 +80,7 @@ class _Clocks:
         self.ready = ready
         self._sent = np.full_like(ready, -np.inf)
         self._received = np.full_like(ready, -np.inf)
-        self._delivered = np.full_like(
-            ready, -np.inf
-        )  # when the last message of the rank has arrived
+        self._delivered = np.full_like(ready, -np.inf)  # arrival of sent messages
         self._piece_bytes = piece_bytes
         self._machine, self._turns = machine, turns
 

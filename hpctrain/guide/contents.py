@@ -1,4 +1,4 @@
-"""Order and kind of the guides, for ``hpctrain guide`` and for the HTML manual."""
+"""Order and categories of the guides, for ``hpctrain guide`` and for the HTML manual."""
 
 KINDS = {
     "Tutorials": ("start", "cluster"),

@@ -119,9 +119,7 @@ class Row:
     """Minimum rate of the busiest link; comparable between operations and world sizes."""
     num_wrong: int  # wrong elements over all ranks
     library_us: float | None = None  # ``avg_us`` of MPI_Allreduce
-    library_ratio: float | None = (
-        None  # ``library_us`` divided by ``avg_us``: above 1 hpctrain is faster
-    )
+    library_ratio: float | None = None  # ``library_us`` / ``avg_us``; hpctrain is faster above 1
 
 
 def run(
