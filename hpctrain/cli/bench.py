@@ -89,7 +89,7 @@ def measure(asked: MeasureOptions) -> None:
 
       srun -n 8 hpctrain bench send --min-bytes 1KiB --max-bytes 1GiB
     """
-    mpi_world.doubt()  # before torch, which takes seconds to load
+    mpi_world.doubt()  # before the import of torch, which takes seconds
     request = benchmark.BenchmarkRequest(
         operation=asked.operation,
         min_bytes=parse_bytes(asked.min_bytes),

@@ -83,7 +83,7 @@ def _lint(script: Path) -> list[Finding]:
         scheduler.find_sbatch()
         try:
             scheduler.try_out(text)
-        except LaunchError as error:  # with Slurm's message
+        except LaunchError as error:  # the error contains the message of Slurm
             level: Level = "note" if str(error).startswith(scheduler.NO_ANSWER) else "error"
             found.append(Finding("sbatch --test-only", level, str(error), "sbatch --help"))
     return [each for each in found if each.level != "ok"] or found

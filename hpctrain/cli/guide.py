@@ -101,7 +101,7 @@ def _about(name: str, module: Any) -> list[str]:
         return [f"{name} = {value!r}"]
     try:
         signature = str(inspect.signature(value))
-    except (TypeError, ValueError):  # of a class without a readable constructor
+    except (TypeError, ValueError):  # the class has a constructor without a readable signature
         signature = ""
     return [f"{name}{signature}", "", *(inspect.getdoc(value) or "").splitlines()]
 

@@ -21,9 +21,9 @@ class Honoured(NamedTuple):
 
     names: str
     variable: str
-    metavar: str = ""  # of its value; empty for a switch
-    value: str = "1"  # of a switch
-    factor: int = 1  # from the unit of the option to the unit of the variable
+    metavar: str = ""  # placeholder of the value; empty for a switch
+    value: str = "1"  # value of the variable if the switch is given
+    factor: int = 1  # converts the unit of the option to the unit of the variable
     help: str = ""  # an option without help is accepted but not shown
 
     def variables(self, given: str) -> dict[str, str]:
@@ -58,7 +58,7 @@ _NUMBERS = (
     *("autotune-warmup-samples", "autotune-steps-per-sample", "autotune-bayes-opt-max-samples"),
     "autotune-gaussian-process-noise",
 )
-"""Options whose variables are named after them."""
+"""Options whose variable has the name of the option."""
 
 
 def _variable(option: str) -> str:
@@ -116,7 +116,7 @@ FULFILLED = {
     "--stall-check": 0,
     "--start-timeout": 1,
 }
-"""Options without effect, because hpctrain always does this, and their number of values."""
+"""Options that have no effect because hpctrain always behaves so, and their number of values."""
 
 _FIXED = (
     "the number of ranks is fixed by -np; --recover, --spares and --restart continue after a rank "

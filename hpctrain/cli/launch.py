@@ -20,7 +20,7 @@ from hpctrain.launch.stderr import say
 from hpctrain.train import load_config
 
 COMMAND_FOLLOWS = {"allow_extra_args": True, "allow_interspersed_args": False}
-"""Settings of a command whose options end where the user's command begins."""
+"""Settings of typer for commands whose own options end at the first word of the user's command."""
 
 INTERRUPTED = 130  # exit code after Ctrl-C, as in a shell
 

@@ -163,7 +163,7 @@ def main() -> None:
         app()
     except HpctrainError as error:
         _stop(error)
-    except Exception as error:  # of the user's script or model
+    except Exception as error:  # errors of the user's script or model
         if _rank()[1]:
             raise  # the exception hook of the world reports it
         if str(error).startswith("cannot load MPI library"):  # the message of mpi4py

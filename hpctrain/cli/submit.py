@@ -42,7 +42,7 @@ _OUTPUT_DIR = re.compile(r"\s*output_dir\s*=")
 
 TRY_S = 600.0  # time limit for building a configuration and reading one batch
 
-PRINTED_OUTPUT = "slurm-%x-%j.out"  # of a script that is only printed: job name and number
+PRINTED_OUTPUT = "slurm-%x-%j.out"  # output of a script that is only printed: job name and number
 
 LIST = "list"  # value of ``--template`` without a name
 
@@ -56,7 +56,7 @@ class JobOptions:
     """Name and directory of a job before it is submitted."""
 
     name: str
-    folder: Path  # of the run; an array has a directory for each index in it
+    folder: Path  # directory of the run, with a subdirectory per index for an array
     is_array: bool = False
 
     def __post_init__(self) -> None:

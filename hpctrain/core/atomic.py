@@ -111,7 +111,7 @@ _REMEDIES = {
     errno.EACCES: "get the permission to write there",
     errno.EPERM: "get the permission to write there",
 }
-"""Remedies that keep the path, by errno."""
+"""Remedies by errno, without a change of the path."""
 
 
 def refusal(error: BaseException, elsewhere: str) -> str:

@@ -26,7 +26,7 @@ TYPE_NAMES: dict[type, str] = {
 }
 
 _ACCEPTED: dict[type, Any] = {int: Integral, float: Real, dict: Mapping, list: (list, tuple)}
-"""Types that are accepted in place of a type, such as numbers of numpy; never a bool."""
+"""Types that are accepted instead of a type, such as integers of numpy; bool is not accepted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,7 @@ takes less time than reading them. ISA-L has no wheels for some platforms.
 from collections.abc import Callable
 
 crc32_combine: Callable[[int, int, int], int] | None = None
-"""From the crc32 of two runs of bytes, and the length of the second, to that of both."""
+"""Return the crc32 of two concatenated texts from their crc32 and the length of the second."""
 
 try:
     from isal.isal_zlib import crc32, crc32_combine

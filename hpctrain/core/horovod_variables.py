@@ -60,7 +60,7 @@ HONOURED = (
     Variable("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "stall_abort_s", lambda t: _number(t) or None),
     Variable("HOROVOD_LOG_LEVEL", "log_level", _level),
 )
-"""If two variables of one setting are set, the first one in this order is used."""
+"""Variables that hpctrain reads. The first variable of a setting in this order has precedence."""
 
 FULFILLED: Mapping[str, tuple[str, ...]] = {
     "HOROVOD_AUTOTUNE": (),
@@ -71,7 +71,7 @@ FULFILLED: Mapping[str, tuple[str, ...]] = {
     "HOROVOD_HIERARCHICAL_ALLREDUCE": (),
     "HOROVOD_LOG_HIDE_TIME": (),
 }
-"""Variables that request the behaviour of hpctrain, with these values; with any value if empty."""
+"""Variables, with the values that request what hpctrain always does; empty means any value."""
 
 
 def found(environ: Mapping[str, str] = os.environ) -> dict[str, str]:

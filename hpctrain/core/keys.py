@@ -25,9 +25,9 @@ class Key:
     """A key of a configuration file, with the type, default and help text of its field."""
 
     name: str
-    """Dotted, with its table: ``train.epochs``."""
+    """Dotted name that includes the table: ``train.epochs``."""
     hint: Any
-    """The type hint of its field."""
+    """Type hint of the field."""
     default: Any
     sentence: str
 

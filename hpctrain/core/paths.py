@@ -9,7 +9,7 @@ from hpctrain.core.errors import ConfigError
 def _current() -> str | None:
     try:
         return os.getcwd()  # noqa: PTH109 - loads nothing
-    except OSError:  # it was removed
+    except OSError:  # the directory was removed
         return None
 
 

@@ -75,7 +75,7 @@ def record_of(line: bytes, key: str = "event") -> dict[str, Any] | None:
     """Return the record of a line; None if the line is not a record."""
     try:
         found = json.loads(line)
-    except ValueError:  # also for bytes that are not text
+    except ValueError:  # the line is not JSON, or its bytes are not text
         return None
     return found if isinstance(found, dict) and key in found else None
 

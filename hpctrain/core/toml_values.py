@@ -25,7 +25,7 @@ class TomlValues(Generic[C]):
         self._cls: Any = cls
         self._values: dict[str, Any] = {}
         self.origins: dict[str, str] = {}
-        """Where the keys that are not defaults were set: ``file digits.toml``."""
+        """Source of each key that is set, such as ``file digits.toml``."""
 
     def merge(self, items: Iterable[tuple[str, Any]], source: str) -> None:
         """Add values by dotted name; a name may extend into a table with arbitrary keys."""

@@ -29,7 +29,7 @@ from hpctrain.core.logs import logger
 F = TypeVar("F", bound=Callable[..., Any])
 
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
-"""Major and minor version of the torch in use."""
+"""Major and minor version of the imported torch."""
 TESTED = ((2, 6), (2, 15))
 """The oldest and the newest version that the tests ran with."""
 
@@ -90,10 +90,10 @@ Operator: type = torch._ops.OpOverload
 # -- autograd ----------------------------------------------------------------------------------
 
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
-"""Return the number of the backward pass that this thread carries out, -1 outside of one."""
+"""Return the id of the backward pass that runs in this thread, or -1 outside of a pass."""
 is_multithreading_enabled: Callable[[], bool] = torch._C._is_multithreading_enabled
 BACKWARD: CodeType = graph._engine_run_backward.__code__
-"""Code of the frame below which autograd's C++ code runs."""
+"""Code object of the Python frame that calls the C++ code of autograd."""
 
 
 def call_after_backward(function: Callable[[], None]) -> None:
@@ -175,7 +175,7 @@ def first_state_of_adagrad(parameter: Tensor, group: Mapping[str, Any]) -> dict[
 
 
 FLOAT8_SCALE: torch.dtype | None = getattr(torch, "float8_e8m0fnu", None)  # 2.7
-"""The type of powers of two by which blocks of 8-bit numbers are scaled."""
+"""Type of the scale factors of blocks of 8-bit numbers: powers of two."""
 FLOAT8: tuple[torch.dtype, ...] = (
     torch.float8_e4m3fn,
     torch.float8_e4m3fnuz,
@@ -308,7 +308,7 @@ def unflattened(axis: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, ...]
 has_cpu_streams = hasattr(torch.cpu.Stream, "record_event")  # 2.7
 """Whether FSDP2 works with tensors on CPUs."""
 can_pipeline = has_cpu_streams
-"""Whether schedules of pipelines leave the scale of gradients to the caller."""
+"""Whether pipeline schedules let the caller scale the gradients."""
 
 
 def without_outputs(run: Callable[..., Any]) -> dict[str, bool]:

@@ -19,7 +19,7 @@ from hpctrain.core.python_compat import add_note
 MAX_LINES = 12  # on the terminal; the log file of the rank has the whole traceback
 
 _NUM_FRAMES = 3  # innermost frames of the user's code
-_WIDTH = 300  # of a line of a message, in characters
+_WIDTH = 300  # characters of a line of a message
 _NUM_PARTS = 6  # elements of a tuple that are described
 _OURS = str(Path(__file__).parents[1])
 _FOREIGN = (_OURS, *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib")})
@@ -127,7 +127,7 @@ def _is_user(frame: FrameType) -> bool:
     file = frame.f_code.co_filename
     if file == "<string>":
         return frame.f_globals.get("__name__") == "__main__"
-    is_compiled = file.endswith((".pyx", ".pxi"))  # of mpi4py or h5py, by paths of their build
+    is_compiled = file.endswith((".pyx", ".pxi"))  # modules of mpi4py and h5py
     return not (is_compiled or file.startswith(("<frozen", *_FOREIGN)) or "-packages/" in file)
 
 

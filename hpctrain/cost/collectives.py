@@ -60,7 +60,7 @@ CODECS = {
     "fp16": CodecCost(2.0, passes=2.0),
     "bf16": CodecCost(2.0, passes=2.0),
 }
-"""By name, as in ``hpctrain.Compression``."""
+"""Costs of codecs by name, as in ``hpctrain.Compression``."""
 
 
 def codec_cost(name: str) -> CodecCost:
@@ -91,9 +91,9 @@ class Way:
     algorithm: str
     """A name of ``schedules.SCHEDULES``; on one node with rails also ``slices`` or ``direct``."""
     rails: int = 0
-    """Ranks of each node that reduce slices between nodes after the reduction in node memory; 0
-    for a flat algorithm."""
-    codec: str = "none"  # of messages between nodes, see ``codec_cost``
+    """Number of ranks per node that reduce slices between nodes, after the reduction in node
+    memory; 0 for a flat algorithm."""
+    codec: str = "none"  # codec of messages between nodes, see ``codec_cost``
 
     def __post_init__(self) -> None:
         known = [*SCHEDULES, *(ON_A_NODE if self.rails else ())]

@@ -19,7 +19,7 @@ from hpctrain.cost.machine import Link, Machine
 Vector = NDArray[np.float64]
 
 LEAST_POINTS = 4
-"""Fewest points for a fit of five parameters."""
+"""Minimum number of points for a fit of five parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,14 +34,14 @@ class Point(CheckedFields):
     ranks_per_node: Number
     nics: Number = 1  # network adapters per node
     algorithm: str
-    """Name in a plan: ``slices`` or ``direct`` on one node, else the algorithm of the rails, or of
-    all ranks without rails."""
+    """Name in a plan: ``slices`` or ``direct`` on one node, otherwise the algorithm between the
+    nodes, or of all ranks if there are no rails."""
     rails: Count  # 0 if the algorithm runs over all ranks
     codec: str = "none"
     ranks_per_core: Positive = 1.0
     """Ranks per core; times of the processor are multiplied by this number."""
-    num_bytes: Number  # of the message, before the codec
-    seconds: Positive  # of the slowest rank
+    num_bytes: Number  # bytes of the message before the codec
+    seconds: Positive  # seconds of the slowest rank
 
     @property
     def way(self) -> Way:
@@ -161,7 +161,7 @@ def _figures(points: Sequence[Point]) -> Load:
 
 
 TURNS = 20
-NEAR = 1.345  # in standard deviations: 95 % of the efficiency of least squares without outliers
+NEAR = 1.345  # standard deviations; without outliers 95 % as efficient as least squares
 LEAST_SPREAD = 0.01  # relative; below it all points have equal weight
 FARTHEST = 100.0  # largest factor by which a time may be underestimated
 

@@ -26,7 +26,7 @@ from hpctrain.cost.machine import Machine
 from hpctrain.cost.transformer import RECOMPUTE, Transformer
 
 SCHEDULES = ("1f1b", "zero_bubble")
-"""Of a pipeline: backward as a whole, or gradients of weights later, while a stage would wait."""
+"""Pipeline schedules: undivided backward passes, or weight gradients computed during waits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,11 +16,11 @@ from hpctrain.cost.machine import Machine
 from hpctrain.cost.step import Model, StepTime, step_time
 
 PAYS = 0.75
-"""More nodes are worthwhile if doubling them reduces the time to this fraction or less: then a run
-costs at most 50 % more."""
+"""A larger number of nodes is worthwhile if each doubling reduces the time to this fraction or less:
+then a doubling costs at most 50 % more node-hours."""
 GAIN = 0.95
-"""A codec or local steps are used if they reduce the time to this fraction or less: both change
-results of training, and models are not exact."""
+"""The planner uses a codec or local steps if they reduce the time to this fraction or less. Both
+change the results of training, and the cost models are not exact."""
 SLOWEST, FASTEST = 1e3, 1e15  # bytes per second, limits of the search for the break-even
 
 
@@ -32,7 +32,7 @@ class Goal(CheckedFields):
     batch: Number
     """Batch of all ranks for ``samples``; fixed without a noise scale, which predicts the samples
     of other batches."""
-    noise_scale: Positive = math.inf  # in samples: ``learning.noise_scale``
+    noise_scale: Positive = math.inf  # samples, see ``learning.noise_scale``
     deadline_s: Positive = math.inf
     max_local_steps: Number = 1  # between two averagings; 1 averages gradients in every step
     codecs: tuple[str, ...] = tuple(CODECS)
@@ -48,7 +48,7 @@ class Goal(CheckedFields):
 class Candidate:
     """A configuration that reaches the goal, with its predicted time."""
 
-    machine: Machine  # with the nodes of this candidate
+    machine: Machine  # machine with the nodes of this candidate
     batch: int  # samples of a step, over all ranks
     way: Way
     local_steps: int
@@ -98,7 +98,7 @@ class Advice:
     next_best: tuple[Candidate, ...]  # three others: first the best with another codec or method
     by_nodes: tuple[Candidate, ...]  # the best on each number of nodes, fewest first
     pays_up_to: int  # largest worthwhile number of nodes
-    payoffs: tuple[Payoff, ...]  # for each codec, and for local steps
+    payoffs: tuple[Payoff, ...]  # effect of each codec and of local steps
     reason: str  # rule that selected ``best``
 
 

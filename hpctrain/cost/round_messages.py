@@ -21,7 +21,7 @@ class Messages(NamedTuple):
     crosses: Numbers  # 1 for a message that leaves its node, else 0
     climbs: Numbers  # 1 for a message that leaves its leaf switch
     width: Numbers
-    """Slowdown of a message between nodes by concurrent messages."""
+    """Slowdown of a message between nodes by concurrent messages on the same link."""
 
 
 class Step(NamedTuple):
@@ -50,7 +50,7 @@ def phases(
     """
     groups = members(machine, rails)
     size = groups.shape[1]
-    made: dict[int, tuple[Indices, Messages]] = {}  # by the identity of the sources
+    made: dict[int, tuple[Indices, Messages]] = {}  # by ``id`` of the array of sources
     found = []
     for phase in schedule.phases(np.arange(size), size, num_segments):
         steps = []

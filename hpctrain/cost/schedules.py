@@ -53,9 +53,11 @@ class Phase(NamedTuple):
     ahead: int = 1
     """Number of receives that are posted in advance."""
     window: float = 0
-    """Sends that may be in flight during a combination; 0 if they read the memory it writes."""
+    """Number of sends that may be in flight during a combination; 0 if a combination writes
+    memory that sends read."""
     runs: Sequence[tuple[Round, int]] = ()
-    """Consecutive rounds that differ only in their pieces, as one round and their number."""
+    """Groups of consecutive rounds that differ only in their pieces: one round, and the number
+    of rounds."""
 
     def timed(self) -> Iterable[tuple[Round, int]]:
         """Return each round with its number of repetitions, for the simulation."""
@@ -86,7 +88,7 @@ class Schedule:
     segment_bytes: float = math.inf
     """Largest segment of a part; a segment is combined while the next one is in flight.
 
-    Small enough to fill a tree quickly, and large enough to hide the latency of a message.
+    The size is small enough to fill the pipeline quickly, and large enough to hide latency.
     """
     cut: Callable[[int, int], list[int]] = even_cut
 

@@ -24,7 +24,7 @@ class Model(CheckedFields):
     """
 
     parameters: Amount
-    samples_per_s: Amount  # of one rank that computes alone
+    samples_per_s: Amount  # throughput of a rank that computes alone
     rank_batch: Annotated[int, Bounds(above=0)] = 32
     """Largest batch of a rank; a larger share is computed in several batches, whose gradients
     are accumulated."""
@@ -58,7 +58,7 @@ class Model(CheckedFields):
 class StepTime:
     """Seconds of a training step by cause."""
 
-    compute_s: float  # of a rank without delay
+    compute_s: float  # computation of a rank without delay
     waiting_s: float  # waiting for the slowest rank
     exposed_s: float  # communication that is not overlapped with computation
 

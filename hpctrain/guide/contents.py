@@ -14,4 +14,4 @@ KINDS = {
     ),
     "Explanation": ("step", "architecture", "consistency", "tour"),
 }
-"""Topics by kind, in reading order; ``api``, ``commands`` and ``keys`` are generated."""
+"""Topics by category, in reading order; ``api``, ``commands`` and ``keys`` are generated."""

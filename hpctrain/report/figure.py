@@ -13,7 +13,7 @@ PARTS = {
     "input_s": "input",
     "idle_s": "idle",
 }
-"""Where the time of a step goes, by names of records."""
+"""Titles of the parts of a step, by their names in records."""
 
 CONFIDENCE = 0.95
 
@@ -52,7 +52,7 @@ class Series:
     y: list[float | None]  # None is a gap in a line
     below: list[float] | None = None  # distance from y to the lower end of the interval
     above: list[float] | None = None
-    width: float = 1.5  # of a line; differs between runs, so that equal lines stay visible
+    width: float = 1.5  # width of a line; differs between runs, so that equal lines stay visible
 
     @classmethod
     def of(cls, values: Iterable[tuple[Any, Estimate | float | None]], **how: Any) -> "Series":
@@ -69,13 +69,13 @@ class Series:
 class Figure:
     """A figure with one pair of axes. Without ``x_label``, the values of x are names."""
 
-    name: str  # of its files
+    name: str  # name of the files of the figure
     title: str
     y_label: str
     note: str
     series: list[Series]
     x_label: str = ""
-    scale: Literal["linear", "log", "zoom"] = "linear"  # of y; linear begins at 0
+    scale: Literal["linear", "log", "zoom"] = "linear"  # scale of the y axis; linear starts at 0
     is_stacked: bool = False
     top: float | None = None  # upper end of the y axis; None shows all values
     warning: str = ""  # shown in the figure

@@ -22,7 +22,7 @@ from hpctrain.report.figure import Estimate, Figure
 NOTHING = "\N{EN DASH}"
 
 Cell = str | tuple[str, float]
-"""The text of a cell, and the number that sorts it."""
+"""Text of a cell, or text and the number by which the table sorts the cell."""
 
 
 def page(title: str, parts: Iterable[str], figures: list[Figure]) -> str:

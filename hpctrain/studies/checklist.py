@@ -77,7 +77,7 @@ def _repeats(results: StudyResults) -> str:
 
 
 def _interleaved(results: StudyResults) -> str:
-    points = [record.point for record in results.records]  # in the order of the study
+    points = [record.point for record in results.records]  # in order of measurement
     changes = sum(one != other for one, other in pairwise(points))
     kinds = len(results.summaries)
     is_in_a_row = 1 < kinds < len(points) and changes < kinds

@@ -41,7 +41,7 @@ class StudyComparison:
         ]
         """Label and ratio of each point."""
         self.verdicts = [_verdict(found) for _, found in self.points]
-        """For each point: ``slower``, ``faster``, or the reason for neither."""
+        """Result for each point: ``slower``, ``faster``, or the reason why neither is known."""
         self._rows: list[list[Cell]] = [
             [
                 label,

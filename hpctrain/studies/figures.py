@@ -14,7 +14,7 @@ SPEED_UP = "speed_up"
 _RATIOS = (EFFICIENCY, SPEED_UP)
 
 _Line = Callable[[PointSummary, float], float]
-"""Value of a figure for a step time at a point."""
+"""Function of a point and a step time that returns the value of a figure."""
 
 _INTERVALS = "with intervals, whose confidence is in the table."
 _LINES: dict[Kind, str] = {"dashed": "ideal", "dotted": "bound of the machine"}
@@ -31,7 +31,7 @@ _NOTES = {
     "dashed": "Dashed: ideal, from the smallest point that has a core for each rank.",
     "dotted": "Dotted: what the model of the machine allows.",
 }
-"""Note by the kind of a series."""
+"""Notes of a figure, by the kinds of its series."""
 
 
 def figures_of(results: StudyResults) -> list[Figure]:

@@ -29,8 +29,8 @@ class StepRecord:
     num_steps: int = 0
     warm_up_steps: int = 0  # dropped before the counted steps
     step_s: list[float] = field(default_factory=list)  # empty if the repeat failed
-    samples: int = 0  # of all ranks and steps
-    seconds: float = 0.0  # of all steps
+    samples: int = 0  # sum over ranks and steps
+    seconds: float = 0.0  # sum over steps
     compute_s: list[float] | None = None  # mean over ranks
     communication_s: list[float] | None = None  # exposed communication on the last rank to arrive
     input_s: list[float] | None = None  # wait for data, mean over ranks
@@ -59,8 +59,8 @@ class LearningRecord:
     """Progress of the training; times start with the first step and include the warm-up."""
 
     elapsed_s: float | None = None
-    loss: float | None = None  # of the last step
-    metric: float | None = None  # of the last test
+    loss: float | None = None  # loss of the last step
+    metric: float | None = None  # metric of the last test
     metric_name: str | None = None
     time_to_target_s: float | None = None  # None if the target was not reached
     steps_to_target: int | None = None
@@ -87,10 +87,10 @@ class PointRecord(HostRecord, LearningRecord, StepRecord, PointRepeat):
 
     status: Literal["done", "failed"]
     oversubscribed: bool  # more ranks than cores: a test of function, not of speed
-    started: str  # in UTC
-    folder: str  # of the output, relative to the folder of the study
+    started: str  # time of the start in UTC
+    folder: str  # folder of the repeat, relative to the folder of the study
     error: str | None = None  # cause of the failure, with the last lines of the output
-    wall_s: float | None = None  # of the whole repeat, with start-up and exit
+    wall_s: float | None = None  # time of the whole repeat, including start-up and exit
 
     @property
     def is_done(self) -> bool:

@@ -14,7 +14,7 @@ SRUN = (
     "srun --nodes={nodes} --ntasks={ranks} --ntasks-per-node={ranks_per_node} "
     "--kill-on-bad-exit=1 --cpu-bind=cores"
 )
-"""Replaces ``LAUNCH`` in jobs of Slurm."""
+"""Launcher that replaces ``LAUNCH`` in Slurm jobs."""
 
 
 Point = Mapping[str, Any]
@@ -34,7 +34,7 @@ class PointRepeat:
     """One repeat of a point, and its place in the order of measurement."""
 
     point: Point
-    repeat: int  # from 0
+    repeat: int  # number of the repeat, from 0
     order: int  # index among all repeats of all points, from 0
 
     @property

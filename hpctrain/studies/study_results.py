@@ -21,7 +21,7 @@ from hpctrain.studies.study_file import StudyConfig, load
 StepBound = Callable[[Point], float]
 """Lower bound of the step time of a point in seconds, by a model of the machine."""
 
-MAX_POINTS = 100  # of a curve
+MAX_POINTS = 100  # maximum number of points of a curve
 MAX_CAPTION = 140  # characters of a line of a caption
 
 
@@ -77,7 +77,7 @@ class PointSummary:
         found = ratio(self.times_s, [each / self.growth for each in self.base.times_s])
         if self.records is not self.base.records:
             return found
-        return replace(found, low=1.0, high=1.0, confidence=1.0)  # by definition
+        return replace(found, low=1.0, high=1.0, confidence=1.0)  # 1 by definition
 
     @cached_property
     def speed_up(self) -> Estimate | None:

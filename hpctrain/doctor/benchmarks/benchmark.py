@@ -24,7 +24,7 @@ from hpctrain.doctor.benchmarks.operations import OPERATIONS, Case, Setup
 from hpctrain.runtime import initialization, world
 from hpctrain.runtime.world import World
 
-FACTOR = 4  # from one size to the next
+FACTOR = 4  # ratio of consecutive sizes
 
 UNCHECKABLE = (FLOAT8_SCALE,)
 """This type represents only powers of two, so its sums are not exact."""
@@ -41,7 +41,7 @@ class BenchmarkRequest:
     in_bucket: bool = False  # all-reduce buckets in node memory
     peers: bool = False  # all-reduce with MPI_Allreduce too, on the same memory
     iterations: int | None = None
-    """Timed calls of each size; None for as many as fit into half a second, 5 to 1000."""
+    """Timed calls per size; None for the number that takes half a second, between 5 and 1000."""
 
     def __post_init__(self) -> None:
         """Raise ``ConfigError`` if a field is not valid."""

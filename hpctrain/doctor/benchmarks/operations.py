@@ -16,7 +16,7 @@ from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.communicator import Communicator
 
 PERIOD = 61
-"""A prime: adjacent slices, chunks and cache lines of any size have different values."""
+"""A prime number, so that adjacent slices, chunks and cache lines have different values."""
 _TILE_PERIODS = 1 << 14  # periods that are written or compared at once: 1 Mi elements
 
 
@@ -253,7 +253,7 @@ OPERATIONS = {
     "barrier": MeasuredOperation(barrier, _once),
     "send": MeasuredOperation(send, _once, messages=2),
 }
-"""By the names of the command line."""
+"""Operations by their names on the command line."""
 
 
 def _from_all(

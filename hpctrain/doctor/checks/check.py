@@ -10,7 +10,7 @@ SHOWN = 4  # hosts, values or findings of a kind in the output
 
 
 Found = Finding | Iterable[Finding]
-"""Result of a check: at least one finding, ``ok`` without a fault."""
+"""Result of a check: one or more findings, ``ok`` if there is no fault."""
 
 
 def named(check: str, found: Found) -> list[Finding]:

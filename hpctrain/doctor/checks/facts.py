@@ -18,7 +18,7 @@ from hpctrain.doctor.checks.check import listed
 class Reached:
     """An MPI library that a program in this environment would load."""
 
-    library: Path  # with links followed
+    library: Path  # resolved path
     by: str  # the origin: ``LD_LIBRARY_PATH`` or ``mpirun``
     program: Path | None = None  # the ``mpirun`` in PATH that belongs to the library
 
@@ -28,7 +28,7 @@ class MpiFacts:
     """The MPI library of a rank and other MPI libraries on the machine."""
 
     library: Path | None = None
-    """File that mpi4py loads; None if it was not tried or failed."""
+    """File that mpi4py loads; None if loading failed or was not tried."""
     error: str = ""  # why mpi4py cannot load a library
     reached: tuple[Reached, ...] = ()  # libraries that other programs would load
     is_wheel: bool = False  # whether a Python package contains the library
@@ -115,8 +115,8 @@ class DirectoryFacts:
     file_system: str = ""  # type of the file system, such as ``nfs4`` or ``lustre``
     free_bytes: int = 0
     steps: Mapping[str, str] = field(default_factory=dict)
-    """Errors of ``list``, ``write``, ``lock``, ``hdf5`` and ``hdf5 locked``, empty on success; in
-    order, up to the last completed step."""
+    """Error texts of the completed steps ``list``, ``write``, ``lock``, ``hdf5`` and ``hdf5
+    locked``, in this order; empty on success."""
     hung: str = ""  # the step that exceeded its time limit
 
 
@@ -134,8 +134,8 @@ class Facts:
     memory: MemoryFacts
     network: NetworkFacts
     horovod_error: str = ""
-    """Why the engine Horovod does not load, and the remedy; empty unless it was requested."""
-    load: MachineLoad | None = None  # of the machine; None in a rank
+    """Reason why the engine Horovod cannot be loaded, and the remedy; empty unless requested."""
+    load: MachineLoad | None = None  # load of the machine; None in a rank of a launch
     gpus: GpuFacts = GpuFacts()
     visible: VisibleGpus = VisibleGpus()
     directories: tuple[DirectoryFacts, ...] = ()  # directories that the user named
@@ -146,8 +146,8 @@ class MeasuredLink:
     """Latency, bandwidth and clock difference between two ranks."""
 
     ranks: tuple[int, int]  # the measuring rank and its partner
-    latency_s: float  # of a small message in one direction, the minimum of many
-    bytes_per_s: float  # of a large message, the maximum of a few
+    latency_s: float  # minimum time of a small message in one direction
+    bytes_per_s: float  # maximum bandwidth of large messages
     sent_bytes: int = 0  # approximate bytes sent in each direction
     clock_s: float = 0.0  # clock of the second rank minus clock of the first rank
     clock_error_s: float = 0.0  # bound of the error of ``clock_s``
@@ -168,8 +168,8 @@ class Carried:
 
     host: str
     sent_bytes: int  # approximate bytes of messages of this program to other nodes
-    by_interface: Mapping[str, int]  # by name: interfaces of the kernel, such as Ethernet
-    by_card: Mapping[str, int]  # by name: InfiniBand and similar adapters
+    by_interface: Mapping[str, int]  # bytes sent by interfaces of the kernel, such as Ethernet
+    by_card: Mapping[str, int]  # bytes sent by InfiniBand and similar adapters
     fast_cards: tuple[str, ...] = ()  # fast adapters of the host, with or without counters
 
 
@@ -177,8 +177,8 @@ class Carried:
 class TrafficFacts:
     """Measured links between ranks, and bytes sent by each node."""
 
-    inside: Sequence[MeasuredLink] = ()  # between two ranks of each node
-    between: Sequence[MeasuredLink] = ()  # between the first ranks of nodes
+    inside: Sequence[MeasuredLink] = ()  # a link between two ranks of each node
+    between: Sequence[MeasuredLink] = ()  # links between the first ranks of nodes
     carried: Sequence[Carried] = ()  # bytes that left each node meanwhile
 
 
@@ -193,7 +193,7 @@ class WorldFacts:
     topology: Topology
     launched: Launched | None = None  # variables of the launcher of rank 0
     mpi: str = "no MPI"  # name and version of the MPI library
-    settings: Settings = field(default_factory=Settings)  # of rank 0, which apply to all ranks
+    settings: Settings = field(default_factory=Settings)  # settings of rank 0, used by all
     engine: str = "hpctrain"  # engine that moves tensors
     node_memory: str = "alone"  # method of the plan to share memory on a node
     overlap: str = "end"  # time at which the plan sends gradients

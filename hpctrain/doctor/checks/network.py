@@ -119,11 +119,12 @@ def _is_slow_ucx(words: list[str]) -> bool:
 
 
 SLOWER = 3.0
-"""A link is slow below the usual bandwidth divided by this; healthy links differ by two."""
+"""A link is slow if its bandwidth is below the usual bandwidth divided by this number. The
+bandwidths of healthy links differ by up to a factor of two."""
 LATER, LATER_S = 4.0, 300e-6
-"""A link is slow above this multiple of the usual latency plus this time; less is noise."""
+"""A link is slow if its latency exceeds the usual latency by this factor and by this time."""
 SLOWEST_BYTES_PER_S, LONGEST_S = 12e6, 5e-3
-"""Worse than any network that is made for computing; a gigabit carries 118e6 bytes."""
+"""Limits that every network for computing reaches; gigabit Ethernet carries 118e6 bytes/s."""
 WRONG_S = 1.0  # clocks that are kept by NTP differ by milliseconds
 
 

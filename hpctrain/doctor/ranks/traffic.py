@@ -19,13 +19,13 @@ PING, LARGE, STOP = range(3)
 PINGS_S, MOST_PINGS, FEWEST_PINGS = 0.02, 200, 3  # a link is pinged for so long
 FIRST_BYTES, LAST_BYTES = 256 * KIB, 16 * MIB
 GROWTH = 4
-LARGE_S = 8e-3  # a message that takes so long in one direction is large enough
-ENDLESS_S = 0.2  # and one that takes so long needs no second try
+LARGE_S = 8e-3  # a message is large enough if it takes this time in one direction
+ENDLESS_S = 0.2  # a message that takes this time is not repeated
 LARGE_RUNS = 3
 FEWEST_ROUNDS = 3  # minimum partners of a node; with two, links connect all nodes
 MOST_DOUBTS, DOUBTED, PAUSE_S = 4, 4, 0.1
-"""Number of slow links that are measured again, repetitions, and pause before each in seconds:
-other work of a host ends meanwhile, a bad cable stays bad."""
+"""Number of slow links that are measured again, number of repetitions, and seconds before each.
+Repetitions distinguish a bad cable from other work of a host, which ends after a while."""
 COUNTED = Path("/proc/net/dev")
 _WORD_BYTES = 4  # InfiniBand counts words
 

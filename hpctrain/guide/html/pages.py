@@ -44,7 +44,7 @@ SECTIONS = {
     "launch": "Jobs",
     "core": "Records and errors",
 }
-"""Titles of the public names of ``hpctrain``, by the package that has them."""
+"""Titles of the sections of the reference, by the subpackage that defines the names."""
 
 CODE = {".py": "python", ".toml": "toml", ".lua": "lua", ".yml": "yaml", ".json": "json"}
 CODE |= {".def": "bash", ".ipynb": "json"}
