@@ -97,7 +97,8 @@ def _examine(directories: Sequence[Path]) -> tuple[list[Finding], bool]:
     # One rank of each node starts programs and writes files.
     is_first = not found.local_rank
     facts = gather.gather(directories=directories if is_first else (), lightly=not is_first)
-    # If the ranks do not find each other, each is rank 0 of its world: the launcher's rank counts.
+    # If the ranks are not connected, each is rank 0 of its world, so the rank of the launcher
+    # decides which process prints.
     return examine_ranks.probe(facts), found.rank == 0
 
 

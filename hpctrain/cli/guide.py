@@ -154,6 +154,6 @@ def show(text: str) -> None:
     if not console.is_terminal:
         typer.echo(text, nl=False)
         return
-    # The 16 colours of the terminal itself, which fit its background.
+    # The 16 colours of the terminal fit the background of the terminal.
     document = Markdown(text, code_theme="ansi_dark", hyperlinks=False)
     console.print(document, width=min(console.width, MAX_WIDTH))

@@ -29,7 +29,7 @@ with postponed("hpctrain", "hpctrain.cli"):
     from hpctrain.launch import pmi
 
 USAGE_ERROR = 2
-ROOT_SPEAKS_S = 2.0  # rank 0 reports an error within this time; the other ranks then stay silent
+ROOT_SPEAKS_S = 2.0  # wait of the other ranks until rank 0 has reported an error
 
 COMMANDS = {
     "train": ("train", "Train the model that a TOML file describes, on all ranks of the launch."),

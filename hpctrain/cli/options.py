@@ -10,7 +10,7 @@ import typer
 
 from hpctrain.core.errors import ConfigError
 
-FAILED = 1  # exit code of a command that ran and found a fault; 2 is that of a wrong command line
+FAILED = 1  # exit code of a command that found a fault; a wrong command line has 2
 
 
 def argument(

@@ -228,7 +228,7 @@ class SubmitOptions:
             config=None if self.config is None else str(self.config),
             program=tuple(words),
             directory=job.directory,
-            # The directory belongs to the job: each index of an array has another.
+            # The script sets the directory, because each index of an array has its own.
             overrides=tuple(each for each in overrides if not _OUTPUT_DIR.match(each)),
             extra=tuple(extra),
         )

@@ -50,8 +50,8 @@ class SimulatedRun(NamedTuple):
 
     wall_s: float
     num_failures: int
-    lost_s: float  # work that was done again
-    goodput: float  # work over ``wall_s``
+    lost_s: float  # seconds of work that were repeated
+    goodput: float  # work divided by ``wall_s``
 
 
 def simulate_run(
@@ -72,7 +72,7 @@ def simulate_run(
     while True:
         up_s = random.exponential(mean_s) if math.isfinite(mean_s) else math.inf
         left_s = work_s - done_s
-        # No checkpoint after the last interval.
+        # No checkpoint follows the last interval.
         needed_s = start_s + left_s + (math.ceil(left_s / interval_s) - 1) * machine.checkpoint_s
         if up_s >= needed_s:
             wall_s += needed_s

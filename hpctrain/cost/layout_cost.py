@@ -2,17 +2,18 @@
 
 Ranks are placed as in ``hpctrain.parallel``: tensor parallel groups are neighbours, followed by
 context, pipeline and data parallel groups. A tensor parallel group also splits the sequence, so
-that it gathers and scatters instead of summing; stages alternate between forward and backward of
-micro-batches, and the first stages have one more layer if the layers do not divide. Unequal stages
-can be faster than predicted, by the time in which the slowest stage does not wait. On shared
-cores, waiting ranks yield the core, and messages use cores that could compute: nothing hides them.
+that the group gathers and scatters instead of summing; stages alternate between forward and
+backward of micro-batches, and the first stages have one more layer if the layers do not divide.
+Unequal stages can be faster than predicted, by the time in which the slowest stage does not wait.
+On shared cores, waiting ranks yield the core, and messages use cores that could compute: nothing
+hides them.
 
 Sources: Rajbhandari et al. 2020, "ZeRO: Memory optimizations toward training trillion parameter
 models"; Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters
 using Megatron-LM"; Korthikanti et al. 2022, "Reducing activation recomputation in large
 transformer models"; Liu et al. 2023, "Ring attention with blockwise transformers"; Qi et al. 2024,
-"Zero bubble pipeline parallelism", whose first schedule, by handcraft, this one is; of stages that
-take unequally long, Zheng et al. 2022, "Alpa".
+"Zero bubble pipeline parallelism", for the first handcrafted schedule; Zheng et al. 2022, "Alpa",
+for stages with unequal times.
 Differs: gradients of ZeRO stages 2 and 3 are scattered after each micro-batch.
 """
 

@@ -16,8 +16,8 @@ from hpctrain.cost.machine import Machine
 from hpctrain.cost.step import Model, StepTime, step_time
 
 PAYS = 0.75
-"""A larger number of nodes is worthwhile if each doubling reduces the time to this fraction or less:
-then a doubling costs at most 50 % more node-hours."""
+"""More nodes are worthwhile if each doubling of their number reduces the time to this fraction or
+less, so that a doubling costs at most 50 % more node-hours."""
 GAIN = 0.95
 """The planner uses a codec or local steps if they reduce the time to this fraction or less. Both
 change the results of training, and the cost models are not exact."""
@@ -170,7 +170,7 @@ def _pays_up_to(by_nodes: list[Candidate]) -> int:
 
 
 def _candidates(machine: Machine, model: Model, goal: Goal) -> Iterator[Candidate]:
-    # One codec of each cost is sufficient.
+    # Codecs with equal cost have equal predictions, so one of them is sufficient.
     codecs = {codec_cost(name): name for name in ("none", *goal.codecs)}.values()
     for nodes in _numbers_of_nodes(machine.nodes):
         part = replace(machine, nodes=nodes)
@@ -183,7 +183,7 @@ def _candidates(machine: Machine, model: Model, goal: Goal) -> Iterator[Candidat
                 share = batch / part.num_ranks
                 step = step_time(part, model, share, way, local_steps=local_steps)
                 every_s = daly(machine.checkpoint_s, mtbf_s) if mtbf_s < math.inf else math.inf
-                # At least one step, also if a checkpoint costs nothing.
+                # The interval is at least one step, also if a checkpoint costs nothing.
                 every_s = max(every_s, step.total_s)
                 left = goodput(every_s, machine.checkpoint_s, machine.restart_s, mtbf_s)
                 yield Candidate(part, batch, way, local_steps, step, num_steps, every_s, left)

@@ -9,7 +9,7 @@ from typing import Any
 from hpctrain.core.errors import ConfigError
 from hpctrain.report.figure import RANKS, Figure, Series
 
-# Tol's bright colours, distinct for colour-blind readers, on white and on black.
+# Tol's bright colours are distinct for colour-blind readers, on white and on black.
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#999999")
 
 _WIDTH = 75  # characters of a warning
@@ -67,7 +67,7 @@ def _canvases() -> Iterator[Any]:
         from matplotlib import figure, rc_context  # noqa: PLC0415 - an optional package
     except ImportError:
         raise missing("matplotlib") from None
-    # Names of users are not formulas, also with a "$".
+    # Names of users may contain "$" but are not formulas.
     with rc_context({"text.parse_math": False}):
         yield figure.Figure
 

@@ -152,6 +152,6 @@ class StudyFolder:
     def write(self, path: Path, value: Environment | str) -> None:
         """Write a file of the study atomically."""
         text = value if isinstance(value, str) else json.dumps(value, indent=2) + "\n"
-        # Jobs of an array may write concurrently.
+        # Jobs of an array may write concurrently, so the temporary names differ.
         with publishing(path, f"{path.name}.{platform.node()}-{os.getpid()}") as part:
             part.write_text(text, encoding="utf-8")

@@ -178,7 +178,7 @@ def _judge(facts: DirectoryFacts) -> list[Finding]:
         return [_hung(where, facts.hung)]
     failed = {step: refusal for step, refusal in facts.steps.items() if refusal}
     if failed:
-        # One finding of a kind: where no locks are, HDF5 fails with them as well.
+        # One finding is sufficient: without file locks, HDF5 with locks fails too.
         kinds = {"lock" in step: step for step in reversed(failed)}
         return [_failed(where, step, failed[step]) for step in kinds.values()]
     if facts.free_bytes < FULL_BYTES:
