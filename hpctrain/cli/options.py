@@ -23,7 +23,7 @@ def argument(
 def option(
     default: Any, metavar: str, text: str, *names: str, shown: str = "", **settings: Any
 ) -> Any:
-    """Return the description of an option with a value; the help shows ``shown`` as default.
+    """Return the description of an option; the help shows its default, or ``shown`` instead.
 
     Without ``names``, the option is named after its parameter.
     """

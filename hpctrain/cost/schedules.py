@@ -248,9 +248,9 @@ def _wave(levels: list[list[Round]], num_segments: int) -> Iterator[Round]:
     """Yield the messages of a pipeline: in each step each segment advances by one tree level.
 
     Within a step the segments that arrived in the previous step are sent first, so a rank does not
-    wait for two messages in succession. A leaf of one tree may be the root of the
-    other tree. As a leaf, such a rank is several segments ahead, by the height of the trees.
-    Segments could not be pipelined if a rank processed the same segment in both trees.
+    wait for two messages in succession. A leaf of one tree may be the root of the other tree. As a
+    leaf, such a rank is several segments ahead, by the height of the trees. Segments could not be
+    pipelined if a rank processed the same segment in both trees.
     """
     for step in range(num_segments + len(levels) - 1):
         for level in reversed(range(len(levels))):
