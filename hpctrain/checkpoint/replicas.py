@@ -22,7 +22,7 @@ _MOST_GROUPS = 4
 
 
 class Checksum(NamedTuple):
-    """Checksum of a tensor."""
+    """Checksum of the values of a replicated tensor."""
 
     value: int
     device: str  # its kind; checksums of different kinds are not comparable
@@ -31,8 +31,8 @@ class Checksum(NamedTuple):
 def checksums(leaves: Mapping[str, Tensor | TensorPiece]) -> dict[str, Checksum]:
     """Return the checksums of replicated tensors. Not collective.
 
-    The rate is that of memory: crc32 on the host, in as many threads as torch has, and integer
-    arithmetic on other devices.
+    The speed is limited by memory bandwidth. The host computes crc32 in as many threads as torch
+    has; other devices use integer arithmetic.
     """
     tensors = {path: t for path, t in leaves.items() if isinstance(t, Tensor) and is_dense(t)}
     remote = {path: device_checksum(t) for path, t in tensors.items() if not t.is_cpu}

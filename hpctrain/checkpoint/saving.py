@@ -1,4 +1,4 @@
-"""Writing a checkpoint: every rank writes its share, rank 0 the manifest, then it appears."""
+"""Writing of a checkpoint: all ranks write their shares, rank 0 the manifest."""
 
 import math
 import os
@@ -61,7 +61,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class SaveSource:
-    """The state that a save writes, or a copy of the share of this rank."""
+    """Argument of ``write``: state or its copy, private values, and checksums."""
 
     state: Any
     private: Any
@@ -72,7 +72,7 @@ class SaveSource:
     def of(
         cls, state: Any, private: Any, comm: Communicator, source_rank: int | None
     ) -> "SaveSource":
-        """Return the state itself, without a copy. Not collective."""
+        """Return a source that refers to the state without a copy. Not collective."""
         began = time.perf_counter()
         found = {}
         if comm.size > 1 and source_rank is None:
@@ -106,24 +106,25 @@ def save(  # noqa: PLR0913 - what belongs to a checkpoint
     guard: Callable[[], None] | None = None,
     source_rank: int | None = None,
 ) -> Saved:
-    """Write a checkpoint, which appears whole and on disk, or not at all.
+    """Write a checkpoint to disk atomically: a failed save leaves ``directory`` unchanged.
 
     Collective. Needs no further memory if the tensors of the state are contiguous.
 
     Args:
-        directory: directory of this checkpoint; its parents are made. An older one there is
-            replaced.
+        directory: directory of this checkpoint; missing parents are created. An older checkpoint
+            in ``directory`` is replaced.
         state: the same tree of plain values, tensors and pieces on every rank, with the same
             bits: checksums are compared before the checkpoint appears. Tensors are written once,
             each rank writes a part of them; pieces are written by a rank that has them.
         comm: the ranks that write.
-        step: that the state belongs to.
+        step: step of the state.
         private: values of each rank, such as random states; stored by rank.
         facts: values for JSON, for example for checks before a load; those of rank 0 are stored.
-        guard: called on rank 0 before anything is written, and again before it appears, which a
-            CheckpointError of it prevents.
-        source_rank: write the plain values and tensors of this rank alone, and of a piece that
-            several ranks hold its copy; only pieces are taken from the states of other ranks.
+        guard: called on rank 0 before any file is written, and again before the checkpoint
+            appears. A CheckpointError that it raises cancels the save.
+        source_rank: write the plain values and tensors of this rank alone. If this
+            rank and others hold the same piece, the copy of this rank is written. All other pieces
+            come from the other ranks.
 
     Raises:
         CheckpointError: a value of the state is not supported, the ranks disagree or hold
@@ -137,7 +138,7 @@ def save(  # noqa: PLR0913 - what belongs to a checkpoint
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveOptions:
-    """Arguments of ``save``, without the state and the place."""
+    """Arguments of ``save`` other than directory, state and communicator."""
 
     step: int
     facts: dict[str, Any]
@@ -151,7 +152,7 @@ def write(
     comm: Communicator,
     options: SaveOptions,
 ) -> Saved:
-    """Write a checkpoint of what ``take`` returns; see ``save``. Collective."""
+    """Write a checkpoint of the source that ``take`` returns; see ``save``. Collective."""
     began = time.perf_counter()
     what = f"write checkpoint {directory}"
     step, facts, guard = options.step, options.facts, options.guard

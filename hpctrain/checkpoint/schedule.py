@@ -12,9 +12,10 @@ _COSTS_KEPT = 5
 
 
 class CheckpointSchedule:
-    """Decides on one rank; nothing here is collective.
+    """Schedule that decides after which steps one rank saves. Not collective.
 
-    ``auto`` saves immediately to measure the cost, and then uses the interval of Daly.
+    With ``auto``, the first save is immediate and measures the cost, from which the formula of
+    Daly gives the interval.
     """
 
     def __init__(self, every: int | str, *, mtbf_s: float | None = None, now: float = 0.0) -> None:

@@ -29,7 +29,7 @@ _FIRST_LINE = re.compile(rb'\{"crc32": "([0-9a-f]{8})",\n')
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """A part of a tensor in the file of one rank, and the crc32 of its blocks."""
+    """A part of a tensor in the file of one rank, with the crc32 of each block of the part."""
 
     rank: int
     shard: Shard
@@ -38,7 +38,7 @@ class StoredPart:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A tensor: its parts cover it, each element once."""
+    """Dtype, shape and stored parts of a tensor; each element is in exactly one part."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -52,7 +52,7 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointManifest:
-    """Contents of a checkpoint and their files."""
+    """Contents of the manifest of a checkpoint: plain values, tensors and their files."""
 
     step: int
     world: int  # number of ranks that wrote it

@@ -115,7 +115,7 @@ class _Entry:
 
 
 class TensorFile:
-    """An open file of tensors whose header was checked: no read leaves the file."""
+    """An open file of tensors; its header was checked, so all offsets are inside the file."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         """Read the header. Raises ``CheckpointError``: it is damaged or hostile."""
