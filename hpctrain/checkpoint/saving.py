@@ -196,7 +196,7 @@ def write(
 
 
 def check_source(source_rank: int | None, num_ranks: int) -> None:
-    """Check that the source rank is one of the ranks."""
+    """Raise ``CheckpointError`` unless ``source_rank`` is None or a rank."""
     if source_rank is not None and not 0 <= source_rank < num_ranks:
         raise CheckpointError(
             f"source_rank must be a rank from 0 to {num_ranks - 1}, got {source_rank}"
@@ -260,7 +260,7 @@ def _plan(
 def divided(
     leaves: Mapping[str, Tensor | TensorPiece], num_ranks: int, source_rank: int | None
 ) -> dict[str, Parts]:
-    """Return the part of each rank of the replicated tensors among the leaves of a state."""
+    """Return, for each replicated tensor, the part that each rank writes."""
     whole = {path: _spec(leaf) for path, leaf in leaves.items() if isinstance(leaf, Tensor)}
     return divide(whole, num_ranks, source_rank)
 
@@ -270,10 +270,10 @@ def divide(
 ) -> dict[str, Parts]:
     """Split tensors over the ranks so that each writes about the same number of bytes.
 
-    The tensors, in their order, are one stretch of bytes that is cut into equal parts; a cut
-    inside a large tensor moves to the next row, one inside a small tensor to its end.
+    The bytes of all tensors, in their order, are cut into equal parts. A cut inside a large tensor
+    moves to the next row, a cut inside a small tensor to its end.
 
-    ``tensors`` gives dtype and shape by path. A ``source_rank`` writes all.
+    ``tensors`` contains dtype and shape by path. With ``source_rank``, this rank writes all.
     """
     if source_rank is not None:
         return {path: {source_rank: Shard.whole(shape)} for path, (_, shape) in tensors.items()}
@@ -331,7 +331,7 @@ def _of_copies(
     pieces: Sequence[Mapping[str, Shard]],
     source_rank: int | None,
 ) -> dict[str, int | None]:
-    """Return the crc32 of pieces that several ranks hold, None for pieces of other ranks."""
+    """Return the crc32 of pieces on several ranks; None for pieces of other ranks only."""
     found: dict[str, int | None] = {}
     for (path, shard), ranks in _holders(pieces).items():
         if len(ranks) > 1 and shard.numel and source_rank not in ranks:
@@ -363,7 +363,7 @@ def _manifest(
     step: int,
     facts: dict[str, Any],
 ) -> CheckpointManifest:
-    """Describe a checkpoint, by what each rank has written; on rank 0."""
+    """Return the manifest of the files that all ranks have written; on rank 0."""
     assert written is not None
     skeleton, specs = tree
     crcs = [of_rank for of_rank, _ in written]
@@ -391,9 +391,9 @@ def _manifest(
 
 
 def _make_room(directory: Path, guard: Callable[[], None] | None) -> Path:
-    """Return a new folder next to a checkpoint; remove folders of killed saves.
+    """Create a folder next to a checkpoint for its files; remove folders of killed saves.
 
-    Its random name keeps the files of another, late job apart.
+    The name is random, so that the files of a concurrent job are separate.
     """
     if guard is not None:
         guard()
@@ -413,7 +413,7 @@ def _publish(
     directory: Path,
     guard: Callable[[], None] | None,
 ) -> int:
-    """Write the manifest last, let the directory appear, and return the bytes of its tensors."""
+    """Write the manifest, rename the folder to ``directory``; return the bytes of tensors."""
     manifest = make()
     with (room / NAME).open("xb") as file:
         file.write(manifest.to_bytes())
