@@ -34,7 +34,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One place at which two states are not the same."""
+    """A path at which two states differ, and a description of the difference."""
 
     path: str  # of the tensor or plain value, such as ``model/0.weight``
     what: str
