@@ -144,10 +144,9 @@ class BackwardPass:
     def is_over(self, have_all_fired: Callable[[], bool]) -> bool:
         """Return whether the end of a nested backward is also the end of the outer backward.
 
-        Reentrant checkpoints nest backward passes.
-        If no hook has fired in the outer backward, its end is found by counting: either all hooks
-        have fired, or as many as in an earlier backward of this kind. Otherwise ``step()``
-        reduces.
+        Reentrant checkpoints nest backward passes. If no hook has fired in the outer backward, its
+        end is found by counting: either all hooks have fired, or as many as in an earlier backward
+        of this kind. Otherwise ``step()`` reduces.
         """
         if self.has_outer_end:
             return False

@@ -18,7 +18,7 @@ from hpctrain.runtime.process_sets import ProcessSet, global_process_set
 class SyncBatchNorm(_BatchNorm):
     """Normalises a batch by the mean and variance of the samples of all ranks.
 
-    The output equals that of one process with all samples.
+    The result is that of one process with all samples, up to rounding.
 
     Collective in training, and in evaluation without running statistics: forward, and backward if
     the input needs a gradient. Batches may differ in size between ranks and may be empty.

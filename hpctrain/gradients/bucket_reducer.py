@@ -260,7 +260,9 @@ class Reducer:
 
     @dynamo_disable
     def start_again(self) -> None:
-        """Discard the gradients of a backward that raised, because the program replaced the state.
+        """Discard the gradients of a backward that raised.
+
+        Called when the program replaces parameters and state.
 
         Collective if a backward raised after some of its gradients were sent: then every rank
         calls this and sends the remaining gradients, so that the ranks are synchronized again.
