@@ -232,7 +232,7 @@ class Handle:
         return self._request.in_place
 
     def done(self) -> bool:
-        """Return True if ``wait()`` would return, or raise, at once. Not collective."""
+        """Return True if ``wait()`` would return or raise immediately. Not collective."""
         if not self.is_done and self._driver is not None:
             self._driver.look()
         return self.is_done
