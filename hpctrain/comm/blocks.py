@@ -111,7 +111,7 @@ class Blocks:
         return self._within[max(self._within)].name if len(self._within) > 1 else ""
 
     def is_apart(self, since_s: float) -> bool:
-        """Return True if this rank waits at an end or left a block by an error since then."""
+        """Return True if this rank waits at an end or left a block by error after ``since_s``."""
         return self._broke_off_s > since_s or self._ending is not None
 
     def enter(self, block: Block) -> int:
