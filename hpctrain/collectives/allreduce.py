@@ -226,7 +226,7 @@ def _started(
     *,
     is_awaited: bool = False,
 ) -> Handle:
-    """Start a reduction in place; a repeated one is found by name and not checked again."""
+    """Start a reduction in place; a repeated reduction is not checked again."""
     controller = controller_of(process_set)
     if name is not None:  # a step may have thousands of named reductions
         handle = controller.submit_tensor(name, tensor, op, *factors, is_awaited=is_awaited)
@@ -246,7 +246,7 @@ def _reduced(
 
 
 class _Allreduce(CarriedOut):
-    """Reduces the gradients by the operation of the tensors."""
+    """Autograd function that reduces gradients by the same operation as the tensors."""
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

@@ -9,7 +9,7 @@ from hpctrain.runtime.process_sets import ProcessSet, global_process_set
 
 
 def barrier(process_set: ProcessSet | None = global_process_set) -> None:
-    """Return when every rank of the process set has called this. Collective.
+    """Wait until every rank of the process set has called this function. Collective.
 
     Raises:
         ConfigError: the process set is not registered, or this rank is not in it.
@@ -19,13 +19,14 @@ def barrier(process_set: ProcessSet | None = global_process_set) -> None:
 
 
 def join(device: int = -1) -> int:  # noqa: ARG001 - Horovod's
-    """Add nothing to the operations of other ranks until all ranks have called this. Collective.
+    """Contribute neutral values to operations until all ranks have called this. Collective.
 
-    For ranks with less data than others; covers all process sets of this rank. A joined rank still
-    counts as a rank: it contributes zeros to sums and averages, and no rows to gathers. In steps
-    of a ``DistributedOptimizer`` over all ranks that use ``set_num_samples``, it counts as a rank
-    without samples. Every operation works except a broadcast from a joined rank. Afterwards ranks
-    that joined early have out-of-date weights: broadcast the weights of the returned rank.
+    Ranks with less data than others call this function; it covers all process sets of this rank. A
+    joined rank still counts as a rank: it contributes zeros to sums and averages, and no rows to
+    gathers. In steps of a ``DistributedOptimizer`` over all ranks that use ``set_num_samples``, it
+    counts as a rank without samples. Every operation works except a broadcast from a joined rank.
+    Afterwards ranks that joined early have out-of-date weights: broadcast the weights of the
+    returned rank.
 
     Args:
         device: device of Horovod's GPU buffers; ignored.

@@ -25,7 +25,7 @@ _LENGTH_BYTES = 8
 
 @dataclass(frozen=True)
 class _Refusal:
-    """Sent in place of an object that a rank cannot pickle."""
+    """Error message that a rank sends in place of an object that it cannot pickle."""
 
     message: str
 

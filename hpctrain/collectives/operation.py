@@ -105,7 +105,7 @@ def check_target(tensor: Tensor) -> None:
 
 
 def shares_elements(tensor: Tensor) -> bool:
-    """Return whether a dense tensor is expanded, so that several elements are one in memory."""
+    """Return whether several elements of a dense tensor share memory, as after ``expand``."""
     if 0 not in tensor.stride() or not tensor.numel():
         return False
     return any(
@@ -123,7 +123,7 @@ def check_values(tensor: Tensor) -> None:
 
 
 def check_rows(tensor: Tensor, function: str) -> None:
-    """Raise ``ConfigError`` as ``check_tensor``, and for a tensor without dimensions."""
+    """Call ``check_tensor``; raise ``ConfigError`` also for a tensor without dimensions."""
     check_tensor(tensor)
     if tensor.dim() == 0:
         raise ConfigError(
@@ -149,7 +149,7 @@ def check_group(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 class Scaled(NamedTuple):
-    """A reduction, and the factors of this rank's tensors and of the result."""
+    """A reduction with the factors of this rank's tensors and of the result."""
 
     op: ReduceOp
     prescale: float = 1.0
@@ -168,7 +168,7 @@ def reduction(
     """Return the request for a reduction of some tensors.
 
     Raises:
-        ConfigError: the check of a tensor raises, or the dtype does not support the reduction.
+        ConfigError: a tensor is not valid, or the dtype does not support the reduction.
     """
     check = check_target if in_place else check_tensor
     scaled = Scaled(scaled.op, float(scaled.prescale), float(scaled.postscale))
@@ -212,7 +212,7 @@ def compressed(
 
 
 class CarriedOut(torch.autograd.Function):
-    """Runs a request; subclasses define the derivative.
+    """Autograd function that runs a request; subclasses define the derivative.
 
     Derivatives use ``ctx.signature``, the signature of the request, and ``ctx.rows``, the number
     of rows of each tensor.

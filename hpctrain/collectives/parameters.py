@@ -125,7 +125,7 @@ def broadcast_optimizer_state(
 
 
 def _lift(value: object, tensors: list[Tensor]) -> bytes:
-    """Pickle everything but tensors, which are appended to ``tensors``."""
+    """Pickle a value without its tensors; append the tensors to ``tensors``."""
 
     class Lifting(cloudpickle.Pickler):  # type: ignore[misc]
         def persistent_id(self, value: object) -> int | None:
@@ -140,7 +140,7 @@ def _lift(value: object, tensors: list[Tensor]) -> bytes:
 
 
 def _lower(skeleton: bytes, tensors: list[Tensor]) -> dict[str, Any]:
-    """Unpickle the result of ``_lift``, with ``tensors`` inserted."""
+    """Unpickle the result of ``_lift``; insert ``tensors``."""
 
     class Lowering(pickle.Unpickler):
         def persistent_load(self, pid: int) -> Tensor:
@@ -150,7 +150,7 @@ def _lower(skeleton: bytes, tensors: list[Tensor]) -> dict[str, Any]:
 
 
 def _load(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Load a state with its dtypes.
+    """Load an optimizer state without converting its dtypes.
 
     ``load_state_dict`` converts state to the dtype of its parameter, but the root may store the
     state of half-precision parameters in another dtype.

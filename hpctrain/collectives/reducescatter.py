@@ -141,7 +141,7 @@ def _request(tensors: Sequence[Tensor], name: str | None, scaled: Scaled) -> Req
 
 
 class _Reducescatter(CarriedOut):
-    """Gathers the gradients of all rows, multiplied by the number of ranks for a sum."""
+    """Gathers the gradients of all rows; for a sum, multiplies them by the number of ranks."""
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

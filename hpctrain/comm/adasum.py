@@ -66,7 +66,7 @@ def adasum_(comm: Communicator, tensors: Sequence[Tensor]) -> None:
 
 
 class _Partner(NamedTuple):
-    """The partner of this rank at one level."""
+    """The rank with which this rank combines at one level."""
 
     rank: int
     weight: float  # of this rank's side; that of the partner is 1 - weight
@@ -88,7 +88,7 @@ class _Span(NamedTuple):
 
 
 class _Combining:
-    """The computation of one adaptive sum on this rank.
+    """Computes one adaptive sum on this rank.
 
     Args:
         comm: the ranks.

@@ -1,4 +1,4 @@
-"""Agreement on errors: all ranks raise, or none does."""
+"""Agreement on errors: either all ranks raise or no rank raises."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -121,7 +121,7 @@ def require_equal_by(
 
 
 def differing(of_ranks: Sequence[Mapping[str, str]], lacking: str | None = None) -> dict[str, str]:
-    """Return the values by rank, as text, of the names whose values differ. Not collective.
+    """Return, for each name whose values differ, the values by rank as text. Not collective.
 
     Args:
         of_ranks: values by name, per rank.

@@ -1,4 +1,4 @@
-"""Blocks of the program that all ranks leave together, and the errors if a rank does not."""
+"""Blocks that all ranks of the program leave together; other ranks raise if one does not."""
 
 import math
 import threading
@@ -64,7 +64,7 @@ class Reports:
         return requests.start(self._control, self._control.Issend, message, rank, tag)
 
     def receivers(self, members: Sequence[int] = ()) -> list[int]:
-        """Return the ranks that this one reports to, of ``members`` or of all ranks."""
+        """Return the ranks, of ``members`` or of all, to which this rank sends reports."""
         members = members or range(self._control.size)
         size, here = len(members), members.index(self._control.rank)
         distances: set[int] = set(range(1, size))
@@ -87,7 +87,7 @@ class Block(NamedTuple):
 
 
 class Blocks:
-    """The blocks that one rank is in, by number, and the reports of other ranks about theirs.
+    """Stores the blocks that this rank is in, by number, and the reports of other ranks.
 
     No method is collective, but all ranks must enter the same blocks in the same order.
     """
@@ -111,7 +111,7 @@ class Blocks:
         return self._within[max(self._within)].name if len(self._within) > 1 else ""
 
     def is_apart(self, since_s: float) -> bool:
-        """Return True if this rank has left a block by an error since, or waits at its end."""
+        """Return True if this rank waits at an end or left a block by error after ``since_s``."""
         return self._broke_off_s > since_s or self._ending is not None
 
     def enter(self, block: Block) -> int:
@@ -122,7 +122,7 @@ class Blocks:
 
     @contextmanager
     def at_end(self, number: int) -> Iterator[None]:
-        """Report inside this context, after a while, that this rank waits at the end of a block.
+        """Report after a while in this context that this rank waits at the end of a block.
 
         A block that has ended may continue, and end again after more steps.
         """

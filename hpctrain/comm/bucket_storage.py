@@ -133,7 +133,7 @@ def _made_by_nccl(make: Callable[[ReduceBackend], T], refusal: str) -> T:
 
 
 def _for_all_cores(bucket: Bucket) -> Bucket:
-    """Divide a bucket into chunks for all threads: backward on a device leaves the cores idle."""
+    """Divide a bucket into chunks for all threads; a backward on a device leaves cores idle."""
     if not bucket.peers:
         return bucket
     local_rank = next(rank for rank, peer in enumerate(bucket.peers) if peer is bucket.flat)
@@ -153,7 +153,7 @@ def _why_by_host(comm: Communicator, devices: Collection[torch.device]) -> str:
 
 
 class StagedBucket(DeviceBucket):
-    """Elements on an accelerator that are copied to the host, summed there, and copied back.
+    """Storage on an accelerator; elements are copied to the host, summed and copied back.
 
     Args:
         device: the accelerator.

@@ -20,7 +20,7 @@ GATHER = "gather of objects everywhere"
 
 
 class Internode(Protocol):
-    """One rank per node: the ranks that reduce the same slice of a bucket between nodes."""
+    """The ranks, one per node, that reduce the same slice of a bucket between nodes."""
 
     rank: int
     size: int
@@ -81,7 +81,7 @@ class Communicator(Protocol):
 
     @property
     def internode(self) -> Internode | None:
-        """The ranks with the same slice on all nodes; None if another rank sends the slice."""
+        """The ranks of all nodes that send the same slice; None if this rank sends no slice."""
         return self
 
     @property
@@ -224,7 +224,7 @@ class Communicator(Protocol):
         """
 
     def barrier(self) -> None:
-        """Return when every rank has called this method."""
+        """Wait until every rank has called this method."""
 
     def agree(self, ok: bool, message: str = "") -> None:  # noqa: FBT001 - reads as a sentence
         """Return if ``ok`` is true on every rank; otherwise raise on every rank.

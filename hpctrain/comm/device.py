@@ -38,7 +38,7 @@ class Device:
         return torch.Stream(self.device)
 
     def new_event(self) -> torch.Event:
-        """Create an event for which the host waits asleep."""
+        """Create an event; the host sleeps while it waits for the event."""
         return torch.Event(self.device, blocking=True)
 
     def current_stream(self) -> torch.Stream:
@@ -76,7 +76,7 @@ class Device:
         return torch.empty_like(like, device="cpu", pin_memory=True)
 
     def card(self) -> str:
-        """Return a name that is unique among the accelerators of all nodes."""
+        """Return a name of this accelerator that is unique over all nodes."""
         return str(self.device)
 
     def handle_of(self, stream: torch.Stream) -> int:
@@ -117,7 +117,7 @@ class Device:
 
 
 class Makers:
-    """Streams on which tensors were computed, so that a consumer can wait for all of them.
+    """Records the streams that computed tensors, so that a consumer can wait for all of them.
 
     Args:
         device: the accelerator.
@@ -194,7 +194,7 @@ class CudaDevice(Device):
         return torch.cuda.Stream(self.device, priority=-1)  # higher priority than backward
 
     def new_event(self) -> torch.Event:
-        """Create an event for which the host waits asleep."""
+        """Create an event; the host sleeps while it waits for the event."""
         return torch.cuda.Event(blocking=True)
 
     def current_stream(self) -> torch.Stream:

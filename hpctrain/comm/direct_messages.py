@@ -1,4 +1,4 @@
-"""Messages with tensors between any two ranks, for servers and their clients.
+"""Messages with tensors between any two ranks, such as a server and a client.
 
 The messages use two-sided MPI: in Open MPI and MPICH, one-sided operations make progress only
 inside MPI calls of the target, so a target that computes would need a thread as well.
@@ -49,7 +49,7 @@ class _Arriving:
 
 
 class Channel:
-    """Messages of one kind. On each rank one thread sends and one thread receives.
+    """Sends and receives messages of one kind. On each rank, one thread sends, one receives.
 
     Args:
         comm: no other code may use ``tag`` and ``tag + 1`` of this communicator.
@@ -135,7 +135,7 @@ class Channel:
 
 
 class DirectMessages:
-    """Requests and replies between any two ranks of a world, including the rank itself.
+    """Sends requests and replies between any two ranks, including a rank and itself.
 
     The constructor is collective.
 

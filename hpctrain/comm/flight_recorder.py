@@ -1,4 +1,4 @@
-"""Flight recorder: the last collectives of this process, and those in which it waits."""
+"""Flight recorder: records the last and the current collectives of this process."""
 
 import re
 import time
@@ -19,7 +19,7 @@ _NAME = re.compile(r"collective (\d+) of ([^:]+): ")
 
 
 class Call(NamedTuple):
-    """The next collective of a rank."""
+    """The next collective that a rank calls."""
 
     text: str
     number: int  # compared between ranks, from 0 to 2^62
@@ -27,7 +27,7 @@ class Call(NamedTuple):
 
 
 class CallStream:
-    """The numbered collectives of one communicator; numbers are equal on its ranks."""
+    """Numbers the collectives of one communicator, identically on its ranks."""
 
     __slots__ = ("__weakref__", "_calls", "compared", "name", "number", "text", "waits_since_s")
 
@@ -56,7 +56,7 @@ class CallStream:
 
 
 class FlightRecorder:
-    """The call streams of a process; one thread writes each stream, other threads read."""
+    """Stores the call streams of a process; one thread writes each stream, others read."""
 
     def __init__(self) -> None:
         self._calls = deque[tuple[CallStream, int, str, float]](maxlen=NUM_CALLS)
@@ -73,7 +73,7 @@ class FlightRecorder:
         return made
 
     def waiting(self) -> dict[str, float]:
-        """Return the collectives in which this process waits, with starts by time.monotonic()."""
+        """Return the time.monotonic() start of each collective in which this process waits."""
         now, found = time.perf_counter(), {}
         for each in list(self._streams.values()):
             since, number, text = each.waits_since_s, each.number, each.text
@@ -82,7 +82,7 @@ class FlightRecorder:
         return found
 
     def lacks(self, name: str) -> bool:
-        """Return whether this process takes part in a collective and has not started it."""
+        """Return whether this process must still start a collective that includes it."""
         match = _NAME.match(name)
         stream = None if match is None else self._streams.get(match[2])
         return match is not None and stream is not None and stream.number < int(match[1])

@@ -29,10 +29,10 @@ _FAREWELL = Pace(spin_s=0.0, shortest_s=50e-6, longest_s=20e-3)
 
 
 class Liveness:
-    """Detects ranks that are gone, without a thread, and without messages unless a rank fails.
+    """Detects ranks that died or left; it needs no thread, and messages only after a failure.
 
     The ranks of a node check each other's processes, so they find a rank that died. A rank that
-    leaves too early reports it. Waiting loops call ``check()`` repeatedly, which raises for both.
+    leaves too early sends a report. Waiting loops call ``check()``, which raises in both cases.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Liveness:
 
         Args:
             control: only this class sends on it.
-            processes: of the ranks of this node.
+            processes: processes of the ranks of this node.
             timeout_s: limit of each wait of the farewell.
         """
         self._rank: int = control.rank
@@ -208,7 +208,7 @@ class Liveness:
             raise RankLostError(self._overdue())
 
     def _overdue(self) -> str:
-        """Return the text of the error about ranks that have not arrived at the farewell."""
+        """Return the error message about ranks that have not arrived at the farewell."""
         stopped = self.processes.stopped()
         missing = sorted({*self._reports.receivers()} - self._left) or stopped
         whom = format_ranks(missing) if missing else "the other ranks, which have arrived as well"

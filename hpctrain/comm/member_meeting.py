@@ -1,4 +1,4 @@
-"""Synchronization of some ranks of a communicator, which a rank may give up and try again.
+"""Synchronization of some ranks of a communicator; a rank may give up and try again.
 
 The first member collects messages of the others and then lets all continue. A member that has
 given up must not count as present, although its message was sent. So, after all messages have

@@ -107,7 +107,7 @@ class MpiCommunicator(Communicator):
     def allreduce_(
         self, tensor: Tensor | Bucket, *, op: Op = Op.SUM, scale: float | None = None
     ) -> Work:
-        """Reduce chunks by MPI if it can sum the dtype, otherwise by messages."""
+        """Reduce chunks by MPI if MPI can sum the dtype, otherwise by messages."""
         values = tensor.flat if isinstance(tensor, Bucket) else tensor
         check_scale(values, scale)
         how = combination(values.dtype, op)
@@ -130,7 +130,7 @@ class MpiCommunicator(Communicator):
         scale: float | None = None,
         numels: Sequence[int] | None = None,
     ) -> Tensor:
-        """Reduce by MPI if it can sum the dtype, otherwise by pairwise exchange."""
+        """Reduce by MPI if MPI can sum the dtype, otherwise by pairwise exchange."""
         check_scale(tensor, scale)
         how = combination(tensor.dtype, op)
         parts = part_numels(tensor.numel(), self.size, numels)

@@ -40,7 +40,7 @@ def thread_level() -> str:
 
 
 def calls_from_threads() -> bool:
-    """Return whether several threads of this process may call MPI at once. Not collective.
+    """Return whether several threads of this process may call MPI concurrently. Local.
 
     True if MPI is not loaded, as in a world of one rank.
     """

@@ -36,9 +36,9 @@ _HEAD_START_S = 1.0
 
 
 def doubt() -> None:
-    """Initialize MPI at once if srun seems to offer the wrong PMI; otherwise a no-op.
+    """Initialize MPI immediately if srun seems to offer the wrong PMI; otherwise do nothing.
 
-    Rank 0 prints the problem before, since MPI may end all processes. Called before torch is
+    Rank 0 prints the problem first, because MPI may end all processes. Called before torch is
     loaded, which takes seconds on many ranks. MPI is not initialized early in other launches,
     because ``MPI_Finalize`` waits for all ranks: if one failed before its initialization, the
     others would hang.

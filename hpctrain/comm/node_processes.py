@@ -18,7 +18,7 @@ PEERS_PER_LOOK = 16
 
 
 class NodeProcesses:
-    """The processes of the other ranks of this node, checked a few at a time.
+    """Checks the processes of the other ranks of this node, a few at a time.
 
     Args:
         pids: processes of the ranks of this node, by rank, in this pid namespace.

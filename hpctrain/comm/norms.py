@@ -68,7 +68,7 @@ def clip_grad_norm_(
     *,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Clip as ``torch.nn.utils.clip_grad_norm_`` with ``total_norm``; return the norm before."""
+    """Clip as ``torch.nn.utils.clip_grad_norm_`` with ``total_norm``; return the old norm."""
     held = [parameter for parameter in parameters if parameter.grad is not None]
     total = total_norm([p.grad for p in held if p.grad is not None], order)
     if error_if_nonfinite and not total.isfinite():

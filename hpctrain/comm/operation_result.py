@@ -25,14 +25,14 @@ class Work(Protocol):
         """Wait until the operation is complete; raise its error."""
 
     def done(self) -> bool:
-        """Return whether ``wait()`` would return at once."""
+        """Return whether ``wait()`` would return without waiting."""
 
 
 class Finished:
     """The result of an operation that is complete."""
 
     def wait(self) -> None:
-        """Return at once."""
+        """Return immediately."""
 
     def done(self) -> bool:
         """Return True."""

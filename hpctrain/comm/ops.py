@@ -62,7 +62,7 @@ _SCALE_ELEMENTS = 1 << 16  # elements scaled and rounded at a time, which fit th
 
 @dataclass(frozen=True, slots=True)
 class Combination:
-    """Combination of values of one dtype by one operation.
+    """Combines values of one dtype by one operation.
 
     NaN is propagated; integers wrap around and never saturate. Zeros of both signs and all NaN
     count as equal, so results are bitwise identical only if ranks combine tensors in the same

@@ -21,7 +21,7 @@ _process = _Process()
 
 
 class Owner:
-    """The process that created an object with which ranks communicate."""
+    """Records the process that created an object for communication between ranks."""
 
     __slots__ = ("_pid",)
 

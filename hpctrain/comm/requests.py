@@ -88,7 +88,7 @@ start = MpiRequest
 
 
 def _sweep() -> None:
-    """Test abandoned operations: only this module refers to them, so no thread tests them."""
+    """Test abandoned operations; only this module refers to them, so no other thread does."""
     operations = tuple(_pending)
     for operation, references in zip(operations, _references(operations), strict=True):
         if references == _ALONE:

@@ -107,7 +107,7 @@ class SerialCommunicator(Communicator):
         )
 
     def barrier(self) -> None:
-        """Return at once."""
+        """Return immediately: there is no other rank."""
 
     def agree(self, ok: bool, message: str = "") -> None:  # noqa: FBT001 - reads as a sentence
         """Raise ``message`` unless ``ok``."""
@@ -151,7 +151,7 @@ class SerialNode(SerialCommunicator):
 
     @property
     def internode(self) -> None:
-        """None: there is no other node."""
+        """None, because there is no other node."""
 
     def new_bucket(self, numel: int, dtype: torch.dtype) -> Bucket:
         """Create a bucket in node memory."""

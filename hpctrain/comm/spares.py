@@ -31,7 +31,7 @@ _LEADER, _END = 0, 1  # rank that reports the end of the run, and the tag
 
 
 class Spares:
-    """The workers and the spares of a launch, in a world that recovers from lost ranks.
+    """Manages the workers and spares of a launch in a world that recovers from lost ranks.
 
     The constructor is collective over all ranks of the launch. Spares are distributed evenly over
     the hosts if possible.
@@ -91,7 +91,7 @@ class Spares:
 
     @contextmanager
     def _nobody_stopped(self) -> Iterator[None]:
-        """Kill stopped spares during the block, on workers."""
+        """Kill stopped spares of this host during the block; only workers do this."""
         is_over, end_stopped = threading.Event(), self._end_stopped if self.is_worker else bool
 
         def look() -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def agree(ranks: "MpiComm", *, am_well: bool) -> bool:
-    """Return whether all of ``ranks`` exist and are well, the same on all that survive.
+    """Return whether all of ``ranks`` exist and are well; equal on all surviving ranks.
 
     Collective over the surviving ranks, also on a revoked communicator. For a world that recovers.
     """
@@ -38,7 +38,7 @@ _in_use: "list[ref[MpiComm]]" = []
 
 
 def use(comm: "MpiComm") -> None:
-    """Register a communicator in which calls of the library wait, for ``end_waits``."""
+    """Register a communicator whose waits ``end_waits`` must end."""
     _in_use[:] = [*(one for one in _in_use if one() is not None), ref(comm)]
 
 
@@ -92,7 +92,7 @@ def lost(before: "MpiComm", left: "MpiComm") -> list[int]:
 
 
 def failed(ranks: "MpiComm") -> list[int]:
-    """Return the ranks that this rank knows to have died, for a world that recovers."""
+    """Return the ranks that have died, as far as this rank knows, in a world that recovers."""
     ours, dead = ranks.Get_group(), ranks.Get_failed()
     numbers = mpi_start.MPI.Group.Translate_ranks(dead, None, ours)
     ours.Free()

@@ -51,12 +51,12 @@ class ThreadedCommunicator:
     """Runs the operations of another communicator on one thread; see ``Communicator``.
 
     Operations run in the order of the calls, from any thread, so ranks that call in the same
-    order match. ``allreduce_`` and ``broadcast_`` return at once; the caller must not use the
+    order match. ``allreduce_`` and ``broadcast_`` return immediately; the caller must not use the
     tensor until ``wait()`` returns. All other methods wait for their result, and so for all
     operations started before.
 
     ``wait()`` raises the error of its operation; later operations still run. Functions that run
-    on the thread may use this communicator, and their operations run at once.
+    on the thread may use this communicator, and their operations run immediately.
 
     Args:
         comm: runs the operations. No other code may use it; ``close`` closes it.
@@ -95,7 +95,7 @@ class ThreadedCommunicator:
         return self.submit(lambda: self._comm.broadcast_(tensor, root).wait())
 
     def __getattr__(self, name: str) -> Any:
-        """Return any other operation, which runs on the thread and is waited for."""
+        """Return another operation as a function that runs it on the thread and waits."""
         if name.startswith("_"):
             raise AttributeError(name)
         method = getattr(self._comm, name)

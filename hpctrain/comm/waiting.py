@@ -120,7 +120,7 @@ def _nobody_is_lost(ranks: Collection[int] | None) -> None:
 
 
 class InStepError(Exception):
-    """An error that all ranks raise at the same call, so that the communicator stays usable."""
+    """Error that all ranks raise at the same call; the communicator remains usable."""
 
 
 class Notices(Protocol):
@@ -159,7 +159,7 @@ class Notices(Protocol):
 
 
 class Limit:
-    """Limit of the waits of a watch. Another thread may change the limit or end all waits.
+    """Time limit of waits. Another thread may change the limit or end all waits.
 
     Args:
         timeout_s: longest wait.
@@ -183,7 +183,9 @@ class Limit:
 
 
 class Watch:
-    """Waits of one communicator: detects lost ranks, failures, different calls and timeouts.
+    """Performs the waits of one communicator.
+
+    A watch detects lost ranks, failures, different calls and timeouts.
 
     All ranks are ranks in the world. All waiting loops of a communicator share one watch.
 

@@ -1,4 +1,4 @@
-"""Adasum: the steps of all ranks, combined into one."""
+"""Adasum: combines the steps of all ranks into one step."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -67,25 +67,25 @@ class AdasumStep(OptimizerExchange):
 
     @property
     def exposed_seconds(self) -> float:
-        """Seconds for which the last step combined the steps of all ranks."""
+        """Seconds that the last step took to combine the steps of all ranks."""
         return self._exposed_seconds
 
     def set_num_samples(self, num_samples: float, nominal: float) -> None:
-        """Raise ``ConfigError``: Adasum has no weights."""
+        """Raise ``ConfigError``, because Adasum cannot weight gradients by sample counts."""
         raise ConfigError(
             f"sample counts must be set with op=Average, but op is Adasum with "
             f"num_samples={num_samples}, nominal={nominal}; leave set_num_samples out"
         )
 
     def require_skippable(self) -> None:
-        """Raise ``ConfigError``: without the combination the ranks would diverge."""
+        """Raise ``ConfigError``: ranks whose steps are not combined would diverge."""
         raise ConfigError(
             "skip_synchronize() must not be used with op=Adasum, which combines the ranks inside "
             "step(); leave skip_synchronize() out"
         )
 
     def new_step(self) -> None:
-        """Record that gradients are about to be cleared. Not collective."""
+        """Record that the program is about to clear the gradients. Not collective."""
         if self._before:  # inside a step, a closure may clear gradients any number of times
             return
         self._num_forgotten += _has_new(_gradients(self._parameters()))
@@ -99,8 +99,8 @@ class AdasumStep(OptimizerExchange):
     def begin_step(self, stepping: Optimizer, closure: Closure) -> Closure:
         """Save the parameters before this rank's own step. Collective.
 
-        A rank whose ``GradScaler`` has found infinity adds nothing to the step. A ``closure``
-        computes gradients inside of the step.
+        A rank whose ``GradScaler`` has found infinity adds nothing to the step. If a ``closure``
+        is given, the optimizer computes the gradients inside ``step()``.
 
         Raises:
             MismatchError: ranks take different steps, step different parameters or hold different

@@ -1,4 +1,4 @@
-"""Hooks of autograd: on parameters, which several optimizers may share, and after a backward."""
+"""Autograd hooks on parameters and at the end of a backward; optimizers may share parameters."""
 
 import inspect
 import weakref
@@ -80,7 +80,7 @@ class ParameterHooks:
             parameter.requires_grad_(is_trained)
 
     def has(self, parameter: Parameter) -> bool:
-        """Return whether a parameter is hooked and torch calls its hooks."""
+        """Return whether a parameter has a hook that torch calls."""
         is_armed = self._hooked.get(id(parameter)) == identity_of(parameter)
         return is_armed and self._ready in accumulation_hooks_of(parameter)
 
@@ -114,7 +114,7 @@ def _can_have_gradient(parameter: Tensor) -> bool:
 
 
 class BackwardPass:
-    """State of the running backward, with the backward passes nested in it.
+    """State of the backward in progress and of the backward passes nested in it.
 
     It also records how often hooks fired in earlier backward passes.
     """
@@ -131,22 +131,22 @@ class BackwardPass:
         self.num_fires = 0  # hooks that have fired
 
     def relearn(self) -> None:
-        """Count again how often hooks fire; the next step sends no gradient before its end."""
+        """Forget how often hooks fire, so that the next step sends gradients only at its end."""
         self._is_first, self.fires_once = True, False
         self._nested_fires = -1
 
     def enter(self, task: int, on_end: Callable[[], None], *, is_outermost: bool) -> None:
-        """Register a graph task, and call ``on_end`` at its end."""
+        """Register a graph task of autograd; call ``on_end`` when the task ends."""
         self.tasks.add(task)
         self.has_outer_end |= is_outermost
         call_after_backward(on_end)
 
     def is_over(self, have_all_fired: Callable[[], bool]) -> bool:
-        """Return whether the backward is over at the end of a nested one (reentrant checkpoint).
+        """Return whether the end of a nested backward is also the end of the outer backward.
 
-        If no hook has fired in the outer backward, its end is found by counting: either all hooks
-        have fired, or as many as in an earlier backward of this kind. Otherwise ``step()``
-        reduces.
+        Reentrant checkpoints nest backward passes. If no hook has fired in the outer backward, its
+        end is found by counting: either all hooks have fired, or as many as in an earlier backward
+        of this kind. Otherwise ``step()`` reduces.
         """
         if self.has_outer_end:
             return False

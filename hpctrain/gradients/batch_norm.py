@@ -16,12 +16,14 @@ from hpctrain.runtime.process_sets import ProcessSet, global_process_set
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Batch normalisation over the samples of all ranks, as in one process with all samples.
+    """Normalises a batch by the mean and variance of the samples of all ranks.
+
+    The result is that of one process with all samples, up to rounding.
 
     Collective in training, and in evaluation without running statistics: forward, and backward if
     the input needs a gradient. Batches may differ in size between ranks and may be empty.
     Gradients of weight and bias are local to this rank; ``DistributedOptimizer`` combines them.
-    There is no second derivative.
+    Second derivatives are not supported.
 
     Gradients flow between the ranks, so a sample must have the same weight in the losses of all
     ranks: if batches differ in size, divide the sum of losses by the same number on every rank.
@@ -98,7 +100,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class _Normalise(Function):
-    """Returns the output, and mean, biased variance and number of values of all ranks."""
+    """Returns the output, and the mean, biased variance and value count over all ranks."""
 
     @staticmethod
     def forward(
@@ -147,7 +149,7 @@ class _Normalise(Function):
 
 
 def _statistics(values: Tensor, controller: Controller) -> tuple[Tensor, Tensor, int]:
-    """Return mean and biased variance per feature in float64, and the number of values of each.
+    """Return mean and biased variance of each feature in float64, and its number of values.
 
     Collective. All ranks combine the same statistics in the same order. With one value per feature
     all ranks raise ``ConfigError``.

@@ -1,4 +1,4 @@
-"""``BucketLayout``: the slot of each gradient in the buckets, the same on every rank."""
+"""``BucketLayout``: assigns each gradient a slot in a bucket, identically on every rank."""
 
 from collections.abc import Collection, Sequence
 
@@ -18,7 +18,7 @@ from hpctrain.gradients.sparse_gradients import SparseSlot
 
 
 class SharedGradientError(CommError):
-    """A gradient shares the memory of another slot; ``name`` is its parameter."""
+    """A gradient shares memory with another slot; ``name`` is the name of its parameter."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -32,7 +32,7 @@ class SharedGradientError(CommError):
 
 
 class BucketLayout:
-    """Buckets of a fixed set of parameters, and the sparse gradients outside of buckets.
+    """Buckets for the dense gradients of a fixed set of parameters, and slots for sparse ones.
 
     ``build`` allocates the buckets.
 
@@ -89,7 +89,7 @@ class BucketLayout:
                 self.slot_of[parameter].adopt()
 
     def fits(self, parameters: NamedParameters) -> bool:
-        """Return whether the parameters of ``build`` match these, with dtypes and layouts."""
+        """Return whether these parameters, dtypes and layouts are the same as in ``build``."""
         slot_of = self.slot_of
         return len(parameters) == len(slot_of) and all(
             (slot := slot_of.get(p)) is not None and slot.fits(p) for _, p in parameters
@@ -121,7 +121,7 @@ class BucketLayout:
             raise SharedGradientError(slot.name)
 
     def _lay_out(self) -> None:
-        """Make buckets for all dense gradients, last parameter first. Collective.
+        """Create buckets for all dense gradients, last parameter first. Collective.
 
         Raises:
             NodeMemoryError: memory is insufficient; raised on all ranks.
@@ -157,7 +157,7 @@ class BucketLayout:
     def _new_buckets(
         self, dense: NamedParameters, plans: Sequence[BucketPlan]
     ) -> list[GradientBucket]:
-        """Make buckets that are summed on accelerators if all ranks can do so. Collective."""
+        """Create buckets; accelerators sum them if all ranks support this. Collective."""
 
         def make(backend: ReduceBackend) -> list[GradientBucket]:
             return [
@@ -172,7 +172,7 @@ class BucketLayout:
 
 
 def _device_numbers(tensors: Sequence[Tensor]) -> dict[torch.device, int]:
-    """Number the devices of tensors in order of occurrence.
+    """Return a number for the device of each tensor, in order of first occurrence.
 
     Device indices may differ between ranks.
     """

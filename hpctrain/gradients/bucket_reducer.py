@@ -1,4 +1,4 @@
-"""``Reducer``: gradients are averaged over all ranks by the time ``backward()`` returns.
+"""``Reducer``: averages gradients over all ranks before ``backward()`` returns.
 
 autograd accumulates a gradient   ``on_ready``   copies the gradient to its bucket
 the last gradient of a bucket     ``take``       starts the all-reduce (or waits for the end)
@@ -59,7 +59,7 @@ class StepState(Enum):
 
     @property
     def is_begun(self) -> bool:
-        """Whether there are gradients of this step."""
+        """Whether the current step has gradients."""
         return self not in {EMPTY, StepState.CLEARED}
 
     @property
@@ -121,7 +121,7 @@ class Reducer:
         self._hook_anew()
 
     def set_passes(self, passes: int) -> None:
-        """Set the backward passes that are accumulated before one reduction."""
+        """Set the number of backward passes that are accumulated before one reduction."""
         self._num_passes = passes
         self._passes_done = 0
 
@@ -148,7 +148,7 @@ class Reducer:
 
     @property
     def is_in_step(self) -> bool:
-        """Whether there are gradients of the current step."""
+        """Whether the current step has gradients."""
         return self.state.is_begun
 
     @property
@@ -166,7 +166,7 @@ class Reducer:
         return bool(self._backward.num_fires or self._passes_done)
 
     def set_num_samples(self, num_samples: float, nominal: float) -> None:
-        """Weight the gradient of this rank as the mean over ``num_samples``."""
+        """Set the number of samples by which this rank's gradient is weighted."""
         if not self.count.average:
             raise ConfigError(
                 "sample counts must be set with op=Average, but op is Sum; scale the loss instead"
@@ -243,7 +243,7 @@ class Reducer:
 
     @dynamo_disable
     def new_step(self) -> None:
-        """Prepare for the gradients of another step."""
+        """Prepare for the gradients of the next step."""
         self.reduction.is_finite = None
         self.state = self.state.cleared()
         self._passes_done = 0
@@ -253,14 +253,16 @@ class Reducer:
 
     @dynamo_disable
     def end_step(self) -> None:
-        """Count a step that was taken, and prepare for another."""
+        """Count the finished step, and prepare for the next one."""
         self.steps.end()
         self.new_step()
         self.state = StepState.EMPTY
 
     @dynamo_disable
     def start_again(self) -> None:
-        """Discard the gradients of a backward that raised; parameters and state were replaced.
+        """Discard the gradients of a backward that raised.
+
+        Called when the program replaces parameters and state.
 
         Collective if a backward raised after some of its gradients were sent: then every rank
         calls this and sends the remaining gradients, so that the ranks are synchronized again.
@@ -273,7 +275,7 @@ class Reducer:
         self._forget_step()
 
     def move_to(self, reduction: Reduction) -> None:
-        """Reduce over the ranks of another reduction from the next step on. Collective over those.
+        """Use another reduction, and its ranks, from the next step on. Collective over its ranks.
 
         Gradients in flight are discarded.
         """
@@ -290,7 +292,7 @@ class Reducer:
         self._backward.forget()
 
     def stand_in(self, agreement: StepAgreement) -> None:
-        """Add zeros to a step of the other ranks. Collective."""
+        """Contribute zeros to a step of the other ranks. Collective."""
         for parameter in self.reduction.layout.slot_of:
             parameter.grad = None
         changed = self._today() if agreement.outdated else None
@@ -336,7 +338,7 @@ class Reducer:
             self.reduction.take(slot)
 
     def before_sum(self, parameter_id: int) -> None:
-        """Clear a reduced sum that backward is about to add to, on all ranks but one."""
+        """Clear a reduced gradient before backward adds to it, on all ranks except one."""
         slot = self.reduction.layout.slot_by_id.get(parameter_id)
         if not self.is_on or self.superseded or slot is None or not slot.is_result:
             return
@@ -411,7 +413,7 @@ class Reducer:
         return None if is_hooked and self.reduction.layout.fits(today) else today
 
     def _were_changed_early(self) -> bool:
-        """Return whether an accumulated gradient was changed between two passes."""
+        """Return whether the program changed an accumulated gradient between two passes."""
         if not self._passes_done:
             return False
         for parameter in self.reduction.layout.slot_of:

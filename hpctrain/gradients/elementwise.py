@@ -1,4 +1,4 @@
-"""``PieceStep``: the step of an elementwise or tensorwise optimizer on parts of parameters."""
+"""``PieceStep``: applies an elementwise or tensorwise optimizer to parts of parameters."""
 
 import inspect
 from collections import defaultdict
@@ -26,14 +26,16 @@ _NUM_PROBED = 3  # elements, to distinguish an elementwise state from a single n
 
 
 class StateSpec(NamedTuple):
-    """Dtype and shape of one tensor of an optimizer's state of a parameter."""
+    """Dtype and shape of one state tensor that an optimizer stores for a parameter."""
 
     dtype: torch.dtype
     shape: tuple[int, ...] | None  # None for the shape of the parameter
 
 
 class PieceStep:
-    """Takes the step of an optimizer on pieces of its parameters, with bitwise equal results.
+    """Applies an optimizer to pieces of its parameters.
+
+    The results are bitwise equal to those of a step on whole parameters.
 
     The step is that of the optimizer's class, called on an object with all attributes of the
     optimizer and with pieces in place of parameters. Settings of the groups are read in every
@@ -43,7 +45,7 @@ class PieceStep:
         optimizer: an optimizer that steps every element, or every tensor, separately.
 
     Raises:
-        ConfigError: it is not known that the optimizer does so.
+        ConfigError: the optimizer is not known to do this.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -83,7 +85,7 @@ class PieceStep:
         self._parts: dict[Any, dict[str, StateSpec]] = {}
 
     def read(self, optimizer: Optimizer) -> str:
-        """Copy the current settings; return them as text that ranks can compare."""
+        """Copy the optimizer's current settings; return them as a text that ranks can compare."""
         own, its = vars(optimizer).items(), vars(self._of)
         its.clear()  # a scaler adds attributes and deletes them again
         its.update({k: v for k, v in own if k not in _NOT_OF_STEPS})
@@ -97,7 +99,7 @@ class PieceStep:
         return "; ".join(str([*map(_plain, one.values())]) for one in self._settings)
 
     def step(self, pieces: Mapping[int, list[Tensor]]) -> None:
-        """Step on pieces of each group, whose ``.grad`` is set."""
+        """Update the pieces of each parameter group from their ``.grad``."""
         self._of.param_groups = [
             {**self._settings[group], "params": own} for group, own in pieces.items()
         ]
@@ -150,7 +152,7 @@ class PieceStep:
 
 
 def is_known_as(how: str, optimizer: Optimizer) -> bool:
-    """Return whether an optimizer is ``how``, for example "elementwise".
+    """Return whether an optimizer has the property ``how``, for example "elementwise".
 
     A subclass does not inherit the property, because its step may differ.
     """

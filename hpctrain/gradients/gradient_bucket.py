@@ -1,4 +1,4 @@
-"""One message of gradients: a slot for each gradient, and a mark that the gradient is present."""
+"""One message of gradients, with a slot and a presence mark for each gradient."""
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from hpctrain.gradients.sparse_gradients import GradientState, as_sparse
 
 
 class Slot(GradientState):
-    """Memory of one parameter's gradient in its bucket.
+    """The part of a bucket that stores the gradient of one parameter.
 
     ``.grad`` shares the memory of the slot but is a separate tensor: replacing the ``data`` or
     storage of ``.grad`` does not change the slot.
@@ -82,7 +82,7 @@ class Slot(GradientState):
         self.show()
 
     def settle(self) -> None:
-        """Set ``.grad`` after the sum, also if only other ranks had a gradient."""
+        """Set ``.grad`` to the result, also if only other ranks had a gradient."""
         if not self.is_present and self.mark.item() > 0:
             self.show()
         if self.sparse_dim is not None and self.parameter.grad is not None:
@@ -111,7 +111,7 @@ class Slot(GradientState):
             self.parameter.grad = self._sparse_grad = as_sparse(grad, self.sparse_dim)
 
     def forget_result(self) -> None:
-        """Set ``.grad`` to zeros; another rank keeps the sum."""
+        """Set ``.grad`` to zeros, because another rank adds the sum to the next reduction."""
         grad = self.parameter.grad
         if grad is not None and grad.is_sparse:
             self.parameter.grad = None
@@ -152,7 +152,7 @@ def _of_its_own(view: Tensor) -> Tensor:
 
 
 class GradientBucket(TensorBucket):
-    """One message: slots of gradients, and a mark per slot whether any rank has a gradient.
+    """One message of gradients: slots, and for each slot a mark whether any rank has a gradient.
 
     Construction allocates the bucket. Collective.
 
@@ -199,7 +199,7 @@ class GradientBucket(TensorBucket):
         """First address, and the address after the last byte."""
 
     def fill_at_once(self, weight: float, *, keeps_result: bool) -> None:
-        """Fill all slots, on an accelerator by one call."""
+        """Fill all slots; on an accelerator, copy the gradients in one call."""
         if self.storage.makers is not None:
             made = (slot.parameter.grad for slot in self.slots)
             self.storage.makers.join([g for g in made if g is not None and not g.is_sparse])

@@ -12,10 +12,9 @@ from hpctrain.gradients.optimizer_exchange import exchange_of
 
 
 def unscale_by_exchange() -> None:
-    """Replace the unscaling of ``GradScaler`` by that of the exchange of an optimizer.
+    """Make ``GradScaler`` unscale a ``DistributedOptimizer`` by the method of its exchange.
 
-    The exchange may have gradients that are not in ``.grad``. Other optimizers are unscaled by
-    torch.
+    The exchange may store gradients outside of ``.grad``. Torch still unscales other optimizers.
     """
 
     @wraps(unscale_grads)
@@ -33,7 +32,7 @@ def unscale_by_exchange() -> None:
 
 
 def unscale_own(stepping: Any) -> None:
-    """Unscale this rank's gradients in place of a ``GradScaler``; drop them after infinity."""
+    """Unscale this rank's gradients in place of ``GradScaler``; drop them if it found infinity."""
     found_inf, scale = (getattr(stepping, name, None) for name in ("found_inf", "grad_scale"))
     if found_inf is None:
         return

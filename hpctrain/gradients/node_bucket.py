@@ -40,7 +40,7 @@ class NodeTensor:
         self.shared = torch.frombuffer(self._region.shared, dtype=dtype, count=max(numel, 1))
 
     def place(self, like: Tensor, first: int) -> Tensor:
-        """Return shared values from ``first`` on, shaped like ``like``, which steps write."""
+        """Return the shared values from ``first`` on, shaped like ``like``; steps change them."""
         return _formed(self.shared[first : first + like.numel()], like)
 
     def shown(self, like: Tensor, first: int) -> Tensor:
@@ -67,11 +67,11 @@ class NodeTensor:
         self._region.forget_stores()
 
     def freeze_in_children(self) -> None:
-        """Keep the values at the time of a fork visible in the forked child."""
+        """Keep a forked child on the values at the time of the fork."""
         self._region.freeze_in_children()
 
     def end_step(self) -> None:
-        """Discard copies for forked children; later children see the values after the step."""
+        """Discard the copies for forked children; later children see the current values."""
         self._region.forget_kept()
 
 
@@ -80,7 +80,7 @@ MASTER = "master"
 
 
 class ParameterPiece:
-    """A part of one parameter, or all of it, that this rank updates.
+    """The elements of one parameter that this rank updates: a part or all of them.
 
     Args:
         number: index of the parameter in its bucket.
@@ -119,7 +119,7 @@ class ParameterPiece:
 
 
 def by_group(pieces: Sequence[ParameterPiece]) -> Mapping[int, list[Tensor]]:
-    """Return the values to step, by parameter group of the optimizer."""
+    """Return the tensors to update, by parameter group of the optimizer."""
     found: dict[int, list[Tensor]] = {}
     for piece in pieces:
         found.setdefault(piece.group, []).append(piece.values)
@@ -127,7 +127,7 @@ def by_group(pieces: Sequence[ParameterPiece]) -> Mapping[int, list[Tensor]]:
 
 
 class Change(NamedTuple):
-    """Clipping of averaged gradients, in place and equal on all ranks."""
+    """Clips averaged gradients in place, identically on all ranks."""
 
     bound: float | None = None  # largest absolute value of an element
     factor: float | None = None  # of all elements
@@ -168,7 +168,7 @@ class Chunk:
 
 
 class NodeBucket:
-    """Parameters and state of one bucket of gradients.
+    """Parameters and optimizer state for the gradients of one bucket.
 
     Construction allocates the parameters. Collective over the node.
 
@@ -265,7 +265,7 @@ class NodeBucket:
         return self.state[name].shown(like, self._rooms[name][1][number])
 
     def keep(self, piece: ParameterPiece, made: dict[str, Any]) -> None:
-        """Move the state that a step has created for a piece to node memory."""
+        """Copy the state that a step has created for a piece to node memory."""
         for name, value in made.items():
             place = piece.state.get(name)
             if value is place or value is None:

@@ -31,7 +31,7 @@ _LOOK, _MOST_LOOKS = 1024, 4
 
 
 class NodeValues:
-    """All parameters that an optimizer steps, and their state, in the memory of the node.
+    """Stores the parameters and state of an optimizer in the memory of the node.
 
     Args:
         comm: all ranks.
@@ -80,8 +80,8 @@ class NodeValues:
     def has_hidden_stores(self, step: int) -> bool:
         """Return whether the pages that are checked in this step contain uncounted stores.
 
-        At most 4 blocks of 1024 pages are checked per step. Of more blocks, consecutive steps
-        check the next ones, so that a store may be found some steps late.
+        At most 4 blocks of 1024 pages are checked per step. If there are more blocks, the next
+        step checks the next blocks, so a store may be found some steps late.
         """
         pages = [
             (b.values, at) for b in self.buckets for at in range(0, b.values.num_pages, _LOOK)
@@ -172,7 +172,10 @@ class NodeValues:
         self._note_versions()
 
     def _owned(self) -> set[Slot]:
-        """Return the slots that this rank steps: the next largest goes to the smallest load."""
+        """Return the slots that this rank steps.
+
+        The next largest slot goes to the rank with the smallest load.
+        """
         loads, mine = [0] * self._node.local_size, set[Slot]()
         slots = [slot for bucket in self.buckets for slot in bucket.slots]
         for slot in sorted(slots, key=lambda slot: -slot.view.numel()):

@@ -1,4 +1,4 @@
-"""``OptimizerExchange``: how ranks combine the steps of one ``DistributedOptimizer``."""
+"""``OptimizerExchange``: combines the ranks in the steps of a ``DistributedOptimizer``."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -30,11 +30,11 @@ class StepFacts(Protocol):
 
     @property
     def mean_loss(self) -> float:
-        """Mean over all samples in the last message; the same on every rank."""
+        """Mean loss over all samples in the last message; the same on every rank."""
 
 
 class OptimizerExchange:
-    """Base class: combines the steps of all ranks for one ``DistributedOptimizer``.
+    """Base class of objects that combine the ranks in the steps of a ``DistributedOptimizer``.
 
     The defaults suit an optimizer that steps on the ``.grad`` of this rank and sends nothing. Each
     exchange overrides the methods in which it differs.
@@ -70,10 +70,10 @@ class OptimizerExchange:
         """Compute ``sums_are_finite`` from the next step on."""
 
     def set_passes(self, passes: int) -> None:
-        """Set the backward passes that each rank accumulates before one reduction."""
+        """Set the number of backward passes that each rank accumulates before one reduction."""
 
     def set_num_samples(self, num_samples: float, nominal: float) -> None:
-        """Weight the gradient of this rank as the mean over ``num_samples``."""
+        """Set the number of samples by which this rank's gradient is weighted."""
         check_count(num_samples, nominal)  # the same errors in a world of one
 
     def synchronize(self) -> bool:
@@ -85,10 +85,10 @@ class OptimizerExchange:
         return False
 
     def require_skippable(self) -> None:
-        """Raise ``ConfigError`` if ``step()`` itself combines the ranks."""
+        """Raise ``ConfigError`` if ``step()`` must combine the ranks, as with Adasum."""
 
     def begin_clipping(self) -> None:
-        """Combine the gradients of a rank that has skipped ``backward``.
+        """Combine the gradients before clipping if this rank has skipped ``backward``.
 
         Collective if ``backward`` was skipped.
         """
@@ -119,13 +119,13 @@ class OptimizerExchange:
         return None
 
     def new_step(self) -> None:
-        """Prepare for the gradients of another step; called before ``zero_grad()``."""
+        """Prepare for the gradients of the next step; called before ``zero_grad()``."""
 
     def hook(self) -> None:
         """Hook added parameters."""
 
     def start_again(self) -> None:
-        """Discard a backward that raised; called before the state is replaced."""
+        """Discard the gradients of a backward that raised; called before the state is replaced."""
 
     def state_loaded(self, state_dict: dict[str, Any]) -> None:
         """Correct the state that torch has loaded."""
@@ -153,7 +153,7 @@ class OptimizerExchange:
 
 
 class NoExchange(OptimizerExchange):
-    """Exchange of a single rank: flags and loss of the world are its own."""
+    """Exchange of a single rank, which uses its own flags and loss as those of the world."""
 
     flags, loss = 0, math.nan
 
@@ -164,7 +164,7 @@ class NoExchange(OptimizerExchange):
 
     @property
     def raised_flags(self) -> int:
-        """Bits of this rank."""
+        """Flags of this rank."""
         return self.flags
 
     @property

@@ -14,7 +14,7 @@ NamedParameters = Sequence[tuple[str, Parameter]]
 
 
 def names_of(optimizer: Optimizer, named_parameters: Iterable[Any] | None) -> dict[Tensor, str]:
-    """Return the name of every parameter; the position in the optimizer if no names are given.
+    """Return a name for each parameter; without given names, its position in the optimizer.
 
     Raises:
         ConfigError: an entry is not a pair, a name occurs twice, or a parameter has no name.
@@ -74,7 +74,8 @@ class Grouping:
             sparse.
 
     Raises:
-        ConfigError: ``groups`` is neither, or contains a parameter twice.
+        ConfigError: ``groups`` is neither a number nor lists of parameters, or contains a
+            parameter twice.
     """
 
     def __init__(self, groups: Groups | None = None, *, sparse_as_dense: bool = False) -> None:

@@ -34,13 +34,13 @@ _LATE_STEPS = 64
 
 
 class RailSums:
-    """The sums of the gradients of all ranks, stored once on each node.
+    """Sums the gradients over all ranks, and stores the sums once on each node.
 
     A gradient counts as final when its hook has fired as often as in the previous step. If the
     hook fires again, or the gradient is dropped, the sums are void and are computed again in the
-    step. The sums use a separate communicator, in no order with other operations of the program,
-    so each rank starts them independently; in the step, all ranks finish the sums that any rank
-    has started. Construction is collective.
+    step. The sums use a separate communicator and are not ordered with other operations of the
+    program, so each rank starts them independently; in the step, all ranks finish the sums that
+    any rank has started. Construction is collective.
 
     Args:
         comm: ranks to sum over.
@@ -113,7 +113,7 @@ class RailSums:
     # -- during backward --------------------------------------------------------------------
 
     def expect(self) -> None:
-        """Prepare for the gradients of another step; sums in flight become void."""
+        """Prepare for the gradients of the next step; sums in flight become void."""
         self._came_again |= self.num_sent > 0
         of_buckets = [[self._due.get(slot, 1) for slot in one.slots] for one in self._gradients]
         self._missing = [sum(map(bool, due)) for due in of_buckets]

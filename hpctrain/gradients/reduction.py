@@ -78,7 +78,7 @@ class Reduction:
         self.forget()
 
     def over(self, comm: Communicator, plan: Plan, steps: StepCounter) -> "Reduction":
-        """Return the same reduction over other ranks.
+        """Return a reduction with the same options over other ranks.
 
         Not collective; ``BucketLayout.build`` is.
         """
@@ -117,9 +117,9 @@ class Reduction:
 
     @property
     def keeps_result(self) -> bool:
-        """Whether this rank adds an earlier result to a further reduction.
+        """Whether this rank adds the result of an earlier reduction to the next one.
 
-        An earlier sum must be counted once, so only rank 0 adds it.
+        Only rank 0 does so, because the result must be counted once.
         """
         return self.count.average or self.leads
 
@@ -144,7 +144,7 @@ class Reduction:
             self._launch_next()
 
     def changed_by_hand(self, today: NamedParameters | None) -> int | None:
-        """Return a checksum of the changes of reduced gradients by the program; None if unchanged.
+        """Return a checksum of the reduced gradients that the program has changed; None if none.
 
         A gradient that was replaced becomes a copy, because it may share memory with another
         bucket slot. Of gradients that were changed in place only a sample is hashed, because
@@ -236,7 +236,7 @@ class Reduction:
         self.forget()
 
     def forget(self) -> None:
-        """Prepare for the gradients of another step; all buckets become empty."""
+        """Prepare for the gradients of the next step; all buckets become empty."""
         self._step = StepProgress()
         for bucket in self.layout.buckets:
             bucket.num_empty = len(bucket.slots)

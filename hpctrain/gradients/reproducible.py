@@ -56,11 +56,11 @@ class Reproducible:
     """Takes training steps whose results do not depend on the number of ranks.
 
     1, 2, 3, ... up to ``num_micro_shards`` ranks compute bitwise equal results, on processors of
-    one type and with the same libraries: all values in ``facts`` must be equal. The cost: each
-    rank runs forward and backward of one micro-shard after the other, in one thread, and gradients
-    are sent only at the end. In addition to the gradient of the current micro-shard a rank stores
-    at most one gradient per level of the tree, twice as many if the number of ranks does not
-    divide that of micro-shards, and a copy of the buffers.
+    one type and with the same libraries: all values in ``facts`` must be equal. The cost is time
+    and memory: each rank runs forward and backward of one micro-shard after the other, in one
+    thread, and gradients are sent only at the end. In addition to the gradient of the current
+    micro-shard a rank stores at most one gradient per level of the tree, twice as many if the
+    number of ranks does not divide that of micro-shards, and a copy of the buffers.
 
     The global random generators of torch, numpy and Python are covered, for example by dropout;
     other generators are not. Batch-dependent preprocessing, such as padding to the longest sample,
@@ -183,7 +183,7 @@ class Reproducible:
         return loss
 
     def raise_flags(self, flags: int) -> None:
-        """Send these bits to all ranks, for ``raised_flags`` of each step from now on."""
+        """Send flags to all ranks, which read them in ``raised_flags`` after each later step."""
         self._flags = flags
 
     def state_dict(self) -> dict[str, Any]:

@@ -48,7 +48,7 @@ class SampleCount:
 
     @property
     def rest(self) -> float:
-        """Remaining factor after the agreement: a power of two, at most 1."""
+        """Additional factor, known after the agreement: a power of two, at most 1."""
         is_known = not self.average or not self.weight
         return 1.0 if is_known else 2.0 ** (exponent_of(self.weight) - self.exponent)
 
@@ -76,7 +76,7 @@ def exponent_of(weight: float) -> int:
 
 
 def peak_of(weight: float) -> float:
-    """Return a summand for ``exponent_of_peaks``, which finds the largest exponent."""
+    """Return a number whose sum over ranks gives the largest exponent (``exponent_of_peaks``)."""
     return 2.0 ** (_SPREAD * exponent_of(weight)) if weight else 0.0
 
 
@@ -103,7 +103,7 @@ def check_count(num_samples: float, nominal: float) -> None:
 
 
 def bits_of(flags: int) -> list[int]:
-    """Return flags as ``NUM_FLAGS`` summands."""
+    """Return flags as ``NUM_FLAGS`` numbers, which are summed over the ranks."""
     return [flags >> bit & 1 for bit in range(NUM_FLAGS)]
 
 

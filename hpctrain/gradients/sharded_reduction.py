@@ -27,7 +27,7 @@ from hpctrain.gradients.step_header import GradientFacts, ShardedFacts, StepAgre
 
 
 class ShardedReduction(Reduction):
-    """Buckets whose sums are used by the optimizer's step, chunk by chunk, and not stored."""
+    """Passes the summed gradients to the optimizer chunk by chunk."""
 
     _rails: RailSums | None = None  # sums between nodes; None on a single node
     _has_values = False  # whether node memory holds the parameters
@@ -141,7 +141,7 @@ class ShardedReduction(Reduction):
             self._rails.ready(slot, self.take)
 
     def forget(self) -> None:
-        """Prepare for the gradients of another step; all buckets become empty."""
+        """Prepare for the gradients of the next step; all buckets become empty."""
         super().forget()
         if self._rails is not None:
             self._rails.expect()
@@ -172,7 +172,7 @@ class ShardedReduction(Reduction):
         return present
 
     def gradients(self, changes: Sequence[Change]) -> Iterator[Tensor]:
-        """Yield the nonempty averages of this rank's slice; each reuses the same memory."""
+        """Yield the nonempty averages of this rank's slice; each overwrites the previous one."""
         for bucket, are in zip(self.values.buckets, self._present(), strict=True):
             for chunk in bucket.chunks:
                 pieces = [p for p in chunk.pieces if are[p.number] and p.grad.numel()]
@@ -209,7 +209,7 @@ class ShardedReduction(Reduction):
         self.exposed_seconds = self._step.waited_s
 
     def norm_of_all(self, own: float, order: float) -> float:
-        """Return the norm of all slices. Collective.
+        """Return the norm of the gradients in all slices. Collective.
 
         Args:
             own: largest element of this rank's slice if ``order`` is infinite, else its sum of

@@ -38,7 +38,7 @@ from hpctrain.runtime import world
 
 
 class ShardedStep(Reducer, OptimizerExchange):
-    """Steps an optimizer on averages that the ranks of a node sum slice by slice.
+    """Applies an optimizer to averaged gradients; each rank of a node updates some parameters.
 
     Collective, as ``Reducer``; gradients are sent in ``step()``. Construction lays out the buckets
     and hooks the parameters.
@@ -129,7 +129,7 @@ class ShardedStep(Reducer, OptimizerExchange):
     def synchronize(self) -> bool:
         """Compare the ranks before ``step()``. Collective.
 
-        Ranks that do not call this synchronize in their next ``open``.
+        A rank that does not call this method compares in its next ``open``.
         """
         self._open_once(synchronizes=True)
         return False
@@ -143,7 +143,8 @@ class ShardedStep(Reducer, OptimizerExchange):
     def _open_once(self, *, synchronizes: bool = False) -> bool:
         """Exchange step messages; return whether any rank called ``synchronize``. Collective.
 
-        Such a rank may still clip gradients, so its settings are compared in the next message.
+        A rank that called ``synchronize`` may still clip gradients, so the next message compares
+        its settings.
         """
         optimizer = self._optimizer()
         assert optimizer is not None
@@ -180,7 +181,7 @@ class ShardedStep(Reducer, OptimizerExchange):
 
     @property
     def _weighs_anew(self) -> bool:
-        """Whether gradients of the previous step would now have another weight or were clipped."""
+        """Whether gradients of the previous step were clipped or now have another weight."""
         return self._was_clipped or self._old_weight not in (None, self.reduction.count.weight)
 
     def _find_changed(self) -> str:
@@ -209,7 +210,7 @@ class ShardedStep(Reducer, OptimizerExchange):
     @dynamo_disable
     @torch.no_grad()
     def finish(self, *, is_skipped: bool = False) -> bool:
-        """Average gradients and step; the optimizer then finds no gradients. Collective."""
+        """Average the gradients, update the parameters, and set ``.grad`` to None. Collective."""
         del is_skipped  # a sharded step cannot be skipped
         optimizer = self._optimizer()
         if not self.is_on or optimizer is None:
@@ -253,7 +254,7 @@ class ShardedStep(Reducer, OptimizerExchange):
             slot.parameter.data = torch.full_like(slot.parameter, math.nan)
 
     def state_loaded(self, state_dict: dict[str, Any]) -> None:
-        """Restore the dtypes of loaded state for master copies, which torch has cast."""
+        """Restore the dtypes of loaded state for master copies; torch has cast the state."""
         optimizer = self._optimizer()
         if optimizer is None or not self.master_dtype:
             return
@@ -266,7 +267,7 @@ class ShardedStep(Reducer, OptimizerExchange):
 
     @dynamo_disable
     def end_step(self) -> None:
-        """Restore ``.grad``, and prepare for another step."""
+        """Restore ``.grad``, and prepare for the next step."""
         for parameter, grad in self._hidden:
             parameter.grad = grad
         self._old_weight = self.reduction.count.weight if self._hidden else None
@@ -278,7 +279,7 @@ class ShardedStep(Reducer, OptimizerExchange):
 
     @dynamo_disable
     def new_step(self) -> None:
-        """Prepare for the gradients of another step; count a step that has begun."""
+        """Prepare for the gradients of the next step; count the current step if it has begun."""
         if self.is_in_step:
             self.steps.end()
         self.state = EMPTY

@@ -67,7 +67,7 @@ def writes_of(tensor: Tensor) -> tuple[int, int]:
 
 
 class SparseSlot(GradientState):
-    """One parameter whose gradient is sparse, usually that of an embedding.
+    """The sparse gradient of one parameter, usually the weight of an embedding.
 
     The gradient is sent after the buckets: first the indices, then the values. If the gradient of
     a rank is dense, its nonzero rows are sent.
@@ -88,7 +88,7 @@ class SparseSlot(GradientState):
         return grad is self._gradient
 
     def forget_result(self) -> None:
-        """Drop the gradient; another rank keeps the sum."""
+        """Drop the gradient, because another rank adds the sum to the next reduction."""
         self.parameter.grad = None
 
     def fits(self, parameter: Tensor) -> bool:
@@ -96,7 +96,7 @@ class SparseSlot(GradientState):
         return parameter is self.parameter
 
     def adopt(self) -> None:
-        """Use a gradient that is already equal on all ranks as the result."""
+        """Store a gradient that is already equal on all ranks as the result of the reduction."""
         grad = self.parameter.grad
         self.is_present = self.is_result = grad is not None
         self._gradient = None if grad is None else as_sparse(grad, self.sparse_dim)

@@ -26,14 +26,14 @@ _FIRST_BYTES = 64 * KIB  # compared of each gradient in the first step
 
 
 class UnreachedParameters:
-    """Names of the parameters without a gradient in every step since the last comparison."""
+    """Names of the parameters that had no gradient in any step since the last comparison."""
 
     def __init__(self) -> None:
         self._num_steps = 0
         self._names: set[str] = set()
 
     def count(self, unreached: Iterable[str]) -> None:
-        """Count a step with samples, whose parameters ``unreached`` have no gradient."""
+        """Count a step with samples; the parameters ``unreached`` had no gradient in this step."""
         self._num_steps += 1
         if self._num_steps == 1:
             self._names = set(unreached)
@@ -41,7 +41,7 @@ class UnreachedParameters:
             self._names.intersection_update(unreached)
 
     def take(self) -> tuple[str, ...] | None:
-        """Return the names, and start again; None if fewer than ``LONG`` steps were counted."""
+        """Return the names and clear them; None if fewer than ``LONG`` steps were counted."""
         if self._num_steps < LONG:
             return None
         self._num_steps = 0
@@ -92,7 +92,7 @@ class StepCounter:
         self.skipped = crc32(f"{self.skipped} {self.number}".encode())
 
     def end(self, *, is_own: bool = True) -> None:
-        """Count a step that was taken.
+        """Count a finished step.
 
         Args:
             is_own: False for a step of other ranks that this rank has joined; the weights of this

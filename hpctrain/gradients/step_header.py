@@ -24,7 +24,7 @@ _MASK = (1 << 20) - 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepHeader:
-    """Facts about the step of a rank, for every kind of exchange."""
+    """Facts that a rank reports about its step in every kind of exchange."""
 
     member: int = 0  # number of the optimizer; see ``StepSync.enter``
     step: int | None = None  # steps taken; None after state was loaded: other ranks report it
@@ -39,7 +39,7 @@ class StepHeader:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GradientFacts:
-    """Facts about the gradients that a rank steps on."""
+    """Facts about the gradients that the step of a rank uses."""
 
     is_weighted: bool = False  # whether ``weight`` was set by a number of samples
     outdated: bool = False
@@ -66,7 +66,7 @@ class AverageFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardedFacts:
-    """Facts before a step of ``shard="node"``."""
+    """Facts that a rank reports before a step with ``shard="node"``."""
 
     settings: int | None = None
     """Checksum of the settings of the optimizer; None if not compared."""
@@ -166,7 +166,7 @@ NUM_WORDS = _NUM_BEFORE + len(_COUNTED) + NUM_FLAGS
 
 
 def words_of(mine: StepMessage | None) -> list[float]:
-    """Return the summands of one rank; ``mine`` is None for a rank that has joined."""
+    """Return the numbers that one rank adds to the message; ``mine`` is None after a join."""
     if mine is None:
         return [1.0, *[0.0] * (NUM_WORDS - 1)]
     weight, loss = mine.header.weight, mine.header.loss
@@ -176,7 +176,7 @@ def words_of(mine: StepMessage | None) -> list[float]:
 
 
 def _comparable(value: int | None) -> tuple[int, int, int]:
-    """Return three summands whose sums show whether all ranks with a value have the same."""
+    """Return three numbers whose sums over ranks show whether all given values are equal."""
     if value is None:
         return 0, 0, 0
     value &= _MASK
@@ -194,7 +194,7 @@ def _common(sums: Sequence[float]) -> int:
 
 
 def agreement_of(sums: Sequence[float], size: int) -> tuple[StepAgreement, str]:
-    """Return the agreement of all ranks, and the first rule that is broken, or ""."""
+    """Return the agreement of all ranks, and the message of the first broken rule, or ""."""
     num_active = size - int(sums[0])
     of = {name: sums[_NUM_SUMS + 3 * i :][:3] for i, name in enumerate(_NAMES_COMPARED)}
     num = dict(zip(_NAMES_COUNTED, map(int, sums[_NUM_BEFORE:]), strict=False))

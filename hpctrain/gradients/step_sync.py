@@ -30,10 +30,10 @@ LONG = 16  # steps between two comparisons of the parameters that no backward ha
 
 
 class Member(Protocol):
-    """Optimizer whose steps begin with a step message."""
+    """An optimizer that exchanges a step message at the start of each step."""
 
     def stand_in(self, agreement: StepAgreement) -> None:
-        """Add zeros to the step that has begun with ``agreement``. Collective."""
+        """Contribute zeros to the step that has begun with ``agreement``. Collective."""
 
 
 class StepSync:
@@ -105,7 +105,7 @@ class StepSync:
         return agreement
 
     def take_part(self, comm: Communicator) -> bool:
-        """Add zeros to the others' next step; return False if there is none. Collective."""
+        """Contribute zeros to the next step of other ranks; return False if none. Collective."""
         heard: list[StepAgreement] = []
         start_on(comm, lambda: heard.append(self.exchange(comm, None))).wait()
         agreement = heard[0]

@@ -1,4 +1,4 @@
-"""Gradients and buffers of one step, which can be taken, summed and restored."""
+"""Gradients and buffers of one step, collected for the sum over micro-shards."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,7 +8,7 @@ from torch.nn import Parameter
 
 
 class StepValues:
-    """The gradients of some parameters and the buffers of their model, as numbered entries.
+    """Collects gradients and buffers of a model as numbered entries.
 
     Construction clears the gradients and copies the buffers. Every backward pass starts from these
     copies.
@@ -65,7 +65,7 @@ class StepValues:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Restore the values of all buffers at the start of the step."""
+        """Set all buffers to their values at the start of the step."""
         for entry, start in enumerate(self._start, len(self._parameters)):
             self._put(entry, start)
 

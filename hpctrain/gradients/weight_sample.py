@@ -23,10 +23,10 @@ _NUM_BYTES = 256  # sampled of each parameter; the next bytes in the next step
 
 
 class WeightSample:
-    """Checksums of samples of some parameters; the step number selects the bytes.
+    """Computes checksums of a sample of parameter bytes, which the step number selects.
 
     Args:
-        parameters: parameters with their names; those with gaps in memory are not sampled.
+        parameters: parameters with their names; parameters with gaps in memory are not sampled.
     """
 
     def __init__(self, parameters: Sequence[tuple[str, Parameter]]) -> None:
@@ -107,7 +107,7 @@ def due(items: Sequence[T], step: int) -> Sequence[T]:
 
 
 def sample_of(tensors: Iterable[Tensor], step: int) -> int:
-    """Return a checksum of some bytes of each tensor: on the CPU, without gaps, not empty."""
+    """Return a checksum of some bytes of nonempty CPU tensors without gaps in memory."""
     total = 0
     for tensor in tensors:
         total = crc32(_bytes_of(tensor, tensor.nbytes, step), total)

@@ -77,8 +77,8 @@ class Controller:
         Args:
             request: the operation.
             take: converts the result to the return value of ``wait``.
-            is_awaited: True if the caller waits for the handle at once; the operation starts
-                then.
+            is_awaited: True if the caller waits for the handle immediately; the wait then
+                starts the operation.
 
         Raises:
             DuplicateNameError: an operation of this name is in flight on this rank.
@@ -100,7 +100,7 @@ class Controller:
         *,
         is_awaited: bool = False,
     ) -> Handle | None:
-        """Start a reduction that was passed to ``repeat`` before; None if no such one fits.
+        """Start a reduction that ``repeat`` has stored; return None if none fits the arguments.
 
         ``name`` is the name passed to ``repeat``; see ``submit`` for the rest.
         """
@@ -148,12 +148,12 @@ class Controller:
         self._driver.nudge()
 
     def refuse(self, reason: str) -> None:
-        """Reject new operations on this rank; an empty ``reason`` accepts them again. Local."""
+        """Reject new operations on this rank; with an empty ``reason``, accept them. Local."""
         self._refusal = HorovodInternalError(reason) if reason else None
 
     @property
     def is_broken(self) -> bool:
-        """Whether the operations of this rank have failed; other ranks may not know."""
+        """Whether all operations of this rank fail; other ranks may not know this yet."""
         return self._progress.broken is not None
 
     def give_up(self) -> None:
@@ -161,7 +161,10 @@ class Controller:
         self._progress.shut_down()
 
     def close(self) -> None:
-        """Close; operations that only some ranks have submitted fail. Collective; never raises."""
+        """Close the controller and its communicator. Collective; never raises.
+
+        Operations that only some ranks have submitted fail.
+        """
         if self._owner.is_here:  # a forked child must not close
             self.abandon()
             self.comm.close()

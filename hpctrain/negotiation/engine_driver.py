@@ -1,4 +1,4 @@
-"""Selection of the thread that drives the progress engine: a caller, or a background thread."""
+"""Choice of the thread that drives the progress engine: a caller or a background thread."""
 
 import threading
 import time
@@ -27,7 +27,7 @@ whose operation does not return."""
 
 
 class SubmissionTimer(Timer):
-    """Timer that expires when operations without a waiting caller have waited.
+    """Timer for the delay of operations without a waiting caller.
 
     The timer is not cancelled when a caller waits: setting it takes as long as an operation.
 
@@ -58,7 +58,7 @@ class EngineDriver:
 
     A caller that waits drives the engine on its own thread, so no other thread has to wake up. The
     background thread drives the engine for operations without a waiting caller, and stops as soon
-    as a caller waits. There is none if only one thread may call MPI.
+    as a caller waits. The driver has no background thread if only one thread may call MPI.
 
     Args:
         progress: the engine; the doorbell of its mailbox wakes the driving thread.
@@ -175,7 +175,7 @@ class EngineDriver:
                 self._pass_on(drives=True)
 
     def end(self) -> None:
-        """Fail pending operations, and wait until no thread drives; none does afterwards."""
+        """Fail pending operations; wait until no thread drives the engine, and let none start."""
         self._progress.shut_down()
         with self._given_up:
             self._may_drive = False
@@ -195,7 +195,7 @@ class EngineDriver:
     # -- called by the thread that has set _is_driven ---------------------------------------
 
     def _drive(self, is_over: Callable[[], bool]) -> None:
-        """Run the engine until ``is_over`` is True or raises; sleep while there is no work."""
+        """Run the engine until ``is_over`` returns True; sleep while the engine has no work."""
         progress, post = self._progress, self._post
         if progress.broken is not None:
             progress.fail_all(progress.broken)
@@ -262,7 +262,7 @@ class EngineDriver:
                     self._pass_on(drives=True)
 
     def _let_burst_pass(self, pause_s: float) -> None:
-        """Wait until the burst of submissions ends: the program needs the GIL to submit."""
+        """Wait until a burst of submissions ends, because the program needs the GIL to submit."""
         for number in range(_MOST_PAUSES):
             last = [*self._progress.queue.submitted][-1:]
             if not last or self._is_driven or self._num_callers:
@@ -272,7 +272,7 @@ class EngineDriver:
             time.sleep(pause_s * 2**number)
 
     def _is_unneeded(self) -> bool:
-        """Return True if the thread must stop driving: for a caller, a burst, or at the end."""
+        """Return True if the thread must stop driving: for a caller, a burst or lack of work."""
         progress = self._progress
         has_work = self._may_drive and progress.queue.is_awaited
         return bool(self._num_callers or progress.queue.submitted or not has_work)

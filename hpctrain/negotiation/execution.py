@@ -1,4 +1,4 @@
-"""Execution of decided operations: small reductions fused, all other operations one by one."""
+"""Execution of decided operations; small reductions are fused into one message."""
 
 import math
 from collections import OrderedDict
@@ -73,7 +73,7 @@ def fusible_bytes(request: Request) -> int | None:
 
 
 class FusionBuffer:
-    """Memory for one bucket of tensors of one dtype at a time; allocated when first used.
+    """Buffer that holds one bucket of tensors at a time; allocated at the first use.
 
     Args:
         comm: communicator that reduces the buckets.
@@ -88,14 +88,14 @@ class FusionBuffer:
     def bucket_for(self, tensors: Sequence[Tensor], shapes: Hashable) -> TensorBucket:
         """Return a bucket for ``tensors`` of one dtype; valid until the next call.
 
-        Collective: the buffer grows on all ranks at once, if necessary.
+        Collective: if necessary, all ranks enlarge the buffer together.
 
         Args:
             tensors: tensors of one dtype.
             shapes: hashable value that identifies their shapes; key of the cache.
 
         Raises:
-            NodeMemoryError: on every rank, if a node has not enough memory.
+            NodeMemoryError: a node does not have enough memory; raised on every rank.
         """
         dtype = tensors[0].dtype
         key = (dtype, shapes)
@@ -272,7 +272,7 @@ class Executor:
             handle.is_done = True
 
     def _allreduce(self, requests: Sequence[Request], phases: Phases) -> list[Result]:
-        """Reduce requests of one operation and factors; several dtypes only of one request."""
+        """Reduce requests with equal operation and factors; a single request may mix dtypes."""
         results: list[Result] = [
             each.tensors if each.in_place else [_empty(tensor) for tensor in each.tensors]
             for each in requests

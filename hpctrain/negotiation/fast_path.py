@@ -1,4 +1,4 @@
-"""Fast path: repeated operations, agreed on by a word of each rank instead of control messages.
+"""Fast path: ranks agree on repeated operations by one word each, without control messages.
 
 A rank with nothing else in flight prepares an operation that all ranks know by its number: it
 writes what the others need, then its word. Rank 0 of the node commits once all words are equal, by
@@ -86,7 +86,7 @@ messages delay each other on slow links."""
 
 
 class Ballot(NamedTuple):
-    """Values of a node, to be combined with the values of all other nodes; flat, contiguous."""
+    """Flat contiguous values of a node that a vote combines with those of all other nodes."""
 
     values: Tensor
     how: Combination
@@ -123,7 +123,7 @@ class NodeVotes(Wire):
             self._network.send(self._leaders[self._awaited[1]], _CALL, is_vote=True)
 
     def outcome(self) -> bool | None:
-        """Return whether all nodes have voted for the same number; None until that is known."""
+        """Return whether all nodes voted for the same number; None while a vote is missing."""
         self._network.look()
         self._network.read_votes()
         while self._awaited is not None:
@@ -143,7 +143,7 @@ class NodeVotes(Wire):
 
     @override
     def start_send(self, tensor: Tensor, dest: int, tag: int = 0) -> None:
-        """Send the number and, unless that is a refusal, ``tensor``."""
+        """Send the number of the vote; also send ``tensor``, unless the vote is a refusal."""
         message = self._number.to_bytes(_NUMBER_BYTES, "little", signed=True)
         if self._number != _REFUSED:
             message += ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
@@ -157,7 +157,7 @@ class NodeVotes(Wire):
         return tensor, source
 
     def finish(self, transfer: tuple[Tensor, int]) -> None:
-        """Raise: votes are polled, never waited for."""
+        """Raise an error, because votes are polled and never waited for."""
         raise NotImplementedError
 
     def is_finished(self, transfer: tuple[Tensor, int]) -> bool:
@@ -189,7 +189,7 @@ _IDLE, _BUSY, _PREPARED, _VOTING = PathState  # a lookup in an Enum takes 50 ns
 
 
 class NodeCommit:
-    """This rank's part of the agreement on one node. Not thread-safe.
+    """Commits prepared operations among the ranks of one node. Not thread-safe.
 
     The word of a rank contains the number of its prepared operation and the number of earlier
     commits, which is the same on all ranks, so an old word has no effect. The rank stores the
@@ -335,7 +335,7 @@ class NodeCommit:
 
 
 class Known(NamedTuple):
-    """Repeated operation, the same on all ranks."""
+    """A repeated operation that all ranks know."""
 
     entry: Entry  # entry of the operation in the cache
     signature: Signature  # the same object as in requests of this rank
@@ -350,7 +350,9 @@ class Known(NamedTuple):
 
 
 class FastPath:
-    """Operations of this rank on the fast path; used by the thread that drives the engine.
+    """Prepares and polls operations of this rank on the fast path.
+
+    Only the thread that drives the engine may use this object.
 
     Args:
         comm: communicator whose ranks share node memory.

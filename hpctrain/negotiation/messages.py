@@ -41,7 +41,7 @@ class OperationBatch:
 
 
 class Report(NamedTuple):
-    """Report of a rank to its parent, about itself and the ranks below."""
+    """Report that a rank sends to its parent about itself and the ranks below it."""
 
     bits: int = 0  # numbered operations that all of these ranks have announced
     names: Sequence[tuple[str, list[Part]]] = ()
@@ -65,7 +65,7 @@ def unpack(message: bytes) -> Any:
 
 
 def pack_bits(bits: int) -> bytes:
-    """Encode a report of bits only."""
+    """Encode a report that contains only bits."""
     return b"\0" + bits.to_bytes((bits.bit_length() + 7) // 8, "little")
 
 
@@ -75,7 +75,7 @@ def unpack_bits(message: bytes) -> int:
 
 
 def pack_slots(slots: list[int]) -> bytes:
-    """Encode a decision on numbered operations only; keeps their order."""
+    """Encode the numbers of the decided operations, in order."""
     if 16 * len(slots) <= max(slots) or slots != sorted(slots):
         return b"\2" + array("H", slots).tobytes()
     return b"\3" + pack_bits(bits_of(slots))[1:]

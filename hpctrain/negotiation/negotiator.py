@@ -19,8 +19,8 @@ class QuestionRelay:
     """Forward questions to the root, from the root to all ranks, and answers to the root.
 
     The root determines the order of the questions, which is the same on all ranks. Questions and
-    answers are any picklable objects. Any thread may append to ``asked``; all else is not
-    thread-safe.
+    answers are any picklable objects. Any thread may append to ``asked``; the rest of the object
+    is not thread-safe.
 
     Args:
         rank: this rank.
@@ -126,20 +126,20 @@ class Negotiator:
         return True
 
     def join(self) -> None:
-        """Count this rank as having announced every operation, until all ranks have joined."""
+        """Treat every operation as announced by this rank until all ranks have joined."""
         if not self._tally.joined[OWN]:
             self._is_changed = True
             self._joins.append(self._tree.rank)
             self._tally.join(OWN)
 
     def decided(self) -> list[OperationBatch]:
-        """Return the batches to execute now; each batch is returned once."""
+        """Return the batches that were decided since the last call."""
         batches, self._batches = self._batches, []
         return batches
 
     @property
     def takes_part(self) -> bool:
-        """Whether this rank waits for a decision, has one to carry out, or has joined."""
+        """Whether this rank waits for a decision, must execute one, or has joined."""
         return bool(self._announced or self._batches) or self._tally.joined[OWN]
 
     # -- messages ---------------------------------------------------------------------------
@@ -162,7 +162,7 @@ class Negotiator:
                 self._apply_slots(message, messages.unpack_slots(message))
 
     def outbox(self, *, decide: bool = True) -> list[tuple[int, bytes]]:
-        """Return receivers and messages to send now; on the root, decide ready operations."""
+        """Return the messages to send with their receivers; on the root, decide operations."""
         if self._own_slots:
             self._tally.add_bits(OWN, bits_of(self._own_slots))
             self._own_slots = []

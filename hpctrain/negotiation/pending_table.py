@@ -37,7 +37,7 @@ class ResponseCache:
         self._last: tuple[Sequence[object], Numbers] | None = None
 
     def number(self, name: str, signature: Signature) -> int | None:
-        """Return the number of an operation; None if it has none, or another signature."""
+        """Return the number of an operation; None without a number for this signature."""
         slot = self.numbers.get(name)
         if slot is None:
             return None
@@ -45,7 +45,7 @@ class ResponseCache:
         return slot if known is signature or known == signature else None
 
     def numbers_of(self, repeated: Sequence[Repeated | None]) -> Numbers | None:
-        """Return the numbers of operations; None if one has none. The last result is cached."""
+        """Return the numbers of operations; None if one has no number. Cache the last result."""
         if self._last is not None and self._last[0] == repeated:
             return self._last[1]
         slots = {each.name: self.number(each.name, each.signature) for each in repeated if each}
@@ -57,7 +57,7 @@ class ResponseCache:
         return found
 
     def put(self, name: str, signature: Signature) -> None:
-        """Assign a number to an operation, or a new signature to its number."""
+        """Assign a number to an operation; if its name has one, replace the signature."""
         self._batches.clear()
         self._last = None
         slot = self.numbers.get(name)

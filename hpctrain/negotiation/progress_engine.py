@@ -22,13 +22,15 @@ _MANY = 8  # minimum number of operations for which ``announce_many`` is faster
 
 
 class BreakOff(NamedTuple):
-    """Control message: all pending operations fail on all ranks."""
+    """Control message that makes all pending operations fail on all ranks."""
 
     reason: str
 
 
 class ProgressEngine:
-    """Run this rank's operations from announcement to completion. Collective to construct.
+    """Runs this rank's operations from announcement to completion.
+
+    Construction is collective.
 
     Any thread may use ``queue`` and ``to_ask``; one thread at a time calls the other methods.
 
@@ -117,7 +119,7 @@ class ProgressEngine:
         self._settle(verdict=self.fast_path.poll_awake())
 
     def check_stalls(self) -> None:
-        """Queue a question about operations that have waited for long."""
+        """Queue a question to the other ranks about operations that have waited too long."""
         now = time.monotonic()
         self._stalls.tell(now)
         question = self._stalls.due(now, self.queue.oldest())

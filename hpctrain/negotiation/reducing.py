@@ -29,7 +29,7 @@ _SMALL_INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.uint16)
 
 
 class Recipe(NamedTuple):
-    """Steps of the reduction of values of one dtype, in this order."""
+    """Steps to reduce values of one dtype, in the order of the fields."""
 
     accumulate_dtype: torch.dtype | None  # None for the dtype of the values
     before: float | None  # factor of the local values
@@ -81,7 +81,7 @@ def recipe_of(signature: Signature, size: int, dtype: torch.dtype | None = None)
 
 
 def reduce_(comm: "Communicator", values: Tensor | Bucket, how: Recipe) -> None:
-    """Replace ``values``, of any strides, by their reduction over all ranks. Collective."""
+    """Replace ``values`` by their reduction over all ranks. Collective; any strides."""
     if how.is_plain:
         comm.allreduce_(values, op=how.op, scale=how.scale).wait()
         return

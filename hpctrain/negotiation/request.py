@@ -1,4 +1,4 @@
-"""Request of one rank, its signature, which is the same on all ranks, and its handle."""
+"""Requests of one rank, their signatures, which all ranks share, and their handles."""
 
 import enum
 import time
@@ -78,12 +78,12 @@ class Signature(NamedTuple):
 
     @property
     def is_free(self) -> bool:
-        """Whether the shapes lack the first dimension."""
+        """Whether the shapes omit the first dimension, which may differ between ranks."""
         return self.kind in _FREE_ROWS
 
 
 class Request:
-    """One operation of one rank; several tensors are a group and complete together.
+    """An operation that one rank requests; the tensors of a group complete together.
 
     Args:
         kind: kind of the operation.
@@ -130,7 +130,7 @@ class Request:
         in_place: bool,
         splits: Sequence[int] | None = None,
     ) -> Self:
-        """Return a request with an existing signature."""
+        """Create a request with an existing signature."""
         self = cls.__new__(cls)
         self.kind, self.name, self.signature = signature.kind, name, signature
         self.tensors, self.in_place, self.splits = tensors, in_place, splits
@@ -232,7 +232,7 @@ class Handle:
         return self._request.in_place
 
     def done(self) -> bool:
-        """Return True if ``wait()`` would return, or raise, at once. Not collective."""
+        """Return True if ``wait()`` would return or raise immediately. Not collective."""
         if not self.is_done and self._driver is not None:
             self._driver.look()
         return self.is_done

@@ -1,4 +1,4 @@
-"""Stall inspector: reports named operations that some rank does not submit, with its stack.
+"""Stall inspector: reports named operations that a rank does not submit, and its stack.
 
 A rank that has waited for long sends a question to all ranks through the root, which collects the
 answers and logs a report.
@@ -32,7 +32,7 @@ _SILENT = "stopped, or in code that holds the GIL"
 
 
 class Question(NamedTuple):
-    """A request for the ranks that have not submitted some operations."""
+    """Question of a rank: which ranks have not submitted these operations?"""
 
     key: tuple[int, int]  # asking rank, and number of its question
     ages_s: dict[str, float]  # how long that rank has waited for each
@@ -134,7 +134,7 @@ def _operations(inquiry: Inquiry, members: Sequence[SetMember], silent: list[int
 def _doing(
     numbers: Sequence[int], answers: Mapping[int, Answer], members: Sequence[SetMember]
 ) -> list[str]:
-    """Return lines about ranks with the same stack."""
+    """Return the lines of the report about ranks with the same stack."""
     answer = answers[numbers[0]]
     text = f"  {_who(numbers, members)}: last collective: {answer.last}"
     if answer.last_ago_s is not None:
@@ -347,7 +347,7 @@ class StallWatch:
                 file.write_text(self._recorder.report(), encoding="utf-8")
 
     def take(self, number: int, answer: Answer) -> None:
-        """Store the answer of a rank; on the root."""
+        """Store the answer of a rank; called on the root."""
         if answer.key in self._inquiries:
             self._inquiries[answer.key].answers[number] = answer
 

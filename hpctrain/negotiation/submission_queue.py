@@ -17,8 +17,8 @@ A later operation of the same number is held until the earlier one is complete."
 class SubmissionQueue:
     """Operations of this rank in flight, at most one of each name. Thread-safe.
 
-    Operations of one name are announced in the order of ``enter``, which numbers those without a
-    name by kind. A join or close is announced after all operations before it.
+    Operations of one name are announced in the order of ``enter``, which numbers unnamed
+    operations by kind. A join or close is announced after all operations before it.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class SubmissionQueue:
                     names.add(name)
 
     def end_join(self) -> list[Handle]:
-        """Return the joins, which are complete, and number unnamed operations from 0 again.
+        """Return the completed joins, and restart the numbers of unnamed operations at 0.
 
         Ranks that had joined have not counted the operations of the other ranks.
         """

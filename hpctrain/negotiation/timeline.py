@@ -26,7 +26,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Timelines:
-    """Start and stop timelines of this rank, one at a time. Not collective.
+    """Starts and stops the timelines of this rank, one at a time. Not collective.
 
     Args:
         rank: this rank.
@@ -117,7 +117,7 @@ class Timeline:
         self._owner = os.getpid()
 
     def begin(self, name: str, title: str, num_bytes: int | None = None) -> None:
-        """Record that a slice of an operation begins, with ``num_bytes`` of this rank."""
+        """Record that a slice of an operation begins; this rank contributes ``num_bytes``."""
         self._add("B", name, title, num_bytes)
 
     def end(self, name: str, moved: Traffic | None = None) -> None:
