@@ -183,9 +183,7 @@ class Limit:
 
 
 class Watch:
-    """Performs the waits of one communicator.
-
-    A watch detects lost ranks, failures, different calls and timeouts.
+    """Waits for one communicator, and detects lost ranks, failures and different calls.
 
     All ranks are ranks in the world. All waiting loops of a communicator share one watch.
 
