@@ -96,7 +96,7 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Differen
 
 
 def _kind_of(found: Difference, a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
-    """Return the kind of a difference in the state of ``hpctrain train``."""
+    """Return the kind of a difference between two states, such as ``values`` or ``time``."""
     path = found.path
     if found.what == "plain":
         return _NOTED.get(path, found.what)

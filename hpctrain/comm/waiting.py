@@ -177,7 +177,7 @@ class Limit:
         """Called with the seconds waited at every check for lost ranks."""
 
     def check(self) -> None:
-        """Raise ``CommError`` if waits must end."""
+        """Raise ``CommError`` if another thread has ended the waits; see ``broken_off``."""
         if self.broken_off:
             raise CommError(self.broken_off)
 

@@ -106,7 +106,7 @@ class ProgressEngine:
                 return is_done
 
     def start(self, handle: Handle) -> None:
-        """Prepare a known operation and try to complete it, if no other is in flight."""
+        """Try to complete an operation whose signature is cached, unless others are in flight."""
         queue, submitted = self.queue, self.queue.submitted
         if len(submitted) != 1 or submitted[0] is not handle:
             return

@@ -1,4 +1,4 @@
-"""Messages between ranks: what the algorithms between nodes run on, and pieces in flight."""
+"""Point-to-point messages for the algorithms between nodes, with several pieces in flight."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator
