@@ -242,7 +242,7 @@ class Hogwild(CommonBlock):
 
 
 def _largest(rows: Tensor) -> Tensor:
-    """Return the largest absolute value of each row, in as many dimensions."""
+    """Return the largest absolute value of each row, of shape ``(len(rows), 1, ..., 1)``."""
     within = [*range(1, rows.dim())]
     if not within:
         return rows.abs()

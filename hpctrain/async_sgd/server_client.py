@@ -56,7 +56,7 @@ class ServerClient:
         self.reconnect()
 
     def reconnect(self) -> None:
-        """Allocate memory and connect in the current world. Collective."""
+        """Allocate slots, and open the messages to servers, in the current world. Collective."""
         here = world.current()
         mates = next(ranks for ranks in here.topology.nodes if self.comm.rank in ranks)
         self.slots = Slots(self.comm, self._layout, mates, self._num_slots + 1)

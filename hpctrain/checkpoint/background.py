@@ -29,10 +29,10 @@ _PINNED_BYTES = MIB
 
 
 class StateCopy:
-    """Holds one copy of a state; later copies of equal shapes use the same memory.
+    """A copy of a state in CPU memory, which later copies of equal shapes reuse.
 
-    A rank copies only its share of replicated tensors, and computes checksums of all of them.
-    Memory: the share of the rank, from the first copy on.
+    Each rank copies only its share of the replicated tensors, but computes the checksums of all
+    replicated tensors. The memory of this share stays allocated after the first copy.
     """
 
     def __init__(self, rank: int = 0, num_ranks: int = 1) -> None:
@@ -44,14 +44,14 @@ class StateCopy:
         self.compare_s = 0.0  # how long they took
 
     def take(self, state: Any, source_rank: int | None = None) -> Any:
-        """Return a copy of a state on the CPU, which overwrites the last copy.
+        """Copy a state to CPU memory, overwrite the last copy, and return the copied state.
 
-        The shares of other ranks have shape and dtype, but no values; with ``source_rank`` all
-        replicated tensors are its share. Raises ``CheckpointError``: the state holds another type
-        of value; the last copy is intact.
+        Replicated tensors in the shares of other ranks have shape and dtype, but no values. With
+        ``source_rank``, all replicated tensors are the share of that rank. Raises
+        ``CheckpointError``: the state contains an unsupported type; the last copy is unchanged.
         """
         leaves, skeleton = flatten(state)
-        # The same division as in the save, which it must be.
+        # The division must be that of the save.
         parts = divided(leaves, self._num_ranks, source_rank)
         held, self._copies = self._copies, {}  # memory of tensors that this state lacks is freed
         self.num_bytes = 0
@@ -86,7 +86,7 @@ class StateCopy:
         copy, here = held.get(path), Shard.whole(part.global_shape).slices(part)
         num_bytes = part.numel * tensor.itemsize
         if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
-            # Memory that is never written, outside the part, is never had.
+            # Pages outside the part are never written, so the kernel never allocates them.
             copy = torch.empty(tensor.shape, dtype=tensor.dtype)
             device = device_of(tensor.device)
             if device is not None and num_bytes >= _PINNED_BYTES:
@@ -98,10 +98,10 @@ class StateCopy:
 
 
 class BackgroundWriter(Generic[T]):
-    """Runs jobs on a thread with a separate communicator, or immediately without one."""
+    """Runner of jobs in a thread with a separate communicator, or immediately without a thread."""
 
     def __init__(self, comm: Communicator, *, background: bool) -> None:
-        """Make the thread and its communicator. Collective.
+        """Create the thread and its communicator. Collective.
 
         Jobs run immediately if ``background`` is false, or if the MPI library does not allow calls
         from two threads, which is logged once.
@@ -117,13 +117,14 @@ class BackgroundWriter(Generic[T]):
 
     @property
     def at_once(self) -> bool:
-        """Whether ``start`` runs each job to its end, without a thread."""
+        """Whether there is no thread, so that ``start`` returns only after the job has ended."""
         return self._thread is None
 
     def start(self, job: Callable[[Communicator], T]) -> None:
-        """Run a job, which may be collective. Only after ``join``.
+        """Start a job, which may be collective.
 
-        The job gets the communicator to use; ``join`` raises its errors.
+        The job before must have been joined. The argument of ``job`` is the communicator that it
+        must use. ``join`` raises the errors of the job.
         """
         assert self._running is None, "only one job may run at a time"
         if self._thread is not None:
@@ -136,12 +137,12 @@ class BackgroundWriter(Generic[T]):
             self._running.set_exception(error)
 
     def settle(self) -> None:
-        """Wait for the job; ``join`` still returns its result or raises its error."""
+        """Wait for the job in flight. A later ``join`` returns its result or raises its error."""
         if self._running is not None:
             futures.wait([self._running])
 
     def join(self) -> T | None:
-        """Wait for the job and return its result, once; None without a job. Not collective.
+        """Wait for the job in flight and return its result; None without a job. Not collective.
 
         Raises:
             Exception: the error of the job, once.

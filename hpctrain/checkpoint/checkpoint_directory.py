@@ -1,4 +1,4 @@
-"""The directory of the checkpoints of a run: names, retention and removal."""
+"""Directory with the checkpoints of a run: names, retention and removal."""
 
 import logging
 import math
@@ -25,7 +25,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Properties of a checkpoint that decide whether it is kept."""
+    """Step, validity and score of a checkpoint, from which ``expendable`` decides."""
 
     step: int
     whole: bool = True  # whether it can be loaded, as far as is known
@@ -36,8 +36,8 @@ class Kept:
 def expendable(present: Iterable[Kept], *, keep: int, keep_best: int = 0) -> list[int]:
     """Return the steps whose checkpoints can be removed, oldest first.
 
-    The ``keep`` newest and the ``keep_best`` best whole checkpoints are kept, the newer one of
-    equal scores. A damaged checkpoint does not count; it is kept for inspection until ``keep``
+    The ``keep`` newest and the ``keep_best`` best whole checkpoints are kept; of two equal
+    scores, the newer one is better. A damaged checkpoint is kept for inspection until ``keep``
     whole checkpoints are newer.
     """
     present = sorted(present, key=lambda kept: kept.step)
@@ -56,7 +56,7 @@ def expendable(present: Iterable[Kept], *, keep: int, keep_best: int = 0) -> lis
 
 
 class CheckpointDirectory:
-    """Lists, removes and sets aside; nothing here is collective."""
+    """Directory of a run's checkpoints: list, find, rename and remove them. Not collective."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -68,7 +68,7 @@ class CheckpointDirectory:
         return self.root / name_of(step)
 
     def is_there(self, step: int) -> bool:
-        """Return whether there is a checkpoint of a step, damaged or not."""
+        """Return whether a checkpoint of ``step`` exists, whole or damaged."""
         return self.path(step).exists()
 
     def steps(self) -> list[int]:
@@ -80,9 +80,10 @@ class CheckpointDirectory:
         return sorted((step for step in found if step is not None), reverse=True)
 
     def newest(self, passed_over: Collection[int] = ()) -> tuple[int | None, dict[int, str]]:
-        """Return the newest step whose manifest is whole, and by step why newer ones are not.
+        """Return the newest step with a whole manifest, and the faults of newer steps.
 
-        ``passed_over`` are steps of known damage. Raises ``CheckpointError``: as ``steps``.
+        ``passed_over`` are steps to ignore, because they are known to be damaged. Raises
+        ``CheckpointError``: the directory exists and cannot be read.
         """
         faults: dict[int, str] = {}
         gone: dict[int, str] = {}  # removed by another job: the directory is listed again
@@ -103,9 +104,10 @@ class CheckpointDirectory:
     ) -> None:
         """Remove expendable checkpoints after ``newest`` was written; log failures.
 
-        A checkpoint is renamed before it is removed: a kill or a loss of power leaves a leftover,
-        not a damaged checkpoint. Checkpoints of later steps, from before a resume, get another
-        name, as a restart would take them for the newest. ``damaged`` steps do not count.
+        A checkpoint is renamed before it is removed, so a kill or a power failure leaves a file
+        to sweep and not a damaged checkpoint. Checkpoints of later steps, written before a resume,
+        are renamed, because a restart would load them. ``damaged`` steps are not counted in
+        ``keep``.
         """
         self._sweep()
         steps = self._try(self.steps) or []
@@ -116,7 +118,7 @@ class CheckpointDirectory:
         going = expendable(present, keep=keep, keep_best=keep_best)
         for step in going:
             self._known.pop(step, None)
-            # No kill or loss of power leaves a damaged one: nothing reads that name.
+            # Nothing reads this name, so an interrupted removal leaves no damaged checkpoint.
             gone = self.root / f"{name_of(step)}.gone{PART}"
             self._try(partial(self.path(step).rename, gone))
         if going or len(present) < len(steps):

@@ -21,7 +21,7 @@ ENDINGS = (".pt", ".pth", ".safetensors")
 
 
 def newest_state(path: Path | str, only: str | None = None) -> tuple[Path, dict[str, Any]]:
-    """Return the checkpoint at a path, the newest one of a run directory, and its state."""
+    """Return path and state of a checkpoint, or of the newest one of a run directory."""
     source = checkpoints_in(path)[-1]
     state = load(source, SerialCommunicator()).state
     part = state if only is None else part_of(state, only)
@@ -102,7 +102,7 @@ def export(state: Mapping[str, Any], path: Path | str, *, overwrite: bool = Fals
 
 
 def _owner() -> Callable[[Tensor], Tensor]:
-    """Copy views: a view would be written with its whole base tensor."""
+    """Return a function that copies views, which are written with their base tensors."""
     taken: set[int] = set()
 
     def own(tensor: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ def checkpoints_in(path: Path | str) -> list[Path]:
 
 
 def checkpoint_of(path: Path | str, which: str) -> Path:
-    """Return one of the checkpoints that a path names: ``last``, ``best`` or a number of steps."""
+    """Return one checkpoint of a path, chosen by ``last``, ``best`` or a number of steps."""
     found = checkpoints_in(path)
     if which == "last":
         return found[-1]
@@ -60,9 +60,9 @@ def checkpoint_of(path: Path | str, which: str) -> Path:
 
 
 def describe(directory: Path | str, *, num_largest: int = 10) -> dict[str, Any]:
-    """Describe a checkpoint by its manifest, as values for JSON.
+    """Return a description of a checkpoint from its manifest, as JSON values.
 
-    Raises ``CheckpointError``: there is none, or its manifest is damaged.
+    Raises ``CheckpointError``: the checkpoint is missing, or its manifest is damaged.
     """
     directory = Path(directory)
     found = CheckpointManifest.read(directory)

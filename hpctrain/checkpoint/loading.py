@@ -38,7 +38,7 @@ _Stored = tuple[str, str, StoredPart]
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Contents of a checkpoint."""
+    """Step, state, facts and private values of a loaded checkpoint."""
 
     state: Any
     private: "Privates"  # private values of each rank that saved
@@ -51,8 +51,8 @@ def load(
 ) -> Loaded:
     """Read a checkpoint that any number of ranks wrote.
 
-    Collective. Every rank gets the whole state, with tensors on the CPU, but for the tensors
-    named by ``into``. A rank checks the checksum of all that it reads.
+    Collective. Every rank gets the whole state with tensors on the CPU, except that it gets only
+    a part of each tensor in ``into``. Each rank checks the checksums of the blocks that it reads.
 
     Args:
         directory: directory of the checkpoint.
@@ -111,7 +111,7 @@ def check(directory: Path | str) -> list[str]:
 
 
 class Privates(Mapping[int, Any]):
-    """Private values of each rank that saved, read at first use."""
+    """Mapping from the rank that saved to its private values, which are read on demand."""
 
     def __init__(self, directory: Path, manifest: CheckpointManifest) -> None:
         self._directory = directory

@@ -25,21 +25,21 @@ _LOG = logging.getLogger(__name__)
 
 
 class Stateful(Protocol):
-    """Has a state that the next step depends on, such as the error feedback of a codec.
+    """Protocol of objects with a state to save, such as the error feedback of a codec.
 
-    The state is a tree of tensors and plain values, separate on each rank.
+    The state is a tree of tensors and plain values, which differ between ranks.
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of this rank, which later steps do not change."""
+        """Return the state of this rank, as values that later steps do not change."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state of the same rank and number of ranks."""
+        """Restore a state that was saved by the same rank of the same number of ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figures:
-    """Cost of a checkpoint, the maximum over all ranks."""
+    """Size and times of a checkpoint; the times are maxima over all ranks."""
 
     step: int
     num_bytes: int  # of all tensors, on all ranks
@@ -56,9 +56,9 @@ class Figures:
 class Manager:
     """Saves checkpoints in the background and finds the one to resume from.
 
-    The training thread copies the share of this rank into memory, which is kept, and computes
-    checksums; a thread with a separate communicator writes the copy and removes expendable
-    checkpoints. One save is in flight at a time: the next one waits for it.
+    The training thread copies the share of this rank to memory that later saves reuse, and
+    computes checksums. A second thread with a separate communicator writes the copy and removes
+    expendable checkpoints. A save waits until the save before is complete.
 
     A failed save keeps the older checkpoints. The next ``save``, ``wait`` or ``close`` raises its
     error on every rank, with the step of the failed save; training may continue, and save again.
@@ -142,10 +142,10 @@ class Manager:
         score: float | None = None,
         source_rank: int | None = None,
     ) -> None:
-        """Take a checkpoint, unless the last one saved or loaded here is of this very step.
+        """Save a checkpoint, unless the last checkpoint saved or loaded is of the same step.
 
-        Collective. Returns when the state may change again: it is copied, or written. A save with
-        a score replaces one of the same step without.
+        Collective. Returns when the state is copied or written, so that the caller may change it.
+        A save with a score replaces a checkpoint of the same step without a score.
 
         Args:
             state: the same tree and the same bits on every rank; see ``save``. Tensors may be on
@@ -209,7 +209,7 @@ class Manager:
             self._schedule.cost(figures.stall_s, figures.write_s)
 
     def latest(self) -> Path | None:
-        """Return the newest checkpoint with a whole manifest; None where there is none at all.
+        """Return the newest checkpoint with a whole manifest, or None without checkpoints.
 
         Collective; waits for the save in flight. Newer damaged checkpoints are logged once and
         skipped from now on.
@@ -221,7 +221,7 @@ class Manager:
         return None if step is None else self._shelf.path(step)
 
     def load_latest(self, *, into: Mapping[str, Any] | None = None) -> loading.Loaded | None:
-        """Read the newest checkpoint that can be read; None where there is none at all.
+        """Load the newest readable checkpoint; return None if there are no checkpoints.
 
         Collective; waits for the save in flight. Damaged checkpoints are logged and skipped, as by
         ``latest``; if another job removes one while it is read, the directory is listed again.
@@ -264,9 +264,9 @@ class Manager:
     def _taken(
         self, step: int, state: Any, private: Any, source_rank: int | None
     ) -> saving.SaveSource | CheckpointError:
-        """Return the state to write, or the error, which the thread passes to the other ranks.
+        """Return the source of the save, or the error of copying the state.
 
-        So no rank waits for the slowest copy.
+        The thread reports the error to the other ranks, so no rank waits for the slowest copy.
         """
         try:
             with explained(f"copy the state of step {step}"):

@@ -1,4 +1,4 @@
-"""Errors of files, memory and damage as CheckpointError with a remedy."""
+"""Conversion of errors of files, memory and damage to CheckpointError."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from hpctrain.core.errors import CheckpointError, MismatchError
 
 @contextmanager
 def explained(what: str) -> Iterator[None]:
-    """Raise errors of files and memory in the block as CheckpointError: "cannot ``what``"."""
+    """Convert errors of files and memory in the block to CheckpointError "cannot ``what``"."""
     try:
         yield
     except (OSError, MemoryError, RuntimeError) as error:
@@ -21,7 +21,7 @@ def explained(what: str) -> Iterator[None]:
 
 @contextmanager
 def of_save(step: int) -> Iterator[None]:
-    """Name the step in a CheckpointError of the block, which may be raised by a later call."""
+    """Add the step to a CheckpointError of the block, because a later call may raise it."""
     try:
         yield
     except CheckpointError as error:
@@ -30,7 +30,7 @@ def of_save(step: int) -> Iterator[None]:
 
 @contextmanager
 def mismatches() -> Iterator[None]:
-    """Raise a MismatchError of the block, which all ranks raise, as a CheckpointError."""
+    """Convert a MismatchError of the block, which all ranks raise, to a CheckpointError."""
     try:
         yield
     except MismatchError as error:
@@ -38,7 +38,7 @@ def mismatches() -> Iterator[None]:
 
 
 def damaged(path: Path, what: str) -> CheckpointError:
-    """Return the error for a file of a checkpoint that has changed."""
+    """Return a CheckpointError for a changed file of a checkpoint."""
     return CheckpointError(
         f"checkpoint file {path} is damaged: {printable(what)}; use another checkpoint"
     )

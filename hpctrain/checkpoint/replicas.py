@@ -1,4 +1,4 @@
-"""Comparison of replicated state: a checkpoint never mixes different ranks."""
+"""Comparison of replicated state between ranks, before a checkpoint is published."""
 
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +22,7 @@ _MOST_GROUPS = 4
 
 
 class Checksum(NamedTuple):
-    """Checksum of a tensor."""
+    """Checksum of the values of a replicated tensor."""
 
     value: int
     device: str  # its kind; checksums of different kinds are not comparable
@@ -31,8 +31,8 @@ class Checksum(NamedTuple):
 def checksums(leaves: Mapping[str, Tensor | TensorPiece]) -> dict[str, Checksum]:
     """Return the checksums of replicated tensors. Not collective.
 
-    The rate is that of memory: crc32 on the host, in as many threads as torch has, and integer
-    arithmetic on other devices.
+    The speed is limited by memory bandwidth. The host computes crc32 in as many threads as torch
+    has; other devices use integer arithmetic.
     """
     tensors = {path: t for path, t in leaves.items() if isinstance(t, Tensor) and is_dense(t)}
     remote = {path: device_checksum(t) for path, t in tensors.items() if not t.is_cpu}
@@ -49,7 +49,7 @@ def checksums(leaves: Mapping[str, Tensor | TensorPiece]) -> dict[str, Checksum]
 
 
 def require_same(comm: Communicator, found: Mapping[str, int | None]) -> None:
-    """Check that all ranks with a checksum of a name have the same one. Collective.
+    """Check that each checksum is identical on all ranks that have it. Collective.
 
     One all-reduce finds the maximum of each checksum and of its negative, so its size does not
     depend on the number of ranks; only differing checksums are gathered.
@@ -60,7 +60,7 @@ def require_same(comm: Communicator, found: Mapping[str, int | None]) -> None:
             this rank holds no value.
 
     Raises:
-        CheckpointError: some differ; names tensors and ranks, on every rank.
+        CheckpointError: checksums differ; the error names tensors and ranks, on every rank.
     """
     if not found:
         return

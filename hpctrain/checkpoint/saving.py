@@ -1,4 +1,4 @@
-"""Writing a checkpoint: every rank writes its share, rank 0 the manifest, then it appears."""
+"""Writing of a checkpoint: all ranks write their shares, rank 0 the manifest."""
 
 import math
 import os
@@ -61,7 +61,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class SaveSource:
-    """The state that a save writes, or a copy of the share of this rank."""
+    """Argument of ``write``: state or its copy, private values, and checksums."""
 
     state: Any
     private: Any
@@ -72,7 +72,7 @@ class SaveSource:
     def of(
         cls, state: Any, private: Any, comm: Communicator, source_rank: int | None
     ) -> "SaveSource":
-        """Return the state itself, without a copy. Not collective."""
+        """Return a source that refers to the state without a copy. Not collective."""
         began = time.perf_counter()
         found = {}
         if comm.size > 1 and source_rank is None:
@@ -106,24 +106,25 @@ def save(  # noqa: PLR0913 - what belongs to a checkpoint
     guard: Callable[[], None] | None = None,
     source_rank: int | None = None,
 ) -> Saved:
-    """Write a checkpoint, which appears whole and on disk, or not at all.
+    """Write a checkpoint to disk atomically: a failed save leaves ``directory`` unchanged.
 
     Collective. Needs no further memory if the tensors of the state are contiguous.
 
     Args:
-        directory: directory of this checkpoint; its parents are made. An older one there is
-            replaced.
+        directory: directory of this checkpoint; missing parents are created. An older checkpoint
+            in ``directory`` is replaced.
         state: the same tree of plain values, tensors and pieces on every rank, with the same
             bits: checksums are compared before the checkpoint appears. Tensors are written once,
             each rank writes a part of them; pieces are written by a rank that has them.
         comm: the ranks that write.
-        step: that the state belongs to.
+        step: step of the state.
         private: values of each rank, such as random states; stored by rank.
         facts: values for JSON, for example for checks before a load; those of rank 0 are stored.
-        guard: called on rank 0 before anything is written, and again before it appears, which a
-            CheckpointError of it prevents.
-        source_rank: write the plain values and tensors of this rank alone, and of a piece that
-            several ranks hold its copy; only pieces are taken from the states of other ranks.
+        guard: called on rank 0 before any file is written, and again before the checkpoint
+            appears. A CheckpointError that it raises cancels the save.
+        source_rank: write the plain values and tensors of this rank alone. If this
+            rank and others hold the same piece, the copy of this rank is written. All other pieces
+            come from the other ranks.
 
     Raises:
         CheckpointError: a value of the state is not supported, the ranks disagree or hold
@@ -137,7 +138,7 @@ def save(  # noqa: PLR0913 - what belongs to a checkpoint
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveOptions:
-    """Arguments of ``save``, without the state and the place."""
+    """Arguments of ``save`` other than directory, state and communicator."""
 
     step: int
     facts: dict[str, Any]
@@ -151,7 +152,7 @@ def write(
     comm: Communicator,
     options: SaveOptions,
 ) -> Saved:
-    """Write a checkpoint of what ``take`` returns; see ``save``. Collective."""
+    """Write a checkpoint of the source that ``take`` returns; see ``save``. Collective."""
     began = time.perf_counter()
     what = f"write checkpoint {directory}"
     step, facts, guard = options.step, options.facts, options.guard
@@ -195,7 +196,7 @@ def write(
 
 
 def check_source(source_rank: int | None, num_ranks: int) -> None:
-    """Check that the source rank is one of the ranks."""
+    """Raise ``CheckpointError`` unless ``source_rank`` is None or a rank."""
     if source_rank is not None and not 0 <= source_rank < num_ranks:
         raise CheckpointError(
             f"source_rank must be a rank from 0 to {num_ranks - 1}, got {source_rank}"
@@ -259,7 +260,7 @@ def _plan(
 def divided(
     leaves: Mapping[str, Tensor | TensorPiece], num_ranks: int, source_rank: int | None
 ) -> dict[str, Parts]:
-    """Return the part of each rank of the replicated tensors among the leaves of a state."""
+    """Return, for each replicated tensor, the part that each rank writes."""
     whole = {path: _spec(leaf) for path, leaf in leaves.items() if isinstance(leaf, Tensor)}
     return divide(whole, num_ranks, source_rank)
 
@@ -269,10 +270,10 @@ def divide(
 ) -> dict[str, Parts]:
     """Split tensors over the ranks so that each writes about the same number of bytes.
 
-    The tensors, in their order, are one stretch of bytes that is cut into equal parts; a cut
-    inside a large tensor moves to the next row, one inside a small tensor to its end.
+    The bytes of all tensors, in their order, are cut into equal parts. A cut inside a large tensor
+    moves to the next row, a cut inside a small tensor to its end.
 
-    ``tensors`` gives dtype and shape by path. A ``source_rank`` writes all.
+    ``tensors`` contains dtype and shape by path. With ``source_rank``, this rank writes all.
     """
     if source_rank is not None:
         return {path: {source_rank: Shard.whole(shape)} for path, (_, shape) in tensors.items()}
@@ -330,7 +331,7 @@ def _of_copies(
     pieces: Sequence[Mapping[str, Shard]],
     source_rank: int | None,
 ) -> dict[str, int | None]:
-    """Return the crc32 of pieces that several ranks hold, None for pieces of other ranks."""
+    """Return the crc32 of pieces on several ranks; None for pieces of other ranks only."""
     found: dict[str, int | None] = {}
     for (path, shard), ranks in _holders(pieces).items():
         if len(ranks) > 1 and shard.numel and source_rank not in ranks:
@@ -362,7 +363,7 @@ def _manifest(
     step: int,
     facts: dict[str, Any],
 ) -> CheckpointManifest:
-    """Describe a checkpoint, by what each rank has written; on rank 0."""
+    """Return the manifest of the files that all ranks have written; on rank 0."""
     assert written is not None
     skeleton, specs = tree
     crcs = [of_rank for of_rank, _ in written]
@@ -390,9 +391,9 @@ def _manifest(
 
 
 def _make_room(directory: Path, guard: Callable[[], None] | None) -> Path:
-    """Return a new folder next to a checkpoint; remove folders of killed saves.
+    """Create a folder next to a checkpoint for its files; remove folders of killed saves.
 
-    Its random name keeps the files of another, late job apart.
+    The name is random, so that the files of a concurrent job are separate.
     """
     if guard is not None:
         guard()
@@ -412,7 +413,7 @@ def _publish(
     directory: Path,
     guard: Callable[[], None] | None,
 ) -> int:
-    """Write the manifest last, let the directory appear, and return the bytes of its tensors."""
+    """Write the manifest, rename the folder to ``directory``; return the bytes of tensors."""
     manifest = make()
     with (room / NAME).open("xb") as file:
         file.write(manifest.to_bytes())

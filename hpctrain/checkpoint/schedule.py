@@ -12,9 +12,10 @@ _COSTS_KEPT = 5
 
 
 class CheckpointSchedule:
-    """Decides on one rank; nothing here is collective.
+    """Schedule that decides after which steps one rank saves. Not collective.
 
-    ``auto`` saves immediately to measure the cost, and then uses the interval of Daly.
+    With ``auto``, the first save is immediate and measures the cost, from which the formula of
+    Daly gives the interval.
     """
 
     def __init__(self, every: int | str, *, mtbf_s: float | None = None, now: float = 0.0) -> None:
@@ -26,7 +27,7 @@ class CheckpointSchedule:
             now: the clock, in seconds; intervals start here.
 
         Raises:
-            ConfigError: ``every`` is none of these, or ``"auto"`` lacks ``mtbf_s``.
+            ConfigError: ``every`` is invalid, or ``"auto"`` lacks ``mtbf_s``.
         """
         self._every_steps: int | None = None
         self._every_s: float | None = None
@@ -55,12 +56,12 @@ class CheckpointSchedule:
 
     @property
     def by_clock(self) -> bool:
-        """Whether the answer depends on the clock, which differs between ranks."""
+        """Whether ``due`` depends on the clock, which differs between ranks."""
         return self._every_steps is None
 
     @property
     def interval_s(self) -> float | None:
-        """Seconds from one checkpoint to the next; None for steps, for none, and not yet known."""
+        """Seconds between checkpoints; None if the schedule uses steps or is not known yet."""
         if self._mtbf_s is None:
             return self._every_s
         if not self._costs_s:
@@ -86,7 +87,7 @@ class CheckpointSchedule:
     def cost(self, stall_s: float, write_s: float) -> None:
         """Record the cost of a checkpoint.
 
-        Both are the maximum over ranks: the time that training waited, and until all is on disk.
+        Both times are maxima over ranks: how long training waited, and how long the write took.
         """
         self._costs_s.append(stall_s)
         self._write_s = write_s

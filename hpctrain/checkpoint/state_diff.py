@@ -34,7 +34,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One place at which two states are not the same."""
+    """A path at which two states differ, and a description of the difference."""
 
     path: str  # of the tensor or plain value, such as ``model/0.weight``
     what: str
@@ -96,7 +96,7 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Differen
 
 
 def _kind_of(found: Difference, a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
-    """Return the kind of a difference in the state of ``hpctrain train``."""
+    """Return the kind of a difference between two states, such as ``values`` or ``time``."""
     path = found.path
     if found.what == "plain":
         return _NOTED.get(path, found.what)

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 class Operations(TyperGroup):
-    """Reads ``bench OPERATION`` as ``bench measure OPERATION``."""
+    """Command group that reads ``bench OPERATION`` as ``bench measure OPERATION``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Insert ``measure`` where it is omitted."""
+        """Parse the arguments, with ``measure`` inserted if the first word is an operation."""
         if args and args[0] not in (*self.commands, *ctx.help_option_names):
             args = ["measure", *args]
         return super().parse_args(ctx, args)
@@ -89,7 +89,7 @@ def measure(asked: MeasureOptions) -> None:
 
       srun -n 8 hpctrain bench send --min-bytes 1KiB --max-bytes 1GiB
     """
-    mpi_world.doubt()  # before torch, which takes seconds to load
+    mpi_world.doubt()  # before the import of torch, which takes seconds
     request = benchmark.BenchmarkRequest(
         operation=asked.operation,
         min_bytes=parse_bytes(asked.min_bytes),

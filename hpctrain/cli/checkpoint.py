@@ -164,5 +164,5 @@ def diff(
 
 
 def _say(line: str) -> None:
-    """Print a line; escape characters of names that could control a terminal."""
+    """Print a line, with control characters escaped: names in files may contain them."""
     typer.echo("".join(char if char.isprintable() else ascii(char)[1:-1] for char in line))

@@ -244,7 +244,7 @@ def split(asked: SplitOptions) -> None:
 
 
 def _counts_of(found: "LabelSplit", label: str) -> Iterable[str]:
-    """Return a table of the samples of each label in each part."""
+    """Return a table with the number of samples of each label in each part."""
     names, counts = found.labels.tolist(), found.counts
     shown = range(min(len(names), MAX_LABELS))
     more = ["..."] * (len(names) > MAX_LABELS)

@@ -219,6 +219,6 @@ def say(comm: "Communicator | None", lines: Iterable[str]) -> None:
 
 
 def summary(directory: Path, manifest: "Manifest") -> str:
-    """Describe a new data set in one line."""
+    """Return a description of a new data set in one line."""
     shards, size = plural(len(manifest.shards), "shard"), format_bytes(manifest.num_bytes)
     return f"{directory}: {manifest.num_samples} samples in {shards}, {size}"

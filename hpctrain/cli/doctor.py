@@ -1,4 +1,4 @@
-"""``hpctrain doctor``: faults of this machine, this job or this launch."""
+"""``hpctrain doctor``: find faults of this machine, job or launch."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -83,21 +83,22 @@ def _lint(script: Path) -> list[Finding]:
         scheduler.find_sbatch()
         try:
             scheduler.try_out(text)
-        except LaunchError as error:  # with Slurm's message
+        except LaunchError as error:  # the error contains the message of Slurm
             level: Level = "note" if str(error).startswith(scheduler.NO_ANSWER) else "error"
             found.append(Finding("sbatch --test-only", level, str(error), "sbatch --help"))
     return [each for each in found if each.level != "ok"] or found
 
 
 def _examine(directories: Sequence[Path]) -> tuple[list[Finding], bool]:
-    """Return the findings, and whether this process prints them."""
+    """Return the findings, and True if this process prints the findings."""
     found = launched()
     if found is None:
         return table.examine(gather.gather(directories=directories)), True
     # One rank of each node starts programs and writes files.
     is_first = not found.local_rank
     facts = gather.gather(directories=directories if is_first else (), lightly=not is_first)
-    # If the ranks do not find each other, each is rank 0 of its world: the launcher's rank counts.
+    # If the ranks are not connected, each is rank 0 of its world, so the rank of the launcher
+    # decides which process prints.
     return examine_ranks.probe(facts), found.rank == 0
 
 
@@ -106,9 +107,10 @@ _INDENT = 9
 
 
 def show(findings: Sequence[Finding], *, verbose: bool) -> None:
-    """Print findings, the worst first, and a summary; with ``verbose`` also findings that are ok.
+    """Print findings, the most severe first, and a summary.
 
-    Lines are not wrapped, so that grep finds their text; a terminal gets colours.
+    ``verbose`` includes findings of level ``ok``. Lines are not wrapped, so that grep finds their
+    text. On a terminal the text has colours.
     """
     console = Console(highlight=False, markup=False, soft_wrap=True)
     shown = [finding for finding in findings if verbose or finding.level != "ok"]
@@ -121,7 +123,7 @@ def show(findings: Sequence[Finding], *, verbose: bool) -> None:
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """Return the numbers of checks, errors, warnings and notes in one line."""
+    """Return a line with the number of checks, errors, warnings and notes."""
     counts = {level: sum(each.level == level for each in findings) for level in LEVELS}
     checks = plural(len({finding.check for finding in findings}), "check")
     parts = [plural(counts[level], level) for level in reversed(LEVELS[1:]) if counts[level]]

@@ -1,4 +1,4 @@
-"""``hpctrain examples``: the files that guides name as ``examples/…``."""
+"""``hpctrain examples``: write the files that guides refer to as ``examples/…``."""
 
 from collections.abc import Mapping
 from importlib.metadata import files
@@ -35,7 +35,7 @@ def examples(
 
 
 def write_examples(folder: Path = FOLDER, prefix: str = "") -> list[Path]:
-    """Write the examples whose names begin with ``prefix``; do not replace files.
+    """Write the examples whose names begin with ``prefix``; existing files are not replaced.
 
     Raises ``ConfigError``: the directory cannot be written.
     """
@@ -53,7 +53,7 @@ def write_examples(folder: Path = FOLDER, prefix: str = "") -> list[Path]:
 
 
 def _sources() -> Mapping[str, Path]:
-    """Return the files of the examples by name, of a clone or of the installed package."""
+    """Return the files of the examples by name, from a clone or the installed package."""
     clone = Path(__file__).parents[2]
     if (clone / "setup.cfg").exists():
         found = [path for path in (clone / "examples").rglob("*") if path.suffix in _KINDS]

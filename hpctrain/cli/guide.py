@@ -1,4 +1,4 @@
-"""``hpctrain guide``: the manual, by topic."""
+"""``hpctrain guide``: show a topic of the manual."""
 
 import importlib
 import inspect
@@ -60,7 +60,10 @@ def guide(
 
 
 def pages(root: Any) -> dict[str, Callable[[], str]]:
-    """Return a function for each topic that returns its text; ``root`` is the command line."""
+    """Return a function for each topic that returns the text of the topic.
+
+    ``root`` is the command ``hpctrain``.
+    """
     files = {
         file.name.removesuffix(".md"): file
         for file in resources.files("hpctrain.guide").iterdir()
@@ -71,7 +74,7 @@ def pages(root: Any) -> dict[str, Callable[[], str]]:
 
 
 def _contents(found: dict[str, Callable[[], str]]) -> Iterator[str]:
-    """Yield a line for each topic, below the kind of guide that it is."""
+    """Yield a line for each category of guides, followed by a line for each topic."""
     width = max(map(len, found))
     for kind, topics in KINDS.items():
         yield f"{kind}:"
@@ -81,7 +84,7 @@ def _contents(found: dict[str, Callable[[], str]]) -> Iterator[str]:
 
 
 def _api() -> str:
-    """Return the page of all public names, from their docstrings."""
+    """Return the page ``api``: all public names, with their docstrings."""
     lines = [f"# {GENERATED['api']}"]
     for package in PACKAGES:
         module = importlib.import_module(package)
@@ -92,19 +95,19 @@ def _api() -> str:
 
 
 def _about(name: str, module: Any) -> list[str]:
-    """Return signature and docstring of a public name."""
+    """Return the lines about a public name: signature and docstring."""
     value = getattr(module, name)
     if not callable(value):
         return [f"{name} = {value!r}"]
     try:
         signature = str(inspect.signature(value))
-    except (TypeError, ValueError):  # of a class without a readable constructor
+    except (TypeError, ValueError):  # the class has a constructor without a readable signature
         signature = ""
     return [f"{name}{signature}", "", *(inspect.getdoc(value) or "").splitlines()]
 
 
 def _keys() -> str:
-    """Return the page of all configuration keys, from the classes of the configuration."""
+    """Return the page ``keys``: all configuration keys, from the configuration classes."""
     return (
         f"# {GENERATED['keys']}\n\n"
         "`hpctrain train FILE --init` writes this text to a file; `hpctrain train FILE --explain "
@@ -115,7 +118,7 @@ def _keys() -> str:
 
 
 def _commands(root: Any) -> str:
-    """Return the page of all commands, from their docstrings and options."""
+    """Return the page ``commands``: all commands, from their docstrings and options."""
     lines = [f"# {GENERATED['commands']}", ""]
     lines += ["`hpctrain COMMAND --help` shows one command with examples.", ""]
     for name, command in root.commands.items():
@@ -124,7 +127,7 @@ def _commands(root: Any) -> str:
 
 
 def _command(name: str, command: Any) -> Iterator[str]:
-    """Yield the section of a command, then those of its subcommands."""
+    """Yield the section of a command, followed by the sections of its subcommands."""
     summary = (command.help or "").partition("\n\n")[0].replace("\n", " ")
     yield from (f"## {name}", "", summary, "")
     rows = [row for row in map(_row, command.params) if row]
@@ -146,11 +149,11 @@ def _row(parameter: Any) -> str:
 
 
 def show(text: str) -> None:
-    """Print Markdown: laid out on a terminal, unchanged to a pipe or a file."""
+    """Print Markdown: formatted on a terminal, unchanged to a pipe or a file."""
     console = Console()
     if not console.is_terminal:
         typer.echo(text, nl=False)
         return
-    # The 16 colours of the terminal itself, which fit its background.
+    # The 16 colours of the terminal fit the background of the terminal.
     document = Markdown(text, code_theme="ansi_dark", hyperlinks=False)
     console.print(document, width=min(console.width, MAX_WIDTH))

@@ -1,4 +1,4 @@
-"""``hpctrain horovod build``: Horovod's own engine for this environment."""
+"""``hpctrain horovod build``: build the engine of Horovod for this environment."""
 
 import signal
 import sys

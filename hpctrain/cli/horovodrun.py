@@ -17,17 +17,17 @@ PANEL = "Options of horovodrun"
 
 
 class Honoured(NamedTuple):
-    """An option that sets a variable for the ranks."""
+    """An option of horovodrun that sets environment variables of the ranks."""
 
     names: str
     variable: str
-    metavar: str = ""  # of its value; empty for a switch
-    value: str = "1"  # of a switch
-    factor: int = 1  # from the unit of the option to the unit of the variable
+    metavar: str = ""  # placeholder of the value; empty for a switch
+    value: str = "1"  # value of the variable if the switch is given
+    factor: int = 1  # converts the unit of the option to the unit of the variable
     help: str = ""  # an option without help is accepted but not shown
 
     def variables(self, given: str) -> dict[str, str]:
-        """Return the environment variables of the ranks; ``given`` is the value."""
+        """Return the environment variables of the ranks for the value ``given``."""
         text = given if self.metavar else self.value
         try:
             if self.factor != 1:
@@ -43,7 +43,7 @@ class Honoured(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """An option that hpctrain refuses."""
+    """An option of horovodrun that hpctrain does not support, with a remedy."""
 
     names: str
     remedy: str
@@ -58,7 +58,7 @@ _NUMBERS = (
     *("autotune-warmup-samples", "autotune-steps-per-sample", "autotune-bayes-opt-max-samples"),
     "autotune-gaussian-process-noise",
 )
-"""Options whose variables are named after them."""
+"""Options whose variable has the name of the option."""
 
 
 def _variable(option: str) -> str:
@@ -116,7 +116,7 @@ FULFILLED = {
     "--stall-check": 0,
     "--start-timeout": 1,
 }
-"""Options without effect, because hpctrain always does this, and their number of values."""
+"""Options that have no effect because hpctrain always behaves so, and their number of values."""
 
 _FIXED = (
     "the number of ranks is fixed by -np; --recover, --spares and --restart continue after a rank "
@@ -171,7 +171,7 @@ def variables(given: Mapping[str, Any]) -> dict[str, str]:
 
 
 def split(interfaces: Iterable[str]) -> tuple[str, ...]:
-    """Return the names of network interfaces, which may be separated by commas, each once."""
+    """Return the distinct names of network interfaces from a text with commas."""
     named = [name.strip() for words in interfaces for name in words.split(",")]
     return tuple(dict.fromkeys(name for name in named if name))
 

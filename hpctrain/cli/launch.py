@@ -20,7 +20,7 @@ from hpctrain.launch.stderr import say
 from hpctrain.train import load_config
 
 COMMAND_FOLLOWS = {"allow_extra_args": True, "allow_interspersed_args": False}
-"""Settings of a command whose options end where the user's command begins."""
+"""Settings of typer for commands whose own options end at the first word of the user's command."""
 
 INTERRUPTED = 130  # exit code after Ctrl-C, as in a shell
 
@@ -66,7 +66,7 @@ class LaunchOptions:
     dry_run: bool = flag("Print the mpirun command line and start nothing.", "--dry-run")
 
     def of_mpirun(self, hosts: str | None, variables: dict[str, str]) -> "mpiexec.Options":
-        """Return the options of mpirun for a launch on ``hosts``."""
+        """Return the options of a launch on ``hosts`` by mpirun."""
         is_allocated = bool(env.scheduler())
         watched = {env.WATCHED: "1"} if self.restart else {}
         return mpiexec.Options(
@@ -153,7 +153,7 @@ def launch(asked: LaunchOptions, **of_horovodrun: Any) -> None:
 
 
 def explain(code: int, words: Sequence[str], hosts: str) -> None:
-    """Print a note about the end of a launch where the ranks print none."""
+    """Print the reason why a launch has ended, if the ranks do not print a reason."""
     reports_itself = ("hpctrain", "train") in pairwise(words)
     if code == env.STOPPED and not reports_itself:
         say(
@@ -172,7 +172,7 @@ def explain(code: int, words: Sequence[str], hosts: str) -> None:
 
 
 def check_configuration(words: Sequence[str]) -> None:
-    """Read the configuration of an ``hpctrain train`` once, before any rank starts.
+    """Check the configuration of an ``hpctrain train`` command before the ranks start.
 
     Raises ``ConfigError``: the file or an override of ``--set`` is not valid.
     """

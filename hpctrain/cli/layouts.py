@@ -1,4 +1,4 @@
-"""The part of ``hpctrain plan`` that divides a model larger than a GPU among ranks."""
+"""Layouts of ``hpctrain plan``: division of a model larger than a GPU among ranks."""
 
 import math
 from dataclasses import asdict, dataclass, replace
@@ -91,7 +91,7 @@ class LayoutOptions(SharedOptions):
     )
 
     def of_machine(self) -> "Machine":
-        """Return the machine of the file, or the assumed one, with the options that were given."""
+        """Return the machine of the file, or a default machine, changed by the given options."""
         given: dict[str, Any] = {
             "nodes": self.nodes,
             "ranks_per_node": self.gpus_per_node,
@@ -114,7 +114,7 @@ class LayoutOptions(SharedOptions):
         return replace(machine, **changes)
 
     def of_model(self) -> tuple["Transformer", list[str]]:
-        """Return the model, and the names of assumed sizes."""
+        """Return the model, and the names of the sizes that were estimated."""
         found: dict[str, Any] = {}
         if self.model is not None:
             target.make_importable(Path.cwd())
@@ -132,7 +132,7 @@ class LayoutOptions(SharedOptions):
         return transformer.Transformer.of(**found), guessed
 
     def of_fixed(self) -> dict[str, int | str]:
-        """Return the values of ``--fix`` by name."""
+        """Return the fixed values of the layout from ``--fix``, by name."""
         names = [name for name, _ in self.fix or ()]
         if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
             raise ConfigError(
@@ -230,7 +230,7 @@ def _show(advice: "LayoutAdvice", machine: "Machine", batch: int) -> None:
 
 
 def _size(num_bytes: float) -> str:
-    """Format bytes in decimal units, as publications do."""
+    """Return a number of bytes as text with decimal units, as in publications."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if num_bytes >= 0.9995 * size:
             return f"{num_bytes / size:.3g} {unit}"

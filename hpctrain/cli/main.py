@@ -29,7 +29,7 @@ with postponed("hpctrain", "hpctrain.cli"):
     from hpctrain.launch import pmi
 
 USAGE_ERROR = 2
-ROOT_SPEAKS_S = 2.0  # rank 0 reports an error within this time; the other ranks then stay silent
+ROOT_SPEAKS_S = 2.0  # wait of the other ranks until rank 0 has reported an error
 
 COMMANDS = {
     "train": ("train", "Train the model that a TOML file describes, on all ranks of the launch."),
@@ -87,7 +87,7 @@ hpctrain COMMAND --help describes a command, with examples.
 
 
 class Command(TyperCommand):
-    """A command whose module is loaded when the command or its help is asked for."""
+    """A command whose module is loaded when the command or its help is requested."""
 
     def __init__(self, name: str) -> None:
         module, summary = COMMANDS[name]
@@ -95,7 +95,7 @@ class Command(TyperCommand):
         self._module = f"hpctrain.cli.{module}"
 
     def loaded(self) -> Any:
-        """Load the module; return the command that it defines."""
+        """Load the module of the command, and return the command that the module defines."""
         with postponed("hpctrain", "hpctrain.cli"):
             its_app = importlib.import_module(self._module).app
         found: Any = typer.main.get_command(its_app)
@@ -105,12 +105,15 @@ class Command(TyperCommand):
         return found
 
     def make_context(self, info_name: Any, args: Any, parent: Any = None, **extra: Any) -> Any:
-        """Parse the arguments of the command."""
+        """Load the command and parse its arguments."""
         return self.loaded().make_context(info_name, args, parent, **extra)
 
 
 def _unwrapped(text: str) -> str:
-    """Join the lines of each paragraph: typer keeps line breaks. Indented text is kept."""
+    """Return help text with the lines of each paragraph joined, because typer keeps breaks.
+
+    Indented text keeps its lines.
+    """
     paragraphs = inspect.cleandoc(text).split("\n\n")
     return "\n\n".join(
         each if "\n " in f"\n{each}" else each.replace("\n", " ") for each in paragraphs
@@ -118,7 +121,7 @@ def _unwrapped(text: str) -> str:
 
 
 class Commands(TyperGroup):
-    """The commands by name, none of them loaded."""
+    """Command group with all commands by name, without loading their modules."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings | {"commands": {name: Command(name) for name in COMMANDS}})
@@ -147,8 +150,8 @@ def hpctrain(
 def main() -> None:
     """Run the command line.
 
-    An error of hpctrain is printed in one line on stderr; the exit code is 2, or 1 for an error
-    that training has found.
+    An ``HpctrainError`` is printed in one line on stderr. The exit code is 1 for errors in values
+    of the training (``NotFiniteError``, ``ReplicaError``), else 2.
     """
     if platform.system() == "Windows":
         sys.stderr.write(
@@ -160,7 +163,7 @@ def main() -> None:
         app()
     except HpctrainError as error:
         _stop(error)
-    except Exception as error:  # of the user's script or model
+    except Exception as error:  # errors of the user's script or model
         if _rank()[1]:
             raise  # the exception hook of the world reports it
         if str(error).startswith("cannot load MPI library"):  # the message of mpi4py
@@ -181,7 +184,7 @@ def _without_mpi(error: Exception) -> LaunchError:
 def _report(error: Exception) -> None:
     """Print the user's frames of an error in the user's code; log the whole traceback.
 
-    Raises ``error`` itself where none of its frames is the user's.
+    Raises ``error`` itself if no frame of the traceback belongs to the user's code.
     """
     world = _world()
     folder = world.current().settings.log_dir if world is not None else None
@@ -196,7 +199,7 @@ def _report(error: Exception) -> None:
 
 
 def _stop(error: HpctrainError) -> None:
-    """Print an error of all ranks once and exit; raise an error of one rank again."""
+    """Print an error that all ranks have once and exit; re-raise an error of a single rank."""
     rank, is_joined = _rank()
     code = FAILED if isinstance(error, NotFiniteError | ReplicaError) else USAGE_ERROR
     if is_joined and not isinstance(error, MismatchError | NotFiniteError):
@@ -211,7 +214,7 @@ def _stop(error: HpctrainError) -> None:
 
 
 def _rank() -> tuple[int, bool]:
-    """Return the rank by the world or the launcher, and whether other ranks have been joined."""
+    """Return the rank, from world or launcher, and True if the rank has joined other ranks."""
     if (world := _world()) is not None:
         return world.rank(), world.size() > 1
     found = env.launched()
@@ -219,6 +222,6 @@ def _rank() -> tuple[int, bool]:
 
 
 def _world() -> Any:
-    """Return the module of the world if this process has joined one; do not load it."""
+    """Return the module ``hpctrain.runtime.world`` if the world is initialized; never load it."""
     module = sys.modules.get("hpctrain.runtime.world")
     return module if module is not None and module.is_initialized() else None

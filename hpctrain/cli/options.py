@@ -1,4 +1,4 @@
-"""Arguments, options and output that several commands share."""
+"""Functions for arguments, options and output of several commands."""
 
 import inspect
 import json
@@ -10,20 +10,20 @@ import typer
 
 from hpctrain.core.errors import ConfigError
 
-FAILED = 1  # exit code of a command that ran and found a fault; 2 is that of a wrong command line
+FAILED = 1  # exit code of a command that found a fault; a wrong command line has 2
 
 
 def argument(
     metavar: str, text: str = "", *, default: Any = ..., shown: str | bool = False
 ) -> Any:
-    """Describe a positional argument; the help shows the default ``shown``."""
+    """Return the description of a positional argument; the help shows the default ``shown``."""
     return typer.Argument(default, metavar=metavar, help=text, show_default=shown)
 
 
 def option(
     default: Any, metavar: str, text: str, *names: str, shown: str = "", **settings: Any
 ) -> Any:
-    """Describe an option with a value; the help shows its default, or ``shown`` in its place.
+    """Return the description of an option; the help shows its default, or ``shown`` instead.
 
     Without ``names``, the option is named after its parameter.
     """
@@ -33,17 +33,17 @@ def option(
 
 
 def flag(text: str, *names: str, default: Any = False, **settings: Any) -> Any:
-    """Describe an option without a value."""
+    """Return the description of an option without a value."""
     return typer.Option(default, *names, help=text, **settings)
 
 
 def takes(
     options: type, *others: inspect.Parameter
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Fill the dataclass ``options`` from the command line; the command gets it as its argument.
+    """Return a decorator for a command that takes the dataclass ``options`` as its argument.
 
-    A field is an option if its value is ``option(...)``. The command gets the options that
-    ``others`` describe as keyword arguments.
+    The fields of ``options`` become the options of the command. The command gets the options in
+    ``others`` as keyword arguments.
     """
     signature = inspect.signature(options)
     own = signature.parameters
@@ -54,7 +54,7 @@ def takes(
             command(options(**{name: values[name] for name in own}), **rest)
 
         filled.__name__, filled.__doc__ = command.__name__, command.__doc__
-        # typer reads the signature only.
+        # typer reads only the signature.
         filled.__signature__ = signature.replace(  # type: ignore[attr-defined]
             parameters=[*own.values(), *others], return_annotation=None
         )
@@ -69,7 +69,7 @@ def show_json(value: Any) -> None:
 
 
 def aligned(rows: Iterable[Sequence[str]], *, indent: str = "") -> Iterator[str]:
-    """Yield the lines of a table of text without borders."""
+    """Yield the lines of a text table with aligned columns."""
     rows = list(rows)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
@@ -78,12 +78,12 @@ def aligned(rows: Iterable[Sequence[str]], *, indent: str = "") -> Iterator[str]
 
 
 def plural(number: int, noun: str) -> str:
-    """Return such as ``1 shard`` and ``2 shards``."""
+    """Return a number with its noun: ``1 shard`` or ``2 shards``."""
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def require_name(path: Path | None, remedy: str) -> Path:
-    """Return ``path``. Raises ``ConfigError`` without one; ``remedy`` is the message."""
+    """Return ``path``. Raises ``ConfigError`` with the message ``remedy`` if ``path`` is None."""
     if path is None:
         raise ConfigError(remedy)
     return path

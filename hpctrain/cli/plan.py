@@ -75,7 +75,7 @@ class GoalOptions(SharedOptions):
     )
 
     def of_goal(self) -> tuple["Goal", "Model"]:
-        """Return the goal and the model, from the options and the run."""
+        """Return the goal and the model of the options, completed by the measured run."""
         if self.target_loss is not None and self.run is None:
             raise ConfigError(
                 "--target-loss must be used with the directory of a run, got none; give RUN, or "
@@ -121,7 +121,10 @@ class PlanOptions(GoalOptions, LayoutOptions):
     """Arguments and options of ``hpctrain plan``."""
 
     def is_for_layouts(self) -> bool:
-        """Return whether a layout is asked for; ``ConfigError``: a goal too, or neither."""
+        """Return True if a layout is requested, False if a goal is requested.
+
+        Raises ``ConfigError``: both or neither are requested.
+        """
         given = {each.name for each in fields(self) if getattr(self, each.name) is not None}
         shared = {each.name for each in fields(SharedOptions)} | {"max_local_steps"}
         goal = given & {each.name for each in fields(GoalOptions)} - shared

@@ -1,4 +1,4 @@
-"""``hpctrain plot``, ``report``, ``compare`` and ``runs``: the results of runs."""
+"""``hpctrain plot``, ``report``, ``compare`` and ``runs``: show the results of runs."""
 
 from pathlib import Path
 from typing import Annotated

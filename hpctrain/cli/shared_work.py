@@ -1,4 +1,4 @@
-"""Ranks that share the work of a command in unequal parts, and the bar of their progress."""
+"""Context of commands whose work is shared by the ranks of a launch, with a progress bar."""
 
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def ranks(verb: str) -> "Iterator[tuple[Communicator | None, ToolBar]]":
-    """Join the ranks of the launch; yield them and the bar of their progress.
+    """Connect the ranks of the launch; yield the communicator and a progress bar.
 
     A single process gets None and loads no MPI. Raises ``MismatchError``: the block raised a
     DataError on all ranks; rank 0 prints it, and no rank ends the others.
@@ -36,10 +36,10 @@ def ranks(verb: str) -> "Iterator[tuple[Communicator | None, ToolBar]]":
 
 
 class ToolBar(Bar):
-    """Shows the progress of rank 0: all ranks have equal shares of the work."""
+    """Progress bar of rank 0. The other ranks have equal shares of the work."""
 
     def __init__(self, verb: str, comm: "Communicator | None") -> None:
-        """Show a bar without a length until the amount of work is known."""
+        """Show a bar without a length, because the amount of work is not known yet."""
         super().__init__(
             make_console(shown=comm is None or comm.rank == 0),
             TextColumn(verb),
@@ -50,7 +50,7 @@ class ToolBar(Bar):
         self._task = self._bar.add_task("", total=None)
 
     def start(self, total: int | None, done: int = 0) -> Callable[[int], None]:
-        """Start at ``done`` of ``total``; without a total, the bar has no length.
+        """Start the bar at ``done`` of ``total``; without ``total`` the bar has no length.
 
         Returns:
             The function that advances the bar; any thread may call it.

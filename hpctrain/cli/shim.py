@@ -17,10 +17,10 @@ app = typer.Typer()
 
 
 class ShimCommand(TyperCommand):
-    """Passes all arguments after ``-m MODULE`` to the module, as Python does."""
+    """Command that passes all arguments after ``-m MODULE`` to the module, as Python does."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Insert an end of options after the module."""
+        """Parse the arguments, with ``--`` inserted after the module."""
         num_words = 2 if args[:1] in (["-m"], ["--module"]) else 1
         if len(args) > num_words and args[0].startswith(("-m", "--module")):
             args = [*args[:num_words], "--", *args[num_words:]]

@@ -83,7 +83,7 @@ def _inspect(directory: Path) -> tuple[str, int]:
 
 
 def _queued(directory: Path) -> tuple[int, str]:
-    """Return a job of the run that waits or runs, and its state; an empty state for none."""
+    """Return a pending or running job of the run and its state; empty without such a job."""
     try:
         jobs = scheduler.jobs_of(directory) or scheduler.jobs_of(directory.parent)  # of an array
         jobs = sorted({*jobs, *_known(directory)})
@@ -94,7 +94,7 @@ def _queued(directory: Path) -> tuple[int, str]:
 
 
 def _known(directory: Path) -> list[int]:
-    """Return the jobs that the records of the run name."""
+    """Return the ids of the jobs in the records of the run."""
     path = run_directory.RunDirectory(directory).metrics
     found = records.read(path) if path.exists() else []
     return [int(job) for each in found if (job := str(each.get("job", ""))).isdigit()]

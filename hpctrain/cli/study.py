@@ -1,4 +1,4 @@
-"""``hpctrain study``: scaling studies, from their file to their report."""
+"""``hpctrain study``: write, measure, report and compare scaling studies."""
 
 import shlex
 import signal
@@ -116,7 +116,7 @@ class StudyOptions:
     extra: Extra = None
 
     def of_study(self) -> "Study":
-        """Return the study of the file; ``ConfigError``: the file or an option is not valid."""
+        """Return the study of the file. Raises ``ConfigError``: file or options are not valid."""
         config = study_file.load(self.path)
         for word in shlex.split(config.command.run):
             if word.endswith((".py", ".toml")) and "{" not in word and not Path(word).exists():
@@ -242,7 +242,7 @@ def compare(
 def _describe(
     found: "Study", attempts: "list[PointRepeat]", seconds_per_point: float | None
 ) -> None:
-    """List the points to measure, a command line, and the cost."""
+    """Print the points to measure, an example of a command line, and the expected cost."""
     cores, hosts = found.config.study.cores, found.config.study.hosts
     counts = Counter(each.text for each in sorted(attempts, key=lambda each: each.layout))
     for text, repeats in counts.items():
@@ -266,7 +266,7 @@ def _describe(
 
 
 def _submit(found: "Study", attempts: "list[PointRepeat]", asked: StudyOptions) -> None:
-    """Submit a job for each repeat to measure, and a job that reports after them."""
+    """Submit a job for each repeat, and a job that writes the report after these jobs."""
     if not attempts:
         typer.echo("everything is measured")
         return
@@ -310,7 +310,7 @@ def _submit(found: "Study", attempts: "list[PointRepeat]", asked: StudyOptions) 
 
 
 class StudyBar(Bar):
-    """Shows the present point and the time left, and prints a line for each attempt."""
+    """Progress bar that shows the present point and prints a line for each attempt."""
 
     def __init__(self, found: "Study", attempts: "list[PointRepeat]") -> None:
         self._console = make_console(shown=True)
@@ -322,7 +322,7 @@ class StudyBar(Bar):
         self._task = self._bar.add_task("", total=len(attempts))
 
     def begun(self, attempt: "PointRepeat") -> None:
-        """Show the attempt that starts."""
+        """Show the point of the attempt that starts."""
         left_s = self._study.expected_s(self._left.values())
         text = attempt.text + (f"  {format_seconds(left_s)} left" if left_s else "")
         done = self._num_attempts - len(self._left)

@@ -1,4 +1,4 @@
-"""``hpctrain submit``: a Slurm job that trains a configuration or runs a script."""
+"""``hpctrain submit``: submit a Slurm job that trains a configuration or runs a script."""
 
 import os
 import re
@@ -42,7 +42,7 @@ _OUTPUT_DIR = re.compile(r"\s*output_dir\s*=")
 
 TRY_S = 600.0  # time limit for building a configuration and reading one batch
 
-PRINTED_OUTPUT = "slurm-%x-%j.out"  # of a script that is only printed: job name and number
+PRINTED_OUTPUT = "slurm-%x-%j.out"  # output of a script that is only printed: job name and number
 
 LIST = "list"  # value of ``--template`` without a name
 
@@ -56,7 +56,7 @@ class JobOptions:
     """Name and directory of a job before it is submitted."""
 
     name: str
-    folder: Path  # of the run; an array has a directory for each index in it
+    folder: Path  # directory of the run, with a subdirectory per index for an array
     is_array: bool = False
 
     def __post_init__(self) -> None:
@@ -68,12 +68,12 @@ class JobOptions:
 
     @property
     def directory(self) -> str:
-        """The run directory as the script contains it."""
+        """The run directory as written in the script."""
         return f"{self.folder}/$SLURM_ARRAY_TASK_ID" if self.is_array else str(self.folder)
 
     @property
     def output(self) -> str:
-        """File of the output, with Slurm's patterns."""
+        """File of the output, with patterns of Slurm such as ``%j``."""
         return f"{self.folder}/slurm-{'%A_%a' if self.is_array else '%j'}.out"
 
     def check_free(self, after: str) -> None:
@@ -97,7 +97,10 @@ class JobOptions:
             )
 
     def how_to_watch(self, number: int, output: str) -> str:
-        """Return commands for the job; ``output`` is its output file, with Slurm's patterns."""
+        """Return the commands that show the state and the output of a job.
+
+        ``output`` is the output file of the job, with patterns of Slurm.
+        """
         values = {"j": number, "A": number, "x": self.name, "a": "*", "%": "%"}
         file = re.sub(r"%\d*(.)", lambda found: str(values.get(found[1], "*")), output)
         run = self.folder / "INDEX" if self.is_array else self.folder
@@ -114,10 +117,10 @@ class JobOptions:
 
 
 class SubmitCommand(TyperCommand):
-    """Accepts ``--template`` without a name, and a command after ``--``."""
+    """Command that accepts ``--template`` without a name, and a command after ``--``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Insert ``LIST`` for an omitted name, and keep the command in ``ctx.args``."""
+        """Parse the arguments, with ``LIST`` as default name; keep the command in ``ctx.args``."""
         if "--" in args:
             at = args.index("--")
             self.parse_args(ctx, args[:at])
@@ -178,7 +181,7 @@ class SubmitOptions:
     print_only: bool = flag("Print the script, or an unchanged template, and exit.", "--print")
 
     def job_and_program(self) -> tuple[JobOptions, Sequence[str]]:
-        """Return the job and the command that it runs; no command for a configuration."""
+        """Return the job and its command; the command is empty for a configuration."""
         words: Sequence[str] = self.ctx.args
         config = self.config
         if config is None:
@@ -225,7 +228,7 @@ class SubmitOptions:
             config=None if self.config is None else str(self.config),
             program=tuple(words),
             directory=job.directory,
-            # The directory belongs to the job: each index of an array has another.
+            # The script sets the directory, because each index of an array has its own.
             overrides=tuple(each for each in overrides if not _OUTPUT_DIR.match(each)),
             extra=tuple(extra),
         )
@@ -297,7 +300,7 @@ def submit(asked: SubmitOptions) -> None:
 def _share_of_node(
     partition: str | None, tasks: int, mem: str | None
 ) -> tuple[int | None, str | None]:
-    """Return CPUs per task and memory that give the ranks of a node all of the node.
+    """Return the CPUs per task and the memory with which the ranks use a complete node.
 
     Where Slurm does not describe its nodes, ``mem`` is returned unchanged.
     """
@@ -348,7 +351,7 @@ def _default_template(settings: "BatchSettings") -> str:
 
 
 def check(script: str, made: Path, *, needs_slurm: bool = True) -> None:
-    """Print the faults of a script and Slurm's answer; exit with 1 if the job would not run.
+    """Print the faults of a script and the test result of Slurm; exit with 1 on errors.
 
     ``made`` is the directory that hpctrain creates. Without ``needs_slurm``, a missing Slurm is a
     note.
@@ -371,7 +374,7 @@ def check(script: str, made: Path, *, needs_slurm: bool = True) -> None:
 
 
 def try_configuration(config: Path, overrides: Sequence[str]) -> None:
-    """Build the configuration in another process and read one batch; exit with 1 if it fails."""
+    """Test a configuration in a separate process: build it, read a batch; exit with 1 on error."""
     if find_spec("torch") is None:
         typer.echo(
             "note: torch is not installed here, so the configuration is not tried", err=True
@@ -392,5 +395,5 @@ def try_configuration(config: Path, overrides: Sequence[str]) -> None:
 
 
 def _without_index(override: str) -> str:
-    """Replace the index of an array by its first value: only the job knows the index."""
+    """Return a path with the first index of a job array, as only the job knows its index."""
     return re.sub(r"\$\{?SLURM_ARRAY_TASK_ID\}?", "0", override)

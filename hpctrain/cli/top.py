@@ -102,7 +102,7 @@ def _table(view: "RunView", num_rows: int) -> Group:
 
 
 def _summary(view: "RunView") -> Iterator[tuple[str, str]]:
-    """Yield name and text of each line above the table."""
+    """Yield the name and the text of each line above the table."""
     last, num_steps = view.last, view.begun.get("num_steps")
     yield "run", _life(view)
     if last:
@@ -130,7 +130,7 @@ def _summary(view: "RunView") -> Iterator[tuple[str, str]]:
 
 
 def _life(view: "RunView") -> str:
-    """Return the state of the run, and whether its job is alive."""
+    """Return the state of the run, and True if the job of the run is alive."""
     age = "" if view.heartbeat_age_s is None else f" for {format_seconds(view.heartbeat_age_s)}"
     if view.status.state == "finished" or view.life == "none":
         return view.status.what

@@ -1,4 +1,4 @@
-"""``hpctrain train``: a run from a TOML file."""
+"""``hpctrain train``: train the model of a TOML file."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,8 +100,8 @@ def train(asked: TrainOptions) -> None:
         "a run must have a configuration, got none: hpctrain train CONFIG.toml; "
         "hpctrain train my.toml --init writes one with every key",
     )
-    # torch takes seconds to load: a launch that cannot work ends earlier, and a request to stop
-    # that arrives meanwhile is kept.
+    # torch takes seconds to load. A launch that cannot work ends earlier, and a request to stop
+    # that arrives during the loading is kept.
     with stopping.held_back():
         mpi_world.doubt()
         how = asked.how()

@@ -18,7 +18,7 @@ _IDLE = (3, 4)  # columns of /proc/stat, after the name: idle, and waiting for a
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MachineLoad:
-    """Load of this machine during a measurement, with and without one program."""
+    """Load of this machine during a measurement: by the measured program, and by others."""
 
     cores: int  # of the machine
     load: float  # load average of the last minute

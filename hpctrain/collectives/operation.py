@@ -149,7 +149,7 @@ def check_group(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 class Scaled(NamedTuple):
-    """A reduction, with the factors before and after it."""
+    """A reduction with the factors of this rank's tensors and of the result."""
 
     op: ReduceOp
     prescale: float = 1.0

@@ -1,4 +1,4 @@
-"""Agreement on errors: all ranks raise, or none does."""
+"""Agreement on errors: either all ranks raise or no rank raises."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence

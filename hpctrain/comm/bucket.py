@@ -45,7 +45,7 @@ class Bucket:
         return self.flat.device
 
     def part(self, numel: int, dtype: torch.dtype, first_byte: int = 0) -> "Bucket":
-        """Return a bucket of ``numel`` elements of ``dtype`` in the same memory. Not collective.
+        """Return a bucket of ``numel`` elements of ``dtype`` in the memory of this one. Local.
 
         All ranks that reduce the part must create it with the same arguments. The part is valid
         as long as this bucket.
@@ -118,7 +118,8 @@ def plan_buckets(
 
     Args:
         specs: the tensors.
-        bucket_bytes: largest bucket in bytes, without marks; None for one per dtype and device.
+        bucket_bytes: largest bucket in bytes, without marks; None for one bucket per dtype and
+            device.
         marks_per_tensor: elements reserved per tensor after the last tensor of a bucket.
         groups: number of the group of each tensor, None for no group; empty without groups.
 

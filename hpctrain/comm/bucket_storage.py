@@ -159,7 +159,7 @@ def _why_by_host(comm: Communicator, devices: Collection[torch.device]) -> str:
 
 
 class StagedBucket(DeviceBucket):
-    """Elements on an accelerator that are copied to the host, summed there, and copied back.
+    """Storage on an accelerator; elements are copied to the host, summed and copied back.
 
     Args:
         device: the accelerator.

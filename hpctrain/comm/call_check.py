@@ -1,4 +1,4 @@
-"""Synchronization before an operation, with a check that all ranks make the same call."""
+"""Synchronizes the ranks before an operation and checks that they make the same call."""
 
 import hashlib
 from functools import lru_cache

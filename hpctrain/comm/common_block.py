@@ -1,4 +1,4 @@
-"""Base of context managers whose block all ranks leave together."""
+"""Base class of context managers; all ranks leave the block together."""
 
 from types import TracebackType
 

@@ -79,7 +79,7 @@ class Device:
         return torch.empty_like(like, device="cpu", pin_memory=True)
 
     def card(self) -> str:
-        """Return a name that is unique among the accelerators of all nodes."""
+        """Return a name of this accelerator that is unique over all nodes."""
         return str(self.device)
 
     def handle_of(self, stream: torch.Stream) -> int:

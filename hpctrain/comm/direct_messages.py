@@ -1,4 +1,4 @@
-"""Messages with tensors between any two ranks, for servers and their clients.
+"""Messages with tensors between any two ranks, such as a server and a client.
 
 The messages use two-sided MPI: in Open MPI and MPICH, one-sided operations make progress only
 inside MPI calls of the target, so a target that computes would need a thread as well.

@@ -135,7 +135,7 @@ class HierarchicalCommunicator(MpiCommunicator):
         return FINISHED
 
     def meet(self, call: str = "barrier") -> None:
-        """Wait for the same ``call`` on all ranks, in node memory if there is only one node."""
+        """Wait until all ranks have begun the same ``call``; on one node, use node memory."""
         if self._one_node:
             self.node.meet(call_of(call))
         else:

@@ -41,7 +41,7 @@ def is_communicator(value: object) -> bool:
 
 
 def is_of_mpi(error: BaseException) -> "TypeGuard[MPI.Exception]":
-    """Return whether ``error`` is an exception of MPI."""
+    """Return whether ``error`` is an ``MPI.Exception``."""
     here = sys.modules.get(_MODULE)
     return here is not None and isinstance(error, here.Exception)
 

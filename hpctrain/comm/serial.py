@@ -151,7 +151,7 @@ class SerialNode(SerialCommunicator):
 
     @property
     def internode(self) -> None:
-        """None: there is no other node."""
+        """None, because there is no other node."""
 
     def new_bucket(self, numel: int, dtype: torch.dtype) -> Bucket:
         """Create a bucket in node memory."""

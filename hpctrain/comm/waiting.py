@@ -104,10 +104,7 @@ def wait_request(
     over: str = "",
     status: "MPI.Status | None" = None,
 ) -> None:
-    """Wait until ``request`` is complete; ``status`` receives its MPI status.
-
-    ``Watch.wait`` documents the other arguments.
-    """
+    """Wait for ``request`` as ``Watch.wait`` does; ``status`` receives its MPI status."""
     if not request.Test(status):
         watch.wait(partial(request.Test, status), partner=partner, over=over)
 
@@ -123,7 +120,7 @@ def _nobody_is_lost(ranks: Collection[int] | None) -> None:
 
 
 class InStepError(Exception):
-    """An error that all ranks raise at the same call, so that the communicator stays usable."""
+    """Error that all ranks raise at the same call; the communicator remains usable."""
 
 
 class Notices(Protocol):
@@ -180,7 +177,7 @@ class Limit:
         """Called with the seconds waited at every check for lost ranks."""
 
     def check(self) -> None:
-        """Raise ``CommError`` if waits must end."""
+        """Raise ``CommError`` if another thread has ended the waits; see ``broken_off``."""
         if self.broken_off:
             raise CommError(self.broken_off)
 

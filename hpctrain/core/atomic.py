@@ -1,4 +1,4 @@
-"""Files and folders that are complete or absent, even if the machine stops while writing."""
+"""Atomic writes of files and directories, also if the machine stops while writing."""
 
 import errno
 import os
@@ -18,14 +18,14 @@ PART = ".part"  # suffix of a file that is being written; a leftover may be remo
 
 @contextmanager
 def publishing(path: Path, name: str = "") -> Iterator[Path]:
-    """Replace the file ``path`` atomically by the file that is written to the yielded path.
+    """Yield a temporary path; after the block, rename it to ``path`` atomically.
 
-    The yielded name is ``name``, by default that of ``path``, plus ``PART``. Concurrent writers
-    need different names.
+    The temporary file has the name ``name``, by default the name of ``path``, with the suffix
+    ``PART``. Concurrent writers need different names.
 
-    If the block succeeds, ``path`` is the new file, on disk. If it raises, ``path`` is unchanged
-    and the partial file is removed. After a kill ``path`` is either of the two. Raises ``OSError``
-    if the file system refuses.
+    If the block succeeds, ``path`` is the new file, on disk. If the block raises, ``path`` is
+    unchanged and the temporary file is removed. If the process is killed, ``path`` is either the
+    old or the new file. Raises ``OSError`` if the file system reports an error.
     """
     part = path.with_name((name or path.name) + PART)
     try:
@@ -41,15 +41,15 @@ def publishing(path: Path, name: str = "") -> Iterator[Path]:
 
 
 def appear(room: Path, directory: Path) -> None:
-    """Rename ``room`` to ``directory``, and return when the new name is on disk.
+    """Rename the directory ``room`` to ``directory``, and return when the new name is on disk.
 
     Args:
-        room: directory whose contents are on disk, in the same parent as ``directory``.
+        room: existing directory with the same parent; its contents are on disk.
         directory: the new name. An older directory of that name is replaced atomically if the file
             system can exchange two names; otherwise a kill between two renames leaves neither.
 
     Raises:
-        OSError: the file system refuses; the older directory is unchanged.
+        OSError: the file system reports an error; the older directory is unchanged.
     """
     old = room
     try:
@@ -75,9 +75,9 @@ def _in_two_steps(room: Path, directory: Path, old: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Create a directory and its parents if missing; return when their names are on disk.
+    """Create a directory and its missing parents; return when their names are on disk.
 
-    Raises ``OSError`` if the file system refuses.
+    Raises ``OSError`` if the file system reports an error.
     """
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
@@ -89,7 +89,7 @@ def make_folder(path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Return when the file, or the names in the directory, are on disk."""
+    """Write a file, or the names in a directory, to disk by ``fsync(2)``."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -98,7 +98,7 @@ def sync(path: Path) -> None:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the reason of a system error in one line, without the text that libraries add."""
+    """Return a system error as one line, without the text that libraries add."""
     if isinstance(error, OSError) and error.errno:
         return os.strerror(error.errno)
     return str(error).partition("\n")[0]
@@ -111,14 +111,15 @@ _REMEDIES = {
     errno.EACCES: "get the permission to write there",
     errno.EPERM: "get the permission to write there",
 }
-"""Remedies that keep the path, by errno."""
+"""Remedies by errno, without a change of the path."""
 
 
 def refusal(error: BaseException, elsewhere: str) -> str:
-    """Return why the system refused to write a file, and the remedies.
+    """Return the reason of a failed write, and its remedies, for a message.
 
-    ``elsewhere`` is the remedy that selects another path. The system error may be the cause of an
-    error of a library.
+    Args:
+        error: system error, or an error of a library that was caused by a system error.
+        elsewhere: remedy that selects another path.
     """
     cause: BaseException | None = error
     while cause and not isinstance(cause, OSError):
@@ -141,7 +142,7 @@ def crc32_of(path: Path) -> int:
 
 
 def write_new(path: Path, text: str) -> None:
-    """Write a file. Raises ``ConfigError``: it exists already, or cannot be written."""
+    """Write a new file. Raises ``ConfigError``: the file exists, or cannot be written."""
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)

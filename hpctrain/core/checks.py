@@ -1,4 +1,4 @@
-"""Checks of values by type hints: of arguments, of fields of a configuration, and of settings.
+"""Checks of arguments, of configuration fields and of settings by type hints.
 
 A hint is a type, a ``Literal``, one of the names below such as ``Count``, or several joined by
 ``|``. Every error states the rule and the value found.
@@ -26,7 +26,7 @@ TYPE_NAMES: dict[type, str] = {
 }
 
 _ACCEPTED: dict[type, Any] = {int: Integral, float: Real, dict: Mapping, list: (list, tuple)}
-"""Types that are accepted in place of a type, such as numbers of numpy; never a bool."""
+"""Types that are accepted instead of a type, such as integers of numpy; bool is not accepted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +45,10 @@ class Bounds:
     """Valid texts; empty for any text."""
 
     def check(self, name: str, value: Any, got: object = None) -> None:
-        """Raise ``ConfigError`` if a value, read from the text ``got``, breaks the rule."""
+        """Raise ``ConfigError`` if ``value`` violates the condition.
+
+        The message quotes ``got``, the text from which the value was parsed, if given.
+        """
         found = value if got is None else got
         if isinstance(value, str):
             self._check_text(name, value)
@@ -99,7 +102,7 @@ def require(ok: bool, rule: str, value: object, remedy: str = "") -> None:  # no
 
 
 def require_values(config: object, reason: str, rules: Mapping[str, tuple[Any, str]]) -> None:
-    """Raise ``ConfigError`` unless keys have the values that another key demands.
+    """Raise ``ConfigError`` unless keys have the values that another key requires.
 
     Args:
         config: configuration of all keys.
@@ -116,14 +119,14 @@ def require_values(config: object, reason: str, rules: Mapping[str, tuple[Any, s
 
 
 def value_of(config: object, name: str) -> Any:
-    """Return the value of the key ``name``."""
+    """Return the value of the dotted key ``name`` of a configuration."""
     return functools.reduce(getattr, name.split("."), config)
 
 
 def checked(name: str, value: Any, hint: Any, error: type[HpctrainError] = ConfigError) -> Any:
-    """Return a value that a type hint allows; an integer becomes a float where one is wanted.
+    """Return ``value`` if the type hint allows it; convert an integer if the hint is a float.
 
-    Raises ``error``: the hint does not allow the value of ``name``.
+    Raises ``error``: the hint does not allow the value; the message contains ``name``.
     """
     try:
         return _checked(name, value, hint)
@@ -149,7 +152,7 @@ def _checked(name: str, value: Any, hint: Any) -> Any:
 
 
 def type_name(hint: Any) -> str:
-    """Return the values that a type hint allows, for messages."""
+    """Return a description of the values that a type hint allows, for messages."""
     words = [rule for _, rule in alternatives(hint) if isinstance(rule, str)]
     free = [
         "a time"
@@ -163,7 +166,7 @@ def type_name(hint: Any) -> str:
 
 @functools.cache
 def alternatives(hint: Any) -> tuple[tuple[type, str | Bounds | None], ...]:
-    """Return the types that a hint allows, each with the one text, or with the rule."""
+    """Return the types that a hint allows, each with a valid text, its bounds, or None."""
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         return tuple(found for each in args for found in alternatives(each))
@@ -177,9 +180,9 @@ def alternatives(hint: Any) -> tuple[tuple[type, str | Bounds | None], ...]:
 
 
 class CheckedFields:
-    """Base of dataclasses whose constructor checks each field by its type hint.
+    """Base class of dataclasses whose constructor checks each field by its type hint.
 
-    Raises ``ConfigError``: a value breaks the rule of its field, or ``check`` does not hold.
+    Raises ``ConfigError``: a value violates the type hint of its field, or ``check`` raises.
     """
 
     __slots__ = ()
@@ -193,11 +196,11 @@ class CheckedFields:
         self.check()
 
     def check(self) -> None:
-        """Check rules between fields. Raises ``ConfigError``: two fields contradict each other."""
+        """Check combinations of fields. Raises ``ConfigError``: fields contradict each other."""
 
 
 def seconds(text: str) -> float | None:
-    """Read a time; None for an empty text."""
+    """Return the seconds of a duration such as ``"10min"``, or None for an empty text."""
     return parse_seconds(text) if text else None
 
 

@@ -1,13 +1,13 @@
-"""The crc32 of bytes: the one of zlib, computed by the fastest library that is here.
+"""The function ``crc32``, from ISA-L if installed, otherwise from zlib; the results are identical.
 
-ISA-L folds with carry-less multiplication: ten times the rate of zlib's tables, so that checking
-data costs less than reading it. Where no wheel of it exists, zlib gives the same numbers.
+ISA-L uses carry-less multiplication and is ten times faster than zlib, so that verifying data
+takes less time than reading them. ISA-L has no wheels for some platforms.
 """
 
 from collections.abc import Callable
 
 crc32_combine: Callable[[int, int, int], int] | None = None
-"""From the crc32 of two runs of bytes, and the length of the second, to that of both."""
+"""Return the crc32 of two concatenated texts from their crc32 and the length of the second."""
 
 try:
     from isal.isal_zlib import crc32, crc32_combine

@@ -160,19 +160,19 @@ _TABLE: dict[str, Any] = {
 
 
 def variable_of(setting: str) -> str:
-    """Return the variable of a field of ``Settings``."""
+    """Return the name of the environment variable of a field of ``Settings``."""
     return PREFIX + setting.upper()
 
 
 class Given(NamedTuple):
-    """The value of a variable, and its name."""
+    """The value of a setting, and the environment variable from which it was read."""
 
     value: Any
     variable: str
 
 
 def given(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Read and check the variables that are set: values by names of ``Settings``.
+    """Return the checked values of all variables that are set, by field of ``Settings``.
 
     Raises ``ConfigError``: a value is not valid; the message names the variable.
     """
@@ -180,19 +180,19 @@ def given(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
 
 
 def read(environ: Mapping[str, str] = os.environ) -> dict[str, Given]:
-    """Read the variables as ``given`` does, with the name of the variable of each value.
+    """Return the checked values, and the names, of all variables that are set, by field.
 
-    Where ours is not set, a variable of Horovod's with the same meaning is read. Raises
-    ``ConfigError``: a value is not valid; the message names the variable.
+    If the variable of hpctrain is not set, the Horovod variable with the same meaning is read.
+    Raises ``ConfigError``: a value is not valid; the message names the variable.
     """
     found = {name: _read(name, environ) for name in Settings.__dataclass_fields__}
     return {name: each for name, each in found.items() if each is not None}
 
 
 def setting(name: str, environ: Mapping[str, str] = os.environ) -> Any:
-    """Return one setting, of ``Settings`` or ``OwnSettings``; no other variable is read.
+    """Return the value of one field of ``Settings`` or ``OwnSettings``; read no other field.
 
-    Raises ``ConfigError``: its value is not valid.
+    Raises ``ConfigError``: the value is not valid.
     """
     found = _read(name, environ)
     table = Settings if name in Settings.__dataclass_fields__ else OwnSettings
@@ -222,7 +222,7 @@ _READERS: dict[Any, Callable[[str], Any]] = {
 
 
 def _parsed(variable: str, text: str, hint: Any) -> Any:
-    """Read a text as a type hint says."""
+    """Convert the text of a variable to the type of its hint, and check the value."""
     kind, rule = next(each for each in alternatives(hint) if each[0] is not NoneType)
     read: Callable[[str], Any] = _READERS.get(kind, kind)
     if isinstance(rule, Bounds) and rule.unit:
@@ -242,7 +242,7 @@ def _parsed(variable: str, text: str, hint: Any) -> Any:
 def cache_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
     """Return the user's cache folder; None without a home directory."""
     chosen = Path(environ.get("XDG_CACHE_HOME", ""))
-    if chosen.is_absolute():  # the XDG standard ignores relative ones
+    if chosen.is_absolute():  # the XDG standard ignores relative paths
         return chosen / "hpctrain"
     try:
         return Path.home() / ".cache" / "hpctrain"
@@ -253,7 +253,8 @@ def cache_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
 def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return a sentence for every ``HPCTRAIN_*`` variable that no setting reads.
 
-    A name of Horovod's with our prefix is suggested as our setting of the same meaning.
+    For the name of a Horovod variable with our prefix, the sentence suggests our setting of the
+    same meaning.
     """
     known = [variable_of(name) for name in _TABLE]
     meant = {
@@ -269,7 +270,7 @@ def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def remarks(environ: Mapping[str, str] = os.environ, *, engine: str = "hpctrain") -> list[str]:
-    """Return the warnings at start about ``HPCTRAIN_*`` and ``HOROVOD_*`` variables.
+    """Return the start-up warnings about ``HPCTRAIN_*`` and ``HOROVOD_*`` variables.
 
     The engine ``horovod`` reads Horovod's variables itself.
     """

@@ -26,7 +26,7 @@ class NodeMemoryError(CommError):
 
 
 class RankLostError(CommError):
-    """Another rank died, or left the program or a block, while this rank waited for it."""
+    """Another rank died, or left the program or a block, while this rank waited for that rank."""
 
 
 class MismatchError(CommError):
@@ -34,13 +34,14 @@ class MismatchError(CommError):
 
 
 class ReplicaError(MismatchError):
-    """Replicas of a model differ; raised on every rank, naming the tensor and the ranks."""
+    """Replicas of a model differ; raised on every rank; the message names tensor and ranks."""
 
 
 class HorovodInternalError(CommError, RuntimeError):
     """A named operation has failed on every rank; the ranks can continue.
 
-    The name is Horovod's: ``elastic.run`` restores the last commit after this error.
+    The name of the class is the name in Horovod. ``elastic.run`` restores the last commit after
+    this error.
     """
 
 
@@ -49,11 +50,11 @@ class OperationMismatchError(HorovodInternalError, MismatchError):
 
 
 class DuplicateNameError(HorovodInternalError, ValueError):
-    """An operation of this name is already in flight on this rank."""
+    """An operation with the same name is already in flight on this rank."""
 
 
 class NotFiniteError(HpctrainError):
-    """A value became NaN or infinite; raised on every rank, naming the rank of the value."""
+    """A value is NaN or infinite; raised on every rank; the message names the affected rank."""
 
 
 class DataError(HpctrainError):
@@ -61,7 +62,7 @@ class DataError(HpctrainError):
 
 
 class CorruptError(DataError):
-    """Samples of a data set cannot be read: their bytes or their file are damaged."""
+    """Samples of a data set cannot be read, because their bytes or their file are damaged."""
 
     def __init__(self, message: str, start: int, stop: int) -> None:
         """Store the range ``[start, stop)`` of the damaged samples."""

@@ -6,7 +6,7 @@ from typing import Literal
 Level = Literal["ok", "note", "warning", "error"]
 
 LEVELS: tuple[Level, ...] = ("ok", "note", "warning", "error")
-"""From harmless to fatal; ``warning`` and ``error`` make the exit code of a check 1."""
+"""Levels in order of severity; ``warning`` and ``error`` make the exit code of a check 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +14,7 @@ class Finding:
     """One result of a check; every check returns at least one, ``ok`` if nothing is wrong."""
 
     check: str
-    """Name of the check in two or three words, the same for its ``ok`` and its errors."""
+    """Name of the check in two or three words, equal for all its findings."""
     level: Level
     """``ok``; ``note``: good to know; ``warning``: slow or risky; ``error``: will fail."""
     what: str  # the finding, with its values
@@ -22,5 +22,5 @@ class Finding:
 
     @property
     def is_wrong(self) -> bool:
-        """Return whether the user has to act."""
+        """Return True if the finding is a warning or an error, which the user has to fix."""
         return self.level in ("warning", "error")

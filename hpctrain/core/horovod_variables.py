@@ -1,4 +1,4 @@
-"""Environment variables of Horovod that set a setting of hpctrain.
+"""Environment variables of Horovod that set fields of ``hpctrain.core.config.Settings``.
 
 ``hpctrain guide horovod-variables`` lists all variables.
 """
@@ -17,7 +17,7 @@ GUIDE = "`hpctrain guide horovod-variables`"
 
 
 class Variable(NamedTuple):
-    """A variable of Horovod that is read if the variable of hpctrain is not set."""
+    """A Horovod variable that is read if the corresponding variable of hpctrain is not set."""
 
     name: str
     setting: str  # name in ``hpctrain.core.config.Settings``
@@ -60,7 +60,7 @@ HONOURED = (
     Variable("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "stall_abort_s", lambda t: _number(t) or None),
     Variable("HOROVOD_LOG_LEVEL", "log_level", _level),
 )
-"""If two variables of one setting are set, the first one in this order is used."""
+"""Variables that hpctrain reads. The first variable of a setting in this order has precedence."""
 
 FULFILLED: Mapping[str, tuple[str, ...]] = {
     "HOROVOD_AUTOTUNE": (),
@@ -71,7 +71,7 @@ FULFILLED: Mapping[str, tuple[str, ...]] = {
     "HOROVOD_HIERARCHICAL_ALLREDUCE": (),
     "HOROVOD_LOG_HIDE_TIME": (),
 }
-"""Variables that request the behaviour of hpctrain, with these values; with any value if empty."""
+"""Variables, with the values that request what hpctrain always does; empty means any value."""
 
 
 def found(environ: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """Keys of a configuration file, derived from dataclasses, and their values in TOML.
 
-Each field is a key. Its type determines the valid values, and the string below it is the help.
+Each field of a dataclass is a key. The type of the field determines the valid values, and the
+string literal below the field is the help text.
 """
 
 import ast
@@ -21,47 +22,47 @@ _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Key:
-    """One key that a configuration file may hold."""
+    """A key of a configuration file, with the type, default and help text of its field."""
 
     name: str
-    """Dotted, with its table: ``train.epochs``."""
+    """Dotted name that includes the table: ``train.epochs``."""
     hint: Any
-    """The type hint of its field."""
+    """Type hint of the field."""
     default: Any
     sentence: str
 
     @property
     def table(self) -> str:
-        """Name of the table; empty at the top."""
+        """Name of the table that contains the key; empty for a key at the top of the file."""
         return self.name.rpartition(".")[0]
 
     @property
     def short(self) -> str:
-        """Name inside the table."""
+        """Name of the key without the name of its table."""
         return self.name.rpartition(".")[2]
 
     @property
     def is_table(self) -> bool:
-        """Whether its value is a table, of any keys."""
+        """Whether the value is a table with arbitrary keys."""
         return alternatives(self.hint)[0][0] is dict
 
 
 @functools.cache
 def keys_of(cls: type) -> dict[str, Key]:
-    """Every key of a configuration by its dotted name, in the order of the file."""
+    """Return all keys of a configuration by dotted name, in the order of the file."""
     return {key.name: key for key in _keys(cls(), "")}
 
 
 @functools.cache
 def tables_of(cls: type) -> dict[str, str]:
-    """The sentence of every table, by its name; the top of the file has the empty name."""
+    """Return the help text of each table by name; the top of the file has the empty name."""
     values = {item.name: getattr(cls(), item.name) for item in fields(cls)}
     tables = {name: type(value) for name, value in values.items() if is_dataclass(value)}
     return {name: _summary(each) for name, each in {"": cls, **tables}.items()}
 
 
 def render(config: object) -> str:
-    """Write ``config`` as TOML, with the sentence of each key above it.
+    """Return ``config`` as TOML, with the help text of each key as a comment.
 
     Reading the text again gives an equal configuration.
     """
@@ -79,7 +80,7 @@ def render(config: object) -> str:
 
 
 def _assigned(name: str, value: Any) -> list[str]:
-    """Return the line that sets a key; a table too long for one has a line for each value."""
+    """Return the line that assigns a key, or one line for each value of a long table."""
     line = f"{name} = {dumps(value)}"
     if len(line) < 100 or not isinstance(value, Mapping):
         return [line]
@@ -87,9 +88,9 @@ def _assigned(name: str, value: Any) -> list[str]:
 
 
 def dumps(value: Any) -> str:
-    """Write one value on one line, so that ``tomllib`` reads the same value back.
+    """Return a value as one line of TOML, which ``tomllib`` parses to the same value.
 
-    Raises ``TypeError``: TOML has no such value.
+    Raises ``TypeError``: TOML cannot represent the value.
     """
     match value:
         case bool():
@@ -137,7 +138,7 @@ def _summary(cls: type) -> str:
 
 
 def _sentences(cls: type) -> dict[str, str]:
-    """Read the string below each field, inherited ones included; Python itself drops them."""
+    """Return the string literal below each field, inherited or not, from the source code."""
     sentences: dict[str, str] = {}
     for base in filter(is_dataclass, cls.__mro__):
         tree = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]

@@ -1,7 +1,7 @@
-"""Names and modules that are loaded at their first use.
+"""Lazy imports of public names and of modules.
 
-Public names follow PEP 562: the stub next to a package's ``__init__``, which type checkers read
-too, lists the module of each name, in lines ``from MODULE import NAME as NAME``, or ``ALIAS =
+Packages load public names as in PEP 562. The stub file ``__init__.pyi`` of a package, which type
+checkers also read, defines the names by lines ``from MODULE import NAME as NAME`` or ``ALIAS =
 NAME``.
 """
 
@@ -21,9 +21,9 @@ _IMPORT = re.compile(r"^from (\S+) import \(?\s*(\w+) as", re.MULTILINE)
 
 
 def imported(target: str) -> Any:
-    """Import the module of ``"module:name"``, and return the object of that name.
+    """Import the module of ``"module:name"`` and return the object ``name``.
 
-    For implementations that a table lists by name, of which a program uses few.
+    Tables of implementations use this function, because a program needs only few of them.
     """
     module, _, name = target.partition(":")
     return getattr(importlib.import_module(module), name)
@@ -32,7 +32,10 @@ def imported(target: str) -> Any:
 def exports(
     package: str, file: str
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Make the ``__getattr__``, ``__dir__`` and ``__all__`` of a package, whose file is given."""
+    """Return ``__getattr__``, ``__dir__`` and ``__all__`` of a package from its stub file.
+
+    ``file`` is ``__file__`` of the package.
+    """
     stub = Path(file).with_suffix(".pyi").read_text("utf-8")
     module_of = {name: module for module, name in _IMPORT.findall(stub)}
     alias_of = dict(_ALIAS.findall(stub))
@@ -56,11 +59,11 @@ def exports(
 
 @contextmanager
 def postponed(package: str, but: str) -> Iterator[None]:
-    """Load modules that the block imports when an attribute is first read.
+    """Delay the loading of modules that the block imports until an attribute is read.
 
-    This concerns the modules of ``package``, except the modules of its sub-package ``but``.
-
-    ``from PACKAGE import MODULE`` reads none; ``from MODULE import NAME`` loads the module.
+    This applies to the modules of ``package``, except the modules of its sub-package ``but``.
+    ``from PACKAGE import MODULE`` reads no attribute; ``from MODULE import NAME`` reads one and
+    therefore loads the module.
     """
     finder = _Postponing(f"{package}.", f"{but}.")
     sys.meta_path.insert(0, finder)
@@ -72,10 +75,10 @@ def postponed(package: str, but: str) -> Iterator[None]:
 
 
 class _Postponing(MetaPathFinder, Loader):
-    """Finds stand-ins for modules whose names begin with ``prefix`` and not with ``but``.
+    """Imports a placeholder instead of each module whose name begins with ``prefix``, not ``but``.
 
-    Only the modules that import a stand-in keep it: libraries that inspect ``sys.modules`` would
-    load the module at a time when its own imports may be incomplete.
+    ``withdraw`` removes the placeholders from ``sys.modules``: libraries that inspect
+    ``sys.modules`` read attributes, and would load a module whose imports may be incomplete.
     """
 
     def __init__(self, prefix: str, but: str) -> None:
@@ -97,10 +100,10 @@ class _Postponing(MetaPathFinder, Loader):
         return _StandIn(spec.name, self.withdraw)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Execute nothing: the stand-in loads the module."""
+        """No-op: the placeholder loads the module later."""
 
     def withdraw(self) -> None:
-        """Let the import system find the modules again instead of their stand-ins."""
+        """Remove the placeholders from ``sys.modules`` and from their packages."""
         while self._names:
             parent, _, name = self._names.pop().rpartition(".")
             del sys.modules[f"{parent}.{name}"]
@@ -108,14 +111,14 @@ class _Postponing(MetaPathFinder, Loader):
 
 
 class _StandIn(ModuleType):
-    """Reads its attributes from the module of its name."""
+    """A placeholder for a module, which loads the module when an attribute is read."""
 
     def __init__(self, name: str, withdraw: Callable[[], None]) -> None:
         super().__init__(name)
         self._withdraw = withdraw
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # which the import system asks for
+        if name.startswith("__"):  # the import system reads these attributes of the placeholder
             raise AttributeError(name)
         self._withdraw()
         path = list(sys.meta_path)

@@ -25,7 +25,7 @@ class _Span(ctypes.Structure):
 
 @cache
 def libc() -> ctypes.CDLL:
-    """Return the C library; its calls release Python's lock."""
+    """Return the C library, with functions that release the GIL during a call."""
     library = ctypes.CDLL(None, use_errno=True)
     address, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     library.mmap.restype = library.mremap.restype = address
@@ -38,7 +38,7 @@ def libc() -> ctypes.CDLL:
 
 @cache
 def instant_libc() -> ctypes.PyDLL:
-    """Return the C library for calls that are shorter than releasing Python's lock."""
+    """Return the C library, with functions that keep the GIL: faster for very short calls."""
     return ctypes.PyDLL(None, use_errno=True)
 
 
@@ -51,9 +51,9 @@ def map_memory(
     offset: int = 0,
     address: int | None = None,
 ) -> int:
-    """Map memory or a file by ``mmap(2)``, without keeping a descriptor; return the address.
+    """Map memory or a file by ``mmap(2)`` and return the address; no descriptor stays open.
 
-    Raises ``OSError`` if the kernel refuses.
+    Raises ``OSError`` if the system call fails.
     """
     found = libc().mmap(address, num_bytes, protection, flags, descriptor, offset)
     if found is None or found == _FAILED:
@@ -62,13 +62,13 @@ def map_memory(
 
 
 def move_memory(address: int, target: int, num_bytes: int) -> None:
-    """Move mapped pages to another address. Raises ``OSError`` if the kernel refuses."""
+    """Move mapped pages to another address. Raises ``OSError`` if the system call fails."""
     if libc().mremap(address, num_bytes, num_bytes, _MAY_MOVE_TO, target) == _FAILED:
         raise _error()
 
 
 def unmap_memory(address: int, num_bytes: int) -> None:
-    """Unmap pages."""
+    """Unmap pages by ``munmap(2)``."""
     libc().munmap(address, num_bytes)
 
 
@@ -80,19 +80,19 @@ def advise_memory(address: int, num_bytes: int, advice: int) -> int:
 
 
 def trim_heap() -> None:
-    """Return free memory of the heap to the system."""
+    """Return free memory of the heap to the operating system."""
     libc().malloc_trim(ctypes.c_size_t(0))
 
 
 def memory_at(address: int, num_bytes: int) -> Segment:
-    """Return a view of memory that another object owns."""
+    """Return a view of the bytes at an address; another object must keep the memory alive."""
     return (ctypes.c_char * num_bytes).from_address(address)
 
 
 def read_memory(pid: int, address: int, num_bytes: int) -> bytes:
     """Copy memory of another process by ``process_vm_readv(2)``.
 
-    Raises ``OSError`` if the kernel refuses, or copies fewer bytes.
+    Raises ``OSError`` if the system call fails or copies fewer bytes.
     """
     target = ctypes.create_string_buffer(num_bytes)
     here, there = (_Span(start, num_bytes) for start in (ctypes.addressof(target), address))
@@ -119,13 +119,14 @@ def file_system_magic(descriptor: int) -> int:
 def sharpen_sleep() -> None:
     """Set the timer slack of this thread, and of threads that it starts later, to 1 ns.
 
-    By default the kernel adds 50 us to every sleep: as long as a small message takes.
+    By default the kernel adds up to 50 us to every sleep, which is as long as a small message
+    takes.
     """
     libc().prctl(_SET_TIMER_SLACK, ctypes.c_ulong(1), 0, 0, 0)  # nanoseconds; 0 is the default
 
 
 class Timer:
-    """A timer on which one thread sleeps and which another thread sets."""
+    """A timer that one thread sets, and for which another thread sleeps."""
 
     __slots__ = ("_descriptor", "_poll", "_set")
 
@@ -140,7 +141,7 @@ class Timer:
         self._set = instant_libc().timerfd_settime
 
     def set(self, seconds: float) -> None:
-        """Expire once after ``seconds``, which replaces an earlier time; 0 disarms the timer."""
+        """Make the timer expire after ``seconds``, or never if 0; replace an earlier time."""
         nanoseconds = int(seconds * 1e9)
         when = (ctypes.c_long * 4)(0, 0, *divmod(nanoseconds, 1_000_000_000))
         self._set(self._descriptor, 0, when, None)
@@ -149,12 +150,12 @@ class Timer:
         """Sleep until the timer expires or ``timeout_s`` has passed; return whether it expired."""
         went_off = bool(self._poll.poll(timeout_s * 1e3))
         if went_off:
-            with contextlib.suppress(BlockingIOError):  # set again meanwhile
+            with contextlib.suppress(BlockingIOError):  # another thread has set the timer again
                 os.read(self._descriptor, 8)
         return went_off
 
     def close(self) -> None:
-        """Close the descriptor. No thread may wait any more."""
+        """Close the descriptor. The caller ensures that no thread waits for the timer."""
         os.close(self._descriptor)
 
 

@@ -1,4 +1,4 @@
-"""The logger ``hpctrain``: lines tagged by rank, a file per rank, equal warnings merged.
+"""The logger ``hpctrain``: tags lines by rank, writes a file per rank, merges equal warnings.
 
 This module does not use MPI: ``runtime/world`` passes the rank and gathers held warnings.
 """
@@ -26,10 +26,10 @@ _OF_ALL = {"of_all_ranks": True}
 
 
 def setup(rank: int, size: int, log_dir: Path | None = None, *, level: str = "warning") -> None:
-    """Tag log lines of this process with its rank; a second call replaces the first.
+    """Configure the logger of this process; a second call replaces the first.
 
-    Records from ``level`` on are printed to stderr, unless the program has configured logging:
-    then only its handlers print them. With ``log_dir`` this rank also writes
+    Each line is tagged with the rank. Records of ``level`` and above are printed to stderr, unless
+    the program has handlers on the root logger. With ``log_dir`` the rank also writes
     ``log_dir/rank-N.log``.
     """
     threshold = logging.getLevelName(level.upper())
@@ -53,8 +53,8 @@ def setup(rank: int, size: int, log_dir: Path | None = None, *, level: str = "wa
 def held() -> Iterator[list[str]]:
     """Collect the warnings of this process in the yielded list instead of logging them.
 
-    Other records are logged. After an error inside, the warnings are logged too: they may explain
-    it.
+    Other records are logged. If the block raises, the warnings are logged too, because they may
+    explain the error.
     """
     holder = _Holder(list(logger.handlers), propagate=logger.propagate)
     logger.handlers, logger.propagate = [holder], False
@@ -68,7 +68,7 @@ def held() -> Iterator[list[str]]:
 
 
 def merge(messages_by_rank: Sequence[Sequence[str]]) -> list[str]:
-    """Merge the warnings of all ranks: each once, with its ranks.
+    """Merge the warnings of all ranks, so that each text occurs once, with its ranks.
 
     Returns:
         Texts in the order of their first ranks: ``text [ranks 0-3, 4 of 6]`` for several ranks,
@@ -83,7 +83,7 @@ def merge(messages_by_rank: Sequence[Sequence[str]]) -> list[str]:
 
 
 def warn_merged(messages_by_rank: Sequence[Sequence[str]]) -> None:
-    """Log the merged warnings without the tag of this rank. Called by one rank."""
+    """Log the merged warnings, without the tag of a rank. Called by one rank."""
     for text in merge(messages_by_rank):
         logger.warning("%s", text, extra=_OF_ALL)
 
@@ -98,7 +98,7 @@ def _whose(ranks: list[int], size: int) -> str:
 
 
 class _Tagged(logging.Formatter):
-    """Adds ``[rank N]`` to every line, for terminals that several ranks share."""
+    """Formatter that adds ``[rank N]`` to every line, because ranks share a terminal."""
 
     def __init__(self, fmt: str, *, rank: int | None) -> None:
         super().__init__(fmt)
@@ -112,7 +112,7 @@ class _Tagged(logging.Formatter):
 
 
 class _Console(logging.StreamHandler):  # type: ignore[type-arg]
-    """Prints to stderr unless the program has handlers on the root logger."""
+    """Handler that prints to stderr, unless the program has handlers on the root logger."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not logging.getLogger().handlers:
@@ -120,11 +120,11 @@ class _Console(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 class _RankFile(logging.FileHandler):
-    """Writes the log file of this rank."""
+    """Handler that writes the log file of this rank."""
 
 
 class _Holder(logging.Handler):
-    """Collects warnings and passes on all other records."""
+    """Handler that collects warnings and passes all other records to ``handlers``."""
 
     def __init__(self, handlers: list[logging.Handler], *, propagate: bool) -> None:
         super().__init__()

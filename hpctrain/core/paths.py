@@ -1,4 +1,4 @@
-"""Absolute paths: paths are resolved when given, as a program may later change directory."""
+"""Conversion to absolute paths, done early because a program may change its directory later."""
 
 import os
 from pathlib import Path
@@ -9,7 +9,7 @@ from hpctrain.core.errors import ConfigError
 def _current() -> str | None:
     try:
         return os.getcwd()  # noqa: PTH109 - loads nothing
-    except OSError:  # it was removed
+    except OSError:  # the directory was removed
         return None
 
 
@@ -18,14 +18,15 @@ START = _current()
 
 
 def absolute(path: str | os.PathLike[str], *, base: str | None = None) -> Path:
-    """Return a path as an absolute one; symbolic links and ``..`` stay. Not collective.
+    """Return an absolute path, without resolving symbolic links and ``..``. Not collective.
 
     Args:
-        path: a relative one starts at the current directory of this call, or at ``base``.
-        base: an absolute directory; None for the current one.
+        path: a relative path starts at ``base``.
+        base: absolute directory; None for the current directory.
 
     Raises:
-        ConfigError: ``path`` is no path, or relative and there is no directory to start from.
+        ConfigError: ``path`` is not a path, or is relative while the current directory does not
+            exist.
     """
     try:
         name: object = os.fspath(path)
@@ -46,10 +47,10 @@ def absolute(path: str | os.PathLike[str], *, base: str | None = None) -> Path:
 
 
 def from_environment(text: str) -> Path:
-    """Return the path that a variable holds; a relative one starts at ``START``.
+    """Return the path in an environment variable; a relative path starts at ``START``.
 
-    All ranks read the same file, wherever the program changes its directory to before it reads
-    the variable. Raises ``ConfigError``: the text is empty, or relative without ``START``.
+    All ranks get the same path, even if the program has changed its directory. Raises
+    ``ConfigError``: the text is empty, or relative while ``START`` does not exist.
     """
     if not text:
         raise ConfigError(f"the name of a file or folder must not be empty, got {text!r}")

@@ -1,4 +1,4 @@
-"""Objects that ranks of a program send each other, or leave in files of a job."""
+"""Objects that the ranks of a program exchange by messages or by files of the job."""
 
 import pickle
 from collections.abc import Iterable
@@ -6,5 +6,5 @@ from typing import Any
 
 
 def unpickled(data: bytes | bytearray | memoryview, buffers: Iterable[Any] = ()) -> Any:
-    """Return the object of a pickle, with its buffers, that a rank of this program has made."""
+    """Unpickle data from a rank of this program; ``buffers`` are the out-of-band buffers."""
     return pickle.loads(data, buffers=buffers)  # noqa: S301 - not from another program

@@ -1,4 +1,4 @@
-"""Facts that a repetition of a measurement needs: versions, processor, commit."""
+"""Facts that are needed to repeat a measurement: versions, processor, commit."""
 
 import platform
 import shutil
@@ -30,7 +30,7 @@ def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def project(folder: Path) -> dict[str, str | list[str]]:
-    """Return the git commit of a folder; empty outside of a repository.
+    """Return the git commit of a folder; the result is empty outside of a repository.
 
     ``changed`` lists the files that differ from the commit, and ``diff`` is a hash of their
     differences: two runs with the same commit and hash had the same tracked files.

@@ -1,4 +1,4 @@
-"""Names of the standard library that Python 3.10 lacks or has elsewhere."""
+"""Names of the standard library that Python 3.10 lacks or has in another module."""
 
 import sys
 
@@ -17,7 +17,7 @@ else:
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Add a line below the message of an error, which Python 3.10 stores but does not print."""
+    """Add a note to an error. Python 3.10 stores the note but does not print it."""
     if sys.version_info >= (3, 11):
         error.add_note(note)
     else:

@@ -20,12 +20,15 @@ _FLUSH_S = 1.0  # records of this time may be lost by a kill; the study repeats 
 
 
 class Records:
-    """Appends records to a file immediately, so that a kill loses at most the last one."""
+    """File of records to which each record is appended immediately.
+
+    A killed process loses at most the last record.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Open or create the file; a last line that a kill has cut is ended.
+        """Open or create the file; end an incomplete last line of a killed process.
 
-        Raises ``OSError`` if the file system refuses.
+        Raises ``OSError`` if the file system reports an error.
         """
         self.path = path
         self._file = path.open("ab", buffering=0)
@@ -34,9 +37,9 @@ class Records:
         sync(path.parent)
 
     def append(self, *records: Mapping[str, Any]) -> None:
-        """Append records; numbers that are not finite become null, as JSON has no such numbers.
+        """Append records; NaN and infinity become null, because JSON cannot represent them.
 
-        Raises ``OSError`` if the file system refuses.
+        Raises ``OSError`` if the file system reports an error.
         """
         lines = [json.dumps(finite(each)) + "\n" for each in records]
         # One write unless the disk is full: other writers and readers see complete lines.
@@ -45,7 +48,7 @@ class Records:
             text = text[self._file.write(text) :]
 
     def sync(self) -> None:
-        """Return when all records are on disk."""
+        """Write all records to disk by ``fsync(2)``."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -62,7 +65,7 @@ class Records:
 def read(path: Path, key: str = "event") -> list[dict[str, Any]]:
     """Return the complete records of a file that have ``key``.
 
-    Lines that are not records, and a last line that a kill has cut, are omitted.
+    Lines that are not records, and an incomplete last line, are omitted.
     """
     lines = path.read_bytes().split(b"\n")[:-1]
     return [record for line in lines if (record := record_of(line, key)) is not None]
@@ -72,7 +75,7 @@ def record_of(line: bytes, key: str = "event") -> dict[str, Any] | None:
     """Return the record of a line; None if the line is not a record."""
     try:
         found = json.loads(line)
-    except ValueError:  # also for bytes that are not text
+    except ValueError:  # the line is not JSON, or its bytes are not text
         return None
     return found if isinstance(found, dict) and key in found else None
 
@@ -85,7 +88,7 @@ def record(
     seconds: float | None = None,
     **values: float,
 ) -> None:
-    """Record a finished step for a scaling study; a no-op outside of one.
+    """Record a finished step for a scaling study; a no-op outside of a study.
 
     Every rank calls it at the end of each step. Not collective, and needs neither MPI nor
     ``init``: each process appends to its own file, in the folder ``HPCTRAIN_RECORDS``, which
@@ -111,7 +114,10 @@ def record(
 
 
 class _Recorder:
-    """Appends the records of a rank about once per second, because file systems may be slow."""
+    """Writes the records of a rank to a file about once per second.
+
+    File systems may be slow, so a step does not wait for a write.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._pid, self._flushed = os.getpid(), time.monotonic()
@@ -141,13 +147,13 @@ class _Recorder:
 
 
 @functools.cache
-def _recorder(_pid: int) -> _Recorder | None:  # a forked child starts its own file
+def _recorder(_pid: int) -> _Recorder | None:  # the argument gives a forked child its own file
     folder = setting("records")
     return None if folder is None else _Recorder(folder)
 
 
 def finite(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a record with None for numbers that are not finite, which JSON cannot represent."""
+    """Return a record with None instead of NaN and infinity, which JSON cannot represent."""
     return {name: _finite(value) for name, value in record.items()}
 
 

@@ -35,7 +35,7 @@ def resolve(
     Args:
         target: ``"module:name"``.
         where: origin of the name, such as the key of a file, for messages.
-        way_out: remedy for a missing module, for messages.
+        way_out: remedy if the module does not exist, for messages.
         error_type: class of the errors.
 
     Raises:
@@ -64,7 +64,7 @@ def resolve(
 def member(
     module: ModuleType, name: str, where: str, *, error_type: type[HpctrainError] = ConfigError
 ) -> Any:
-    """Return the attribute ``name`` of a module; arguments and errors as of ``resolve``."""
+    """Return the attribute ``name`` of a module, with the arguments and errors of ``resolve``."""
     if not hasattr(module, name):
         public = [each for each in vars(module) if not each.startswith("_")]
         raise error_type(
@@ -77,7 +77,7 @@ def member(
 def call(
     function: Callable[..., Any], first: tuple[Any, ...], args: Mapping[str, Any], key: str
 ) -> Any:
-    """Call ``function(*first, **args)``; raises as ``check_arguments``."""
+    """Check the arguments by ``check_arguments``, and return ``function(*first, **args)``."""
     check_arguments(function, len(first), args, key)
     return function(*first, **args)
 
@@ -85,7 +85,10 @@ def call(
 def check_arguments(
     function: Callable[..., Any], num_first: int, args: Mapping[str, Any], key: str
 ) -> None:
-    """Raise ``ConfigError`` unless ``function`` accepts ``num_first`` positional and ``args``."""
+    """Raise ``ConfigError`` unless ``function`` accepts these arguments.
+
+    ``num_first`` is the number of positional arguments, ``args`` are the keyword arguments.
+    """
     if not callable(function):
         raise ConfigError(
             f"{key.replace('.args', '.target')} must name a function, got an object of type "
@@ -108,7 +111,10 @@ def check_arguments(
 
 
 def file_of(target: str) -> tuple[Path, ...]:
-    """Return the file of a module that ``resolve`` imported, if it has one."""
+    """Return the file of the module of ``target``; empty if the module has no file.
+
+    ``resolve`` has imported the module.
+    """
     file = getattr(sys.modules[target.partition(":")[0]], "__file__", None)
     return (Path(file),) if file else ()
 

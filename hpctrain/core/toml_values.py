@@ -1,4 +1,4 @@
-"""Values of a configuration from several sources, each checked by its key."""
+"""Values of a configuration, merged from several sources and checked by type hints."""
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,16 +15,20 @@ C = TypeVar("C")
 
 
 class TomlValues(Generic[C]):
-    """Values for a dataclass of tables, source by source; later ones replace earlier ones."""
+    """Values of a configuration from several sources; later sources override earlier ones.
+
+    Args:
+        cls: dataclass of the configuration, whose fields are tables.
+    """
 
     def __init__(self, cls: type[C]) -> None:
         self._cls: Any = cls
         self._values: dict[str, Any] = {}
         self.origins: dict[str, str] = {}
-        """Where the keys that are not defaults were set: ``file digits.toml``."""
+        """Source of each key that is set, such as ``file digits.toml``."""
 
     def merge(self, items: Iterable[tuple[str, Any]], source: str) -> None:
-        """Take values by their keys; a dotted name may point into a free table."""
+        """Add values by dotted name; a name may extend into a table with arbitrary keys."""
         for given, value in items:
             try:
                 key, inner = self._find(given)
@@ -38,7 +42,7 @@ class TomlValues(Generic[C]):
             self.origins[key.name] = source
 
     def build(self) -> C:
-        """Make the configuration."""
+        """Return the configuration with the merged values."""
         tables: dict[str, dict[str, Any]] = {}
         for name, value in self._values.items():
             table, _, short = name.rpartition(".")
@@ -58,7 +62,7 @@ class TomlValues(Generic[C]):
         return made
 
     def _find(self, name: str) -> tuple[Key, str]:
-        """The key that ``name`` means, and what follows it when it points into a free table."""
+        """Return the key of ``name``, and the rest of the name inside an arbitrary table."""
         keys = keys_of(self._cls)
         if name in keys:
             return keys[name], ""
@@ -69,7 +73,7 @@ class TomlValues(Generic[C]):
 
 
 def read_toml(path: Path, cls: Any, way_out: str) -> Iterator[tuple[str, Any]]:
-    """Read the values of a file for a dataclass of tables, by their dotted names."""
+    """Yield dotted names and values of a TOML file for the configuration class ``cls``."""
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -84,7 +88,7 @@ def read_toml(path: Path, cls: Any, way_out: str) -> Iterator[tuple[str, Any]]:
 
 
 def unknown_key(cls: Any, name: str) -> str:
-    """Say that ``name`` is no key, which one may be meant, and what its table takes."""
+    """Return the error message for the unknown key ``name``, with similar and valid keys."""
     keys, tables = keys_of(cls), tables_of(cls)
     table, _, short = name.rpartition(".")
     if name in tables:
@@ -104,7 +108,7 @@ def unknown_key(cls: Any, name: str) -> str:
 
 
 def _with(table: Mapping[str, Any], name: str, value: Any) -> dict[str, Any]:
-    """A copy of ``table`` in which the dotted ``name`` has ``value``."""
+    """Return a copy of ``table`` in which the dotted ``name`` has ``value``."""
     first, _, rest = name.partition(".")
     inner = table.get(first, {})
     if rest and not isinstance(inner, Mapping):
@@ -113,7 +117,7 @@ def _with(table: Mapping[str, Any], name: str, value: Any) -> dict[str, Any]:
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of nested tables by dotted names."""
+    """Return nested tables as one dictionary from dotted names to values."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         inner = isinstance(value, Mapping) and value

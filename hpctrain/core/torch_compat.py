@@ -1,7 +1,7 @@
 """Names of torch that are private or that some supported version lacks, resolved at import.
 
-Every other module takes such a name from here and asks nothing about versions. Each fallback names
-the first version of torch that has the name.
+The other modules import these names from here and do not compare versions of torch. A comment at
+each fallback states the first version of torch that does not need the fallback.
 """
 
 import importlib
@@ -29,7 +29,7 @@ from hpctrain.core.logs import logger
 F = TypeVar("F", bound=Callable[..., Any])
 
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
-"""Major and minor version of the torch in use."""
+"""Major and minor version of the imported torch."""
 TESTED = ((2, 6), (2, 15))
 """The oldest and the newest version that the tests ran with."""
 
@@ -46,7 +46,7 @@ def warn_if_untested() -> None:
 
 
 def require(feature: str, is_there: object, version: str) -> None:
-    """Raise ``ConfigError`` if this torch lacks a feature, which needs ``version``."""
+    """Raise ``ConfigError`` unless this torch has ``feature``, which is new in ``version``."""
     if not is_there:
         raise ConfigError(
             f"torch must be {version} or later for {feature}, got {torch.__version__}; update "
@@ -78,7 +78,7 @@ DYNAMO = "torch._dynamo"
 
 
 def set_dynamo(module: Any) -> None:
-    """Use a module as ``torch._dynamo``; None removes the present one."""
+    """Replace the module ``torch._dynamo`` by ``module``; None removes the module."""
     if module is None:
         del sys.modules[DYNAMO], torch._dynamo
     else:
@@ -90,10 +90,10 @@ Operator: type = torch._ops.OpOverload
 # -- autograd ----------------------------------------------------------------------------------
 
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
-"""Return the number of the backward pass that this thread carries out, -1 outside of one."""
+"""Return the id of the backward pass that runs in this thread, or -1 outside of a pass."""
 is_multithreading_enabled: Callable[[], bool] = torch._C._is_multithreading_enabled
 BACKWARD: CodeType = graph._engine_run_backward.__code__
-"""Code of the frame below which autograd's C++ code runs."""
+"""Code object of the Python frame that calls the C++ code of autograd."""
 
 
 def call_after_backward(function: Callable[[], None]) -> None:
@@ -102,17 +102,24 @@ def call_after_backward(function: Callable[[], None]) -> None:
 
 
 def identity_of(tensor: Tensor) -> int:
-    """Return a number of what torch hooks; a conversion may swap it for another."""
+    """Return an identifier of the C++ tensor of ``tensor``.
+
+    Hooks are registered on the C++ tensor. A conversion of a module may give its parameters new
+    C++ tensors.
+    """
     return tensor._cdata
 
 
 def accumulation_hooks_of(tensor: Tensor) -> Collection[object]:
-    """Return the hooks that autograd calls when it has accumulated a gradient."""
+    """Return the hooks that autograd calls after it has accumulated the gradient of ``tensor``."""
     return (tensor._post_accumulate_grad_hooks or {}).values()
 
 
 def rearm_hooks(tensor: Tensor) -> None:
-    """Hook a tensor again whose inside was swapped: only the Python side knows its hooks."""
+    """Register the hooks of ``tensor`` again, after its C++ tensor was replaced.
+
+    The replacement keeps the hooks as Python attributes but does not register them in C++.
+    """
     for hooks in ("_post_accumulate_grad_hooks", "_backward_hooks"):
         setattr(tensor, hooks, getattr(tensor, hooks))
 
@@ -137,12 +144,12 @@ unscale_grads: Callable[..., dict[torch.device, Tensor]] = GradScaler._unscale_g
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return the version counter of a tensor, which each write in place increments."""
+    """Return the version counter of a tensor, which each in-place operation increments."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def values_of(tensor: Tensor) -> Tensor:
-    """Return the stored values of a tensor; those of a sparse tensor may be uncoalesced."""
+    """Return the stored values of a dense or sparse tensor; a sparse tensor may be uncoalesced."""
     return tensor._values() if tensor.is_sparse else tensor
 
 
@@ -152,12 +159,15 @@ def replace_unscale_grads(function: Callable[..., dict[torch.device, Tensor]]) -
 
 
 def leave_scaling_to(optimizer: torch.optim.Optimizer) -> None:
-    """Let a ``GradScaler`` call ``step()`` in any case, and leave the scale to it."""
+    """Make ``GradScaler`` leave unscaling, and the skipping of steps, to ``optimizer.step()``."""
     optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
 
 
 def first_state_of_adagrad(parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state that the constructor of Adagrad makes (before 2.13), {} if a step does."""
+    """Return the state that the constructor of Adagrad creates for a parameter.
+
+    The result is empty since torch 2.13, where the first step creates the state.
+    """
     names = signature(torch.optim.Adagrad).parameters.keys() & group.keys() - {"params"}
     made = torch.optim.Adagrad([parameter], **{name: group[name] for name in names})
     state: dict[str, Any] = made.state[parameter]
@@ -165,7 +175,7 @@ def first_state_of_adagrad(parameter: Tensor, group: Mapping[str, Any]) -> dict[
 
 
 FLOAT8_SCALE: torch.dtype | None = getattr(torch, "float8_e8m0fnu", None)  # 2.7
-"""The type of powers of two by which blocks of 8-bit numbers are scaled."""
+"""Type of the scale factors of blocks of 8-bit numbers: powers of two."""
 FLOAT8: tuple[torch.dtype, ...] = (
     torch.float8_e4m3fn,
     torch.float8_e4m3fnuz,
@@ -183,9 +193,9 @@ def move_storage(tensor: Tensor, other: Tensor) -> None:
 
 
 def accelerator() -> torch.device | None:
-    """Return the kind of accelerator that this process can use, None without one."""
+    """Return the device type of the available accelerator, or None without an accelerator."""
     kinds = torch.accelerator
-    if not kinds.is_available():  # 2.6 knows no check_available
+    if not kinds.is_available():  # torch 2.6 has no argument check_available
         return None
     return kinds.current_accelerator()
 
@@ -203,7 +213,10 @@ functional: Any = torch.ops._c10d_functional
 
 
 def replace_builtin_hooks(changed: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Change the function by which DistributedDataParallel takes a hook that torch has in C++."""
+    """Replace the method of DistributedDataParallel that registers a built-in C++ hook.
+
+    ``changed`` takes the method of torch and returns its replacement.
+    """
     of_torch = DistributedDataParallel._register_builtin_comm_hook
     DistributedDataParallel._register_builtin_comm_hook = changed(of_torch)  # type: ignore[method-assign]
 
@@ -214,7 +227,7 @@ def backend_of(group: Any, device: torch.device) -> Any:
 
 
 def group_by_nccl(store: Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-    """Create an NCCL process group, because some functions need a group. Collective."""
+    """Create a process group with the NCCL backend, for functions that require one. Collective."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     kind = dist.ProcessGroup.BackendType.NCCL
@@ -226,7 +239,10 @@ def group_by_nccl(store: Store, rank: int, size: int, timeout: timedelta) -> dis
 
 
 def leave_unrecorded(kind: type) -> None:
-    """Exclude a kind of group from the flight recorder of torch 2.15, which reads C++ groups."""
+    """Exclude process groups of class ``kind`` from the flight recorder of torch 2.15.
+
+    The recorder supports only groups that are implemented in C++.
+    """
     name = "_maybe_attach_flight_recorder"
     attach = getattr(distributed_c10d, name, None)
     if attach is None:
@@ -240,9 +256,9 @@ def leave_unrecorded(kind: type) -> None:
 
 
 def leave_out_first_messages(kind: type) -> None:
-    """Let stages of torch's pipelines over groups of a kind begin without messages, before 2.13.
+    """Remove the first messages between pipeline stages, in groups of class ``kind``.
 
-    Those send 8 bytes where they receive 4; they let NCCL connect.
+    Before version 2.13, torch sends 8 bytes and receives 4, in order to connect the ranks by NCCL.
     """
     if VERSION >= (2, 13):
         return
@@ -257,9 +273,12 @@ def leave_out_first_messages(kind: type) -> None:
 
 
 def forget_earlier_meshes() -> None:
-    """Drop what DTensor has planned for meshes of the same ranks whose groups are gone."""
+    """Clear the caches of DTensor, which may refer to destroyed process groups.
+
+    A mesh of the same ranks, but with other groups, would use the cached entries.
+    """
     planned = sys.modules.get("torch.distributed.tensor._redistribute")
-    if planned is None:  # nothing: it takes a second to load
+    if planned is None:  # DTensor is not loaded, so its caches are empty; loading takes a second
         return
     debug = importlib.import_module("torch.distributed.tensor.debug")
     if hasattr(debug, "_clear_sharding_prop_cache"):  # 2.10
@@ -273,7 +292,7 @@ def forget_earlier_meshes() -> None:
 
 
 def unflattened(axis: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """Return one axis of a mesh as several axes. Collective over its ranks."""
+    """Return a mesh that splits ``axis`` into several axes. Collective over its ranks."""
     if hasattr(axis, "_unflatten"):  # 2.10
         return axis._unflatten(0, sizes, names)
     ranks = axis.mesh.view(sizes)
@@ -289,16 +308,19 @@ def unflattened(axis: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, ...]
 has_cpu_streams = hasattr(torch.cpu.Stream, "record_event")  # 2.7
 """Whether FSDP2 works with tensors on CPUs."""
 can_pipeline = has_cpu_streams
-"""Whether schedules of pipelines leave the scale of gradients to the caller."""
+"""Whether pipeline schedules let the caller scale the gradients."""
 
 
 def without_outputs(run: Callable[..., Any]) -> dict[str, bool]:
-    """Return the option by which a schedule of a pipeline keeps no outputs, new in 2.10."""
+    """Return the keyword argument that makes a pipeline schedule discard its outputs.
+
+    The result is empty before torch 2.10.
+    """
     return {"return_outputs": False} if "return_outputs" in signature(run).parameters else {}
 
 
 def average_unused_parameters(model: Any) -> None:
-    """Make FSDP2 average zeros for parameters without a gradient on this rank."""
+    """Make FSDP2 reduce zeros for parameters that have no gradient on this rank."""
     if hasattr(model, "set_reduce_scatter_unused_params"):  # 2.13
         model.set_reduce_scatter_unused_params(True)
         return
@@ -321,12 +343,12 @@ def _fill_in_zeros(group: Any, parameter: Any, accumulate: Callable[[], None]) -
 
 
 def gather_asynchronously(unit: Any) -> None:
-    """Make FSDP2 gather the parameters of a module on a CPU without waiting for them."""
+    """Make FSDP2 gather the parameters of a module on a CPU asynchronously."""
     unit._set_unshard_async_op(async_op=True)
 
 
 def drop_gathered(unit: Any) -> None:
-    """Drop parameters of an FSDP2 module that were gathered ahead and not used."""
+    """Free parameters of an FSDP2 module that were prefetched but not used."""
     group = unit._get_fsdp_state()._fsdp_param_group
     if group is not None and group._all_gather_result is not None:
         group.wait_for_unshard()
@@ -334,16 +356,16 @@ def drop_gathered(unit: Any) -> None:
 
 
 def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Return the axes of a mesh as one axis. Collective at the first call for a mesh."""
+    """Return a mesh with one axis that joins all axes of ``mesh``; first call collective."""
     return mesh._flatten(name)
 
 
 def as_own_tensor(tensor: Tensor) -> Tensor:
-    """Return a tensor that is no view; a copy of a view."""
+    """Return ``tensor``, or a copy if ``tensor`` is a view."""
     return tensor.clone() if tensor._is_view() else tensor
 
 
 def move_to_front(module: nn.Module, handle: Any) -> None:
-    """Make a forward pre-hook the first one of its module."""
+    """Make a forward pre-hook run before the other pre-hooks of ``module``."""
     hooks: Any = module._forward_pre_hooks
     hooks.move_to_end(handle.id, last=False)

@@ -18,7 +18,7 @@ _DURATION_PART = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]+)", re.IGNORECASE)
 
 
 def parse_bytes(text: str) -> int:
-    """Read a number of bytes such as ``"25 MiB"``, case does not matter.
+    """Return the number of bytes of a text such as ``"25 MiB"``, in upper or lower case.
 
     Raises:
         ConfigError: the text is not a number followed by one of B, kB, MB, GB, KiB, MiB, GiB.
@@ -32,7 +32,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_seconds(text: str) -> float:
-    """Read a duration such as ``"10min"``, ``"11h50min"`` or ``"90 s"`` in seconds.
+    """Return the seconds of a text such as ``"10min"``, ``"11h50min"`` or ``"90 s"``.
 
     Raises ``ConfigError``: the text is not one or more numbers, each with one of s, min, h, d.
     """
@@ -45,7 +45,10 @@ def parse_seconds(text: str) -> float:
 
 
 def parse_number(text: str) -> float:
-    """Read a number such as ``"25.6M"`` or ``"1e9"``; ``ConfigError``: it is none."""
+    """Return the number of a text such as ``"25.6M"`` or ``"1e9"``.
+
+    Raises ``ConfigError``: the text is not a number.
+    """
     digits = text.rstrip("kMGBT")
     factors = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
     try:
@@ -55,7 +58,7 @@ def parse_number(text: str) -> float:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Write a number of bytes with a binary unit: ``25.0 MiB``."""
+    """Return a number of bytes as text with a binary unit: ``25.0 MiB``."""
     for unit, size in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if abs(num_bytes) >= size:
             return f"{num_bytes / size:.1f} {unit}"
@@ -63,7 +66,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Write a duration with the unit that fits: ``3.2 us``, ``3 min 05 s``, ``2.5 h``."""
+    """Return a duration as text with a suitable unit: ``3.2 us``, ``3 min 05 s``, ``2.5 h``."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.1f} us"
     if seconds < 1:
@@ -77,7 +80,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_numbers(numbers: Iterable[int]) -> str:
-    """Write a set of cores or ranks as the kernel does: ``0-3,8``."""
+    """Return a set of cores or ranks as text in the format of the kernel: ``0-3,8``."""
     runs = [
         [number for _, number in group]
         for _, group in groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0])
@@ -86,13 +89,13 @@ def format_numbers(numbers: Iterable[int]) -> str:
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """Write a set of ranks with its noun: ``rank 3``, ``ranks 0-3,8``."""
+    """Return a set of ranks as text: ``rank 3``, ``ranks 0-3,8``."""
     listed = list(ranks)
     return f"rank{'s' * (len(listed) != 1)} {format_numbers(listed)}"
 
 
 def by_rank(messages: Sequence[str | None]) -> str:
-    """Name each message once, with the ranks that gave it; None is no message."""
+    """Return one text with each distinct message and its ranks; None means no message."""
     ranks_of: dict[str, list[int]] = {}
     for rank, message in enumerate(messages):
         if message is not None:

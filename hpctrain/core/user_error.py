@@ -1,6 +1,7 @@
-"""Errors in the user's code: in twelve lines, with the frames of that code only.
+"""Short tracebacks of errors in the user's code: twelve lines, with frames of that code only.
 
-A frame is the user's unless its file is part of Python, of an installed package or of hpctrain.
+A frame belongs to the user's code unless its file is part of Python, of an installed package or of
+hpctrain.
 """
 
 import linecache
@@ -18,17 +19,18 @@ from hpctrain.core.python_compat import add_note
 MAX_LINES = 12  # on the terminal; the log file of the rank has the whole traceback
 
 _NUM_FRAMES = 3  # innermost frames of the user's code
-_WIDTH = 300  # of a line of a message, in characters
+_WIDTH = 300  # characters of a line of a message
 _NUM_PARTS = 6  # elements of a tuple that are described
 _OURS = str(Path(__file__).parents[1])
 _FOREIGN = (_OURS, *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib")})
 
 
 def folded(error: BaseException, log: Path | None) -> str:
-    """Return the user's frames, the tensors in them, and the error, in ``MAX_LINES`` lines.
+    """Return a traceback of the user's frames, their tensors and the error.
 
-    Empty if no frame is the user's, or if the error may be a defect of hpctrain, which needs the
-    whole traceback. ``log`` is the file that contains the whole traceback, or None.
+    The text has at most ``MAX_LINES`` lines. The text is empty if no frame belongs to the user's
+    code, or if the error may be a defect of hpctrain, which needs the whole traceback. ``log`` is
+    the file that contains the whole traceback, or None.
     """
     lines, text = user_lines(error), "\n".join(map(str, getattr(error, "__notes__", ())))
     notes = [_cut(line) for line in text.splitlines() if line.strip()]
@@ -56,7 +58,11 @@ def _cut(line: str) -> str:
 
 @contextmanager
 def noted(whose: str, *values: Any) -> Iterator[None]:
-    """Add a note to errors of user code inside this context: its name and its arguments."""
+    """Add a note to errors that user code raises in the block.
+
+    The note contains the name ``whose`` of the user code, and a description of its arguments
+    ``values``.
+    """
     try:
         yield
     except HpctrainError:
@@ -70,7 +76,7 @@ def noted(whose: str, *values: Any) -> Iterator[None]:
 
 
 def described(value: object) -> str:
-    """Describe a value: type and shape of tensors, also inside tuples and mappings."""
+    """Return a description of a value, with type and shape of tensors, also in containers."""
     name = type(value).__name__
     name = f"a{'n' * (name[0] in 'aeiou')} {name}"
     if isinstance(value, tuple | list):
@@ -84,7 +90,7 @@ def described(value: object) -> str:
 
 
 def user_lines(error: BaseException) -> list[str]:
-    """Return one line per frame of the user, and a line about the tensors of the innermost one."""
+    """Return a line for each frame of the user's code, and the tensors of the innermost frame."""
     frames = [each for each in _frames(error) if _is_user(each[0])]
     lines = []
     for frame, number in frames[-_NUM_FRAMES:]:
@@ -98,9 +104,10 @@ def user_lines(error: BaseException) -> list[str]:
 
 
 def layer_of(error: BaseException) -> str:
-    """Return name and description of the innermost layer in whose ``forward`` an error was raised.
+    """Return name and description of the innermost layer whose ``forward`` raised an error.
 
-    Empty if that layer is defined by the user: then ``user_lines`` has the line in its forward.
+    The result is empty if the user's code defines the layer, because ``user_lines`` then contains
+    the line in ``forward``.
     """
     frames = [each for each, _ in _frames(error) if each.f_code.co_name == "forward"]
     layers: list[tuple[FrameType, Any]] = [(each, each.f_locals.get("self")) for each in frames]
@@ -113,11 +120,14 @@ def layer_of(error: BaseException) -> str:
 
 
 def _is_user(frame: FrameType) -> bool:
-    """Return whether a frame is of the user's code: ``python -c`` is, generated code is not."""
+    """Return True if a frame belongs to the user's code.
+
+    Code of ``python -c`` belongs to the user's code, generated code does not.
+    """
     file = frame.f_code.co_filename
     if file == "<string>":
         return frame.f_globals.get("__name__") == "__main__"
-    is_compiled = file.endswith((".pyx", ".pxi"))  # of mpi4py or h5py, by paths of their build
+    is_compiled = file.endswith((".pyx", ".pxi"))  # modules of mpi4py and h5py
     return not (is_compiled or file.startswith(("<frozen", *_FOREIGN)) or "-packages/" in file)
 
 
@@ -126,7 +136,7 @@ def _frames(error: BaseException) -> list[tuple[FrameType, int]]:
 
 
 def _tensors(values: Mapping[str, Any]) -> str:
-    """Describe the values that have a shape and a type, also inside tuples."""
+    """Return a description of the tensors and arrays among ``values``, also inside tuples."""
     found = {name: _describe(value) for name, value in values.items() if name != "self"}
     return ", ".join(f"{name} {text}" for name, text in found.items() if text)[:_WIDTH]
 

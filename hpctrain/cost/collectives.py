@@ -1,4 +1,4 @@
-"""Closed forms of all-reduces: the load of links and processors, and its lower bound.
+"""Closed-form costs of all-reduces: load of links and processors, and lower bounds.
 
 Sources: see ``hpctrain.cost.schedules``; for the lower bound, Chan et al. 2007, "Collective
 communication: theory, practice, and experience".
@@ -17,9 +17,10 @@ from hpctrain.cost.schedules import SCHEDULES
 
 
 class Load(NamedTuple):
-    """Work of the busiest rank or link in an all-reduce, without concurrency.
+    """Messages, bytes and seconds of the busiest rank or link in an all-reduce.
 
-    The time is linear in the figures of a machine, so that the figures can be fitted to measured
+    The time of the operation is the sum over all fields, each multiplied by a parameter of the
+    machine; no work overlaps. The time is linear, so the parameters can be fitted to measured
     times. The work of processors is multiplied by the number of ranks that share a core.
     """
 
@@ -28,26 +29,26 @@ class Load(NamedTuple):
     network_rounds: float = 0.0  # messages between nodes
     network_bytes: float = 0.0  # through one NIC, in one direction
     handled_bytes: float = 0.0  # network bytes that the processor of a rank copies
-    combined_bytes: float = 0.0  # that a rank combines, in bytes of one tensor
+    combined_bytes: float = 0.0  # bytes of one tensor that a rank combines with another tensor
     codec_s: float = 0.0  # time of the codec, equal on all machines
 
     def __add__(self, other: "Load") -> "Load":  # type: ignore[override] # no concatenation
         return Load(*map(operator.add, self, other))
 
     def seconds(self, machine: Machine) -> float:
-        """Return the time on a machine."""
+        """Return the seconds of this load on a machine."""
         return float(sum(map(operator.mul, self, seconds_of_one(machine))))
 
 
 def seconds_of_one(machine: Machine) -> Load:
-    """Return the seconds for one of each field of a load."""
+    """Return the seconds per unit of each field of a load on a machine."""
     node, network = machine.node, machine.network
     links = node.latency_s, 1 / node.bytes_per_s, network.latency_s, 1 / network.bytes_per_s
     return Load(*links, 1 / machine.handle_bytes_per_s, 1 / machine.reduce_bytes_per_s, 1.0)
 
 
 class CodecCost(NamedTuple):
-    """Cost of a codec for a message of float32."""
+    """Bytes and processor time of a codec, for a message of float32."""
 
     bytes_per_element: float  # bytes sent, of 4
     s_per_byte: float = 0.0  # time per byte of the message, to encode and decode
@@ -59,7 +60,7 @@ CODECS = {
     "fp16": CodecCost(2.0, passes=2.0),
     "bf16": CodecCost(2.0, passes=2.0),
 }
-"""By name, as in ``hpctrain.Compression``."""
+"""Costs of codecs by name, as in ``hpctrain.Compression``."""
 
 
 def codec_cost(name: str) -> CodecCost:
@@ -85,14 +86,14 @@ def codec_cost(name: str) -> CodecCost:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """Algorithm of an all-reduce; ``ConfigError`` for an unknown name."""
+    """Algorithm, rails and codec of an all-reduce; raises ``ConfigError`` for unknown names."""
 
     algorithm: str
     """A name of ``schedules.SCHEDULES``; on one node with rails also ``slices`` or ``direct``."""
     rails: int = 0
-    """Ranks of each node that reduce slices between nodes after the reduction in node memory; 0
-    for a flat algorithm."""
-    codec: str = "none"  # of messages between nodes, see ``codec_cost``
+    """Number of ranks per node that reduce slices between nodes, after the reduction in node
+    memory; 0 for a flat algorithm."""
+    codec: str = "none"  # codec of messages between nodes, see ``codec_cost``
 
     def __post_init__(self) -> None:
         known = [*SCHEDULES, *(ON_A_NODE if self.rails else ())]
@@ -111,7 +112,7 @@ ON_A_NODE = ("slices", "direct")
 
 
 def allreduce(machine: Machine, num_bytes: float, way: Way) -> Load:
-    """Return the load of an all-reduce over all ranks; the speed of links is not used.
+    """Return the load of an all-reduce over all ranks; independent of the speed of links.
 
     Ranks are numbered by node. Inside a node every rank sums a slice of the message, or the whole
     message if ``direct``, in shared memory; only flat algorithms send messages there. Messages
@@ -129,7 +130,10 @@ def allreduce(machine: Machine, num_bytes: float, way: Way) -> Load:
 
 
 def _in_rounds(num_bytes: float, algorithm: str, shape: MachineShape, rails: int) -> Load:
-    """Sum the rounds of a schedule; the slowest of concurrent messages counts."""
+    """Return the load of all rounds of a schedule.
+
+    Only the slowest of the concurrent messages of a round is counted.
+    """
     each = _of_one_byte(algorithm, shape, rails)._asdict().items()
     return Load(*(many if "rounds" in name else many * num_bytes for name, many in each))
 
@@ -149,7 +153,7 @@ def _of_one_byte(algorithm: str, shape: MachineShape, rails: int) -> Load:
 def _asked(
     shape: MachineShape, rails: int, rounds: float, num_bytes: float, width: float, combined: float
 ) -> Load:
-    """Return the load of rounds; with a width of 0 all messages stay inside nodes."""
+    """Return the load of ``rounds`` rounds; a width of 0 means that no message leaves a node."""
     turns = shape.turns(rails or shape.ranks_per_node)
     both = Load(combined_bytes=turns * combined)
     if not width:
@@ -158,18 +162,19 @@ def _asked(
 
 
 def _double_tree(num_bytes: float, algorithm: str, shape: MachineShape, rails: int) -> Load:
-    """Return the load of an inner rank of one of the two trees, a leaf of the other tree."""
+    """Return the load of a rank that is an inner node of one tree and a leaf of the other."""
     size = shape.nodes if rails else shape.num_ranks
     depth = (size - 1).bit_length()
     segment = min(SCHEDULES[algorithm].segment_bytes, num_bytes / 2)
-    # An inner rank takes a segment from each child; the others follow the first.
+    # The first segment passes all levels. For each other segment, an inner rank receives one
+    # message from each child.
     up = 2 * depth * segment + 2 * min(2, size - 1) * (num_bytes / 2 - segment)
     width = math.ceil((rails or 1) / shape.nics) if shape.nodes > 1 else 0
     return _asked(shape, rails, 4 * depth, 2 * up, width, up)
 
 
 def between_nodes(machine: Machine, num_bytes: float, way: Way) -> tuple[int, float]:
-    """Return the rails of each node, and the bytes that each rail reduces between nodes."""
+    """Return the number of rails per node, and the bytes that each rail reduces between nodes."""
     if way.algorithm in ON_A_NODE and machine.nodes > 1:
         raise ConfigError(
             f"{way.algorithm} must run on one node, got {machine.nodes}; choose another algorithm"
@@ -179,7 +184,10 @@ def between_nodes(machine: Machine, num_bytes: float, way: Way) -> tuple[int, fl
 
 
 def around(machine: Machine, num_bytes: float, way: Way) -> tuple[Load, Load]:
-    """Return the load before and after the messages: codec, and reduction in node memory."""
+    """Return the load before and the load after the messages between nodes.
+
+    This load consists of the codec and of the reduction in node memory.
+    """
     local, codec, before, after = machine.ranks_per_node, codec_cost(way.codec), Load(), Load()
     rails = min(way.rails, local)
     if machine.nodes > 1 or (local > 1 and not rails):
@@ -206,9 +214,10 @@ def fastest(machine: Machine, num_bytes: float, codec: str = "none") -> Way:
 
 
 def bound(machine: Machine, num_bytes: float) -> Load:
-    """Return the lower bound of all algorithms: each of N nodes sends 2(N-1)/N of the message.
+    """Return the lower bound of the load of all all-reduce algorithms.
 
-    At least log2 N messages follow each other. On one node, N is the number of its ranks.
+    Each of N nodes sends at least 2(N-1)/N of the message, in at least log2 N rounds. On one node,
+    N is the number of ranks.
     """
     size = machine.nodes if machine.nodes > 1 else machine.ranks_per_node
     rounds, sent = math.ceil(math.log2(size)), 2 * (size - 1) / size * num_bytes
@@ -220,7 +229,7 @@ def bound(machine: Machine, num_bytes: float) -> Load:
 def parameter_server(
     machine: Machine, num_bytes: float, servers: int, *, largest: float = 0.0
 ) -> Load:
-    """Return the load of the busiest parameter server in one direction; the other is equal.
+    """Return the load of the busiest parameter server in one direction; both are equal.
 
     Every rank sends a share of the gradients to each server and receives as many bytes of
     parameters. Servers run on nodes that also train, at most one on each; ``largest`` is the

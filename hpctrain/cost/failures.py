@@ -1,7 +1,7 @@
-"""Optimal interval between checkpoints, and useful fraction of time, under node failures.
+"""Optimal checkpoint interval and fraction of useful time under node failures.
 
-By formula, and by simulation. Nodes fail independently of each other and of their age, also during
-restarts. A failure loses all work since the last complete checkpoint.
+The module has formulas and a simulation. Nodes fail independently of each other and of their age,
+also during restarts. A failure loses all work since the last complete checkpoint.
 
 Sources: Daly 2006, "A higher order estimate of the optimum checkpoint interval for restart dumps";
 Vaidya 1997, "Impact of checkpoint latency on overhead ratio of a checkpointing scheme".
@@ -22,9 +22,9 @@ _NUM_FAILURES = 100_000  # number of simulated failures to average over
 def daly(cost_s: float, mtbf_s: float) -> float:
     """Return the optimal seconds of computation between two checkpoints (equation 37).
 
-    Returns ``mtbf_s`` if the cost is at least twice as large. The cost of a checkpoint that is
-    written in the background is the time in which training is blocked, not the time until the
-    checkpoint is on disk (Vaidya).
+    The result is ``mtbf_s`` if a checkpoint costs at least twice as much. The cost of a checkpoint
+    that is written in the background is the time in which training is blocked, not the time until
+    the checkpoint is on disk (Vaidya).
     """
     if cost_s >= 2 * mtbf_s:
         return mtbf_s
@@ -33,7 +33,7 @@ def daly(cost_s: float, mtbf_s: float) -> float:
 
 
 def goodput(interval_s: float, cost_s: float, restart_s: float, mtbf_s: float) -> float:
-    """Return the fraction of time, 0 to 1, spent on work that no failure loses (equation 20).
+    """Return the fraction of the time that is useful: spent on work that is kept (equation 20).
 
     ``mtbf_s`` refers to all nodes together, ``interval_s`` is the computation between two
     checkpoints. Failures are random, also during a checkpoint or a restart.
@@ -50,8 +50,8 @@ class SimulatedRun(NamedTuple):
 
     wall_s: float
     num_failures: int
-    lost_s: float  # work that was done again
-    goodput: float  # work over ``wall_s``
+    lost_s: float  # seconds of work that were repeated
+    goodput: float  # work divided by ``wall_s``
 
 
 def simulate_run(
@@ -72,7 +72,7 @@ def simulate_run(
     while True:
         up_s = random.exponential(mean_s) if math.isfinite(mean_s) else math.inf
         left_s = work_s - done_s
-        # No checkpoint after the last interval.
+        # No checkpoint follows the last interval.
         needed_s = start_s + left_s + (math.ceil(left_s / interval_s) - 1) * machine.checkpoint_s
         if up_s >= needed_s:
             wall_s += needed_s
@@ -86,10 +86,10 @@ def simulate_run(
 
 
 def best_interval(machine: Machine, *, seed: int = 0) -> float:
-    """Return the seconds of work between checkpoints for which most of the time is work.
+    """Return the seconds of work between checkpoints that maximize the useful time.
 
-    Of simulated failures, drawn by ``seed``. Raises ``ConfigError``: nodes do not fail or a
-    checkpoint costs nothing, so none is best.
+    The failures are simulated with the random ``seed``. Raises ``ConfigError``: nodes do not fail
+    or a checkpoint costs nothing, so no interval is optimal.
     """
     if not (math.isfinite(machine.mtbf_s) and machine.checkpoint_s > 0):
         raise ConfigError(
@@ -109,6 +109,6 @@ def best_interval(machine: Machine, *, seed: int = 0) -> float:
 
 
 def _saved_s(interval_s: float, machine: Machine, up_s: NDArray[np.float64]) -> float:
-    """Return the work that checkpoints save if failures occur after these times."""
+    """Return the seconds of work that checkpoints save, if nodes fail after the times ``up_s``."""
     running_s = np.maximum(0.0, up_s - machine.restart_s)
     return float(np.floor(running_s / (interval_s + machine.checkpoint_s)).sum() * interval_s)

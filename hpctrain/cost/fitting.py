@@ -1,4 +1,4 @@
-"""Fit the parameters of a machine to measured sums, non-negative and robust against outliers."""
+"""Robust, non-negative fit of the parameters of a machine to measured all-reduces."""
 
 import json
 from collections.abc import Sequence
@@ -19,12 +19,12 @@ from hpctrain.cost.machine import Link, Machine
 Vector = NDArray[np.float64]
 
 LEAST_POINTS = 4
-"""Fewest points for a fit of five parameters."""
+"""Minimum number of points for a fit of five parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point(CheckedFields):
-    """One measured sum over all ranks.
+    """A measured all-reduce over all ranks.
 
     Raises:
         ConfigError: a value is out of range.
@@ -34,23 +34,23 @@ class Point(CheckedFields):
     ranks_per_node: Number
     nics: Number = 1  # network adapters per node
     algorithm: str
-    """Name in a plan: ``slices`` or ``direct`` on one node, else the algorithm of the rails, or of
-    all ranks without rails."""
+    """Name in a plan: ``slices`` or ``direct`` on one node, otherwise the algorithm between the
+    nodes, or of all ranks if there are no rails."""
     rails: Count  # 0 if the algorithm runs over all ranks
     codec: str = "none"
     ranks_per_core: Positive = 1.0
     """Ranks per core; times of the processor are multiplied by this number."""
-    num_bytes: Number  # of the message, before the codec
-    seconds: Positive  # of the slowest rank
+    num_bytes: Number  # bytes of the message before the codec
+    seconds: Positive  # seconds of the slowest rank
 
     @property
     def way(self) -> Way:
-        """Method of the sum; raises ``ConfigError`` if there is no model of it."""
+        """Algorithm of the all-reduce; raises ``ConfigError`` if no model describes it."""
         return Way(self.algorithm, self.rails, self.codec)
 
     @property
     def shape(self) -> Machine:
-        """Machine of the measurement, with default links."""
+        """Machine of the measurement, with default speeds of links."""
         return Machine(
             nodes=self.nodes,
             ranks_per_node=self.ranks_per_node,
@@ -59,7 +59,7 @@ class Point(CheckedFields):
         )
 
     def load(self) -> Load:
-        """Return the load of links and processors according to the models."""
+        """Return the predicted load of links and processors."""
         return allreduce(self.shape, self.num_bytes, self.way)
 
 
@@ -76,7 +76,7 @@ def read_points(path: Path) -> list[Point]:
 
 
 def write_points(path: Path, points: Sequence[Point], **facts: Any) -> None:
-    """Write points, and ``facts`` about their measurement, to a JSON file."""
+    """Write points, and ``facts`` about the measurement, to a JSON file."""
     table = facts | {"points": [asdict(point) for point in points]}
     with publishing(path) as part:
         part.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
@@ -84,7 +84,7 @@ def write_points(path: Path, points: Sequence[Point], **facts: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Fitted parameters of a machine, and their errors."""
+    """Fitted parameters of a machine, and the errors of the predicted times."""
 
     points: tuple[Point, ...]
     per_unit: Load
@@ -94,12 +94,12 @@ class Fit:
 
     @property
     def error(self) -> float:
-        """Median relative error on all points."""
+        """Median relative error of the predicted times of all points."""
         return float(np.median(np.abs(self.residuals)))
 
     @property
     def residuals(self) -> list[float]:
-        """Predicted divided by measured time, minus 1, of each point."""
+        """Relative error of the predicted time of each point: predicted / measured - 1."""
         return [self.seconds(point) / point.seconds - 1 for point in self.points]
 
     def seconds(self, point: Point) -> float:
@@ -107,9 +107,10 @@ class Fit:
         return float(np.dot(point.load(), self.per_unit))
 
     def machine(self) -> Machine:
-        """Return the largest machine of the points with the fitted parameters.
+        """Return the largest of the measured machines, with the fitted parameters.
 
-        A rate whose fitted cost is zero is infinite. Links that no point used keep their defaults.
+        A rate is infinite if its fitted cost is zero. Links that no point used keep their
+        defaults.
         """
         largest = max(self.points, key=lambda point: (point.nodes, point.ranks_per_node))
         found, unit = largest.shape, self.per_unit
@@ -129,11 +130,11 @@ def _rate(per_byte_s: float) -> float:
 
 
 def fit(points: Sequence[Point], *, seed: int = 0) -> Fit:
-    """Fit the parameters of a machine to points.
+    """Fit the parameters of a machine to measured points.
 
-    Minimizes relative errors with Huber's weights, which limit the influence of outliers. For
-    ``held_out``, each of two halves of the points, drawn by ``seed``, is predicted by a fit to the
-    other half.
+    The fit minimizes relative errors with Huber's weights, which limit the influence of outliers.
+    ``Fit.held_out`` is measured by cross-validation: ``seed`` divides the points into two halves,
+    and each half is predicted by a fit to the other half.
 
     Raises:
         ConfigError: there are fewer than ``LEAST_POINTS`` points.
@@ -153,20 +154,20 @@ def fit(points: Sequence[Point], *, seed: int = 0) -> Fit:
 
 
 def _figures(points: Sequence[Point]) -> Load:
-    """Return the seconds per unit of each field of a load; ``codec_s`` is in seconds already."""
+    """Return the fitted seconds per unit of each field of a load; 1 for ``codec_s``."""
     *loads, codec_s = np.array([point.load() for point in points]).T
     seconds = np.array([point.seconds for point in points]) - codec_s
     return Load(*robust(np.array(loads).T, seconds).tolist())._replace(codec_s=1.0)
 
 
 TURNS = 20
-NEAR = 1.345  # in standard deviations: 95 % of the efficiency of least squares without outliers
+NEAR = 1.345  # standard deviations; without outliers 95 % as efficient as least squares
 LEAST_SPREAD = 0.01  # relative; below it all points have equal weight
 FARTHEST = 100.0  # largest factor by which a time may be underestimated
 
 
 def robust(loads: Vector, seconds: Vector) -> Vector:
-    """Return a non-negative ``x`` that minimizes relative errors of ``loads @ x``.
+    """Return the non-negative ``x`` that minimizes the relative errors of ``loads @ x``.
 
     Errors are relative to the geometric mean of prediction and ``seconds``, so over- and
     underestimates have equal weight.
@@ -186,7 +187,7 @@ def robust(loads: Vector, seconds: Vector) -> Vector:
 def non_negative(matrix: Vector, target: Vector) -> Vector:
     """Return the non-negative least-squares solution of ``matrix @ x = target``.
 
-    Tries every subset of columns, so the number of columns must be small.
+    The function tries every subset of columns, so the number of columns must be small.
     """
     scale = np.abs(matrix).max(axis=0)
     columns = np.flatnonzero(scale)

@@ -2,17 +2,18 @@
 
 Ranks are placed as in ``hpctrain.parallel``: tensor parallel groups are neighbours, followed by
 context, pipeline and data parallel groups. A tensor parallel group also splits the sequence, so
-that it gathers and scatters instead of summing; stages alternate between forward and backward of
-micro-batches, and the first stages have one more layer if the layers do not divide. Unequal stages
-can be faster than predicted, by the time in which the slowest stage does not wait. On shared
-cores, waiting ranks yield the core, and messages use cores that could compute: nothing hides them.
+that the group gathers and scatters instead of summing; stages alternate between forward and
+backward of micro-batches, and the first stages have one more layer if the layers do not divide.
+Unequal stages can be faster than predicted, by the time in which the slowest stage does not wait.
+On shared cores, waiting ranks yield the core, and messages use cores that could compute: nothing
+hides them.
 
 Sources: Rajbhandari et al. 2020, "ZeRO: Memory optimizations toward training trillion parameter
 models"; Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters
 using Megatron-LM"; Korthikanti et al. 2022, "Reducing activation recomputation in large
 transformer models"; Liu et al. 2023, "Ring attention with blockwise transformers"; Qi et al. 2024,
-"Zero bubble pipeline parallelism", whose first schedule, by handcraft, this one is; of stages that
-take unequally long, Zheng et al. 2022, "Alpa".
+"Zero bubble pipeline parallelism", for the first handcrafted schedule; Zheng et al. 2022, "Alpa",
+for stages with unequal times.
 Differs: gradients of ZeRO stages 2 and 3 are scattered after each micro-batch.
 """
 
@@ -26,12 +27,12 @@ from hpctrain.cost.machine import Machine
 from hpctrain.cost.transformer import RECOMPUTE, Transformer
 
 SCHEDULES = ("1f1b", "zero_bubble")
-"""Of a pipeline: backward as a whole, or gradients of weights later, while a stage would wait."""
+"""Pipeline schedules: undivided backward passes, or weight gradients computed during waits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelLayout:
-    """Parallel axes, and the division of a step."""
+    """Sizes of the parallel axes of a transformer, and options of a training step."""
 
     tp: Number = 1
     """Ranks that share the matrices of a layer."""
@@ -60,37 +61,37 @@ class ParallelLayout:
 
 
 class Memory(NamedTuple):
-    """Bytes of the fullest rank, by kind."""
+    """Bytes of memory of the rank that needs most memory, by kind."""
 
     parameters: float
     gradients: float
     optimizer: float
     activations: float
-    buffers: float = 0.0  # of whole layers that ZeRO gathers, and of gradients that it scatters
+    buffers: float = 0.0  # layers that ZeRO has gathered, gradients that it has not scattered
 
 
 class Terms(NamedTuple):
-    """Seconds of a step by term; only exposed communication counts."""
+    """Seconds of a step by cause; communication counts if computation does not hide it."""
 
     compute_s: float
     recompute_s: float
     tensor_s: float
     context_s: float
     pipeline_s: float  # messages between stages
-    bubble_s: float  # stages wait for the first and the last micro-batch
-    imbalance_s: float  # and for the slowest stage
+    bubble_s: float  # waits of stages for the first and the last micro-batch
+    imbalance_s: float  # waits for the slowest stage
     data_s: float
 
 
 class Group(NamedTuple):
-    """Ranks that communicate, concurrently with the other groups of a node."""
+    """A group of communicating ranks; all groups of a node communicate concurrently."""
 
     size: int
     inside: int  # ranks on one node; 1 if all messages leave nodes
     per_card: int  # ranks of a node that share a NIC
 
     def moved(self, num_bytes: float, times: float = 1) -> Load:
-        """Return the load of an all-gather or reduce-scatter of a message."""
+        """Return the load of ``times`` all-gathers or reduce-scatters of a message."""
         nodes = self.size // self.inside
         rounds = [times * (many - 1).bit_length() for many in (self.inside, nodes)]
         within = (self.inside - 1) / self.inside * times * num_bytes
@@ -98,21 +99,32 @@ class Group(NamedTuple):
         return Load(rounds[0], within, rounds[1], self.per_card * across, across)
 
     def passed(self, num_bytes: float, rounds: float) -> Load:
-        """Return the load of messages to neighbours, of the slowest of them."""
+        """Return the load of rounds in which each rank sends a message to its neighbour.
+
+        Only the slowest message of a round is counted; ``num_bytes`` is the sum over all rounds.
+        """
         if self.inside == self.size:
             return Load(rounds, num_bytes)
         return Load(0.0, 0.0, rounds, self.per_card * num_bytes, num_bytes)
 
 
 def inside(ranks_per_node: int, inner: int, size: int) -> int:
-    """Return the minimum number of ``size`` groups of ``inner`` ranks on the same node."""
+    """Return how many of ``size`` consecutive blocks of ``inner`` ranks share a node, at least."""
     return math.gcd(ranks_per_node // inner, size) if ranks_per_node % inner == 0 else 1
 
 
 class Placed:
-    """A model on a machine, along the axes of a layout; its methods take layouts of such axes.
+    """Cost model of a transformer on a machine, for layouts with the same parallel axes.
 
-    The axes multiply to the ranks, and dp times the micro-batch divides the batch.
+    The methods take layouts with the axes of ``axes``. The product of the axes is the number of
+    ranks, and dp times the micro-batch divides the batch.
+
+    Args:
+        machine: machine, with its number of ranks.
+        model: the transformer.
+        axes: layout with the parallel axes; its other fields are not used.
+        batch: samples of a step, over all ranks.
+
     """
 
     def __init__(
@@ -131,7 +143,7 @@ class Placed:
         self._shared = tp * cp  # ranks among which activations are divided
         self._turns = machine.turns(local)
         self._most = -(-model.layers // pp)
-        # Layers, embeddings, and whether it has the output: of the first and the last stage.
+        # For the first and the last stage: layers, embedding parameters, has the output layer.
         self._ends = [(self._most, model.embeddings, True)]
         if pp > 1:
             first, last = (self._most, model.embedding), (model.layers // pp, model.embedding)
@@ -141,11 +153,11 @@ class Placed:
         self._parameters = [(layers * per_layer + more) / tp for layers, more, _ in self._ends]
 
     def micro_batches(self, one: ParallelLayout) -> int:
-        """Return how many a step has."""
+        """Return the number of micro-batches of a step."""
         return self.batch // (one.dp * one.micro_batch)
 
     def bubble(self, one: ParallelLayout) -> float:
-        """Return the fraction of the time in which equal stages of a pipeline wait.
+        """Return the fraction of a step in which a pipeline stage waits, if stages are equal.
 
         For zero bubble, forward and both halves of backward are assumed to take equally long.
         """
@@ -153,7 +165,7 @@ class Placed:
         return (one.pp - 1) / (self.micro_batches(one) * one.virtual * thirds + one.pp - 1)
 
     def _in_flight(self, one: ParallelLayout) -> tuple[float, float]:
-        """Return how many micro-batches the first and the last rank of a pipeline hold at once."""
+        """Return the micro-batches whose activations the first and the last stage store."""
         num_micro, pp, virtual = self.micro_batches(one), one.pp, one.virtual
         if one.schedule == "zero_bubble":
             return (min(num_micro, pp),) * 2
@@ -163,14 +175,14 @@ class Placed:
         return min(num_micro, (last + 2 * (pp - 1)) / virtual), min(num_micro, last / virtual)
 
     def memory(self, one: ParallelLayout) -> Memory:
-        """Return the bytes of the fullest rank, which is of the first or the last stage."""
+        """Return the memory of the first or the last stage, whichever needs more."""
         model, ranks = self.model, self.data.size
-        zero = one.zero if ranks > 1 else 0  # alone, nothing is gathered or scattered
+        zero = one.zero if ranks > 1 else 0  # ZeRO has no effect in a group of one rank
         in_flight = self._in_flight(one)
         kept, again = model.activations(one.recompute)
         per_layer, share = model.layer_parameters / one.tp, one.micro_batch / self._shared
         buffers = (zero >= 2) * model.gradient_bytes * per_layer
-        buffers += (zero == 3) * 2 * model.parameter_bytes * per_layer  # one, and the next
+        buffers += (zero == 3) * 2 * model.parameter_bytes * per_layer  # present and next layer
         found = []
         for number, (layers, _, has_output) in enumerate(self._ends):
             of_rank = self._parameters[number]
@@ -185,16 +197,19 @@ class Placed:
         return max(found, key=sum)
 
     def _share_s(self, one: ParallelLayout) -> float:
-        """Return the seconds of an operation for each sample, where all of a node work."""
+        """Return the seconds of one operation per sample while all ranks of a node compute."""
         return self._turns * one.micro_batch / (self._shared * self.machine.flops_per_s)
 
     def _exposed(self, seconds: float, beside_s: float, least_s: float = 0.0) -> float:
-        """Return the exposed time of messages that are sent during computation."""
+        """Return the seconds of messages that a concurrent computation does not hide.
+
+        Messages take ``seconds``, the computation ``beside_s``, at least ``least_s`` is exposed.
+        """
         return max(seconds - beside_s, least_s) if self._turns == 1 else seconds
 
     def _layer(self, one: ParallelLayout) -> dict[str, float]:
-        """Return seconds of a layer for a micro-batch, forward and backward, by term."""
-        key = one.micro_batch, one.recompute  # equal for many layouts
+        """Return the seconds of a layer per micro-batch, forward and backward, by term."""
+        key = one.micro_batch, one.recompute  # many layouts have the same key
         if key not in self._of_layer:
             self._of_layer[key] = self._layer_anew(one)
         return self._of_layer[key]
@@ -215,10 +230,10 @@ class Placed:
         }
 
     def _loads(self, one: ParallelLayout, layers: float) -> tuple[Load, Load]:
-        """Return what passes between tensor and between context ranks, forward and backward.
+        """Return the loads of tensor parallel and context parallel messages per micro-batch.
 
-        In a pass through a layer activations are gathered twice and scattered twice, keys and
-        values go round a ring; backward that takes gradients along.
+        Each pass through a layer gathers activations twice and scatters them twice, and sends keys
+        and values around a ring. In the backward pass the ring also sends their gradients.
         """
         whole, steps = one.micro_batch * self.model.input_bytes, one.cp - 1
         tensor = layers * (3 if one.recompute == "full" else 2)
@@ -227,12 +242,12 @@ class Placed:
         return self.tensor.moved(whole / one.cp, 4 * tensor), ring
 
     def _handed(self, one: ParallelLayout, times: float) -> Load:
-        """Return the load of ``times`` messages of a micro-batch between stages."""
+        """Return the load of ``times`` messages between stages, each with one micro-batch."""
         num_bytes = one.micro_batch * self.model.input_bytes / self._shared
         return self.stages.passed(times * num_bytes, times)
 
     def terms(self, one: ParallelLayout) -> Terms:
-        """Predict a step."""
+        """Return the predicted seconds of a step."""
         pp, num_micro, layer = one.pp, self.micro_batches(one), self._layer(one)
         output_s = 3 * self.model.output_flops * self._share_s(one)
         hand_s = self._handed(one, 2 * one.virtual).seconds(self.machine) if pp > 1 else 0.0
@@ -241,7 +256,7 @@ class Placed:
         mean["compute_s"] += output_s / pp
         mean_s = sum(mean.values()) + hand_s
         ends = (layers * layer_s + has_output * output_s for layers, _, has_output in self._ends)
-        later_s = 0.0  # gradients of weights, and what would wait for them
+        later_s = 0.0  # computation of weight gradients, which fills the bubble
         if one.schedule == "zero_bubble":
             flops = self.model.layer_flops - self.model.attention_flops
             flops = self.model.layers * flops + self.model.output_flops
@@ -261,10 +276,10 @@ class Placed:
         )
 
     def _data_s(self, zero: int, num_micro: int, layer: dict[str, float]) -> float:
-        """Return the exposed time of gradients and of sharded parameters.
+        """Return the exposed seconds of messages with gradients and sharded parameters.
 
-        They are sent layer by layer during the pass that produces or needs them; the last layer is
-        exposed.
+        The messages are sent layer by layer, concurrently with the pass that produces gradients or
+        needs parameters. The messages of one layer are always exposed.
         """
         most, model = self._most, self.model
         forward_s = most * layer["compute_s"] / 3
@@ -286,7 +301,7 @@ class Placed:
         return times * exposed(scatter_s, backward_s) + exposed(gather_s, forward_s)
 
     def load(self, one: ParallelLayout) -> Load:
-        """Return the load of the links of the busiest rank in a step, hidden or not."""
+        """Return the load of the links of the busiest rank in a step, with hidden messages."""
         num_micro, model, most = self.micro_batches(one), self.model, self._most
         tensor, context = self._loads(one, most * num_micro)
         times = 2 * one.virtual - (one.pp == 2) if one.pp > 1 else 0

@@ -1,4 +1,4 @@
-"""Search for the fastest layouts that fit, with the reasons against the other layouts."""
+"""Search for the fastest layouts that fit into memory, with the reasons against the others."""
 
 import heapq
 import math
@@ -17,14 +17,15 @@ from hpctrain.cost.layout_cost import SCHEDULES, Memory, ParallelLayout, Placed,
 from hpctrain.cost.machine import Machine
 from hpctrain.cost.transformer import RECOMPUTE, Transformer
 
-NOT_TOGETHER = ("selective", "zero_bubble")  # torch stores activations for a single backward
+# torch keeps the activations for one backward pass only.
+NOT_TOGETHER = ("selective", "zero_bubble")
 MOST_VIRTUAL = 4  # stages of a rank, unless more are fixed
 MOST_NODES = 1 << 14  # limit of the search for enough memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutRules(CheckedFields):
-    """Constraints of a layout; ``ConfigError`` for contradictions."""
+    """Constraints on the layouts of a search; raises ``ConfigError`` for invalid values."""
 
     batch: Number  # samples of a step, over all ranks
     fixed: Mapping[str, Any] = field(default_factory=dict)
@@ -34,7 +35,7 @@ class LayoutRules(CheckedFields):
     """Fraction of a rank's memory for the modelled bytes; the rest is for libraries and gaps."""
 
     def check(self) -> None:
-        """Raise ``ConfigError`` if values contradict each other."""
+        """Raise ``ConfigError`` if a fixed value has an unknown name or is not valid."""
         keys = keys_of(ParallelLayout)
         for name, value in self.fixed.items():
             if name not in keys:
@@ -42,13 +43,13 @@ class LayoutRules(CheckedFields):
             checked(name, value, keys[name].hint)
 
     def limit(self, machine: Machine) -> float:
-        """Return the limit of the modelled bytes of a rank."""
+        """Return the memory limit of a rank for the modelled bytes."""
         return self.memory_part * machine.memory_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutChoice:
-    """A layout that fits."""
+    """A layout that fits into memory, with its predicted memory and time."""
 
     layout: ParallelLayout
     memory: Memory
@@ -57,18 +58,18 @@ class LayoutChoice:
 
     @property
     def load(self) -> Load:
-        """Load of the links of the busiest rank in a step."""
+        """Load of the links of the busiest rank in a step, including hidden messages."""
         return self.placed.load(self.layout)
 
     @property
     def bubble(self) -> float:
-        """Fraction of the time in which a stage of an equal pipeline waits."""
+        """Fraction of a step in which a pipeline stage waits, if stages are equal."""
         return self.placed.bubble(self.layout)
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutAdvice:
-    """Result of the search."""
+    """Result of a search: the fastest layouts, and counts of the rejected meshes and layouts."""
 
     best: tuple[LayoutChoice, ...]  # the fastest first
     num_meshes: int  # divisions of the ranks by tp, pp, dp and cp
@@ -80,12 +81,12 @@ class LayoutAdvice:
 def best_layouts(
     machine: Machine, model: Transformer, rules: LayoutRules, *, keep: int = 5
 ) -> LayoutAdvice:
-    """Return the ``keep`` fastest layouts that fit, and the reasons against the others.
+    """Return the ``keep`` fastest layouts that fit into memory.
 
-    Of equally fast layouts, larger pieces are preferred, which processors compute faster, then
-    less memory, then fewer divisions.
+    The result counts the reasons against the other layouts. Among equally fast layouts, the search
+    prefers larger pieces, which processors compute faster, then less memory, then fewer divisions.
 
-    Raises ``ConfigError``: no layout obeys the rules, or no layout fits; names a remedy.
+    Raises ``ConfigError``: no layout obeys the rules, or no layout fits; the message has a remedy.
     """
     space = _Space(machine, model, rules)
     if not space.placed:
@@ -132,7 +133,7 @@ def _rounded(value: float) -> float:
 
 
 def _reason(terms: Terms, best: Terms) -> str:
-    """Return the term with the largest difference from the best layout."""
+    """Return the reason against a layout: the term that exceeds the best layout most."""
     if _rounded(sum(terms)) == _rounded(sum(best)):
         return "as fast, of smaller pieces or more memory"
     more = {name: value - getattr(best, name) for name, value in terms._asdict().items()}
@@ -140,7 +141,11 @@ def _reason(terms: Terms, best: Terms) -> str:
 
 
 class _Space:
-    """Meshes that obey the rules, and counts of the first broken rule of the others."""
+    """All meshes of the ranks of a machine, divided into meshes that obey the rules and others.
+
+    ``placed`` has the meshes that obey the rules, ``broken`` counts the first violated rule of the
+    others.
+    """
 
     def __init__(self, machine: Machine, model: Transformer, rules: LayoutRules) -> None:
         self.machine, self.model, self.rules = machine, model, rules
@@ -153,7 +158,7 @@ class _Space:
                 self.placed.append(Placed(machine, model, layout, rules.batch))
 
     def _fault(self, one: ParallelLayout) -> str:
-        """Return the first broken rule, or an empty text."""
+        """Return the first rule that a mesh violates, or an empty text."""
         model, rules, fixed = self.model, self.rules, self.rules.fixed
         micro_batch, virtual = fixed.get("micro_batch", 1), fixed.get("virtual", 1)
         settled = {"tp", "pp", "dp", "cp"} & {*fixed}
@@ -173,11 +178,11 @@ class _Space:
         return next((rule for rule, is_so in broken.items() if is_so), "")
 
     def _orders(self, one: ParallelLayout, micro_batch: int) -> list[tuple[int, str]]:
-        """Return the stages per rank and the schedules that torch has for the micro-batches."""
+        """Return the pairs of stages per rank and schedule that torch supports for the batch."""
         found, fixed, pp = [(1, "1f1b")], self.rules.fixed, one.pp
         if (
             pp > 1 and self.rules.batch // (one.dp * micro_batch) % pp == 0
-        ):  # torch interleaves in rounds
+        ):  # torch interleaves in rounds of pp micro-batches
             most = fixed.get("virtual", MOST_VIRTUAL)
             per_rank = [
                 v for v in range(1, most + 1) if v == 1 or self.model.layers % (v * pp) == 0
@@ -191,9 +196,10 @@ class _Space:
         ]
 
     def variants(self) -> Iterator[tuple[Placed, Callable[..., ParallelLayout], list[int]]]:
-        """Yield layouts without their micro-batch, and its sizes, the smallest first.
+        """Yield layouts without a micro-batch, each with the possible sizes of the micro-batch.
 
-        Equivalent layouts are omitted.
+        An item has the mesh, a function of the keyword ``micro_batch`` that returns the layout,
+        and the sizes, smallest first. Equivalent layouts are omitted.
         """
         fixed = {name: [value] for name, value in self.rules.fixed.items()}
         modes = [
@@ -224,7 +230,7 @@ class _Space:
 
 
 def _products(size: int) -> Iterator[ParallelLayout]:
-    """Yield all axes that multiply to ``size``."""
+    """Yield a layout for each tuple (tp, pp, dp, cp) with product ``size``."""
     for tp in _divisors(size):
         for pp in _divisors(size // tp):
             for dp in _divisors(size // (tp * pp)):

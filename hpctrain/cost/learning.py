@@ -42,7 +42,9 @@ def noise_scale(small: tuple[float, float], large: tuple[float, float]) -> float
 
 
 def samples_needed(samples: float, noise_scale: float, batch: float) -> float:
-    """Return the samples that ``batch`` needs for the loss of small batches after ``samples``.
+    """Return the samples that training with ``batch`` needs to reach a given loss.
+
+    Training with very small batches reaches that loss after ``samples`` samples.
 
     The number doubles at a batch of ``noise_scale`` (equation 2.11).
     """

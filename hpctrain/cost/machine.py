@@ -13,7 +13,7 @@ from hpctrain.core.toml_values import TomlValues, read_toml
 
 @dataclass(frozen=True, slots=True)
 class Link(CheckedFields):
-    """A link: a message of m bytes takes ``latency_s + m / bytes_per_s`` on an idle link."""
+    """Latency and bandwidth: a message of m bytes takes ``latency_s + m / bytes_per_s``."""
 
     latency_s: AtLeast0
     """Time of an empty message."""
@@ -44,7 +44,7 @@ class MachineShape(CheckedFields):
         return self.nodes * self.ranks_per_node
 
     def turns(self, at_work: int) -> float:
-        """Return the slowdown of a processor while ``at_work`` ranks of a node compute."""
+        """Return the slowdown of a rank while ``at_work`` ranks of a node compute."""
         return max(1.0, self.ranks_per_core * at_work / self.ranks_per_node)
 
 

@@ -1,4 +1,4 @@
-"""The planner: which nodes, batch, codec and local steps reach a goal, and at what cost."""
+"""Planner of nodes, batch, codec and local steps for a goal, with the predicted cost."""
 
 import math
 from collections.abc import Iterator
@@ -16,46 +16,46 @@ from hpctrain.cost.machine import Machine
 from hpctrain.cost.step import Model, StepTime, step_time
 
 PAYS = 0.75
-"""More nodes are worthwhile if doubling them reduces the time to this fraction or less: then a run
-costs at most 50 % more."""
+"""More nodes are worthwhile if each doubling of their number reduces the time to this fraction or
+less, so that a doubling costs at most 50 % more node-hours."""
 GAIN = 0.95
-"""A codec or local steps are used if they reduce the time to this fraction or less: both change
-results of training, and models are not exact."""
+"""The planner uses a codec or local steps if they reduce the time to this fraction or less. Both
+change the results of training, and the cost models are not exact."""
 SLOWEST, FASTEST = 1e3, 1e15  # bytes per second, limits of the search for the break-even
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal(CheckedFields):
-    """Goal of a training run; ``ConfigError`` if a value is not valid."""
+    """Goal of a training run, and limits of the planner; raises ``ConfigError`` if not valid."""
 
     samples: Amount  # needed for the goal in batches of ``batch``
     batch: Number
     """Batch of all ranks for ``samples``; fixed without a noise scale, which predicts the samples
     of other batches."""
-    noise_scale: Positive = math.inf  # in samples: ``learning.noise_scale``
+    noise_scale: Positive = math.inf  # samples, see ``learning.noise_scale``
     deadline_s: Positive = math.inf
     max_local_steps: Number = 1  # between two averagings; 1 averages gradients in every step
     codecs: tuple[str, ...] = tuple(CODECS)
     """Allowed codecs, see ``collectives.codec_cost``; ``none`` is always allowed."""
 
     def samples_at(self, batch: int) -> float:
-        """Return the samples needed in batches of another size."""
+        """Return the samples that a training with another batch size needs for the goal."""
         tiny = self.samples / (1 + self.batch / self.noise_scale)
         return samples_needed(tiny, self.noise_scale, batch)
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A configuration that reaches the goal."""
+    """A configuration that reaches the goal, with its predicted time."""
 
-    machine: Machine  # with the nodes of this candidate
+    machine: Machine  # machine with the nodes of this candidate
     batch: int  # samples of a step, over all ranks
     way: Way
     local_steps: int
     step: StepTime
     num_steps: float
-    checkpoint_every_s: float  # of computing; infinite where nothing fails
-    goodput: float  # fraction of the time without failures and checkpoints
+    checkpoint_every_s: float  # seconds of computation; infinite if nodes do not fail
+    goodput: float  # useful fraction of the time
 
     @property
     def nodes(self) -> int:
@@ -64,24 +64,24 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """Time until the goal."""
+        """Seconds until the goal is reached."""
         return self.num_steps * self.step.total_s / self.goodput
 
     @property
     def node_hours(self) -> float:
-        """Node-hours until the goal."""
+        """Node-hours until the goal is reached."""
         return self.nodes * self.seconds / 3600
 
     @property
     def score(self) -> float:
-        """Seconds, with a penalty for a codec and for local steps."""
+        """Seconds until the goal, with a penalty for a codec and for local steps."""
         departures = (self.way.codec != "none") + (self.local_steps > 1)
         return self.seconds / GAIN**departures
 
 
 @dataclass(frozen=True, slots=True)
 class Payoff:
-    """Effect of a codec or of local steps on the best candidate, relative to neither."""
+    """Effect of a codec, or of local steps, on the step time of the best candidate."""
 
     codec: str
     local_steps: int
@@ -92,18 +92,20 @@ class Payoff:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Result of the planner."""
+    """Result of the planner: the best candidates, and the benefit of nodes and codecs."""
 
     best: Candidate
     next_best: tuple[Candidate, ...]  # three others: first the best with another codec or method
     by_nodes: tuple[Candidate, ...]  # the best on each number of nodes, fewest first
     pays_up_to: int  # largest worthwhile number of nodes
-    payoffs: tuple[Payoff, ...]  # for each codec, and for local steps
+    payoffs: tuple[Payoff, ...]  # effect of each codec and of local steps
     reason: str  # rule that selected ``best``
 
 
 def advise(machine: Machine, model: Model, goal: Goal) -> Advice:
-    """Try all numbers of nodes, batches, codecs and local steps that are sensible.
+    """Return the best configuration that reaches a goal, and its alternatives.
+
+    The planner tries combinations of nodes, batch size, codec and local steps.
 
     The best candidate is the fastest on a worthwhile number of nodes (``PAYS``), or the one with
     the fewest node-hours within the deadline.
@@ -148,7 +150,10 @@ def advise(machine: Machine, model: Model, goal: Goal) -> Advice:
 
 
 def _unlike_first(candidates: list[Candidate]) -> list[Candidate]:
-    """Put the first with each codec, with and without local steps, before all others."""
+    """Move the first candidate of each method to the front of the list.
+
+    A method is a codec, with or without local steps.
+    """
     first = {(c.way.codec, c.local_steps > 1): c for c in reversed(candidates)}
     chosen = [c for c in candidates if c in first.values()]
     return chosen + [c for c in candidates if c not in chosen]
@@ -165,7 +170,7 @@ def _pays_up_to(by_nodes: list[Candidate]) -> int:
 
 
 def _candidates(machine: Machine, model: Model, goal: Goal) -> Iterator[Candidate]:
-    # One codec of each cost is sufficient.
+    # Codecs with equal cost have equal predictions, so one of them is sufficient.
     codecs = {codec_cost(name): name for name in ("none", *goal.codecs)}.values()
     for nodes in _numbers_of_nodes(machine.nodes):
         part = replace(machine, nodes=nodes)
@@ -178,7 +183,7 @@ def _candidates(machine: Machine, model: Model, goal: Goal) -> Iterator[Candidat
                 share = batch / part.num_ranks
                 step = step_time(part, model, share, way, local_steps=local_steps)
                 every_s = daly(machine.checkpoint_s, mtbf_s) if mtbf_s < math.inf else math.inf
-                # At least one step, also if a checkpoint costs nothing.
+                # The interval is at least one step, also if a checkpoint costs nothing.
                 every_s = max(every_s, step.total_s)
                 left = goodput(every_s, machine.checkpoint_s, machine.restart_s, mtbf_s)
                 yield Candidate(part, batch, way, local_steps, step, num_steps, every_s, left)
@@ -190,7 +195,10 @@ def _fastest(machine: Machine, model: Model, codec: str) -> Way:
 
 
 def _local_steps(machine: Machine, goal: Goal, batch: int) -> list[int]:
-    """Return the powers of two, from 1, that converge as fast, by a law for convex losses."""
+    """Return the numbers of local steps, powers of two, that converge as fast as one.
+
+    The limit is ``most_local_steps``, which was proved for convex losses.
+    """
     share, num_steps = batch / machine.num_ranks, goal.samples_at(batch) / batch
     most = min(goal.max_local_steps, most_local_steps(num_steps, machine.num_ranks, share))
     return _powers(most if machine.num_ranks > 1 else 1)
@@ -224,17 +232,17 @@ def _payoffs(best: Candidate, model: Model, goal: Goal) -> Iterator[Payoff]:
 
 
 def _numbers_of_nodes(most: int) -> list[int]:
-    """Return powers of two, the midpoints between them, and ``most``."""
+    """Return the numbers of nodes to try: powers of two, their midpoints, and ``most``."""
     numbers = [n for power in _powers(most) for n in (power, 3 * power // 2)]
     return sorted({*(n for n in numbers if n <= most), most})
 
 
 def _batches(goal: Goal) -> list[int]:
-    """Return the goal's batch, and powers of two times it up to 8 noise scales."""
+    """Return the batch of the goal times powers of two, up to 8 noise scales."""
     is_known = math.isfinite(goal.noise_scale)
     return [goal.batch * k for k in _powers(8 * goal.noise_scale / goal.batch if is_known else 1)]
 
 
 def _powers(most: float) -> list[int]:
-    """Return the powers of two up to ``most``, and 1 in any case."""
+    """Return the powers of two up to ``most``, but at least 1."""
     return [1 << k for k in range(int(max(most, 1)).bit_length())]

@@ -1,4 +1,4 @@
-"""Concurrent messages of a schedule on a machine, and the links that they share."""
+"""Concurrent messages of the rounds of a schedule, and the links that the messages share."""
 
 from functools import lru_cache
 from typing import NamedTuple
@@ -14,18 +14,18 @@ Numbers = NDArray[np.float64]
 
 
 class Messages(NamedTuple):
-    """Concurrent messages, at most one from each rank."""
+    """Concurrent messages of a round, at most one from each rank."""
 
     senders: Indices  # index into ``members``, group by group
     receivers: Indices | None  # None if every member receives, in order
     crosses: Numbers  # 1 for a message that leaves its node, else 0
     climbs: Numbers  # 1 for a message that leaves its leaf switch
     width: Numbers
-    """Slowdown of a message between nodes by concurrent messages."""
+    """Slowdown of a message between nodes by concurrent messages on the same link."""
 
 
 class Step(NamedTuple):
-    """Consecutive equal rounds."""
+    """Consecutive rounds with equal messages."""
 
     messages: Messages
     num_pieces: int
@@ -34,7 +34,7 @@ class Step(NamedTuple):
 
 
 def members(machine: MachineShape, rails: int) -> Indices:
-    """Return the ranks of each rail, or all ranks, one group per row."""
+    """Return the groups that reduce between nodes, one per row: rails, or all ranks."""
     ranks = np.arange(machine.num_ranks)
     return ranks.reshape(machine.nodes, -1)[:, :rails].T if rails else ranks[None]
 
@@ -43,13 +43,14 @@ def members(machine: MachineShape, rails: int) -> Indices:
 def phases(
     schedule: Schedule, num_segments: int, machine: MachineShape, rails: int
 ) -> list[tuple[list[Step], int, bool]]:
-    """Return the steps of each phase, its lead, and whether a round waits for its sends.
+    """Return the steps, the lead and the waiting of each phase of a schedule.
 
-    All rails run concurrently.
+    An item is the list of steps, the lead, and whether a round waits for its sends. All rails
+    communicate concurrently.
     """
     groups = members(machine, rails)
     size = groups.shape[1]
-    made: dict[int, tuple[Indices, Messages]] = {}  # by the identity of the sources
+    made: dict[int, tuple[Indices, Messages]] = {}  # by ``id`` of the array of sources
     found = []
     for phase in schedule.phases(np.arange(size), size, num_segments):
         steps = []
@@ -65,7 +66,7 @@ def phases(
 
 
 def _messages(source: Indices, groups: Indices, machine: MachineShape) -> Messages:
-    """Return the messages to each member of a group from ``source``."""
+    """Return the messages of a round, in which each member of a group receives from ``source``."""
     firsts = np.arange(0, groups.size, groups.shape[1])[:, None]
     to = np.flatnonzero(source != NOBODY)
     senders, receivers = (firsts + source[to]).ravel(), (firsts + to).ravel()

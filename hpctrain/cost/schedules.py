@@ -45,7 +45,7 @@ class Round(NamedTuple):
 
 
 class Phase(NamedTuple):
-    """Rounds that each rank executes in order; sends are complete at the end of a phase."""
+    """Rounds that each rank executes in order; all sends complete before the next phase."""
 
     rounds: Iterable[Round]
     lead: int = 1
@@ -53,12 +53,14 @@ class Phase(NamedTuple):
     ahead: int = 1
     """Number of receives that are posted in advance."""
     window: float = 0
-    """Sends that may be in flight during a combination; 0 if they read the memory it writes."""
+    """Number of sends that may be in flight during a combination; 0 if a combination writes
+    memory that sends read."""
     runs: Sequence[tuple[Round, int]] = ()
-    """Consecutive rounds that differ only in their pieces, as one round and their number."""
+    """Groups of consecutive rounds that differ only in their pieces: one round, and the number
+    of rounds."""
 
     def timed(self) -> Iterable[tuple[Round, int]]:
-        """Return rounds with the number of their repetitions, for the simulation."""
+        """Return each round with its number of repetitions, for the simulation."""
         return self.runs or ((each, 1) for each in self.rounds)
 
 
@@ -68,7 +70,7 @@ def even_cut(numel: int, num_pieces: int) -> list[int]:
 
 
 def halved_cut(numel: int, num_pieces: int) -> list[int]:
-    """Return the bounds of pieces that are made by repeated halving."""
+    """Return the bounds of pieces of a message that is halved repeatedly."""
     bounds = [0, numel]
     while len(bounds) <= num_pieces:
         bounds = [0] + [b for start, stop in pairwise(bounds) for b in ((start + stop) // 2, stop)]
@@ -86,7 +88,7 @@ class Schedule:
     segment_bytes: float = math.inf
     """Largest segment of a part; a segment is combined while the next one is in flight.
 
-    Small enough to fill a tree quickly, and large enough to hide the latency of a message.
+    The size is small enough to fill the pipeline quickly, and large enough to hide latency.
     """
     cut: Callable[[int, int], list[int]] = even_cut
 
@@ -96,7 +98,7 @@ class Schedule:
 
 
 class Fold(NamedTuple):
-    """Reduction of the number of ranks to a power of two."""
+    """Pairs of ranks that reduce the number of participating ranks to a power of two."""
 
     power: int
     num_pairs: int
@@ -110,7 +112,7 @@ class Fold(NamedTuple):
 
 
 def fold(rank: Each, size: int) -> Fold:
-    """Return the pairs that reduce ``size`` to a power of two, as seen from ``rank``."""
+    """Return the pairs that reduce ``size`` ranks to a power of two, and the place of ``rank``."""
     power = _power_below(size)
     num_pairs = size - power
     paired = rank < 2 * num_pairs
@@ -206,8 +208,8 @@ def _ring_step(rank: Each, size: int, num_segments: int, step: int) -> Iterator[
 def _tree(rank: Each, size: int) -> Iterator[Round]:
     """Yield a binomial tree: children are at distances 1, 2, 4, ... below the lowest set bit.
 
-    Subtrees are combined in that order. Takes about 2 log2(N) (a + m b), which is slower than
-    doubling on an idle network, but sends only 2(N-1) messages in total.
+    The parent combines the subtrees in order of distance. Takes about 2 log2(N) (a + m b), which
+    is slower than doubling on an idle network, but sends only 2(N-1) messages in total.
     """
     distances = [1 << level for level in range((size - 1).bit_length())]
     for action in (COMBINE, COPY):
@@ -246,9 +248,9 @@ def _wave(levels: list[list[Round]], num_segments: int) -> Iterator[Round]:
     """Yield the messages of a pipeline: in each step each segment advances by one tree level.
 
     Within a step the segments that arrived in the previous step are sent first, so a rank does not
-    wait for two messages in succession. A leaf of one tree may be the root of the other, and is
-    there several segments ahead, by the height of the trees; with the same segment in both trees,
-    segments could not be pipelined.
+    wait for two messages in succession. A leaf of one tree may be the root of the other tree. As a
+    leaf, such a rank is several segments ahead, by the height of the trees. Segments could not be
+    pipelined if a rank processed the same segment in both trees.
     """
     for step in range(num_segments + len(levels) - 1):
         for level in reversed(range(len(levels))):

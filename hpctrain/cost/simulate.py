@@ -1,4 +1,4 @@
-"""Event model of collectives: the time at which each rank of a machine has the result.
+"""Simulation of all-reduces: the time at which each rank of a machine has the result.
 
 The messages are defined in ``hpctrain.cost.schedules``, which the ranks execute; all messages of a
 round are simulated together. A message takes the latency of its link plus its bytes over the
@@ -74,18 +74,18 @@ def _met(times: Times, machine: Machine, rails: int) -> Times:
 
 
 class _Clocks:
-    """Time at which each rank and each of its ports becomes idle."""
+    """Simulated time at which each rank, and each of its ports, becomes idle."""
 
     def __init__(self, ready: Times, piece_bytes: float, machine: Machine, turns: float) -> None:
         self.ready = ready
         self._sent = np.full_like(ready, -np.inf)
         self._received = np.full_like(ready, -np.inf)
-        self._delivered = np.full_like(ready, -np.inf)  # messages of the rank
+        self._delivered = np.full_like(ready, -np.inf)  # arrival of sent messages
         self._piece_bytes = piece_bytes
         self._machine, self._turns = machine, turns
 
     def take(self, steps: list[Step], lead: int, *, waits: bool) -> None:
-        """Simulate a phase on all ranks."""
+        """Advance the clocks of all ranks by a phase."""
         past = deque([self.ready] * lead, maxlen=lead)
         for step in steps:
             self._repeat(step, past, waits=waits)
@@ -124,7 +124,7 @@ class _Clocks:
                 ready[senders] = np.maximum(ready[senders], arrived)
             past.append(ready)
             if before and (grown_s := _growth(zip((ready, arrived), before, strict=True))):
-                ready += left * grown_s  # as in each remaining round
+                ready += left * grown_s  # each remaining round takes as long as this one
                 arrived += left * grown_s
                 break
         self.ready = ready
@@ -134,7 +134,10 @@ class _Clocks:
 
 
 def _growth(pairs: Iterable[tuple[Times, Times]]) -> float | None:
-    """Return the growth of all times if it is uniform: then the rounds are steady."""
+    """Return the increase of all times in a round if uniform, else None.
+
+    After a uniform increase, all later equal rounds take the same time.
+    """
     grown = [now - before for now, before in pairs]
     least, most = (float(f([f(each) for each in grown])) for f in (np.min, np.max))
     return most if most - least <= 1e-6 * most else None

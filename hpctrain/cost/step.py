@@ -17,14 +17,14 @@ from hpctrain.cost.simulate import allreduce_times
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model(CheckedFields):
-    """Properties of a model that determine the time of a step.
+    """Properties of a trained model that determine the time of a step.
 
     Raises:
         ConfigError: a value is out of range.
     """
 
     parameters: Amount
-    samples_per_s: Amount  # of one rank that computes alone
+    samples_per_s: Amount  # throughput of a rank that computes alone
     rank_batch: Annotated[int, Bounds(above=0)] = 32
     """Largest batch of a rank; a larger share is computed in several batches, whose gradients
     are accumulated."""
@@ -45,10 +45,10 @@ class Model(CheckedFields):
         return max(1, math.ceil(self.num_bytes / self.bucket_bytes))
 
     def left_s(self, rank_share: float, done: float) -> float:
-        """Return the seconds of computation left when this fraction of gradients is complete.
+        """Return the seconds of backward that remain when a fraction ``done`` of gradients exists.
 
-        Gradients become complete in proportion to their bytes, in the backward pass of the last
-        batch.
+        The backward pass of the last batch computes gradients at a constant number of bytes per
+        second.
         """
         last_s = min(rank_share, self.rank_batch) / self.samples_per_s
         return self.backward * last_s * (1 - done) if self.overlap else 0.0
@@ -56,9 +56,9 @@ class Model(CheckedFields):
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Seconds of a step by cause."""
+    """Seconds of a training step by cause."""
 
-    compute_s: float  # of a rank without delay
+    compute_s: float  # computation of a rank without delay
     waiting_s: float  # waiting for the slowest rank
     exposed_s: float  # communication that is not overlapped with computation
 
@@ -150,7 +150,7 @@ def simulate_steps(  # noqa: PLR0913 - the arguments of ``step_time``, and the n
 def least_step_s(
     machine: Machine, compute_s: float, *, network_bytes: float = 0.0, node_bytes: float = 0.0
 ) -> float:
-    """Return a lower bound of the seconds of a step that moves these bytes, summed over all ranks.
+    """Return a lower bound of the seconds of a step that moves the given bytes.
 
     Assumes complete overlap of communication and computation, the number of rounds of ``bound``,
     and that all links of a level are busy at the same time. Gradients of m bytes move at least

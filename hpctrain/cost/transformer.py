@@ -105,36 +105,36 @@ class Transformer(CheckedFields):
 
     @property
     def state_bytes(self) -> float:
-        """Bytes per parameter, with its gradient and the optimizer's state."""
+        """Bytes per parameter, including its gradient and the state of the optimizer."""
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
 
     @property
     def attention_flops(self) -> float:
-        """Operations of attention scores and weighted sums per sample, forward."""
+        """Operations of attention scores and weighted sums per sample in the forward pass."""
         return 4.0 * self.sequence**2 * self.hidden
 
     @property
     def layer_flops(self) -> float:
-        """Operations of a layer per sample, forward; backward takes twice as many."""
+        """Operations of a layer per sample in the forward pass; backward has twice as many."""
         return 2 * self.layer_parameters * self.sequence + self.attention_flops
 
     @property
     def output_flops(self) -> float:
-        """Operations of the output layer per sample, forward."""
+        """Operations of the output layer per sample in the forward pass."""
         return 2 * self.embedding * self.sequence
 
     @property
     def input_bytes(self) -> float:
-        """Bytes per sample between two layers."""
+        """Bytes of the activations of one sample between two layers."""
         return self.parameter_bytes * self.sequence * self.hidden
 
     @property
     def output_activations(self) -> float:
-        """Bytes per sample that the output layer and the last norm store for backward."""
+        """Bytes per sample that output layer and last norm store for the backward pass."""
         return (2 * self.parameter_bytes * self.hidden + 4 * self.vocabulary) * self.sequence
 
     def activations(self, recompute: str) -> tuple[float, float]:
-        """Return the bytes per sample that a layer stores, and the bytes that it recomputes.
+        """Return the stored and the recomputed activation bytes of a layer per sample.
 
         Recomputed bytes exist for one layer at a time. Both are divided evenly among tensor and
         context parallel ranks.

@@ -1,4 +1,4 @@
-"""Division of a data set into parts, of which each rank has one or more."""
+"""Division of a data set into parts, such as clients, and of the parts among the ranks."""
 
 import zipfile
 from functools import cached_property
@@ -22,18 +22,18 @@ _DAMAGE = (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile)
 
 
 class Split:
-    """The part of each sample of a data set, such as the client that owns the sample.
+    """Assignment of each sample of a data set to a part, such as the client that owns the sample.
 
-    ``hpctrain data split --by-label`` writes it to a file of a few bytes for each sample, and the
-    data set is not changed.
+    ``hpctrain data split --by-label`` writes the assignment to a file, 4 bytes per sample, and
+    does not change the data set.
     """
 
     def __init__(
         self, uuid: str, parts: NDArray[np.uint32], num_parts: int, about: str = ""
     ) -> None:
-        """Take the part of each sample of the data set ``uuid``, in [0, num_parts).
+        """Assign sample ``i`` of the data set ``uuid`` to ``parts[i]``, in [0, num_parts).
 
-        Raises ``DataError``: a part is out of range, or has no samples.
+        Raises ``DataError``: a part is out of range or has no samples.
         """
         is_array = isinstance(parts, np.ndarray)
         if not is_array or not parts.size or parts.ndim != 1 or parts.dtype != np.uint32:
@@ -62,7 +62,7 @@ class Split:
     def read(cls, path: Path | str) -> Self:
         """Read a file of ``hpctrain data split --by-label``.
 
-        Raises ``DataError``: it cannot be read, or is damaged.
+        Raises ``DataError``: the file cannot be read, or is damaged.
         """
         try:
             with np.load(absolute(path), allow_pickle=False) as file:
@@ -94,13 +94,14 @@ class Split:
 
     @cached_property
     def checksum(self) -> str:
-        """Identify this split."""
+        """Checksum of ``parts``, 8 hexadecimal digits."""
         return f"{crc32(np.ascontiguousarray(self.parts).tobytes()):08x}"
 
     def parts_of(self, rank: int, size: int) -> range:
-        """Return the consecutive parts of a rank; ranks differ by at most one part.
+        """Return the consecutive parts of a rank.
 
-        Raises ``DataError``: there are fewer parts than ranks, or no such rank.
+        The numbers of parts of two ranks differ by at most one. Raises ``DataError``: there are
+        fewer parts than ranks, or ``rank`` is out of range.
         """
         num_parts = self.num_parts
         if not 0 <= rank < size:
@@ -115,13 +116,14 @@ class Split:
     def subset(self, dataset: Samples, rank: int, size: int) -> Subset:
         """Return the samples of a rank, in the order of the data set.
 
-        Raises ``DataError``: it is another data set, or there are fewer parts than ranks.
+        Raises ``DataError``: the split belongs to another data set, or there are fewer parts than
+        ranks.
         """
         self.check(dataset)
         return Subset(dataset, np.flatnonzero(self.holds(self.parts_of(rank, size), self.parts)))
 
     def check(self, dataset: Samples) -> None:
-        """Raise ``DataError`` unless this is a split of the data set."""
+        """Raise ``DataError`` if this split belongs to another data set."""
         if (self.uuid, len(self.parts)) != (dataset.uuid, len(dataset)):
             raise DataError(
                 f"a split must belong to the data set, but it is of {self.uuid} with "
@@ -132,19 +134,20 @@ class Split:
 
     @staticmethod
     def holds(own: range, parts: NDArray[Any]) -> NDArray[np.bool_]:
-        """Return, for each part, whether it is in ``own``."""
+        """Return whether each element of ``parts`` is in the range ``own``."""
         return (parts >= own.start) & (parts < own.stop)
 
 
 class SplitSteps(Steps):
-    """Steps in which a rank has the samples of its parts.
+    """Steps in which each rank reads the samples of its own parts of a ``Split``.
 
-    In each step the samples of a part are proportional to its size, so that all parts end an epoch
-    together. The samples of a step are the same for any number of ranks.
+    The number of samples of a part in a step is proportional to the size of the part, so that all
+    parts end an epoch at the same step. The samples of a step do not depend on the number of
+    ranks.
     """
 
     def __init__(self, split: Split, order: Order, division: Division, positions: range) -> None:
-        """Order the samples of each part as in an epoch; other arguments as for ``Steps``."""
+        """Keep ``order`` within each part; the other arguments are those of ``Steps``."""
         super().__init__(_Line(split, order), division, positions)
         self._parts, self._own = split.parts, split.parts_of(division.rank, division.size)
 
@@ -157,7 +160,7 @@ class SplitSteps(Steps):
 
 
 class _Line:
-    """An order of an epoch in which each range has samples of all parts in proportion."""
+    """Order of an epoch that interleaves the parts in proportion to their sizes."""
 
     def __init__(self, split: Split, order: Order) -> None:
         samples = order.samples_at(np.arange(len(split.parts)))

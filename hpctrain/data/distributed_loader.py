@@ -29,7 +29,7 @@ _NUMBERS = count(1)
 
 
 class Counts(Protocol):
-    """Object that takes sample counts: a ``DistributedOptimizer`` or a local method."""
+    """Protocol of optimizers that weight gradients by sample counts."""
 
     def set_num_samples(self, num_samples: float, nominal: float = 1.0) -> None:
         """Set the number of samples over which this rank's loss is the mean."""
@@ -116,7 +116,7 @@ def _compare(identities: Sequence[Mapping[str, str]]) -> None:
 
 
 def _refusal(data: object, optimizer: object) -> str | None:
-    """Return the reason why ``data`` cannot or need not be divided."""
+    """Return the reason why ``data`` cannot be divided or is already divided."""
     kind = type(data).__name__
     if isinstance(data, Loader | DividedLoader):
         return f"{kind} is already divided among the ranks; omit shard_data()"
@@ -171,7 +171,7 @@ def _part(dataset: "Dataset[Any]", rank: int, size: int) -> "Subset[Any]":
 
 
 class _StreamPart(IterableDataset[Any]):
-    """Every ``size``-th sample of an iterable data set, of complete rounds."""
+    """Every ``size``-th sample of an iterable data set; an incomplete last round is omitted."""
 
     def __init__(self, dataset: "IterableDataset[Any]", rank: int, size: int) -> None:
         self.dataset, self._rank, self._size = dataset, rank, size
@@ -193,16 +193,16 @@ the number of ranks. The batch that reaches the number of indices is the last of
 
 
 class DividedLoader(DataLoader[Any]):
-    """The batches of a ``DataLoader``, each divided among the ranks."""
+    """Base class of copies of a ``DataLoader`` that divide each batch among the ranks."""
 
     def __init__(self, loader: "DataLoader[Any]", weigh: "_Weights", **replaced: Any) -> None:
-        """Copy a loader, but for the attributes ``replaced``."""
+        """Copy the attributes of a loader, except those given in ``replaced``."""
         vars(self).update(vars(loader), _iterator=None, **replaced)
         self._weigh = weigh
 
 
 class SharedLoader(DividedLoader):
-    """A loader whose data set has a length: each rank reads its own samples only."""
+    """Loader of a data set with random access; each rank reads only its own samples."""
 
     def __init__(
         self, loader: "DataLoader[Any]", rank: int, size: int, weigh: "_Weights", name: str
@@ -211,7 +211,7 @@ class SharedLoader(DividedLoader):
         super().__init__(loader, weigh, batch_sampler=self._order)
 
     def __iter__(self) -> Any:
-        """Begin an epoch. Collective, as is at least one of every 64 steps."""
+        """Start an epoch. Collective; at least one of every 64 steps is collective too."""
         is_training = torch.is_grad_enabled()
         for num_samples in self._order.known_sizes() if is_training else ():
             self._weigh.check(num_samples)  # before the first step, not at the last
@@ -230,7 +230,7 @@ class SharedLoader(DividedLoader):
 
 
 class _OwnIndices(Sampler[list[Any]]):
-    """This rank's part of each batch of a batch sampler, whose order rank 0 draws."""
+    """Batch sampler that yields this rank's indices in each batch that rank 0 draws."""
 
     def __init__(self, batches: Any, rank: int, size: int, name: str) -> None:
         self._batches, self._rank, self._size, self._name = batches, rank, size, name
@@ -246,7 +246,7 @@ class _OwnIndices(Sampler[list[Any]]):
         return self._shares(self.counts, keeps_empty=self.keeps_empty)
 
     def known_sizes(self) -> list[int]:
-        """Return the sizes of batches that are known beforehand."""
+        """Return the batch sizes of the epoch if they are known, otherwise an empty list."""
         batches = self._batches
         if type(batches) is not BatchSampler or not isinstance(batches.sampler, Sized):
             return []
@@ -275,7 +275,7 @@ class _OwnIndices(Sampler[list[Any]]):
                     yield share or first
 
     def _agreed(self, drawn: Iterator[Any]) -> tuple[list[int], Any]:
-        """Return the sizes and the indices of the next batches that rank 0 draws. Collective."""
+        """Broadcast sizes and indices of the next batches from rank 0. Collective."""
         batches: list[list[Any]] = []
         failure: Exception | None = None
         try:
@@ -305,7 +305,7 @@ def _listed(indices: Any) -> list[Any]:
 
 
 class StreamLoader(DividedLoader):
-    """A loader whose data set is iterated: each rank reads all samples and keeps its own."""
+    """Loader of an ``IterableDataset``; each rank reads all samples and keeps its own."""
 
     def __init__(
         self, loader: "DataLoader[Any]", rank: int, size: int, weigh: "_Weights", name: str
@@ -316,11 +316,11 @@ class StreamLoader(DividedLoader):
         super().__init__(loader, weigh, collate_fn=collate)
 
     def __iter__(self) -> Any:
-        """Begin an epoch. Collective, as is every step."""
+        """Start an epoch. Collective; every step is collective too."""
         return self._shares(super().__iter__(), is_training=torch.is_grad_enabled())
 
     def _shares(self, batches: Iterator[Any], *, is_training: bool) -> Iterator[Any]:
-        while True:  # until a rank has no batch
+        while True:  # ends when one rank has no batch
             found: Any = next(batches, None)
             has_one = torch.tensor([float(found is not None)])
             if not allreduce(has_one, op=Min, name=self._name).item():
@@ -334,7 +334,7 @@ class StreamLoader(DividedLoader):
                 yield batch
 
     def _compare(self, identity: str) -> None:
-        """Warn once if the ranks have not read the same first batch. Collective."""
+        """Warn once if the ranks read different first batches. Collective."""
         self._is_compared = True
         identities = allgather_object(identity, name=self._name)
         if len(set(identities)) > 1 and self._rank == 0:
@@ -349,7 +349,7 @@ class StreamLoader(DividedLoader):
 
 
 class _CollateShare:
-    """Collates this rank's samples, and adds their number, the global number and a checksum."""
+    """Collate function that keeps this rank's samples and adds counts and a checksum."""
 
     def __init__(self, collate: Callable[[list[Any]], Any], rank: int, size: int) -> None:
         self._collate, self._rank, self._size = collate, rank, size
@@ -363,7 +363,7 @@ class _CollateShare:
 
 
 class _Weights:
-    """Passes the sample count of each batch to an optimizer, if there is one."""
+    """Function that passes the sample count of each batch to the optimizer, if any."""
 
     def __init__(self, optimizer: Counts | None, batch_size: int | None, size: int) -> None:
         self._optimizer, self._size, self._batch_size = optimizer, size, batch_size
@@ -375,7 +375,7 @@ class _Weights:
             self._optimizer.set_num_samples(mine, self._nominal)
 
     def check(self, num_samples: int) -> None:
-        """Raise if a global batch would get too large or too small a weight."""
+        """Raise ``ConfigError`` if a global batch of this size would get a wrong weight."""
         if self._optimizer is None and num_samples % self._size:
             raise ConfigError(
                 f"without an optimizer all ranks must have the same number of samples, got a "
@@ -399,7 +399,7 @@ _OF_FLOATS = "about "  # marks a checksum of numbers that processors may round d
 
 
 def identity_of_samples(samples: Iterable[object]) -> str:
-    """Return a checksum of the texts and integers of some samples, without pixels."""
+    """Return a checksum of the texts and integers of samples, without uint8, often pixels."""
     total = 0
     for sample in samples:
         held = [*sample.values()] if isinstance(sample, Mapping) else sample

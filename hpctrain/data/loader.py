@@ -1,4 +1,4 @@
-"""Batches of an epoch: one line of samples, cut into global batches, cut among the ranks."""
+"""Loader of the batches of an epoch; each global batch is divided among the ranks."""
 
 import logging
 from collections.abc import Generator, Iterator
@@ -43,22 +43,24 @@ _RULES = {
 
 @dataclass(kw_only=True)
 class Loader(Reading):
-    """Iterates over the batches of an epoch, read ahead by threads.
+    """Loader of the batches of an epoch, which threads or processes read ahead.
 
-    All samples of an epoch are on one line. The samples of step ``k`` are the same set for any
-    number of ranks: those at the positions ``[k * global_batch, (k + 1) * global_batch)``. Each
-    rank gets a part of them, and every rank runs the same number of steps. Whatever goes wrong
-    while reading is raised at the step that it belongs to; with ``comm``, on every rank.
+    An order maps positions of an epoch to samples. Step ``k`` has the samples at the positions
+    ``[k * global_batch, (k + 1) * global_batch)`` for any number of ranks. Each rank gets a part
+    of them, and all ranks run the same number of steps. An error while a batch is read is raised
+    at the step of this batch; with ``comm``, on every rank.
 
-    An iteration begins at the current position: after ``load_state_dict`` or an early exit this is
-    the first batch that was not delivered. After the last batch it is the start of the next epoch.
+    An iteration begins at the current position. After ``load_state_dict`` or an early exit, this
+    is the first batch that was not delivered. After the last batch, it is the start of the next
+    epoch.
 
-    Args of ``Division`` say which samples of a step a rank has, those of ``Reading`` how they are
-    read.
+    ``Division`` documents the arguments that assign samples to ranks, ``Reading`` the arguments
+    for reading.
     """
 
     comm: Communicator | None = None
-    """The ranks that load together. With it iterating is collective, and ranks fail together."""
+    """Ranks that load together. With ``comm``, iterating is collective and errors are raised on
+    every rank."""
     seed: int = 0  # of the order of every epoch; the same on every rank
     order: OrderName = "auto"
     """``global``: any sample may be at any position. ``window``: whole blocks are read and mixed,
@@ -107,15 +109,15 @@ class Loader(Reading):
 
     @property
     def num_skipped(self) -> int:
-        """Damaged samples that are skipped, the same number on every rank."""
+        """Number of damaged samples that are skipped, the same on every rank."""
         return len(self._skipped)
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of an epoch, the same on every rank; a pass in progress ends there."""
+        """Move to the start of an epoch, the same on every rank; end an iteration in flight."""
         self.epoch, self.consumed, self._pass = epoch, 0, None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the loader: identical on every rank, for any number of ranks."""
+        """Return the position of the loader, which does not depend on rank or number of ranks."""
         return {
             "format": STATE_FORMAT,
             "uuid": self.dataset.uuid,
@@ -208,7 +210,7 @@ class Loader(Reading):
 
     @property
     def place(self) -> tuple[int, int]:
-        """Epoch of the last batch, and the samples of all ranks before that batch."""
+        """Epoch of the last batch, and the number of samples of all ranks before it."""
         return self.epoch, self.consumed - self.step_samples
 
     def samples_at(self, place: tuple[int, int]) -> Indices:
@@ -267,7 +269,7 @@ class Loader(Reading):
         return Steps(order, self, positions)
 
     def _batches(self) -> Generator[Batch | Exception]:
-        """Read from the current position; yield the batch or the error of each step.
+        """Yield the batch or the error of each step from the current position.
 
         An error that prevents all further steps is the last item.
         """
@@ -308,7 +310,7 @@ def _require(is_kept: object, rule: str) -> None:
 
 
 def _failures(error: Exception | None, comm: Communicator | None) -> dict[int, Exception]:
-    """Return the errors of one step, by rank; empty on all ranks if there are none.
+    """Return the errors of one step by rank; empty if no rank has an error.
 
     Collective over ``comm``, if given.
     """

@@ -25,12 +25,13 @@ _PATTERN = 2
 
 
 class Mixture:
-    """Samples of several shuffled data sets in fixed proportions, without end.
+    """Endless sequence of samples from several shuffled data sets in fixed proportions.
 
-    At each position the number of samples of a source differs from its share by less than one; in
-    each range of positions by less than two. Each source has separate epochs, each of which has
-    every sample once. An epoch of the mixture is ``len(mixture)`` samples; the next one continues
-    from there. The sample at a position is computed from the position in constant memory.
+    In the first ``n`` samples, the number of samples of a source differs from its share by less
+    than one; in any range, by less than two. Each source has separate epochs, in which every
+    sample occurs once. An epoch of the mixture has ``len(mixture)`` samples, and the next epoch
+    continues the sequence. The sample at a position is computed from the position in constant
+    memory.
 
     Differs from an ordinary data set: indices do not end at ``len``, and a loader reads them in
     their order, which is shuffled already.
@@ -92,7 +93,7 @@ class Mixture:
         """Gather samples, numbered from 0 without an end.
 
         Raises:
-            CorruptError: a sample of a source is damaged; has one index of the mixture.
+            CorruptError: a sample of a source is damaged; the error has an index of the mixture.
         """
         wanted = np.asarray(indices, np.int64)
         parts: list[Columns] = []
@@ -127,7 +128,7 @@ class Mixture:
         return file_of(source, int(samples[0]))
 
     def _parts(self, indices: Indices) -> Iterator[tuple[Samples, Indices, Indices]]:
-        """Yield each source, its samples that are wanted, and their places in ``indices``."""
+        """Yield each source, the requested samples of it, and their places in ``indices``."""
         numbers, draws = self.locate(indices)
         for number in np.unique(numbers).tolist():
             places = np.flatnonzero(numbers == number)
@@ -164,12 +165,12 @@ _order = lru_cache(maxsize=64)(global_order)
 
 
 def _seen(fields: Mapping[str, Field]) -> list[tuple[Any, ...]]:
-    """Return the properties of fields that a model sees, without their storage."""
+    """Return name, shape, dtype and raggedness of each field, without its compression."""
     return [(name, field.shape, field.dtype, field.ragged) for name, field in fields.items()]
 
 
 def _whole(weights: NDArray[np.float64]) -> Indices:
-    """Round weights to counts that sum to PERIOD; the largest remainders go up."""
+    """Round weights to counts that sum to PERIOD; the largest remainders are rounded up."""
     exact = weights / weights.sum() * PERIOD
     counts: Indices = np.floor(exact).astype(np.int64)
     counts[np.argsort(counts - exact, kind="stable")[: PERIOD - int(counts.sum())]] += 1
@@ -185,8 +186,9 @@ def _whole(weights: NDArray[np.float64]) -> Indices:
 def _pattern(counts: tuple[int, ...]) -> Indices:
     """Return the source of each sample of a period.
 
-    The k-th sample of a source has the time in which its share passes from k to k + 1; among
-    those whose time has begun, the one whose time ends first comes next. So no time is missed.
+    Sample k of a source must come in the interval of positions in which the share of the source
+    grows from k to k + 1. At each position, the sample whose interval ends first is chosen among
+    those whose interval has begun (earliest deadline first), which meets all deadlines.
 
     Source: Baruah, Cohen, Plaxton and Varvel 1996, "Proportionate progress".
     """
@@ -209,7 +211,7 @@ def _pattern(counts: tuple[int, ...]) -> Indices:
 
 
 def _gathered(parts: list[Values], back: Indices) -> Values:
-    """Join parts, and put their samples in the order ``back``."""
+    """Return the joined samples of all parts in the order ``back``."""
     if len(parts) == 1:
         return parts[0]  # its places are in order
     ragged = [part for part in parts if isinstance(part, Ragged)]

@@ -29,19 +29,19 @@ _MEMORY_SHARE = 0.5  # of free memory that the user did not choose: the ranks ne
 
 
 class Site(NamedTuple):
-    """A folder of this node, and how many bytes may be put there."""
+    """A folder of this node, and the number of bytes that may be written to it."""
 
     folder: Path
     room_bytes: int
 
 
 def sites(to: Path | str, source: Path) -> list[Site]:
-    """Return the folders for copies of data, best first.
+    """Return the folders of this node that can store copies of data, best first.
 
-    The folder that the user named, or HPCTRAIN_STAGE_DIR for ``auto``, is first, and is created if
-    missing. For ``auto`` the job's folders for temporary files and the memory of the node follow,
-    if they are on a file system of this node other than that of ``source``.
-    Raises ``OSError``: the folder that the user named cannot be made.
+    The first folder is ``to``, or HPCTRAIN_STAGE_DIR if ``to`` is ``auto``; it is created if
+    missing. With ``auto``, the job's folders for temporary files and the memory of the node
+    follow, if their file system is on this node and is not that of ``source``. Raises ``OSError``:
+    the first folder cannot be created.
     """
     found = []
     chosen = Settings.from_env().stage_dir if to == "auto" else absolute(to)
@@ -67,7 +67,7 @@ class NodeFolder:
     """
 
     def __init__(self, path: Path, lock: int) -> None:
-        """Take over the descriptor of a locked lock file; ``create`` and ``join`` make one."""
+        """Take ownership of the descriptor of a locked file; called by ``create`` and ``join``."""
         self.path = path
         self._end = weakref.finalize(self, _let_go, path, lock, os.getpid())
 
@@ -75,12 +75,12 @@ class NodeFolder:
     def create(cls, parent: Path, label: str) -> Self:
         """Create and lock a folder in ``parent``; ``label`` is part of its name.
 
-        Raises ``OSError``: it cannot be made there, or its file system has no locks.
+        Raises ``OSError``: the folder cannot be created, or its file system has no locks.
         """
         new = Path(tempfile.mkdtemp(prefix=f".{PREFIX}{label}-", dir=parent))
         try:
             lock = _locked(new / LOCK, os.O_CREAT)
-            # Locked before it has its name: no process can find it unlocked.
+            # The folder is locked before it is renamed, so no process finds it unlocked.
             path = new.rename(new.with_name(new.name.removeprefix(".")))
         except OSError:
             shutil.rmtree(new, ignore_errors=True)
@@ -92,16 +92,16 @@ class NodeFolder:
         """Lock a folder that another process has locked.
 
         Raises:
-            OSError: it cannot be seen from here.
+            OSError: this process cannot open the lock file.
         """
         return cls(path, _locked(path / LOCK))
 
     def close(self) -> None:
-        """Release the lock; the last process removes the folder. May be called twice."""
+        """Release the lock; the last process removes the folder. Idempotent."""
         self._end()
 
     def __reduce__(self) -> Any:
-        """Refuse: a copy in another process would hold nothing."""
+        """Raise ``TypeError``: a copy in another process would not hold the lock."""
         raise TypeError("a NodeFolder must be used by the process that created it")
 
 

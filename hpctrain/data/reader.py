@@ -1,4 +1,4 @@
-"""Read a data set: any samples, in any order, gathered straight into one tensor per field."""
+"""Reader of a data set on disk, which gathers samples by index into one tensor per field."""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -31,8 +31,8 @@ Verify = Literal["first", "always", "off"]
 class ShardedDataset(Indexable):
     """A data set on disk, mapped into memory if it fits.
 
-    Can be pickled, and used after a fork: each process opens shards at their first use. Several
-    threads may read concurrently.
+    Can be pickled, and used after a fork, because each process opens shards at their first use.
+    Several threads may read concurrently.
     """
 
     def __init__(
@@ -43,11 +43,11 @@ class ShardedDataset(Indexable):
         io: IO = "auto",
         manifest: Manifest | None = None,
     ) -> None:
-        """Read the manifest and check that every shard is there with its full size.
+        """Read the manifest, and check that every shard exists and has the right size.
 
         Args:
             path: directory with ``manifest.json``.
-            verify: when to check the crc32 of a block: at its first touch, always, never.
+            verify: when to check the crc32 of a block: at its first read, always, or never.
             io: ``map`` shards into memory, ``read`` the wanted rows, or ``auto``: map a data set
                 that fits into free memory twice. A mapped page that the disk cannot read ends the
                 process; this is rare, as blocks are read and checked before.
@@ -96,7 +96,7 @@ class ShardedDataset(Indexable):
 
     @property
     def uuid(self) -> str:
-        """Identify this data set."""
+        """Identifier of this data set."""
         return self.manifest.uuid
 
     @property
@@ -214,7 +214,7 @@ class ShardedDataset(Indexable):
 
 
 class ShardRows(NamedTuple):
-    """The samples of a batch that one shard has."""
+    """The samples of a batch that are stored in one shard."""
 
     shard: OpenShard
     rows: Array  # numbered from the start of the shard

@@ -1,4 +1,4 @@
-"""Reading and transforming the batches of a rank ahead of their use, by threads or processes."""
+"""Reading and transformation of the next batches of a rank, in threads or processes."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,29 +22,29 @@ T = TypeVar("T")
 
 @dataclass(kw_only=True)
 class Reading(Division):
-    """The data set of a loader, and options of reading its batches."""
+    """The data set of a loader, its transform, and options for reading batches ahead."""
 
-    dataset: Samples = field(kw_only=False)  # what to read; the same on every rank
+    dataset: Samples = field(kw_only=False)  # the same on every rank
     transform: Transform | None = None
-    """Makes the values of a batch from those of the data set while reading. ``PerSample`` makes
-    one of a function of a sample, which may take a random generator: in threads the global ones
-    are refused."""
+    """Function applied to each batch after it is read. ``PerSample`` converts a function of one
+    sample, which can take a random generator. A transform that runs in threads must not draw from
+    the global generators."""
     threads: int = 4  # how many steps are read at the same time
     prefetch: int = 4  # batches read ahead; more for more ``workers``
     workers: int = 0  # processes that read and transform, for a transform that holds Python's lock
     worker_timeout_s: float = WORKER_TIMEOUT_S
-    """How long a worker may take for a batch, ``inf`` for no limit. One that takes longer is
-    ended, and the error has its current task. Less than ``HPCTRAIN_TIMEOUT``, after which the
-    other ranks fail."""
+    """Time limit of a worker for a batch; ``inf`` for no limit. A worker that exceeds it is ended,
+    and the error names its current samples. Choose less than ``HPCTRAIN_TIMEOUT``, after which
+    the other ranks fail."""
     pin_memory: bool = False  # whether batches are in pinned memory, which a GPU copies faster
     ragged: Literal["packed", "padded"] = "packed"
-    """Samples of different lengths come as ``Ragged``, or as a tensor filled up with zeros and a
-    field ``<field>_lengths``."""
+    """Form of ragged fields: ``packed`` gives a ``Ragged``, ``padded`` a tensor padded with zeros
+    and a second field ``<field>_lengths``."""
     _draws: ThreadDraws = field(default_factory=ThreadDraws, init=False, repr=False)
     _pool: "DecodePool | None" = field(default=None, init=False, repr=False)
 
     def close(self) -> None:
-        """End the worker processes, if there are any; the next pass starts new ones."""
+        """End the worker processes, if there are any; the next epoch starts new ones."""
         if self._pool is not None:
             self._pool.close()
         self._pool = None
@@ -52,7 +52,10 @@ class Reading(Division):
     def reading(
         self, steps: Steps, skipped: Skipped, epoch: int, seed: int
     ) -> AbstractContextManager[Iterator[Batch | Exception]]:
-        """Read the batches of ``steps`` ahead; an item is a batch or the error of its step."""
+        """Return a context manager of an iterator over the batches of ``steps``, read ahead.
+
+        An item of the iterator is a batch, or the error that occurred while it was read.
+        """
         if self.workers and self._pool is None:
             self._pool = imported("hpctrain.data.workers.pool:DecodePool")(
                 self.dataset,
@@ -66,17 +69,17 @@ class Reading(Division):
             # A thread waits for a worker; each worker has its next batch waiting.
             threads = depth = max(self.prefetch, 2 * self.workers)
         elif in_memory and not (self.transform or self.pin_memory):
-            depth = 0  # a thread costs more than the copy that it would hide
+            depth = 0  # a copy in memory takes less time than passing it to a thread
 
         def read(number: int) -> Batch | Exception:
             try:
                 if not in_memory:
-                    with suppress(Exception):  # raised at the step that cannot be read
+                    with suppress(Exception):  # ``take`` raises it at the step that cannot be read
                         if (soon := steps.soon(number)).size:
                             self.dataset.will_need(soon)
                 indices = skipped.without(steps.samples(number))
                 return self._batch(self._columns(indices, epoch, seed), len(indices))
-            except Exception as error:  # raised when its step is delivered
+            except Exception as error:  # the loader raises it at the step of this batch
                 return error
 
         return prefetched(read, range(len(steps)), threads=threads, depth=depth)
@@ -97,7 +100,7 @@ class Reading(Division):
 
 
 def _padded(fields: Mapping[str, Values]) -> Columns:
-    """Fill samples up to the longest one of the batch; ``<field>_lengths`` has their lengths."""
+    """Pad ragged fields to the longest sample of the batch, and add ``<field>_lengths``."""
     result: Columns = {}
     for name, values in fields.items():
         if isinstance(values, Ragged):
@@ -112,10 +115,11 @@ def _padded(fields: Mapping[str, Values]) -> Columns:
 def prefetched(
     work: Callable[[int], T], numbers: Iterable[int], *, threads: int, depth: int
 ) -> Iterator[Iterator[T]]:
-    """Yield the results of ``work(number)`` in order, computed at most ``depth`` items ahead.
+    """Yield an iterator over ``work(number)``, in order, computed at most ``depth`` items ahead.
 
-    At the end of the block, however it ends, work in progress is waited for, work that has not
-    begun is dropped, and no thread remains.
+    With ``depth`` 0 the caller's thread does the work. At the end of the block, also after an
+    exception, calls that have started are completed, the others are cancelled, and all threads
+    end.
     """
     if not depth:
         yield map(work, numbers)
@@ -131,7 +135,7 @@ def prefetched(
 def _in_order(pending: Iterator[Future[T]], depth: int) -> Iterator[T]:
     ahead = deque(islice(pending, depth))
     while ahead:
-        # No reference stays here: the memory is used again once the consumer drops it.
+        # Keep no reference, so that the memory is free as soon as the consumer drops the item.
         given = [ahead.popleft().result()]
         ahead.extend(islice(pending, 1))
         yield given.pop()

@@ -17,7 +17,7 @@ from hpctrain.data.format.dataset_manifest import Field
 
 @dataclass(frozen=True, slots=True)
 class Ragged:
-    """Samples whose first dimension differs; the others are the same."""
+    """Samples that differ in their first dimension, joined in one tensor with offsets."""
 
     values: Tensor  # ``(total, *shape)``: the samples, one after another
     offsets: Tensor
@@ -25,7 +25,7 @@ class Ragged:
 
     @classmethod
     def of(cls, samples: Sequence[Tensor]) -> Self:
-        """Lay samples one after another.
+        """Join samples in one tensor.
 
         Args:
             samples: at least one, each ``(length, *shape)``, of the same dtype and device.
@@ -79,7 +79,7 @@ class Ragged:
         )
 
     def pin_memory(self) -> Self:
-        """Return the samples in memory from which a GPU can copy by itself."""
+        """Return a copy of the samples in pinned memory."""
         return type(self)(self.values.pin_memory(), self.offsets.pin_memory())
 
 
@@ -93,11 +93,11 @@ Columns = dict[str, Values]
 
 
 class Samples(Protocol):
-    """Samples by index, which several threads may read concurrently."""
+    """Protocol of data sets: samples by index, which several threads may read concurrently."""
 
     @property
     def uuid(self) -> str:
-        """Identify these samples in this order."""
+        """Identifier of these samples in this order."""
 
     @property
     def fields(self) -> Mapping[str, Field]:
@@ -105,7 +105,7 @@ class Samples(Protocol):
 
     @property
     def block_size(self) -> int:
-        """Neighbouring samples that are read as one: a checksum or a chunk covers them."""
+        """Number of neighbouring samples that are read together: a checksum block or a chunk."""
 
     @property
     def sample_bytes(self) -> float:
@@ -113,7 +113,7 @@ class Samples(Protocol):
 
     @property
     def in_memory(self) -> bool:
-        """Whether taking samples is a copy in memory, with no wait for a disk."""
+        """Whether all samples are in memory, so that ``take`` does not read from a disk."""
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -122,7 +122,7 @@ class Samples(Protocol):
         """Gather samples.
 
         Raises:
-            CorruptError: some of them are damaged; the error has their range in this object.
+            CorruptError: some samples are damaged; the error has a range of their indices.
         """
 
     def will_need(self, indices: Indices) -> None:
@@ -137,7 +137,7 @@ def file_of(samples: Samples, index: int) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The share of one rank in a global batch: ``x, y = batch``, ``batch.x`` or ``batch["x"]``."""
+    """One rank's part of a global batch: ``x, y = batch``, ``batch.x`` or ``batch["x"]``."""
 
     fields: Mapping[str, Values]
     """Values by name, in the order of the data set or of what the transform returned."""
@@ -165,7 +165,7 @@ class Batch:
 
 
 class Indexable:
-    """Samples by index, of a source whose ``take`` gathers many; slow for single samples."""
+    """Base class that adds indexing to ``take``; single samples are slow."""
 
     take: Callable[..., Columns]
     __len__: Callable[..., int]
@@ -178,12 +178,12 @@ class Indexable:
         return found
 
     def __getitems__(self, indices: Sequence[int]) -> "Picked":
-        """Return many samples, for ``DataLoader``; see ``collate``."""
+        """Return a batch of samples for torch's ``DataLoader``; see ``collate``."""
         return Picked(self.take(indices), len(indices))
 
 
 class Picked(Sequence[dict[str, Tensor]]):
-    """A batch whose items are its samples, as views."""
+    """Sequence of the samples of a batch, each a view of its tensors."""
 
     def __init__(self, fields: Mapping[str, Values], num_samples: int) -> None:
         self.fields = fields
@@ -200,7 +200,7 @@ class Picked(Sequence[dict[str, Tensor]]):
 
 
 def collate(samples: Sequence[Any]) -> Any:
-    """Return the batch that a data set picked, unchanged: ``DataLoader(collate_fn=collate)``.
+    """Return a batch from ``__getitems__`` unchanged, as in ``DataLoader(collate_fn=collate)``.
 
     Args:
         samples: samples from ``ShardedDataset.__getitems__``; others are passed to

@@ -34,13 +34,12 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 def stage(dataset: ShardedDataset, node: Communicator, to: Path | str = "auto") -> ShardedDataset:
     """Copy a data set to a folder of this node, shared by its ranks, and read it from there.
 
-    Collective over the ranks of a node: each copies some of the shards, one at a time, and all
-    return when all is there. Bytes are compared with their checksums. The copy is
-    removed when no rank of the node reads it any more; what killed jobs have left is removed by
-    the next one that copies to the same folder.
+    Collective over the ranks of a node. Each rank copies some of the shards, and all ranks return
+    when the copy is complete. The checksums of the shards are checked. The copy is removed when
+    no rank of the node uses the returned data set any more. Copies of killed jobs are removed by
+    the next job that copies to the same folder.
 
-    Shards that do not fit, also because a disk fills up meanwhile, are read
-    from where the data set is; one line is logged.
+    Shards that do not fit are read from the original data set, and one line is logged.
 
     Args:
         dataset: the same on every rank.
@@ -85,17 +84,17 @@ def stage(dataset: ShardedDataset, node: Communicator, to: Path | str = "auto") 
 
 @dataclass(frozen=True)
 class StagedOpener:
-    """Opens shards from the node's copy if it has them; picklable."""
+    """Opener that reads shards from the node's copy where possible. Can be pickled."""
 
     directory: Path  # of the copy
     present: frozenset[int]  # numbers of the shards that were copied
     held: NodeFolder | None = field(repr=False, compare=False)
-    """Keeps the copy; only the process that made it has it, no unpickled copy."""
+    """Lock that keeps the copy; None after unpickling in another process."""
 
     def __call__(
         self, directory: Path, manifest: Manifest, index: int, *, io: IO, chunks: ChunkCache
     ) -> OpenShard:
-        """Open a shard; from ``directory`` if there is no readable copy."""
+        """Open the copy of a shard, or the shard in ``directory`` if no copy is readable."""
         if index in self.present:
             try:
                 return OpenShard(self.directory, manifest, index, io=io, chunks=chunks)
@@ -108,7 +107,7 @@ class StagedOpener:
 
 
 class _Copies:
-    """The copies of the shards of one rank."""
+    """Copier of the shards that one rank has to copy."""
 
     def __init__(
         self, dataset: ShardedDataset, target: Path, left: list[int], *, tells: bool
@@ -116,8 +115,8 @@ class _Copies:
         self._dataset, self._target, self._tells = dataset, target, tells
         self._next_s = time.monotonic() + FIRST_S
         self.left = left  # shards to copy
-        self.present: list[int] = []  # shards that are there, whole
-        self.full = ""  # why the storage took no more
+        self.present: list[int] = []  # shards that were copied completely
+        self.full = ""  # why the storage is full; empty if it is not
 
     def add(self, index: int) -> None:
         """Copy a shard, unless the storage is full."""
@@ -145,7 +144,7 @@ class _Copies:
             logger.warning("this rank has copied %s of %s to %s", *sizes, self._target)
 
     def _pieces(self, index: int) -> Iterator[bytes]:
-        """Yield the bytes of a shard; raise after the last ones if a checksum is wrong."""
+        """Yield the bytes of a shard; raise ``CorruptError`` at the end if its crc32 is wrong."""
         directory, manifest = self._dataset.path, self._dataset.manifest
         shard = manifest.shards[index]
         check_file(directory, manifest, index)
@@ -180,7 +179,7 @@ def _explained(dataset: ShardedDataset) -> Iterator[None]:
 
 
 def _choose(dataset: ShardedDataset, to: Path | str) -> tuple[NodeFolder | None, list[int]]:
-    """Return the folder that has room for most of the data set, and the shards that fit."""
+    """Create a folder where most of the data set fits; return it and the shards that fit."""
     found = sites(to, dataset.path)
     for site in found:
         for left_over in sweep(site.folder):

@@ -22,27 +22,27 @@ from hpctrain.data.samples import Indices, Samples
 OrderName = Literal["auto", "global", "window", "sequential"]
 
 FAST_ALONE_BYTES = 100_000
-"""Samples of this size are read as fast one by one as in blocks of neighbours."""
+"""Samples of at least this size are read as fast in random order as in blocks."""
 CACHED_BYTES = GIB  # a data set of this size stays in memory once it was read
 
 PLANNED = 65536
-"""Positions that are turned into samples at a time: a call of numpy costs as much as many."""
+"""Number of positions that are converted to samples in one call, to amortize its overhead."""
 AHEAD = 8  # steps between the request of samples and their read
 _NUM_PLANS = 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ordering:
-    """The order of each epoch: identical on all ranks, and for any number of ranks."""
+    """Kind of sample order, from which ``order`` computes each epoch, identically on all ranks."""
 
     name: Literal["global", "window", "sequential"]
     shape: WindowShape | None = None  # of a window order
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Self:
-        """Read what ``record`` returns, among other things.
+        """Return the ordering of a dictionary that contains the items of ``record()``.
 
-        Raises ``KeyError, TypeError, ValueError``: the record is not complete.
+        Raises ``KeyError``, ``TypeError`` or ``ValueError``: items are missing or invalid.
         """
         name, shape = record["order"], None
         if name == "window":
@@ -52,7 +52,7 @@ class Ordering:
         return cls(name=name, shape=shape)
 
     def record(self) -> dict[str, Any]:
-        """Return the order in types of JSON."""
+        """Return the ordering as JSON values."""
         sizes = asdict(self.shape) if self.shape else dict.fromkeys(("block", "window", "lanes"))
         return {"order": self.name, **sizes}
 
@@ -60,7 +60,7 @@ class Ordering:
     def choose(
         cls, name: OrderName, dataset: Samples, global_batch: int, shape: WindowShape | None
     ) -> Self:
-        """Choose an order by the sizes of samples and data set, never by the machine."""
+        """Choose an ordering from the sizes of samples and data set, not from the machine."""
         if name not in ("auto", "global", "window", "sequential"):
             raise DataError(f"order must be auto, global, window or sequential, got {name!r}")
         if isinstance(dataset, Mixture):
@@ -95,10 +95,10 @@ class Ordering:
 
 
 class Skipped:
-    """A set of samples as ranges; never changed, so that threads may share it."""
+    """An immutable set of sample indices, stored as ranges and shared by threads."""
 
     def __init__(self, ranges: Iterable[tuple[int, int]] = ()) -> None:
-        """Join ranges ``[start, stop)``, which may overlap and touch."""
+        """Store the union of ranges ``[start, stop)``, which may overlap."""
         self.ranges = merged(ranges)
         self._bounds = np.array(self.ranges, np.int64).ravel()
 
@@ -123,46 +123,46 @@ class Skipped:
 
 @dataclass(kw_only=True)
 class Division:
-    """Division of the samples of an epoch among steps, and of each step among the ranks."""
+    """Rules that divide an epoch into steps, and each global batch among the ranks."""
 
     global_batch: int  # samples per step, of all ranks together
     rank: int = 0  # rank of this process; that of ``comm``, if it is given
     size: int = 1  # number of ranks; that of ``comm``, if it is given
     micro_shards: int | None = None
-    """Fixed parts of a global batch, at least as many as ranks, of which each rank gets some in a
-    row, so that the parts do not depend on the number of ranks; None for one part per rank."""
+    """Number of parts of a global batch, at least the number of ranks. Each rank gets consecutive
+    parts, which do not depend on the number of ranks. None means one part per rank."""
     tail: Literal["short", "drop"] = "short"
-    """The last samples make a ``short`` step, or none: ``drop``."""
+    """``short``: the last samples of an epoch form a smaller batch; ``drop``: they are omitted."""
 
     @property
     def num_parts(self) -> int:
-        """Parts of a global batch."""
+        """Number of parts of a global batch."""
         return self.micro_shards or self.size
 
     def share(self, total: int) -> slice:
-        """Return which of the samples of a global batch this rank has.
+        """Return the slice of this rank in a global batch of ``total`` samples.
 
-        The parts of a rank are contiguous, as many as another rank has or one more or less.
+        A rank has consecutive parts. The numbers of parts of two ranks differ by at most one.
         """
         of_all = self.num_parts
         begin, end = (of_all * rank // self.size for rank in (self.rank, self.rank + 1))
         return slice(total * begin // of_all, total * end // of_all)
 
     def num_steps(self, num_samples: int) -> int:
-        """Return the steps that ``num_samples`` make, the same number on every rank."""
+        """Return the number of steps of ``num_samples`` samples, identical on every rank."""
         full, rest = divmod(num_samples, self.global_batch)
         return full + (rest > 0 and self.tail != "drop")
 
 
 class Steps:
-    """Samples of one rank in each step, and samples that it requests ahead. Thread-safe.
+    """Sample indices of one rank in each step of an epoch. Thread-safe.
 
     The samples of a global batch do not depend on the number of ranks. If the order has lanes,
     samples are sorted by lane before each rank gets a contiguous part, so a rank reads few lanes.
     """
 
     def __init__(self, order: Order, division: Division, positions: range) -> None:
-        """Divide the samples at some positions, up to the end of an epoch."""
+        """Divide the samples at ``positions``, a range up to the end of an epoch."""
         self._order, self._division, self._positions = order, division, positions
         self._num_steps = division.num_steps(len(positions))
         self._group = max(1, PLANNED // division.global_batch)
@@ -175,17 +175,17 @@ class Steps:
     def samples(self, number: int) -> Indices:
         """Return the samples of this rank in a step."""
         group, place = divmod(number, self._group)
-        with self._planning:  # so that no other thread computes the same
+        with self._planning:  # the lock avoids that two threads compute the same group
             return self._planned(group)[place]
 
     def soon(self, number: int) -> Indices:
-        """Return the samples to request when a step is about to be read."""
+        """Return the samples of later steps whose read must start before step ``number``."""
         later = number + AHEAD
         steps = range(1 if number == 0 else later, min(later + 1, len(self)))
         return np.concatenate([np.empty(0, np.int64), *map(self.samples, steps)])
 
     def _plan(self, group: int) -> list[Indices]:
-        """Return the samples of this rank in each of some steps."""
+        """Return the samples of this rank in each step of a group of consecutive steps."""
         batch = self._division.global_batch
         stop = min((group + 1) * self._group, self._num_steps)
         positions = np.asarray(self._positions[group * self._group * batch : stop * batch])
@@ -197,7 +197,7 @@ class Steps:
         return steps[: stop - group * self._group]
 
     def _mine(self, positions: Indices) -> Indices:
-        """Return this rank's part of positions ``(num_steps, samples of a step)``."""
+        """Return the columns of this rank in ``positions``, ``(num_steps, global batch)``."""
         if isinstance(self._order, WindowOrder) and positions.size:
             lanes = self._order.lanes_of(positions.ravel()).reshape(positions.shape)
             by_lane = np.argsort(lanes, axis=1, kind="stable")

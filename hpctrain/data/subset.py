@@ -12,16 +12,16 @@ from hpctrain.data.samples import Columns, Indexable, Indices, Samples, file_of
 
 
 class Subset(Indexable):
-    """Some of the samples of a data set, renumbered in the order in which they are given.
+    """View of some samples of a data set, numbered in the order of the given indices.
 
-    Ascending indices keep neighbours together, which a window order needs.
+    Choose ascending indices for a window order, which reads neighbouring samples together.
     """
 
     def __init__(self, dataset: Samples, indices: range | ArrayLike) -> None:
         """Choose samples.
 
         Args:
-            dataset: to choose from.
+            dataset: data set that contains the samples.
             indices: indices of the samples; a range needs no memory, other values need 8 bytes
                 each.
 
@@ -94,7 +94,7 @@ class Subset(Indexable):
         return self._indices[wanted]
 
     def _own(self, error: CorruptError, index: int) -> CorruptError:
-        """Return the error with indices of the subset; of one sample if indices do not ascend."""
+        """Return the error with indices of the subset instead of the data set."""
         known = self._range or self._indices
         if self._range or (np.diff(self._indices) > 0).all():
             first, last = bisect_left(known, error.start), bisect_left(known, error.stop)

@@ -1,4 +1,4 @@
-"""Transforms: from the values of a data set to the inputs of a model."""
+"""Transforms, which convert samples of a data set to inputs of a model."""
 
 import pickle
 import random
@@ -20,26 +20,26 @@ from hpctrain.data.samples import Columns, Indices, Ragged, Values
 
 Sample = dict[str, Tensor]
 Transform = Callable[[Columns], Mapping[str, Values]]
-"""From the values of a batch by field to others; it may change them in place."""
-OnSample = Callable[[int], None]  # gets the index of each sample whose work begins
+"""Function from the fields of a batch to new fields; it may change its argument in place."""
+OnSample = Callable[[int], None]  # called with the index of a sample before its transform
 
 
 @dataclass(frozen=True, slots=True)
 class PerSample:
-    """A transform made of a function of one sample; its results are stacked again.
+    """A transform that applies a function to each sample of a batch and stacks the results.
 
-    Fields whose lengths differ between samples become ``Ragged``.
+    A field becomes ``Ragged`` if its first dimension differs between samples.
     """
 
     function: Callable[..., Mapping[str, Any]]
-    """From a sample, tensors by field, to another. With ``random``, its second argument is a
-    ``numpy.random.Generator``, a function of (seed, epoch, sample) only: a sample is changed
-    identically on any number of ranks, and after any interruption."""
+    """Function from a sample, tensors by field, to another sample. With ``random``, its second
+    argument is a ``numpy.random.Generator`` that is seeded by seed, epoch and index of the sample
+    only, so the result does not depend on the number of ranks or on interruptions."""
     _: KW_ONLY
     random: bool = False  # whether the function takes a generator
 
     def __call__(self, columns: Columns) -> dict[str, Values]:
-        """Transform a batch without the indices of its samples.
+        """Transform a batch whose sample indices are not known.
 
         Raises:
             DataError: the function needs a generator.
@@ -59,7 +59,7 @@ class PerSample:
         seed: int,
         on_sample: OnSample | None = None,
     ) -> dict[str, Values]:
-        """Transform samples with random numbers seeded by seed, epoch and index.
+        """Transform a batch; random numbers are seeded by seed, epoch and index of each sample.
 
         ``on_sample`` is called with the index of each sample before its transform.
         """
@@ -80,7 +80,7 @@ class PerSample:
 def apply(
     transform: Transform | None, columns: Columns, indices: Indices, epoch: int, seed: int
 ) -> dict[str, Values]:
-    """Transform the samples ``indices``, if there is a transform."""
+    """Return the transformed batch of the samples ``indices``; unchanged without a transform."""
     if transform is None:
         return columns
     if isinstance(transform, PerSample):
@@ -136,9 +136,9 @@ T = TypeVar("T")
 
 
 def begin_generators(indices: Indices, epoch: int, seed: int) -> None:
-    """Seed the global generators from seed, epoch and samples.
+    """Seed the global generators of this process from seed, epoch and sample indices.
 
-    Only for worker processes: the training process draws from the same generators.
+    Call it only in worker processes, because training draws from the global generators too.
     """
     start = crc32(np.ascontiguousarray(indices).data, crc32(f"{seed} {epoch}".encode()))
     random.seed(start)
@@ -148,9 +148,9 @@ def begin_generators(indices: Indices, epoch: int, seed: int) -> None:
 
 @contextmanager
 def refused_draws(why: str) -> Iterator[None]:
-    """Raise if a global generator was drawn from inside.
+    """Raise ``DataError`` if the block draws from a global generator.
 
-    Raises ``DataError``: names the generators, the reason ``why``, and the remedy.
+    The error names the generators, the reason ``why``, and the remedy.
     """
     before = _states()
     yield
@@ -159,19 +159,21 @@ def refused_draws(why: str) -> Iterator[None]:
 
 
 class ThreadDraws:
-    """Detects transforms in threads that draw from a global generator, which training also uses.
+    """Detection of transforms that draw from a global generator in a thread.
 
-    The order in which threads draw is random, so runs would differ. While the main thread waits
-    for a batch only transforms run, so a generator that changes meanwhile was used by a transform.
-    All transforms before the first batch of a pass are checked, and later ones if training waits
-    for them. Transforms are not checked if a thread other than the main thread waits.
+    Runs with such a transform are not reproducible, because the order of the draws depends on the
+    timing of the threads. Training uses the same generators, but not while the main thread waits
+    for a batch. So a generator that changes during this wait was used by a transform. Transforms
+    are checked only during such waits, which include the first batch of an epoch.
     """
 
     def __init__(self) -> None:
-        self._turn = 0  # odd while the main thread waits for a batch, another number each time
+        self._turn = (
+            0  # odd while the main thread waits for a batch; each wait has a different number
+        )
 
     def waited(self, batches: Iterable[T]) -> Iterator[T]:
-        """Yield ``batches``, and note when they are waited for."""
+        """Yield from ``batches``, and record when the main thread waits for the next one."""
         iterator = iter(batches)
         is_main = threading.current_thread() is threading.main_thread()
         while True:
@@ -182,16 +184,16 @@ class ThreadDraws:
                 return
             finally:
                 self._turn += is_main
-            yield given.pop()  # the consumer alone has it
+            yield given.pop()  # keep no reference, so that the consumer can free the batch
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Run a transform inside. Raises ``DataError``: it has drawn from a global generator."""
+        """Raise ``DataError`` if the transform in the block draws from a global generator."""
         turn = self._turn
         before = _states() if turn % 2 else {}
         yield
         drawn = _drawn(before) if self._turn == turn else []
-        if drawn and self._turn == turn:  # the training was not at work while we looked
+        if drawn and self._turn == turn:  # training was waiting during the whole transform
             raise _refusal(drawn, "from which threads would draw in random order")
 
 
@@ -210,8 +212,9 @@ def _drawn(before: dict[str, object]) -> list[str]:
 
 
 _LOOK = threading.Lock()
-"""Torch holds its generator's lock when a garbage collection lets another thread run Python: that
-one must not ask for the same state meanwhile, as it would wait for the lock with Python's own."""
+"""Prevents a deadlock: ``get_state`` holds the lock of torch's generator, and a garbage collection
+inside it can release the GIL. A second thread would then wait for that lock while it holds the
+GIL."""
 
 
 def _states() -> dict[str, object]:

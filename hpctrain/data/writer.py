@@ -1,4 +1,4 @@
-"""Write a data set: shard after shard, on one rank or many, the manifest last."""
+"""Writers of a data set, on one rank or many; the manifest is written last."""
 
 import uuid
 from collections.abc import Mapping
@@ -46,13 +46,13 @@ def write_arrays(
     block_size: int = BLOCK_SIZE,
     compression: str | None = None,
 ) -> Manifest:
-    """Write arrays, whose first dimension counts samples, as a data set.
+    """Write arrays as a data set; the first dimension of each array counts samples.
 
     Args:
         directory: created if missing; a data set in it is replaced atomically at the end.
         arrays: one array per field, or a ``Ragged``, all of the same length.
         samples_per_shard: samples of each file but the last; aim at 256 MiB to 2 GiB.
-        split: name of this part of the data, such as ``train``; a directory holds one.
+        split: name of this part of the data, such as ``train``; one per directory.
         block_size: samples per crc32.
         compression: compression of every field: None or ``zstd``.
 
@@ -80,11 +80,11 @@ def write_arrays(
 
 
 class ShardWriter:
-    """Writes samples into a new data set; a context manager, one at a time per directory.
+    """Context manager that writes samples to a new data set; one writer per directory.
 
-    The data set is published, or replaces that in the directory, when the block ends without
-    error. After an exception the directory is unchanged. After a kill it has at most some more
-    files, which the next writer removes or, with ``resume_key``, resumes from.
+    When the block ends without error, the data set is published, or replaces the data set in the
+    directory. After an exception the directory is unchanged. If the process is killed, temporary
+    files remain; the next writer removes them or, with ``resume_key``, resumes from them.
     """
 
     manifest: Manifest
@@ -150,7 +150,7 @@ class ShardWriter:
 
     @property
     def num_written(self) -> int:
-        """Number of written samples of this rank, including those kept from an earlier writer."""
+        """Number of samples of this rank, including samples kept from an interrupted writer."""
         return self.manifest.num_samples + (self._part.num_samples if self._part else 0)
 
     def append(self, samples: Samples) -> None:
@@ -178,7 +178,7 @@ class ShardWriter:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """Publish the data set, or after an exception remove the files. Collective."""
+        """Publish the data set; after an exception, remove the new files. Collective."""
         try:
             if error is not None:
                 with suppress(type(error), DataError), agreed(self._comm, DataError):

@@ -1,1 +1,1 @@
-"""Checks of a machine, and of the ranks on it."""
+"""Checks and benchmarks of a machine, and of the ranks of a launch."""

@@ -99,8 +99,8 @@ class AdasumStep(OptimizerExchange):
     def begin_step(self, stepping: Optimizer, closure: Closure) -> Closure:
         """Save the parameters before this rank's own step. Collective.
 
-        A rank whose ``GradScaler`` has found infinity adds nothing to the step. A ``closure``
-        computes gradients inside of the step.
+        A rank whose ``GradScaler`` has found infinity adds nothing to the step. If a ``closure``
+        is given, the optimizer computes the gradients inside ``step()``.
 
         Raises:
             MismatchError: ranks take different steps, step different parameters or hold different

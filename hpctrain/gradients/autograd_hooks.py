@@ -83,7 +83,7 @@ class ParameterHooks:
             parameter.requires_grad_(is_trained)
 
     def has(self, parameter: Parameter) -> bool:
-        """Return whether a parameter is hooked and torch calls its hooks."""
+        """Return whether a parameter has a hook that torch calls."""
         is_armed = self._hooked.get(id(parameter)) == identity_of(parameter)
         return is_armed and self._ready in accumulation_hooks_of(parameter)
 
@@ -139,13 +139,13 @@ class BackwardPass:
         self._nested_fires = -1
 
     def enter(self, task: int, on_end: Callable[[], None], *, is_outermost: bool) -> None:
-        """Register a graph task, and call ``on_end`` at its end."""
+        """Register a graph task of autograd; call ``on_end`` when the task ends."""
         self.tasks.add(task)
         self.has_outer_end |= is_outermost
         call_after_backward(on_end)
 
     def is_over(self, have_all_fired: Callable[[], bool]) -> bool:
-        """Return whether the whole backward is complete at the end of a nested backward pass.
+        """Return whether the end of a nested backward is also the end of the outer backward.
 
         Reentrant checkpoints nest backward passes.
 

@@ -41,7 +41,7 @@ class AveragedGradients(Reducer, OptimizerExchange):
         return not self.finish()
 
     def begin_clipping(self) -> None:
-        """Average the gradients of a rank that has skipped ``backward``.
+        """Average the gradients before clipping if this rank has skipped ``backward``.
 
         Collective if ``backward`` was skipped.
         """

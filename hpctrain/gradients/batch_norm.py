@@ -16,14 +16,14 @@ from hpctrain.runtime.process_sets import ProcessSet, global_process_set
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Batch normalisation over the samples of all ranks.
+    """Normalises a batch by the mean and variance of the samples of all ranks.
 
-    The result is that of one process with all samples.
+    The result is that of one process with all samples, up to rounding.
 
     Collective in training, and in evaluation without running statistics: forward, and backward if
     the input needs a gradient. Batches may differ in size between ranks and may be empty.
     Gradients of weight and bias are local to this rank; ``DistributedOptimizer`` combines them.
-    There is no second derivative.
+    Second derivatives are not supported.
 
     Gradients flow between the ranks, so a sample must have the same weight in the losses of all
     ranks: if batches differ in size, divide the sum of losses by the same number on every rank.

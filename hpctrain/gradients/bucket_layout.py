@@ -1,4 +1,4 @@
-"""``BucketLayout``: the slot of each gradient in the buckets, the same on every rank."""
+"""``BucketLayout``: assigns each gradient a slot in a bucket, identically on every rank."""
 
 from collections.abc import Collection, Sequence
 

@@ -59,7 +59,7 @@ class StepState(Enum):
 
     @property
     def is_begun(self) -> bool:
-        """Whether there are gradients of this step."""
+        """Whether the current step has gradients."""
         return self not in {EMPTY, StepState.CLEARED}
 
     @property
@@ -121,7 +121,7 @@ class Reducer:
         self._hook_anew()
 
     def set_passes(self, passes: int) -> None:
-        """Set the backward passes that are accumulated before one reduction."""
+        """Set the number of backward passes that are accumulated before one reduction."""
         self._num_passes = passes
         self._passes_done = 0
 
@@ -166,7 +166,7 @@ class Reducer:
         return bool(self._backward.num_fires or self._passes_done)
 
     def set_num_samples(self, num_samples: float, nominal: float) -> None:
-        """Set the weight of this rank's gradient, which is a mean over ``num_samples``."""
+        """Set the number of samples by which this rank's gradient is weighted."""
         if not self.count.average:
             raise ConfigError(
                 "sample counts must be set with op=Average, but op is Sum; scale the loss instead"
@@ -290,7 +290,7 @@ class Reducer:
         self._backward.forget()
 
     def stand_in(self, agreement: StepAgreement) -> None:
-        """Take part in a step of the other ranks with zeros as gradients. Collective."""
+        """Contribute zeros to a step of the other ranks. Collective."""
         for parameter in self.reduction.layout.slot_of:
             parameter.grad = None
         changed = self._today() if agreement.outdated else None
@@ -414,7 +414,7 @@ class Reducer:
         return None if is_hooked and self.reduction.layout.fits(today) else today
 
     def _were_changed_early(self) -> bool:
-        """Return whether an accumulated gradient was changed between two passes."""
+        """Return whether the program changed an accumulated gradient between two passes."""
         if not self._passes_done:
             return False
         for parameter in self.reduction.layout.slot_of:

@@ -83,7 +83,7 @@ class PieceStep:
         self._parts: dict[Any, dict[str, StateSpec]] = {}
 
     def read(self, optimizer: Optimizer) -> str:
-        """Copy the current settings; return them as text that ranks can compare."""
+        """Copy the optimizer's current settings; return them as a text that ranks can compare."""
         own, its = vars(optimizer).items(), vars(self._of)
         its.clear()  # a scaler adds attributes and deletes them again
         its.update({k: v for k, v in own if k not in _NOT_OF_STEPS})
@@ -97,7 +97,7 @@ class PieceStep:
         return "; ".join(str([*map(_plain, one.values())]) for one in self._settings)
 
     def step(self, pieces: Mapping[int, list[Tensor]]) -> None:
-        """Update the pieces of each parameter group; ``.grad`` of each piece must be set."""
+        """Update the pieces of each parameter group from their ``.grad``."""
         self._of.param_groups = [
             {**self._settings[group], "params": own} for group, own in pieces.items()
         ]

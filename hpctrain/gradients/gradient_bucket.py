@@ -111,7 +111,7 @@ class Slot(GradientState):
             self.parameter.grad = self._sparse_grad = as_sparse(grad, self.sparse_dim)
 
     def forget_result(self) -> None:
-        """Set ``.grad`` to zeros; another rank keeps the sum."""
+        """Set ``.grad`` to zeros, because another rank adds the sum to the next reduction."""
         grad = self.parameter.grad
         if grad is not None and grad.is_sparse:
             self.parameter.grad = None

@@ -67,7 +67,7 @@ class NodeTensor:
         self._region.forget_stores()
 
     def freeze_in_children(self) -> None:
-        """Let a forked child keep the values at the time of the fork."""
+        """Preserve the values at the time of a fork in the forked child."""
         self._region.freeze_in_children()
 
     def end_step(self) -> None:

@@ -23,8 +23,8 @@ def watch_noise(optimizer: Any, noise: NoiseScale) -> None:
 
     Not collective; every rank calls it, with its own ``NoiseScale``. A step then takes two more
     passes over the gradients: for the norm of this rank's gradients before the sum, and for the
-    norm of the average. Each rank counts by ``set_num_samples``; if that is not called, a step of
-    a rank counts as one sample. With several backward passes per step, count the samples of all
+    norm of the average. ``set_num_samples`` gives the sample count of a rank; without it, the step
+    of a rank counts as one sample. With several backward passes per step, count the samples of all
     passes. A rank without gradients in a step is not counted. Sparse gradients are ignored, and a
     lossy codec adds its error to the measured noise. In a world of one nothing is measured: call
     ``noise.add`` with the norms of parts of a batch.

@@ -30,7 +30,7 @@ class StepFacts(Protocol):
 
     @property
     def mean_loss(self) -> float:
-        """Mean over all samples in the last message; the same on every rank."""
+        """Mean loss over all samples in the last message; the same on every rank."""
 
 
 class OptimizerExchange:
@@ -70,10 +70,10 @@ class OptimizerExchange:
         """Compute ``sums_are_finite`` from the next step on."""
 
     def set_passes(self, passes: int) -> None:
-        """Set the backward passes that each rank accumulates before one reduction."""
+        """Set the number of backward passes that each rank accumulates before one reduction."""
 
     def set_num_samples(self, num_samples: float, nominal: float) -> None:
-        """Set the weight of this rank's gradient, which is a mean over ``num_samples``."""
+        """Set the number of samples by which this rank's gradient is weighted."""
         check_count(num_samples, nominal)  # the same errors in a world of one
 
     def synchronize(self) -> bool:
@@ -85,10 +85,10 @@ class OptimizerExchange:
         return False
 
     def require_skippable(self) -> None:
-        """Raise ``ConfigError`` if ``step()`` combines the ranks, so that none may skip this."""
+        """Raise ``ConfigError`` if ``step()`` must combine the ranks, as with Adasum."""
 
     def begin_clipping(self) -> None:
-        """Combine the gradients of a rank that has skipped ``backward``.
+        """Combine the gradients before clipping if this rank has skipped ``backward``.
 
         Collective if ``backward`` was skipped.
         """
@@ -119,7 +119,7 @@ class OptimizerExchange:
         return None
 
     def new_step(self) -> None:
-        """Prepare for the gradients of another step; called before ``zero_grad()``."""
+        """Prepare for the gradients of the next step; called before ``zero_grad()``."""
 
     def hook(self) -> None:
         """Hook parameters that were added to the optimizer."""
@@ -164,7 +164,7 @@ class NoExchange(OptimizerExchange):
 
     @property
     def raised_flags(self) -> int:
-        """Bits of this rank."""
+        """Flags of this rank."""
         return self.flags
 
     @property

@@ -184,7 +184,7 @@ class Reproducible:
         return loss
 
     def raise_flags(self, flags: int) -> None:
-        """Send ``flags`` to all ranks in every later step, which sets ``raised_flags`` there."""
+        """Send flags to all ranks, which read them in ``raised_flags`` after each later step."""
         self._flags = flags
 
     def state_dict(self) -> dict[str, Any]:

@@ -82,7 +82,7 @@ def exponent_of(weight: float) -> int:
 
 
 def peak_of(weight: float) -> float:
-    """Return a number from whose sum over ranks ``exponent_of_peaks`` finds the maximum."""
+    """Return a number whose sum over ranks gives the largest exponent (``exponent_of_peaks``)."""
     return 2.0 ** (_SPREAD * exponent_of(weight)) if weight else 0.0
 
 
@@ -109,7 +109,7 @@ def check_count(num_samples: float, nominal: float) -> None:
 
 
 def bits_of(flags: int) -> list[int]:
-    """Return the bits of ``flags`` as ``NUM_FLAGS`` numbers, which ranks sum."""
+    """Return flags as ``NUM_FLAGS`` numbers, which are summed over the ranks."""
     return [flags >> bit & 1 for bit in range(NUM_FLAGS)]
 
 

@@ -210,10 +210,7 @@ class ShardedStep(Reducer, OptimizerExchange):
     @dynamo_disable
     @torch.no_grad()
     def finish(self, *, is_skipped: bool = False) -> bool:
-        """Average gradients and step; the optimizer's own step then finds no gradients.
-
-        Collective.
-        """
+        """Average the gradients, update the parameters, and set ``.grad`` to None. Collective."""
         del is_skipped  # a sharded step cannot be skipped
         optimizer = self._optimizer()
         if not self.is_on or optimizer is None:

@@ -67,7 +67,7 @@ def writes_of(tensor: Tensor) -> tuple[int, int]:
 
 
 class SparseSlot(GradientState):
-    """State and messages of a sparse gradient, usually of an embedding.
+    """The sparse gradient of one parameter, usually the weight of an embedding.
 
     The gradient is sent after the buckets: first the indices, then the values. If the gradient of
     a rank is dense, its nonzero rows are sent.
@@ -88,7 +88,7 @@ class SparseSlot(GradientState):
         return grad is self._gradient
 
     def forget_result(self) -> None:
-        """Drop the gradient; another rank keeps the sum."""
+        """Drop the gradient, because another rank adds the sum to the next reduction."""
         self.parameter.grad = None
 
     def fits(self, parameter: Tensor) -> bool:

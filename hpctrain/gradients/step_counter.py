@@ -33,7 +33,7 @@ class UnreachedParameters:
         self._names: set[str] = set()
 
     def count(self, unreached: Iterable[str]) -> None:
-        """Count a step in which the parameters ``unreached`` had no gradient."""
+        """Count a step with samples; the parameters ``unreached`` had no gradient in this step."""
         self._num_steps += 1
         if self._num_steps == 1:
             self._names = set(unreached)
@@ -92,7 +92,7 @@ class StepCounter:
         self.skipped = crc32(f"{self.skipped} {self.number}".encode())
 
     def end(self, *, is_own: bool = True) -> None:
-        """Count a step that was taken.
+        """Count a finished step.
 
         Args:
             is_own: False for a step that this rank, which has joined, did not take itself; the

@@ -39,7 +39,7 @@ class StepHeader:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GradientFacts:
-    """Facts about the gradients that a rank steps on."""
+    """Facts about the gradients that the step of a rank uses."""
 
     is_weighted: bool = False  # whether ``weight`` was set by a number of samples
     outdated: bool = False
@@ -66,7 +66,7 @@ class AverageFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardedFacts:
-    """Facts before a step of ``shard="node"``."""
+    """Facts that a rank reports before a step with ``shard="node"``."""
 
     settings: int | None = None
     """Checksum of the settings of the optimizer; None if not compared."""

@@ -33,7 +33,7 @@ class Member(Protocol):
     """An optimizer whose steps begin with a step message."""
 
     def stand_in(self, agreement: StepAgreement) -> None:
-        """Take part in the step that ``agreement`` begins, with zeros as gradients. Collective."""
+        """Contribute zeros to the step that has begun with ``agreement``. Collective."""
 
 
 class StepSync:
@@ -107,10 +107,7 @@ class StepSync:
         return agreement
 
     def take_part(self, comm: Communicator) -> bool:
-        """Take part in the next step of other ranks with zeros; return False after the last step.
-
-        Collective.
-        """
+        """Contribute zeros to the next step of other ranks; return False if none. Collective."""
         heard: list[StepAgreement] = []
         start_on(comm, lambda: heard.append(self.exchange(comm, None))).wait()
         agreement = heard[0]

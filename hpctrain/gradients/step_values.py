@@ -65,7 +65,7 @@ class StepValues:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Restore the values of all buffers at the start of the step."""
+        """Set all buffers to their values at the start of the step."""
         for entry, start in enumerate(self._start, len(self._parameters)):
             self._put(entry, start)
 

@@ -1,4 +1,4 @@
-"""Order and kind of the guides, for ``hpctrain guide`` and for the HTML manual."""
+"""Order and categories of the guides, for ``hpctrain guide`` and for the HTML manual."""
 
 KINDS = {
     "Tutorials": ("start", "cluster"),
@@ -14,4 +14,4 @@ KINDS = {
     ),
     "Explanation": ("step", "architecture", "consistency", "tour"),
 }
-"""Topics by kind, in reading order; ``api``, ``commands`` and ``keys`` are generated."""
+"""Topics by category, in reading order; ``api``, ``commands`` and ``keys`` are generated."""

@@ -133,8 +133,8 @@ class Holder:
 class Silence:
     """Measures the time since the last heartbeat of another process, on the local clock.
 
-    At most ``longest_s`` counts between two looks: if the file system or this process was blocked
-    for longer, the other process may have been blocked, too.
+    The time between two checks adds at most ``longest_s``: if more time has passed, the file
+    system or this process was blocked, and perhaps the other process, too.
     """
 
     def __init__(self, longest_s: float) -> None:

@@ -27,8 +27,9 @@ class LocalSGD(LocalMethod):
     """Averages parameters over all ranks every ``steps`` steps, instead of gradients in each step.
 
     With ``steps=1`` and plain SGD, or SGD with momentum whose state is averaged too, this is
-    synchronous SGD: the mean of steps equals the step by the mean. With Adam it is not, since its
-    steps are normalised. Use a learning rate that suits the batch of one rank.
+    synchronous SGD: the average of parameters after one step is the result of one step with the
+    average of gradients. With Adam it is not, because Adam normalizes the step of each rank. Use a
+    learning rate that suits the batch of one rank.
 
     Floating-point buffers, such as BatchNorm's statistics, are averaged with the parameters;
     BatchNorm's counters are not, since they are equal where all ranks take all steps.

@@ -60,7 +60,7 @@ class SampleSums:
         self.nominal, self.num_uncounted = 0.0, 0
 
     def report(self) -> dict[str, float]:
-        """Return the numbers whose sums over ranks ``require_same_counting`` checks."""
+        """Return figures of this rank, whose sums over ranks go to ``require_same_counting``."""
         nominal = self.nominal
         uncounted = self.num_uncounted if self.is_counted else 0
         return {

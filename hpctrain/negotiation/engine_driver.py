@@ -195,7 +195,7 @@ class EngineDriver:
     # -- called by the thread that has set _is_driven ---------------------------------------
 
     def _drive(self, is_over: Callable[[], bool]) -> None:
-        """Run the engine until ``is_over`` is True or raises; sleep while there is no work."""
+        """Run the engine until ``is_over`` returns True; sleep while the engine has no work."""
         progress, post = self._progress, self._post
         if progress.broken is not None:
             progress.fail_all(progress.broken)

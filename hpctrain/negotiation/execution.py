@@ -97,7 +97,7 @@ class FusionBuffer:
             shapes: hashable value that identifies the shapes of ``tensors``, for the cache.
 
         Raises:
-            NodeMemoryError: on every rank, if a node has not enough memory.
+            NodeMemoryError: a node does not have enough memory; raised on every rank.
         """
         dtype = tensors[0].dtype
         key = (dtype, shapes)

@@ -146,7 +146,7 @@ class NodeVotes(Wire):
 
     @override
     def start_send(self, tensor: Tensor, dest: int, tag: int = 0) -> None:
-        """Send the number and, unless that is a refusal, ``tensor``."""
+        """Send the number of the vote; also send ``tensor``, unless the vote is a refusal."""
         message = self._number.to_bytes(_NUMBER_BYTES, "little", signed=True)
         if self._number != _REFUSED:
             message += ctypes.string_at(tensor.data_ptr(), tensor.nbytes)

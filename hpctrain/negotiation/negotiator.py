@@ -133,7 +133,7 @@ class Negotiator:
             self._tally.join(OWN)
 
     def decided(self) -> list[OperationBatch]:
-        """Return the batches to execute now; each batch is returned once."""
+        """Return the batches that were decided since the last call."""
         batches, self._batches = self._batches, []
         return batches
 

@@ -81,7 +81,7 @@ def recipe_of(signature: Signature, size: int, dtype: torch.dtype | None = None)
 
 
 def reduce_(comm: "Communicator", values: Tensor | Bucket, how: Recipe) -> None:
-    """Replace ``values``, of any strides, by their reduction over all ranks. Collective."""
+    """Replace ``values`` by their reduction over all ranks. Collective; any strides."""
     if how.is_plain:
         comm.allreduce_(values, op=how.op, scale=how.scale).wait()
         return

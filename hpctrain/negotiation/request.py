@@ -78,7 +78,7 @@ class Signature(NamedTuple):
 
     @property
     def is_free(self) -> bool:
-        """Whether the first dimension may differ between ranks, so that ``shapes`` lack it."""
+        """Whether the shapes omit the first dimension, which may differ between ranks."""
         return self.kind in _FREE_ROWS
 
 
@@ -132,7 +132,7 @@ class Request:
         in_place: bool,
         splits: Sequence[int] | None = None,
     ) -> Self:
-        """Return a request with an existing signature."""
+        """Create a request with an existing signature."""
         self = cls.__new__(cls)
         self.kind, self.name, self.signature = signature.kind, name, signature
         self.tensors, self.in_place, self.splits = tensors, in_place, splits

@@ -117,7 +117,7 @@ class Timeline:
         self._owner = os.getpid()
 
     def begin(self, name: str, title: str, num_bytes: int | None = None) -> None:
-        """Record the begin of a slice of operation ``name``; ``num_bytes`` is its size here."""
+        """Record that a slice of operation ``name`` begins; ``num_bytes`` is its size here."""
         self._add("B", name, title, num_bytes)
 
     def end(self, name: str, moved: Traffic | None = None) -> None:

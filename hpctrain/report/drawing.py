@@ -1,4 +1,4 @@
-"""Figures drawn into files, by matplotlib; ``templates/report.js`` draws the same on a page."""
+"""Drawing of figures into files by matplotlib; ``templates/report.js`` draws them on a page."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,19 +9,19 @@ from typing import Any
 from hpctrain.core.errors import ConfigError
 from hpctrain.report.figure import RANKS, Figure, Series
 
-# Tol's bright colours, distinct for colour-blind readers, on white and on black.
+# Tol's bright colours are distinct for colour-blind readers, on white and on black.
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#999999")
 
 _WIDTH = 75  # characters of a warning
-_ROOM = 1.3  # of an axis with parts on top of each other: above them is the legend
+_ROOM = 1.3  # height of the axis relative to the stacked parts, to leave space for the legend
 
 
 def draw_files(figures: list[Figure], folder: Path, about: str = "") -> list[Path]:
-    """Draw each figure into a PNG and an SVG in a folder, and return their paths.
+    """Draw each figure into a PNG and an SVG file in a folder, and return the paths.
 
-    ``about`` stands below each of them, as a caption.
+    ``about`` is the caption below each figure.
 
-    Raises ``ConfigError``: matplotlib is not installed. ``OSError``: the file system refuses.
+    Raises ``ConfigError``: matplotlib is not installed. ``OSError``: the file cannot be written.
     """
     paths = []
     with _canvases() as new_canvas:
@@ -37,9 +37,9 @@ def draw_files(figures: list[Figure], folder: Path, about: str = "") -> list[Pat
 
 
 def draw_panels(figures: Sequence[Figure], path: Path, title: str, about: str = "") -> None:
-    """Draw figures side by side into one file, below a title and a line about them.
+    """Draw figures into one file in two columns, with a title above and ``about`` below.
 
-    The ending of ``path`` says in which format. Raises as ``draw_files``.
+    The suffix of ``path`` selects the format. Raises the errors of ``draw_files``.
     """
     num_rows = max(1, (len(figures) + 1) // 2)
     with _canvases() as new_canvas:
@@ -55,7 +55,7 @@ def draw_panels(figures: Sequence[Figure], path: Path, title: str, about: str = 
 
 
 def missing(name: str) -> ConfigError:
-    """Return the error for a missing library, with the command that installs it."""
+    """Return the error for a missing library; the message has the command to install it."""
     return ConfigError(
         f"a figure or a report needs {name}, which is not installed; pip install 'hpctrain[plots]'"
     )
@@ -67,7 +67,7 @@ def _canvases() -> Iterator[Any]:
         from matplotlib import figure, rc_context  # noqa: PLC0415 - an optional package
     except ImportError:
         raise missing("matplotlib") from None
-    # Names of users are not formulas, also with a "$".
+    # Names of users may contain "$" but are not formulas.
     with rc_context({"text.parse_math": False}):
         yield figure.Figure
 
@@ -151,7 +151,7 @@ def _draw_points(axes: Any, series: Series, x: list[Any]) -> None:
 
 
 def _draw_areas(axes: Any, areas: list[Series]) -> None:
-    """Draw stacked areas; all have the same x."""
+    """Draw stacked areas with a common x."""
     if areas and areas[0].x:
         style = {"labels": [each.name for each in areas], "colors": list(map(_colour, areas))}
         axes.stackplot(areas[0].x, *(each.y for each in areas), **style)

@@ -1,4 +1,4 @@
-"""Figures as plain values, the input of pages and of image files."""
+"""Description of figures as plain data, from which pages and image files are drawn."""
 
 import math
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ PARTS = {
     "input_s": "input",
     "idle_s": "idle",
 }
-"""Where the time of a step goes, by names of records."""
+"""Titles of the parts of a step, by their names in records."""
 
 CONFIDENCE = 0.95
 
@@ -27,36 +27,36 @@ Kind = Literal[
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """A value, and the interval that holds the true one with a confidence."""
+    """A value with the confidence interval of the true value."""
 
     value: float
     low: float | None  # None for a single sample
     high: float | None
-    confidence: float  # that of the interval
-    wanted: float = CONFIDENCE  # which few samples cannot give
+    confidence: float  # confidence of the interval
+    wanted: float = CONFIDENCE  # requested confidence; few samples give less
 
     @property
     def falls_short(self) -> bool:
-        """Whether the samples are too few for the confidence that was wanted."""
+        """True if the samples are too few for the requested confidence."""
         return self.confidence < self.wanted - 1e-12
 
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """Values that belong together. Of ``marks`` only x is drawn, as lines across the figure."""
+    """Values of a figure that are drawn together; ``marks`` are vertical lines at x."""
 
     name: str
     kind: Kind
-    colour: int  # series of one curve share it
+    colour: int  # index of the colour, equal for all series of a curve
     x: list[Any]
     y: list[float | None]  # None is a gap in a line
-    below: list[float] | None = None  # how far an interval reaches from y
+    below: list[float] | None = None  # distance from y to the lower end of the interval
     above: list[float] | None = None
-    width: float = 1.5  # of a line; differs between runs, so that equal lines stay visible
+    width: float = 1.5  # width of a line; differs between runs, so that equal lines stay visible
 
     @classmethod
     def of(cls, values: Iterable[tuple[Any, Estimate | float | None]], **how: Any) -> "Series":
-        """Make a series from pairs of x and y, without unknown values."""
+        """Return a series of pairs (x, y), in which unknown values of y are omitted."""
         known = [(x, y) for x, y in values if y is not None and math.isfinite(_value(y))]
         got = [y for _, y in known if isinstance(y, Estimate)]
         if got:
@@ -67,22 +67,22 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """One pair of axes. Without a label, x are names."""
+    """A figure with one pair of axes. Without ``x_label``, the values of x are names."""
 
-    name: str  # of its files
+    name: str  # name of the files of the figure
     title: str
     y_label: str
     note: str
     series: list[Series]
     x_label: str = ""
-    scale: Literal["linear", "log", "zoom"] = "linear"  # of y; linear begins at 0
+    scale: Literal["linear", "log", "zoom"] = "linear"  # scale of the y axis; linear starts at 0
     is_stacked: bool = False
-    top: float | None = None  # where y ends; all of it is seen where there is none
+    top: float | None = None  # upper end of the y axis; None shows all values
     warning: str = ""  # shown in the figure
 
 
 def shown(value: Any, width: int = MAX_NAME) -> str:
-    """Return a value as a short line without control characters, for labels of any kind."""
+    """Return a value as one short line without control characters, for use as a label."""
     text = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(value))
     return text if len(text) <= width else f"{text[: width - 1]}\N{HORIZONTAL ELLIPSIS}"
 

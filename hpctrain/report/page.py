@@ -1,4 +1,4 @@
-"""Pages and tables of runs, studies and comparisons, for a browser and a terminal."""
+"""HTML pages, and tables for HTML and for a terminal, of runs, studies and comparisons."""
 
 import json
 import math
@@ -22,11 +22,11 @@ from hpctrain.report.figure import Estimate, Figure
 NOTHING = "\N{EN DASH}"
 
 Cell = str | tuple[str, float]
-"""The text of a cell, and the number that sorts it."""
+"""Text of a cell, or text and the number by which the table sorts the cell."""
 
 
 def page(title: str, parts: Iterable[str], figures: list[Figure]) -> str:
-    """Return a page from HTML fragments; the caller has escaped all names of users.
+    """Return an HTML page from fragments of HTML, in which the caller has escaped all names.
 
     Raises ``ConfigError``: plotly is not installed.
     """
@@ -67,7 +67,7 @@ def write_page(path: Path, text: str) -> Path:
 
 
 def figures_html(figures: list[Figure]) -> str:
-    """Return the HTML of figures, with titles and captions."""
+    """Return HTML elements for figures, with titles and captions."""
     found = [
         f'<figure><h3>{escape(figure.title)}</h3><div class="plot" id="{figure.name}"></div>'
         f"<figcaption>{escape(figure.note)}{_warning(figure)}</figcaption></figure>"
@@ -77,7 +77,7 @@ def figures_html(figures: list[Figure]) -> str:
 
 
 def table(name: str, heads: Sequence[str], rows: Iterable[Sequence[Cell]]) -> str:
-    """Return a table that sorts by a click on a head; ``name`` is its id."""
+    """Return an HTML table with the id ``name``; a click on a head sorts the rows."""
     head = "".join(f'<th><button type="button">{escape(each)}</button></th>' for each in heads)
     lines = "\n".join(f"<tr>{''.join(map(_html, row))}</tr>" for row in rows)
     return (
@@ -95,9 +95,9 @@ def text_table(heads: Iterable[str], rows: Iterable[Sequence[Cell]]) -> Table:
 
 
 def value_cell(value: Estimate | float | None, form: Callable[[float], str]) -> Cell:
-    """Return a value with its interval, and the confidence if it is below the wanted one.
+    """Return a cell with a value and its interval.
 
-    The confidence is rounded down.
+    If the confidence is below the requested confidence, the cell has the confidence, rounded down.
     """
     if value is None:
         return NOTHING

@@ -1,4 +1,7 @@
-"""Requests to stop a run: signals, a time limit, or a file. Requests are only recorded."""
+"""Requests to stop a run: signals, a time limit or a file.
+
+This module records requests; the training loop asks for them between steps.
+"""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Measurement of one repeat of one point: processes, folder and record."""
+"""Measurement of one repeat of a point of a study: starts the ranks and returns the record."""
 
 import contextlib
 import os
@@ -22,8 +22,8 @@ from hpctrain.studies.point_records import PointRecord, StudyFolder
 from hpctrain.studies.points import PointRepeat
 from hpctrain.studies.study_file import StudyConfig
 
-RECORDS = "records"  # folder below that of a repeat in which ranks write
-OUTPUT = "output.txt"  # output of its processes
+RECORDS = "records"  # subfolder of the folder of a repeat, to which the ranks write
+OUTPUT = "output.txt"  # output of the processes of a repeat
 
 _SHOWN = 15  # last lines of the output that an error contains
 _VARIABLE = variable_of("records")
@@ -31,7 +31,7 @@ _GRACE_S, _LOOK_S = 5.0, 0.01
 
 
 def carry_out(config: StudyConfig, attempt: PointRepeat, folder: StudyFolder) -> PointRecord:
-    """Measure one repeat of one point. The record reports a failure; no error is raised.
+    """Measure one repeat of a point. A failure is stored in the record, not raised.
 
     Files and processes of an interrupted measurement of the same repeat are removed first.
     """
@@ -68,7 +68,7 @@ def clear(folder: StudyFolder, attempt: PointRepeat) -> Path:
 
 
 def _run(config: StudyConfig, attempt: PointRepeat, place: Path) -> None:
-    """Start the ranks and wait for their end. Raises ``HpctrainError``: the ranks failed."""
+    """Start the ranks and wait until they end. Raises ``HpctrainError``: the ranks failed."""
     launcher, command, variables = config.filled(attempt.names(config.study.mode, place))
     words = [*(resolve(launcher) if launcher else ()), *resolve(command)]
     records = str((place / RECORDS).absolute())
@@ -85,7 +85,7 @@ def _run(config: StudyConfig, attempt: PointRepeat, place: Path) -> None:
 def _wait(
     words: Sequence[str], environ: Mapping[str, str], output: Path, timeout_s: float | None
 ) -> int | None:
-    """Return the exit code of a program, or None after the timeout; all its processes end."""
+    """Run a program, kill its remaining processes and return its exit code; None on timeout."""
     process = None
     with output.open("wb") as file:
         try:  # a signal may interrupt the start of the program
@@ -106,7 +106,7 @@ def _wait(
 
 
 def _left_over(records: Path) -> list[int]:
-    """List the processes of this host and user that belong to a repeat, by their environment."""
+    """Return the process ids of a repeat on this host, found by a variable of the environment."""
     mark = f"{_VARIABLE}={records.absolute()}".encode()
     found = []
     for folder in Path("/proc").glob("[0-9]*"):

@@ -21,7 +21,7 @@ _Fault = Callable[[StudyResults], str]
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Result of one rule for a study."""
+    """Result of the check of one rule of the checklist for a study."""
 
     name: str
     source: str
@@ -31,12 +31,12 @@ class Verdict:
 
     @property
     def advice(self) -> str:
-        """The fault and its remedy; empty without a fault."""
+        """Text of the fault and its remedy; empty if the study obeys the rule."""
         return f"{self.fault}; {self.remedy}" if self.fault else ""
 
 
 def verdicts(results: StudyResults) -> list[Verdict]:
-    """Judge a study by every rule of ``templates/checklist.toml``."""
+    """Check a study against every rule of ``templates/checklist.toml``."""
     path = resources.files("hpctrain.studies") / "templates" / "checklist.toml"
     rules = tomllib.loads(path.read_text(encoding="utf-8"))
     return [Verdict(name, **rule, fault=_FAULTS[name](results)) for name, rule in rules.items()]
@@ -64,7 +64,7 @@ def _batch(results: StudyResults) -> str:
         share = 1 if mode == "strong" else record.layout.ranks
         batches.setdefault(results.curve(record.point), set()).add(round(record.batch / share, 6))
     for found in batches.values():
-        if max(found) > 1.05 * min(found):  # a last batch may be short
+        if max(found) > 1.05 * min(found):  # the last batch of an epoch may be smaller
             whose = "all ranks" if mode == "strong" else "a rank"
             least, most = (shown_batch(each(found)) for each in (min, max))
             return f"{whose} took {least} samples in a step, and {most}"
@@ -77,7 +77,7 @@ def _repeats(results: StudyResults) -> str:
 
 
 def _interleaved(results: StudyResults) -> str:
-    points = [record.point for record in results.records]  # in the order of the study
+    points = [record.point for record in results.records]  # in order of measurement
     changes = sum(one != other for one, other in pairwise(points))
     kinds = len(results.summaries)
     is_in_a_row = 1 < kinds < len(points) and changes < kinds
@@ -122,7 +122,7 @@ def _target(results: StudyResults) -> str:
 
 
 def _lacking(is_bare: Callable[[PointRecord], bool], what: str) -> _Fault:
-    """Make a rule: no measured repeat may satisfy the condition."""
+    """Return a check that no measured repeat satisfies the condition ``is_bare``."""
 
     def fault(results: StudyResults) -> str:
         return _named(results, list(filter(is_bare, results.done)), what) or _nothing(results)
@@ -131,7 +131,7 @@ def _lacking(is_bare: Callable[[PointRecord], bool], what: str) -> _Fault:
 
 
 def _unknown(*names: str) -> _Fault:
-    """Make a rule: every measured repeat must have the fields."""
+    """Return a check that every measured repeat has the fields."""
     return _lacking(
         lambda record: any(getattr(record, name) is None for name in names),
         f"no {', '.join(names)}",

@@ -14,15 +14,15 @@ _WHERE = ("cpu", "cores", "host", "versions", "commit")
 
 
 class StudyComparison:
-    """Ratios of step times, second study divided by first.
+    """Ratios of the step times of two studies, second study divided by first.
 
-    At each point an exact rank-sum test separates a difference from noise; the interval of the
-    ratio excludes 1 if there is a difference. The probability of a false difference at any point
+    At each point an exact rank-sum test decides whether the difference is significant; then the
+    interval of the ratio excludes 1. The probability of a false difference at any point
     is at most ``alpha`` (Bonferroni correction).
     """
 
     def __init__(self, first: StudyResults, second: StudyResults, alpha: float) -> None:
-        """Compare two studies. Raises ``DataError``: no point is in both."""
+        """Compare two studies. Raises ``DataError``: the studies have no common point."""
         before, after = (
             {key_of(each.point): each for each in study.summaries} for study in (first, second)
         )
@@ -41,7 +41,7 @@ class StudyComparison:
         ]
         """Label and ratio of each point."""
         self.verdicts = [_verdict(found) for _, found in self.points]
-        """For each point: ``slower``, ``faster``, or the reason for neither."""
+        """Result for each point: ``slower``, ``faster``, or the reason why neither is known."""
         self._rows: list[list[Cell]] = [
             [
                 label,

@@ -1,4 +1,4 @@
-"""Figures of a study."""
+"""Figures of the report of a study."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +14,7 @@ SPEED_UP = "speed_up"
 _RATIOS = (EFFICIENCY, SPEED_UP)
 
 _Line = Callable[[PointSummary, float], float]
-"""Value of a figure for a step time at a point."""
+"""Function of a point and a step time that returns the value of a figure."""
 
 _INTERVALS = "with intervals, whose confidence is in the table."
 _LINES: dict[Kind, str] = {"dashed": "ideal", "dotted": "bound of the machine"}
@@ -31,11 +31,11 @@ _NOTES = {
     "dashed": "Dashed: ideal, from the smallest point that has a core for each rank.",
     "dotted": "Dotted: what the model of the machine allows.",
 }
-"""Note by the kind of a series."""
+"""Notes of a figure, by the kinds of its series."""
 
 
 def figures_of(results: StudyResults) -> list[Figure]:
-    """Return every figure that the data allow; none where nothing was measured."""
+    """Return all figures for which the study has data."""
     kinds = (_by_size, _by_point) if results.done else ()
     found = [figure for kind in kinds for figure in kind(results)]
     return [_noted(figure) for figure in found if any(series.x for series in figure.series)]
@@ -48,7 +48,7 @@ def _noted(figure: Figure) -> Figure:
 
 
 def _by_size(results: StudyResults) -> Iterator[Figure]:
-    """Yield the figures by number of ranks, one curve after the other."""
+    """Yield the figures whose x axis is the number of ranks."""
     target = f"Time to {label_of(results.config.study.target)}"
     rows: list[tuple[str, str, str, str, _Line | None]] = [
         ("time", "Time of a step", "seconds", "mean_step_s", lambda _, seconds: seconds),
@@ -89,7 +89,7 @@ def _cost(summary: PointSummary, seconds: float) -> float:
 
 
 def _by_point(results: StudyResults) -> list[Figure]:
-    """Return the breakdown of each point, and the learning curves of its repeats."""
+    """Return the figures of the parts of a step, its bytes, and the learning curves."""
     name = next((each.metric_name for each in results.done if each.metric is not None), None)
     learned, sent = list[Series](), list[Series]()
     how: dict[str, Any] = {"y_label": shown(name or "loss"), "scale": "zoom"}
@@ -143,7 +143,7 @@ def _is_scaling(results: StudyResults) -> bool:
 
 
 def _series(results: StudyResults, field: str, line: _Line | None) -> list[Series]:
-    """Return a field of each repeat, its median at each point, and the ideal and modelled lines.
+    """Return the series of a field: repeats, medians, and lines of the ideal and the model.
 
     Each curve has its own series; a study of one size has one curve. The lines connect measured
     points.
@@ -184,7 +184,7 @@ def _series(results: StudyResults, field: str, line: _Line | None) -> list[Serie
 
 
 def _measured(summaries: Sequence[PointSummary], field: str) -> str:
-    """Return the legend of the points and their error bars."""
+    """Return the text of the legend for medians and their error bars."""
     kept = [each.efficiency if field in _RATIOS else each.median_of(field) for each in summaries]
     confidences = {
         round(100 * each.confidence, 1) for each in kept if each and each.low != each.high
@@ -198,7 +198,7 @@ def _measured(summaries: Sequence[PointSummary], field: str) -> str:
 
 
 def _bars(results: StudyResults, titles: Mapping[str, str]) -> list[Series]:
-    """Return a bar for each known field at each point."""
+    """Return the series of bars: the median of each field at each point."""
     found = []
     for colour, (name, title) in enumerate(titles.items()):
         values = [(results.label(each.point), each.median_of(name)) for each in results.summaries]

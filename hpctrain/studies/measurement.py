@@ -1,7 +1,7 @@
-"""Result of one repeat from the records of its ranks.
+"""Computation of the result of one repeat from the records of its ranks.
 
-Each rank takes times on its own monotonic clock, and only differences are used: clocks of hosts
-need not agree.
+Each rank measures times on its own monotonic clock. The functions use only differences of times of
+one rank, so the clocks of hosts need not be synchronized.
 """
 
 import math
@@ -18,7 +18,7 @@ from hpctrain.core.errors import DataError
 from hpctrain.core.records import read
 
 SMOOTHED = 10  # steps whose mean loss is compared with a target
-MOST_PART = 1.05  # maximum of a part relative to its step; their clocks may differ
+MOST_PART = 1.05  # maximum of a part relative to its step; the clocks of both may differ
 
 _OWN = ("step", "at", "samples", "loss", "seconds")
 _PARTS = ("compute_s", "communication_s", "input_s")
@@ -30,9 +30,10 @@ _Lines = Sequence[dict[str, Any]]  # records of a rank
 def measure(
     folder: Path, ranks: int, *, warm_up: int, target: Mapping[str, float]
 ) -> dict[str, Any]:
-    """Return fields of a ``PointRecord`` from the files of all ranks in ``folder``.
+    """Return the measured fields of a ``PointRecord`` from the files of all ranks in ``folder``.
 
-    Raises ``DataError``: ranks are missing, a record is impossible, or no step counts.
+    Raises ``DataError``: ranks are missing, a record is impossible, or no step remains after the
+    warm-up.
     """
     lines = [read(path, key="at") for path in sorted(folder.glob("*.jsonl"))]
     if len(lines) != ranks:
@@ -45,12 +46,12 @@ def measure(
     steps = sorted(set.intersection(*(set(each) for each in of_ranks)))
 
     def column(name: str) -> npt.NDArray[np.float64]:
-        """Return a row for each step, a column for each rank; NaN for missing values."""
+        """Return an array of shape (steps, ranks); NaN for missing values."""
         rows = [[rank[step].get(name) for rank in of_ranks] for step in steps]
         return np.array(rows, dtype=np.float64).reshape(-1, ranks)
 
     lengths, samples = column("seconds").max(axis=1), column("samples")
-    # The start of a first step is unknown, and therefore its duration.
+    # The duration of a first step is unknown, because its start was not recorded.
     dropped = max(warm_up, int(np.isnan(lengths).argmin()) if steps else 0)
     step_s, most = lengths[dropped:], max(map(len, of_ranks))
     if not len(step_s) or 2 * len(steps) < most:
@@ -90,7 +91,10 @@ def measure(
 def _known(
     parts: Mapping[str, npt.NDArray[np.float64]], mean_s: float
 ) -> dict[str, npt.NDArray[np.float64]]:
-    """Return the parts that every rank recorded. Raises ``DataError``: a part is impossible."""
+    """Return the parts of steps that every rank recorded.
+
+    Raises ``DataError``: a part is negative, or longer than the step.
+    """
     known = {name: part for name, part in parts.items() if np.isfinite(part).all()}
     for name, part in known.items():
         means, longest = part.mean(axis=0), mean_s if name in _PARTS else math.inf
@@ -114,7 +118,7 @@ def _means(known: Mapping[str, npt.NDArray[np.float64]]) -> dict[str, list[float
 
 
 def _steps(lines: _Lines) -> dict[int, dict[str, Any]]:
-    """Return the steps of a rank by their numbers; seconds of its first may be NaN."""
+    """Return the records of a rank by step; the duration of the first step may be NaN."""
     found: dict[int, dict[str, Any]] = {}
     before = math.nan
     for line in lines:
@@ -132,7 +136,7 @@ def _steps(lines: _Lines) -> dict[int, dict[str, Any]]:
 def _metric(
     lines: Iterable[_Lines], target: Mapping[str, float]
 ) -> tuple[str | None, float | None]:
-    """Return name and last value of the target, or of the last test."""
+    """Return the name and the last value of the target metric, or of the last test."""
     wanted = next(iter(target), "loss")
     found = [
         (name, value)
@@ -144,7 +148,7 @@ def _metric(
 
 
 def begin_of(lines: _Lines) -> float:
-    """Return the start of the first step of a rank, or its end if the start is unknown."""
+    """Return the time at which the first step of a rank starts, or ends if that is unknown."""
     first: float = lines[0]["at"] - (lines[0].get("seconds") or 0.0)
     return first
 
@@ -155,7 +159,10 @@ def _reached(
     losses: npt.NDArray[np.float64],
     target: Mapping[str, float],
 ) -> dict[str, Any]:
-    """Return time and steps to the target, from the start of the first step, with tests."""
+    """Return seconds and number of steps until the target is reached; empty if not reached.
+
+    The time starts with the first step and includes tests.
+    """
     for name, wanted in target.items():
         sign = -1 if name.endswith("loss") else 1
         if name == "loss":

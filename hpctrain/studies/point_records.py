@@ -20,17 +20,17 @@ from hpctrain.studies.points import PointRepeat
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """Steps after the warm-up: durations, samples and bytes.
+    """Measurements of the steps after the warm-up: durations, samples and bytes.
 
-    Times and bytes are per step. Lists have one entry per step. A step lasts as long as on the
-    slowest rank. None means that no rank recorded the value.
+    Times and bytes are per step; lists have one entry per step. The duration of a step is the
+    duration on the slowest rank. None means that no rank recorded the value.
     """
 
     num_steps: int = 0
     warm_up_steps: int = 0  # dropped before the counted steps
     step_s: list[float] = field(default_factory=list)  # empty if the repeat failed
-    samples: int = 0  # of all ranks and steps
-    seconds: float = 0.0  # of all steps
+    samples: int = 0  # sum over ranks and steps
+    seconds: float = 0.0  # sum over steps
     compute_s: list[float] | None = None  # mean over ranks
     communication_s: list[float] | None = None  # exposed communication on the last rank to arrive
     input_s: list[float] | None = None  # wait for data, mean over ranks
@@ -40,7 +40,7 @@ class StepRecord:
 
     @property
     def mean_step_s(self) -> float:
-        """Mean step time; a median would ignore work that is done every few steps."""
+        """Mean step time. A median would ignore work that is done only in some steps."""
         return fmean(self.step_s)
 
     @property
@@ -56,11 +56,11 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class LearningRecord:
-    """Progress of the training, with times from the start of the first step, warm-up included."""
+    """Progress of the training; times start with the first step and include the warm-up."""
 
     elapsed_s: float | None = None
-    loss: float | None = None  # of the last step
-    metric: float | None = None  # of the last test
+    loss: float | None = None  # loss of the last step
+    metric: float | None = None  # metric of the last test
     metric_name: str | None = None
     time_to_target_s: float | None = None  # None if the target was not reached
     steps_to_target: int | None = None
@@ -77,7 +77,7 @@ class HostRecord:
 
     @property
     def is_disturbed(self) -> bool:
-        """Whether other processes used a large fraction of the cores."""
+        """True if other processes used a large fraction of the cores."""
         return (self.other_cores or 0.0) > BUSY * (self.machine_cores or math.inf)
 
 
@@ -87,14 +87,14 @@ class PointRecord(HostRecord, LearningRecord, StepRecord, PointRepeat):
 
     status: Literal["done", "failed"]
     oversubscribed: bool  # more ranks than cores: a test of function, not of speed
-    started: str  # in UTC
-    folder: str  # of the output, relative to the folder of the study
+    started: str  # time of the start in UTC
+    folder: str  # folder of the repeat, relative to the folder of the study
     error: str | None = None  # cause of the failure, with the last lines of the output
-    wall_s: float | None = None  # of the whole repeat, with start-up and exit
+    wall_s: float | None = None  # time of the whole repeat, including start-up and exit
 
     @property
     def is_done(self) -> bool:
-        """Whether the repeat measured steps that all have a positive, finite duration."""
+        """True if the repeat succeeded and all its steps have a positive, finite duration."""
         times = [each or 0.0 for each in self.step_s]  # a file stores None for NaN and infinity
         return self.status == "done" and bool(times) and all(0 < each < math.inf for each in times)
 
@@ -112,7 +112,7 @@ cores and the variables that bind ranks."""
 
 
 class StudyFolder:
-    """The folder of a study, and its files."""
+    """Paths of the files of a study in its folder, and methods that read and write them."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -121,18 +121,21 @@ class StudyFolder:
         self.attempts = path / "attempts"  # a folder for each repeat
 
     def points_file(self, repeat: int) -> Path:
-        """Return the file for the records of a repeat; each job may measure another repeat."""
+        """Return the file for the records of a repeat.
+
+        Each repeat has its own file, because jobs may measure different repeats concurrently.
+        """
         return self.path / f"points-{repeat}.jsonl"
 
     def read_environment(self) -> Environment | None:
-        """Read the environment; None if the file is missing or incomplete."""
+        """Return the recorded environment, or None if the file is missing or incomplete."""
         with suppress(OSError, ValueError):
             found: Environment = json.loads(self.environment.read_text(encoding="utf-8"))
             return found if isinstance(found, dict) else None
         return None
 
     def read_points(self) -> list[PointRecord]:
-        """Read all records, in the order of the study; the last record of a repeat counts."""
+        """Return the last record of each repeat of each point, in the order of the study."""
         found = {}
         for path in sorted(self.path.glob("points*.jsonl")):
             for values in read(path, key="status"):
@@ -149,6 +152,6 @@ class StudyFolder:
     def write(self, path: Path, value: Environment | str) -> None:
         """Write a file of the study atomically."""
         text = value if isinstance(value, str) else json.dumps(value, indent=2) + "\n"
-        # Jobs of an array may write concurrently.
+        # Jobs of an array may write concurrently, so the temporary names differ.
         with publishing(path, f"{path.name}.{platform.node()}-{os.getpid()}") as part:
             part.write_text(text, encoding="utf-8")

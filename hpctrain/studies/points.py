@@ -14,15 +14,15 @@ SRUN = (
     "srun --nodes={nodes} --ntasks={ranks} --ntasks-per-node={ranks_per_node} "
     "--kill-on-bad-exit=1 --cpu-bind=cores"
 )
-"""Replaces ``LAUNCH`` in jobs of Slurm."""
+"""Launcher that replaces ``LAUNCH`` in Slurm jobs."""
 
 
 Point = Mapping[str, Any]
-"""The value of each factor of the study, by its name."""
+"""Value of each factor of the study, by name."""
 
 
 class Placement(NamedTuple):
-    """Number of ranks and nodes of a point."""
+    """Number of ranks, nodes and ranks per node of a point."""
 
     ranks: int
     nodes: int
@@ -31,10 +31,10 @@ class Placement(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PointRepeat:
-    """One repeat of one point."""
+    """One repeat of a point, and its place in the order of measurement."""
 
     point: Point
-    repeat: int  # from 0
+    repeat: int  # number of the repeat, from 0
     order: int  # index among all repeats of all points, from 0
 
     @property
@@ -46,16 +46,16 @@ class PointRepeat:
 
     @property
     def name(self) -> str:
-        """Name of the folder."""
+        """Name of the folder of this repeat."""
         return f"{self.order:04d}"
 
     @property
     def text(self) -> str:
-        """The factors in one line, also a key."""
+        """Text with all factors of the point, which identifies the point."""
         return " ".join(f"{name}={value}" for name, value in self.point.items())
 
     def names(self, mode: str, folder: Path) -> dict[str, Any]:
-        """Return the values of the names in braces."""
+        """Return the values that replace names in braces in the texts of [command]."""
         found = {**self.point, **self.layout._asdict(), "repeat": self.repeat, "folder": folder}
         if "batch" in found:
             batch, ranks = found["batch"], self.layout.ranks
@@ -64,7 +64,7 @@ class PointRepeat:
         return found
 
     def is_oversubscribed(self, cores: int, hosts: int) -> bool:
-        """Return True if the point has more ranks than ``hosts`` hosts have ``cores`` cores."""
+        """Return True if the point has more ranks than cores; a host has ``cores`` cores."""
         return self.layout.ranks > cores * min(self.layout.nodes, hosts)
 
 
@@ -87,11 +87,11 @@ def attempts_of(config: StudyConfig) -> list[PointRepeat]:
     """Return all repeats of all points in the order of measurement.
 
     Every repeat contains all points in a new random order, so that drift during a study affects
-    all points equally. The order of a repeat depends only on seed and points: further repeats can
-    follow later.
+    all points equally. The order of a repeat depends only on the seed and the points, so that
+    repeats can be added later.
 
-    Raises ``ConfigError``: factors contradict each other in all points, or the ranks of one
-    cannot share its batch.
+    Raises ``ConfigError``: the factors of every point contradict each other, or the batch of a
+    point is not a multiple of its ranks.
     """
     combinations = (
         dict(zip(config.factors, values, strict=True))
@@ -120,7 +120,7 @@ def attempts_of(config: StudyConfig) -> list[PointRepeat]:
 
 
 def on_slurm(config: StudyConfig) -> StudyConfig:
-    """Return the study for real nodes, with ``srun`` unless another launcher is set."""
+    """Return the study with real nodes and with ``srun``, unless another launcher is set."""
     nodes = max(attempt.layout.nodes for attempt in attempts_of(config))
     launcher = SRUN if config.command.launcher == LAUNCH else config.command.launcher
     return replace(

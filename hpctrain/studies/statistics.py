@@ -1,7 +1,7 @@
-"""Statistics of a study: medians and their ratios, with intervals that assume no distribution.
+"""Medians and ratios of medians, with confidence intervals that assume no distribution.
 
-A repeat is one sample: steps of one run are not independent. Intervals are exact for any
-continuous distribution; each has its confidence, also with too few repeats for 95 %.
+A repeat is one sample, because steps of one run are not independent. Intervals are exact for any
+continuous distribution. Each interval states its confidence, which is below 95 % with few repeats.
 Sources: Hoefler and Belli, Scientific Benchmarking of Parallel Computing Systems, SC15; of the
 ratio, Mann and Whitney, The Annals of Mathematical Statistics 18 (1947), inverted as by Hodges and
 Lehmann, the same 34 (1963).
@@ -20,7 +20,7 @@ from hpctrain.report.figure import CONFIDENCE, Estimate
 
 
 def median(samples: Sequence[float], confidence: float = CONFIDENCE) -> Estimate:
-    """Return the median of samples; the ends of its interval are samples, by the sign test."""
+    """Return the median of samples, with the confidence interval of the sign test."""
     num = len(samples)
     chances = [math.comb(num, below) / 2**num for below in range(num + 1)]
     return _estimate(middle(samples), samples, chances, confidence)
@@ -31,7 +31,8 @@ def ratio(
 ) -> Estimate:
     """Return the ratio of two medians, second by first, of samples above 0.
 
-    The interval has all factors by which the rank-sum test finds no difference from ``first``.
+    The interval contains each factor f for which the rank-sum test finds no difference between f
+    times ``first`` and ``second``.
     """
     value = middle(second) / middle(first)
     ratios = [mine / theirs for mine in second for theirs in first]
@@ -40,7 +41,7 @@ def ratio(
 
 
 def repeats_needed(confidence: float) -> int:
-    """Return how many repeats on both sides of a ratio give an interval of this confidence."""
+    """Return the number of repeats of each study for a ratio with this confidence."""
     ones = ([1.0] * num for num in itertools.count(2))
     return next(len(one) for one in ones if not ratio(one, one, confidence).falls_short)
 
@@ -48,9 +49,11 @@ def repeats_needed(confidence: float) -> int:
 def _estimate(
     value: float, candidates: Iterable[float], chances: Iterable[float], confidence: float
 ) -> Estimate:
-    """Drop as many candidates at both ends as the confidence allows.
+    """Return the estimate ``value`` with an interval between two of the candidates.
 
-    ``chances[k]`` is the probability that k candidates are below the true value.
+    The interval drops as many candidates at both ends as the confidence allows.
+
+    ``chances[k]`` is the probability that exactly k candidates are below the true value.
     """
     ordered, outside = sorted(candidates), 2 * np.cumsum(list(chances))
     cut = max(0, int(np.count_nonzero(outside <= 1 - confidence + 1e-12)) - 1)
@@ -62,9 +65,10 @@ def _estimate(
 
 @functools.cache
 def _chances(num: int, other: int) -> npt.NDArray[np.float64]:
-    """Return the chances of each number of pairs in which the first of two equal samples is less.
+    """Return the null distribution of the Mann-Whitney statistic of two samples.
 
-    The largest of all is in one sample or in the other, and is more than all of the other.
+    Entry k is the probability that k pairs have the smaller value in the first sample. The
+    recursion removes the largest of all values, which belongs to either sample.
     """
     if not num or not other:
         return np.ones(1)

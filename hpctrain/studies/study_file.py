@@ -126,9 +126,9 @@ class StudyConfig(CheckedFields):
         return [command.run, command.launcher, *map(_text, values)]
 
     def filled(self, names: Mapping[str, Any]) -> tuple[list[str], list[str], dict[str, str]]:
-        """Return the words of the launcher and of the command, and the variables.
+        """Return the words of the launcher, the words of the command, and the variables.
 
-        ``names`` are the values of ``{...}``.
+        ``names`` has the values that replace names in braces.
         """
 
         def fill(value: Any) -> str:
@@ -143,13 +143,13 @@ class StudyConfig(CheckedFields):
         return launcher, run, {name: fill(value) for name, value in command.environment.items()}
 
     def uses(self, name: str) -> bool:
-        """Return True if a text of [command] has ``{name}``."""
+        """Return True if a text of [command] contains ``{name}``."""
         return any(name in _NAME.findall(text) for text in self._texts())
 
     def changes(self, other: "StudyConfig") -> list[str]:
-        """Return the keys by which another study has different points.
+        """Return the keys with different values in two studies, if they change the points.
 
-        Repeats, time limits and the size of the machine do not change points.
+        Repeats, time limits and the size of the machine do not change the points.
         """
         free = ("study.repeats", "study.timeout", "study.cores", "study.hosts")
         keys = [name for name in keys_of(StudyConfig) if name not in free]
@@ -157,7 +157,7 @@ class StudyConfig(CheckedFields):
 
 
 def load(path: Path) -> StudyConfig:
-    """Read the file of a study.
+    """Return the configuration of a study from its file.
 
     Raises ``ConfigError``: the file or a value is not valid.
     """
@@ -179,7 +179,7 @@ def load(path: Path) -> StudyConfig:
 
 
 def example(mode: Literal["strong", "weak"], script: str = "") -> StudyConfig:
-    """Return an example study of ``script``, or of the handwritten digits."""
+    """Return an example configuration that measures ``script``, or the handwritten digits."""
     variables: dict[str, Any] = {"OMP_NUM_THREADS": 1}
     if script:
         name, run, target, settings = "script", script, {}, {}

@@ -1,4 +1,4 @@
-"""Results of a study for reports: records, summaries, bounds, and names of points."""
+"""Results of a study for its report: records, summaries, bounds, and labels of points."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -21,22 +21,22 @@ from hpctrain.studies.study_file import StudyConfig, load
 StepBound = Callable[[Point], float]
 """Lower bound of the step time of a point in seconds, by a model of the machine."""
 
-MAX_POINTS = 100  # of a curve
+MAX_POINTS = 100  # maximum number of points of a curve
 MAX_CAPTION = 140  # characters of a line of a caption
 
 
 @dataclass(frozen=True)
 class PointSummary:
-    """Statistics over the repeats of one point; None for unknown values."""
+    """Statistics over the repeats of one point; a value is None if it is unknown."""
 
     records: list[PointRecord]
     base: "PointSummary | None" = None
     """The smallest measured point of the curve that is not oversubscribed."""
-    growth: float = 1.0  # ideal step time of the base divided by that of the point
+    growth: float = 1.0  # ideal step time of the base divided by the ideal step time of the point
 
     @property
     def point(self) -> Point:
-        """The factors."""
+        """Factors of the point."""
         return self.records[0].point
 
     @property
@@ -46,12 +46,12 @@ class PointSummary:
 
     @property
     def oversubscribed(self) -> bool:
-        """Whether it has more ranks than cores."""
+        """True if the point has more ranks than cores."""
         return any(each.oversubscribed for each in self.records)
 
     @cached_property
     def done(self) -> list[PointRecord]:
-        """Successful repeats."""
+        """Records of the successful repeats."""
         return [each for each in self.records if each.is_done]
 
     @cached_property
@@ -77,7 +77,7 @@ class PointSummary:
         found = ratio(self.times_s, [each / self.growth for each in self.base.times_s])
         if self.records is not self.base.records:
             return found
-        return replace(found, low=1.0, high=1.0, confidence=1.0)  # by definition
+        return replace(found, low=1.0, high=1.0, confidence=1.0)  # 1 by definition
 
     @cached_property
     def speed_up(self) -> Estimate | None:
@@ -91,14 +91,14 @@ class PointSummary:
 
     @property
     def ideal_s(self) -> float | None:
-        """Step time with the efficiency of the base."""
+        """Ideal step time: the step time if the point had the efficiency of the base."""
         return median(self.base.times_s).value / self.growth if self.base else None
 
     def median_of(self, name: str) -> Estimate | None:
         """Return the median of a field over the repeats; lists are averaged first.
 
-        None if a repeat lacks the field: a median over the repeats that reached a target, without
-        the other repeats, would be too good.
+        The result is None if a repeat lacks the field: a median over only the repeats that reached
+        a target would be too good.
         """
         values = [getattr(each, name) for each in self.done]
         if not values or None in values:
@@ -107,7 +107,7 @@ class PointSummary:
 
 
 def summarize(records: Iterable[PointRecord], mode: str) -> list[PointSummary]:
-    """Return a summary of each point, curve by curve, small machines first.
+    """Return a summary of each point, ordered by curve and then by number of ranks.
 
     Points of a curve differ only in the factors of ``Placement``. The factor batch, of a rank in a
     weak study and of all ranks in a strong study, belongs to the curve.
@@ -127,7 +127,7 @@ def summarize(records: Iterable[PointRecord], mode: str) -> list[PointSummary]:
 
 
 def key_of(point: Point) -> str:
-    """Return a text that identifies a point."""
+    """Return a text that identifies a point, for use as a key."""
     return repr(sorted(point.items()))
 
 
@@ -158,7 +158,7 @@ class StudyResults:
 
     @cached_property
     def summaries(self) -> list[PointSummary]:
-        """Summaries of all points, curve by curve, in the order of the factors."""
+        """Summaries of all points, ordered by curve and then by the values of the factors."""
         factors = _curve_of(self.config.factors).items()
 
         def place(summary: PointSummary) -> list[int]:
@@ -207,7 +207,7 @@ class StudyResults:
         return "\n".join(shown(line, MAX_CAPTION) for line in (what, where))
 
     def beside(self, machine: Machine) -> "StudyResults":
-        """Return these results with the bound of the step time on a machine.
+        """Return the results with a lower bound of the step times on a machine.
 
         The bound is the maximum of the ideal compute time and the time in which the links move the
         measured bytes; see ``hpctrain.cost.least_step_s``.
@@ -225,7 +225,9 @@ class StudyResults:
         return replace(self, bound=least_s)
 
     def learning_curve(self, record: PointRecord, name: str) -> list[tuple[float, float]]:
-        """Return seconds and values that one rank recorded; empty if the file was removed.
+        """Return the learning curve of a repeat: seconds and values that one rank recorded.
+
+        The curve is empty if the file was removed.
 
         Seconds count from the start of the first step, as in ``time_to_target_s``.
         """
@@ -237,11 +239,11 @@ class StudyResults:
         return []
 
     def label(self, point: Point) -> str:
-        """Return the factors that distinguish a point from the others."""
+        """Return the factors of a point that differ between points, as text."""
         return label_of(self._distinct(point) or point)
 
     def curve(self, point: Point) -> str:
-        """Return the factors that distinguish the curve of a point; empty for a single curve."""
+        """Return the factors that identify the curve of a point; empty with a single curve."""
         return label_of(self._distinct(_curve_of(point)))
 
     def _distinct(self, point: Point) -> Point:
@@ -255,10 +257,10 @@ class StudyResults:
 
 
 def shown_batch(batch: float) -> str:
-    """Return samples of a step: an integer, or the mean of steps that differ."""
+    """Return the text of a batch size; a fraction is the mean over different steps."""
     return f"{batch:g}" if batch == int(batch) else f"on average {batch:.1f}"
 
 
 def label_of(point: Point) -> str:
-    """Return the factors of a point in one line."""
+    """Return the factors of a point as text."""
     return ", ".join(f"{shown(name)} {shown(value)}" for name, value in point.items())

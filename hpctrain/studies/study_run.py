@@ -1,4 +1,4 @@
-"""Measurement of a study in its folder, resumable after any interruption."""
+"""Measurement of a study, which can be resumed after any interruption."""
 
 import json
 import platform
@@ -31,17 +31,17 @@ _WAY_OUT = "run this command again after the end of that one, or choose another 
 
 
 class Study:
-    """A study: configuration, folder and repeats."""
+    """A study that is measured in a folder, with all repeats of its points."""
 
     def __init__(self, config: StudyConfig, path: Path, times: Times = TIMES) -> None:
-        """List the repeats; write nothing. Raises ``ConfigError``: the study has no point."""
+        """List the repeats; write no file. Raises ``ConfigError``: the study has no point."""
         cores = config.study.cores or num_granted()
         self.config = replace(config, study=replace(config.study, cores=cores))
         self.folder, self._times = StudyFolder(path), times
         self.attempts = attempts_of(config)
 
     def missing(self, *, repeat: int | None = None, failed: bool = False) -> list[PointRepeat]:
-        """Return the repeats of points without a record, in order.
+        """Return the repeats that have no record yet, in the order of measurement.
 
         ``repeat`` selects one repeat, ``failed`` includes failed repeats.
         """
@@ -54,9 +54,9 @@ class Study:
         ]
 
     def expected_s(self, attempts: Iterable[PointRepeat]) -> float | None:
-        """Estimate the seconds of attempts from successful ones, with equal ranks if possible.
+        """Return the expected seconds of attempts, or None without a successful attempt.
 
-        None without a successful attempt.
+        The estimate uses successful attempts, with the same number of ranks if possible.
         """
         walls: dict[int, list[float]] = {}
         for record in self.folder.read_points():
@@ -68,7 +68,7 @@ class Study:
         return sum(fmean(walls.get(attempt.layout.ranks, every)) for attempt in attempts)
 
     def prepare(self) -> None:
-        """Write the configuration, or check that the folder has the same one."""
+        """Write the configuration, or check that the folder contains an equal configuration."""
         folder = self.folder
         with self._explained():
             make_folder(folder.attempts)
@@ -114,7 +114,7 @@ class Study:
 
     @contextmanager
     def _held(self, repeat: int) -> Iterator[Lease]:
-        """Hold the lease of a repeat; wait for the lease of a dead process to expire."""
+        """Hold the lease of a repeat in the block; wait until the lease of a dead process ends."""
         place = self.folder.path / "leases" / str(repeat)
         make_folder(place)
         lease, is_first = Lease(place, self._times, ways_out=WaysOut(*3 * [_WAY_OUT])), True
@@ -129,7 +129,7 @@ class Study:
             lease.release()
 
     def _keep_environment(self) -> None:
-        """Write the environment, or log a warning for each change of the environment."""
+        """Write the environment, or log a warning for each difference from the recorded one."""
         now, before = _environment(), self.folder.read_environment()
         if before is None:
             self.folder.write(self.folder.environment, now)
@@ -143,7 +143,7 @@ class Study:
                 )
 
     def _keep_plan(self, attempt: PointRepeat) -> None:
-        """Store topology and plan of a point, if its ranks wrote them."""
+        """Store the topology and the plan of a point, if the ranks of the point wrote them."""
         folder, before = self.folder, self.folder.read_environment()
         path = folder.attempts / attempt.name / RECORDS / "plan.json"
         with suppress(FileNotFoundError, ValueError):

@@ -186,7 +186,7 @@ class StepGuard:
         self._findings.own = None
 
     def _continue(self, action: str) -> None:
-        """Roll back if configured, and report the step. Collective.
+        """Log the skipped step, after a rollback if ``action`` is ``rollback``. Collective.
 
         Raises ``NotFiniteError`` on all ranks if too many steps were skipped.
         """

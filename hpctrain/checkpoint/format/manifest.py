@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: tensors and files; written last, checked before use."""
+"""Manifest of a checkpoint, which lists its tensors and files and is written last."""
 
 import json
 import os
@@ -29,7 +29,7 @@ _FIRST_LINE = re.compile(rb'\{"crc32": "([0-9a-f]{8})",\n')
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """A part of a tensor in the file of one rank, and the crc32 of its blocks."""
+    """A part of a tensor in the file of one rank, with the crc32 of each block of the part."""
 
     rank: int
     shard: Shard
@@ -38,7 +38,7 @@ class StoredPart:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A tensor: its parts cover it, each element once."""
+    """Dtype, shape and stored parts of a tensor; each element is in exactly one part."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -52,7 +52,7 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointManifest:
-    """Contents of a checkpoint and their files."""
+    """Contents of the manifest of a checkpoint: plain values, tensors and their files."""
 
     step: int
     world: int  # number of ranks that wrote it
@@ -72,7 +72,7 @@ class CheckpointManifest:
     def read(cls, directory: Path | str) -> "CheckpointManifest":
         """Read the manifest of a checkpoint.
 
-        Raises ``CheckpointError``: there is none, or it is damaged or hostile.
+        Raises ``CheckpointError``: the manifest is missing, damaged or hostile.
         """
         return cls.parse(read_bytes(directory), directory)
 
@@ -102,7 +102,7 @@ class CheckpointManifest:
         return found
 
     def to_bytes(self) -> bytes:
-        """Return the bytes of the file."""
+        """Return the contents of the manifest file."""
         given = {
             "format": _FORMAT,
             "version": VERSION,
@@ -133,7 +133,7 @@ def step_of(name: str) -> int | None:
 
 
 def require_named(directory: Path | str, step: int) -> None:
-    """Return unless the directory has the name of another step's checkpoint."""
+    """Raise ``CheckpointError`` if the name of the directory states another step."""
     if step_of(Path(directory).name) not in (None, step):
         raise CheckpointError(
             f"the directory of a checkpoint must be named after its step, but {directory} has "
@@ -170,7 +170,7 @@ def file_name(rank: int) -> str:
 def dumps(value: Any) -> str:
     """Write a value as JSON on one line.
 
-    Raises ``TypeError, ValueError``: JSON has no such value.
+    Raises ``TypeError`` or ``ValueError``: JSON cannot represent the value.
     """
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
 

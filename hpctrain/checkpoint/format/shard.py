@@ -1,4 +1,4 @@
-"""The part of a tensor that a rank holds: the common word of saving, loading and resharding."""
+"""Parts of tensors that ranks hold, as used by saving, loading and resharding."""
 
 import math
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from hpctrain.core.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A box of a tensor: ``shape`` elements from ``offset`` of one of ``global_shape``."""
+    """A box of ``shape`` elements at ``offset`` in a tensor of shape ``global_shape``."""
 
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
@@ -33,7 +33,7 @@ class Shard:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> "Shard":
-        """Return the shard that is the whole tensor."""
+        """Return the shard that contains the whole tensor."""
         return cls(tuple(shape), (0,) * len(shape), tuple(shape))
 
     @property
@@ -42,10 +42,10 @@ class Shard:
         return math.prod(self.shape)
 
     def intersection(self, other: "Shard") -> "Shard | None":
-        """Return the part of the tensor that both shards hold; None if it is empty.
+        """Return the intersection of two shards of a tensor; None if it is empty.
 
         Raises:
-            CheckpointError: they are of tensors of different shapes.
+            CheckpointError: the shards belong to tensors of different shapes.
         """
         if self.global_shape != other.global_shape:
             raise CheckpointError(
@@ -61,14 +61,14 @@ class Shard:
         return Shard(self.global_shape, starts, shape)
 
     def slices(self, part: "Shard") -> tuple[slice, ...]:
-        """Return where ``part``, which lies inside, is in a tensor of this shard's shape."""
+        """Return the slices that select ``part`` in a tensor with the shape of this shard."""
         return tuple(
             slice(start - origin, start - origin + size)
             for start, origin, size in zip(part.offset, self.offset, part.shape, strict=True)
         )
 
     def span(self, part: "Shard") -> tuple[int, int]:
-        """Return the first element of ``part`` and the one after its last, by row-major order."""
+        """Return the smallest range of row-major indices of this shard with all of ``part``."""
         strides = [math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
         starts = [start - origin for start, origin in zip(part.offset, self.offset, strict=True)]
         first = sum(start * stride for start, stride in zip(starts, strides, strict=True))
@@ -77,13 +77,13 @@ class Shard:
 
     @property
     def stop(self) -> tuple[int, ...]:
-        """Where it ends in every dimension."""
+        """End of the shard in every dimension: ``offset + shape``."""
         return tuple(start + size for start, size in zip(self.offset, self.shape, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPiece:
-    """What this rank holds of a sharded tensor: ``tensor`` has the shape of ``shard``."""
+    """The part of a sharded tensor on this rank; ``tensor`` has the shape of ``shard``."""
 
     tensor: Tensor
     shard: Shard
@@ -97,7 +97,7 @@ class TensorPiece:
 
 
 def fault_of_cover(shape: Sequence[int], shards: Sequence[Shard]) -> str | None:
-    """Return why the shards do not have each element of a tensor exactly once; None if they do."""
+    """Return None if the shards cover each element of a tensor once, otherwise the fault."""
     held = sum(shard.numel for shard in shards)
     total = math.prod(shape)
     if held != total:

@@ -1,4 +1,4 @@
-"""Hashes of states, and faster checksums of single tensors: equal bits give equal numbers."""
+"""Hashes of states, and faster checksums of single tensors."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -34,12 +34,12 @@ def state_hash(state: Mapping[str, Any], comm: Communicator | None = None) -> st
         state: ``{"model": model.state_dict(), "optimizer": optimizer.state_dict()}``, for
             example: tensors, None, truth values, numbers, text and bytes, in mappings, lists and
             tuples.
-        comm: ranks that hold the same state and share the work; then collective. A crc32 of
-            each tensor, on every rank, finds ranks that do not hold the same.
+        comm: ranks that hold the same state and share the work; with ``comm``, the call is
+            collective. Each rank computes the crc32 of every tensor, to detect different states.
 
     Raises:
-        CheckpointError: the state holds something else, names where; or the ranks hold different
-            states, on every rank.
+        CheckpointError: the state contains an unsupported type, and the error names its path; or
+            the ranks hold different states, on every rank.
     """
     leaves = sorted(_leaves(state, ""), key=lambda leaf: leaf[0])
     mine = _deal(leaves, comm.size)[comm.rank] if comm else range(len(leaves))
@@ -53,9 +53,9 @@ def state_hash(state: Mapping[str, Any], comm: Communicator | None = None) -> st
 
 
 def value_hashes(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return the 64-bit hash of each value, as ``state_hash`` makes it, by its name.
+    """Return the 64-bit hash of each value of a state, by path; see ``state_hash``.
 
-    Raises ``CheckpointError``: there is something else, names where.
+    Raises ``CheckpointError``: the state contains an unsupported type.
     """
     found = {}
     for name, value in values.items():
@@ -158,8 +158,8 @@ def crc_of(tensor: Tensor) -> int:
 def device_checksum(tensor: Tensor) -> Tensor:
     """Return a checksum of a tensor as an int64 scalar on the device that has the tensor.
 
-    The sum of all elements modulo 2^64, each mixed with its index by a function that is
-    invertible: a change of one element always changes the sum. Nothing is copied to the host.
+    An invertible function mixes each element with its index, and the results are added modulo
+    2^64, so a change of one element always changes the sum. No data are copied to the host.
     """
     flat = flat_of(tensor)
     flat = flat.view(_LANES.get(flat.itemsize, torch.int64))

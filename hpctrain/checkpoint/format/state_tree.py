@@ -1,4 +1,4 @@
-"""A state as tensors by path and a skeleton in JSON, which runs no code when it is read."""
+"""Conversion of a state to tensors by path and a JSON skeleton, which contain no code."""
 
 import base64
 import re
@@ -17,12 +17,13 @@ _LIKE_INT = re.compile(r"-?\d+")
 
 
 def flatten(state: object) -> tuple[dict[str, Tensor | TensorPiece], Any]:
-    """Return the tensors and pieces of a state by path, and the rest as a value for JSON.
+    """Return the tensors and pieces of a state by path, and all else as a JSON skeleton.
 
-    A path is the keys and indices down to the tensor, ``optimizer/state/0/exp_avg``. Keys that
-    hold ``/`` or ``%``, or that read as a number, have that character escaped as ``%2F``. Raises
-    ``CheckpointError``: it holds something else than None, bool, int, float, str, bytes, tensors,
-    pieces, and lists, tuples and dicts (by str or int) of these; names path and type.
+    A path joins the keys and indices of a tensor, such as ``optimizer/state/0/exp_avg``. In keys
+    that contain ``/`` or ``%``, or that look like a number, the character is escaped as ``%2F``.
+    Raises ``CheckpointError``, with path and type: the state contains a value other than None,
+    bool, int, float, str, bytes, tensors, pieces, and lists, tuples and dicts (by str or int) of
+    these.
     """
     leaves: dict[str, Tensor | TensorPiece] = {}
     return leaves, _take(state, (), leaves)
@@ -31,7 +32,7 @@ def flatten(state: object) -> tuple[dict[str, Tensor | TensorPiece], Any]:
 def unflatten(skeleton: object, tensor_of: Callable[[str], Any]) -> Any:
     """Rebuild a state from a skeleton, which may be untrusted.
 
-    Raises ``CheckpointError``: the skeleton is not one.
+    Raises ``CheckpointError``: the skeleton is invalid.
     """
     return _put(skeleton, tensor_of, 0)
 

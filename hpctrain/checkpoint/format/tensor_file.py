@@ -1,8 +1,8 @@
-"""One file of tensors in the safetensors format, written and read in one pass with checksums.
+"""Files of tensors in the safetensors format, with checksums in the manifest.
 
-The format is a length, a JSON header with name, dtype, shape and offsets, and the bytes. It has
-no code in it, other programs read it, and ``pread`` with checked offsets reads it. The manifest
-holds one checksum for each block of a tensor.
+A file consists of a length, a JSON header with name, dtype, shape and offsets of each tensor, and
+the bytes. A file contains no code, and other programs can read it. The manifest contains one
+checksum for each block of a tensor.
 """
 
 import json
@@ -44,7 +44,7 @@ DTYPES: dict[str, torch.dtype] = {
 
 
 def check_storable(path: str, tensor: Tensor) -> None:
-    """Raise for a tensor without values, a tensor that is not dense, or an unsupported dtype."""
+    """Raise ``CheckpointError`` if a tensor has no values, is not dense or has a wrong dtype."""
     if tensor.is_meta or tensor.layout is not torch.strided:
         raise CheckpointError(
             f"tensors of a checkpoint must be dense and have values, got {tensor.layout} on "
@@ -58,9 +58,9 @@ def check_storable(path: str, tensor: Tensor) -> None:
 
 
 def write(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
-    """Write a new file; return the crc32 of each block by name, when it is on disk.
+    """Write a new file to disk, and return the crc32 of each block by name of the tensor.
 
-    Raises ``OSError``: the file system refuses.
+    Raises ``OSError``: the file cannot be written.
     """
     # Wide elements first: every tensor is then aligned to its own elements.
     ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].itemsize))
@@ -86,7 +86,7 @@ def _header(tensors: Mapping[str, Tensor]) -> bytes:
 
 
 def stored_as(dtype: str, shape: Sequence[int]) -> tuple[str, list[int]]:
-    """Return the dtype and shape that the file states of a tensor."""
+    """Return the dtype and shape in the file of a tensor with this dtype and shape."""
     if dtype in _SAFETENSORS:
         return _SAFETENSORS[dtype], list(shape)
     return "U8", [*shape, DTYPES[dtype].itemsize]
@@ -115,18 +115,18 @@ class _Entry:
 
 
 class TensorFile:
-    """An open file of tensors whose header was checked: no read leaves the file."""
+    """An open file of tensors; its header was checked, so all offsets are inside the file."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
-        """Read the header. Raises ``CheckpointError``: it is damaged or hostile."""
+        """Read the header. Raises ``CheckpointError``: the header is damaged or hostile."""
         self._path = path
         self._descriptor = descriptor
         self._entries = dict(self._read_header())
 
     def check(self, name: str, dtype: str, shape: Sequence[int]) -> None:
-        """Raise if the tensor of this name in the file differs from the manifest.
+        """Compare dtype and shape of a tensor in the file with those in the manifest.
 
-        Raises ``CheckpointError``: it has another one, or none.
+        Raises ``CheckpointError``: the file has another tensor of this name, or none.
         """
         entry = self._entries.get(name)
         expected = stored_as(dtype, shape)
@@ -138,11 +138,11 @@ class TensorFile:
             )
 
     def read_into(self, name: str, start: int, memory: memoryview, crcs: Sequence[int]) -> None:
-        """Read the bytes of a tensor from ``start``, a multiple of BLOCK_BYTES, and check them.
+        """Fill ``memory`` with bytes of a tensor from ``start``, and compare their checksums.
 
-        ``check`` has seen the tensor; ``memory`` ends where a block does; ``crcs`` are of all its
-        blocks. Raises ``CheckpointError``: a block has another checksum, or the file ends too
-        early.
+        Call ``check`` before. ``start`` must be a multiple of BLOCK_BYTES, and ``memory`` must end
+        at the end of a block. ``crcs`` are the checksums of all blocks of the tensor. Raises
+        ``CheckpointError``: a block has another checksum, or the file ends too early.
         """
         entry = self._entries[name]
         for done in range(0, len(memory), BLOCK_BYTES):
@@ -207,8 +207,8 @@ class TensorFile:
 def opened(path: Path) -> Iterator[TensorFile]:
     """Open a file of tensors.
 
-    Raises ``CheckpointError``: it is damaged, or not a regular file. ``OSError``: the file system
-    refuses.
+    Raises ``CheckpointError``: the file is damaged or is not a regular file. ``OSError``: the file
+    cannot be read.
     """
     descriptor = open_regular(path)
     try:
@@ -218,9 +218,10 @@ def opened(path: Path) -> Iterator[TensorFile]:
 
 
 def open_regular(path: Path) -> int:
-    """Open a file of a checkpoint for reading; a link or a pipe in its place is not followed.
+    """Open a regular file of a checkpoint for reading; never open a link or a pipe.
 
-    Raises ``CheckpointError``: it is not a regular file. ``OSError``: the file system refuses.
+    Raises ``CheckpointError``: the file is not a regular file. ``OSError``: the file cannot be
+    opened.
     """
     # A pipe would wait for a writer when opened, without this.
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -226,7 +226,7 @@ class SharedMemory:
     def sum_chunk(
         self, parts: Sequence[Tensor], combination: Combination, scale: float | None
     ) -> None:
-        """Sum one chunk as ``sum_slice`` does; ``parts`` has the view of each rank's bucket."""
+        """Store the sum of one chunk in ``parts[0]``; ``parts`` has the chunk of each rank."""
         spread(combine(parts, combination, scale), parts[:1], combination)
         self._count(parts)
 

@@ -1,4 +1,4 @@
-"""Samples that are written to a shard: checked, and kept in columns until it is full."""
+"""Columns of samples that are written to a shard, and checks of their shapes and dtypes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,11 +19,11 @@ from hpctrain.data.samples import Ragged
 
 @dataclass(frozen=True, slots=True)
 class RaggedRows:
-    """Samples of a ragged field."""
+    """Consecutive samples of a ragged field, whose rows are joined in one array."""
 
     values: NDArray[Any]  # ``(num_rows, *shape)``
     offsets: NDArray[np.int64]
-    """``(num_samples + 1,)``: between which of ``values`` each sample lies."""
+    """``(num_samples + 1,)``: sample ``i`` is ``values[offsets[i] : offsets[i + 1]]``."""
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -33,7 +33,7 @@ class RaggedRows:
 
     @property
     def used(self) -> NDArray[Any]:
-        """The ``values`` that belong to samples."""
+        """The rows of ``values`` that belong to these samples."""
         rows: NDArray[Any] = self.values[self.offsets[0] : self.offsets[-1]]
         return rows
 
@@ -46,7 +46,11 @@ Samples = Mapping[str, ArrayLike | Ragged | RaggedRows | Sequence[ArrayLike]] | 
 
 
 def checked_rows(fields: Mapping[str, Field], samples: Samples) -> Rows:
-    """Return samples in the dtypes of their fields."""
+    """Return samples converted to the dtypes of their fields.
+
+    Raises ``DataError``: the samples have other fields, shapes or lengths, or a conversion loses
+    precision.
+    """
     if samples.keys() != fields.keys():
         raise DataError(f"samples must have the fields {sorted(fields)}, got {sorted(samples)}")
     rows: dict[str, NDArray[Any] | RaggedRows] = {}
@@ -109,9 +113,10 @@ _COPY_BYTES = 4 * MIB
 
 
 class Column:
-    """The samples of one field of a shard: ``/data/<field>`` and its tables.
+    """The samples of one field of an unfinished shard, and the tables of the field.
 
-    They wait in a temporary file, as HDF5 stores plain bytes in one stretch of known size.
+    The samples are stored in a temporary file, because the size of a contiguous HDF5 dataset must
+    be known when it is created.
     """
 
     def __init__(self, name: str, field: Field, spool: IO[bytes]) -> None:
@@ -120,7 +125,7 @@ class Column:
         self._ends = [np.zeros(1, np.int64)]  # of samples of a ragged field, in rows
 
     def append(self, samples: "NDArray[Any] | RaggedRows") -> None:
-        """Add samples, in the dtype of the field."""
+        """Append samples, which must have the dtype of the field."""
         rows = samples.used if isinstance(samples, RaggedRows) else samples
         if isinstance(samples, RaggedRows):
             ends = samples.offsets[1:] - samples.offsets[0] + self._num_rows
@@ -130,7 +135,7 @@ class Column:
         self._spool.write(data.data.cast("B") if data.size else b"")
 
     def write(self, file: h5py.File, block_size: int) -> Place:
-        """Write all samples to a file, and the crc32 of each block."""
+        """Write ``/data/<field>`` and its tables to a file; return their place without offsets."""
         self._write_values(file, block_size)
         index = np.concatenate(self._ends).astype("<u8")
         starts = np.arange(0, self._num_rows, block_size)
@@ -168,6 +173,6 @@ class Column:
 
 
 def _rows_of_chunk(field: Field, block_size: int, num_rows: int) -> int:
-    """Return the rows of a chunk: whole blocks, and no more than needed for a small field."""
+    """Return the number of rows per chunk: whole blocks, but not more than the field needs."""
     block = 1 if field.ragged else block_size
     return min(rows_per_chunk(field, block_size), max(1, -(-num_rows // block)) * block)

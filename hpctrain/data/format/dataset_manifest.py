@@ -1,8 +1,9 @@
-"""Layout of a data set on disk: names, and the manifest that describes all shards.
+"""Layout of a data set on disk: file names, and the manifest that describes all shards.
 
-A data set is a directory of HDF5 shards and ``manifest.json``, which is written last: without it
-there is no data set. A shard holds ``/data/<field>`` with shape ``(n, ...)``, ``/crc/<field>``
-with the crc32 of each block of samples, and attributes that repeat the manifest.
+A data set is a directory of HDF5 shards and ``manifest.json``. The manifest is written last; a
+directory without a manifest is not a data set. A shard holds ``/data/<field>`` with shape ``(n,
+...)``, ``/crc/<field>`` with the crc32 of each block of samples, and attributes that repeat the
+manifest.
 
 Samples of a ragged field are stored one by one in ``/data/<field>``, with shape ``(rows, ...)``;
 ``/index/<field>``, uint64 of shape ``(n + 1,)``, holds the first row of each sample, and the end.
@@ -44,14 +45,14 @@ _DAMAGE = (DataError, ValueError, KeyError, TypeError, AttributeError, Recursion
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Field:
-    """One named array of a data set."""
+    """Shape, dtype and storage of one field, a named array of a data set."""
 
     shape: tuple[int, ...]
-    """Shape of one sample, ``()`` for a number; of a ragged field, of one of its rows."""
+    """Shape of one sample, ``()`` for a number. In a ragged field, the shape of one row."""
     dtype: str  # numpy's name with the byte order, little-endian: ``<f4``, ``|u1``
     ragged: bool = False  # a sample is ``(length, *shape)``, and the lengths differ
     compression: str | None = None
-    """None or ``zstd``: smaller on disk, several times the work of a processor to read."""
+    """None or ``zstd``, which saves disk space but multiplies the CPU time of reading."""
 
     def __post_init__(self) -> None:
         if any(extent < 0 for extent in self.shape):
@@ -82,7 +83,7 @@ class Field:
         ragged: bool = False,
         compression: str | None = None,
     ) -> Self:
-        """Return a field of a numpy dtype, with little-endian byte order."""
+        """Return a field with the given dtype, converted to little-endian byte order."""
         return cls(
             shape=tuple(map(int, shape)),
             dtype=np.dtype(dtype).newbyteorder("<").str,
@@ -92,13 +93,13 @@ class Field:
 
     @property
     def sample_bytes(self) -> int:
-        """Bytes of one sample; of a ragged field, of one of its rows."""
+        """Bytes of one decoded sample. In a ragged field, bytes of one row."""
         return prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Place of a field in a shard."""
+    """Offsets and checksums of the datasets of one field in a shard."""
 
     offset: int | None  # first byte of ``/data/<field>``, None where only HDF5 can read it
     crc_offset: int | None  # first byte of ``/crc/<field>``, None where only HDF5 can read it
@@ -106,12 +107,12 @@ class Place:
     index_offset: int | None = None  # first byte of ``/index/<field>`` of a ragged field
     index_crc32: int | None = None  # of all bytes of ``/index/<field>``
     num_rows: int | None = None
-    """Rows of ``/data/<field>`` of a ragged field: the sum of the lengths."""
+    """Rows of ``/data/<field>`` if the field is ragged: the sum of the lengths of its samples."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardEntry:
-    """One HDF5 file of a data set."""
+    """Name, size and checksum of one shard, an HDF5 file, and the places of its fields."""
 
     file: str  # name in the directory of the data set
     num_samples: int
@@ -122,7 +123,7 @@ class ShardEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """Description of a data set, from which a reader opens its shards."""
+    """Contents of ``manifest.json``: the fields and the shards of a data set."""
 
     uuid: str
     split: str
@@ -149,12 +150,12 @@ class Manifest:
 
     @property
     def num_samples(self) -> int:
-        """Samples of all shards."""
+        """Number of samples in all shards."""
         return sum(shard.num_samples for shard in self.shards)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all files."""
+        """Bytes of all shards on disk."""
         return sum(shard.num_bytes for shard in self.shards)
 
     @property
@@ -166,18 +167,18 @@ class Manifest:
         return total / max(1, self.num_samples)
 
     def num_rows(self, name: str) -> int:
-        """Return the rows of a field: samples, or of a ragged one the sum of their lengths."""
+        """Return the number of rows of a field: samples, or the sum of their lengths if ragged."""
         if not self.fields[name].ragged:
             return self.num_samples
         return sum(shard.places[name].num_rows or 0 for shard in self.shards)
 
     def samples_of(self, index: int) -> tuple[int, int]:
-        """Return the samples ``[start, stop)`` of the data set that a shard holds."""
+        """Return the range ``[start, stop)`` of the samples in shard ``index``."""
         start = sum(shard.num_samples for shard in self.shards[:index])
         return start, start + self.shards[index].num_samples
 
     def num_blocks(self, shard: ShardEntry) -> int:
-        """Blocks of a shard; the last one may be short."""
+        """Return the number of blocks of a shard, of which the last may be short."""
         return -(-shard.num_samples // self.block_size)
 
     @classmethod
@@ -206,14 +207,14 @@ class Manifest:
     def write(self, directory: Path) -> None:
         """Write the manifest, which publishes the data set.
 
-        Raises ``OSError``: the file system refuses; an older manifest is still there.
+        Raises ``OSError``: the file cannot be written; an older manifest is unchanged.
         """
         record = self._to_record()
         with publishing(directory / MANIFEST) as part:
             part.write_text(json.dumps({"crc32": _crc32(record), **record}, indent=1) + "\n")
 
     def fields_record(self) -> dict[str, Any]:
-        """Return the fields as JSON has them, here and in the attributes of a shard."""
+        """Return the fields as JSON values, for the manifest and the attributes of shards."""
         return {
             name: {
                 "shape": field.shape,
@@ -309,17 +310,17 @@ _KEYS = {"num_samples": "n", "num_bytes": "bytes", "places": "fields"}
 
 
 def shard_of(record: Mapping[str, Any]) -> ShardEntry:
-    """Return a shard from its record in JSON."""
+    """Return the entry of a shard from its JSON record."""
     values = {name: record[_KEYS.get(name, name)] for name in ShardEntry.__slots__}
     places = {name: Place(**place) for name, place in values["places"].items()}
     return ShardEntry(**{**values, "places": places})
 
 
 def shard_record(shard: ShardEntry) -> dict[str, Any]:
-    """Return the record of a shard in JSON."""
+    """Return the JSON record of a shard."""
     record = {_KEYS.get(name, name): value for name, value in asdict(shard).items()}
     for place in record["fields"].values():
-        # An earlier hpctrain knows no index, and refuses unknown keys.
+        # Earlier versions of hpctrain reject unknown keys, so write these only for ragged fields.
         for key in (
             ("index_offset", "index_crc32", "num_rows") if place["num_rows"] is None else ()
         ):
@@ -336,22 +337,24 @@ def _check_numbers(value: object) -> None:
 
 
 def shard_file(split: str, uuid: str, shard: int, num_shards: int) -> str:
-    """Return the name of a shard.
+    """Return the file name of a published shard.
 
-    The start of the uuid distinguishes the shards of a new data set from those it replaces.
+    The name contains the first 8 digits of the uuid, so a new data set and the data set that it
+    replaces have different shard names.
     """
     return f"{split}-{uuid[:8]}-{shard:05d}-of-{num_shards:05d}.h5"
 
 
 def shard_part(split: str, uuid: str, rank: int, shard: int) -> str:
-    """Return the name of the ``shard``-th shard of ``rank`` before publication."""
+    """Return the file name of the ``shard``-th shard of ``rank`` before publication."""
     return f"{split}-{uuid[:8]}-r{rank:05d}-{shard:05d}.h5{PART}"
 
 
 def leftovers(directory: Path, manifest: Manifest | None) -> tuple[str, ...]:
-    """Return the files that killed writers have left, and shards that the manifest does not name.
+    """Return the names of files left by killed writers, and of shards not in the manifest.
 
-    Without a manifest only unfinished files count, as the shards may be all that remains.
+    Without a manifest, only unfinished files are returned: the shards may be all that remains of
+    a data set.
     """
     named = {shard.file for shard in manifest.shards} if manifest else set()
     with suppress(OSError):
@@ -367,22 +370,22 @@ def leftovers(directory: Path, manifest: Manifest | None) -> tuple[str, ...]:
 
 
 def classes_of(directory: Path, manifest: Manifest) -> tuple[str, ...]:
-    """Return the names of the labels 0, 1, ...; of an old data set, those in the file."""
+    """Return the names of the labels 0, 1, ... from the manifest, or else from ``classes.txt``."""
     return manifest.classes or read_classes(directory)
 
 
 def read_classes(directory: Path) -> tuple[str, ...]:
-    """Return the names in the file; empty if there is no such file."""
+    """Return the names in ``classes.txt``; empty if the file does not exist or is unreadable."""
     try:
         text = (directory / CLASSES).read_text(encoding="utf-8")
     except (OSError, ValueError):
         return ()
-    # splitlines() would cut at characters that a name may hold.
+    # splitlines() also splits at characters that a name may contain.
     return tuple(text.removesuffix("\n").split("\n")) if text else ()
 
 
 def write_classes(directory: Path, classes: tuple[str, ...]) -> None:
-    """Write the file, if there are classes. Raises ``OSError``: the file system refuses."""
+    """Write ``classes.txt`` if there are classes. Raises ``OSError``: it cannot be written."""
     if classes:
         with publishing(directory / CLASSES) as part:
             part.write_text("".join(f"{name}\n" for name in classes), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Values in HDF5 files: filtered by zstd, as plain bytes, and never values of another file."""
+"""Values in HDF5 files: compression, offsets of plain bytes, and protection against links."""
 
 from collections.abc import Mapping
 from importlib import import_module
@@ -53,16 +53,16 @@ def rows_per_chunk(field: Field, block_size: int) -> int:
 
 
 UNREADABLE = (OSError, RuntimeError, ValueError, KeyError, TypeError)
-"""Errors that a damaged file causes, in HDF5 and here."""
+"""Errors that HDF5 or this package raise for a damaged file."""
 
-_MOST_LINKS = 16  # soft links that lead from one to the next
+_MOST_LINKS = 16  # maximum length of a chain of soft links
 
 
 def own_dataset(file: h5py.File, path: str) -> Any:
     """Return the object at a path in an HDF5 file, usually a dataset, without opening other files.
 
-    Links, external storage and virtual datasets can name any file of this machine, so the author
-    of a malicious file could have it read. Raises ``KeyError``: there is no such object.
+    A malicious file could otherwise read any file of this machine through external links,
+    external storage or virtual datasets. Raises ``KeyError``: there is no object at ``path``.
     ``ValueError``: the object is in another file.
     """
     found = file[_resolved(file, path)]
@@ -73,7 +73,7 @@ def own_dataset(file: h5py.File, path: str) -> Any:
 
 
 def _resolved(file: h5py.File, path: str) -> str:
-    """Follow soft links one by one: HDF5 would follow them into other files."""
+    """Return the path without soft links. HDF5 itself would follow links into other files."""
     left, at, num_links = _parts(path), "/", 0
     while left:
         name = left.pop(0)
@@ -111,10 +111,10 @@ def _refusal(path: str, what: str) -> str:
 
 
 def raw_offset(dataset: Any, file_bytes: int) -> int | None:
-    """Return the offset of an HDF5 dataset's values in its file, if they are plain bytes.
+    """Return the offset of a dataset in its file if its values are stored as plain bytes.
 
-    None if only HDF5 can read the values: chunked, compact, virtual, filtered or external storage,
-    another byte order, or no storage at all.
+    Returns None if only HDF5 can read the values: the storage is chunked, compact, virtual,
+    filtered, external or missing, or the byte order is not little-endian.
     """
     properties = dataset.id.get_create_plist()
     offset = dataset.id.get_offset()

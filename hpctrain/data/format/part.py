@@ -1,4 +1,4 @@
-"""One HDF5 shard while it is written, and the offsets of its values."""
+"""Writing of one HDF5 shard, and the offsets of its values."""
 
 import io
 import json
@@ -22,10 +22,10 @@ from hpctrain.data.format.hdf5_values import own_dataset, raw_offset
 
 
 class PartFile(io.FileIO):
-    """A file whose writes never fail; after an error it drops all bytes, and ``check`` raises it.
+    """A file that hides write errors from HDF5; ``check`` raises the first error.
 
-    HDF5 retries failed writes when it closes the file and when the program ends, and crashes there
-    (seen with 2.0). So errors are hidden from HDF5.
+    After an error all further writes are dropped. HDF5 2.0 retries failed writes when it closes
+    the file and when the program exits, and then crashes.
     """
 
     def __init__(self, path: Path, mode: str) -> None:
@@ -33,12 +33,12 @@ class PartFile(io.FileIO):
         self._error: BaseException | None = None
 
     def check(self) -> None:
-        """Raise the first error of a write, or of a signal, since the file was opened."""
+        """Raise the first error of a write, if there was one."""
         if self._error is not None:
             raise self._error
 
     def readinto(self, buffer: Any) -> int:
-        """Read; zeros where nothing was written."""
+        """Fill ``buffer`` from the current position, with zeros after the end of the file."""
         view = memoryview(buffer).cast("B")
         count = super().readinto(view)
         view[count:] = bytes(len(view) - count)
@@ -59,7 +59,7 @@ class PartFile(io.FileIO):
         return len(view)
 
     def truncate(self, size: int | None = None) -> int:
-        """Set the size, or store the error for ``check``."""
+        """Change the size of the file, or store the error for ``check``."""
         size = self.tell() if size is None else size
         if self._error is None:
             try:
@@ -70,19 +70,19 @@ class PartFile(io.FileIO):
 
 
 class ShardPart:
-    """A shard of at most ``capacity`` samples; its file appears when it is finished.
+    """An unfinished shard of at most ``capacity`` samples; ``finish`` writes its file.
 
-    Fields without compression are contiguous, so that a reader can map them.
+    Uncompressed fields are contiguous in the file, so that a reader can map them into memory.
     """
 
     def __init__(self, path: Path, draft: Manifest, *, capacity: int) -> None:
-        """Start a shard; ``draft`` has the shards before it."""
+        """Start a shard. ``draft`` is the manifest with the shards finished before."""
         self.num_samples = 0
         self._path, self._draft, self._capacity = path, draft, capacity
         self._columns: dict[str, Column] = {}
         with ExitStack() as stack:
             for name, field in draft.fields.items():
-                # A file without a name: nothing of it remains after a kill.
+                # A file without a name disappears if the process is killed.
                 spool = stack.enter_context(TemporaryFile(dir=path.parent))
                 self._columns[name] = Column(name, field, spool)
             self._spools = stack.pop_all()
@@ -99,7 +99,7 @@ class ShardPart:
         self.num_samples += count(rows)
 
     def finish(self) -> ShardEntry:
-        """Write the file, put it on disk and return its description."""
+        """Write the file, flush it to disk, and return its manifest entry."""
         with closing(PartFile(self._path, "w+b")) as storage:
             # HDF5 1.10 must read the file, so never libver="latest"; on a page boundary, direct
             # reads that bypass the page cache are possible.
@@ -126,7 +126,7 @@ class ShardPart:
         )
 
     def abandon(self) -> None:
-        """Remove all files."""
+        """Remove the file of the shard and all temporary files."""
         self._spools.close()
         self._path.unlink(missing_ok=True)
 
@@ -149,7 +149,7 @@ class ShardPart:
 
 
 def _with_offsets(path: Path, places: Mapping[str, Place]) -> dict[str, Place]:
-    """Return the places of fields and their tables in a finished file."""
+    """Return ``places`` with the offsets of fields and tables in a finished file."""
     num_bytes = path.stat().st_size
     with h5py.File(path, "r", locking=False) as file:
 
@@ -172,10 +172,10 @@ _HEAD_BYTES = 64 * KIB
 
 
 def number(path: Path, shard: ShardEntry, *, index: int, first_index: int) -> ShardEntry:
-    """Write the place of a shard into its attributes, which are in its first bytes.
+    """Write the position of a shard in the data set to its attributes; return its new entry.
 
-    The file is on disk when this returns the shard with its new crc32, for which the bytes behind
-    the attributes are not read where ISA-L is here.
+    The attributes are in the first bytes of the file. The file is flushed to disk. With ISA-L,
+    the new crc32 is computed without reading the bytes after the attributes.
     """
     before = _head(path)
     with closing(PartFile(path, "r+b")) as storage:

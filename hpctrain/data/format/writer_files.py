@@ -1,4 +1,4 @@
-"""Files of a writer next to its shards: a lock, and a journal for resuming."""
+"""Lock, journal and publication of a data set writer."""
 
 import fcntl
 import json
@@ -31,10 +31,10 @@ _FORMAT = 1
 
 
 class Journal:
-    """The finished shards of one rank, in a file that is replaced with each of them."""
+    """File that lists the finished shards of one rank, so that a later writer can resume."""
 
     def __init__(self, directory: Path, draft: Manifest, rank: int, terms: dict[str, Any]) -> None:
-        """Set the file. A writer resumes with the shards only if ``terms`` are identical."""
+        """Choose the file. A later writer resumes only if its ``terms`` are identical."""
         self.path = directory / f"{draft.split}-r{rank:05d}.journal"
         self._directory = directory
         self._terms = {
@@ -45,14 +45,14 @@ class Journal:
         }
 
     def uuid(self) -> str | None:
-        """Return the uuid of the data set; None without a journal with identical terms."""
+        """Return the uuid of the unfinished data set, or None if the terms differ."""
         record = self._read()
         return None if record is None else str(record["uuid"])
 
     def recover(self, uuid: str) -> list[ShardEntry]:
         """Return the finished shards whose files exist, and undo a partial publication.
 
-        Raises ``OSError``: the file system refuses.
+        Raises ``OSError``: a file cannot be renamed or read.
         """
         record = self._read()
         if record is None or record["uuid"] != uuid:
@@ -67,7 +67,7 @@ class Journal:
             if not path.exists() or path.stat().st_size != shard.num_bytes:
                 break
             if record["published_as"]:
-                # Killed in the middle of that: the attributes may have changed, or half of them.
+                # The writer was killed during publication: some attributes may have changed.
                 first_index = sum(before.num_samples for before in kept)
                 number(path, shard, index=index, first_index=first_index)
             kept.append(shard)
@@ -76,9 +76,9 @@ class Journal:
     def write(
         self, uuid: str, shards: Sequence[ShardEntry], published_as: Sequence[str] = ()
     ) -> None:
-        """Replace the journal; ``published_as`` are the names that shards are about to get.
+        """Replace the journal. ``published_as`` are the future names of the shards.
 
-        Raises ``OSError``: the file system refuses; the former journal is still there.
+        Raises ``OSError``: the file cannot be written; the former journal is unchanged.
         """
         record = {
             **self._terms,
@@ -100,24 +100,26 @@ class Journal:
 
 
 class WriterLock:
-    """Lock that rank 0 of a writer holds; the kernel releases it when the process ends.
+    """Lock on the directory of a data set; the kernel releases the lock when the process ends.
+
+    Rank 0 of a writer holds the lock.
 
     On a file system without locks, such as Lustre mounted without ``flock``, a warning says that
     concurrent writers are not detected.
 
     Raises:
-        DataError: another writer holds it.
+        DataError: another writer holds the lock.
         OSError: the directory cannot be written.
     """
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / LOCK
-        # Whoever let go has removed the file, and may have done so after it was opened here.
+        # The former holder removes the file, possibly after this process has opened it.
         while not self._take():
             self._file.close()
 
     def _take(self) -> bool:
-        # For reading and writing: NFS gives no exclusive lock else.
+        # NFS requires write access for an exclusive lock.
         self._file = self._path.open("a+", encoding="utf-8")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -145,7 +147,7 @@ class WriterLock:
         return False
 
     def close(self) -> None:
-        """Release the lock. May be called twice."""
+        """Release the lock. Idempotent."""
         if not self._file.closed:
             with suppress(OSError):
                 self._path.unlink()
@@ -153,7 +155,7 @@ class WriterLock:
 
 
 class Publication:
-    """Makes one data set of the finished shards of all ranks; used once."""
+    """Publication of the finished shards of all ranks as one data set; used once."""
 
     named = False  # a manifest may name the shards of this rank: they must not be removed
 
@@ -163,9 +165,10 @@ class Publication:
     def publish(self, draft: Manifest) -> Manifest:
         """Replace the data set in the directory atomically. Collective.
 
-        ``draft`` holds the finished shards of this rank, under the names of parts. Returns the
-        manifest, the same on every rank: the shards of rank 0, then of rank 1, ... Raises
-        ``DataError``: no rank has samples, the disk refuses, or rank 0 does not see a shard.
+        ``draft`` lists the finished shards of this rank with their unpublished names. Returns
+        the same manifest on every rank, which lists the shards of rank 0, then of rank 1, ...
+        Raises ``DataError``: no rank has samples, a file cannot be written, or rank 0 does not
+        see a shard.
         """
         sizes = self._comm.allgather_object((len(draft.shards), draft.num_samples))
         num_shards = sum(some for some, _ in sizes)
@@ -199,7 +202,7 @@ class Publication:
         shards: list[ShardEntry] = []
         for index, (shard, name) in enumerate(zip(draft.shards, names, strict=True)):
             path = self._directory / shard.file
-            # The shards of the first ranks have their place from the start.
+            # Attributes of shards already have the right position if no shard is on a lower rank.
             named = (
                 number(path, shard, index=first + index, first_index=first_index)
                 if first
@@ -222,7 +225,8 @@ class Publication:
                             manifest.write(self._directory)
                             write_classes(self._directory, manifest.classes)
                     finally:
-                        # The last step may fail when the manifest has its place: all is whole.
+                        # If an error occurs after the manifest was renamed, the data set is
+                        # complete.
                         with suppress(DataError):
                             there = manifest_in(self._directory)
                             is_published = there is not None and there.uuid == manifest.uuid
@@ -250,7 +254,7 @@ class Publication:
 
 @contextmanager
 def explained(directory: Path) -> Iterator[None]:
-    """Raise errors of the file system and of HDF5 as ``DataError``."""
+    """Convert errors of the file system and of HDF5 inside the block to ``DataError``."""
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -260,10 +264,9 @@ def explained(directory: Path) -> Iterator[None]:
 
 
 def manifest_in(directory: Path) -> Manifest | None:
-    """Return the manifest of a directory; None without one, or with a damaged one.
+    """Return the manifest of a directory; None if it is missing or damaged.
 
-    A damaged manifest may be replaced. Raises ``DataError``: the file
-    system refuses.
+    A writer may replace a damaged manifest. Raises ``DataError``: the file cannot be read.
     """
     try:
         return Manifest.read(directory)
@@ -274,7 +277,7 @@ def manifest_in(directory: Path) -> Manifest | None:
 
 
 def sweep(directory: Path, manifest: Manifest | None, keep: Collection[str] = ()) -> None:
-    """Remove leftovers, except some; ignore files that cannot be removed."""
+    """Remove leftovers, except the lock and ``keep``; ignore files that cannot be removed."""
     for name in {*leftovers(directory, manifest)} - {LOCK, *keep}:
         with suppress(OSError):
             (directory / name).unlink()

@@ -1,4 +1,4 @@
-"""Open files of a data set in one process, and the threads that read ahead."""
+"""Open shards of a data set in one process, and threads that read ahead."""
 
 import os
 import resource
@@ -25,7 +25,10 @@ Opener = Callable[..., OpenShard]  # opens a shard, with the arguments of ``Open
 
 
 class Handles:
-    """Shards opened at first use; those used longest ago are closed when there are too many."""
+    """Open shards of a data set, at most a quarter of the descriptor limit.
+
+    A shard is opened at its first use. Above the limit, the least recently used shard is closed.
+    """
 
     def __init__(self, manifest: Manifest, open_shard: Callable[..., OpenShard], io: IO) -> None:
         self.pid = os.getpid()
@@ -44,7 +47,7 @@ class Handles:
         """Return an open shard.
 
         Raises:
-            CorruptError: it cannot be opened.
+            CorruptError: the shard cannot be opened.
         """
         found = self._shards.get(index)
         if found is None or self._is_full:
@@ -65,7 +68,7 @@ class Handles:
             return all(shard.file.is_in_memory for shard in self._shards.values())
 
     def will_need(self, parts: Iterable[tuple[int, Array, Any]], *, check: bool) -> None:
-        """Start to read rows of shards into memory, in separate threads."""
+        """Start reading rows of shards into memory, in separate threads."""
         for home, rows, _ in parts:
             # Errors of a shard are raised where samples are taken from it.
             with suppress(DataError, *UNREADABLE):
@@ -85,12 +88,12 @@ def read_ahead(
     """Start threads that read rows of a file into memory, in file order, and return immediately.
 
     Args:
-        threads: they read and check.
+        threads: executor of the reads and checks.
         file: file of the rows.
         rows: rows of the file, in any order.
-        check: whether whole blocks are read, and new ones checked. A damaged block raises when its
-            samples are taken.
-        stays: whether blocks that were checked stay in memory and need not be read again.
+        check: whether to read whole blocks and to check blocks that were not checked before. A
+            damaged block raises an error when its samples are taken.
+        stays: whether checked blocks stay in memory, so that they need not be read again.
     """
     if not len(rows):
         return
@@ -107,7 +110,7 @@ def read_ahead(
 
 
 def _bring(file: ShardFile, blocks: Array) -> None:
-    """Read blocks, and check the new ones; damaged blocks stay unchecked."""
+    """Read blocks, and check the crc32 of new blocks; damaged blocks stay unchecked."""
     _advise(file, blocks, file.block_size)
     new = blocks[~file.checked[blocks]]
     if not file.is_changed():
@@ -115,7 +118,7 @@ def _bring(file: ShardFile, blocks: Array) -> None:
 
 
 def _advise(file: ShardFile, blocks: Array, block_size: int) -> None:
-    """Start reading ascending blocks concurrently; adjacent blocks in one request."""
+    """Let the kernel read ascending blocks ahead; adjacent blocks form one range."""
     if not len(blocks):
         return
     runs = np.split(blocks, np.flatnonzero(np.diff(blocks) != 1) + 1)

@@ -1,4 +1,4 @@
-"""The file of one shard, open for reading; errors name the samples that cannot be read."""
+"""Open files of shards; errors name the samples that cannot be read."""
 
 import mmap
 import os
@@ -40,7 +40,7 @@ _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
 
 class RawShard:
-    """The file of a shard that may be damaged in any place."""
+    """The open file of a shard, with tables and values that may be damaged."""
 
     _map: NDArray[np.uint8] | None = None
 
@@ -52,12 +52,12 @@ class RawShard:
         self.descriptor = os.open(path, os.O_RDONLY)
 
     def table(self, name: str) -> NDArray[Any]:
-        """Return the crc32 of each block of a field, as the file has them."""
+        """Return the crc32 of each block of a field that is stored in the file."""
         shape = (self._manifest.num_blocks(self.shard),)
         return self._array(f"crc/{name}", self.shard.places[name].crc_offset, shape, "<u4")
 
     def index(self, name: str) -> Array:
-        """Return the first row of each sample of a ragged field, and the end."""
+        """Return the first row of each sample of a ragged field, and the number of rows."""
         place = self.shard.places[name]
         shape = (self.shard.num_samples + 1,)
         index = self._array(f"index/{name}", place.index_offset, shape, "<u8")
@@ -65,7 +65,7 @@ class RawShard:
         return index.view(np.int64)
 
     def values_of(self, name: str, chunks: ChunkCache) -> Values:
-        """Return the reader of the values of a field, which maps no memory."""
+        """Return a reader of the values of a field that does not map the file into memory."""
         field, shape = self._manifest.fields[name], self._shape(name)
         offset = self.shard.places[name].offset
         if 0 in shape:
@@ -75,12 +75,12 @@ class RawShard:
         return DirectValues(self.descriptor, offset, field.shape, np.dtype(field.dtype))
 
     def close_hdf5(self) -> None:
-        """End all use of HDF5: open handles would be shared with the reopened file."""
+        """Close the HDF5 handle, which HDF5 would otherwise reuse for the reopened file."""
         if self._hdf5 is not None:
             self._hdf5.close()
 
     def __del__(self) -> None:
-        """Close the file; mapped memory stays as long as an array refers to it."""
+        """Close the file. Mapped memory remains until no array refers to it."""
         if hasattr(self, "descriptor"):
             os.close(self.descriptor)
 
@@ -116,14 +116,17 @@ class RawShard:
 
 
 class ShardFile(RawShard):
-    """An open shard. A file that has changed is reopened as another object."""
+    """The open file of a shard whose tables were checked, with flags of the checked blocks.
+
+    If the file changes, ``OpenShard`` opens it again as another object.
+    """
 
     def __init__(
         self, path: Path, manifest: Manifest, index: int, *, io: IO, chunks: ChunkCache
     ) -> None:
-        """Open the file and check that it is the one that the manifest describes.
+        """Open the file, and compare its size and tables with the manifest.
 
-        Raises ``UNREADABLE``: it is not, or it is missing or damaged.
+        Raises ``UNREADABLE``: the file is missing, damaged, or belongs to another manifest.
         """
         super().__init__(path, manifest, index)
         self.block_size = manifest.block_size
@@ -150,7 +153,7 @@ class ShardFile(RawShard):
 
     @property
     def is_in_memory(self) -> bool:
-        """Whether reading is a copy in memory, if blocks that were read stay there."""
+        """Whether the file is mapped and all blocks were read, so that reads need no disk."""
         is_mapped = self._map is not None and not is_compressed(self._manifest.fields)
         return is_mapped and self.all_checked
 
@@ -159,22 +162,22 @@ class ShardFile(RawShard):
         return self._identity() != self.identity
 
     def wrong_blocks(self, blocks: Array) -> list[int]:
-        """Return which of these blocks are not as they were written; ``problem`` says why."""
+        """Return the damaged blocks among ``blocks``; ``problem`` returns the fault of each."""
         return [block for block in blocks.tolist() if self.problem(block)]
 
     def found(self, blocks: Array, wrong: list[int]) -> None:
         """Record blocks as checked, except the ``wrong`` blocks.
 
-        Other threads read the flags: a damaged block must not count as checked at any time.
+        Other threads read the flags concurrently, so a damaged block must never be marked.
         """
         self.checked[wrong] = False
         self.checked[np.setdiff1d(blocks, wrong) if wrong else blocks] = True
         self.all_checked = bool(self.checked.all())
 
     def problem(self, block: int) -> str | None:
-        """Return the fault of a block, None if its crc32 is right.
+        """Return the fault of a block, or None if its crc32 is right.
 
-        Reads without the map: a mapped page that the disk cannot read ends the process.
+        The values are read without the map, because a read error in a map ends the process.
         """
         start = block * self.block_size
         stop = min(start + self.block_size, self.shard.num_samples)
@@ -191,9 +194,9 @@ class ShardFile(RawShard):
         return None
 
     def extents(self, starts: Array, stops: Array) -> list[tuple[Array, Array]]:
-        """Return the bytes of samples ``[starts[i], stops[i])``: of each field, starts and stops.
+        """Return, for each field, the byte ranges of samples ``[starts[i], stops[i])``.
 
-        Filtered fields and fields that were read already are omitted.
+        Compressed fields, and fields that are kept in memory, are omitted.
         """
         found = []
         for name, place in self.shard.places.items():
@@ -209,7 +212,7 @@ class ShardFile(RawShard):
         return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
     def _is_kept(self, name: str) -> bool:
-        """Return whether a field is so small, such as labels, that one read of all is faster."""
+        """Return whether a field, such as labels, is small enough to be kept in memory."""
         field, num_samples = self._manifest.fields[name], self._manifest.num_samples
         size = field.sample_bytes
         is_small = size <= _KEPT_ROW_BYTES and num_samples * size <= _KEPT_FIELD_BYTES
@@ -230,7 +233,7 @@ class ShardFile(RawShard):
 
 
 def _mapped(descriptor: int, num_bytes: int) -> NDArray[np.uint8]:
-    """Map a file until no array refers to it; unlike Python's own maps, without a descriptor."""
+    """Map a file until no array refers to the memory; unlike ``mmap``, keep no descriptor."""
     address = map_memory(num_bytes, mmap.PROT_READ, mmap.MAP_SHARED, descriptor=descriptor)
     segment = memory_at(address, num_bytes)
     weakref.finalize(segment, unmap_memory, address, num_bytes).atexit = False
@@ -245,7 +248,7 @@ def _check_table(what: str, table: NDArray[Any], want: int | None) -> None:
 
 
 def size_problem(shard: ShardEntry, num_bytes: int) -> str:
-    """Return the reason why a file of ``num_bytes`` is not the one that was written, if any."""
+    """Return the fault of a file of ``num_bytes``, or an empty string if its size is right."""
     if num_bytes == shard.num_bytes:
         return ""
     return (
@@ -257,7 +260,7 @@ def size_problem(shard: ShardEntry, num_bytes: int) -> str:
 def open_hdf5(path: Path) -> h5py.File:
     """Open a file for reading, without locks and without HDF5's cache of values.
 
-    Raises ``OSError``: it is missing, or not HDF5.
+    Raises ``OSError``: the file is missing, or is not HDF5.
     """
     access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
     access.set_file_locking(False, ignore_when_disabled=False)
@@ -269,9 +272,9 @@ def open_hdf5(path: Path) -> h5py.File:
 
 
 def check_file(directory: Path, manifest: Manifest, index: int) -> None:
-    """Check that the file of a shard is there and has the size it was written with.
+    """Check that the file of a shard exists and has the size in the manifest.
 
-    Raises ``CorruptError``: it is missing, cannot be seen, or is longer or shorter.
+    Raises ``CorruptError``: the file is missing, inaccessible, or has another size.
     """
     shard = manifest.shards[index]
     path = directory / shard.file
@@ -284,10 +287,10 @@ def check_file(directory: Path, manifest: Manifest, index: int) -> None:
 
 
 class OpenShard:
-    """Gathers samples of one file; belongs to the process that opened it.
+    """Reader of the samples of one shard, for several threads of one process.
 
-    A failed read is repeated once on the reopened file, in case the error was transient or the
-    file was replaced. Several threads may read concurrently.
+    A failed read is repeated once on the reopened file, because the error can be transient or the
+    file can have been replaced. A forked process must open its own reader.
     """
 
     def __init__(
@@ -301,9 +304,9 @@ class OpenShard:
     ) -> None:
         """Open the file of shard ``index`` in ``directory``.
 
-        ``io`` is as of ``ShardedDataset``; ``auto`` does not map. ``chunks`` keeps decoded chunks
-        of several shards. Raises ``CorruptError``: the file is missing, or
-        not the one that the manifest describes.
+        ``io`` has the values of ``ShardedDataset``, but ``auto`` does not map. ``chunks`` is a
+        cache that several shards share. Raises ``CorruptError``: the file is missing, or is not
+        the file that the manifest describes.
         """
         self._manifest, self._index = manifest, index
         self._path = directory / manifest.shards[index].file
@@ -313,10 +316,11 @@ class OpenShard:
         self.file = self._opened()
 
     def check_blocks(self, rows: Array, *, again: bool) -> None:
-        """Check the crc32 of the blocks of some samples; unless ``again``, of new ones only.
+        """Check the crc32 of the blocks of some samples.
 
-        A file that was changed since it was opened is reopened, and nothing of it counts as
-        checked. Raises ``CorruptError``: bytes have changed, or the file has.
+        Without ``again``, blocks that were checked before are skipped. If the file
+        was changed since it was opened, it is reopened and no block counts as checked. Raises
+        ``CorruptError``: a block is damaged, or the file belongs to another manifest.
         """
         file = self.file
         if file.is_changed():
@@ -333,10 +337,10 @@ class OpenShard:
             self._check_block(block)
 
     def gather(self, name: str, rows: Array, out: NDArray[Any], places: Array | None) -> None:
-        """Copy samples of a field that is not ragged, numbered from the start of this shard.
+        """Copy samples of a field that is not ragged to ``out``.
 
-        Sample ``rows[i]`` goes to ``out[places[i]]``, or without places to ``out[i]``. Raises
-        ``CorruptError``: the file cannot be read.
+        Sample ``rows[i]`` of this shard is copied to ``out[places[i]]``, or to ``out[i]`` without
+        places. Raises ``CorruptError``: the file cannot be read.
         """
         self._read(rows, lambda file: file.values[name].take(rows, out, places))
 
@@ -346,7 +350,7 @@ class OpenShard:
         return index[rows + 1] - index[rows]
 
     def gather_ragged(self, name: str, rows: Array, out: NDArray[Any], starts: Array) -> None:
-        """Copy samples of a ragged field, numbered from the start of this shard.
+        """Copy samples of a ragged field to ``out``; ``rows`` count from the start of this shard.
 
         Sample ``rows[i]`` begins at ``out[starts[i]]``. Raises ``CorruptError``: the file cannot
         be read.

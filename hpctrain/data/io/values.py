@@ -1,4 +1,4 @@
-"""The rows of one field in one open shard: in memory, read on demand, or decoded by chunks."""
+"""Readers of the rows of one field of an open shard: mapped, plain or compressed."""
 
 import errno
 import itertools
@@ -23,13 +23,14 @@ _LARGE_ROW_BYTES = 32 * KIB  # a second copy of such a row takes longer than a s
 
 
 class Values:
-    """Rows of a field. A row is a sample, or an element of a ragged sample.
+    """Base class of readers of the rows of a field in one shard.
 
-    Reading raises ``OSError`` or ``RuntimeError``.
+    A row is a sample, or in a ragged field one element of a sample. A failed read raises
+    ``OSError`` or ``RuntimeError``.
     """
 
     def between(self, start: int, stop: int) -> NDArray[Any]:
-        """Return the rows [start, stop), contiguous in memory, read-only for the caller."""
+        """Return rows ``[start, stop)``, contiguous; the caller must not change the array."""
         raise NotImplementedError
 
     def take(self, rows: Array, out: NDArray[Any], places: Array | None) -> None:
@@ -38,7 +39,7 @@ class Values:
         self.copy(rows, np.ones_like(rows), out, places)
 
     def copy(self, starts: Array, lengths: Array, out: NDArray[Any], places: Array) -> None:
-        """Copy ``lengths[i]`` rows from ``starts[i]`` on to ``out[places[i]:]``, in file order."""
+        """Copy ``lengths[i]`` rows from ``starts[i]`` to ``out[places[i]:]``, in file order."""
         order = np.argsort(starts, kind="stable")
         runs = zip(*(column[order].tolist() for column in (starts, lengths, places)), strict=True)
         for start, count, place in runs:
@@ -47,7 +48,7 @@ class Values:
 
 
 class MappedValues(Values):
-    """An array that is the mapped file, or a copy of all rows in memory."""
+    """Rows of an array in memory: a view of the mapped file, or a copy of all rows."""
 
     def __init__(self, array: NDArray[Any]) -> None:
         self._array = array
@@ -57,7 +58,7 @@ class MappedValues(Values):
         return self._array[start:stop]
 
     def take(self, rows: Array, out: NDArray[Any], places: Array | None) -> None:
-        """Copy small rows by one call of numpy, large rows one by one without a second copy."""
+        """Copy small rows in one call of numpy, large rows one by one without a buffer."""
         if places is None:
             # numpy buffers the result unless ``mode`` defines indices out of range.
             self._array.take(rows, axis=0, out=out, mode="clip")
@@ -68,7 +69,7 @@ class MappedValues(Values):
 
 
 class DirectValues(Values):
-    """Plain bytes of a file, read on demand."""
+    """Rows that are stored as plain bytes, and read with ``pread`` when they are needed."""
 
     def __init__(
         self, descriptor: int, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]
@@ -86,9 +87,9 @@ class DirectValues(Values):
 
 
 def read_at(descriptor: int, offset: int, num_bytes: int) -> NDArray[np.uint8]:
-    """Return bytes of a file.
+    """Return ``num_bytes`` bytes of a file from ``offset``.
 
-    Raises ``OSError``: the file cannot be read, or ends before (EIO).
+    Raises ``OSError``: the file cannot be read, or is too short (EIO).
     """
     out = np.empty(num_bytes, np.uint8)
     read_into(descriptor, out.data, offset)
@@ -96,7 +97,7 @@ def read_at(descriptor: int, offset: int, num_bytes: int) -> NDArray[np.uint8]:
 
 
 def read_into(descriptor: int, memory: memoryview, offset: int) -> None:
-    """Fill memory with consecutive bytes of a file; raises as ``read_at``."""
+    """Fill ``memory`` with bytes of a file from ``offset``; raises the errors of ``read_at``."""
     while memory:
         count = os.preadv(descriptor, [memory], offset)
         if not count:
@@ -105,7 +106,7 @@ def read_into(descriptor: int, memory: memoryview, offset: int) -> None:
 
 
 class ChunkCache:
-    """The decoded chunks that were used last, up to a size; thread-safe."""
+    """Least-recently-used cache of decoded chunks, limited in bytes; thread-safe."""
 
     def __init__(self, max_bytes: int = CACHE_BYTES) -> None:
         self._max_bytes = max_bytes
@@ -116,7 +117,7 @@ class ChunkCache:
         """First halves of keys: each field of a file takes one."""
 
     def get(self, key: tuple[int, int], decode: Callable[[], NDArray[Any]]) -> NDArray[Any]:
-        """Return a chunk, decoded by ``decode`` unless it is cached."""
+        """Return a chunk from the cache, or call ``decode`` and store its result."""
         with self._lock:  # HDF5 decodes one chunk at a time as well
             if key not in self._chunks:
                 self._chunks[key] = decode()
@@ -128,7 +129,7 @@ class ChunkCache:
 
 
 class CachedValues(Values):
-    """Values of a chunked or compressed HDF5 dataset, which HDF5 decodes chunk by chunk."""
+    """Rows of a chunked or compressed HDF5 dataset; decoded chunks are cached."""
 
     def __init__(self, dataset: Any, cache: ChunkCache) -> None:
         """Store the open dataset ``(num_rows, *shape)``."""
@@ -138,7 +139,7 @@ class CachedValues(Values):
         self._chunk_rows = int(dataset.chunks[0]) if dataset.chunks else plain_rows
 
     def between(self, start: int, stop: int) -> NDArray[Any]:
-        """Return rows of a chunk, or of several chunks, joined."""
+        """Return rows of one chunk as a view, or of several chunks as a copy."""
         size = self._chunk_rows
         pieces = []
         for home in range(start // size, max(start, stop - 1) // size + 1):

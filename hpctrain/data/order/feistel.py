@@ -15,18 +15,18 @@ _PIECE = 16384  # values whose intermediate results fit a core's cache
 
 
 class Feistel:
-    """A Feistel network on a grid of at least ``size`` cells.
+    """A keyed permutation of [0, size), computed by a Feistel network in constant memory.
 
-    A cell is (left, right) with ``rows * columns >= size``; a round adds a hash of one half to
-    the other, modulo its extent, hence is invertible whatever the hash. A cell outside the
-    limit is sent through again until it falls inside; with the limit ``size``, fewer than one
-    in sqrt(size) needs that.
+    A value is a cell (left, right) of a grid with ``rows * columns >= size``. A round adds a hash
+    of one half to the other half, modulo its extent, so a round is invertible for any hash. If the
+    result is not below the limit, the network is applied again until it is (cycle walking); with
+    the limit ``size``, fewer than one value in sqrt(size) needs this.
 
     Source: Luby and Rackoff 1988 for the network, Black and Rogaway 2002 for the walk.
     """
 
     def __init__(self, size: int, *words: int) -> None:
-        """Derive the keys of the rounds from words in [0, 2^64); a size is below 2^62."""
+        """Derive the keys of the rounds from words in [0, 2^64); ``size`` must be below 2^62."""
         self.size = size
         rows = isqrt(size - 1) + 1
         self._extents = (np.uint64(rows), np.uint64(-(-size // rows)))
@@ -42,10 +42,11 @@ class Feistel:
         *,
         is_back: bool = False,
     ) -> Words:
-        """Map values in [0, limit) to values in [0, limit), one to one for each tweak.
+        """Permute values in [0, limit); each tweak gives another permutation.
 
-        All are ``(count,)``. Each limit is at most ``size``, which is the default; far below it,
-        the walk is long. ``is_back`` undoes that, with the same limits and tweaks.
+        All arrays are ``(count,)``. A limit is at most ``size``, the default; a limit far below
+        ``size`` needs many applications. ``is_back`` applies the inverse permutation, for the same
+        limits and tweaks.
         """
         result = np.empty_like(values)
         for start in range(0, len(values), _PIECE):

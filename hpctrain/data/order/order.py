@@ -19,7 +19,7 @@ SMALL = 4096
 
 
 class Order(Protocol):
-    """A bijection between positions of an epoch and samples."""
+    """Protocol of orders: bijections between positions of an epoch and samples."""
 
     def samples_at(self, positions: Indices) -> Indices:
         """Return the samples at some positions, both in [0, n)."""
@@ -44,21 +44,21 @@ def check_order(n: int, seed: int, epoch: int) -> None:
 
 
 class Sequential:
-    """Samples in the order of the files, starting at sample ``start``."""
+    """Order of the samples on disk, starting at sample ``start``."""
 
     def __init__(self, start: int = 0) -> None:
         self._start = start
 
     def samples_at(self, positions: Indices) -> Indices:
-        """Return the positions, counted from the start."""
+        """Return ``start`` plus the positions."""
         return positions + self._start if self._start else positions
 
 
 class FisherYates:
-    """A stored permutation, for few samples.
+    """Random order of few samples, stored as a permutation.
 
-    Random words are the stream of the Philox bit generator, which numpy keeps compatible between
-    versions, unlike ``Generator.permutation``.
+    The permutation uses the words of the Philox bit generator, which are the same in all versions
+    of numpy, unlike ``Generator.permutation``.
     """
 
     def __init__(self, n: int, seed: int, epoch: int) -> None:
@@ -82,17 +82,17 @@ class FisherYates:
 
 
 class Shuffled:
-    """A permutation of many samples, computed."""
+    """Random order of many samples, computed on demand in constant memory."""
 
     def __init__(self, n: int, seed: int, epoch: int) -> None:
         self._network = Feistel(n, seed, epoch)
 
     def samples_at(self, positions: Indices) -> Indices:
-        """Compute the samples."""
+        """Return the samples at some positions."""
         return self._mapped(positions, is_back=False)
 
     def positions_of(self, samples: Indices) -> Indices:
-        """Compute the positions."""
+        """Return the positions of some samples."""
         return self._mapped(samples, is_back=True)
 
     def _mapped(self, values: Indices, *, is_back: bool) -> Indices:
@@ -101,10 +101,10 @@ class Shuffled:
 
 
 def as_words(indices: Indices) -> Words:
-    """Return the same bits as words."""
+    """Return the bits of indices as uint64."""
     return np.ascontiguousarray(indices).view(np.uint64)
 
 
 def as_indices(words: Words) -> Indices:
-    """Return the same bits as indices."""
+    """Return the bits of words as int64."""
     return words.view(np.int64)

@@ -1,11 +1,11 @@
 """A shuffled order that reads whole blocks: samples are mixed inside a moving window of blocks.
 
-Blocks of neighbouring samples belong to lanes, for all epochs. An epoch goes through all lanes
-at once, one sample of each at a time; in each lane it takes the blocks in a separate order and
-mixes the samples of ``window`` of them at a time. So a batch mixes ``lanes * window`` blocks, and
-a rank that reads some of the lanes reads the same part of the data in every epoch.
+Each block of neighbouring samples belongs to one lane, the same in all epochs. Consecutive
+positions of an epoch belong to different lanes. Each lane has a separate order of its blocks, and
+mixes the samples of ``window`` blocks at a time. So a batch mixes ``lanes * window`` blocks, and a
+rank that reads some of the lanes reads the same part of the data in every epoch.
 
-Samples whose blocks do not go round the lanes come one at a time, evenly over the epoch.
+Samples whose blocks do not fill all lanes are distributed evenly over the epoch.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ _KEY, _TURN, _INSIDE, _REST = 1, 2, 3, 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WindowShape:
-    """Shape of a window order; the samples of ``lanes * window`` blocks are in memory."""
+    """Block size, window and lanes of a window order, which uses ``lanes * window`` blocks."""
 
     block: int  # neighbouring samples that are read together
     window: int
@@ -47,7 +47,7 @@ class WindowShape:
     def of(cls, global_batch: int, sample_bytes: float, block_size: int) -> "WindowShape":
         """Choose a shape that mixes well, for blocks of ``block_size`` samples.
 
-        It keeps ``32 * max(global_batch, 256)`` blocks in memory, on all nodes together: at
+        The order keeps ``32 * max(global_batch, 256)`` blocks in memory, on all nodes together: at
         64 KiB each 512 MiB for a global batch of 256, 8 GiB for one of 4096.
         """
         lanes = global_batch // ceil(global_batch / LANES)
@@ -61,18 +61,18 @@ class WindowShape:
 
     @property
     def num_samples(self) -> int:
-        """Samples of a window, in all lanes together."""
+        """Number of samples in one window of all lanes."""
         return self.block * self.window * self.lanes
 
 
 class WindowOrder:
-    """A bijection between positions of an epoch and samples.
+    """Order that mixes samples within moving windows of blocks, so that reads are sequential.
 
-    A position belongs to a lane or to the rest. In a lane, all but a few blocks have their turn,
-    and turns are cut into windows: a permutation of the samples of a window, then one of the
-    turns, then one of all blocks lead to the sample. The last one is the same in every epoch, and
-    deals the blocks out to lanes: slot ``s`` of it belongs to lane ``s % lanes``. So a node reads
-    the same part of the data in every epoch, and can keep it at hand.
+    A fixed permutation assigns every block to a slot; slot ``s`` belongs to lane ``s % lanes``.
+    It is the same in every epoch, so a node reads the same part of the data and can cache it. In
+    each epoch, a second permutation orders the blocks of each lane. This sequence is cut into
+    windows, and a third permutation mixes the samples of each window. Samples whose blocks do not
+    fill all lanes ("the rest") are distributed evenly over the epoch.
     """
 
     def __init__(self, n: int, seed: int, epoch: int, shape: WindowShape) -> None:
@@ -97,18 +97,18 @@ class WindowOrder:
         self._rest = global_order(max(1, self._num_rest), key_of(seed, epoch, _REST), epoch)
 
     def samples_at(self, positions: Indices) -> Indices:
-        """Compute the samples."""
+        """Return the samples at some positions, with the same shape."""
         return self._samples_at(positions.ravel()).reshape(positions.shape)
 
     def lanes_of(self, positions: Indices) -> Indices:
-        """Return the lanes of the samples at some positions, cheaper than the samples."""
+        """Return the lanes of the samples at some positions, without computing the samples."""
         rest, rest_numbers, numbers = self._split(positions)
         _, lanes = _divided(numbers, self._num_lanes)
         lanes[rest] = self._rest.samples_at(rest_numbers) // self._block % self._num_lanes
         return lanes
 
     def _in_slots(self, slots: Indices) -> Indices:
-        """Return the blocks in some slots; a short last block keeps its number."""
+        """Return the blocks in some slots; a short last block keeps its own slot."""
         full = slots < self._num_full
         blocks = self._partition.forward(as_words(np.where(full, slots, 0)))
         return np.where(full, as_indices(blocks), slots)
@@ -122,9 +122,10 @@ class WindowOrder:
         return samples
 
     def _split(self, positions: Indices) -> tuple[Indices, Indices, Indices]:
-        """Return the places of positions of the rest, and their numbers and the numbers in lanes.
+        """Separate positions in the rest from positions in lanes.
 
-        Positions of the rest have a number in lanes as well, without a meaning.
+        Returns the indices of positions in the rest, their numbers in the rest, and the numbers
+        in lanes of all positions, which are meaningless for positions in the rest.
         """
         before, place = _divided(positions, self._stride)
         is_rest = (place == self._stride - 1) & (before < self._num_rest)
@@ -154,14 +155,14 @@ class WindowOrder:
 
 
 class _LaneWindows:
-    """The turns of a lane, cut into windows; the first ones are longer where they do not fit."""
+    """Windows of a lane's sequence of blocks; the first windows may be longer by one."""
 
     def __init__(self, num_turns: int, window: int) -> None:
         self._turns, self.num_longer = divmod(num_turns, max(1, num_turns // window))
         self.longest = self._turns + (self.num_longer > 0)
 
     def of(self, turns: Indices) -> tuple[Indices, Indices, Indices]:
-        """Return the windows of some turns, and the first turn and the turns of each."""
+        """Return, for each turn, its window, the first turn of the window and its length."""
         longer = turns < self.num_longer * self.longest
         windows = np.where(longer, turns // self.longest, (turns - self.num_longer) // self._turns)
         starts = windows * self._turns + np.minimum(windows, self.num_longer)
@@ -169,7 +170,7 @@ class _LaneWindows:
 
 
 def _divided(numbers: Indices, size: int) -> tuple[Indices, Indices]:
-    """Return quotients and remainders: numpy's own remainder takes ten times as long."""
+    """Return quotients and remainders, ten times as fast as the remainder of numpy."""
     quotients = numbers // size
     return quotients, numbers - quotients * size
 

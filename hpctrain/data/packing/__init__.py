@@ -1,1 +1,1 @@
-"""Sources that data sets are packed from, one file per kind."""
+"""Kinds of sources of data sets, one file per kind."""

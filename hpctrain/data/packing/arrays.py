@@ -38,7 +38,7 @@ Columns = Mapping[str, Any]
 
 
 class Opened:
-    """Columns that are opened at their first use, in any process."""
+    """Function that returns samples of columns, which each process opens at the first call."""
 
     def __init__(self, opener: Callable[[], Columns]) -> None:
         self._opener = opener
@@ -141,10 +141,10 @@ def _member(path: Path, name: str) -> Array:
 
 
 class Dataset:
-    """Samples of an HDF5 dataset at ascending indices."""
+    """Column that reads samples of an HDF5 dataset at ascending indices."""
 
     def __init__(self, file: h5py.File, name: str) -> None:
-        """Find a dataset in an open file, which stays open as long as the dataset is needed."""
+        """Find a dataset in an open file, which must stay open while the column is used."""
         self._file, self._path = file, file.filename
         self._dataset = own_dataset(file, name)
         self.shape = self._dataset.shape
@@ -160,7 +160,7 @@ class Dataset:
 
     @cached_property
     def field(self) -> Field:
-        """The field that stores the dataset."""
+        """Field of the data set that can store the HDF5 dataset."""
         what = f"{self._path}:{self._dataset.name}"
         element = _element_of(self._dataset)
         if element is None:
@@ -174,7 +174,7 @@ class Dataset:
 
     @property
     def sample_bytes(self) -> float:
-        """Mean bytes of the first samples."""
+        """Mean bytes of a sample, estimated from the first samples."""
         if not self.field.ragged:
             return self.field.sample_bytes
         lengths = [len(_flat(row)) for row in self._dataset[:NUM_EXAMINED]]
@@ -244,7 +244,7 @@ def _element_of(dataset: Any) -> np.dtype[Any] | None:
 
 
 def _flat(row: Any) -> Array:
-    """Return the bytes of a text."""
+    """Return a row as an array; a text becomes its bytes."""
     if isinstance(row, str):
         return raw(row.encode())
     return raw(row) if isinstance(row, bytes) else np.asarray(row)

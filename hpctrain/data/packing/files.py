@@ -53,7 +53,7 @@ def files_below(folder: Path, left_out: list[str] | None = None) -> Iterator[str
 def _is_new(
     at: str, path: str, seen: dict[tuple[int, int], str], left_out: list[str] | None
 ) -> bool:
-    """Return whether a folder in ``at`` was not seen before, and record it."""
+    """Record a folder in ``at``; return False for a link to a folder that contains ``at``."""
     before = seen.setdefault(_identity(path), path)
     if before == path:
         return True
@@ -73,7 +73,7 @@ def _identity(path: str) -> tuple[int, int]:
 
 
 def check_file(name: str) -> None:
-    """Check that a path is a file: only files can be read more than once."""
+    """Raise ``DataError`` unless a path is a file, which can be read more than once."""
     path = Path(name)
     if path.is_file():
         return
@@ -118,7 +118,7 @@ def _digest(names: Sequence[str]) -> str:
 
 @contextmanager
 def unpacked(path: str) -> Iterator[IO[bytes]]:
-    """Open a file, and decompress it if it begins like gzip; gzip's checksums are verified."""
+    """Open a file, and decompress it if it is gzip; the checksums of gzip are verified."""
     with Path(path).open("rb") as file:
         is_packed = file.read(2) == b"\x1f\x8b"
         file.seek(0)
@@ -139,7 +139,7 @@ _WIDE_MODES = ("I", "F")  # of Pillow: integers of 16 and 32 bits, and floats
 def form_of_images(
     contents: Mapping[str, bytes], wanted: WantedFields, where: str
 ) -> tuple[Form, tuple[str, ...]]:
-    """Return whether images become pixels, which need one size, or bytes; and notes for the user.
+    """Return whether images are packed as pixels or as bytes, and notes for the user.
 
     Reads only the headers of ``contents``, some files by name. Raises ``DataError``: an image
     cannot be read.
@@ -162,11 +162,11 @@ def form_of_images(
 
 
 def decoded(content: bytes, form: Form, what: str, resize: Size | None = None) -> Array:
-    """Decode the content of a file; a number may be any array in JSON.
+    """Decode the content of a file; a JSON array counts as a number.
 
     An image becomes ``(height, width, 3)`` uint8, RGB, resized by bilinear interpolation over all
-    pixels; bytes become ``(num_bytes,)`` uint8. Raises ``DataError``: it is not of this form, or
-    has more pixels than ``PIL.Image.MAX_IMAGE_PIXELS``.
+    pixels; bytes become ``(num_bytes,)`` uint8. Raises ``DataError``: the content does not have
+    this form, or has more pixels than ``PIL.Image.MAX_IMAGE_PIXELS``.
     """
     if form == "bytes":
         return raw(content)
@@ -181,7 +181,7 @@ def decoded(content: bytes, form: Form, what: str, resize: Size | None = None) -
 
 
 def is_number(content: bytes) -> bool:
-    """Return whether a content is a number in JSON, or an array of them."""
+    """Return whether the content of a file is a JSON number or an array of numbers."""
     try:
         return np.asarray(json.loads(content)).dtype.kind in "biuf"
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Folders of images or of ``.npy`` arrays, one file a sample, by class."""
+"""Folders of images or ``.npy`` arrays: one sample per file, one folder per class."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,10 +36,10 @@ _SPLITS = frozenset(
 
 
 def open_folder(path: Path, wanted: WantedFields) -> PackSource:
-    """Examine a folder of images or arrays; with folders in it, each of them is a class.
+    """Examine a folder of images or arrays; each folder in it is a class.
 
-    Classes are numbered in the order of their names. Images all of one size, as 64 of them show,
-    are packed as pixels, also with ``resize``; else as the bytes of their files.
+    Classes are numbered in the order of their names. Images are packed as pixels if 64 of them
+    have the same size or ``resize`` is given, otherwise as the bytes of their files.
     """
     links: list[str] = []
     files = list(files_below(path, links))
@@ -83,7 +83,7 @@ def _take(
     decode: Callable[..., Array],
     indices: NDArray[np.int64],
 ) -> list[Sample]:
-    """Read files and find their classes, on several threads: decoders let each other run."""
+    """Read files and find their classes in several threads, as decoders release the GIL."""
 
     def read(index: int) -> Sample:
         path = files[index]
@@ -134,7 +134,7 @@ def _classes(root: Path, files: Sequence[str]) -> tuple[tuple[str, ...], NDArray
 
 
 def _check_classes(root: Path, classes: Sequence[str], links: Sequence[str], what: str) -> None:
-    """Check that each folder is a class: without one, the others would have other numbers."""
+    """Raise ``DataError`` if a folder has no files, as this would change class numbers."""
     with os.scandir(root) as entries:
         folders = {entry.name for entry in entries if entry.is_dir() and entry.path not in links}
     lacking = sorted(name for name in folders - set(classes) if not name.startswith("."))

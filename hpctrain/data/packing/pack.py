@@ -33,7 +33,7 @@ that gets the size of each batch."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackConfig(WantedFields):
-    """Options of packing: the fields, and how they are written."""
+    """Options of packing: fields to read, and format of the data set."""
 
     kind: str | None = None
     """Of the source: arrays, hdf5, tar, csv, parquet, text, folder, python; None to find out."""
@@ -62,7 +62,7 @@ class PackConfig(WantedFields):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packed:
-    """Result of packing a source."""
+    """Manifest of the packed data set, and notes for the user."""
 
     manifest: Manifest
     notes: tuple[str, ...]  # facts that a person should know, one sentence each; logged too

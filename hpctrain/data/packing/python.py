@@ -25,7 +25,7 @@ from hpctrain.data.packing.source import (
 
 
 def open_python(source: Any, wanted: WantedFields) -> PackSource:
-    """Examine an object, a function that makes it, or its name ``module:function``.
+    """Examine an object, a function that returns an object, or a name ``module:function``.
 
     An item is a dict of arrays, or a tuple, whose parts are named 0, 1, ...
     """

@@ -1,4 +1,4 @@
-"""Samples of a source, read at any place, or read through; each rank packs its share."""
+"""Samples of a source, with random or sequential access; each rank packs its share."""
 
 import dataclasses
 import importlib
@@ -32,7 +32,7 @@ BATCH_SAMPLES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WantedFields:
-    """The fields of a source to pack, and their forms."""
+    """Options that choose fields of a source and their form."""
 
     fields: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Name of a field -> what of the source it holds; empty for all, by the source's names."""
@@ -65,28 +65,28 @@ NUM_EXAMINED = 64  # samples from which the fields are learnt
 
 @dataclass(kw_only=True)
 class PackSource:
-    """Samples of some fields, in an order that is the same each time.
+    """Description of a source: its fields, files and readers of samples in a fixed order.
 
-    Can be pickled: one rank examines a source and sends the result to the others, which open files
-    by their paths.
+    Can be pickled. Rank 0 examines a source and sends the description to the other ranks, which
+    open the files by their paths.
     """
 
     fields: Mapping[str, Field] = dataclasses.field(default_factory=dict)
     runs: Sequence[tuple[int, Take]] = ()
-    """If samples can be read in any order: their number, and the function that reads some."""
+    """For random access: number of samples, and function that reads some of them."""
     parts: Sequence[tuple[int | None, Read]] = ()
-    """Else the parts that are read from front to end: the number of samples, the reader."""
+    """For sequential access: number of samples of each part or None, and its reader."""
     files: Sequence[str] = ()
-    """All that is read, in order; as text, as a Path takes several times its room."""
+    """Paths of all files that are read, in order; text needs less memory than ``Path``."""
     code: tuple[str, ...] = ()
-    """Files with the user's own functions: after a change of them, the samples may be others."""
+    """Files with functions of the user; if they change, an interrupted packing cannot resume."""
     sample_bytes: float = 0  # about how large a sample is, over all fields
     classes: tuple[str, ...] = ()  # names of the labels 0, 1, ..., where the source has names
     notes: tuple[str, ...] = ()  # facts that a person should know, one sentence each
     origins: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Name of a field -> what of the source it holds, where that is not its name."""
+    """For each renamed field, the name of its data in the source."""
     types: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Name of a field -> type that its numbers are converted to."""
+    """For some fields, the dtype to which numbers are converted."""
 
     @property
     def is_indexed(self) -> bool:
@@ -123,7 +123,7 @@ class PackSource:
             _check_sample(sample, self.fields)
 
     def with_types(self, types: Mapping[str, str]) -> "PackSource":
-        """Return the source with its numbers converted to the types that are given, by field."""
+        """Return the source with the numbers of some fields converted to the given types."""
         fields = dict(self.fields)
         for name, dtype in types.items():
             fields[name] = replace(fields[name], dtype=np.dtype(dtype).str)
@@ -132,7 +132,7 @@ class PackSource:
         return replace(self, fields=fields, types=types, sample_bytes=sample_bytes)
 
     def take(self, indices: NDArray[np.int64]) -> Batch:
-        """Read samples of all runs; ``indices`` rise."""
+        """Read samples of all runs at ascending indices."""
         ends = np.cumsum([count for count, _ in self.runs])
         homes = np.searchsorted(ends, indices, side="right")
         pieces = []
@@ -143,9 +143,9 @@ class PackSource:
         return self.joined_batches(pieces)
 
     def batched(self, samples: Iterable[Batch | Sample]) -> Iterator[Batch]:
-        """Gather samples into batches of a few MiB; batches stay unchanged.
+        """Group single samples into batches of a few MiB; batches in the input are not divided.
 
-        Raises ``DataError``: a sample has other shapes than the fields.
+        Raises ``DataError``: the shapes of a sample differ from those of the fields.
         """
         waiting: list[Sample] = []
         num_bytes = 0
@@ -162,7 +162,7 @@ class PackSource:
             yield self._stacked(waiting)
 
     def joined_batches(self, batches: Sequence[Batch]) -> Batch:
-        """Make one batch of several."""
+        """Concatenate batches."""
         if len(batches) == 1:
             return batches[0]
         return {
@@ -206,8 +206,9 @@ class PackSource:
     ) -> Iterator[Batch]:
         """Read the samples that ``rank`` of ``size`` packs, a contiguous part of them.
 
-        The first ``skip`` are omitted; ``seed`` is of the order of all samples, None for that of
-        the source. Of parts each rank gets a run; where they are fewer than ranks, some get none.
+        The first ``skip`` samples are omitted. With random access, ``seed`` shuffles all samples;
+        None keeps the order of the source. With sequential access, each rank gets consecutive
+        parts; if there are fewer parts than ranks, some ranks get none.
         """
         if self.is_indexed:
             yield from self._taken(self._positions_of(rank, size)[skip:], seed)
@@ -248,7 +249,7 @@ class PackSource:
 
 
 def joined(sources: Sequence[PackSource]) -> PackSource:
-    """Make one source of several with the same fields, one for each file."""
+    """Join sources with the same fields, one for each file."""
     first = sources[0]
     for one in sources:
         if one.fields != first.fields:
@@ -265,12 +266,12 @@ def joined(sources: Sequence[PackSource]) -> PackSource:
 
 
 class LoadedSamples:
-    """All samples of a sequential source, in memory, for access in any order."""
+    """Function for random access to a sequential source, all of whose samples are in memory."""
 
     def __init__(self, found: PackSource, max_bytes: int) -> None:
-        """Read the samples, in every process that needs them.
+        """Store the source; each process reads all samples at its first call.
 
-        Raises ``DataError`` at the first use: they take more than ``max_bytes``.
+        The first call raises ``DataError`` if the samples need more than ``max_bytes``.
         """
         self._found, self._max_bytes = found, max_bytes
 

@@ -50,7 +50,7 @@ def open_table(
     columns: Columns,
     parts: Sequence[tuple[int | None, str, Callable[[], Iterator[Rows]]]],
 ) -> PackSource:
-    """Examine a table, given the number of rows, the file and a reader for each part."""
+    """Examine a table whose parts are given as number of rows, file and reader."""
     reads = [(length, partial(_read, columns, path, read)) for length, path, read in parts]
     origins = {name: ",".join(names) for name, (names, _) in columns.items()}
     found = PackSource(files=files, parts=reads, origins=origins)
@@ -127,7 +127,7 @@ _SEPARATOR = re.compile(r"[;|\t]")
 
 
 class CsvBlock(NamedTuple):
-    """Some rows of a file."""
+    """Consecutive rows of a CSV file, as columns of texts."""
 
     path: str
     names: list[str]
@@ -140,9 +140,9 @@ class CsvBlock(NamedTuple):
 
 
 def open_csv(files: Sequence[str], wanted: WantedFields) -> PackSource:
-    """Examine CSV files; ``.tsv`` has tabs.
+    """Examine CSV files; the separator of ``.tsv`` is a tab.
 
-    Columns of numbers stay numbers, others become bytes.
+    Columns of numbers become fields of numbers, all other columns become bytes.
     """
     first = next(_blocks(files[0]), None)
     if first is None:
@@ -158,7 +158,7 @@ def open_csv(files: Sequence[str], wanted: WantedFields) -> PackSource:
 
 
 class Learnt(NamedTuple):
-    """Types of columns found in the first rows, and whether all columns are packed."""
+    """Types of columns, determined from the first rows, and whether all columns are packed."""
 
     kinds: Mapping[str, str]
     padded: Collection[str]  # columns of numbers such as 007, which a note names

@@ -1,4 +1,4 @@
-"""Archives of webdataset: files whose names differ in their ending are one sample."""
+"""Archives of webdataset: files whose names differ only in the ending form one sample."""
 
 import tarfile
 import zlib
@@ -121,7 +121,7 @@ def _form(
 
 
 def samples_in(path: str, wanted: Sequence[str]) -> Iterator[Contents]:
-    """Read the samples of an archive, of the endings ``wanted`` alone, or of all without them."""
+    """Read the samples of an archive with the endings ``wanted``, or with all endings."""
     key = ""
     contents: dict[str, bytes] = {}
     before: set[str] = set()
@@ -173,7 +173,7 @@ def _files_in(path: str) -> Iterator[tuple[str, int, Callable[[], bytes]]]:
     has_ended = False
 
     class Header(tarfile.TarInfo):
-        """Notices the block of zeros with which an archive ends, and notes that are too large."""
+        """Header that detects the end of an archive, a block of zeros, and too large notes."""
 
         @classmethod
         def frombuf(cls, buf: Any, encoding: str, errors: str) -> Self:

@@ -21,7 +21,7 @@ Labels = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LabelSplit:
-    """Result of a split by label."""
+    """Result of ``split_by_label``: the split, and the counts of labels in each part."""
 
     split: Split
     labels: Labels  # all that occur, ascending

@@ -1,4 +1,4 @@
-"""Work of a tool shared by ranks, which learn of each other's errors while they work."""
+"""Division of a tool's work among ranks; an error of one rank stops all ranks."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -20,7 +20,7 @@ TURN_S = 2.0  # how long a rank works until it hears of the others
 
 
 class _OneRank:
-    """The communicator of a process alone, as far as tools need it; loads no torch."""
+    """Communicator of a single process with the methods that tools need, without torch."""
 
     rank, size = 0, 1
 
@@ -35,20 +35,20 @@ class _OneRank:
 
 
 def or_alone(comm: "Communicator | None") -> "Communicator":
-    """Return the ranks that work, or a communicator of this process alone."""
+    """Return ``comm``, or a communicator of this process alone if ``comm`` is None."""
     return comm or cast("Communicator", _OneRank())
 
 
 def followed(start: Start | None, total: int) -> Advance:
-    """Return the function that gets the progress, of ``total``; without ``start`` a no-op."""
+    """Return ``start(total)``, which reports progress, or a no-op without ``start``."""
     return start(total) if start else lambda _: None
 
 
 def in_turns(comm: "Communicator", pieces: Iterable[T], work: Callable[[T], object]) -> None:
-    """Do the work of this rank piece by piece, until all ranks are done or one fails.
+    """Do the work of this rank in pieces, until all ranks are done or one rank fails.
 
-    Collective. The ranks synchronize often, so that none waits longer than a message may take.
-    Raises ``DataError``: the work of a rank raised one; on every rank.
+    Collective. The ranks synchronize often, so that no rank waits longer than the time limit of
+    messages. Raises ``DataError`` on every rank: the work of a rank raised a ``DataError``.
     """
     left = iter(pieces)
     is_done = False

@@ -1,4 +1,4 @@
-"""Make a damaged data set whole again, with the files of another copy of it."""
+"""Repair of a damaged data set with the files of another copy."""
 
 import shutil
 from contextlib import closing, suppress
@@ -25,7 +25,7 @@ from hpctrain.data.tools.verify import FaultReport, check_directory, verify
 
 @dataclass(frozen=True, slots=True)
 class RepairOutcome:
-    """Result of a repair."""
+    """Result of ``repair``: the actions, and the faults that remain."""
 
     deeds: tuple[str, ...]  # actions, one sentence each
     report: FaultReport  # its state afterwards

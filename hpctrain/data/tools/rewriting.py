@@ -1,4 +1,4 @@
-"""A data set rewritten: with other shards, blocks or compression, or in parts."""
+"""Rewriting of a data set with other shards, blocks or compression, or in parts."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -29,7 +29,7 @@ Shares = Mapping[str, Fraction]  # share of each part; they sum to 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """How a data set is cut; None keeps the present value."""
+    """Sizes and compression of a rewritten data set; None keeps the present value."""
 
     samples_per_shard: int | None = None  # samples of each shard but the last
     shard_bytes: int | None = None  # or about this many bytes of samples, before compression
@@ -63,8 +63,8 @@ def reshard(
     number of ranks. Needs memory for a few MiB, or a few blocks if these are larger. Every block
     is checked as it is read. After a kill, the same call resumes after the finished shards.
 
-    ``start`` makes what follows the progress of this rank, in samples. Raises ``DataError``: the
-    data set is damaged, or the new one cannot be written; on every rank.
+    ``start`` returns the function that gets the progress of this rank, in samples. Raises
+    ``DataError``: the data set is damaged, or the new one cannot be written; on every rank.
     """
     directory, out, comm = Path(directory), Path(out), or_alone(comm)
     dataset = ShardedDataset.open(directory, comm, io="read")
@@ -104,11 +104,11 @@ def split(
 ) -> dict[str, Manifest]:
     """Write each part of a data set to a separate directory, ``out/<part>``.
 
-    Every sample is in just one part, where all keep their order. Which one is a function of
-    ``seed`` in [0, 2^64), number and shares, which sum to 1. Collective with ``comm``, whose ranks
-    share the work; ``start`` makes what follows the progress of this rank, in samples. Raises
-    ``DataError``: a part would get no sample, the data set is damaged, or a part cannot be
-    written; on every rank.
+    Every sample is in exactly one part, which is a function of its index, the shares, and ``seed``
+    in [0, 2^64). The samples of a part keep their order, and the shares sum to 1. Collective with
+    ``comm``, whose ranks share the work; ``start`` returns the function that gets the progress of
+    this rank, in samples. Raises ``DataError``: a part would get no sample, the data set is
+    damaged, or a part cannot be written; on every rank.
     """
     directory, out, comm = Path(directory), Path(out), or_alone(comm)
     dataset = ShardedDataset.open(directory, comm, io="read")
@@ -189,7 +189,7 @@ def sizes_of(num_samples: int, shares: Shares) -> list[int]:
 
 
 def parts_drawn(sizes: Sequence[int], seed: int) -> Callable[[Indices], Indices]:
-    """Draw parts of these sizes; return the function from sample numbers to parts."""
+    """Draw parts of these sizes at random; return the function from samples to parts."""
     ends = np.cumsum(sizes)
     order = global_order(int(ends[-1]), seed, _TAG)
     return lambda samples: np.searchsorted(ends, order.positions_of(samples), side="right")

@@ -1,4 +1,4 @@
-"""Check a data set: every byte has its written value, or the report names the faults."""
+"""Verification of a data set: compare every byte with the checksums of the manifest."""
 
 import os
 import stat
@@ -34,7 +34,7 @@ _UNREADABLE = (*UNREADABLE, DataError)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """A fault of one file of a data set."""
+    """Fault of one file of a data set, and the samples that it affects."""
 
     file: str
     what: str  # the fault, as the end of a sentence that begins with the file
@@ -51,7 +51,7 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FaultReport:
-    """The state of a data set."""
+    """Result of ``verify``: faults and leftovers of a data set."""
 
     directory: str
     uuid: str | None = None  # None where the manifest cannot be read
@@ -64,7 +64,7 @@ class FaultReport:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every byte has its written value."""
+        """Whether no file has a fault."""
         return not self.faults
 
     @property
@@ -128,11 +128,11 @@ def verify(
     """Compare each byte of a data set with its manifest.
 
     Reads the shards only; needs memory for a few pieces of 4 MiB, or a few blocks if these are
-    larger. Collective with ``comm``: the ranks share out the shards, and so do threads.
+    larger. Collective with ``comm``, whose ranks share the shards.
 
-    A rank reads as many at once as it has cores, at most 4. The faults are the same on every
-    rank; a missing or unreadable file is a fault too. Raises ``DataError``: there is no such
-    directory, or zstd is needed and not installed; on every rank.
+    A rank reads several shards concurrently, one per core and at most 4. The faults are the same
+    on every rank; a missing or unreadable file is a fault too. Raises ``DataError``: there is no
+    such directory, or zstd is needed and not installed; on every rank.
     """
     directory, comm = Path(directory), or_alone(comm)
     manifest, stray = on_root(comm, partial(_manifest, directory), DataError)
@@ -214,11 +214,12 @@ def _check_shard(directory: Path, manifest: Manifest, index: int, advance: Advan
 
 
 class _ShardCheck(RawShard):
-    """Reads the blocks of one shard, also of a damaged file.
+    """Checker of the blocks of one shard, which also reads damaged files.
 
-    Differs from the reader of training: no memory map, as a page that the disk cannot read would
-    end the process; no check at open, as the undamaged samples of a damaged file are wanted; and
-    HDF5 is asked only where the manifest has no offset, as damaged metadata can lead it anywhere.
+    It differs from the reader of training in three points. It maps no memory, because a read error
+    in a map ends the process. It checks nothing when it opens the file, because the undamaged
+    samples of a damaged file must be found. It calls HDF5 only for values without an offset in the
+    manifest, because damaged metadata can contain any address.
     """
 
     def __init__(self, directory: Path, manifest: Manifest, index: int) -> None:
@@ -228,7 +229,7 @@ class _ShardCheck(RawShard):
         self._fault = partial(Fault, file=self.shard.file, shard=index)
 
     def faults(self, advance: Advance) -> list[Fault]:
-        """Return the faults of the shard; ``advance`` gets the bytes that are done."""
+        """Return the faults of the shard; ``advance`` gets the number of bytes that were read."""
         shard, num_bytes = self.shard, os.fstat(self.descriptor).st_size
         is_as_written = self._file_crc32(num_bytes, advance) == shard.crc32
         found = []

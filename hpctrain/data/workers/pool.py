@@ -34,18 +34,19 @@ from hpctrain.data.workers.shm_message import ShmMessage, unpack
 if TYPE_CHECKING:
     from hpctrain.data.samples import Columns, Samples
 
-START_S = 120.0  # how long the first start may take at least, from a file system that is cold
-_NAMED = 5  # samples and files that an error names
+START_S = 120.0  # minimum time limit of the start, which may import from a cold file system
+_NAMED = 5  # maximum number of samples or files named in an error
 
 
 class DecodePool:
-    """Processes that take samples and transform them; the tensors are returned without a copy.
+    """A pool of processes that read and transform samples, and return batches in shared memory.
 
-    Safe with MPI and threads: nothing forks in this process, and the others never run the
-    user's script. Names that the script defines are sent by value, all others are imported.
+    The pool is safe with MPI and threads: this process does not fork, and the workers never run
+    the user's script. Objects defined in the script are sent by value, all others are imported.
 
-    Threads that ask for batches share the workers. One that dies, takes too long, or cannot load
-    the data set or the transform, fails every batch that is not there yet.
+    Several threads may request batches concurrently; a batch is made by one worker. If a worker
+    dies, exceeds its time limit, or cannot load the data set or the transform, all batches that
+    are not complete fail.
     """
 
     def __init__(
@@ -57,12 +58,12 @@ class DecodePool:
         *,
         any_ranks: bool = False,
     ) -> None:
-        """Start the processes and return; they load while this process continues.
+        """Start the processes, and return before the workers have loaded the data set.
 
-        A worker may take ``timeout_s`` for a batch, or to load; ``inf`` for ever. ``any_ranks``
-        refuses a transform whose random numbers depend on the number of ranks: one of whole
-        batches that draws from a global generator. Raises ``DataError``: data set or transform
-        cannot be pickled, or no process can be started.
+        ``timeout_s`` is the time limit for loading and for each batch; ``inf`` means no limit.
+        With ``any_ranks``, a transform of whole batches must not draw from a global generator,
+        because its random numbers would depend on the number of ranks. Raises ``DataError``: the
+        data set or the transform cannot be pickled, or no process can be started.
         """
         task = _pickled(_Task(dataset, transform, any_ranks))
         self._processes = Processes(num_workers)
@@ -72,11 +73,12 @@ class DecodePool:
         self._end = weakref.finalize(self, _end, self._processes, self._free, os.getpid())
 
     def take(self, indices: ArrayLike, epoch: int, seed: int) -> "Columns":
-        """Read and transform samples on the next free worker, and wait for the batch.
+        """Read and transform samples in the next free worker, and wait for the batch.
 
-        Random numbers of the transform begin with seed, epoch and samples. Raises ``DataError``:
-        the pool was closed, or a worker died or was ended; the error names the sample.
-        ``Exception``: raised by ``take`` or the transform, with the user's frames in a note.
+        The worker seeds its global generators from seed, epoch and samples. Raises ``DataError``:
+        the pool was closed, or a worker died or exceeded its time limit; after a time limit, the
+        error names the sample. ``Exception``: an error of the data set or the transform, with the
+        user's frames in a note.
         """
         worker = self._free.get()
         try:
@@ -87,12 +89,12 @@ class DecodePool:
             self._free.put(worker)
 
     def close(self) -> None:
-        """End all workers; batches that are not finished fail. May be called twice."""
+        """End all workers; incomplete batches fail. Idempotent."""
         self._end()
 
 
 class _Task(NamedTuple):
-    """Work of a worker for one request."""
+    """Function that a worker calls for each request: read samples and transform them."""
 
     dataset: "Samples"
     transform: Transform | None
@@ -115,7 +117,7 @@ class _Task(NamedTuple):
 
 
 class _Worker:
-    """The rank's side of one worker, used by one thread at a time."""
+    """Connection of the rank to one worker, used by one thread at a time."""
 
     def __init__(
         self, processes: Processes, number: int, dataset: "Samples", timeout_s: float, task: bytes
@@ -123,10 +125,10 @@ class _Worker:
         self._processes, self._number = processes, number
         self._dataset, self._timeout_s = dataset, timeout_s
         self._connection = processes.workers[number]
-        self._task: bytes | None = task  # what the worker is to do, until it has loaded it
+        self._task: bytes | None = task  # None after the worker has loaded the task
 
     def ask(self, indices: NDArray[np.int64], epoch: int, seed: int) -> "Columns":
-        """Return the batch that the worker makes."""
+        """Request a batch from the worker, and wait for it."""
         if self._processes.error is not None:
             raise self._processes.error
         if self._task is not None:
@@ -152,7 +154,7 @@ class _Worker:
 
     @contextmanager
     def _connected(self) -> Iterator[None]:
-        """Turn the end of the connection into the error that all batches raise."""
+        """Raise the error of a dead worker if the connection closes inside the block."""
         processes = self._processes
         try:
             yield
@@ -165,7 +167,7 @@ class _Worker:
         return self._connection.recv()
 
     def _work(self, indices: NDArray[np.int64]) -> str:
-        """Return a text with the sample in work, or the samples of the batch, and their files."""
+        """Describe the current sample and its file; between samples, those of the whole batch."""
         sample = self._processes.notes[self._number].sample
         found = indices.tolist() if sample is None else [sample]
         files = dict.fromkeys(filter(None, (file_of(self._dataset, each) for each in found)))
@@ -180,7 +182,7 @@ def _some(names: Iterable[object]) -> str:
 
 
 def _remote(error: Exception, frames: str, whole: str) -> Exception:
-    """Return an error with the user's frames in a note, and the whole traceback as its cause."""
+    """Add the user's frames to an error as a note, and the whole traceback as its cause."""
     add_note(error, f"(in a decode worker)\n{frames}".rstrip())
     error.__cause__ = RuntimeError(f"in a decode worker:\n{whole}")
     return error
@@ -198,7 +200,7 @@ def _pickled(task: _Task) -> bytes:
 
 
 def _end(processes: Processes, free: "queue.SimpleQueue[_Worker | None]", owner: int) -> None:
-    if os.getpid() != owner:  # a forked child ends nothing of its parent
+    if os.getpid() != owner:  # a forked child must not end the processes of its parent
         return
     processes.end()
-    free.put(None)  # for threads that wait, each of which puts it back
+    free.put(None)  # wakes the waiting threads one by one: each puts the None back

@@ -1,8 +1,8 @@
 """The processes of a decode pool: a server without MPI and threads, and the workers it forks.
 
-The server is a separate program and not a fork of the rank: a fork copies what threads and MPI
-hold at that instant. It never sees the user's script, whose ``from mpi4py import MPI`` would join
-a world that it is no part of. Workers are forks of the server, so that torch is imported once.
+The server is a separate program because a fork of the rank would copy locks held by threads and
+the state of MPI. The server never runs the user's script, because ``from mpi4py import MPI`` in it
+would initialize MPI in the server. The server forks the workers, so torch is imported only once.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ serve(given["workers"], given["notes"], given["control"])
 
 
 class Processes:
-    """The server, its workers, and a connection to each; also the first error of any."""
+    """Server and workers of a decode pool, the connections to them, and the first error."""
 
     def __init__(self, num_workers: int) -> None:
         pairs = [socket.socketpair() for _ in range(num_workers + 1)]
@@ -56,7 +56,7 @@ class Processes:
             "control": theirs[-1],
         }
         try:
-            # Its session is its own: signals of a terminal or a scheduler are for the rank.
+            # A new session: signals of a terminal or a scheduler must reach only the rank.
             self._server = subprocess.Popen(  # noqa: S603 - our own interpreter
                 [sys.executable, "-c", _BOOT, json.dumps(given)],
                 env=_environment(),
@@ -80,12 +80,15 @@ class Processes:
         self.error: BaseException | None = None
 
     def fail(self, error: BaseException) -> BaseException:
-        """Store the first error of any worker, which all later batches raise, and return it."""
+        """Store ``error`` unless a worker failed before, and return the first error.
+
+        All later batches raise the first error.
+        """
         self.error = self.error or error
         return self.error
 
     def death_of(self, number: int) -> DataError:
-        """Return the error for a worker that has ended."""
+        """Return a ``DataError`` with the exit code or signal of a worker that ended."""
         story = "could not be started, or ended together with its server"
         if death := self._wait_for_death(number):
             pid, code = death
@@ -97,7 +100,7 @@ class Processes:
         )
 
     def abort(self, number: int, limit_s: float, work: str) -> DataError:
-        """End a worker that has exceeded a limit at some work, and return the error."""
+        """End a worker that exceeded ``limit_s``; return a ``DataError`` that names ``work``."""
         with self._asking, contextlib.suppress(OSError):
             self._control.send(number)
         death = self._wait_for_death(number)
@@ -109,7 +112,7 @@ class Processes:
         )
 
     def _wait_for_death(self, number: int) -> tuple[int, int] | None:
-        """Return the process and the exit code of a worker that has ended."""
+        """Wait until a worker ends; return its pid and exit code, None if these are unknown."""
         with self._asking, contextlib.suppress(OSError, EOFError):
             while number not in self._deaths and self._control.poll(END_S):
                 worker, pid, code = self._control.recv()
@@ -121,7 +124,7 @@ class Processes:
         return f"\n{stack}" if stack else ""
 
     def end(self) -> None:
-        """End all processes and wait for their ends."""
+        """End the server and all workers, and wait for the server."""
         self.fail(DataError("the decode pool was closed"))
         for mine in self._sockets:
             # Also wakes the threads that wait for an answer.
@@ -138,7 +141,7 @@ class Processes:
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment without what makes a process a rank, or torch take threads."""
+    """Return the environment without variables of the MPI launcher; torch gets one thread."""
     kept = {name: text for name, text in os.environ.items() if not marks_rank(name)}
     threads = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     return kept | dict.fromkeys(threads, "1") | {"MPI4PY_RC_INITIALIZE": "0"}
@@ -149,10 +152,10 @@ _MODULES = "\n\nExtension modules: "  # ``faulthandler`` writes this after the s
 
 
 class Notes:
-    """A file in memory: the number of the sample in work, then the output of ``faulthandler``."""
+    """Memory shared by rank and worker: index of the current sample, and stacks after a signal."""
 
     def __init__(self, descriptor: int | None = None) -> None:
-        """Create the file, or open the file of an inherited descriptor."""
+        """Create a memory file, or open the memory file of an inherited descriptor."""
         if descriptor is None:
             descriptor = os.memfd_create("hpctrain-notes", os.MFD_CLOEXEC)
         self._file = os.fdopen(descriptor, "r+b", buffering=0)
@@ -160,27 +163,27 @@ class Notes:
 
     @property
     def descriptor(self) -> int:
-        """Descriptor of the file, for a process that inherits it."""
+        """Descriptor of the memory file, which the worker inherits."""
         return self._file.fileno()
 
     @property
     def sample(self) -> int | None:
-        """The sample in work; None between samples and for transforms of whole batches."""
+        """Index of the current sample; None between samples and in transforms of batches."""
         number = int.from_bytes(os.pread(self.descriptor, _NUMBER_BYTES, 0), "little", signed=True)
         return None if number == _NONE else number
 
     def note(self, index: int | None) -> None:
-        """Note that the work on a sample begins, or with None that there is none in progress."""
+        """Store the index of the current sample; None after its transform."""
         number = _NONE if index is None else index
         os.pwrite(self.descriptor, number.to_bytes(_NUMBER_BYTES, "little", signed=True), 0)
 
     def catch_signals(self) -> None:
-        """Write the stacks of all threads before a signal ends this process."""
+        """Let ``faulthandler`` write the stacks of all threads to this file at a fatal signal."""
         os.lseek(self.descriptor, 0, os.SEEK_END)
         faulthandler.enable(self.descriptor)
 
     def stack(self) -> str:
-        """Return the stack that the worker wrote at a signal, or an empty string."""
+        """Return the stacks that the worker wrote at a fatal signal, or an empty string."""
         with contextlib.suppress(OSError, ValueError):  # closed meanwhile
             size = os.fstat(self.descriptor).st_size - _NUMBER_BYTES
             text = os.pread(self.descriptor, size, _NUMBER_BYTES).decode(errors="replace")
@@ -189,7 +192,7 @@ class Notes:
         return ""
 
     def close(self) -> None:
-        """Free the memory."""
+        """Close the memory file."""
         self._file.close()
 
 
@@ -201,19 +204,24 @@ STACK_S = 2.0  # how long a worker that must end may take to write its stack bef
 
 
 def serve(workers: list[int], notes: list[int], control: int) -> None:
-    """Fork the workers, report deaths to the rank, and end all workers when the rank has ended.
+    """Fork the workers, report their exits to the rank, and end them when the rank ends.
 
-    The numbers are descriptors: a socket to the rank and memory for ``Notes`` for each worker,
-    and a socket for the server itself, which ends the worker whose number it receives.
+    Args:
+        workers: for each worker, the descriptor of its socket to the rank.
+        notes: for each worker, the descriptor of its ``Notes``.
+        control: descriptor of the server's socket to the rank. The rank sends the number of a
+            worker to end.
     """
     for kind in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(kind, signal.SIG_IGN)  # meant for the rank, which ends us by its sockets
-    import_module("hpctrain.data.reader")  # once, for all of them
+        signal.signal(
+            kind, signal.SIG_IGN
+        )  # meant for the rank, which ends the server by closing the sockets
+    import_module("hpctrain.data.reader")  # one import for all workers
     alive: _Alive = {}
     for number, descriptor in enumerate(workers):
         end, held = os.pipe()
         if not (pid := os.fork()):
-            # Another end of a socket in here would hide the death of its owner.
+            # A second copy of a socket would keep the connection open after its owner ends.
             for other in {*workers[number:], control} - {descriptor}:
                 os.close(other)
             _run(descriptor, notes[number])
@@ -229,7 +237,7 @@ def serve(workers: list[int], notes: list[int], control: int) -> None:
 
 
 def _watch(rank: "Connection[Any, Any]", alive: _Alive) -> None:
-    """Report each end to the rank; end the worker that it names, which writes its stack before."""
+    """Report the exit of each worker to the rank, and abort each worker that the rank requests."""
     while True:
         for ready in wait([rank, *alive]):
             if ready is rank:
@@ -250,7 +258,7 @@ def _abort(pid: int, end: int) -> None:
 
 
 def _run(descriptor: int, notes: int) -> None:
-    """Work, then end without the exit handlers of the server's copy."""
+    """Run a forked worker, and exit without the exit handlers inherited from the server."""
     code = 1
     try:
         _work(Connection(descriptor), Notes(notes))
@@ -264,7 +272,7 @@ def _run(descriptor: int, notes: int) -> None:
 
 
 def _work(rank: "Connection[Any, Any]", notes: Notes) -> None:
-    """Load the task, then answer every request with a message or a failure."""
+    """Load the task, then answer every request with a ``ShmMessage`` or a failure."""
     notes.catch_signals()
     torch.set_num_threads(1)
     rank.send("started")
@@ -277,7 +285,7 @@ def _work(rank: "Connection[Any, Any]", notes: Notes) -> None:
     while True:
         indices, epoch, seed = rank.recv()
         try:
-            # Random numbers depend on the samples, not on which worker happened to get them.
+            # Random numbers depend on the samples, not on the worker.
             begin_generators(indices, epoch, seed)
             message, descriptor = pack(task(indices, epoch, seed, notes.note))
         except Exception as error:  # the rank raises it
@@ -292,6 +300,6 @@ def _work(rank: "Connection[Any, Any]", notes: Notes) -> None:
 
 
 def _failure(error: Exception) -> tuple[Exception, str, str]:
-    """Return an error, the user's frames, and the whole traceback."""
+    """Return an error that can be pickled, the user's frames, and the whole traceback."""
     whole = "".join(traceback.format_exception(error))
     return portable(error), "\n".join(user_lines(error)), whole

@@ -1,4 +1,4 @@
-"""Values of another process: tensors are in memory that both map, the rest is sent as bytes."""
+"""Transfer of values between processes: tensors in shared memory, the rest pickled."""
 
 import io
 import mmap
@@ -20,18 +20,21 @@ _SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True)
 class ShmMessage:
-    """Message about a value whose tensors are in shared memory."""
+    """A pickled value, and the positions of its tensors in shared memory."""
 
     payload: bytes  # the value without its tensors and arrays
     pieces: tuple[tuple[int, int], ...]
-    """First byte and number of bytes of each of those in the memory."""
-    num_bytes: int  # of the memory, whose descriptor follows the message; 0 for none
+    """Offset and number of bytes of each tensor and array in the shared memory."""
+    num_bytes: (
+        int  # size of the shared memory; its descriptor is sent after the message; 0 for none
+    )
 
 
 def pack(value: object) -> tuple[ShmMessage, int | None]:
-    """Write a value, anything that pickles, to shared memory.
+    """Pickle a value, with its tensors and arrays in shared memory.
 
-    Returns the message, and the descriptor of the memory, which the caller sends and closes.
+    Returns the message, and the descriptor of the shared memory or None. The caller must send
+    the descriptor and close it.
     """
     arrays: list[pickle.PickleBuffer] = []
     file = io.BytesIO()
@@ -53,7 +56,7 @@ def pack(value: object) -> tuple[ShmMessage, int | None]:
 
 
 def unpack(message: ShmMessage, descriptor: int | None) -> Any:
-    """Return the value; its tensors keep the memory, and the descriptor is closed."""
+    """Unpickle the value of a message, with its tensors in shared memory; close ``descriptor``."""
     if descriptor is None:
         return cloudpickle.loads(message.payload, buffers=[bytearray() for _ in message.pieces])
     try:
@@ -65,10 +68,13 @@ def unpack(message: ShmMessage, descriptor: int | None) -> Any:
 
 
 def portable(error: Exception) -> Exception:
-    """Return an error that another process can make again: it, or one of ours with its text."""
+    """Return ``error`` if it can be unpickled, otherwise a ``DataError`` with its text.
+
+    A ``CorruptError`` stays a ``CorruptError`` with the same range of samples.
+    """
     try:
-        copy = cloudpickle.loads(pickle.dumps(error))  # many can be pickled, but not made again
-    except Exception:  # whatever a foreign class does when it is pickled
+        copy = cloudpickle.loads(pickle.dumps(error))  # many can be pickled but not unpickled
+    except Exception:  # pickling runs methods of a class of another package
         copy = None
     if type(copy) is type(error):
         return error
@@ -82,7 +88,7 @@ def portable(error: Exception) -> Exception:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Takes tensors for arrays: those leave the stream through ``buffer_callback``."""
+    """Pickler that passes the values of CPU tensors to ``buffer_callback``, as those of arrays."""
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is Tensor and obj.device.type == "cpu" and obj.layout is torch.strided:

@@ -1,1 +1,1 @@
-"""Benchmarks of the operations of the world, in the manner of OSU's and nccl-tests."""
+"""Benchmarks of communication operations, similar to the OSU benchmarks and nccl-tests."""

@@ -1,4 +1,4 @@
-"""A benchmark: its request, checked before the ranks connect, and its output."""
+"""Benchmarks of operations: check the request, measure each size, print the results."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,15 +24,15 @@ from hpctrain.doctor.benchmarks.operations import OPERATIONS, Case, Setup
 from hpctrain.runtime import initialization, world
 from hpctrain.runtime.world import World
 
-FACTOR = 4  # from one size to the next
+FACTOR = 4  # ratio of consecutive sizes
 
 UNCHECKABLE = (FLOAT8_SCALE,)
-"""Holds powers of two alone, so that sums of it are never exact."""
+"""This type represents only powers of two, so its sums are not exact."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchmarkRequest:
-    """One benchmark: an operation over a range of sizes."""
+    """Request for a benchmark: an operation and a range of message sizes."""
 
     operation: str  # one of ``OPERATIONS``
     min_bytes: int = 8  # first size
@@ -41,10 +41,10 @@ class BenchmarkRequest:
     in_bucket: bool = False  # all-reduce buckets in node memory
     peers: bool = False  # all-reduce with MPI_Allreduce too, on the same memory
     iterations: int | None = None
-    """Timed calls of each size; None for as many as fit into half a second, 5 to 1000."""
+    """Timed calls per size; None for the number that takes half a second, between 5 and 1000."""
 
     def __post_init__(self) -> None:
-        """Check all fields."""
+        """Raise ``ConfigError`` if a field is not valid."""
         if self.operation not in OPERATIONS:
             raise ConfigError(
                 f"an operation must be one of {', '.join(OPERATIONS)}, got {self.operation!r}"
@@ -63,17 +63,17 @@ class BenchmarkRequest:
         self.setup(0)  # checks the dtype
 
     def setups(self) -> list[Setup]:
-        """Return the messages, smallest first; a barrier has one, of nothing."""
+        """Return the messages, smallest first; a barrier has one empty message."""
         sizes = [0] if self.operation == "barrier" else self._sizes()
         return [self.setup(num_bytes) for num_bytes in sizes]
 
     def setup(self, num_bytes: int) -> Setup:
-        """Return the message of a size."""
+        """Return the message with the given size."""
         return Setup(num_bytes=num_bytes, dtype=self.torch_dtype, in_bucket=self.in_bucket)
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype."""
+        """Torch type of the elements; raises ``ConfigError`` if not supported."""
         found = getattr(torch, self.dtype, None)
         with suppress(CommError):
             if isinstance(found, torch.dtype) and found not in UNCHECKABLE:
@@ -97,10 +97,10 @@ ALONE = (
     "for more: hpctrain launch -n 4 hpctrain bench "
 )
 
-BUDGET_S = 0.5  # time that one size may take where the number of iterations is not given
-FEWEST, MOST = 5, 1000  # iterations that are chosen by ``BUDGET_S``
-WARM_UP = 5  # calls before them that are not timed
-PEER_ROUNDS = 5  # interleaved rounds of hpctrain and MPI, for equal disturbances
+BUDGET_S = 0.5  # time per size if the number of iterations is not given
+FEWEST, MOST = 5, 1000  # limits of the iterations that ``BUDGET_S`` determines
+WARM_UP = 5  # calls before the timed calls
+PEER_ROUNDS = 5  # rounds of hpctrain and MPI are interleaved, so that disturbances affect both
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,15 +111,15 @@ class Row:
     numel: int
     dtype: str
     min_us: float
-    """Time of a call on the rank where it was shortest; a rank's time is its mean over calls."""
+    """Minimum over ranks of the time of a call; the time of a rank is the mean over calls."""
     avg_us: float
     max_us: float
-    algorithm_gbs: float  # bytes of the message by ``avg_us``, in 1e9 bytes a second
+    algorithm_gbs: float  # bytes of the message divided by ``avg_us``, in 1e9 bytes per second
     bus_gbs: float
-    """What the busiest link carries at least; comparable between operations and world sizes."""
+    """Minimum rate of the busiest link; comparable between operations and world sizes."""
     num_wrong: int  # wrong elements over all ranks
-    library_us: float | None = None  # the same for MPI_Allreduce
-    library_ratio: float | None = None  # ``library_us`` by ``avg_us``: above 1 ours is faster
+    library_us: float | None = None  # ``avg_us`` of MPI_Allreduce
+    library_ratio: float | None = None  # ``library_us`` / ``avg_us``; hpctrain is faster above 1
 
 
 def run(
@@ -127,15 +127,15 @@ def run(
 ) -> bool:
     """Measure all sizes, and print each result immediately.
 
-    Collective over all ranks that were started together. With ``json``, rank 0 writes the points
-    to which the models of ``hpctrain.cost`` can be fitted.
+    Collective over all ranks of the launch. With ``json``, rank 0 writes points for fits of the
+    models of ``hpctrain.cost``.
 
     Returns:
-        Whether every value that was compared was right; the same on every rank.
+        True if every compared value was correct; identical on every rank.
 
     Raises:
-        ConfigError: this takes more ranks than there are.
-        MismatchError: MPI has no such type to compare with.
+        ConfigError: the operation needs more ranks, or ``json`` is not possible for the request.
+        MismatchError: MPI does not support the type, so no comparison is possible.
     """
     initialization.init()
     here = world.current()
@@ -166,7 +166,7 @@ def run(
 
 
 def _tell_load(console: Console, here: World, loads: Sequence[MachineLoad | None]) -> None:
-    """Print what other processes did on the host of rank 0; ``loads`` are by rank."""
+    """Print the load by other processes on the host of rank 0; ``loads`` are by rank."""
     hosts = {r: h for h, ranks in zip(here.topology.hosts, here.topology.nodes, strict=True)
              for r in ranks}  # fmt: skip
     first, *others = (load for rank, load in enumerate(loads) if hosts[rank] == hosts[0])
@@ -220,7 +220,7 @@ def _measure_all(comm: Communicator, request: BenchmarkRequest, console: Console
 
 
 def _describe(console: Console, here: World, request: BenchmarkRequest) -> None:
-    """Print the machine and the plan above the table."""
+    """Print the lines above the table: the machine and the plan."""
     plan = [*here.plan.describe(), ("plan chosen by", here.plan_origin)]
     rows = [*here.topology.describe(), *plan]
     width = max(len(name) for name, _ in rows)
@@ -238,7 +238,7 @@ _COLUMNS = (
     *(("wrong", "6", "num_wrong"), ("MPI us", "10.2f", "library_us")),
     ("MPI/ours", "8.2f", "library_ratio"),
 )
-"""Name, width and format, field of a ``Row``; the last two of a library that was measured."""
+"""Name, format and field of ``Row`` of each column; the last two are for MPI."""
 
 
 def head(*, peers: bool) -> str:
@@ -248,7 +248,7 @@ def head(*, peers: bool) -> str:
 
 
 def line(row: Row) -> str:
-    """Return the line of one size."""
+    """Return the line of the table for one size."""
     values = ((form, getattr(row, name)) for _, form, name in _COLUMNS)
     return " ".join(format(value, f">{form}") for form, value in values if value is not None)
 
@@ -288,7 +288,7 @@ def measure(comm: Communicator, request: BenchmarkRequest, setup: Setup) -> Row:
 
 
 def _seconds(comm: Communicator, work: Callable[[], object], iterations: int) -> list[float]:
-    """Return the mean seconds of a call on each rank; the calls follow each other at once."""
+    """Return the mean seconds of a call on each rank; calls follow without a pause. Collective."""
     comm.barrier()
     start = time.perf_counter()
     for _ in range(iterations):
@@ -299,7 +299,10 @@ def _seconds(comm: Communicator, work: Callable[[], object], iterations: int) ->
 def _interleaved(
     comm: Communicator, case: Case, iterations: int
 ) -> tuple[list[float], list[float]]:
-    """Time hpctrain and MPI interleaved; return the median round of each rank for both."""
+    """Measure rounds of hpctrain and MPI alternately. Collective.
+
+    Returns the median over rounds of the seconds of a call on each rank, for hpctrain and for MPI.
+    """
     library = LibraryAllreduce(case.given[0].values, Op.SUM)
     ours: list[list[float]] = []
     theirs: list[list[float]] = []

@@ -1,8 +1,8 @@
-"""Operations of benchmarks: a table, and a function for the case of each operation.
+"""Operations of benchmarks: a table, and a function per operation that returns its case.
 
-Every operation is exact for the chosen values in every dtype, so that each element can be checked.
-The values of a rank repeat after ``PERIOD`` elements: the expected result is computed for one
-period, in integers, and compared bitwise with all periods.
+The values are chosen so that every operation is exact in every dtype, and each element of a result
+can be checked. The values of a rank repeat after ``PERIOD`` elements. The expected result is
+computed for one period, in integers, and compared bitwise with all periods.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,40 +16,40 @@ from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.communicator import Communicator
 
 PERIOD = 61
-"""A prime: adjacent slices, chunks and cache lines of any size have different values."""
+"""A prime number, so that adjacent slices, chunks and cache lines have different values."""
 _TILE_PERIODS = 1 << 14  # periods that are written or compared at once: 1 Mi elements
 
 
 def values_of(rank: int, size: int, dtype: torch.dtype) -> Tensor:
-    """Return a period of the values of ``rank``, one of ``size`` ranks, of ``dtype``."""
+    """Return one period of the values of ``rank``, among ``size`` ranks, as ``dtype``."""
     return _whole(rank, size, dtype).to(dtype)
 
 
 def combined(size: int, dtype: torch.dtype) -> Tensor:
-    """Return a period of the sum of the values of all ranks, of ``dtype``."""
+    """Return one period of the sum of the values of all ranks, as ``dtype``."""
     return torch.stack([_whole(rank, size, dtype) for rank in range(size)]).sum(0).to(dtype)
 
 
 def write(target: Tensor, period: Tensor, start: int = 0) -> None:
-    """Fill flat ``target`` with repetitions of ``period``, from its element ``start`` on."""
+    """Fill the flat ``target`` with repetitions of ``period``, from element ``start`` of it on."""
     for chunk, tile in _tiles(target, period, start):
         chunk.copy_(tile)
 
 
 def num_wrong(values: Tensor, period: Tensor, start: int = 0) -> int:
-    """Count the elements of flat ``values`` that ``write`` would change."""
+    """Return the number of elements of flat ``values`` that differ from those ``write`` writes."""
     return sum(
         int((chunk != tile).any(dim=1).sum()) for chunk, tile in _tiles(values, period, start)
     )
 
 
 def _whole(rank: int, size: int, dtype: torch.dtype) -> Tensor:
-    """Return the values as integers; bool converts nonzero values to True."""
+    """Return one period of the values as integers; for bool, nonzero means True."""
     place = torch.arange(PERIOD)
     if dtype is torch.bool:
-        # False everywhere in a few places only.
+        # All ranks have False only at few positions, so that a sum contains True and False.
         return ((place + rank) % (size + 1) == 0).long()
-    # Where the sum of all would not be exact, only one rank of every `stride` adds to it.
+    # If a sum over all ranks would not be exact, only each `stride`-th rank has nonzero values.
     limit = _largest_exact(dtype)
     stride = -(-size // limit)
     values = (3 * place + rank) % (limit // -(-size // stride) + 1)
@@ -57,14 +57,14 @@ def _whole(rank: int, size: int, dtype: torch.dtype) -> Tensor:
 
 
 def _largest_exact(dtype: torch.dtype) -> int:
-    """Return a bound below which ``dtype`` represents all integers."""
+    """Return a number up to which ``dtype`` represents all integers."""
     if dtype.is_floating_point or dtype.is_complex:
         return min(round(2 / torch.finfo(dtype).eps), 1 << 20)
     return min(torch.iinfo(dtype).max, 1 << 20)
 
 
 def _tiles(flat: Tensor, period: Tensor, start: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield chunks of ``flat`` and what belongs there, as bytes: a row per element."""
+    """Yield chunks of ``flat`` and their expected content, as bytes with one row per element."""
     rows = flat.view(torch.uint8).view(-1, flat.itemsize)
     tile = period.roll(-(start % PERIOD)).view(torch.uint8).view(PERIOD, flat.itemsize)
     tile = tile.repeat(min(_TILE_PERIODS, -(-len(rows) // PERIOD)), 1)
@@ -74,31 +74,31 @@ def _tiles(flat: Tensor, period: Tensor, start: int) -> Iterator[tuple[Tensor, T
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setup:
-    """One message."""
+    """A message: size, type and memory."""
 
     num_bytes: int
-    """Size that was asked for; it is rounded down to whole elements for each rank, at least 1."""
+    """Requested size, rounded down to whole elements per rank, at least one element."""
     dtype: torch.dtype
     in_bucket: bool = False
-    """In a bucket in node memory instead of an ordinary tensor; for all-reduce."""
+    """Whether the message is a bucket in node memory instead of a tensor; for all-reduce."""
 
     @property
     def numel(self) -> int:
-        """Elements of the whole message."""
+        """Number of elements of the message."""
         return max(self.num_bytes // self.dtype.itemsize, 1)
 
 
 class ExpectedTensor(NamedTuple):
-    """Expected content of a tensor."""
+    """A tensor and its expected content."""
 
     values: Tensor  # flat
-    period: Tensor  # repeated all through it
-    start: int = 0  # index in the period of the first element
+    period: Tensor  # repeated over the whole tensor
+    start: int = 0  # index of the first element in the period
     numel: int | None = None
-    """Expected length; all elements of a tensor of another length are wrong."""
+    """Expected number of elements; all elements of a tensor of another length count as wrong."""
 
     def num_wrong(self) -> int:
-        """Count the wrong elements."""
+        """Return the number of wrong elements."""
         if self.numel is not None and self.values.shape != (self.numel,):
             return max(self.numel, 1)
         return num_wrong(self.values, self.period, self.start)
@@ -106,17 +106,17 @@ class ExpectedTensor(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """One operation on one message, on one rank."""
+    """An operation on a message, on this rank."""
 
     numel: int  # elements of the message, as the bandwidth counts it
     call: Callable[[], Any]  # runs the operation once. Collective
     given: list[ExpectedTensor] = field(default_factory=list)
-    """Content before a checked call."""
+    """Tensors that the operation reads, with their content before a checked call."""
     expected: Callable[[Any], list[ExpectedTensor]] = lambda _: []
-    """Content after it, of the result of the call."""
+    """Returns the tensors to check after a call, from the result of the call."""
 
     def num_wrong(self) -> int:
-        """Run the operation on known values, and count the wrong elements of this rank.
+        """Run the operation on known values; return the number of wrong elements of this rank.
 
         Collective.
         """
@@ -124,13 +124,13 @@ class Case:
         return sum(part.num_wrong() for part in self.expected(self.call()))
 
     def fill(self) -> None:
-        """Write the known values."""
+        """Write the known values into the tensors that the operation reads."""
         for part in self.given:
             write(part.values, part.period, part.start)
 
 
 def allreduce(comm: Communicator, setup: Setup) -> Case:
-    """``allreduce_``; the message is the tensor."""
+    """Return the case of ``allreduce_``; the message is the tensor."""
     target: Tensor | Bucket = (
         comm.new_bucket(setup.numel, setup.dtype)
         if setup.in_bucket
@@ -147,7 +147,7 @@ def allreduce(comm: Communicator, setup: Setup) -> Case:
 
 
 def reduce_scatter(comm: Communicator, setup: Setup) -> Case:
-    """``reduce_scatter``; the message is the whole tensor that each rank gives."""
+    """Return the case of ``reduce_scatter``; the message is the input tensor of a rank."""
     given = torch.empty(setup.numel, dtype=setup.dtype)
     total = combined(comm.size, setup.dtype)
     sizes = [len(part) for part in torch.arange(setup.numel).tensor_split(comm.size)]
@@ -161,7 +161,7 @@ def reduce_scatter(comm: Communicator, setup: Setup) -> Case:
 
 
 def all_gather(comm: Communicator, setup: Setup) -> Case:
-    """``all_gather``; the message is what every rank holds in the end."""
+    """Return the case of ``all_gather``; the message is the result of a rank."""
     each = max(setup.numel // comm.size, 1)
     given = torch.empty(each, dtype=setup.dtype)
     values = _of_all(comm, setup)
@@ -174,14 +174,14 @@ def all_gather(comm: Communicator, setup: Setup) -> Case:
 
 
 def alltoall(comm: Communicator, setup: Setup) -> Case:
-    """``alltoall``; the message is all that one rank gives away."""
+    """Return the case of ``alltoall``; the message is the input of a rank, for all ranks."""
     each = max(setup.numel // comm.size, 1)
     given = [torch.empty(each, dtype=setup.dtype) for _ in range(comm.size)]
     values = _of_all(comm, setup)
     return Case(
         numel=each * comm.size,
         call=lambda: comm.alltoall(given),
-        # Those for rank r begin at the element r of the period.
+        # The values for rank r start at element r of the period.
         given=[
             ExpectedTensor(tensor, values[comm.rank], dest) for dest, tensor in enumerate(given)
         ],
@@ -190,7 +190,7 @@ def alltoall(comm: Communicator, setup: Setup) -> Case:
 
 
 def broadcast(comm: Communicator, setup: Setup) -> Case:
-    """``broadcast_`` from rank 0; the message is the tensor."""
+    """Return the case of ``broadcast_`` from rank 0; the message is the tensor."""
     tensor, period = torch.zeros(setup.numel, dtype=setup.dtype), _of_root(comm, setup)
     return Case(
         numel=setup.numel,
@@ -201,7 +201,7 @@ def broadcast(comm: Communicator, setup: Setup) -> Case:
 
 
 def send(comm: Communicator, setup: Setup) -> Case:
-    """``send`` from rank 0 to the last rank and back; a call is one direction."""
+    """Return the case of ``send`` from rank 0 to the last rank and back."""
     tensor, period = torch.zeros(setup.numel, dtype=setup.dtype), _of_root(comm, setup)
     last = comm.size - 1
 
@@ -222,16 +222,16 @@ def send(comm: Communicator, setup: Setup) -> Case:
 
 
 def barrier(comm: Communicator, _: Setup) -> Case:
-    """``barrier``; there is no message, and nothing can be wrong."""
+    """Return the case of ``barrier``, which has no message and no values to check."""
     return Case(numel=0, call=comm.barrier)
 
 
 class MeasuredOperation(NamedTuple):
-    """Properties of an operation."""
+    """Properties of an operation of the benchmark."""
 
     case: Callable[[Communicator, Setup], Case]
     bus_factor: Callable[[int], float]
-    """Of the number of ranks: bytes that the busiest link must carry, by bytes of the message.
+    """Function of the number of ranks: minimum bytes of the busiest link per byte of message.
     Source: PERFORMANCE.md of nccl-tests."""
     messages: int = 1  # consecutive messages of one call
 
@@ -253,13 +253,13 @@ OPERATIONS = {
     "barrier": MeasuredOperation(barrier, _once),
     "send": MeasuredOperation(send, _once, messages=2),
 }
-"""By the names of the command line."""
+"""Operations by their names on the command line."""
 
 
 def _from_all(
     got: Sequence[Tensor], values: list[Tensor], start: int, numel: int
 ) -> list[ExpectedTensor]:
-    """Return what each rank should have given, of its own values."""
+    """Return the received tensors with the values that each rank has sent."""
     return [ExpectedTensor(one, own, start, numel) for one, own in zip(got, values, strict=True)]
 
 

@@ -1,1 +1,1 @@
-"""Judgements of ``hpctrain doctor``, without MPI and torch: facts go in, findings come out."""
+"""Checks of ``hpctrain doctor``: functions from facts to findings, without MPI and torch."""

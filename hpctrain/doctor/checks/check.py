@@ -10,11 +10,11 @@ SHOWN = 4  # hosts, values or findings of a kind in the output
 
 
 Found = Finding | Iterable[Finding]
-"""Result of a check: at least one finding, ``ok`` without a fault."""
+"""Result of a check: one or more findings, ``ok`` if there is no fault."""
 
 
 def named(check: str, found: Found) -> list[Finding]:
-    """Return the findings of a check under its name, unless a finding has another name."""
+    """Return the findings of a check, with the name of the check unless a finding has a name."""
     several = [found] if isinstance(found, Finding) else found
     return [replace(each, check=check or each.check) for each in several]
 
@@ -26,18 +26,18 @@ error = partial(Finding, "", "error")  # will fail; needs a remedy
 
 
 def plural(number: int, noun: str) -> str:
-    """Write ``1 core`` or ``2 cores``."""
+    """Return a number with its noun: ``1 core`` or ``2 cores``."""
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def listed(names: Sequence[str]) -> str:
-    """Write a few of many names, and how many more there are."""
+    """Return the first names as text, with the number of names that are omitted."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return f"{', '.join(names[:SHOWN])}{more}"
 
 
 def few(findings: Sequence[Finding]) -> list[Finding]:
-    """Return the first findings of one kind, such as one of each host, and how many follow."""
+    """Return the first of several similar findings, and one with the number of the others."""
     rest = len(findings) - SHOWN
     if rest <= 0:
         return list(findings)
@@ -45,10 +45,10 @@ def few(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def merge(findings: Sequence[Sequence[Finding]], hosts: Sequence[str]) -> list[Finding]:
-    """Keep each finding once, in the order of the first rank that has it.
+    """Return each distinct finding of the ranks once, in the order of the checks.
 
-    The finding names its hosts unless all hosts have it. An ``ok`` is kept only from rank 0, and
-    only if the check found no fault on any rank.
+    A finding names its hosts unless all hosts have the finding. An ``ok`` is kept only from rank
+    0, and only if the check found no fault on any rank.
     """
     found: dict[Finding, dict[str, None]] = {}
     for of_rank, host in zip(findings, hosts, strict=True):

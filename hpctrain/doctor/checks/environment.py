@@ -1,4 +1,4 @@
-"""The environment of ranks: packages, the MPI library, engines, settings, directories."""
+"""Checks of the environment: packages, MPI library, engines, settings, directories."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -16,14 +16,14 @@ from hpctrain.doctor.checks.facts import DirectoryFacts, Facts, Reached, WorldFa
 
 
 def check_versions(facts: Facts) -> Found:
-    """Report missing packages."""
+    """Report packages that are not installed."""
     found = [_missing(name) for name, version in facts.versions.items() if version is None]
     installed = [f"{name} {version}" for name, version in facts.versions.items() if version]
     return found or ok(", ".join([*installed, facts.place]))
 
 
 def check_equal_versions(world: WorldFacts) -> Found:
-    """Find packages and libraries of which the ranks have different versions."""
+    """Report packages and libraries that have different versions on different ranks."""
     versions = [each.versions for each in world.ranks]
     do = (
         "start all ranks from one environment, on a file system that all nodes see, or staged to "
@@ -45,7 +45,7 @@ _SYSTEM = Path("/usr")  # contains packages of the system, not of a module
 
 
 def check_library(facts: Facts) -> Found:
-    """Find a library that cannot be loaded, or that hides another."""
+    """Report an MPI library that cannot be loaded, or that hides another MPI library."""
     mpi = facts.mpi
     if mpi.error:
         what, _, do = mpi.error.partition("; ")
@@ -63,17 +63,22 @@ def check_library(facts: Facts) -> Found:
 
 
 def _is_same(a: Path, b: Path) -> bool:
-    """Return True if two files belong to one MPI; Intel's has a ``lib/release`` in its ``lib``."""
+    """Return True if two libraries belong to the same MPI.
+
+    Intel MPI has libraries in ``lib`` and in ``lib/release``.
+    """
     is_one_tree = a.is_relative_to(b.parent) or b.is_relative_to(a.parent)
     return is_one_tree and family(a) == family(b)
 
 
 def _hidden(facts: Facts, library: Path, other: Reached) -> Finding | None:
-    """Judge a library that is not the one ranks load."""
+    """Return the finding about an MPI library that other programs load, but ranks do not."""
     is_chosen = bool(chosen_library(facts.environ))
     use = f"export MPI4PY_LIBMPI={other.library}"
     if other.by == "mpirun":
-        if launched(facts.environ) is not None:  # ranks run already, by whatever launcher
+        if (
+            launched(facts.environ) is not None
+        ):  # the ranks are started already, so mpirun does not matter
             return None
         is_site = other.program is not None and not other.program.is_relative_to(_SYSTEM)
         find = warning if is_site and not is_chosen else note
@@ -93,7 +98,7 @@ def _hidden(facts: Facts, library: Path, other: Reached) -> Finding | None:
 
 
 def check_engines(facts: Facts) -> Found:
-    """Find a requested Horovod that is missing or does not load."""
+    """Report the engine Horovod if it is requested but missing, or cannot be loaded."""
     if facts.horovod_error:
         what, _, do = facts.horovod_error.rpartition("; ")
         return error(what, do)
@@ -113,7 +118,7 @@ _FOR_ALL = (
 
 
 def check_settings(facts: Facts) -> Found:
-    """Find invalid and unknown variables, and list every setting with its source."""
+    """Report invalid and unknown variables, and every setting with its source."""
     try:
         given = config.read(facts.environ)
     except ConfigError as refusal:
@@ -135,7 +140,7 @@ def check_settings(facts: Facts) -> Found:
 
 
 def check_equal_settings(world: WorldFacts) -> Found:
-    """Find variables that differ between ranks."""
+    """Report environment variables that differ between ranks."""
     ours = [_ours(facts.environ) for facts in world.ranks]
     theirs = [tuning(facts.environ) for facts in world.ranks]
     found = []
@@ -148,13 +153,13 @@ def check_equal_settings(world: WorldFacts) -> Found:
 
 
 def _ours(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of hpctrain that all ranks should have in common."""
+    """Return the variables of hpctrain that should be identical on all ranks."""
     names = (config.variable_of(each.name) for each in fields(Settings))
     own = tuple(map(config.variable_of, OWN_TO_A_NODE))
     return {name: environ[name] for name in names if name in environ and name not in own}
 
 
-FULL_BYTES = GIB  # less than this is soon used up by checkpoints
+FULL_BYTES = GIB  # checkpoints soon fill less free space than this
 
 _WITHOUT_LOCKS = (
     "hpctrain reads and writes HDF5 without locks; for other programs "
@@ -163,7 +168,7 @@ _WITHOUT_LOCKS = (
 
 
 def check_directories(facts: Facts) -> list[Finding]:
-    """Find operations that fail or hang in each requested directory."""
+    """Report file operations that fail or hang in the requested directories."""
     return [found for each in facts.directories for found in _judge(each)]
 
 
@@ -173,7 +178,7 @@ def _judge(facts: DirectoryFacts) -> list[Finding]:
         return [_hung(where, facts.hung)]
     failed = {step: refusal for step, refusal in facts.steps.items() if refusal}
     if failed:
-        # One finding of a kind: where no locks are, HDF5 fails with them as well.
+        # One finding is sufficient: without file locks, HDF5 with locks fails too.
         kinds = {"lock" in step: step for step in reversed(failed)}
         return [_failed(where, step, failed[step]) for step in kinds.values()]
     if facts.free_bytes < FULL_BYTES:

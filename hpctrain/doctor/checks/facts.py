@@ -1,4 +1,4 @@
-"""Facts about a process, its machine and all ranks; gathered once for all checks."""
+"""Facts about a process, its machine and all ranks: the input of the checks."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,9 +16,9 @@ from hpctrain.doctor.checks.check import listed
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reached:
-    """An MPI library that a program of this environment would load."""
+    """An MPI library that a program in this environment would load."""
 
-    library: Path  # with links followed
+    library: Path  # resolved path
     by: str  # the origin: ``LD_LIBRARY_PATH`` or ``mpirun``
     program: Path | None = None  # the ``mpirun`` in PATH that belongs to the library
 
@@ -28,7 +28,7 @@ class MpiFacts:
     """The MPI library of a rank and other MPI libraries on the machine."""
 
     library: Path | None = None
-    """File that mpi4py loads; None if it was not tried or failed."""
+    """File that mpi4py loads; None if loading failed or was not tried."""
     error: str = ""  # why mpi4py cannot load a library
     reached: tuple[Reached, ...] = ()  # libraries that other programs would load
     is_wheel: bool = False  # whether a Python package contains the library
@@ -39,7 +39,7 @@ class MpiFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CoreFacts:
-    """The cores of this process."""
+    """The cores that this process may use."""
 
     mask: tuple[int, ...] = (0,)  # hardware threads in the affinity mask
     quota: float | None = None  # CPU limit of the control group, in cores
@@ -50,7 +50,7 @@ class CoreFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryFacts:
-    """Memory of the node, and methods to share it."""
+    """Memory of the node, and the support for shared memory."""
 
     rooms: tuple[Room, ...] = ()  # limits that apply to this process
     shm_bytes: int = 0  # size of /dev/shm; 0 if it does not exist
@@ -95,13 +95,13 @@ class Card:
 
     @property
     def is_fast(self) -> bool:
-        """Whether the adapter can carry messages over a network other than Ethernet."""
+        """True if the adapter is active and belongs to a network other than Ethernet."""
         return self.is_live and not self.speaks_ethernet
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NetworkFacts:
-    """Network adapters, and kernel features that MPI uses."""
+    """Fast network adapters, and kernel features that MPI uses."""
 
     cards: tuple[Card, ...] = ()
     copy_error: str = ""  # why the kernel refuses process_vm_readv; empty if it permits the call
@@ -109,20 +109,20 @@ class NetworkFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DirectoryFacts:
-    """Result of the trial of a directory."""
+    """Result of a trial of file operations in a directory."""
 
     path: Path
     file_system: str = ""  # type of the file system, such as ``nfs4`` or ``lustre``
     free_bytes: int = 0
     steps: Mapping[str, str] = field(default_factory=dict)
-    """Errors of ``list``, ``write``, ``lock``, ``hdf5`` and ``hdf5 locked``, empty on success; in
-    order, up to the last completed step."""
+    """Error texts of the completed steps ``list``, ``write``, ``lock``, ``hdf5`` and ``hdf5
+    locked``, in this order; empty on success."""
     hung: str = ""  # the step that exceeded its time limit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """Input of the checks of one process."""
+    """Facts about one process and its machine: input of the checks of a process."""
 
     environ: Mapping[str, str]  # environment variables of the process
     host: str = ""
@@ -134,8 +134,8 @@ class Facts:
     memory: MemoryFacts
     network: NetworkFacts
     horovod_error: str = ""
-    """Why the engine Horovod does not load, and the remedy; empty unless it was requested."""
-    load: MachineLoad | None = None  # of the machine; None in a rank
+    """Reason why the engine Horovod cannot be loaded, and the remedy; empty unless requested."""
+    load: MachineLoad | None = None  # load of the machine; None in a rank of a launch
     gpus: GpuFacts = GpuFacts()
     visible: VisibleGpus = VisibleGpus()
     directories: tuple[DirectoryFacts, ...] = ()  # directories that the user named
@@ -143,17 +143,17 @@ class Facts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredLink:
-    """Latency, bandwidth and clock difference that two ranks measured between them."""
+    """Latency, bandwidth and clock difference between two ranks."""
 
     ranks: tuple[int, int]  # the measuring rank and its partner
-    latency_s: float  # of a small message in one direction, the minimum of many
-    bytes_per_s: float  # of a large message, the maximum of a few
+    latency_s: float  # minimum time of a small message in one direction
+    bytes_per_s: float  # maximum bandwidth of large messages
     sent_bytes: int = 0  # approximate bytes sent in each direction
     clock_s: float = 0.0  # clock of the second rank minus clock of the first rank
     clock_error_s: float = 0.0  # bound of the error of ``clock_s``
 
     def with_best_of(self, other: "MeasuredLink") -> "MeasuredLink":
-        """Return this link with the better figures of two measurements."""
+        """Return this link with the better latency and bandwidth of two measurements."""
         return replace(
             self,
             latency_s=min(self.latency_s, other.latency_s),
@@ -164,33 +164,36 @@ class MeasuredLink:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Carried:
-    """Bytes that left one host during the measurements."""
+    """Bytes that one host sent during the measurements, by interface."""
 
     host: str
     sent_bytes: int  # approximate bytes of messages of this program to other nodes
-    by_interface: Mapping[str, int]  # by name: interfaces of the kernel, such as Ethernet
-    by_card: Mapping[str, int]  # by name: InfiniBand and similar adapters
+    by_interface: Mapping[str, int]  # bytes sent by interfaces of the kernel, such as Ethernet
+    by_card: Mapping[str, int]  # bytes sent by InfiniBand and similar adapters
     fast_cards: tuple[str, ...] = ()  # fast adapters of the host, with or without counters
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrafficFacts:
-    """Measurements between ranks."""
+    """Measured links between ranks, and bytes sent by each node."""
 
-    inside: Sequence[MeasuredLink] = ()  # between two ranks of each node
-    between: Sequence[MeasuredLink] = ()  # between the first ranks of nodes
+    inside: Sequence[MeasuredLink] = ()  # a link between two ranks of each node
+    between: Sequence[MeasuredLink] = ()  # links between the first ranks of nodes
     carried: Sequence[Carried] = ()  # bytes that left each node meanwhile
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorldFacts:
-    """Input of the checks of all ranks; a single process is a world of one rank."""
+    """Facts about all ranks: input of the checks of a launch.
+
+    A single process is a world of one rank.
+    """
 
     ranks: Sequence[Facts]
     topology: Topology
     launched: Launched | None = None  # variables of the launcher of rank 0
     mpi: str = "no MPI"  # name and version of the MPI library
-    settings: Settings = field(default_factory=Settings)  # of rank 0, which apply to all ranks
+    settings: Settings = field(default_factory=Settings)  # settings of rank 0, used by all
     engine: str = "hpctrain"  # engine that moves tensors
     node_memory: str = "alone"  # method of the plan to share memory on a node
     overlap: str = "end"  # time at which the plan sends gradients
@@ -203,7 +206,7 @@ class WorldFacts:
 
     @property
     def host_of(self) -> dict[int, str]:
-        """The name of a node by its first rank."""
+        """Host name of each node, by the first rank of the node."""
         nodes = zip(self.topology.nodes, self.topology.hosts, strict=True)
         return {ranks[0]: host for ranks, host in nodes}
 
@@ -217,7 +220,7 @@ def by_host(ranks: Sequence[Facts]) -> dict[str, list[int]]:
 
 
 def differences(values: Sequence[Mapping[str, str | None]]) -> Iterator[tuple[str, str]]:
-    """Yield each name whose value differs between ranks, and the ranks of each value."""
+    """Yield each name whose value differs between ranks, and a text of values and ranks."""
     for name in dict.fromkeys(name for of_rank in values for name in of_rank):
         ranks_of: dict[str, list[int]] = {}
         for rank, of_rank in enumerate(values):

@@ -1,4 +1,4 @@
-"""The accelerators of a machine, and which of them each rank takes."""
+"""Checks of the GPUs of a machine, and of their assignment to ranks."""
 
 import re
 from collections import Counter
@@ -17,7 +17,7 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def check_gpus(facts: Facts) -> Found:
-    """Find devices that are given twice, a lack of devices, and why torch has none."""
+    """Report GPUs that are assigned twice, missing GPUs, and GPUs that torch cannot use."""
     found = [*_given_twice(facts), *_too_few(facts), *_unused(facts)]
     text = f"{facts.gpus.num_devices} in this machine"
     if facts.gpus.driver:
@@ -28,7 +28,10 @@ def check_gpus(facts: Facts) -> Found:
 
 
 def check_own_gpus(world: WorldFacts) -> Found:
-    """Compare what the ranks of each node take: the one they see, or that of their local rank."""
+    """Report ranks of a node that use the same GPU, no GPU, or a distant GPU.
+
+    A rank uses the visible GPU whose index is its local rank, modulo the number of visible GPUs.
+    """
     ranks = world.ranks
     if not any(facts.visible.names for facts in ranks):
         return ok("no rank sees a GPU: the CPU computes")
@@ -61,7 +64,7 @@ def check_own_gpus(world: WorldFacts) -> Found:
 
 
 def check_nccl(world: WorldFacts) -> Found:
-    """Report whether NCCL can sum gradients of all ranks on their GPUs, or why not."""
+    """Report whether NCCL can sum gradients over all ranks, or the reason why not."""
     if not any(facts.visible.by_torch for facts in world.ranks):
         return ok("nothing to sum: torch sees no GPU")
     version, obstacle = world.nccl
@@ -75,9 +78,9 @@ def check_nccl(world: WorldFacts) -> Found:
 
 
 def named(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the GPUs that the environment gives to a process.
+    """Return the names of the GPUs that the environment assigns to a process.
 
-    The names identify the same GPU in all processes of a host unless a container renumbers GPUs.
+    Equal names mean the same GPU in all processes of a host, unless a container renumbers GPUs.
     """
     return _words(visible_devices(environ))
 
@@ -99,7 +102,10 @@ def _given_twice(facts: Facts) -> list[Finding]:
 
 
 def _too_few(facts: Facts) -> list[Finding]:
-    """Compare tasks with devices before a launch; afterwards the ranks compare their own."""
+    """Report different numbers of tasks and GPUs of a node before the launch.
+
+    After the launch, ``check_own_gpus`` compares the GPUs of the ranks.
+    """
     environ = facts.environ
     ranks = ranks_per_node(environ)
     devices = gpus_of_job(environ)
@@ -153,7 +159,7 @@ def _shared(device: str, members: Sequence[int], host: str, ranks: Sequence[Fact
 
 
 def _unreached(members: Sequence[int], host: str, ranks: Sequence[Facts]) -> Iterator[Finding]:
-    """Report GPUs of a node that cannot access the memory of each other."""
+    """Report GPUs of a node that cannot access each other's memory."""
     if not all(ranks[rank].visible.by_torch for rank in members):
         return
     if len({frozenset(ranks[rank].visible.names) for rank in members}) > 1:
@@ -191,7 +197,7 @@ def _far(members: Sequence[int], host: str, ranks: Sequence[Facts]) -> Iterator[
 
 
 def _index(name: str, gpus: GpuFacts) -> int | None:
-    """Return the number by which nvidia-smi calls a GPU; None if unknown."""
+    """Return the index of a GPU in nvidia-smi, or None if unknown."""
     if name.isdigit():
         return int(name)
     uuids = [uuid.removeprefix("GPU-") for uuid in gpus.uuids]
@@ -199,7 +205,7 @@ def _index(name: str, gpus: GpuFacts) -> int | None:
     return uuids.index(name) if name in uuids else None
 
 
-_SHOWN = 4  # pairs that are named
+_SHOWN = 4  # number of pairs in a message
 _WAYS = {
     "NV": "NVLink",
     "PIX": "a PCIe switch",
@@ -208,18 +214,18 @@ _WAYS = {
     "NODE": "PCIe through one NUMA node",
     "SYS": "the link between the sockets",
 }
-"""Connections of two devices in the terms of nvidia-smi, the fastest first."""
+"""Connections between two devices, by the abbreviation of nvidia-smi, fastest first."""
 
 
 @dataclass(frozen=True)
 class GpuLinks:
-    """The matrix of ``nvidia-smi topo -m``: connections of GPUs, NICs and cores."""
+    """Connections between GPUs, NICs and cores, parsed from ``nvidia-smi topo -m``."""
 
     text: str
 
     @cached_property
     def _rows(self) -> dict[str, dict[str, str]]:
-        """Cells by the name of their row and of their column."""
+        """Cells of the matrix, by name of the row and name of the column."""
         lines = [line for line in self.text.splitlines() if line.strip()]
         head = next((line for line in lines if line.lstrip().startswith("GPU0")), "")
         names = re.split(r"\t+|\s{2,}", head.strip())
@@ -232,7 +238,7 @@ class GpuLinks:
 
     @property
     def between_gpus(self) -> dict[tuple[int, int], str]:
-        """Connection of two GPUs, by their numbers: ``NV18``, ``PIX`` and so on."""
+        """Connection of each pair of GPUs, by their indices: ``NV18``, ``PIX`` and so on."""
         gpus = sorted(int(name[3:]) for name in self._rows if re.fullmatch(r"GPU\d+", name))
         return {
             (one, other): self._rows[f"GPU{one}"].get(f"GPU{other}", "")
@@ -252,7 +258,7 @@ class GpuLinks:
 
     @property
     def cores(self) -> dict[int, set[int]]:
-        """The cores that a GPU is connected to."""
+        """Cores that are local to each GPU."""
         return {
             int(name[3:]): set(_numbers(cells["CPU Affinity"]))
             for name, cells in self._rows.items()
@@ -274,7 +280,7 @@ def _kind(way: str) -> str:
 
 
 def _numbers(text: str) -> Iterator[int]:
-    """Yield the numbers of ``0-23,96-119``."""
+    """Yield the integers of a list of ranges such as ``0-23,96-119``."""
     for part in text.split(","):
         first, _, last = part.partition("-")
         if first.isdigit():

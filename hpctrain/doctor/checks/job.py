@@ -1,4 +1,4 @@
-"""The job: its division, and whether its launcher makes one world of its ranks."""
+"""Checks of the job: size, launcher, MPI world, and plan."""
 
 from hpctrain.cluster.env import (
     Launched,
@@ -18,7 +18,7 @@ from hpctrain.doctor.checks.facts import Facts, WorldFacts
 
 
 def check_job(facts: Facts) -> Found:
-    """Report the job and its size, and settings that srun does not pass to the ranks."""
+    """Report the job, its size, and cores that srun does not pass to the ranks."""
     environ, name = facts.environ, scheduler(facts.environ)
     if not name:
         return ok("no job: this looks like a login node or a workstation")
@@ -41,7 +41,7 @@ def check_job(facts: Facts) -> Found:
 
 
 def check_launcher(facts: Facts) -> Found:
-    """Report the launcher of this rank; before a launch, whether srun can start ranks."""
+    """Report the launcher of this rank, or, before a launch, whether srun can start ranks."""
     offered, library = facts.mpi.srun_types, facts.mpi.library
     if found := launched(facts.environ):
         return ok(f"{found.name}: rank {found.rank} of {found.size} ({found.size_variable})")
@@ -59,7 +59,7 @@ def check_launcher(facts: Facts) -> Found:
 
 
 def check_world(world: WorldFacts) -> Found:
-    """Compare the variables of the launcher with the world of MPI."""
+    """Report a difference between the world of MPI and the variables of the launcher."""
     topology, found = world.topology, world.launched
     told = f"{plural(topology.size, 'rank')} on {plural(topology.num_nodes, 'node')}"
     if found is None:
@@ -89,7 +89,7 @@ def check_nodes(world: WorldFacts) -> Found:
 
 
 def check_level(world: WorldFacts) -> Found:
-    """Report whether threads may call MPI."""
+    """Report whether MPI provides MPI_THREAD_MULTIPLE on all ranks."""
     levels = [facts.mpi.thread_level for facts in world.ranks]
     low = [rank for rank, level in enumerate(levels) if level != "MULTIPLE"]
     if not low:

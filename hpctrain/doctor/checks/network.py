@@ -1,4 +1,4 @@
-"""Checks of the network: use of fast adapters, speed of links, agreement of clocks."""
+"""Checks of the network: use of fast adapters, speed of links, clocks of nodes."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -58,7 +58,7 @@ def slow_settings(environ: Mapping[str, str]) -> list[str]:
 
 
 def check_copies(facts: Facts) -> Found:
-    """Report whether MPI can copy between the ranks of a node directly."""
+    """Report whether MPI can copy memory between processes by ``process_vm_readv``."""
     if not facts.network.copy_error:
         return ok("ranks of a node may read each other's memory")
     return warning(
@@ -70,7 +70,7 @@ def check_copies(facts: Facts) -> Found:
 
 
 def check_ways(world: WorldFacts) -> Found:
-    """Report the interfaces of messages between nodes, and unused fast networks."""
+    """Report the interfaces that send messages between nodes, and unused fast networks."""
     carried = world.traffic.carried
     if len(carried) < 2:
         return ok("one node: nothing goes over a network")
@@ -101,12 +101,12 @@ def _way(node: Carried) -> str:
 
 
 def _by_tcp(node: Carried) -> str:
-    """Return the interface by which the kernel has sent the messages, empty if it has not."""
+    """Return the kernel interface that sent most messages by TCP, or an empty text."""
     return _main(node.by_interface, node.sent_bytes)
 
 
 def _main(counted: Mapping[str, int], sent_bytes: int) -> str:
-    """Return the interface that has carried most of the bytes, empty if none has."""
+    """Return the interface that sent most of the bytes, or an empty text."""
     if not counted or sent_bytes < FEWEST_BYTES:
         return ""
     name = max(counted, key=lambda name: counted[name])
@@ -119,11 +119,12 @@ def _is_slow_ucx(words: list[str]) -> bool:
 
 
 SLOWER = 3.0
-"""A link is slow below the usual bandwidth divided by this; healthy links differ by two."""
+"""A link is slow if its bandwidth is below the usual bandwidth divided by this number. The
+bandwidths of healthy links differ by up to a factor of two."""
 LATER, LATER_S = 4.0, 300e-6
-"""A link is slow above this multiple of the usual latency plus this time; less is noise."""
+"""A link is slow if its latency exceeds the usual latency by this factor and by this time."""
 SLOWEST_BYTES_PER_S, LONGEST_S = 12e6, 5e-3
-"""Worse than any network that is made for computing; a gigabit carries 118e6 bytes."""
+"""Limits that every network for computing reaches; gigabit Ethernet carries 118e6 bytes/s."""
 WRONG_S = 1.0  # clocks that are kept by NTP differ by milliseconds
 
 
@@ -140,16 +141,16 @@ def check_links(world: WorldFacts) -> list[Finding]:
 
 
 def slow(links: Sequence[MeasuredLink]) -> list[MeasuredLink]:
-    """Return the links that are much slower than usual, or than any should be.
+    """Return the links that are much slower than usual, or slower than absolute limits.
 
-    Usual is the median over nodes of the best link that each has: with one bad node of three,
-    most links are bad, and most nodes are not.
+    The usual speed is the median over nodes of the best link of each node. A median over links
+    would be wrong with one bad node of three, because two of the three links are bad.
     """
     return [link for link in links if _is_slow(link, *_usual(links))]
 
 
 def _blame(bad: Sequence[MeasuredLink], world: WorldFacts) -> list[Finding]:
-    """Return the nodes whose links are all slow, if others have fast links; else the pairs."""
+    """Return findings about nodes whose links are all slow, and about other slow links."""
     if not bad:
         return []
     links, host_of = world.traffic.between, world.host_of
@@ -185,7 +186,7 @@ def _blame(bad: Sequence[MeasuredLink], world: WorldFacts) -> list[Finding]:
 
 
 def _usual(links: Sequence[MeasuredLink]) -> tuple[float, float]:
-    """Return latency and bandwidth of the usual node's best link."""
+    """Return the medians over nodes of the best latency and the best bandwidth of a node."""
     nodes = {rank for link in links for rank in link.ranks}
     own = [[link for link in links if rank in link.ranks] for rank in nodes]
     return (
@@ -223,7 +224,7 @@ def _rate(bytes_per_s: float) -> str:
 
 
 def check_clocks(world: WorldFacts) -> Found:
-    """Compare the clocks of all nodes with that of the middle one."""
+    """Report nodes whose clocks differ from the median clock."""
     if world.topology.num_nodes == 1:
         return ok("one node, one clock")
     found = offsets(world.traffic.between, world.topology.nodes[0][0])
@@ -250,10 +251,10 @@ def check_clocks(world: WorldFacts) -> Found:
 
 
 def offsets(links: Sequence[MeasuredLink], root: int) -> dict[int, tuple[float, float]]:
-    """Return the offset of each rank's clock from that of ``root``, and the bound of its error.
+    """Return the clock of each rank minus the clock of ``root``, and the bound of the error.
 
-    Offsets add up along a path of links if no pair with ``root`` was measured. Ranks without a
-    path are omitted.
+    The function adds the offsets along a path of links if no link to ``root`` was measured. Ranks
+    without a path are omitted.
     """
     found = {root: (0.0, 0.0)}
     edge = [root]

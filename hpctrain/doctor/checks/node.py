@@ -1,4 +1,4 @@
-"""The node that ranks share: cores and threads, memory."""
+"""Checks of the resources that the ranks of a node share: cores, threads, memory."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,9 +23,9 @@ _GIVE = (
 
 
 def check_masks(ranks: Sequence[Facts]) -> Found:
-    """Find ranks that take turns on cores, and ranks that are kept from cores of their job.
+    """Report ranks that share cores, and ranks that may not use the cores of their job.
 
-    ``ranks`` are all of them, or a process that will be one.
+    ``ranks`` are all ranks, or the process that runs the checks before a launch.
     """
     found = []
     for host, members in by_host(ranks).items():
@@ -46,7 +46,7 @@ def check_masks(ranks: Sequence[Facts]) -> Found:
 
 
 def _narrow(host: str, members: Sequence[int], ranks: Sequence[Facts]) -> list[Finding]:
-    """Find ranks of a host with fewer cores than are there for each, or than were asked for."""
+    """Return findings about ranks of a host that have fewer cores than their share of the job."""
     each = ranks[members[0]].cores.num_granted // _num_sharing(members, ranks)
     narrow = [rank for rank in members if len(ranks[rank].cores.mask) < each]
     if not narrow:
@@ -65,8 +65,8 @@ def _narrow(host: str, members: Sequence[int], ranks: Sequence[Facts]) -> list[F
 
 
 def check_load(facts: Facts) -> Found:
-    """Find a machine that is busy with the work of others."""
-    if facts.load is None:  # a rank of a launch, or an unknown load
+    """Report a machine that is busy with other processes."""
+    if facts.load is None:  # the load is unknown, or this process is a rank of a launch
         return ()
     if facts.load.is_busy:
         what = f"{facts.load.describe()}: measured times will be too long"
@@ -75,9 +75,9 @@ def check_load(facts: Facts) -> Found:
 
 
 def check_threads(ranks: Sequence[Facts]) -> Found:
-    """Find variables that set more or fewer threads than a rank has cores.
+    """Report variables that set more or fewer threads than a rank has cores.
 
-    ``ranks`` are all of them, or a process that will be one.
+    ``ranks`` are all ranks, or the process that runs the checks before a launch.
     """
     num_cores = cores_each(ranks)
     asked: dict[tuple[str, int, int], list[int]] = {}
@@ -99,13 +99,13 @@ def check_threads(ranks: Sequence[Facts]) -> Found:
 
 
 def cores_each(ranks: Sequence[Facts]) -> list[int]:
-    """Return the cores of each rank: all of its mask, or its share where others have it too."""
+    """Return the number of cores of each rank; ranks with overlapping masks share the cores."""
     found = [0] * len(ranks)
     for members in by_host(ranks).values():
         for rank in members:
             cores = ranks[rank].cores
             sharing = len(_peers(rank, members, ranks))
-            if len(ranks) == 1:  # its peers are still to come: will they have the same mask?
+            if len(ranks) == 1:  # before a launch: the ranks may get the same mask
                 num_ranks = _num_sharing(members, ranks)
                 is_shared = len(cores.mask) * num_ranks > cores.num_granted * cores.num_siblings
                 sharing = num_ranks if is_shared else 1
@@ -114,18 +114,18 @@ def cores_each(ranks: Sequence[Facts]) -> list[int]:
 
 
 def _num_sharing(members: Sequence[int], ranks: Sequence[Facts]) -> int:
-    """Return how many ranks a host has or, seen from a process of a job, will have."""
+    """Return the number of ranks of a host, or, before a launch, the expected number."""
     return max(len(members), ranks_per_node(ranks[members[0]].environ) or 1)
 
 
 def _peers(rank: int, members: Sequence[int], ranks: Sequence[Facts]) -> list[int]:
-    """Return the ranks of a host with cores of this one in their masks, itself among them."""
+    """Return the ranks of a host whose masks overlap with the mask of ``rank``, and ``rank``."""
     mask = set(ranks[rank].cores.mask)
     return [other for other in members if mask & set(ranks[other].cores.mask)]
 
 
 def _crowded(members: Sequence[int], ranks: Sequence[Facts]) -> list[int]:
-    """Return the ranks of a host that have fewer cores together than they are."""
+    """Return the ranks of a host that share fewer cores than the number of these ranks."""
     found: set[int] = set()
     for rank in members:
         peers = _peers(rank, members, ranks)
@@ -135,13 +135,13 @@ def _crowded(members: Sequence[int], ranks: Sequence[Facts]) -> list[int]:
 
 
 SHM = Path("/dev") / "shm"
-RANK_BYTES = 512 * MIB  # what Python, torch and MPI take before there is a model
+RANK_BYTES = 512 * MIB  # memory of Python, torch and MPI before a model is created
 SEGMENT_BYTES = {"openmpi": 16 * MIB, "mpich": 4 * MIB, "abi": 16 * MIB}
 """Size of the segment of a rank in /dev/shm, measured with Open MPI 5 and MPICH 5."""
 
 
 def check_room(facts: Facts) -> Found:
-    """Find a control group or a machine without memory for the ranks."""
+    """Report a control group or a machine with too little memory for the ranks."""
     room = min(facts.memory.rooms, key=lambda each: each.left_bytes, default=None)
     if room is None:
         return ok("the available memory is unknown")
@@ -158,10 +158,10 @@ def check_room(facts: Facts) -> Found:
 
 
 def check_ways(facts: Facts) -> Found:
-    """Find causes that prevent the ranks of this node from sharing memory."""
+    """Report obstacles to memory that the ranks of this node share."""
     try:
         settings = Settings.from_env(facts.environ)
-    except ConfigError:  # said by another check
+    except ConfigError:  # another check reports this error
         settings = Settings()
     way, refusal = settings.shared_memory, facts.memory.memfd_error
     if way == "off":
@@ -178,7 +178,7 @@ def check_ways(facts: Facts) -> Found:
 
 
 def check_way(world: WorldFacts) -> Found:
-    """Report the memory that the ranks of a node share."""
+    """Report how the ranks of a node share memory, or the reason why not."""
     way, wanted = world.node_memory, world.settings.shared_memory
     if world.engine == "horovod" and world.topology.size > 1:
         return note("not used: Horovod moves the tensors")
@@ -207,7 +207,7 @@ def _no_memfd(refusal: str, way: str) -> Finding:
 
 
 def _small_shm(facts: Facts) -> list[Finding]:
-    """Compare free space in /dev/shm with the segments of MPI for the ranks of this node."""
+    """Return a warning if /dev/shm is too small for the segments of MPI."""
     ranks = ranks_per_node(facts.environ) or len(facts.cores.mask)
     library = facts.mpi.library
     segment_bytes = SEGMENT_BYTES[family(library)] if library else 0

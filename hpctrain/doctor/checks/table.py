@@ -47,7 +47,7 @@ OF_WORLD: tuple[tuple[str, Callable[[WorldFacts], Found]], ...] = (
 
 
 def examine(facts: Facts) -> list[Finding]:
-    """Return the findings about a process; pure."""
+    """Return the findings of all checks of one process."""
     found = [each for name, judge in OF_PROCESS for each in named(name, judge(facts))]
     if launched(facts.environ) is None:  # a launch compares its ranks
         found += named("cores", node.check_masks([facts]))
@@ -56,9 +56,9 @@ def examine(facts: Facts) -> list[Finding]:
 
 
 def examine_all(world: WorldFacts, local: list[list[Finding]]) -> list[Finding]:
-    """Return the findings about all ranks; pure.
+    """Return the findings of all checks of a launch.
 
-    ``local`` are the findings of each rank about itself.
+    ``local`` has the findings of each rank about its own process.
     """
     merged = merge(local, [facts.host for facts in world.ranks])
     found = (each for name, judge in OF_WORLD for each in named(name, judge(world)))

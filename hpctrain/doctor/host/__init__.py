@@ -1,4 +1,4 @@
-"""Checks of ``hpctrain doctor`` in one process, without MPI and torch.
+"""Collection of facts about one process and its machine, without MPI and torch.
 
-``gather`` collects the facts that ``hpctrain.doctor.checks`` judges.
+``gather`` returns the facts, which are the input of ``hpctrain.doctor.checks``.
 """

@@ -1,4 +1,6 @@
-"""A trial of a directory, in a separate process: a hanging file system must not block the caller.
+"""Trial of file operations in a directory.
+
+The trial runs in a separate process, so that a hanging file system does not block the caller.
 
 The process, ``python -m hpctrain.doctor.host.directory_trial DIR NAME``, writes a line of JSON
 before and after each step, so that the caller knows the step that hangs.
@@ -30,9 +32,9 @@ _VALUE = b"hpctrain doctor"
 
 
 def try_directory(path: Path, limit_s: float = TRIAL_S) -> DirectoryFacts:
-    """Write, lock and read files there as hpctrain and HDF5 do, and remove these files.
+    """Try to write, lock and read files in a directory as hpctrain and HDF5 do.
 
-    A trial longer than ``limit_s`` hangs.
+    The files are removed. A trial that takes longer than ``limit_s`` counts as hanging.
     """
     name = f".hpctrain-doctor-{uuid.uuid4().hex[:8]}"
     line = [sys.executable, "-m", __name__, str(path), name]
@@ -47,19 +49,22 @@ def try_directory(path: Path, limit_s: float = TRIAL_S) -> DirectoryFacts:
                 output, _ = child.communicate(timeout=_GRACE_S)
             except subprocess.TimeoutExpired as error:
                 output = error.output or b""
-                child.returncode = -9  # do not wait for it
+                child.returncode = -9  # do not wait for the process
             _remove(path / name)
     return facts_of(path, output.decode(errors="replace").splitlines(), hung=hung)
 
 
 def facts_of(path: Path, lines: Iterable[str], *, hung: bool) -> DirectoryFacts:
-    """Read the output of the process: the file system, and two lines for each step."""
+    """Return the facts about a directory from the output of the trial process.
+
+    The output has a line about the file system, and two lines for each step.
+    """
     file_system, free_bytes, last = "", 0, "start"
     steps: dict[str, str | None] = {}
     for line in lines:
         try:
             word, *rest = json.loads(line)
-        except ValueError:  # cut off
+        except ValueError:  # incomplete, because the process was killed
             break
         if word == "place":
             file_system, free_bytes = rest
@@ -76,15 +81,15 @@ def facts_of(path: Path, lines: Iterable[str], *, hung: bool) -> DirectoryFacts:
 
 
 def _remove(folder: Path) -> None:
-    """Remove the files of a killed trial, in a process that may hang, too."""
+    """Remove the files of a killed trial, in a separate process, because that may hang too."""
     remover = start(["/bin/rm", "-rf", "--", folder], stderr=subprocess.DEVNULL)
     with suppress(subprocess.TimeoutExpired):
         remover.wait(_GRACE_S)
-    remover.returncode = remover.returncode or 0  # do not wait for it
+    remover.returncode = remover.returncode or 0  # do not wait for the process
 
 
 def file_system_of(path: Path) -> str:
-    """Return the kind of file system a path is on, such as ``xfs`` or ``lustre``."""
+    """Return the type of the file system of a path, such as ``xfs`` or ``lustre``."""
     line = ["stat", "--file-system", "--format=%T", "--", str(path)]
     try:
         return ask(line, timeout_s=TRIAL_S).stdout.strip()
@@ -93,7 +98,7 @@ def file_system_of(path: Path) -> str:
 
 
 def take_steps(directory: Path, name: str) -> None:
-    """Run the steps and report each; all files are created below ``name``."""
+    """Run the steps of the trial and print each result; create all files below ``name``."""
     try:
         free_bytes = shutil.disk_usage(directory).free
     except OSError:
@@ -130,7 +135,7 @@ def _step(name: str, act: Callable[[], object]) -> bool:
 
 
 def _write(folder: Path) -> None:
-    """Make a folder with a file that reached the disk, and rename it, as checkpoints do."""
+    """Create a folder, write a file to disk and rename the file, as checkpoints do."""
     folder.mkdir(mode=0o700)
     with (folder / "part").open("wb") as file:
         file.write(_VALUE)

@@ -1,4 +1,4 @@
-"""Gather the facts of this process and its machine."""
+"""Collection of facts about this process and its machine."""
 
 import os
 import platform
@@ -53,10 +53,10 @@ def gather(
     trial_s: float = TRIAL_S,
     lightly: bool = False,
 ) -> Facts:
-    """Gather the facts for the checks in about a second.
+    """Return the facts about this process and its machine; takes about a second.
 
-    Files in ``directories`` are removed after the trial. ``lightly`` skips facts that are equal on
-    all ranks of a node: MPI library and GPUs.
+    The files that the trial creates in ``directories`` are removed. ``lightly`` omits facts that
+    are equal on all ranks of a node, such as MPI library and GPUs.
     """
     environ = dict(environ)
     versions = {"python": platform.python_version(), **{n: version_of(n) for n in PACKAGES}}
@@ -103,7 +103,7 @@ def _mpi(environ: Mapping[str, str]) -> MpiFacts:
 
 
 def _horovod_error(environ: Mapping[str, str]) -> str:
-    """Load Horovod in a separate process, if it is the engine of the ranks."""
+    """Load Horovod in a separate process if it is the engine; return the error."""
     try:
         if config.setting("engine", environ) != "horovod":
             return ""
@@ -124,7 +124,7 @@ def _is_of_wheel(library: Path | None) -> bool:
 
 
 def _srun_types(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the types of ``srun --mpi=``; empty if Slurm does not answer."""
+    """Return the valid values of ``srun --mpi=``; empty if Slurm does not answer."""
     try:
         done = scheduler.run(["srun", "--mpi=list"], environ, timeout_s=SRUN_TIMEOUT_S)
     except LaunchError:
@@ -133,14 +133,17 @@ def _srun_types(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def srun_types_of(text: str) -> tuple[str, ...]:
-    """Parse the output of ``srun --mpi=list``: a name per line, then versions after a heading."""
+    """Return the names in the output of ``srun --mpi=list``.
+
+    The output has a name per line, followed by a heading and versions.
+    """
     words = text.replace("srun:", " ").replace(",", " ").split()
     known = ("none", "pmi", "cray", "openmpi")
     return tuple(dict.fromkeys(word for word in words if word.startswith(known)))
 
 
 def gpus_of(environ: Mapping[str, str]) -> GpuFacts:
-    """Return the output of nvidia-smi, if it is installed."""
+    """Return the facts that nvidia-smi reports, if nvidia-smi is installed."""
     names = ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12")
     runtime = next(filter(None, map(version_of, names)), "")
     program = shutil.which("nvidia-smi", path=environ.get("PATH"))
@@ -186,7 +189,7 @@ def _memory(environ: Mapping[str, str]) -> MemoryFacts:
 
 
 def _memfd_error() -> str:
-    """Create anonymous shared memory of one page, as ranks do; return the error."""
+    """Create a page of anonymous shared memory, as ranks do; return the error, if any."""
     try:
         descriptor = os.memfd_create("hpctrain-doctor", os.MFD_CLOEXEC)
         try:
@@ -222,11 +225,11 @@ def _speaks_ethernet(card: Path) -> bool:
 
 
 _VERSIONED = re.compile(r"\.so\.\d")
-"""A libmpi.so that is no link to such a file is a linker script."""
+"""Names of libraries; a ``libmpi.so`` that is not a link to such a file is a linker script."""
 
 
 def reached(environ: Mapping[str, str]) -> tuple[Reached, ...]:
-    """List the libraries that LD_LIBRARY_PATH and the first ``mpirun`` of PATH lead to."""
+    """Return the MPI libraries in LD_LIBRARY_PATH, and the library of the first mpirun in PATH."""
     found: dict[tuple[Path, str], Reached] = {}
     for each in (*_of_folders(environ), *_of_mpirun(environ)):
         found.setdefault((each.library, each.by), each)
@@ -234,7 +237,7 @@ def reached(environ: Mapping[str, str]) -> tuple[Reached, ...]:
 
 
 def libraries_in(folder: Path) -> list[Path]:
-    """Return the MPI libraries of a folder, one of each MPI, with links followed."""
+    """Return the MPI libraries of a folder, one per MPI, as resolved paths."""
     try:
         names = sorted(folder.glob("libmpi*.so*"), key=lambda path: len(path.name))
     except OSError:

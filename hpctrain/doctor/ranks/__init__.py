@@ -1,1 +1,1 @@
-"""The checks of ``hpctrain doctor`` that need all ranks: what MPI made, and how fast it is."""
+"""Collection of facts that need all ranks: the MPI world, and the speed of its links."""

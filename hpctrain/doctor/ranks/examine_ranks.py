@@ -1,4 +1,4 @@
-"""Examine all ranks of a launch together: gather their facts, measure links, judge them."""
+"""Examination of all ranks of a launch: collect facts, measure links, run the checks."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -39,14 +39,14 @@ from hpctrain.runtime.abort import FailureHooks, leave
 def probe(facts: Facts, *, seconds: float = 5.0) -> list[Finding]:
     """Examine all ranks of this launch. Collective.
 
-    If launcher and MPI do not form one world, each process reports that itself.
+    If the launched processes do not form one MPI world, each process returns its own findings.
 
     Args:
         facts: facts of this rank.
         seconds: approximate time for measurements between many nodes; few nodes need less.
 
     Returns:
-        The merged findings of all ranks, then at least one finding for each check of all ranks;
+        The merged findings of the ranks, followed by the findings of the checks of the launch;
         identical on every rank.
 
     Raises:
@@ -76,10 +76,10 @@ def probe(facts: Facts, *, seconds: float = 5.0) -> list[Finding]:
 def wrong_interface(
     launched: Launched | None, library: Path | None, prefix: str = sys.prefix
 ) -> Finding | None:
-    """Return an error if MPI cannot connect the ranks; MPI itself would end the process.
+    """Return an error if MPI cannot connect the ranks, because MPI would end the process.
 
-    Only libraries of wheels in the Python environment ``prefix`` are checked: the interface of a
-    library of the site is not known.
+    The function checks only libraries of wheels in the Python environment ``prefix``, because the
+    PMI of other libraries is not known.
     """
     if library is None or not library.is_relative_to(prefix):
         return None
@@ -113,11 +113,11 @@ def _world_of(
 
 
 def _of_rank(facts: Facts, size: int) -> Facts:
-    """Complete the facts of this rank, without facts that other ranks do not compare."""
+    """Return the facts of this rank that the checks compare between ranks."""
     compared = (PREFIX, *env.TUNING, *THREAD_VARIABLES, "SLURM_CPUS_PER_TASK")
     versions = {**facts.versions, "hpctrain": __version__, "torch": torch.__version__}
     visible = facts.visible
-    if torch.cuda.is_available():  # torch's names are equal in all processes of a machine
+    if torch.cuda.is_available():  # UUIDs are equal in all processes of a machine
         numbers = range(torch.cuda.device_count())
         pairs = combinations(numbers, 2)
         visible = VisibleGpus(
@@ -141,7 +141,7 @@ def _of_rank(facts: Facts, size: int) -> Facts:
 
 
 def _nccl(comm: Communicator, host_rank: int) -> tuple[str, str]:
-    """Return the version of NCCL, and why it cannot sum over all ranks. Collective."""
+    """Return the version of NCCL, and why NCCL cannot sum over all ranks. Collective."""
     count = torch.cuda.device_count()
     if not any(comm.allgather_object(count)):
         return "", ""
@@ -151,7 +151,7 @@ def _nccl(comm: Communicator, host_rank: int) -> tuple[str, str]:
 
 @contextmanager
 def _connected(settings: Settings) -> Iterator[tuple[Connection, list[Finding]]]:
-    """Connect all ranks as a training does, and disconnect them at the end. Collective.
+    """Connect all ranks as for training; disconnect the ranks after the block. Collective.
 
     A requested feature that is not available becomes a finding, and the ranks connect without it.
     The global world of ``hpctrain.init`` is not used. The settings of rank 0 apply to all ranks.

@@ -1,4 +1,4 @@
-"""Traffic between ranks: latency, bandwidth, clocks, and the interfaces that carry it."""
+"""Measurements between ranks: latency, bandwidth, clocks, and the interfaces in use."""
 
 import math
 import time
@@ -19,13 +19,13 @@ PING, LARGE, STOP = range(3)
 PINGS_S, MOST_PINGS, FEWEST_PINGS = 0.02, 200, 3  # a link is pinged for so long
 FIRST_BYTES, LAST_BYTES = 256 * KIB, 16 * MIB
 GROWTH = 4
-LARGE_S = 8e-3  # a message that takes so long in one direction is large enough
-ENDLESS_S = 0.2  # and one that takes so long needs no second try
+LARGE_S = 8e-3  # a message is large enough if it takes this time in one direction
+ENDLESS_S = 0.2  # a message that takes this time is not repeated
 LARGE_RUNS = 3
 FEWEST_ROUNDS = 3  # minimum partners of a node; with two, links connect all nodes
 MOST_DOUBTS, DOUBTED, PAUSE_S = 4, 4, 0.1
-"""Number of slow links that are measured again, repetitions, and pause before each in seconds:
-other work of a host ends meanwhile, a bad cable stays bad."""
+"""Number of slow links that are measured again, number of repetitions, and seconds before each.
+Repetitions distinguish a bad cable from other work of a host, which ends after a while."""
 COUNTED = Path("/proc/net/dev")
 _WORD_BYTES = 4  # InfiniBand counts words
 
@@ -33,16 +33,21 @@ Clock = Callable[[], float]
 
 
 def links_inside(comm: Communicator, topology: Topology) -> list[MeasuredLink]:
-    """Measure between two ranks of each node. Collective."""
+    """Measure the link between two ranks of each node. Collective."""
     return measure(comm, [(ranks[0], ranks[1]) for ranks in topology.nodes if len(ranks) > 1])
 
 
 def links_between(
     comm: Communicator, topology: Topology, fast_cards: tuple[str, ...], seconds: float
 ) -> tuple[list[MeasuredLink], list[Carried]]:
-    """Measure between first ranks of nodes as long as there is time, doubtful links again.
+    """Measure links between the first ranks of nodes. Collective.
 
-    Collective. What left each node meanwhile comes second; all is the same on every rank.
+    The function measures rounds of pairs until about ``seconds`` have passed, and then repeats the
+    measurement of slow links. The results are identical on every rank.
+
+    Returns:
+        The links, and the bytes that each node sent during the measurements.
+
     """
     before = interface_bytes(), card_bytes()
     links: list[MeasuredLink] = []
@@ -71,7 +76,7 @@ def links_between(
 
 
 def interface_bytes(table: Path = COUNTED) -> dict[str, int]:
-    """Return the bytes sent so far by each interface of this network namespace."""
+    """Return the number of bytes that each interface of this network namespace has sent."""
     try:
         lines = table.read_text().splitlines()[2:]
     except OSError:
@@ -81,7 +86,7 @@ def interface_bytes(table: Path = COUNTED) -> dict[str, int]:
 
 
 def card_bytes() -> dict[str, int]:
-    """Return the bytes sent so far by each fast adapter."""
+    """Return the number of bytes that each fast adapter has sent."""
     found: dict[str, int] = {}
     for card in live_cards():
         for file in card.glob("ports/*/counters/port_xmit_data"):
@@ -94,7 +99,7 @@ def card_bytes() -> dict[str, int]:
 
 
 def difference(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
-    """Return the increase of each counter, without unchanged counters."""
+    """Return the increase of each counter; unchanged counters are omitted."""
     grown = {name: value - before.get(name, 0) for name, value in after.items()}
     return {name: value for name, value in grown.items() if value > 0}
 
@@ -102,9 +107,10 @@ def difference(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str,
 def measure(
     comm: Communicator, pairs: Sequence[tuple[int, int]], clock: Clock = time.time
 ) -> list[MeasuredLink]:
-    """Measure pairs of ranks, all at the same time. Collective; ranks in no pair wait.
+    """Measure the links of disjoint pairs of ranks concurrently. Collective.
 
-    Pairs are disjoint, and the same on every rank; so are their links, in the same order.
+    ``pairs`` must be identical on every rank. The result has a link for each pair, in the same
+    order, and is identical on every rank. Ranks without a partner wait.
     """
     mine: MeasuredLink | None = None
     for first, second in pairs:
@@ -117,7 +123,7 @@ def measure(
 
 
 def rounds(ranks: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """Pair all ranks with all others, in rounds of disjoint pairs: the circle of a tournament."""
+    """Return rounds of disjoint pairs that contain each pair of ranks once (round-robin)."""
     circle: list[int | None] = [*ranks, *([None] if len(ranks) % 2 else [])]
     half = len(circle) // 2
     found = []
@@ -131,7 +137,10 @@ def rounds(ranks: Sequence[int]) -> list[list[tuple[int, int]]]:
 
 
 def _ask(comm: Communicator, partner: int, clock: Clock) -> MeasuredLink:
-    """Lead the measurement: each request is a small message to the partner."""
+    """Measure the link to ``partner``, which executes ``_answer``.
+
+    Each request is a small message to the partner.
+    """
     _ping(comm, partner, clock)  # opens the connection
     trips: list[tuple[float, float]] = []
     end = time.perf_counter() + PINGS_S
@@ -151,7 +160,7 @@ def _ask(comm: Communicator, partner: int, clock: Clock) -> MeasuredLink:
 
 
 def _ping(comm: Communicator, partner: int, clock: Clock) -> tuple[float, float]:
-    """Return the seconds of a round trip, and how far the partner's clock is ahead, about."""
+    """Return the seconds of a round trip, and the approximate clock difference of the partner."""
     theirs = torch.empty(1, dtype=torch.float64)
     start, before = time.perf_counter(), clock()
     _send(comm, partner, PING)
@@ -161,7 +170,7 @@ def _ping(comm: Communicator, partner: int, clock: Clock) -> tuple[float, float]
 
 
 def _large(comm: Communicator, partner: int) -> tuple[float, int, int]:
-    """Return the seconds of a large message in one direction, its bytes, and all bytes sent."""
+    """Return seconds and size of the largest measured message, and the sum of bytes sent."""
     sent_bytes = 0
     num_bytes = FIRST_BYTES
     while True:
@@ -186,7 +195,7 @@ def _round_trip(comm: Communicator, partner: int, num_bytes: int) -> float:
 
 
 def _answer(comm: Communicator, partner: int, clock: Clock) -> None:
-    """Serve the requests of the partner until STOP."""
+    """Reply to the requests of ``partner`` until the request STOP."""
     message = torch.empty(2, dtype=torch.int64)
     while True:
         comm.recv_(message, partner)

@@ -1,4 +1,4 @@
-"""Settings of Sphinx for ``make docs``; ``pages.py`` writes the sources that it reads."""
+"""Settings of Sphinx for ``make docs``; ``pages.py`` writes the sources that Sphinx reads."""
 
 import hpctrain
 

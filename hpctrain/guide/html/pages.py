@@ -1,10 +1,10 @@
-"""The sources of the manual as HTML: guides, examples with their output, public names.
+"""Generator of the sources of the HTML manual: guides, examples, public names.
 
     python hpctrain/guide/html/pages.py build/docs-source [--output]
 
-They lie as in the repository, so links between documents stay. ``hpctrain guide TOPIC``
-and names of examples become links. An example that ends in seconds is run by the command that its
-README has for it.
+The folders are those of the repository, so links between documents remain valid. ``hpctrain guide
+TOPIC`` and names of examples become links. With ``--output``, examples that take only seconds are
+run by the commands in their README.
 """
 
 import argparse
@@ -44,7 +44,7 @@ SECTIONS = {
     "launch": "Jobs",
     "core": "Records and errors",
 }
-"""Titles of the public names of ``hpctrain``, by the package that has them."""
+"""Titles of the sections of the reference, by the subpackage that defines the names."""
 
 CODE = {".py": "python", ".toml": "toml", ".lua": "lua", ".yml": "yaml", ".json": "json"}
 CODE |= {".def": "bash", ".ipynb": "json"}
@@ -69,7 +69,12 @@ LINK = re.compile(r"\]\(([\w./-]+)\)")
 
 
 class Pages:
-    """Writes pages below one folder."""
+    """Writer of all pages of the manual.
+
+    Args:
+        folder: folder of the pages, which is replaced.
+        with_output: whether short examples are run, and the pages show their output.
+    """
 
     def __init__(self, folder: Path, *, with_output: bool) -> None:
         shutil.rmtree(folder, ignore_errors=True)
@@ -77,7 +82,7 @@ class Pages:
         self._folder = folder
         self._with_output = with_output
         self._guides = guide.pages(get_command(app))
-        del self._guides["api"]  # the reference has these names
+        del self._guides["api"]  # the pages below reference/ describe these names
         self._examples = sorted(
             path.relative_to(ROOT)
             for path in (ROOT / "examples").rglob("*")
@@ -85,7 +90,7 @@ class Pages:
         )
 
     def write(self) -> None:
-        """Write all of them."""
+        """Write all pages."""
         for topic, text_of in self._guides.items():
             self._put(Path("guide", f"{topic}.md"), self._converted(text_of(), GUIDES))
         for source in (ROOT / "examples").rglob("*.md"):
@@ -102,7 +107,7 @@ class Pages:
         self._document(ROOT / "README.md", Path("index.md"), "\n".join(self._contents()))
 
     def _contents(self) -> Iterator[str]:
-        """The tables of contents, which the page itself does not show."""
+        """Yield the tables of contents, which are hidden on the page and shown in the sidebar."""
         for caption, topics in KINDS.items():
             shown = [f"{topic} <guide/{topic}>" for topic in topics if topic in self._guides]
             yield from _toctree(caption, shown)
@@ -112,7 +117,7 @@ class Pages:
         yield from _toctree("Project", PROJECT)
 
     def _examples_of(self, folder: Path) -> str:
-        """Return the table of contents of a folder of examples, with subfolders without a page."""
+        """Return the contents of a folder of examples, including subfolders without a README."""
         with_readme = {path.parent.relative_to(ROOT) for path in ROOT.glob("examples/*/README.md")}
         place = folder.relative_to(ROOT)
         mine = [
@@ -131,12 +136,12 @@ class Pages:
         self._put(place, f"{text}\n{behind}")
 
     def _converted(self, text: str, folder: Path) -> str:
-        """Return Markdown whose names of guides and examples are links."""
+        """Return Markdown in which names of guides and examples are links."""
         text = "".join(self._linked(part) for part in _parts(text))
         return LINK.sub(lambda found: self._to_page(found, folder), text)
 
     def _linked(self, part: str) -> str:
-        """Make links of the topics and examples that prose names."""
+        """Return a part of a document with links for names of guides and examples."""
         if part.startswith(("```", "    ")):
             return part
         topics, examples = self._guides, self._examples
@@ -156,7 +161,7 @@ class Pages:
         )
 
     def _to_page(self, found: re.Match[str], folder: Path) -> str:
-        """Return the link to the page of an example, or to a chart; keep other links."""
+        """Return a link with the page of an example, or the chart, as target, or unchanged."""
         target = (folder / found[1]).resolve()
         if target.suffix == ".png" and target.is_relative_to(ROOT):
             return f"](/{target.relative_to(ROOT)})"
@@ -196,7 +201,7 @@ class Pages:
 
 
 def _parts(text: str) -> list[str]:
-    """Cut a document into fenced blocks, indented lines and the rest."""
+    """Split a document into fenced blocks, indented lines and other text."""
     return re.split(r"(^```.*?^```$|^    .*$)", text, flags=re.MULTILINE | re.DOTALL)
 
 
@@ -209,7 +214,7 @@ def _toctree(caption: str, entries: list[str]) -> list[str]:
 
 
 def command_of(example: Path) -> str:
-    """Return the command by which an example is run, as its README has it; empty for none."""
+    """Return the command of an example from the README, or an empty text."""
     if example.parent.name == "tour":
         return ALONE.format(name=example.name) if example.name[0].isdigit() else ""
     if example.parent.name == "studies":
@@ -221,9 +226,9 @@ def command_of(example: Path) -> str:
 
 
 def output_of(command: str) -> tuple[str, bytes | None]:
-    """Run the command of an example in a new folder; return its output and its figure.
+    """Run the command of an example in a new folder; return the output and the figure, if any.
 
-    Raises ``SystemExit``: it has failed.
+    Raises ``SystemExit``: the command has failed.
     """
     with tempfile.TemporaryDirectory(prefix="hpctrain-docs-") as name:
         folder = Path(name)
@@ -249,7 +254,7 @@ def output_of(command: str) -> tuple[str, bytes | None]:
 
 
 def cells_of(notebook: Path, *, is_run: bool) -> Iterator[str]:
-    """Yield the cells of a notebook as Markdown, with their output if it is run."""
+    """Yield the cells of a notebook as Markdown, with their output if ``is_run``."""
     import nbformat  # noqa: PLC0415 - of the extra `docs`
     from nbclient import NotebookClient  # noqa: PLC0415
 
@@ -269,7 +274,7 @@ def cells_of(notebook: Path, *, is_run: bool) -> Iterator[str]:
 
 
 def reference(package: str) -> Iterator[str]:
-    """Yield the page of the public names of a module, as directives of autodoc."""
+    """Yield the lines of the reference page of a module, with directives of autodoc."""
     module = importlib.import_module(package)
     yield from (f"# {package}", "", inspect.getdoc(module) or "", "")
     for title, names in _sections(package, module).items():
@@ -298,7 +303,7 @@ def _sections(package: str, module: ModuleType) -> dict[str, list[str]]:
 
 
 def _places(package: str) -> dict[str, str]:
-    """The module of each public name, as the stub of the package has it."""
+    """Return the module of each public name, from the stub of the package."""
     stub = Path(str(importlib.import_module(package).__file__)).with_suffix(".pyi")
     if not stub.exists():
         return {}
@@ -320,7 +325,7 @@ def _entry(full: str, value: Any, package: str) -> list[str]:
 
 
 def _comment(name: str, module: str) -> list[str]:
-    """Return the docstring below the assignment of a name, or the comment after it."""
+    """Return the docstring below the assignment of a name, or the comment on its line."""
     from sphinx.pycode import ModuleAnalyzer  # noqa: PLC0415 - its tests need no Sphinx
 
     analyzer = ModuleAnalyzer.for_module(module)
