@@ -88,7 +88,7 @@ class FlightRecorder:
         return found
 
     def lacks(self, name: str) -> bool:
-        """Return whether this process takes part in collective ``name``, but has not started it."""
+        """Return whether this process takes part in collective ``name`` but has not started it."""
         match = _NAME.match(name)
         stream = None if match is None else self._streams.get(match[2])
         return match is not None and stream is not None and stream.number < int(match[1])
