@@ -31,7 +31,7 @@ class UnsupportedError(ConfigError, NotImplementedError):
 
 
 def controller_of(process_set: ProcessSet | None) -> Controller:
-    """Return the controller of a process set; None stands for the set of all ranks.
+    """Return the controller of a process set; None means the set of all ranks.
 
     Raises:
         NotInitializedError: ``hpctrain.init()`` was not called.

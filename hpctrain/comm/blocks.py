@@ -65,7 +65,7 @@ class Reports:
         return requests.start(self._control, self._control.Issend, message, rank, tag)
 
     def receivers(self, members: Sequence[int] = ()) -> list[int]:
-        """Return the members to which this rank reports; ``()`` stands for all ranks."""
+        """Return the members to which this rank reports; ``()`` means all ranks."""
         members = members or range(self._control.size)
         size, here = len(members), members.index(self._control.rank)
         distances: set[int] = set(range(1, size))
@@ -143,7 +143,7 @@ class Blocks:
         """Leave a block; report ``error``, if any, to the ranks that are still in the block.
 
         A ``RankLostError`` is reported to all ranks: after a failed wait, the calls of this rank
-        match those of no other rank, also outside the block.
+        no longer match the calls of other ranks, also outside the block.
         """
         name = self._within.pop(number).name
         if error is None or not self._reports.may_send:
@@ -176,7 +176,7 @@ class Blocks:
             self._ending = number, math.inf
             self._reports.send(AT_END, f"{number} {self._within[number].count_steps()}")
         for number, (since, reason) in list(self._broken.items()):
-            # An error that the program does not catch ends all ranks meanwhile, with more detail.
+            # An error that the program does not catch ends all ranks before, with more detail.
             if number in self._within and now - since > BREAK_S:
                 raise RankLostError(
                     f"all ranks must leave a block together, but {reason}, and rank {self._rank} "

@@ -78,7 +78,7 @@ class FlightRecorder:
     def waiting(self) -> dict[str, float]:
         """Return the start of each collective in which this process waits.
 
-        Times are those of ``time.monotonic()``.
+        Times are values of ``time.monotonic()``.
         """
         now, found = time.perf_counter(), {}
         for each in list(self._streams.values()):

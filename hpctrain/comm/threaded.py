@@ -50,8 +50,8 @@ class ThreadWork:
 class ThreadedCommunicator:
     """Runs the operations of another communicator on a separate thread, in order.
 
-    ``Communicator`` documents the methods. Calls may come from any thread; all ranks must make
-    them in the same order. ``allreduce_`` and ``broadcast_`` return before the operation is
+    ``Communicator`` documents the methods. Any thread may call a method; all ranks must make
+    the calls in the same order. ``allreduce_`` and ``broadcast_`` return before the operation is
     complete; the caller must not use the tensor until ``wait()`` returns. All other methods wait
     for their result, and so for all operations that were started before.
 

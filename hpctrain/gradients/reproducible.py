@@ -58,13 +58,13 @@ class Reproducible:
     Up to ``num_micro_shards`` ranks compute bitwise equal results, on processors of one type and
     with the same libraries: all values in ``facts`` must be equal. Steps are slower: each rank
     runs forward and backward of its micro-shards one by one, in one thread, and sends gradients
-    only at the end. Memory: besides the gradient of the current micro-shard, a rank stores a copy
+    only at the end. In addition to the gradient of the current micro-shard, a rank stores a copy
     of the buffers, and at most one gradient per level of the tree, or two if the number of ranks
     does not divide the number of micro-shards.
 
     Random numbers of the global generators of torch, numpy and Python are reproducible, for
-    example in dropout; those of other generators are not. Batch-dependent preprocessing, such as
-    padding to the longest sample, must be fixed.
+    example in dropout; random numbers of other generators are not. Batch-dependent preprocessing,
+    such as padding to the longest sample, must be fixed.
 
     Construction checks that all ranks have the same settings. Collective. It calls
     ``torch.set_num_threads``.

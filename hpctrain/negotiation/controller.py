@@ -201,7 +201,7 @@ class Controller:
             raise refusal
         try:
             progress.queue.enter(handle)
-            if progress.broken is not None:  # another thread has failed meanwhile
+            if progress.broken is not None:  # another thread has failed since the check
                 progress.fail_all(progress.broken)
             if not is_awaited:
                 self._driver.nudge()

@@ -140,7 +140,7 @@ class PendingTable:
         """Return the operations that became complete since the last call, as bits and by name.
 
         Bits are operations that every rank of the subtree has announced with the same signature.
-        In the list by name, None as ranks stands for all ranks of the subtree.
+        In the list by name, None as ranks means all ranks of the subtree.
         """
         every = some = self.bits[OWN]
         for bits in self.bits[1:]:

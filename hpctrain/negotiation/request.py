@@ -101,7 +101,7 @@ class Request:
 
     __slots__ = ("in_place", "kind", "name", "signature", "splits", "tensors")
 
-    def __init__(  # noqa: PLR0913 - what all kinds take together
+    def __init__(  # noqa: PLR0913 - arguments of all kinds
         self,
         kind: Kind,
         name: str | None,

@@ -57,7 +57,7 @@ class LAMB(AdaptiveOptimizer):
     tensorwise = True
     """Whether each tensor is stepped separately; required by ``shard="node"``."""
 
-    def __init__(  # noqa: PLR0913 - what a group can have
+    def __init__(  # noqa: PLR0913 - arguments of a group
         self,
         params: ParamsT,
         lr: float,
@@ -82,7 +82,7 @@ class LAMB(AdaptiveOptimizer):
         require(is_range, "phi must be the smallest and largest norm, at least 0, or None", phi)
 
     def state_names(self, group: Mapping[str, Any]) -> Sequence[str]:
-        """Return the names of the state, which are those of ``torch.optim.Adam``."""
+        """Return the names of the state, as in ``torch.optim.Adam``."""
         del group
         return "step", "exp_avg", "exp_avg_sq"
 

@@ -52,7 +52,7 @@ class LARS(AdaptiveOptimizer):
     tensorwise = True
     """Whether each tensor is stepped separately; required by ``shard="node"``."""
 
-    def __init__(  # noqa: PLR0913 - what a group can have
+    def __init__(  # noqa: PLR0913 - arguments of a group
         self,
         params: ParamsT,
         lr: float,

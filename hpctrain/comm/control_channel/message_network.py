@@ -55,7 +55,7 @@ class Network:
         self.has_new_votes = False
 
     def is_sending(self, to: Container[int] | None) -> bool:
-        """Return whether a message to a rank in ``to`` is in flight; None stands for all ranks."""
+        """Return whether a message to a rank in ``to`` is in flight; None means all ranks."""
         return any(to is None or one[1] in to for one in self._leaving)
 
     def close(self, watch: Watch) -> None:

@@ -35,7 +35,7 @@ START_S = 120.0
 """Limit for the ranks to find each other, and for NCCL to connect them."""
 END_S = 30.0  # limit for queued operations at the end of the program
 
-_PACE = Pace(spin_s=0.0, shortest_s=20e-6, longest_s=1e-3)  # backward needs Python meanwhile
+_PACE = Pace(spin_s=0.0, shortest_s=20e-6, longest_s=1e-3)  # backward needs the GIL during a wait
 _LOG = logging.getLogger(__name__)
 _numbers = itertools.count()
 
@@ -161,7 +161,7 @@ class NcclCommunicator:
             self._watcher.join()
         with self._lock:
             handle, self._handle = self._handle, None
-        if handle is not None:  # not aborted meanwhile
+        if handle is not None:  # not aborted by the thread
             self._failure = "this communicator was closed; make a new one"
             self._free(handle, in_time=in_time)
         self._sign.take_down()

@@ -328,7 +328,7 @@ class HpctrainGroup(OrderedGroup):
 
     @on_cpu
     def recv(self, tensors: Any, source: int | None, tag: int = 0) -> dist.Work:
-        """Start receiving a tensor from rank ``source``; None stands for any rank."""
+        """Start receiving a tensor from rank ``source``; None means any rank."""
         (tensor,), wire = _listed(tensors), self._messages(tag)
         values = _flat_of(tensor)
         with self._asking:

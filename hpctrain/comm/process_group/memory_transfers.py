@@ -182,7 +182,7 @@ class NodeExchange:
     def all_to_all(self, outs: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
         """Send ``parts[r]`` to rank r; store the received tensors in ``outs``.
 
-        The slots start with the sizes, since a rank knows only the sizes of its own parts.
+        The slots start with the sizes, since a rank does not know the sizes on other ranks.
 
         Raises:
             MismatchError: two ranks give different sizes.
