@@ -266,21 +266,26 @@ static char *slot(const Node *node, int rank) {
     return node->slots[rank] + node->turn * node->slot_bytes;
 }
 
+static char *chunk(const Node *node) {
+    return node->values + node->begun * item_bytes[node->dtype];
+}
+
+/* Copies the slices of the other ranks of a chunk. */
+static void copy_others(const Node *node, char *to, const char *from) {
+    size_t width = item_bytes[node->dtype], numel = chunk_numel(node), length;
+    size_t begin = slice_of(numel, node->size, node->rank, &length) * width;
+    size_t end = begin + length * width;
+    memcpy(to, from, begin);
+    memcpy(to + end, from + end, numel * width - end);
+}
+
 /* Writes what the other ranks read: the number of the call, and this rank's values. */
 static void enter(Node *node) {
     DELAY();
     node->cells[node->rank * CELLS + node->turn] = node->call;
-    if (node->kind < DIRECT) return;
-    size_t width = item_bytes[node->dtype], numel = chunk_numel(node), length, first;
-    char *to = slot(node, node->rank), *from = node->values + node->begun * width;
-    if (node->kind == DIRECT) {
-        memcpy(to, from, numel * width);
-        return;
-    }
-    first = slice_of(numel, node->size, node->rank, &length); /* nobody else reads this slice */
-    memcpy(to, from, first * width);
-    size_t end = (first + length) * width;
-    memcpy(to + end, from + end, numel * width - end);
+    char *own = slot(node, node->rank);
+    if (node->kind == DIRECT) memcpy(own, chunk(node), chunk_numel(node) * item_bytes[node->dtype]);
+    if (node->kind == SLICES) copy_others(node, own, chunk(node)); /* this rank sums the rest */
 }
 
 static int is_same_call(const Node *node) {
@@ -305,7 +310,7 @@ static void sum(Node *node) {
         numel = chunk_numel(node), first = 0, length = numel;
         if (node->kind == SLICES) first = slice_of(numel, node->size, node->rank, &length);
         for (int rank = 0; rank < node->size; rank++) in[rank] = slot(node, rank) + first * width;
-        in[node->rank] = out[num_out++] = node->values + (node->begun + first) * width;
+        in[node->rank] = out[num_out++] = chunk(node) + first * width;
         if (node->kind == SLICES) out[num_out++] = slot(node, 0) + first * width;
     }
     if (sums[node->dtype](in, node->size, out, num_out, length, node->scale, node->is_scaled,
@@ -313,34 +318,24 @@ static void sum(Node *node) {
         node->cells[node->rank * CELLS + UNFINITE]++;
 }
 
-/* Reads the slices that other ranks have summed. */
-static void take(Node *node) {
-    size_t width = item_bytes[node->dtype], numel = chunk_numel(node), length, first;
-    char *from = slot(node, 0), *to = node->values + node->begun * width;
-    DELAY();
-    first = slice_of(numel, node->size, node->rank, &length);
-    memcpy(to, from, first * width);
-    size_t end = (first + length) * width;
-    memcpy(to + end, from + end, numel * width - end);
-}
-
+/* Continues a call until it is complete, or waits for long; ``nap_s`` as in wait_for. */
 static int run(Node *node, double nap_s) {
-    for (int code;; nap_s = nap_s > 0 ? -1 : nap_s) {
+    for (;;) {
         if (node->at == ENTER) {
             enter(node);
             node->at = COMPARE;
         }
-        if ((code = pass(node, nap_s)) != DONE) return code;
+        int code = pass(node, nap_s);
+        if (code != DONE) return code;
+        if (nap_s > 0) nap_s = -1;
         if (node->at == COMPARE) {
             if (!is_same_call(node)) return DIFFERENT;
             sum(node);
-        } else if (node->kind == SLICES) {
-            take(node);
-        }
-        if (node->at == COMPARE && node->kind != DIRECT) {
             node->at = LEAVE;
-            continue;
+            if (node->kind != DIRECT) continue; /* the others wait for this rank's slice */
         }
+        DELAY();
+        if (node->kind == SLICES) copy_others(node, chunk(node), slot(node, 0));
         if (node->kind < DIRECT) return DONE;
         node->begun += chunk_numel(node);
         node->turn = 1 - node->turn;
@@ -392,25 +387,28 @@ int hpctrain_barrier(Node *node) {
     return run(node, -1);
 }
 
-/* Replaces the buckets, given by rank, by their sum. */
-int hpctrain_bucket(Node *node, int64_t call, int turn, int dtype, char *const *buckets,
-                    size_t numel, double scale, int is_scaled, int looks) {
-    node->kind = BUCKET, node->at = ENTER;
-    node->call = call, node->turn = turn, node->dtype = dtype, node->looks = looks;
-    memcpy(node->buckets, buckets, node->size * sizeof *buckets);
+static int begin(Node *node, int kind, int64_t call, int turn, int dtype, size_t numel,
+                 double scale, int is_scaled) {
+    node->kind = kind, node->at = ENTER;
+    node->call = call, node->turn = turn, node->dtype = dtype;
     node->numel = numel, node->begun = 0;
     node->scale = scale, node->is_scaled = is_scaled;
     return run(node, -1);
 }
 
+/* Replaces the buckets, given by rank, by their sum. */
+int hpctrain_bucket(Node *node, int64_t call, int turn, int dtype, char *const *buckets,
+                    size_t numel, double scale, int is_scaled, int looks) {
+    memcpy(node->buckets, buckets, node->size * sizeof *buckets);
+    node->looks = looks;
+    return begin(node, BUCKET, call, turn, dtype, numel, scale, is_scaled);
+}
+
 /* Replaces values by their sum over the ranks, each of which sums all of it, or one slice. */
 int hpctrain_values(Node *node, int64_t call, int turn, int dtype, char *values, size_t numel,
                     double scale, int is_scaled, int in_slices) {
-    node->kind = in_slices ? SLICES : DIRECT, node->at = ENTER;
-    node->call = call, node->turn = turn, node->dtype = dtype, node->looks = 0;
-    node->values = values, node->numel = numel, node->begun = 0;
-    node->scale = scale, node->is_scaled = is_scaled;
-    return run(node, -1);
+    node->values = values, node->looks = 0;
+    return begin(node, in_slices ? SLICES : DIRECT, call, turn, dtype, numel, scale, is_scaled);
 }
 
 /* Continues the call that returned LATE, after a sleep of at most ``nap_s`` for its next post. */

@@ -21,7 +21,6 @@ _FILE = Path(__file__).with_name("libkernel.so")
 DONE, LATE, DIFFERENT, FAILED = range(4)
 """Results of a call: complete; waits for other ranks; their calls differ; a rank has failed."""
 
-MOST_RANKS = 1024
 _INSTANT_NUMEL = 1 << 12  # the sum of smaller tensors is shorter than a change of threads
 
 
@@ -99,11 +98,13 @@ class Kernel:
         state = (ctypes.c_int64 * -(-calls.hpctrain_node_bytes() // 8))()
         self._state = ctypes.byref(state)
         given = (ctypes.c_int64 * len(addresses))(*addresses)
-        calls.hpctrain_prepare(self._state, rank, size, *awake_s, slot_bytes, given)
+        self.code: int = calls.hpctrain_prepare(
+            self._state, rank, size, *awake_s, slot_bytes, given
+        )
+        """Result of the last call; at first ``DONE``, or ``FAILED`` with too many ranks."""
         self._barrier, self._resume = instant.hpctrain_barrier, calls.hpctrain_resume
         self._bucket = instant.hpctrain_bucket, calls.hpctrain_bucket
         self._values = instant.hpctrain_values, calls.hpctrain_values
-        self.code = DONE  # of the last call
 
     def barrier(self) -> int:
         """Begin a barrier; return the code."""

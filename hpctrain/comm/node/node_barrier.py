@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from hpctrain.comm.node.kernel import FAILED, LATE, MOST_RANKS, Kernel, library, why_off
+from hpctrain.comm.node.kernel import DONE, FAILED, LATE, Kernel, library, why_off
 from hpctrain.comm.node.segments import LINE_BYTES, Semaphore
 from hpctrain.comm.waiting import IN_NODE, SPIN_S, Watch
 from hpctrain.core.libc import Segment
@@ -49,23 +49,22 @@ class NodeBarrier:
         """The semaphore to wait for and the semaphore to post, by round."""
         for mine, _ in self._rounds:
             mine.initialise()
-        self._kernel: Kernel | None = None
+        self.kernel: Kernel | None = None  # set by ``use_kernel``; None if it is off
 
-    def use_kernel(self, rank: int, memory: Sequence[int], slot_bytes: int) -> Kernel | None:
-        """Load the kernel, use it in this barrier, and return it; return None if it is off.
+    def use_kernel(self, rank: int, memory: Sequence[int], slot_bytes: int) -> None:
+        """Load the kernel, unless it is off, and use it in this barrier.
 
         Args:
             rank: this rank.
             memory: addresses of the cells, of the sign, and of the slots of each rank.
             slot_bytes: size of a slot.
         """
-        size = len(memory) - 2
         functions = None if why_off() else library()
-        if functions is not None and size <= MOST_RANKS:
+        if functions is not None:
+            size, awake_s = len(memory) - 2, (self.pace.spin_s, self.pace.yield_s)
             rounds = [semaphore.address for pair in self._rounds for semaphore in pair]
-            awake_s = self.pace.spin_s, self.pace.yield_s
-            self._kernel = Kernel(functions, rank, size, awake_s, [*memory, *rounds], slot_bytes)
-        return self._kernel
+            kernel = Kernel(functions, rank, size, awake_s, [*memory, *rounds], slot_bytes)
+            self.kernel = kernel if kernel.code == DONE else None
 
     def finish(self, code: int) -> int:
         """Wait until a call of the kernel is complete; return its code.
@@ -73,7 +72,7 @@ class NodeBarrier:
         Raises:
             CommError: the communicator of ``watch`` has failed on a rank of the node.
         """
-        if code == LATE and (kernel := self._kernel) is not None:
+        if code == LATE and (kernel := self.kernel) is not None:
             self._watch.wait(kernel.is_over, self.pace.after(SPIN_S), nap=kernel.is_over)
             code = kernel.code
         if code == FAILED:
@@ -101,8 +100,8 @@ class NodeBarrier:
             CommError: the communicator of ``watch`` has failed on a rank of the node.
         """
         meanwhile = self._meanwhile
-        if self._kernel is not None and meanwhile is None:
-            self.finish(self._kernel.barrier())
+        if self.kernel is not None and meanwhile is None:
+            self.finish(self.kernel.barrier())
             return
         for mine, next_one in self._rounds:
             next_one.post()

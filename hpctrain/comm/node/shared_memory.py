@@ -5,7 +5,6 @@ writes the sum to the bucket of every rank. No data are packed into messages, an
 its own copy of the sum.
 """
 
-import ctypes
 import math
 import mmap
 from collections.abc import Callable, Sequence
@@ -79,13 +78,13 @@ class SharedMemory:
         self._watch = watch
         # A separate cache line: the sign is read after each barrier and written at most once.
         watch.sign = np.frombuffer(memoryview(segments[0]), np.int64, 1, sign_byte).data
-        slots = [ctypes.addressof(segment) + head_bytes for segment in segments]
-        memory = [ctypes.addressof(segments[0]), ctypes.addressof(segments[0]) + sign_byte, *slots]
-        self._kernel = self.waits.use_kernel(self.local_rank, memory, stage_bytes // 2)
         self.stage = tuple(
             torch.frombuffer(segment, dtype=torch.uint8, offset=head_bytes) for segment in segments
         )
         """Staging buffer of every rank, by local rank, for tensors that are not buckets."""
+        slots = [stage.data_ptr() for stage in self.stage]
+        memory = [cells.ctypes.data, cells.ctypes.data + sign_byte, *slots]
+        self.waits.use_kernel(self.local_rank, memory, stage_bytes // 2)
         self.slots = SharedSlots(self)
 
     def barrier(self) -> None:
@@ -155,12 +154,13 @@ class SharedMemory:
     def allreduce_(self, bucket: Bucket, combination: Combination, scale: float | None) -> None:
         """Replace the bucket by its sum over the node, times ``scale``, in one pass."""
         call = bucket_call(bucket.number, combination.op, scale)
-        # Slices of complex numbers end between two of their lanes.
-        is_plain = combination.storage_dtype.itemsize == bucket.flat.itemsize
-        if self._kernel is not None and is_plain and combination.kernel_number >= 0:
+        kernel, number = self.waits.kernel, combination.kernel_number
+        # Slices of complex numbers end between two of their lanes; an empty bucket has no peers.
+        is_plain = bucket.peers and combination.storage_dtype.itemsize == bucket.flat.itemsize
+        if kernel is not None and is_plain and number >= 0:
             self.begin(call)
-            what = combination.kernel_number, bucket.addresses, bucket.numel, scale
-            code = self._kernel.sum_bucket(call.number, self.turn, *what, looks=self._looks)
+            what = number, bucket.addresses, bucket.numel, scale
+            code = kernel.sum_bucket(call.number, self.turn, *what, looks=self._looks)
             self._finish(code, call)
             self.end_turn(2 * bucket.flat.nbytes)
             return
@@ -184,10 +184,11 @@ class SharedMemory:
 
         Returns False, without a sum, if the kernel does not support the values.
         """
-        if self._kernel is None or combination.kernel_number < 0 or not values.is_cpu:
+        kernel, number = self.waits.kernel, combination.kernel_number
+        if kernel is None or number < 0 or not values.is_cpu:
             return False
-        what = combination.kernel_number, values.data_ptr(), values.numel(), scale
-        code = self._kernel.sum_values(call.number, self.turn, *what, in_slices=in_slices)
+        what = number, values.data_ptr(), values.numel(), scale
+        code = kernel.sum_values(call.number, self.turn, *what, in_slices=in_slices)
         self._finish(code, call)
         torch.autograd.graph.increment_version(values)
         self.turn = (self.turn + self.slots.num_chunks(values)) % 2
