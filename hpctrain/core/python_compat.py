@@ -1,8 +1,9 @@
-"""Names of the standard library that Python 3.10 lacks or has in another module."""
+"""The running Python: names that 3.10 lacks or has in another module, and its collector."""
 
+import gc
 import sys
 
-__all__ = ["Self", "Traversable", "add_note", "tomllib"]
+__all__ = ["Self", "Traversable", "add_note", "collection", "tomllib"]
 
 if sys.version_info >= (3, 11):
     from importlib.resources.abc import Traversable
@@ -22,3 +23,22 @@ def add_note(error: BaseException, note: str) -> None:
         error.add_note(note)
     else:
         error.__notes__ = [*getattr(error, "__notes__", ()), note]
+
+
+class _Collection:
+    """Records whether the garbage collector of this process is running.
+
+    The collector may run at any statement of any thread. A finalizer that it calls must not wait
+    for other threads: up to Python 3.12 the interrupted statement may hold a lock of ``threading``
+    that the end of a thread needs.
+    """
+
+    def __init__(self) -> None:
+        self.is_running = False
+        gc.callbacks.append(self._note)
+
+    def _note(self, phase: str, _: object) -> None:
+        self.is_running = phase == "start"
+
+
+collection = _Collection()

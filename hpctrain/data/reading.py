@@ -9,6 +9,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from hpctrain.core.lazy import imported
+from hpctrain.core.python_compat import collection
 from hpctrain.data.data_config import WORKER_TIMEOUT_S
 from hpctrain.data.samples import Batch, Columns, Indices, Ragged, Samples, Values
 from hpctrain.data.steps import Division, Skipped, Steps
@@ -119,7 +120,7 @@ def prefetched(
 
     With ``depth`` 0 the caller's thread does the work. At the end of the block, also after an
     exception, calls that have started are completed, the others are cancelled, and all threads
-    end.
+    end. Only if the garbage collector ends the block, the threads end later.
     """
     if not depth:
         yield map(work, numbers)
@@ -129,7 +130,7 @@ def prefetched(
     try:
         yield _in_order(pending, depth)
     finally:
-        pool.shutdown(cancel_futures=True)
+        pool.shutdown(wait=not collection.is_running, cancel_futures=True)
 
 
 def _in_order(pending: Iterator[Future[T]], depth: int) -> Iterator[T]:

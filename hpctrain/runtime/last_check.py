@@ -4,7 +4,6 @@ Before each step the ranks compare the states after the previous step. This modu
 states after the last one.
 """
 
-import gc
 import hashlib
 import json
 import sys
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 from hpctrain.comm.agreement import differing
 from hpctrain.comm.owner import Owner
 from hpctrain.core import logs
+from hpctrain.core.python_compat import collection
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
@@ -34,23 +34,6 @@ A method of the steps of an optimizer, or of a model that is sharded over ranks.
 ``has_weights=False`` the state has only the numbers of steps."""
 
 
-class Collection:
-    """Records whether Python's garbage collector is running.
-
-    Args:
-        owner: object whose deletion ends the observation.
-    """
-
-    def __init__(self, owner: object) -> None:
-        self.is_running = False
-        gc.callbacks.append(self._note)
-        # Not at exit: the last collection runs later and must be recorded.
-        weakref.finalize(owner, gc.callbacks.remove, self._note).atexit = False
-
-    def _note(self, phase: str, _: object) -> None:
-        self.is_running = phase == "start"
-
-
 class LastStates:
     """States of models or optimizers after the last step, with the ranks that compare them.
 
@@ -61,7 +44,7 @@ class LastStates:
         self._num_of = Counter[tuple[int, ...]]()
         self._living: dict[str, tuple[tuple[int, ...], weakref.WeakMethod[StateOf]]] = {}
         self._kept: dict[str, Left] = {}
-        self._collection, self._owner = Collection(self), Owner()
+        self._owner = Owner()
 
     def enter(self, ranks: tuple[int, ...], state_of: StateOf) -> str:
         """Register steps and return their name; same order on all of ``ranks``. Local."""
@@ -78,7 +61,7 @@ class LastStates:
         """
         if name in self._living and self._owner.is_here:  # not in a forked child
             ranks, _ = self._living.pop(name)
-            has_weights = not self._collection.is_running
+            has_weights = not collection.is_running
             self._kept[name] = ranks, state_of(ranks, has_weights=has_weights)
             while len(self._kept) > _MAX_KEPT:
                 del self._kept[next(iter(self._kept))]

@@ -1,6 +1,7 @@
 """Check any order of calls of a loader against a plain model."""
 
 import functools
+import gc
 import json
 import threading
 
@@ -13,6 +14,7 @@ from hpctrain.core.errors import CorruptError, DataError
 from hpctrain.data.loader import Loader
 from hpctrain.data.order.window import WindowShape
 from tests.data.memory import InMemory, numbers
+from tests.harness.pace import scaled
 
 N = 60
 ORDERS = {
@@ -164,6 +166,28 @@ def test_an_epoch_that_is_left_early_gives_no_sample_twice(dataset_of, workers):
             begun = {*threading.enumerate()} - before
             assert not any(thread.name.startswith("hpctrain-loader") for thread in begun)
     assert found == whole
+
+
+def test_a_pass_that_is_collected_does_not_wait_for_a_thread_that_starts():
+    """Up to Python 3.12 a starting or ending thread holds the lock in which it may collect."""
+    lock = getattr(threading, "_shutdown_locks_lock", threading.Lock())
+    batches = iter(Loader(InMemory(N), global_batch=7))
+    next(batches)
+    cycle = [batches]
+    cycle.append(cycle)
+    del batches, cycle
+
+    def collect():
+        with lock:
+            gc.collect()
+
+    thread = threading.Thread(target=collect, daemon=True)
+    thread.start()
+    thread.join(scaled(5.0))
+    hangs = thread.is_alive()
+    if hangs:
+        lock.release()  # other tests start threads
+    assert not hangs
 
 
 @pytest.mark.parametrize(
