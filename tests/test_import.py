@@ -1,6 +1,5 @@
-"""Check that ``import hpctrain`` is fast and loads neither torch, nor MPI, nor a compiler."""
+"""Check that ``import hpctrain`` loads few modules, and neither torch, nor MPI, nor a compiler."""
 
-import json
 import os
 import sys
 
@@ -8,15 +7,13 @@ import pytest
 
 from tests.processes import ended
 
-MAX_IMPORT_S = 0.050
-TRIES = 5
+MAX_MODULES = 12
 
-TIMED = """
-import json, sys, time
-start = time.perf_counter()
+LOADED = """
+import sys
+before = set(sys.modules)
 import hpctrain
-seconds = time.perf_counter() - start
-print(json.dumps([seconds, sorted({name.partition(".")[0] for name in sys.modules})]))
+print("\\n".join(sorted(set(sys.modules) - before)))
 """
 
 BLOCKED = """
@@ -32,18 +29,11 @@ def run(code: str) -> str:
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def imports():
-    return [json.loads(run(TIMED)) for _ in range(TRIES)]
-
-
-def test_import_loads_nothing_heavy(imports):
-    _, modules = imports[0]
-    assert {"torch", "mpi4py", "numpy", "h5py", "typer", "rich"}.isdisjoint(modules)
-
-
-def test_import_takes_under_50_ms(imports):
-    assert min(seconds for seconds, _ in imports) < MAX_IMPORT_S
+def test_import_loads_few_modules():
+    """Each module costs time at the start of every process, torch, NumPy and MPI most."""
+    loaded = run(LOADED).split()
+    assert "hpctrain" in loaded
+    assert len(loaded) <= MAX_MODULES, loaded
 
 
 def test_import_works_without_mpi_and_torch():
