@@ -19,7 +19,8 @@ from hpctrain.runtime.world import current
 
 VICTIM, AT_STEP, AT_CHUNK = {victim}
 torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(300, 500), nn.Tanh(), nn.Linear(500, 300))
+# Large enough that each rank steps in three chunks.
+model = nn.Sequential(nn.Linear(900, 1000), nn.Tanh(), nn.Linear(1000, 900))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), shard="node")
 manager = Manager(HERE / "checkpoints", current().comm, every=2)
@@ -42,7 +43,7 @@ try:
     for step in range(first, 24):
         optimizer.zero_grad()
         source = torch.Generator().manual_seed(10 * step + rank)
-        model(torch.randn(4, 300, generator=source)).square().mean().backward()
+        model(torch.randn(4, 900, generator=source)).square().mean().backward()
         optimizer.step()
         state = {{"model": model.state_dict(), "optimizer": optimizer.state_dict()}}
         if manager.due(step + 1):
