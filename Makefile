@@ -214,7 +214,7 @@ soak: .venv/stamp ## kill writers and ranks, let jobs overlap, run 500 random sc
 	  tests/data/test_kills.py tests/checkpoint/test_checkpoint_kills.py
 	HPCTRAIN_TEST_KILLS=50 python -m pytest -q -m conformance tests/gradients/test_sharded_kills.py
 	HPCTRAIN_TEST_READS=100000 hpctrain launch -n 4 -- \
-	  python -m pytest -q -x tests/async_sgd/test_stale_synchronous.py -k old_enough
+	  python -m pytest -q -x tests/async_sgd/test_stale_synchronous.py -k old_and_own
 	HPCTRAIN_TEST_KILLS=500 python -m pytest -q tests/horovod/elastic/test_recovery.py -k random_deaths
 	HPCTRAIN_TEST_KILLS=100 python -m pytest -q -m conformance tests/train/test_random_kills.py
 	HPCTRAIN_TEST_OVERLAPS=50 python -m pytest -q -n 3 tests/train/test_two_jobs.py
