@@ -100,8 +100,10 @@ def allreduce_(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its order
 
     As ``allreduce``, but not differentiable.
     """
-    op, factors = chosen_op(op, average), (prescale_factor, postscale_factor)
-    handle = _started(tensor, name, op, factors, process_set, is_awaited=True)
+    op, pre, post = chosen_op(op, average), prescale_factor, postscale_factor
+    if name is not None and controller_of(process_set).reduce_now(name, tensor, op, pre, post):
+        return tensor
+    handle = _started(tensor, name, op, (pre, post), process_set, is_awaited=True)
     return cast("Tensor", handle.wait())
 
 

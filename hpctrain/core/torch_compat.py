@@ -92,6 +92,17 @@ Operator: type = torch._ops.OpOverload
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 """Return the id of the backward pass that runs in this thread, or -1 outside of a pass."""
 is_multithreading_enabled: Callable[[], bool] = torch._C._is_multithreading_enabled
+
+
+def _one_by_one(tensors: tuple[Tensor, ...]) -> None:
+    for tensor in tensors:
+        graph.increment_version(tensor)
+
+
+increment_version: Callable[[tuple[Tensor, ...]], None] = _one_by_one
+"""Record that tensors were changed in place, by code that autograd does not see."""
+if VERSION >= (2, 13):  # tested there; the public function takes twice as long
+    increment_version = torch._C._increment_version
 BACKWARD: CodeType = graph._engine_run_backward.__code__
 """Code object of the Python frame that calls the C++ code of autograd."""
 

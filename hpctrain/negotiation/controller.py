@@ -106,9 +106,32 @@ class Controller:
         repeated = self._repeated.get(name)
         if repeated is None or not repeated.fits(tensor, op, prescale, postscale):
             return None
+        if 0 in tensor.stride():  # elements may share memory
+            return None
         handle = TensorHandle(self._driver, repeated, tensor)
         self._enter(handle, is_awaited=is_awaited)
         return handle
+
+    @dynamo_disable
+    def reduce_now(
+        self, name: str, tensor: "Tensor", op: ReduceOp, prescale: float, postscale: float
+    ) -> bool:
+        """Execute a reduction that was passed to ``repeat``, without a handle.
+
+        Returns False, without an effect, if other operations of this rank are in flight, if the
+        signature differs, or if the compiled kernel does not support the tensor. Raises as
+        ``Handle.wait``.
+        """
+        repeated = self._repeated.get(name)
+        if (
+            repeated is None
+            or self._refusal is not None
+            or not self._owner.is_here
+            or not repeated.fits(tensor, op, prescale, postscale)
+            or not tensor.is_contiguous()
+        ):
+            return False
+        return self._driver.reduce_now(repeated, tensor)
 
     def repeat(self, name: str, request: Request) -> None:
         """Store the signature of an in-place reduction of one tensor, for ``submit_tensor``."""

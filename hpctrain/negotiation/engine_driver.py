@@ -10,9 +10,11 @@ from hpctrain.comm.mpi_start import is_loss
 from hpctrain.core.errors import CommError, RankLostError
 from hpctrain.core.libc import Timer
 from hpctrain.core.torch_compat import dynamo_disable
-from hpctrain.negotiation.request import Handle
+from hpctrain.negotiation.request import Handle, Repeated
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from hpctrain.negotiation.progress_engine import ProgressEngine
 
 TICK_S = 1.0  # interval of the stall checks, and of the checks for questions of other ranks
@@ -83,6 +85,21 @@ class EngineDriver:
         if self._comm.size > 1 and calls_from_threads():
             self._timer = SubmissionTimer(cycle_s)
             self._thread.start()
+
+    def reduce_now(self, repeated: Repeated, tensor: "Tensor") -> bool:
+        """Execute a repeated reduction; return False if other operations are in flight."""
+        with self._lock:  # the kernel returns soon
+            if self._is_driven or self._num_callers:
+                return False
+            try:
+                done = self._progress.reduce_now(self, repeated, tensor)
+            except BaseException as error:  # the other ranks may have committed the operation
+                self._progress.break_down(error)
+                raise
+        if isinstance(done, Handle):  # another rank is late
+            done.wait()
+            return True
+        return done
 
     @dynamo_disable
     def finish(self, handle: Handle, timeout_s: float | None = None) -> None:

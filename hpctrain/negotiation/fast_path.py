@@ -52,12 +52,14 @@ from torch import Tensor
 from typing_extensions import override
 
 from hpctrain.comm.control_channel.mailbox import WORDS, NodeChannel
+from hpctrain.comm.node.kernel import DONE, LATE
 from hpctrain.comm.node.segments import yield_core
 from hpctrain.comm.node.shared_memory import combine_to
 from hpctrain.comm.observed import ObservedCommunicator
 from hpctrain.comm.ops import Combination, Op, combination
 from hpctrain.comm.rail.algorithms import allreduce_steps
 from hpctrain.comm.rail.wire import Wire
+from hpctrain.core.torch_compat import increment_version
 from hpctrain.core.units import KIB
 from hpctrain.negotiation.messages import Entry
 from hpctrain.negotiation.reducing import recipe_of
@@ -66,6 +68,7 @@ from hpctrain.negotiation.request import Handle, Kind, ReduceOp, Result, Signatu
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
     from hpctrain.comm.control_channel.mailbox import Mailbox
+    from hpctrain.comm.node.kernel import Reduce
     from hpctrain.comm.plan.plan import Plan
     from hpctrain.negotiation.pending_table import ResponseCache
 
@@ -80,8 +83,6 @@ _NUMBER_BYTES = 8
 
 _MAX_KNOWN = 4096  # cached operations, with their views of the slots
 _NUM_POLLS = 20  # minimum, before a rank that shares its core sleeps
-_MOVE_BYTES = 4 * KIB
-"""Maximum size of values that are copied as bytes: dispatch by torch takes 0.5 us more."""
 _PLAIN = Tensor, torch.nn.Parameter  # classes whose values are stored at ``data_ptr``
 _VOTE_BYTES = 128 * KIB
 """Maximum size, summed over the ranks of a node, of values that are sent with a vote: larger
@@ -236,6 +237,14 @@ class NodeCommit:
             self._words[self._place] = word
             self._ring_root()
 
+    def record(self, code: int, word: int) -> bool:
+        """Record that the kernel has prepared ``word``; return whether that is committed."""
+        if code == DONE:
+            self.num_commits += 1
+        elif code == LATE:
+            self._word, self._ballot, self.state = word, None, _PREPARED
+        return code == DONE
+
     def poll(self) -> bool | None:
         """Return True if the prepared operation is committed, False if aborted, else None.
 
@@ -350,7 +359,7 @@ class Known(NamedTuple):
     how: Combination | None = None
     scale: float | None = None
     num_bytes: int = 0
-    own: tuple[int, ...] = ()  # addresses of this rank's slots, by turn, for small values
+    reduce: "Reduce | None" = None  # the reduction by the kernel
 
 
 class FastPath:
@@ -372,6 +381,7 @@ class FastPath:
         self._is_observed = isinstance(comm, ObservedCommunicator)
         self._size, self._node, self._pace, self._cache = comm.size, comm.node, post.pace, cache
         self._plan: Plan = post.channel.plan
+        self._kernel = post.channel.kernel
         self._num_nodes = post.tree.num_nodes
         self._known: dict[str, Known] = {}
 
@@ -393,6 +403,22 @@ class FastPath:
         known = self._known[name] = self._reduction(Known(entry, signature, number))
         return known
 
+    def reduce_now(self, known: Known, tensor: Tensor) -> bool | None:
+        """Prepare a reduction of ``tensor`` in place, and execute it if it is committed soon.
+
+        ``tensor`` must be contiguous. Returns the last result of ``commit.poll``. Also returns
+        False, and prepares nothing, if the kernel is off or does not support the operation.
+        """
+        if known.reduce is None or tensor.__class__ not in _PLAIN or tensor.is_neg():
+            return False
+        commit, node = self.commit, self._node
+        word = commit.num_commits << _NUMBER_BITS | known.number + 1
+        code = known.reduce(word, node.turn, tensor.data_ptr())
+        if commit.record(code, word):
+            node.end_turn((1 + self._size) * known.num_bytes)
+            increment_version((tensor,))
+        return None if code == LATE else code == DONE
+
     def prepare(self, known: Known, handle: Handle) -> None:
         """Write the values of an operation, and prepare it.
 
@@ -401,24 +427,12 @@ class FastPath:
         if not known.slots:
             self.commit.prepare(known.number)
             return
-        tensor, turn = handle.tensor, self._node.turn
-        if (
-            known.own
-            and tensor.__class__ in _PLAIN
-            and tensor.is_contiguous()
-            and not tensor.is_neg()
-        ):
-            ctypes.memmove(known.own[turn], tensor.data_ptr(), known.num_bytes)
-        else:
-            known.slots[turn][self._node.local_rank].copy_(tensor.detach())
+        known.slots[self._node.turn][self._node.local_rank].copy_(handle.tensor.detach())
         ballot = partial(self._ballot, known) if self._num_nodes > 1 else None
         self.commit.prepare(known.number, ballot)
 
     def poll_awake(self) -> bool | None:
-        """Poll, while this rank may spin or yield, until the operation is committed or aborted.
-
-        Returns the last result of ``commit.poll``.
-        """
+        """Poll while this rank may spin or yield; return the last result of ``commit.poll``."""
         poll, pace = self.commit.poll, self._pace
         for _ in range(_NUM_POLLS):
             if (verdict := poll()) is not None:
@@ -469,10 +483,10 @@ class FastPath:
         if self._is_observed or not (is_simple and fits):
             return known
         views = tuple(slots.views(dtype, shape, turn) for turn in (0, 1))
-        rank, own = self._node.local_rank, tuple[int, ...]()
-        if num_bytes <= _MOVE_BYTES:
-            own = tuple(of_turn[rank].data_ptr() for of_turn in views)
-        return known._replace(slots=views, how=how, scale=what.scale, num_bytes=num_bytes, own=own)
+        reduce = None
+        if self._kernel is not None and how.kernel_number >= 0:
+            reduce = self._kernel.reduction(how.kernel_number, shape.numel(), what.scale)
+        return Known(*known[:3], views, how, what.scale, num_bytes, reduce)
 
     def _is_direct(self, num_bytes: int, how: Combination) -> bool:
         """Return True if the plan adds values of this size in the same order as the fast path."""

@@ -8,16 +8,20 @@ from hpctrain.negotiation.execution import Executor, Phases
 from hpctrain.negotiation.messages import OperationBatch
 from hpctrain.negotiation.negotiator import Negotiator
 from hpctrain.negotiation.reducing import stand_in
-from hpctrain.negotiation.request import Handle, Kind
+from hpctrain.negotiation.request import Driver, Handle, Kind, Repeated, Request, TensorHandle
 from hpctrain.negotiation.stall import Answer, Question, StallWatch
 from hpctrain.negotiation.submission_queue import CLOSE, JOIN, SubmissionQueue
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from hpctrain.comm.communicator import Communicator
     from hpctrain.negotiation.fast_path import FastPath, Known
     from hpctrain.negotiation.timeline import Timelines
 
 _ALLREDUCE = Kind.ALLREDUCE.value  # stored, because ``Enum.value`` is a function call
+_AT_ONCE = Handle(None, Request(Kind.BARRIER, None, ()))
+"""In place of the handle of an operation while ``reduce_now`` executes it."""
 _MANY = 8  # minimum number of operations for which ``announce_many`` is faster
 
 
@@ -116,6 +120,35 @@ class ProgressEngine:
         assert self.fast_path is not None
         submitted.remove(handle)
         self._settle(verdict=self.fast_path.poll_awake())
+
+    def reduce_now(
+        self, driver: Driver, repeated: Repeated, tensor: "Tensor"
+    ) -> TensorHandle | bool:
+        """Execute a reduction by the kernel, if no other operation of this rank is in flight.
+
+        Returns:
+            True if it is complete; False if it was not executed, because other operations are in
+            flight or the kernel does not support it; else its handle, for which ``driver`` waits.
+        """
+        queue, fast_path, name = self.queue, self.fast_path, repeated.name
+        if fast_path is None or queue.in_flight or queue.submitted or queue.joining or queue.held:
+            return False
+        if self.to_ask or self.broken or self._timelines.current or self._negotiator.takes_part:
+            return False
+        known = fast_path.known(name, repeated.signature)
+        if known is None or queue.in_flight.setdefault(name, _AT_ONCE) is not _AT_ONCE:
+            return False
+        verdict = fast_path.reduce_now(known, tensor)
+        if verdict is None:
+            handle = queue.in_flight[name] = TensorHandle(driver, repeated, tensor)
+            self._prepared = handle, known
+            return handle
+        queue.in_flight.pop(name, None)  # another thread may have failed all operations
+        if verdict:
+            self._stalls.last_call.note(_ALLREDUCE, name)
+        if queue.held:
+            queue.let_go()
+        return verdict
 
     def check_stalls(self) -> None:
         """Log finished stall reports, and ask other ranks about operations that wait for long."""

@@ -271,6 +271,9 @@ class Handle:
         self.is_done = True
 
 
+_STRIDED = torch.strided
+
+
 class Repeated:
     """A named in-place reduction of one dense CPU tensor, which was checked before.
 
@@ -297,8 +300,7 @@ class Repeated:
             and prescale == self._prescale
             and postscale == self._postscale
             and tensor.is_cpu
-            and tensor.layout is torch.strided
-            and 0 not in tensor.stride()
+            and tensor.layout is _STRIDED
         )
 
 

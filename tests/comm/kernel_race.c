@@ -20,11 +20,12 @@ static void delay(void) {
 #define DELAY() delay()
 #include "../../hpctrain/comm/node/kernel.c"
 
-enum { SLOT_BYTES = 1024, MOST_NUMEL = 700 };
+enum { SLOT_BYTES = 1024, MOST_NUMEL = 700, COMMIT = 4, NUM_KINDS };
 
 static int num_ranks, num_calls, first_seed;
 static int64_t *cells, sign;
-static sem_t semaphores[MOST_RANKS][MOST_ROUNDS];
+static int64_t *words;
+static sem_t semaphores[MOST_RANKS][MOST_ROUNDS], bells[MOST_RANKS];
 static char *slots[MOST_RANKS];
 static uint32_t *buckets[MOST_RANKS];
 
@@ -37,8 +38,20 @@ static int finish(Node *node, int code) {
     return code;
 }
 
+/* Commits a reduction; a rank that waits for long polls, as fast_path.py does. */
+static int commit(Node *node, int64_t number, int turn, char *values, int numel) {
+    Reduction what = {INT32, 0, numel, 0};
+    int64_t word = number << NUMBER_BITS | (number % 7 + 1);
+    int code = hpctrain_commit(node, &what, word, turn, values);
+    if (code != LATE) return code;
+    while ((code = outcome(node, word)) == LATE) delay();
+    if (code == DONE) sum(node);
+    return code;
+}
+
 static void *rank_main(void *argument) {
     int rank = (int)(intptr_t)argument, turn = 0;
+    int64_t num_commits = 0, own_bells[] = {(intptr_t)&bells[rank], (intptr_t)&bells[0]};
     unsigned program = (unsigned)first_seed; /* the same on all ranks */
     int64_t addresses[2 + MOST_RANKS + 2 * MOST_ROUNDS], *next = addresses, num_wrong = 0;
     uint32_t values[MOST_NUMEL];
@@ -51,14 +64,19 @@ static void *rank_main(void *argument) {
         *next++ = (intptr_t)&semaphores[(rank + (1 << k)) % num_ranks][k];
     }
     hpctrain_prepare(node, rank, num_ranks, 1e-6, 1e-6, SLOT_BYTES, addresses);
+    hpctrain_use_words(node, words, 2, own_bells);
     for (int call = 1; call <= num_calls; call++) {
-        int kind = rand_r(&program) % 4, numel = rand_r(&program) % MOST_NUMEL, code;
+        int kind = rand_r(&program) % NUM_KINDS, numel = rand_r(&program) % MOST_NUMEL, code;
         uint32_t *own = kind == BUCKET ? buckets[rank] : values;
         if (kind == BARRIER) {
             code = hpctrain_barrier(node);
         } else {
             for (int i = 0; i < numel; i++) own[i] = value_of(call, rank, i);
-            if (kind == BUCKET) {
+            if (kind == COMMIT) {
+                numel = numel * 4 < SLOT_BYTES ? numel : SLOT_BYTES / 4;
+                code = commit(node, num_commits++, turn, (char *)own, numel);
+                turn = 1 - turn;
+            } else if (kind == BUCKET) {
                 code = hpctrain_bucket(node, call, turn, INT32, (char **)buckets, numel, 0, 0, 0);
                 turn = 1 - turn;
             } else {
@@ -85,7 +103,9 @@ int main(int argc, char **argv) {
     if (argc != 4) return 2;
     num_ranks = atoi(argv[1]), num_calls = atoi(argv[2]), first_seed = atoi(argv[3]);
     cells = calloc((size_t)num_ranks * CELLS, sizeof *cells);
+    words = calloc((size_t)num_ranks * CELLS, sizeof *words);
     for (int r = 0; r < num_ranks; r++) {
+        sem_init(&bells[r], 1, 0);
         slots[r] = calloc(2, SLOT_BYTES), buckets[r] = calloc(MOST_NUMEL, 4);
         for (int k = 0; k < MOST_ROUNDS; k++) sem_init(&semaphores[r][k], 1, 0);
     }

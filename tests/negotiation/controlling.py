@@ -23,6 +23,23 @@ def allreduce(name, tensor, op=Sum):
     return Request(Kind.ALLREDUCE, name, [tensor], in_place=True, op=op)
 
 
+def run(controller, name, tensor, op=Sum):
+    """Sum a tensor in place by a request."""
+    return controller.run(allreduce(name, tensor, op))[0]
+
+
+def run_now(controller, name, tensor, op=Sum):
+    """Sum a tensor in place as ``hvd.allreduce_`` does: by one call of the kernel if possible."""
+    if controller.reduce_now(name, tensor, op, 1.0, 1.0):
+        return tensor
+    request = allreduce(name, tensor, op)
+    controller.repeat(name, request)
+    return controller.run(request)[0]
+
+
+RUNS = pytest.mark.parametrize("run", [run, run_now])
+
+
 def broadcast(tensor):
     return Request(Kind.BROADCAST, None, [tensor], in_place=True, root=0)
 

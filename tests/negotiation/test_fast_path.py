@@ -1,6 +1,7 @@
 """Repeated operations skip control messages, on one or several nodes, with the same results."""
 
 import json
+import random
 import threading
 import time
 
@@ -17,7 +18,14 @@ from hpctrain.negotiation.request import Average, Kind, Max, Product, Request, S
 from hpctrain.negotiation.stall import LastCall, SetMember, StallWatch
 from hpctrain.negotiation.timeline import Timelines
 from tests.comm.conftest import PATHS, SAME, connected
-from tests.negotiation.controlling import SEVERAL, allreduce, controller_of, joined
+from tests.negotiation.controlling import (
+    RUNS,
+    SEVERAL,
+    allreduce,
+    controller_of,
+    joined,
+    run_now,
+)
 from tests.processes import wait_until
 
 
@@ -189,14 +197,14 @@ def test_timeline_and_statistics_include_fast_path_operations(ranks, tmp_path):
         assert titles.count(title) == 20
 
 
-def waiting(controller, errors):
+def waiting(controller, errors, run):
     """Cache an operation on all ranks, then return a thread that waits in it for rank 0."""
     for _ in range(3):
-        controller.run(allreduce("again", torch.ones(2)))
+        run(controller, "again", torch.ones(2))
 
     def wait():
         try:
-            controller.run(allreduce("again", torch.ones(2)))
+            run(controller, "again", torch.ones(2))
         except CommError as error:
             errors.append(str(error))
 
@@ -209,10 +217,11 @@ def waiting(controller, errors):
 
 
 @SEVERAL
+@RUNS
 @pytest.mark.parametrize("breaker", [0, 1])
-def test_break_off_ends_the_wait_of_prepared_ranks(ranks, breaker):
+def test_break_off_ends_the_wait_of_prepared_ranks(ranks, breaker, run):
     made, errors = controller_of(ranks), []
-    caller = waiting(made, errors)
+    caller = waiting(made, errors, run)
     if made.comm.rank == breaker:
         made.break_off("enough")
     if made.comm.rank:
@@ -227,9 +236,10 @@ def test_break_off_ends_the_wait_of_prepared_ranks(ranks, breaker):
 
 
 @SEVERAL
-def test_close_ends_the_wait_of_prepared_ranks(ranks):
+@RUNS
+def test_close_ends_the_wait_of_prepared_ranks(ranks, run):
     made, errors = controller_of(ranks.group(range(ranks.size))), []
-    caller = waiting(made, errors)
+    caller = waiting(made, errors, run)
     made.close()
     if ranks.rank:
         caller.join(30)
@@ -238,9 +248,10 @@ def test_close_ends_the_wait_of_prepared_ranks(ranks):
 
 
 @SEVERAL
-def test_a_rank_that_joins_completes_operations_that_others_have_prepared(controller):
+@RUNS
+def test_a_rank_that_joins_completes_operations_that_others_have_prepared(controller, run):
     size, errors = controller.comm.size, []
-    caller = waiting(controller, errors)
+    caller = waiting(controller, errors, run)
     if controller.comm.rank:
         caller.join(0.05)
     else:
@@ -255,11 +266,74 @@ def test_a_rank_that_joins_completes_operations_that_others_have_prepared(contro
 
 
 @SEVERAL
+def test_sums_by_one_call_of_the_kernel_have_the_same_bits(controller):
+    comm, rng = controller.comm, random.Random(5)
+    uses_kernel = controller._progress.fast_path._kernel is not None
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64):
+        for numel in (1, 2, 1000, 5000):
+            values = torch.randn(numel, generator=torch.Generator().manual_seed(comm.rank)) * 9
+            expected = controller.run(allreduce("sum", values.to(dtype, copy=True)))[0]
+            for _ in range(rng.randrange(4, 8)):
+                found, before = values.to(dtype, copy=True), num_commits(controller)
+                comm.barrier()
+                assert torch.equal(run_now(controller, "sum", found), expected)
+                assert found._version > 0
+            assert num_commits(controller) > before or not uses_kernel
+
+
+@SEVERAL
+def test_random_sums_with_late_ranks_threads_and_layouts_are_exact(controller):
+    comm = controller.comm
+    program, own = random.Random(11), random.Random(comm.rank)
+    size, total = comm.size, sum(range(comm.size))
+    for step in range(150):
+        kind, numel = program.choice(["now"] * 6 + ["strided", "late", "async"]), 1 + step % 3
+        late = program.randrange(size)
+        if kind == "late" and comm.rank == late:
+            time.sleep(own.random() * 2e-3)
+        others = (
+            []
+            if kind != "async"
+            else [
+                controller.submit(allreduce(f"other {i}", torch.full((3,), float(comm.rank))))
+                for i in program.sample(range(3), 3)
+            ]
+        )
+        tensor = torch.full((numel, 2), float(comm.rank + step))
+        tensor = tensor[:, 0] if kind == "strided" else tensor[:, 0].contiguous()
+        found = run_now(controller, f"sum of {numel}", tensor)
+        assert found is tensor
+        assert tensor.tolist() == [total + size * step] * numel
+        assert all(other.wait()[0].tolist() == [total] * 3 for other in others)
+
+
+@SEVERAL
+def test_threads_that_reduce_at_once_get_their_own_sums(controller):
+    size, wrong = controller.comm.size, []
+
+    def reduce(thread):
+        try:
+            for step in range(60):
+                value = float(thread + step)
+                found = run_now(controller, f"of thread {thread}", torch.full((2,), value))
+                wrong.extend({*found.tolist()} - {value * size})
+        except CommError as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=reduce, args=(thread,)) for thread in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong
+
+
+@SEVERAL
 def test_a_different_shape_under_a_cached_name_is_an_error_on_every_rank(controller):
     rank, size = controller.comm.rank, controller.comm.size
     for odd in range(size):
         for _ in range(3):
-            controller.run(allreduce("known", torch.ones(2)))
+            run_now(controller, "known", torch.ones(2))
         numel = 3 if rank == odd else 2
         with pytest.raises(HorovodInternalError, match="must be the same on all ranks"):
-            controller.run(allreduce("known", torch.ones(numel)))
+            run_now(controller, "known", torch.ones(numel))

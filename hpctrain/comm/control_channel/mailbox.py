@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from hpctrain.comm.control_channel.message_network import Network
+    from hpctrain.comm.node.kernel import Kernel
     from hpctrain.comm.node.shared_memory import SharedMemory
     from hpctrain.comm.plan.plan import Plan
     from hpctrain.comm.rail.rail import Rail
@@ -107,6 +108,7 @@ class NodeChannel(NamedTuple):
     rank: int = 0  # this rank, in the communicator
     leaders: Sequence[int] = ()  # first ranks of the nodes, on these ranks and if several
     count_sent: Callable[[int], object] = int  # counts bytes sent to other nodes
+    kernel: "Kernel | None" = None  # uses the words and doorbells, if there is one node
 
 
 class Mailbox:
@@ -305,17 +307,23 @@ def by_node(
     is_one = len(nodes) == 1
     network, fence = None if is_one else _network(comm, watch), fence_of(spare)
     is_voter = network is not None and comm.rank == mine[0]
-    words = np.frombuffer(memoryview(segments[0]), np.int64, WORDS * len(mine), BOX_BYTES).data
+    words = np.frombuffer(memoryview(segments[0]), np.int64, WORDS * len(mine), BOX_BYTES)
+    bells, of_node = list(map(Semaphore, segments)), tree_of([range(len(mine))], node.local_rank)
+    kernel = node.waits.kernel if is_one else None
+    if kernel is not None:
+        rung = node.local_rank, 0, *of_node.children
+        kernel.use_words(words.ctypes.data, [bells[rank].address for rank in rung])
     channel = NodeChannel(
-        words,
-        tree_of([range(len(mine))], node.local_rank),
-        [Semaphore(segment).post for segment in segments],
+        words.data,
+        of_node,
+        [bell.post for bell in bells],
         fence,
         plan,
         network,
         comm.rank,
         [ranks[0] for ranks in nodes] if is_voter else (),
         int if rail is None else rail.wire.count,
+        kernel,
     )
     return Mailbox(
         tree,

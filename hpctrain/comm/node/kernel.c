@@ -11,6 +11,11 @@
      sign        one int64: not zero after a call of the communicator has failed on a rank.
      buckets     one per rank. Rank r reads and writes slice r of all of them, after the barrier
                  that begins a call and before the barrier that ends it.
+     words       one int64 per rank, each in its cache line. A rank that has written its slot stores
+                 a word for a repeated operation: the number of earlier commits, shifted, and the
+                 number of the operation. Rank 0 stores the number of commits in its own word once
+                 all words are equal, or overwrites the words of others to abort; see fast_path.py.
+     bells       semaphores on which ranks sleep that wait for words or control messages.
      slots       two per rank, used in turns. A rank writes its slot before the barrier that begins
                  a call. After it, ``direct`` reads the slots of all ranks; ``slices`` reads slice r
                  of all slots, writes slice r of the slot of rank 0, and reads the other slices
@@ -20,7 +25,8 @@
    Order of memory: a post is a release and a successful wait an acquire (POSIX), so that stores
    before a barrier are visible after it on all ranks. Between two barriers each byte has either
    one writer and no other reader, or readers only. The sign alone is relaxed: a rank that fails
-   within a barrier writes the sign before its post.
+   within a barrier writes the sign before its post. Words are stored with release and loaded with
+   acquire: slots before a word are visible to rank 0, and before its commit to all ranks.
 
    A call that waits for long returns LATE; the caller looks for lost ranks, and continues the call
    with hpctrain_resume. The kernel allocates no memory, takes no lock and calls no Python. */
@@ -53,6 +59,8 @@ enum { MOST_RANKS = 1024, MOST_ROUNDS = 10, CELLS = 8, UNFINITE = 4, ALIGN = 64,
 enum { FLOAT32, FLOAT64, FLOAT16, BFLOAT16, INT8, INT16, INT32, INT64, BOOL, NUM_DTYPES };
 enum { BARRIER, BUCKET, DIRECT, SLICES };
 enum { ENTER, COMPARE, LEAVE };
+enum { OWN_BELL, ROOT_BELL, FIRST_CHILD_BELL, MOST_BELLS = 8 }; /* a rank has at most 4 children */
+enum { NOTHING = 0, NUMBER_BITS = 20, NUM_POLLS = 20 };
 
 typedef struct {
     /* What one rank knows of its node. */
@@ -63,6 +71,9 @@ typedef struct {
     sem_t *mine[MOST_ROUNDS], *next[MOST_ROUNDS];
     char *slots[MOST_RANKS];
     size_t slot_bytes;
+    int64_t *words;
+    sem_t *bells[MOST_BELLS];
+    int32_t num_bells;
     /* The current call. */
     int32_t kind, at, round, is_posted, turn, dtype, is_scaled, looks;
     int64_t call;
@@ -70,6 +81,12 @@ typedef struct {
     char *values, *buckets[MOST_RANKS];
     size_t numel, begun; /* elements of the call, and of the chunks before the current one */
 } Node;
+
+typedef struct {
+    int32_t dtype, is_scaled;
+    int64_t numel; /* fits a slot */
+    double scale;
+} Reduction;
 
 /* --- sums ------------------------------------------------------------------------------------ */
 
@@ -344,6 +361,26 @@ static int run(Node *node, double nap_s) {
     }
 }
 
+/* Returns DONE if the operation of this word is committed, which rank 0 does here; DIFFERENT if it
+   is aborted, or must be; LATE if a rank has not prepared it. */
+static int outcome(const Node *node, int64_t word) {
+    int64_t num_commits = word >> NUMBER_BITS, first = num_commits << NUMBER_BITS;
+    int code = DONE;
+    if (node->rank) {
+        if (__atomic_load_n(node->words, __ATOMIC_ACQUIRE) != num_commits) return DONE;
+        int64_t own = __atomic_load_n(node->words + node->rank * CELLS, __ATOMIC_RELAXED);
+        return own == word ? LATE : DIFFERENT;
+    }
+    for (int rank = 1; rank < node->size; rank++) {
+        int64_t found = __atomic_load_n(node->words + rank * CELLS, __ATOMIC_ACQUIRE);
+        if (found == word) continue;
+        if (found < 0 || (found >= first && found != NOTHING)) return DIFFERENT;
+        code = LATE;
+    }
+    if (code == DONE) __atomic_store_n(node->words, num_commits + 1, __ATOMIC_RELEASE);
+    return code;
+}
+
 /* --- interface: addresses are integers, and codes are results -------------------------------- */
 
 #ifndef SOURCE_CHECKSUM
@@ -409,6 +446,42 @@ int hpctrain_values(Node *node, int64_t call, int turn, int dtype, char *values,
                     double scale, int is_scaled, int in_slices) {
     node->values = values, node->looks = 0;
     return begin(node, in_slices ? SLICES : DIRECT, call, turn, dtype, numel, scale, is_scaled);
+}
+
+/* ``bells``: those of this rank, of rank 0, and of the children of this rank. */
+void hpctrain_use_words(Node *node, int64_t *words, int num_bells, const int64_t *bells) {
+    node->words = words, node->num_bells = num_bells;
+    for (int i = 0; i < num_bells; i++) node->bells[i] = (sem_t *)bells[i];
+}
+
+/* Prepares a repeated reduction, and replaces the values by their sum if it is committed. Returns
+   LATE if it remains prepared, DIFFERENT if it is aborted. */
+int hpctrain_commit(Node *node, const Reduction *what, int64_t word, int turn, char *values) {
+    double yields_at = 0, now;
+    int code;
+    node->kind = DIRECT, node->turn = turn, node->looks = 0;
+    node->dtype = what->dtype, node->numel = (size_t)what->numel, node->begun = 0;
+    node->scale = what->scale, node->is_scaled = what->is_scaled, node->values = values;
+    DELAY();
+    memcpy(slot(node, node->rank), values, node->numel * item_bytes[node->dtype]);
+    if (node->rank) {
+        __atomic_store_n(node->words + node->rank * CELLS, word, __ATOMIC_RELEASE);
+        sem_post(node->bells[ROOT_BELL]);
+    }
+    for (int polls = 0; (code = outcome(node, word)) == LATE; polls++) {
+        DELAY();
+        RELAX();
+        if (polls < NUM_POLLS) continue;
+        now = now_s();
+        if (yields_at == 0) yields_at = now + node->spin_s;
+        if (now >= yields_at + node->yield_s) return LATE;
+        if (now >= yields_at) sched_yield();
+    }
+    if (code != DONE) return code;
+    for (int i = FIRST_CHILD_BELL; i < node->num_bells; i++) sem_post(node->bells[i]);
+    while (sem_trywait(node->bells[OWN_BELL]) == 0) continue;
+    sum(node);
+    return DONE;
 }
 
 /* Continues the call that returned LATE, after a sleep of at most ``nap_s`` for its next post. */

@@ -8,8 +8,8 @@ import ctypes
 import logging
 import os
 import zlib
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,20 @@ DONE, LATE, DIFFERENT, FAILED = range(4)
 """Results of a call: complete; waits for other ranks; their calls differ; a rank has failed."""
 
 _INSTANT_NUMEL = 1 << 12  # the sum of smaller tensors is shorter than a change of threads
+
+
+Reduce = Callable[[int, int, int], int]
+
+
+class Reduction(ctypes.Structure):
+    """A repeated reduction of ``numel`` elements, which fit a slot."""
+
+    _fields_ = (
+        ("dtype", ctypes.c_int32),  # the ``kernel_number`` of a combination
+        ("is_scaled", ctypes.c_int32),
+        ("numel", ctypes.c_int64),
+        ("scale", ctypes.c_double),
+    )
 
 
 class Library:
@@ -52,6 +66,8 @@ class Library:
             library.hpctrain_resume.argtypes = [address, real]
             library.hpctrain_bucket.argtypes = [address, wide, number, *scaled]
             library.hpctrain_values.argtypes = [address, wide, number, *scaled]
+            library.hpctrain_use_words.argtypes = [address, address, number, address]
+            library.hpctrain_commit.argtypes = [address, address, wide, number, address]
 
 
 @cache
@@ -105,6 +121,8 @@ class Kernel:
         self._barrier, self._resume = instant.hpctrain_barrier, calls.hpctrain_resume
         self._bucket = instant.hpctrain_bucket, calls.hpctrain_bucket
         self._values = instant.hpctrain_values, calls.hpctrain_values
+        self._use_words = calls.hpctrain_use_words
+        self._commits = instant.hpctrain_commit, calls.hpctrain_commit
 
     def barrier(self) -> int:
         """Begin a barrier; return the code."""
@@ -144,6 +162,27 @@ class Kernel:
         function = self._values[numel > _INSTANT_NUMEL]
         what = call, turn, dtype, address, numel, scale or 0.0, scale is not None
         return int(function(self._state, *what, in_slices))
+
+    def use_words(self, words: int, bells: Sequence[int]) -> None:
+        """Set the memory that functions of ``reduction`` use.
+
+        Args:
+            words: address of the words of the node.
+            bells: addresses of the semaphores of this rank, of rank 0, and of its children.
+        """
+        given = (ctypes.c_int64 * len(bells))(*bells)
+        self._use_words(self._state, words, len(bells), given)
+
+    def reduction(self, dtype: int, numel: int, scale: float | None) -> Reduce:
+        """Return a function that reduces values in place, if all ranks have prepared them.
+
+        The arguments of the function are the word of this rank, the turn, and the address of the
+        values. The function returns ``DONE``; ``LATE`` if the reduction remains prepared, because
+        another rank is late; or ``DIFFERENT`` if it is aborted.
+        """
+        what = Reduction(dtype, scale is not None, numel, scale or 0.0)
+        function = self._commits[numel > _INSTANT_NUMEL]
+        return partial(function, self._state, ctypes.byref(what))  # which keeps ``what``
 
     def is_over(self, nap_s: float = 0.0) -> bool:
         """Continue a call that has returned ``LATE``; return whether the call is complete.
