@@ -81,7 +81,7 @@ _IN_NODEFILE = f"{_NODEFILE}:lines"  # the number of lines of that file
 JOBS = (
     Launcher("PMIx", "PMIX_RANK", ""),
     Launcher("Slurm", "", "SLURM_NTASKS SLURM_JOB_NUM_NODES SLURM_NNODES", needs="SLURM_JOB_ID"),
-    Launcher("PBS", "", _IN_NODEFILE, needs="PBS_JOBID"),
+    Launcher("PBS", "", f"{_IN_NODEFILE} PBS_NP", needs="PBS_JOBID"),
     Launcher("LSF", "", "LSB_DJOB_NUMPROC", needs="LSB_JOBID"),
     Launcher("SGE", "", "NSLOTS", needs="PE_HOSTFILE"),
 )

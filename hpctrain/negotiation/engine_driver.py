@@ -126,10 +126,11 @@ class EngineDriver:
 
         def is_over() -> bool:
             if not handle.is_done and (waited_s := time.monotonic() - since) > limit_s:
+                rank = self._progress.world_rank
                 raise RankLostError(
                     f"all ranks must submit {handle.name} within HPCTRAIN_TIMEOUT={limit_s:g} "
-                    f"seconds, but rank {self._comm.rank} has waited {waited_s:.0f} s for the "
-                    f"others; see the report of missing ranks, or increase HPCTRAIN_TIMEOUT"
+                    f"seconds, but rank {rank} has waited {waited_s:.0f} s for the others; see "
+                    f"the report of missing ranks, or increase HPCTRAIN_TIMEOUT"
                 )
             return handle.is_done
 

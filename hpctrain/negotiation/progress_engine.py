@@ -72,6 +72,7 @@ class ProgressEngine:
         self._is_closed = False  # by the other ranks, while this rank has joined
         self._in_hand: list[Handle] = []
         self._timelines, self._stalls = timelines, stalls
+        self.world_rank = stalls.world_rank
 
     def has_work(self) -> bool:
         """Return True if this rank has pending operations or questions."""
@@ -163,7 +164,7 @@ class ProgressEngine:
         if not isinstance(error, CommError):
             error = HorovodInternalError(
                 f"named operations must not be interrupted, but {error!r} was raised in those of "
-                f"rank {self.comm.rank}; end the program, or call hpctrain.shutdown() and "
+                f"rank {self.world_rank}; end the program, or call hpctrain.shutdown() and "
                 f"hpctrain.init() on every rank"
             )
         self.comm.fail()

@@ -263,6 +263,7 @@ class StallWatch:
         recorder: FlightRecorder | None = None,
     ) -> None:
         self.last_call = last_call
+        self.world_rank = members[number].rank
         self.answer_s = ANSWER_S + len(members).bit_length()  # longest wait for answers
         self._abort_s = settings.stall_abort_s
         self._first_s = min(settings.stall_s, settings.stall_abort_s)

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.torch_compat import can_pipeline, require
-from hpctrain.parallel.dtensor import norm_of, whole
+from hpctrain.parallel.dtensor import local, norm_of, whole
 from hpctrain.parallel.guard import EVALUATION, FORWARD, attach, guarded, release
 from hpctrain.parallel.mesh import require_one_axis
 from hpctrain.parallel.mesh_agreement import digest, gathered, require_identical, signature_of
@@ -23,6 +23,10 @@ from hpctrain.parallel.stage import PipelineSchedule
 from hpctrain.parallel.tied_weights import TiedWeights
 
 SAME = "create the same on every rank"
+SAME_WEIGHTS = (
+    "set the same seed or load the same file on every rank, or call "
+    "hvd.broadcast_parameters(model.state_dict()) before"
+)
 Loss = Callable[[Tensor, Tensor], Tensor]
 Wrap = Callable[[nn.Module], nn.Module]
 
@@ -35,7 +39,7 @@ class Pipeline:
     does not keep the whole model; delete it to free its memory.
 
     Args:
-        model: identical on all ranks.
+        model: identical on all ranks, with equal weights: each rank keeps those of its stages.
         mesh: one axis, such as ``build_mesh(pp=2)["pp"]``.
         layers: names of the modules of the chain, in the order of forward; ``*`` matches any
             part: ``["embedding", "blocks.*", "head"]``.
@@ -55,7 +59,8 @@ class Pipeline:
         ConfigError: a schedule or layer does not exist, the schedule needs another number of
             stages or micro-batches, there are more stages than layers, a parameter is in no layer,
             or selective recomputation is used with a schedule that divides backward in two.
-        MismatchError: the ranks pass different arguments; on every rank of the axis.
+        MismatchError: the ranks pass different arguments, or models with different weights; on
+            every rank of the axis.
 
     Source: Huang et al. 2019, arXiv:1811.06965 (GPipe); Narayanan et al. 2021, arXiv:2104.04473
     (1F1B, interleaved); Qi et al. 2024, arXiv:2401.10241 (zero bubble).
@@ -80,6 +85,9 @@ class Pipeline:
         asked = f"{schedule=}, {num_microbatches=}, {stages_per_rank=}, layers={[*layers]}"
         first = f"sample {None if sample is None else (tuple(sample.shape), sample.dtype)}"
         require_identical(mesh, [asked, first, *signature_of(model)], "a pipeline", SAME)
+        values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        found = [f"{name} {digest(local(v))}" for name, v in values.items() if not v.is_meta]
+        require_identical(mesh, found, "the weights of a pipeline", SAME_WEIGHTS)
         self._loss = loss
         self._schedule = PipelineSchedule(
             schedule, mesh.size(), stages_per_rank, num_microbatches, model

@@ -115,6 +115,23 @@ def test_different_tensors_and_ranks_are_reported_with_remedies(comm, root):
     assert load(root / "step-00000003", comm).state["a"].tolist() == [0, 0, 0]
 
 
+CONTAINERS = [
+    [(), []],
+    [{}, []],
+    [{"a": (1, 2)}, {"a": [1, 2]}],
+    [(torch.ones(1),), [torch.ones(1)]],
+]
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("pair", CONTAINERS)
+def test_different_containers_of_equal_values_raise_on_all_ranks(comm, root, pair):
+    state = {"part": pair[comm.rank == comm.size - 1]}
+    with pytest.raises(CheckpointError, match=r"a tuple|a list"):
+        save(root / "step-00000001", state, comm, step=1)
+    assert not (root / "step-00000001").exists()
+
+
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("background", [True, False], ids=["background", "foreground"])
 def test_state_of_the_source_rank_alone_is_written_unchanged(comm, root, background):

@@ -61,6 +61,7 @@ ENVIRONMENTS = {
     "sbatch of an array": (f"{BATCH} SLURM_NTASKS=8 SLURM_ARRAY_TASK_ID=2", "error", START),
     "sbatch, torchrun of one": (f"{BATCH} SLURM_NTASKS=8 {ONE_TORCHRUN}", "error", START),
     "qsub": ("PBS_JOBID=9.s PBS_NODEFILE={nodefile}", "warning", f"{START} 3"),
+    "qsub of Torque": ("PBS_JOBID=9.s PBS_NP=8", "warning", f"{START} 8 "),
     "bsub -n 4": ("LSB_JOBID=3 LSB_DJOB_NUMPROC=4", "warning", f"{START} 4"),
     "qsub of SGE": ("PE_HOSTFILE=/h JOB_ID=3 NSLOTS=4", "warning", f"{START} 4"),
     # Ranks were started, and MPI does not connect them.

@@ -59,6 +59,17 @@ def test_stages_that_clip_to_different_norms_raise_on_all_ranks():
         pipeline.clip_grad_norm_(1.0 + dist.get_rank())
 
 
+@pytest.mark.ranks(2, 3)
+@pytest.mark.usefixtures("nodes")
+def test_models_with_different_weights_raise_on_all_ranks():
+    mesh, model = build_mesh(pp=dist.get_world_size()), transformer()
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            next(model.parameters()).view(-1)[3] += 1
+    with pytest.raises(MismatchError, match="broadcast_parameters"):
+        Pipeline(model, mesh["pp"], lm.LAYERS, loss=loss_of, num_microbatches=4)
+
+
 @pytest.mark.ranks(2, 4)
 @pytest.mark.usefixtures("nodes")
 @pytest.mark.parametrize("schedule", SCHEDULES)

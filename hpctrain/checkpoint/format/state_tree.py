@@ -168,7 +168,8 @@ def lines(state: object) -> list[str]:
     found = []
     for path, value in walk(state):
         if isinstance(value, Mapping | list | tuple):
-            found.append(f"{path} has {len(value)} items")
+            kind = next(each for each in (Mapping, list, tuple) if isinstance(value, each))
+            found.append(f"{path} is a {kind.__name__.lower()} of {len(value)} items")
         elif not isinstance(value, Tensor | TensorPiece):
             found.append(f"{path} = {_take_plain(value, ())!r}")
     return found
