@@ -53,7 +53,8 @@ class StopPoll:
 def evaluate(task: Task, poll: StopPoll | None = None) -> Scores:
     """Test the model on ``task.test``. Collective.
 
-    Each rank tests its part of the samples, and each sample counts once. Sums are float64, so
+    The model has the averaged weights of ``train.ema`` or of a local method during the test. Each
+    rank tests its part of the samples, and each sample counts once. Sums are float64, so
     counts of correct predictions are exact. The buffers of rank 0, such as running means, are
     broadcast first, because rank 0 saves its buffers. With reproducible steps the scores are
     bitwise identical on any number of ranks.
@@ -68,6 +69,11 @@ def evaluate(task: Task, poll: StopPoll | None = None) -> Scores:
     Raises:
         DataError: model, loss or a metric does not fit the data; on all ranks.
     """
+    with task.averaged():
+        return _evaluate(task, poll)
+
+
+def _evaluate(task: Task, poll: StopPoll | None) -> Scores:
     task.exchange.share_buffers()
     task.model.eval()
     means = [metric for metric in task.metrics if metric.values is not None]

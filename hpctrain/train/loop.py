@@ -143,8 +143,7 @@ class TrainingLoop:
             task.exchange.check_replicas()
         poll = StopPoll(task.comm, lambda: self._boundary.is_asked_to_stop)
         random = random_states(task.device)
-        with task.averaged():
-            scores = evaluate(task, poll)
+        scores = evaluate(task, poll)
         if poll.is_over:
             set_random_states(random, task.device)
             return False

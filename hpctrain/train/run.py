@@ -47,7 +47,7 @@ from hpctrain.train.loggers import check as check_loggers
 from hpctrain.train.loop import Outcome, Stopped, train_step
 from hpctrain.train.metrics import Metrics, result
 from hpctrain.train.resume import check_same, finished, goes_on, plan_to_keep, settled
-from hpctrain.train.run_config import RunConfig
+from hpctrain.train.run_config import RunConfig, located
 from hpctrain.train.run_directory import RunDirectory
 from hpctrain.train.run_status import last_record
 from hpctrain.train.task import Task, build
@@ -93,6 +93,7 @@ class _Run:
         self._started = time.time()
         self._loaded, self._how = loaded, how
         self._directory = RunDirectory(absolute(loaded.config.directory))
+        self._start = absolute("")  # modules of the run may change the directory
         self._in_directory: RunInDirectory | None = None
 
     def carry_out(self, given: Mapping[str, Any]) -> int:
@@ -206,7 +207,7 @@ class _Run:
         # The import may draw random numbers, but only once; build() seeds after this import.
         with agreed(self._comm):
             resolve(config.model.target, "model.target")
-        task = build(config, self._comm, is_new=not has_weights)
+        task = build(located(config, self._start), self._comm, is_new=not has_weights)
         if self._how.look:
             task.split(next(iter(task.train)))
             return 0

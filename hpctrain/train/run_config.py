@@ -4,7 +4,7 @@ A field is a key: its type hint is the check, the string below it is its descrip
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -23,6 +23,7 @@ from hpctrain.core.checks import (
     require,
     require_values,
 )
+from hpctrain.core.paths import absolute
 from hpctrain.data.data_config import DataConfig
 from hpctrain.optim.optimizer_config import OptimizerConfig, ScheduleConfig
 from hpctrain.parallel.parallel_config import ParallelConfig
@@ -397,3 +398,18 @@ class RunConfig(CheckedFields):
     def directory(self) -> Path:
         """The run directory."""
         return Path(self.output_dir) if self.output_dir else Path("runs") / self.name
+
+
+def located(config: RunConfig, start: Path) -> RunConfig:
+    """Return the configuration with absolute paths; relative ones begin at ``start``."""
+
+    def at(text: str) -> str:
+        return text if text in {"", "auto", "cpu"} else str(absolute(text, base=str(start)))
+
+    model, data, parallel = config.model, config.data, config.parallel
+    return replace(
+        config,
+        model=replace(model, init_from=at(model.init_from)),
+        data=replace(data, split=at(data.split), stage=at(data.stage)),
+        parallel=replace(parallel, offload=at(parallel.offload)),
+    )

@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import hpctrain
@@ -18,6 +19,7 @@ from hpctrain.train.load_config import load
 from hpctrain.train.run import RunOptions, run
 from hpctrain.train.run_directory import RunDirectory
 from hpctrain.train.run_status import status
+from tests.train import problem
 from tests.train.job import newest_model
 from tests.train.starting import last_line, start, write_config
 
@@ -117,8 +119,11 @@ def test_a_model_that_changes_the_working_directory_moves_no_file_of_the_run(fol
         file.write(f"import os\nos.chdir({str(elsewhere)!r})\n")
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
+    (folder / "first").mkdir()
+    torch.save(problem.model().state_dict(), folder / "first/w.pt")
     try:
-        assert run(load(Path("small.toml")), {}, RunOptions()) == 0
+        loaded = load(Path("small.toml"), ["model.init_from=first/w.pt"])
+        assert run(loaded, {}, RunOptions()) == 0
         assert Path.cwd() == elsewhere
     finally:
         hpctrain.shutdown()

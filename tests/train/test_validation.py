@@ -16,6 +16,7 @@ from tests.train.problem import NUM_SAMPLES
 
 HELD = ["data.validation=0.3"]
 THREE_SETS = ["data.target=tests.train.problem:three_sets"]
+AVERAGED = [*HELD, "train.ema=0.8"]
 NUM_HELD = round(0.3 * NUM_SAMPLES)  # also in the validation set of THREE_SETS
 
 SIZES = pytest.mark.ranks(1, 2, 3)
@@ -43,20 +44,25 @@ def test_training_and_validation_samples_are_disjoint(here, configure):
 
 
 @SIZES
-@BOTH
+@pytest.mark.parametrize("held", [HELD, THREE_SETS, AVERAGED], ids=["fraction", "sets", "ema"])
 def test_tests_use_the_validation_samples_and_the_last_one_the_test_set(
     here, configure, shared, held
 ):
     job = Job(here, configure, shared / "run", *held, "train.epochs=2")
     task = job.built()
+    assert (task.ema is None) is (held is not AVERAGED)
     job.part(task=task)
     here.comm.barrier()
     records = read(job.directory.metrics)
     tests = [record for record in records if record["event"] == "test"]
     assert [record["num_samples"] for record in tests] == [NUM_HELD] * 2
     assert records[-1]["num_samples"] == NUM_SAMPLES
-    assert records[-1]["metric"] == evaluate(replace(task, test=task.held_out)).metric
-    assert tests[-1]["metric"] == evaluate(task).metric
+    for one, of in ((records[-1], replace(task, test=task.held_out)), (tests[-1], task)):
+        scores = evaluate(of)
+        assert (one["loss"], one["metric"]) == (scores.loss, scores.metric)
+    if task.ema is not None:
+        shown = evaluate(replace(task, test=task.held_out, ema=None))
+        assert shown.loss != records[-1]["loss"]
     history = RunHistory.read(job.directory.path)
     assert (history.tested, history.test["num_samples"]) == ("validation", NUM_SAMPLES)
 
