@@ -25,7 +25,7 @@ _NOISE = re.compile(
 )
 """Messages of launchers about a rank that ended all others."""
 _SILENT = re.compile(rb"exiting\s+improperly")  # about a rank that ended without a message
-_TOLD = re.compile(
+_ERRORS = re.compile(
     rb"\[rank \d+\] |Traceback \(most|"
     rb"^hpctrain: (?!all ranks have )(?!.* \[(all \d+ ranks|ranks? \d[^]]*)\]$)",
     re.MULTILINE,
@@ -79,7 +79,7 @@ def fold(process: subprocess.Popen[bytes], heard: Counter[str]) -> None:
     """
     box: list[bytes] = []
     held = b""  # launcher messages, which may precede the error of a rank
-    has_told, spoke_at, sink = False, -math.inf, sys.stderr
+    has_error, spoke_at, sink = False, -math.inf, sys.stderr
     for part in _once(_lines(process.stderr)) if process.stderr is not None else ():
         is_rule = _RULE.fullmatch(part) is not None
         if box or is_rule:
@@ -97,10 +97,10 @@ def fold(process: subprocess.Popen[bytes], heard: Counter[str]) -> None:
         if ENDING not in heard and (code := _CODE.search(text)):
             heard[ENDING] = int(code[1])
         if text.strip() and not is_rule:
-            has_told, spoke_at = has_told or bool(_TOLD.search(text)), time.monotonic()
+            has_error, spoke_at = has_error or bool(_ERRORS.search(text)), time.monotonic()
         _write(sink, text)
     has_spoken = time.monotonic() - spoke_at < _RECENT_S and not _SILENT.search(held)
-    is_known = has_told or has_spoken or process.wait() == STOPPED
+    is_known = has_error or has_spoken or process.wait() == STOPPED
     _write(sink, b"".join(box) + (b"" if is_known else held))
     if process.stderr is not None:
         process.stderr.close()
@@ -112,30 +112,30 @@ def _once(lines: Iterable[bytes]) -> Iterator[bytes]:
     If a rank that started late writes the same error again, only a note is yielded.
     """
     error: list[bytes] = []
-    told = set[bytes]()
+    reported = set[bytes]()
     for line in lines:
         is_other = not line or _RULE.fullmatch(line) or _NOISE.search(line)
         if error and (is_other or len(error) > _MOST_LINES):
-            yield _new(error, told)
+            yield _new(error, reported)
             error = []
         if (error or _BEGIN.match(line)) and not is_other:
             error.append(line)
         elif line:
             yield line
     if error:
-        yield _new(error, told)
+        yield _new(error, reported)
 
 
-def _new(error: Sequence[bytes], told: set[bytes]) -> bytes:
+def _new(error: Sequence[bytes], reported: set[bytes]) -> bytes:
     text, num_ranks = merged(error)
-    is_new = text not in told
-    told.add(text)
+    is_new = text not in reported
+    reported.add(text)
     if is_new and b"No module named 'horovod" in text:
         text += _WITHOUT_HOROVOD
     if is_new and num_ranks == 1:
         return text
     ranks = "1 rank has" if num_ranks == 1 else f"{num_ranks} ranks have"
-    note = f"hpctrain: {ranks} told this{'' if is_new else ' again'}\n"
+    note = f"hpctrain: {ranks} reported this{'' if is_new else ' again'}\n"
     return (text if is_new else b"") + note.encode()
 
 
@@ -144,23 +144,23 @@ def merged(lines: Iterable[bytes]) -> tuple[bytes, int]:
 
     All different lines are kept. The output of a rank that was killed may be incomplete.
     """
-    told: list[bytes] = []
+    different: list[bytes] = []
     at: list[int] = []  # number of lines that each rank wrote
     for line in lines:
-        behind = (rank for rank, n in enumerate(at) if n < len(told) and told[n] == line)
+        behind = (rank for rank, n in enumerate(at) if n < len(different) and different[n] == line)
         rank = next(behind, None)
         if rank is not None:
             at[rank] += 1
             continue
         # In a chain of exceptions, an empty line precedes the second traceback.
-        if not told or (line == told[0] and told[-1].strip()):
+        if not different or (line == different[0] and different[-1].strip()):
             at.append(1)
-            if told:
+            if different:
                 continue
         else:
-            at[at.index(len(told))] += 1
-        told.append(line)
-    return b"".join(told), len(at)
+            at[at.index(len(different))] += 1
+        different.append(line)
+    return b"".join(different), len(at)
 
 
 def _lines(source: IO[bytes]) -> Iterator[bytes]:

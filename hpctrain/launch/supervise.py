@@ -83,8 +83,8 @@ def supervise(
         process = _started(line, own)
         heard = Counter[str]()
         ending = _Ending(process, own.get(ASKED), heard, grace_s=grace_s, save_s=save_s)
-        told = threading.Thread(target=fold, args=(process, heard), daemon=True, name="stderr")
-        told.start()
+        reader = threading.Thread(target=fold, args=(process, heard), daemon=True, name="stderr")
+        reader.start()
         if timeout_s:
             ending.after(timeout_s, ending.on_timeout)
         try:
@@ -92,7 +92,7 @@ def supervise(
                 code = ending.wait()
         finally:
             ending.close()
-            told.join(LOOK_S)  # a process that a rank left behind may hold the pipe for ever
+            reader.join(LOOK_S)  # a process that a rank left behind may hold the pipe for ever
     if ending.timed_out:
         return LaunchEnd(TIMED_OUT, is_wanted=True)
     if ending.first_signal is not None and code not in (0, STOPPED) and not ending.is_granted:
@@ -148,7 +148,9 @@ def _started(line: Sequence[str], environ: Mapping[str, str]) -> subprocess.Pope
         stdin = subprocess.PIPE if terminal else subprocess.DEVNULL
         process = start(line, env=environ, stdin=stdin, stderr=subprocess.PIPE)
     except OSError as error:
-        raise LaunchError(f"{line[0]} cannot be started: {error}") from None
+        raise LaunchError(
+            f"{line[0]} must be a program that starts, but failed: {error}"
+        ) from None
     if process.stdin is not None:
         hand_on_input(process.stdin)
     return process
@@ -193,15 +195,15 @@ class _Ending:
                 is_over = has_lost or has_only_dead_children(self.process.pid)
                 orphaned_s = orphaned_s + LOOK_S if is_over else 0
             if orphaned_s >= ORPHANED_S:
-                what = "it has lost a node" if has_lost else "its ranks have ended"
-                say(f"mpirun hangs after {what}; it is killed")
+                what = "the loss of a node" if has_lost else "its ranks have ended"
+                say(f"mpirun hangs after {what}, and is killed")
                 self.kill()
             gone = gone_before_init(self.process.pid)
             few_s = few_s + LOOK_S if gone else 0
             if few_s >= FEW_S:
                 say(
-                    f"{gone} ended before MPI_Init, where the others wait for it: all are killed; "
-                    f"start every rank identically, and let no rank exit with 0 before"
+                    f"all ranks must call MPI_Init, but {gone} ended before MPI_Init, in which "
+                    f"the other ranks wait: all ranks are killed; let no rank exit before MPI_Init"
                 )
                 self.heard[FAILED] += 1
                 self.kill()
@@ -209,9 +211,9 @@ class _Ending:
             late_s = late_s + LOOK_S if late else 0
             if late_s > self.timeout_s:
                 say(
-                    f"ranks have waited longer {late} than HPCTRAIN_TIMEOUT={self.timeout_s:g} "
-                    f"allows: all are killed; see what those ranks do, or set HPCTRAIN_TIMEOUT to "
-                    f"more seconds"
+                    f"ranks must wait at most HPCTRAIN_TIMEOUT={self.timeout_s:g} s for each "
+                    f"other, but have waited longer in {late}: all ranks are killed; find the "
+                    f"cause there, or raise HPCTRAIN_TIMEOUT"
                 )
                 self.heard[FAILED] += 1
                 self.kill()
@@ -261,8 +263,8 @@ class _Ending:
                 Path(self.note).write_text(signal.Signals(number).name, encoding="ascii")
         self.tell(signal.SIGUSR1)
         say(
-            f"the ranks are asked to save their state and stop, and have {self.save_s:.0f} s; a "
-            f"second signal kills them at once"
+            f"the ranks are requested to save their state and stop within {self.save_s:.0f} s; a "
+            f"second signal kills the ranks at once"
         )
 
     def end(self, number: int, *, after_s: float = 0.0) -> None:

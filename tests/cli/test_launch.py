@@ -272,7 +272,7 @@ def test_launch_beyond_its_limit_reports_it():
 def test_an_error_of_all_ranks_before_the_world_is_printed_once(words):
     done = hpctrain("launch", "-n", "3", "--", *words)
     assert done.returncode == 2
-    assert "told this" in done.stderr
+    assert "reported this" in done.stderr
     assert done.stderr.count(words[-1]) == 1, done.stderr
 
 

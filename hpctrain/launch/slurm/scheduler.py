@@ -279,8 +279,8 @@ def state_of(job: int, environ: Mapping[str, str] = os.environ) -> str:
     """
     if text := in_queue([job], environ).get(job):
         return text.partition(",")[0]
-    told = run(["scontrol", "--oneliner", "show", "job", str(job)], environ, timeout_s=SUBMIT_S)
-    match = re.search(r"JobState=(\w+)", told.stdout)
+    shown = run(["scontrol", "--oneliner", "show", "job", str(job)], environ, timeout_s=SUBMIT_S)
+    match = re.search(r"JobState=(\w+)", shown.stdout)
     return match[1] if match else ""
 
 
