@@ -41,7 +41,7 @@ def few(findings: Sequence[Finding]) -> list[Finding]:
     rest = len(findings) - SHOWN
     if rest <= 0:
         return list(findings)
-    return [*findings[:SHOWN], replace(findings[SHOWN], what=f"the same {rest} times more")]
+    return [*findings[:SHOWN], replace(findings[SHOWN], what=f"{rest} more findings of this kind")]
 
 
 def merge(findings: Sequence[Sequence[Finding]], hosts: Sequence[str]) -> list[Finding]:

@@ -19,7 +19,7 @@ OF_PROCESS: tuple[tuple[str, Callable[[Facts], Found]], ...] = (
     ("load", node.check_load),
     ("memory", node.check_room),
     ("node memory", node.check_ways),
-    ("network cards", network.check_cards),
+    ("network adapters", network.check_adapters),
     ("copies between ranks", network.check_copies),
     ("settings", environment.check_settings),
     ("directory", environment.check_directories),
@@ -41,7 +41,7 @@ OF_WORLD: tuple[tuple[str, Callable[[WorldFacts], Found]], ...] = (
     ("links", network.check_links),
     ("network", network.check_ways),
     ("clocks", network.check_clocks),
-    ("plan", job.tell_plan),
+    ("plan", job.report_plan),
 )
 """Checks of all ranks."""
 
