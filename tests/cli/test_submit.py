@@ -111,7 +111,10 @@ def test_a_dry_run_checks_and_submits_nothing():
     result = run("my.toml", "--dry-run", "--tasks", 3, "--gpus", 2)
     assert result.exit_code == 0
     assert Path("tested").read_text() == result.stdout
-    assert "warning: tasks and GPUs: 3 ranks on a node share 2 GPUs" in result.stderr
+    assert (
+        "warning: tasks and GPUs: each rank must have its own GPU, but 3 share 2 GPUs"
+        in result.stderr
+    )
     assert "do: #SBATCH --ntasks-per-node=2" in result.stderr
     assert not Path("submitted").exists()
     assert not Path("runs").exists()
