@@ -21,7 +21,7 @@ class ProcessIdentity(NamedTuple):
 
     pid: int
     namespace: tuple[str, int]
-    """Processes with equal values can address each other by id; each container has its own value."""
+    """Processes with equal values can address each other by id; containers have other values."""
 
 
 def identity() -> ProcessIdentity:

@@ -17,45 +17,49 @@ from typing import IO, TextIO
 from hpctrain.cluster.env import BEGUN, ENDED, ENDING, STOPPED
 from hpctrain.cluster.start_watch import FAILED
 
-_RULE = re.compile(rb"\s*[-=]{60,}\s*")  # above and below a message of a launcher
+_RULE = re.compile(rb"\s*[-=]{60,}\s*")  # line above and below a message of a launcher
 _NOISE = re.compile(
     rb"MPI_ABORT was invoked|prterun has exited due to process|BAD TERMINATION|"
     rb"one or more processes exited with non-zero|application called MPI_Abort|"
     rb"mpirun has exited due to process|mpiexec has exited due to process"
 )
-"""Messages of launchers about a rank that ended all others."""
-_SILENT = re.compile(rb"exiting\s+improperly")  # about a rank that ended without a message
+"""Messages of launchers about a rank that ended all other ranks."""
+_SILENT = re.compile(
+    rb"exiting\s+improperly"
+)  # in messages about a rank that ended without an error text
 _ERRORS = re.compile(
     rb"\[rank \d+\] |Traceback \(most|"
     rb"^hpctrain: (?!all ranks have )(?!.* \[(all \d+ ranks|ranks? \d[^]]*)\]$)",
     re.MULTILINE,
 )
-"""Messages of ranks about their end: a traceback, or an error that all ranks have in common.
+"""Errors of ranks: a traceback, or a line of hpctrain.
 
 Merged warnings, which end with the numbers of ranks, do not match.
 """
-_RECENT_S = 1.0  # older output of a rank is not about its end
+_RECENT_S = 1.0  # older output of a rank is not the reason of its end
 
 _CODE = re.compile(rb"%s(\d+)" % ENDING.encode())
 
-LOST = "a node is lost"  # counted if a launcher reports the loss
+LOST = "a node is lost"  # key of the count of losses that a launcher reported
 _LOSSES = re.compile(rb"lost communication with a remote daemon|daemon failed to report back")
 """Messages of Open MPI 5 about a lost node; its mpirun may then return 0, or hang."""
-KILLED = "a signal has ended a rank"  # number of the signal, reported by Hydra
+KILLED = "a signal has ended a rank"  # key of the number of the signal, which Hydra reports
 _SIGNAL = re.compile(rb"EXIT STRING: .*\(signal (\d+)\)|KILLED BY SIGNAL: (\d+)")
-_LONGEST = 30  # largest number of lines of a launcher's message
+_LONGEST = 30  # largest number of lines of a message of a launcher
 
 _TRACEBACK = b"Traceback (most recent call last):"
 _BEGIN = re.compile(
     rb"Traceback \(most recent|[Uu]sage: |[\w./-]*python[\d.]*: |(rank|sh): \d+: |sh: line \d+: "
 )
-"""First lines of errors that all ranks may raise before ``MPI_Init``: of a script, of its
-arguments, of the interpreter and of the shell."""
+"""First lines of errors that all ranks may print before ``MPI_Init``.
+
+The errors are of a script, its arguments, the interpreter or the shell.
+"""
 _WITHOUT_HOROVOD = (
-    b"hpctrain: Horovod is not installed; `hpctrain shim SCRIPT` in place of `python SCRIPT` runs "
-    b"the script unchanged, `hpctrain shim -m MODULE` a module\n"
+    b"hpctrain: Horovod must be installed for this script, but is not; run the unchanged script "
+    b"with `hpctrain shim SCRIPT` instead of `python SCRIPT`, or `hpctrain shim -m MODULE`\n"
 )
-_QUIET_S = 0.3  # silence after which the error of all ranks is complete
+_QUIET_S = 0.3  # time without output after which the error of all ranks is complete
 _MOST_LINES = 10_000  # limit of the buffered lines of an error
 
 
@@ -67,9 +71,9 @@ def say(text: str) -> None:
 def fold(process: subprocess.Popen[bytes], heard: Counter[str]) -> None:
     """Copy stderr of mpirun to stderr of this process, without redundant messages.
 
-    Messages of the launcher about a failed rank are dropped if a rank wrote its error itself, or
-    if all ranks stopped on request. A traceback that several ranks write, as of a script that
-    fails before ``MPI_Init``, is written once.
+    Messages of the launcher about a failed rank are dropped if a rank printed the reason, or if
+    all ranks stopped on request. A traceback that several ranks write, such as that of a script
+    that fails before ``MPI_Init``, is written once.
 
     Args:
         process: mpirun, with a pipe as stderr; this call waits for its end.
@@ -107,7 +111,7 @@ def fold(process: subprocess.Popen[bytes], heard: Counter[str]) -> None:
 
 
 def _once(lines: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield lines at their arrival, and the lines of an error together, after a silence.
+    """Yield lines as they arrive, and each error of several ranks once, when it is complete.
 
     If a rank that started late writes the same error again, only a note is yielded.
     """
@@ -140,9 +144,12 @@ def _new(error: Sequence[bytes], reported: set[bytes]) -> bytes:
 
 
 def merged(lines: Iterable[bytes]) -> tuple[bytes, int]:
-    """Return the text of an error that several ranks wrote interleaved, and the number of ranks.
+    """Merge the lines of one error that several ranks wrote interleaved.
 
     All different lines are kept. The output of a rank that was killed may be incomplete.
+
+    Returns:
+        The text of the error, and the number of ranks that wrote the error.
     """
     different: list[bytes] = []
     at: list[int] = []  # number of lines that each rank wrote
@@ -164,9 +171,9 @@ def merged(lines: Iterable[bytes]) -> tuple[bytes, int]:
 
 
 def _lines(source: IO[bytes]) -> Iterator[bytes]:
-    """Yield lines and, without delay, incomplete lines that cannot begin a launcher message.
+    """Yield the lines of ``source``, and an empty line after ``_QUIET_S`` without output.
 
-    Yields an empty line after a silence.
+    Incomplete lines are yielded without delay, unless a message of a launcher may begin there.
     """
     rest, is_quiet = b"", True
     while True:

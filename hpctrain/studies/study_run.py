@@ -19,7 +19,7 @@ from hpctrain.core.logs import logger
 from hpctrain.core.provenance import processor, project, versions
 from hpctrain.core.records import Records
 from hpctrain.core.units import format_numbers
-from hpctrain.launch.lease import Lease, Times, WaysOut
+from hpctrain.launch.lease import Lease, LeaseRemedies, Times
 from hpctrain.studies.attempt import RECORDS, carry_out, clear
 from hpctrain.studies.point_records import Environment, PointRecord, StudyFolder
 from hpctrain.studies.points import PointRepeat, attempts_of
@@ -27,7 +27,7 @@ from hpctrain.studies.study_file import StudyConfig, load
 
 TIMES = Times(wait_s=6.0)  # shorter than a repeat
 
-_WAY_OUT = "run this command again after the end of that one, or choose another folder with --out"
+_REMEDY = "run this command again after the end of that job, or choose another folder with --out"
 
 
 class Study:
@@ -117,7 +117,7 @@ class Study:
         """Hold the lease of a repeat in the block; wait until the lease of a dead process ends."""
         place = self.folder.path / "leases" / str(repeat)
         make_folder(place)
-        lease, is_first = Lease(place, self._times, ways_out=WaysOut(*3 * [_WAY_OUT])), True
+        lease, is_first = Lease(place, self._times, remedies=LeaseRemedies(*3 * [_REMEDY])), True
         try:
             while waits_for := lease.attempt():
                 if is_first:

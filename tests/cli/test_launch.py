@@ -194,7 +194,7 @@ def test_a_script_that_imports_a_missing_horovod_raises_with_the_shim_as_remedy(
     script.write_text("import sys\nimport horovod.torch as hvd\n")
     monkeypatch.setattr(installed_horovod, "needed_mpi", lambda: None)
     words = ["-n", "2", "--dry-run", "python", str(script)]
-    assert f"`hpctrain shim {script}` in place of `python {script}`" in here(*words).stderr
+    assert f"`hpctrain shim {script}` instead of `python {script}`" in here(*words).stderr
     assert here(*words[:3], "hpctrain", "shim", str(script)).stderr == ""
     script.write_text("horovod = 'import horovod'\n")
     assert here(*words).stderr == ""
@@ -281,7 +281,7 @@ def test_a_module_that_imports_a_missing_horovod_raises_with_the_shim_as_remedy(
     (tmp_path / "inner.py").write_text("import horovod.torch\n")
     code = "import sys; sys.path = [sys.argv[1]]; import inner"  # no installed packages
     done = hpctrain("launch", "-n", "2", "--", "python", "-S", "-c", code, str(tmp_path))
-    assert done.stderr.count("`hpctrain shim SCRIPT` in place of `python SCRIPT`") == 1
+    assert done.stderr.count("`hpctrain shim SCRIPT` instead of `python SCRIPT`") == 1
 
 
 def test_a_host_without_an_address_is_named_after_a_failure_only(capsys):

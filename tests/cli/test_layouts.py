@@ -50,7 +50,7 @@ def test_the_tables_have_five_layouts_and_the_reasons_of_all_others():
         assert [row.split()[1] for row in rows if row.strip()] == ["1", "2", "3", "4", "5"]
     assert re.search(r"\d+  does not fit", output)
     assert re.search(r"\d+  slower by bubble", output)
-    assert re.search(r"\d+  tp does not stay inside nodes", output)
+    assert re.search(r"\d+  tp spans nodes", output)
     assert max(map(len, output.partition("the best")[2].splitlines())) <= 100
 
 
@@ -123,7 +123,7 @@ def test_a_plan_by_numbers_loads_neither_torch_nor_mpi():
         (("runs/x", "--nodes", "3"), "got a run directory, --nodes; ask for one"),
         (("--params", "1e9"), "got no nodes with no GPUs; give --nodes and --gpus-per-node"),
         (("--nodes", "1", "--gpus-per-node", "1"), "use --params, or --layers and --hidden"),
-        ((*GIVEN, "--memory", "8GB", "--nodes", "1"), "GB too much .*; take 4 nodes, or"),
+        ((*GIVEN, "--memory", "8GB", "--nodes", "1"), "GB too much .*; use 4 nodes, or"),
         ((*GIVEN, "--fix", "tp"), "tp must be an integer, got ''"),
         ((*GIVEN, "--fix", "tp=3"), "84 divisions of 64 ranks: not as fixed: 84"),
         ((*GIVEN, "--heads", "7"), "got 7 heads and a hidden size of 4096"),

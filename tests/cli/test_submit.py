@@ -183,7 +183,7 @@ def test_rejection_by_slurm_is_shown_and_no_files_are_left():
     Path("refuse").touch()
     result = run("my.toml")
     assert result.exit_code == 1
-    assert "Slurm would not take this job; it says: no" in result.stderr
+    assert "Slurm must accept the job, but sbatch reports: no" in result.stderr
     assert not Path("runs").exists()
 
 
@@ -191,7 +191,10 @@ def test_a_warning_of_the_checks_is_printed(monkeypatch):
     monkeypatch.setenv("MPI_TYPE", "pmi2")
     result = run("my.toml")
     assert result.exit_code == 0  # the script sources a file that may change the environment
-    assert "srun with --mpi=pmi2, but the MPI of this environment needs pmix" in result.stderr
+    assert (
+        "srun must use --mpi=pmix, which the MPI of this environment needs, but --mpi=pmi2"
+        in result.stderr
+    )
 
 
 def test_an_error_of_the_checks_stops_the_submission(monkeypatch):
@@ -248,7 +251,7 @@ def test_a_dry_run_without_slurm_prints_the_script_and_ends_well(monkeypatch, tm
     assert (result.exit_code, "note: Slurm has not checked" in result.stderr) == (0, True)
     result = run("my.toml")
     assert result.exit_code == 1
-    assert "its commands are installed here, but reach no controller" in result.stderr
+    assert "its commands are installed, but do not reach its controller" in result.stderr
     assert (
         "set SLURM_CONF to its slurm.conf; without Slurm, --print shows the script"
         in result.stderr

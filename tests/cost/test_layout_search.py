@@ -225,7 +225,7 @@ def test_model_that_fits_nowhere_raises_with_the_missing_memory():
     with pytest.raises(ConfigError) as caught:
         best_layouts(small, Transformer.of(70e9), RULES)
     told = str(caught.value)
-    assert "a rank has 72 GB for the modelled bytes (90% of 80)" in told
+    assert "a layout must need at most 72 GB per rank (90% of 80 GB)" in told
     least, missing = (
         float(re.search(rf"([\d.]+) GB{word}", told)[1]) for word in (", ", " too much")
     )

@@ -155,7 +155,7 @@ def test_a_repeat_is_measured_by_one_process_and_others_concurrently(tmp_path):
 
     def also(_attempt):
         for attempts in (study.missing(repeat=0), study.missing()):
-            with pytest.raises(ConfigError, match=r"still does so.*run this command again"):
+            with pytest.raises(ConfigError, match=r"still writes.*run this command again"):
                 Study(config(), tmp_path, times).measure(attempts)
         Study(config(), tmp_path, times).measure(study.missing(repeat=1))
 

@@ -52,7 +52,7 @@ _BY_GPU = ("ntasks-per-gpu", "gpus-per-task", "ntasks-per-socket", "gpus-per-soc
 
 
 def _header(script: BatchScript) -> Iterator[Fault]:
-    """Find directives that sbatch ignores, or whose variables it does not expand."""
+    """Find directives that sbatch ignores, and directives with variables."""
     for line in script.late:
         what = f"line {line}: #SBATCH must precede all commands, but this line follows a command"
         yield "warning", what, "move the line above the first command"
@@ -110,7 +110,7 @@ def _no_wait(script: BatchScript) -> Iterator[Fault]:
 
 
 def _nested(script: BatchScript) -> Iterator[Fault]:
-    """Find nested launchers such as ``srun mpirun``, and several torchrun on a node."""
+    """Find nested launchers such as ``srun mpirun``, and steps with several torchrun on a node."""
     for step in script.steps:
         for found in filter(None, map(launcher_of, step.programs)):
             what = (
@@ -149,8 +149,8 @@ def _mpi(script: BatchScript) -> Iterator[Fault]:
     if script.facts.has_mpi_package and _takes_mpi_of_site(script):
         return
     for step in script.rank_steps if needed else ():
-        said = step.option("mpi", "SLURM_MPI_TYPE")
-        offered = script.facts.default_pmi if said is None else said
+        option = step.option("mpi", "SLURM_MPI_TYPE")
+        offered = script.facts.default_pmi if option is None else option
         do = f"srun --mpi={needed} ..."
         if script.facts.has_mpi_package:
             do += (
@@ -162,7 +162,7 @@ def _mpi(script: BatchScript) -> Iterator[Fault]:
             continue
         rule = f"srun must use --mpi={needed}, which the MPI of this environment needs"
         if offered:
-            shown = f"--mpi={said}" if said is not None else f"MpiDefault={offered}"
+            shown = f"--mpi={option}" if option is not None else f"MpiDefault={offered}"
             alone = "each rank would be a separate world"
             level: Level = "error" if _is_certain(step, script) else "warning"
             yield level, f"line {step.line}: {rule}, but {shown} is set: {alone}", do
@@ -175,7 +175,7 @@ _MPI_MODULE = re.compile(r"mpi|mpt|mvapich|PrgEnv|cray", re.IGNORECASE)
 
 
 def _takes_mpi_of_site(script: BatchScript) -> bool:
-    """Return True if the job uses the MPI of the site, by modules or on a Cray."""
+    """Return True if the job loads the MPI of the site by a module, or runs on a Cray."""
     loads = (command for command in script.commands if command.name in ("module", "ml"))
     words = (word for command in loads for word in command.words[1:])
     is_cray = any(name.startswith(("CRAY_MPICH", "CRAYPE_")) for name in script.facts.environ)
@@ -200,8 +200,8 @@ def _is_certain(step: ScriptStep, script: BatchScript) -> bool:
 
 def _no_kill(script: BatchScript) -> Iterator[Fault]:
     for step in script.rank_steps:
-        is_said = step.option("kill-on-bad-exit", "SLURM_KILL_BAD_EXIT") is not None
-        if not is_said and "no-kill" not in {*step.options, *script.options}:
+        is_set = step.option("kill-on-bad-exit", "SLURM_KILL_BAD_EXIT") is not None
+        if not is_set and "no-kill" not in {*step.options, *script.options}:
             what = (
                 f"line {step.line}: srun must end all ranks when one rank dies, but without "
                 "--kill-on-bad-exit=1 the other ranks wait for it until the time limit"
@@ -284,8 +284,8 @@ def _binds_none(script: BatchScript) -> bool:
 def _gpus_per_node(script: BatchScript) -> int | None:
     if (text := script.options.get("gpus-per-node")) is not None:
         return _num_gpus(text.split(","))
-    asked = script.options.get("gres", "").split(",")
-    if gpus := [each for each in asked if re.match(r"(gres[:/])?gpu\b", each)]:
+    gres = script.options.get("gres", "").split(",")
+    if gpus := [each for each in gres if re.match(r"(gres[:/])?gpu\b", each)]:
         return _num_gpus(gpus)
     return _share(_num_gpus(script.options.get("gpus", "").split(",")), script.number("nodes"))
 
@@ -334,17 +334,17 @@ def _share(whole: int | None, nodes: int | None) -> int | None:
 
 
 def _no_save_request(script: BatchScript) -> Iterator[Fault]:
-    said = script.options.get("signal")
-    if said is None and script.is_requeued:
+    target = script.options.get("signal")
+    if target is None and script.is_requeued:
         what = "a job that may be requeued must request its run to save, but --signal is missing"
         yield "warning", what, "#SBATCH --signal=USR1@120"
     is_replaced = re.search(r"^\s*exec\s+\w*run\b", script.text, re.MULTILINE)
     has_trap = any(command.name == "trap" for command in script.commands)
     is_known = not (is_replaced or has_trap or script.has_unread_sources)
-    if said is not None and re.match(r"R?B", said) and is_known:
+    if target is not None and re.match(r"R?B", target) and is_known:
         what = (
-            f"--signal must reach the ranks, but --signal={said} is sent to the batch shell only, "
-            "which has no trap and is ended by the signal"
+            f"--signal must reach the ranks, but --signal={target} is sent to the batch shell "
+            "only, which has no trap and is ended by the signal"
         )
         do = "#SBATCH --signal=USR1@120 reaches the ranks; or add a trap that forwards the signal"
         yield "warning", what, do
@@ -383,7 +383,7 @@ def _time(script: BatchScript) -> Iterator[Fault]:
     if limit_s is None:
         return
     for command in script.commands:
-        every, is_said = _every(command, script.facts.directory)
+        every, is_set = _every(command, script.facts.directory)
         try:
             every_s = parse_seconds(every) if isinstance(every, str) else 0.0
         except ConfigError:  # none, auto, or an invalid value that the run will report
@@ -394,7 +394,7 @@ def _time(script: BatchScript) -> Iterator[Fault]:
                 f"{format_seconds(limit_s)}, but saves one every {format_seconds(every_s)}"
             )
             do = f"--set checkpoint.every={max(1, round(limit_s / 240))}min, or a longer --time"
-            yield "warning" if is_said else "note", what, do
+            yield "warning" if is_set else "note", what, do
 
 
 def _every(command: Command, directory: Path | None) -> tuple[Any, bool]:
@@ -404,8 +404,8 @@ def _every(command: Command, directory: Path | None) -> tuple[Any, bool]:
     starts = [at for at, pair in enumerate(pairwise(names), 2) if pair == ("hpctrain", "train")]
     rest = words[starts[0] :] if starts and "--dry-run" not in words else ()
     text = " ".join(rest)
-    if said := re.search(r"--set[= ]checkpoint\.every=(\S+)", text):
-        value = said[1].strip("\"'")
+    if match := re.search(r"--set[= ]checkpoint\.every=(\S+)", text):
+        value = match[1].strip("\"'")
         return (None if "$" in value else value), True
     names = re.sub(r"--(set|explain)(=|\s+)\S+", "", text).split()
     config = next((word for word in names if not word.startswith("-")), "$")
@@ -438,14 +438,14 @@ RULES: dict[str, Callable[[BatchScript], Iterator[Fault]]] = {
     "time limit": _time,
     **surroundings.RULES,
 }
-"""Checks by the names of their findings, in the order of the output."""
+"""Checks of a script, by the names of their findings, in the order of the output."""
 
 
 def lint(script: str, *, facts: LintFacts | None = None) -> list[Finding]:
-    """Return the findings about a batch script, or one ``ok`` finding. Does not run the script.
+    """Return the findings about the text of a batch script; one ``ok`` finding without a fault.
 
-    The ``#SBATCH`` lines are read as by sbatch; other lines are split into words. The
-    configuration of the run is read for the interval between checkpoints.
+    The script is not run: ``#SBATCH`` lines are read as by sbatch, other lines are split into
+    words. The function reads the configuration of the run for the interval between checkpoints.
     """
     known = BatchScript(script, facts or LintFacts())
     found = [Finding(name, *fault) for name, find in RULES.items() for fault in find(known)]
@@ -459,12 +459,12 @@ def gather(
     *,
     made: Path | None = None,
 ) -> LintFacts:
-    """Return facts about this machine for ``lint``; takes about a second.
+    """Collect the facts about this machine that ``lint`` needs; takes about a second.
 
     Args:
         directory: working directory of sbatch; by default the current one.
         environ: environment variables of the script.
-        made: a folder that will be created before the job starts.
+        made: a folder that ``hpctrain submit`` creates before the job starts.
     """
     try:
         needed = needed_pmi()

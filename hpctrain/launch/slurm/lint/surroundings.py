@@ -16,7 +16,7 @@ _HERE = ("localhost", "127.0.0.1")
 _UNITS_MB = {"": 1.0, "K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
 
 
-def little(script: BatchScript) -> Iterator[Fault]:
+def units(script: BatchScript) -> Iterator[Fault]:
     """Find memory sizes or times that probably lack a unit."""
     for name in ("mem", "mem-per-cpu"):
         match = re.fullmatch(r"(\d+)([KMGT]?)B?", script.options.get(name, "").upper())
@@ -34,9 +34,9 @@ def threads(script: BatchScript) -> Iterator[Fault]:
     text = script.environ.get("OMP_NUM_THREADS", "")
     is_own = "OMP_NUM_THREADS" in script.assigned and text.isdigit()
     for step in script.rank_steps if is_own and "exclusive" not in script.options else ():
-        said = step.option("cpus-per-task", "SRUN_CPUS_PER_TASK")
-        is_of_job = said is None or "SLURM_CPUS_PER_TASK" in said
-        cores = script.options.get("cpus-per-task", "1") if is_of_job else said or ""
+        option = step.option("cpus-per-task", "SRUN_CPUS_PER_TASK")
+        is_of_job = option is None or "SLURM_CPUS_PER_TASK" in option
+        cores = script.options.get("cpus-per-task", "1") if is_of_job else option or ""
         if cores.isdigit() and int(text) > int(cores) and script.num_tasks != 1:
             line = script.assigned.get("OMP_NUM_THREADS", step.line)
             what = (
@@ -70,8 +70,8 @@ def rendezvous(script: BatchScript) -> Iterator[Fault]:
             yield "error", what, f"{do}; hpctrain does not need {name}"
 
 
-def crowded(script: BatchScript) -> Iterator[Fault]:
-    """Find steps with more tasks than the job."""
+def step_tasks(script: BatchScript) -> Iterator[Fault]:
+    """Find steps that start more tasks than the job has."""
     whole = script.num_tasks
     for step in script.steps if whole and not {"overcommit", "O"} & {*script.options} else ():
         own = number(step.options, "ntasks")
@@ -82,7 +82,7 @@ def crowded(script: BatchScript) -> Iterator[Fault]:
             yield "error", what, f"#SBATCH --ntasks={own}, or srun without -n"
 
 
-def missing(script: BatchScript) -> Iterator[Fault]:
+def files(script: BatchScript) -> Iterator[Fault]:
     """Find missing files; relative names are checked only if the directory is known."""
     facts = script.facts
     moves = any(command.name in ("cd", "pushd") for command in script.commands)
@@ -122,10 +122,10 @@ def _files(command: Command) -> Iterator[str]:
 
 
 RULES = {
-    "units": little,
+    "units": units,
     "threads": threads,
     "rendezvous": rendezvous,
-    "tasks of a step": crowded,
-    "files": missing,
+    "tasks of a step": step_tasks,
+    "files": files,
 }
-"""Checks by the names of their findings."""
+"""Checks of this module, by the names of their findings."""
