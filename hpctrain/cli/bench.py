@@ -131,7 +131,9 @@ def fit(
             part.write_text(keys.render(found.machine()), encoding="utf-8")
     except OSError as error:
         reason = atomic.refusal(error, "name another file")
-        raise ConfigError(f"{out} cannot be written: {reason}") from None
+        raise ConfigError(
+            f"--out must be writable, but {out} cannot be written: {reason}"
+        ) from None
     typer.echo(f"machine written to {out}")
 
 

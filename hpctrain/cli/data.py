@@ -192,7 +192,7 @@ class SplitOptions:
         if self.label is not None:
             raise ConfigError(
                 f"--label must be used with --by-label and --parts, got only --label "
-                f"{self.label}; leave it out"
+                f"{self.label}; omit --label"
             )
         if not self.shares:
             raise ConfigError(

@@ -96,7 +96,7 @@ class PackOptions:
         if self.samples_per_shard is not None and self.shard_size is not None:
             raise ConfigError(
                 f"the size of a shard must be given once, got --samples-per-shard "
-                f"{self.samples_per_shard} and --shard-size {self.shard_size}; leave one out"
+                f"{self.samples_per_shard} and --shard-size {self.shard_size}; omit one"
             )
         return packing.PackConfig(
             fields=_fields(self.field or []),
@@ -199,7 +199,7 @@ def _fields(options: list[str]) -> dict[str, str]:
         if not (name.isidentifier() and equals and source) or name in fields:
             raise ConfigError(
                 f"--field must be NAME=SOURCE, with NAME a word and given once, got {text!r}; "
-                f"say such as --field x=images"
+                f"use such as --field x=images"
             )
         fields[name] = source
     return fields
@@ -208,7 +208,7 @@ def _fields(options: list[str]) -> dict[str, str]:
 def _size(text: str) -> tuple[int, int]:
     match = _RESIZE.fullmatch(text)
     if not match:
-        raise ConfigError(f"--resize must be HxW in pixels, got {text!r}; say such as 224x224")
+        raise ConfigError(f"--resize must be HxW in pixels, got {text!r}; use such as 224x224")
     return int(match[1]), int(match[2] or match[1])
 
 

@@ -55,7 +55,9 @@ def guide(
         typer.echo("\n".join(_contents(found)))
         return
     if topic not in found:
-        raise ConfigError(f'there is no guide "{topic}"{target.hint(topic, found)}')
+        raise ConfigError(
+            f'a topic must be one of the listed guides, got "{topic}"{target.hint(topic, found)}'
+        )
     show(found[topic]())
 
 

@@ -122,7 +122,7 @@ def launch(asked: LaunchOptions, **of_horovodrun: Any) -> None:
     if hosts and asked.hostfile:
         raise LaunchError(
             f"hosts must be given once, got --hosts {hosts} and --hostfile {asked.hostfile}; "
-            "leave one out"
+            "omit one"
         )
     if asked.hostfile:
         hosts = mpiexec.read_hostfile(asked.hostfile)

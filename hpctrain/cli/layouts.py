@@ -136,7 +136,7 @@ class LayoutOptions(SharedOptions):
         names = [name for name, _ in self.fix or ()]
         if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
             raise ConfigError(
-                f"--fix must give a name once, got {', '.join(twice)} twice; leave one out"
+                f"--fix must give a name once, got {', '.join(twice)} twice; omit one value"
             )
         return dict(self.fix or ())
 
@@ -146,7 +146,7 @@ def plan_layouts(asked: LayoutOptions) -> None:
     fixed = asked.of_fixed()
     if asked.memory is not None and asked.memory < 2**20:
         raise ConfigError(
-            f"--memory must be at least 1 MiB, got {asked.memory} bytes; say {asked.memory}GB"
+            f"--memory must be at least 1 MiB, got {asked.memory} bytes; use {asked.memory}GB"
         )
     machine = asked.of_machine()
     model, guessed = asked.of_model()

@@ -90,15 +90,15 @@ class GoalOptions(SharedOptions):
         if missing := given.keys() - known.keys():
             options = ", ".join(sorted(map(_name, missing)))
             raise ConfigError(
-                f"a plan must have the model and the goal, but {options} are missing; give them, "
-                f"or the directory of a run"
+                f"a plan must have the model and the goal, but {options} are missing; use these "
+                f"options, or the directory of a run"
             )
         noise_scale, of_run = self.noise_scale, known.pop("noise_scale", math.inf)
         if self.gradient_norms is not None:
             if noise_scale is not None:
                 raise ConfigError(
                     f"the noise scale must be given once, got --noise-scale {noise_scale} and "
-                    f"--gradient-norms; leave one out"
+                    f"--gradient-norms; omit one"
                 )
             noise_scale = learning.noise_scale(*self.gradient_norms)
         goal = planner.Goal(
@@ -134,8 +134,8 @@ class PlanOptions(GoalOptions, LayoutOptions):
         if bool(goal) == bool(layout) and (goal or "parameters" not in given):
             raise ConfigError(
                 f"a plan must be for a goal (a run directory, or --samples) or for a layout "
-                f"(--params or --model on --nodes), got {', '.join(names) or 'neither'}; ask for "
-                f"one"
+                f"(--params or --model on --nodes), got {', '.join(names) or 'neither'}; request "
+                f"one of them"
             )
         return not goal
 
@@ -176,9 +176,7 @@ def plan(asked: PlanOptions) -> None:
         plan_layouts(asked)
         return
     if asked.machine is None:
-        raise ConfigError(
-            "a goal must have a machine to reach it on, got none; give --machine with a file"
-        )
+        raise ConfigError("a plan for a goal must have a machine, got none; use --machine FILE")
     goal, trained = asked.of_goal()
     advice = planner.advise(machines.Machine.read(asked.machine), trained, goal)
     if asked.as_json:
@@ -227,9 +225,10 @@ def _show(advice: "Advice", model: "Model") -> None:
     ]
     title = f"codecs and local steps on {best.nodes} nodes with a batch of {best.batch}"
     screen.print(figures(title, ("codec", "H", "step", "saves", "worthwhile"), pays))
-    stop = f"not worthwhile beyond {advice.pays_up_to}: twice as many save less than a quarter"
+    most = f"up to {advice.pays_up_to}"
+    stop = f"worthwhile {most}: twice as many save less than a quarter of the time"
     if advice.pays_up_to == advice.by_nodes[-1].nodes:
-        stop = f"may help: up to {advice.pays_up_to}, twice as many save a quarter of the time"
+        stop = f"more may be worthwhile: {most}, twice as many save a quarter of the time"
     num_bytes, every_s = model.num_bytes, best.checkpoint_every_s
     sum_s, least_s = (
         format_seconds(load.seconds(machine))

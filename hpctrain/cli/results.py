@@ -89,7 +89,7 @@ def compare(runs: Runs) -> None:
       hpctrain compare runs/a runs/b
     """
     if len(runs) < 2:
-        raise ConfigError(f"compare must get two runs or more, got {runs[0]}; name another run")
+        raise ConfigError(f"compare must get two runs or more, got {runs[0]}; add another run")
     console.make_console(shown=True).print(run_report.comparison(history.histories(runs)))
 
 

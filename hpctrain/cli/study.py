@@ -129,7 +129,7 @@ class StudyOptions:
         if self.out is None and (Path(name).name != name or name in ("", "..")):
             raise ConfigError(
                 f"study.name of {self.path} must be the name of a directory, got {name!r}; change "
-                f"it, or give --out"
+                f"the name, or use --out"
             )
         if self.repeat is not None and self.repeat > last:
             raise ConfigError(

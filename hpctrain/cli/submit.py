@@ -96,7 +96,7 @@ class JobOptions:
                 f"`scancel {active[-1]}`, or submit another run with --name {self.name}-2"
             )
 
-    def how_to_watch(self, number: int, output: str) -> str:
+    def next_commands(self, number: int, output: str) -> str:
         """Return the commands that show the state and the output of a job.
 
         ``output`` is the output file of the job, with patterns of Slurm.
@@ -192,7 +192,7 @@ class SubmitOptions:
         elif words:
             raise ConfigError(
                 f"a job must have one program, got the configuration {config} and the command "
-                f"`{shlex.join(words)}`; leave one out"
+                f"`{shlex.join(words)}`; omit one"
             )
         else:
             # Only the job knows the values of its variables; the index of an array is a number.
@@ -294,7 +294,7 @@ def submit(asked: SubmitOptions) -> None:
     if asked.config is not None and not asked.no_check:
         try_configuration(asked.config, asked.overrides or ())
     number = scheduler.submit_in(job.folder, script)
-    typer.echo(job.how_to_watch(number, settings.output or ""))
+    typer.echo(job.next_commands(number, settings.output or ""))
 
 
 def _share_of_node(
@@ -337,7 +337,7 @@ def _command(words: Sequence[str], overrides: Sequence[str] | None) -> Sequence[
     script = next((word for word in found[1:] if word.endswith(".py")), None)
     if script is not None and "$" not in script and not Path(script).is_file():
         raise ConfigError(
-            f"a job must run a script that exists, but {script} does not; correct it"
+            f"a job must run a script that exists, but {script} does not; correct the path"
         )
     return ["python", *words] if words[0] == script else words
 
@@ -377,7 +377,7 @@ def try_configuration(config: Path, overrides: Sequence[str]) -> None:
     """Test a configuration in a separate process: build it, read a batch; exit with 1 on error."""
     if find_spec("torch") is None:
         typer.echo(
-            "note: torch is not installed here, so the configuration is not tried", err=True
+            "note: torch is not installed here, so the configuration is not tested", err=True
         )
         return
     line = [sys.executable, "-m", "hpctrain", "train", str(config), "--look"]
@@ -388,9 +388,10 @@ def try_configuration(config: Path, overrides: Sequence[str]) -> None:
         done = program.ask(line, environ, timeout_s=TRY_S)
         code, text = done.returncode, done.stderr
     except (OSError, TimeoutError) as error:
-        code, text = FAILED, f"hpctrain: {config} could not be tried: {error}\n"
+        code = FAILED
+        text = f"hpctrain: a test must run before the submission, but failed to start: {error}\n"
     if code:
-        typer.echo(f"{text}--no-check submits it without this check", err=True)
+        typer.echo(f"{text}--no-check submits the job without this check", err=True)
         raise typer.Exit(FAILED)
 
 

@@ -39,7 +39,7 @@ class TrainOptions:
         None, "KEY", "Print meaning, value and origin of a key or of a table, and exit."
     )
 
-    def how(self) -> "run.RunOptions":
+    def run_options(self) -> "run.RunOptions":
         """Return the options of the run."""
         return run.RunOptions(
             dry_run=self.dry_run or self.look,
@@ -83,7 +83,7 @@ def train(asked: TrainOptions) -> None:
         path = require_name(
             asked.config,
             "--init must have the name of the file to write, got none; "
-            "say `hpctrain train my.toml --init`",
+            "use `hpctrain train my.toml --init`",
         )
         atomic.write_new(path, keys.render(toy_problem.config()))
         typer.echo(
@@ -97,15 +97,15 @@ def train(asked: TrainOptions) -> None:
         return
     path = require_name(
         asked.config,
-        "a run must have a configuration, got none: hpctrain train CONFIG.toml; "
-        "hpctrain train my.toml --init writes one with every key",
+        "a run must have a configuration, got none; use hpctrain train CONFIG.toml, and write "
+        "a configuration with hpctrain train my.toml --init",
     )
-    # torch takes seconds to load. A launch that cannot work ends earlier, and a request to stop
-    # that arrives during the loading is kept.
+    # torch takes seconds to load. A wrong launch is detected before, and a request to stop that
+    # arrives meanwhile is kept.
     with stopping.held_back():
         mpi_world.doubt()
-        how = asked.how()
+        options = asked.run_options()
         given = config.given()
-        code = run.run(load_config.load(path, overrides, given), given, how)
+        code = run.run(load_config.load(path, overrides, given), given, options)
     if code:
         raise typer.Exit(code)

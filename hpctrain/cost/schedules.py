@@ -1,7 +1,7 @@
 """All-reduce algorithms between nodes as schedules of messages, for execution and for simulation.
 
-``rank`` is the number of one rank, which executes the rounds
-(``hpctrain.comm.rail.algorithms``), or an array of all ranks, for ``hpctrain.cost.simulate``.
+Arguments ``rank`` are the number of one rank, for the execution in
+``hpctrain.comm.rail.algorithms``, or an array of all ranks, for ``hpctrain.cost.simulate``.
 Docstrings state times for N ranks, a message of m bytes, a latency of a seconds and b seconds per
 byte. Not collective.
 
@@ -53,11 +53,12 @@ class Phase(NamedTuple):
     ahead: int = 1
     """Number of receives that are posted in advance."""
     window: float = 0
-    """Number of sends that may be in flight during a combination; 0 if a combination writes
-    memory that sends read."""
+    """Number of sends that may be in flight during a combination.
+
+    0 if a combination writes memory that sends read.
+    """
     runs: Sequence[tuple[Round, int]] = ()
-    """Groups of consecutive rounds that differ only in their pieces: one round, and the number
-    of rounds."""
+    """Groups of consecutive rounds that differ only in their pieces: a round, and their number."""
 
     def timed(self) -> Iterable[tuple[Round, int]]:
         """Return each round with its number of repetitions, for the simulation."""
@@ -102,7 +103,7 @@ class Fold(NamedTuple):
 
     power: int
     num_pairs: int
-    """Number of pairs at the start; the even rank of a pair participates for the odd rank too."""
+    """Number of pairs, which are the lowest ranks; the even rank participates for both ranks."""
     place: Each  # index among the participating ranks, or ``NOBODY``
     other: Each  # other rank of the pair, or ``NOBODY``
 
@@ -162,16 +163,16 @@ def _halving(rank: Each, size: int) -> Iterator[Round]:
         yield Round(folded.other, given, folded.other, kept, half, COMBINE)
         yield Round(leaves, half, stays, half, half, COPY)
     start, distance = 0 * rank, 1
-    way_back = []
+    reversed_rounds = []
     while distance < folded.power:
         partner = _choose(out, NOBODY, folded.rank_at(folded.place ^ distance))
         is_upper = (folded.place & distance) != 0
         kept = _choose(is_upper, start + half, start)
         given = 2 * start + half - kept
         yield Round(partner, given, partner, kept, half, COMBINE)
-        way_back.append(Round(partner, kept, partner, given, half, COPY))
+        reversed_rounds.append(Round(partner, kept, partner, given, half, COPY))
         start, half, distance = kept, half // 2, 2 * distance
-    yield from reversed(way_back)
+    yield from reversed(reversed_rounds)
     if folded.num_pairs:
         yield Round(stays, 0, leaves, 0, folded.power, COPY)
 

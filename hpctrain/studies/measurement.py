@@ -39,8 +39,8 @@ def measure(
     if len(lines) != ranks:
         raise DataError(
             f"every rank must call hpctrain.record(step=..., samples=...), but {len(lines)} of "
-            f"{ranks} ranks did; call it on every rank, and pass HPCTRAIN_RECORDS to all "
-            f"ranks"
+            f"{ranks} ranks did; call hpctrain.record on every rank, and pass HPCTRAIN_RECORDS to "
+            f"all ranks"
         )
     of_ranks = [_steps(each) for each in lines]
     steps = sorted(set.intersection(*(set(each) for each in of_ranks)))
@@ -64,7 +64,8 @@ def measure(
     if not (step_s.min() > 0 <= samples.min() and largest < math.inf):
         raise DataError(
             f"a step must have a duration above 0 and samples, got {step_s.min():g} to "
-            f"{step_s.max():g} s, and {samples.sum():g} samples; fix the calls of hpctrain.record"
+            f"{step_s.max():g} s, and {samples.sum():g} samples; correct the arguments of "
+            "hpctrain.record"
         )
     parts = {name: column(name)[dropped:] for name in (*_PARTS, *_BYTES)}
     known = _known(parts, step_s.mean())
@@ -101,8 +102,8 @@ def _known(
         if not 0 <= means.min() <= means.max() <= MOST_PART * longest:
             raise DataError(
                 f"a part of a step must be at least 0 and at most the step, got {name} of "
-                f"{means.min():g} to {means.max():g} in steps of {mean_s:g} s; fix the calls of "
-                f"hpctrain.record"
+                f"{means.min():g} to {means.max():g} in steps of {mean_s:g} s; correct the "
+                "arguments of hpctrain.record"
             )
     return known
 
@@ -125,8 +126,9 @@ def _steps(lines: _Lines) -> dict[int, dict[str, Any]]:
         if "samples" in line:
             if found and line["step"] <= (last := next(reversed(found))):
                 raise DataError(
-                    f"the step numbers of a rank must increase over all epochs, but step "
-                    f"{line['step']} followed step {last}; pass growing numbers to record"
+                    "the step numbers of a rank must increase over all epochs, but step "
+                    f"{line['step']} followed step {last}; pass increasing step numbers to "
+                    "hpctrain.record"
                 )
             found[line["step"]] = {"seconds": line["at"] - before, **line}
         before = line["at"]

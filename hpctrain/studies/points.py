@@ -101,7 +101,7 @@ def attempts_of(config: StudyConfig) -> list[PointRepeat]:
     if not points:
         raise ConfigError(
             f"a point must have at least as many ranks as nodes, and nodes x ranks_per_node ranks "
-            f"if all three are factors, but no combination has: got {dict(config.factors)}"
+            f"if all three are factors, got {dict(config.factors)}; add such a combination"
         )
     found: list[PointRepeat] = []
     for repeat in range(config.study.repeats):

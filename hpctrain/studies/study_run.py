@@ -137,9 +137,9 @@ class Study:
         for name in ("versions", "cpu", "cores", "commit"):
             if before.get(name) != now[name]:
                 logger.warning(
-                    f"{self.folder.path} was begun with {name} {before.get(name)} and continues "
-                    f"with {now[name]}: its points may not be comparable; choose another folder "
-                    f"with --out, unless the change makes no difference"
+                    f"a study must have one environment, but {name} was {before.get(name)} at "
+                    f"the start and is {now[name]} now: its points may not be comparable; choose "
+                    "another folder with --out, unless the change makes no difference"
                 )
 
     def _keep_plan(self, attempt: PointRepeat) -> None:

@@ -118,7 +118,7 @@ def test_options_of_horovodrun_set_the_variable_that_has_their_meaning(words, va
     [
         (["-np", "5", "-H", "a:2,b:2", "python"], "5 ranks and 4 slots"),
         (["-np", "2", "--hostfile", "/nowhere/hosts", "python"], "/nowhere/hosts"),
-        (["-np", "2", "--hostfile", "x", "-H", "a:2", "python"], "leave one out"),
+        (["-np", "2", "--hostfile", "x", "-H", "a:2", "python"], "omit one"),
         (["-np", "2", "--network-interface", "eth99", "python"], "'eth99'"),
         (["-np", "2", "--cycle-time-ms", "-1", "python"], "--cycle-time-ms -1"),
         (["-np", "2", "--fusion-threshold-mb", "x", "python"], "--fusion-threshold-mb x"),

@@ -60,7 +60,7 @@ def options(script):
     return [line.removeprefix("#SBATCH ") for line in script.splitlines() if "#SBATCH" in line]
 
 
-def test_submit_writes_checks_and_submits_a_script_and_prints_how_to_watch():
+def test_submit_writes_checks_and_submits_a_script_and_prints_the_next_commands():
     result = run(
         "my.toml", "--nodes", 2, "--tasks", 4, "--time", "90min", "-p", "main", "-A", "me"
     )
@@ -293,7 +293,7 @@ def test_ranks_share_the_cores_of_their_node_by_default(tmp_path):
         (["--"], LaunchError, "must have a command"),
         (["--", "python", "no.py"], ConfigError, "but no.py does not"),
         (["--set", "a=1", "--", "python", "my.py"], ConfigError, "pass arguments to the script"),
-        (["my.toml", "--", "python", "x.py"], ConfigError, "leave one out"),
+        (["my.toml", "--", "python", "x.py"], ConfigError, "omit one"),
         (["--template", "gpu"], ConfigError, "--template NAME --print"),
         (
             ["--template", "nope", "--print"],

@@ -124,7 +124,7 @@ def test_a_rejection_contains_each_message_of_slurm_once(command):
     ):
         try_out("#!/bin/sh\n", environ)
     with pytest.raises(
-        LaunchError, match=r"not taken a\.sbatch; sbatch reports: Invalid account; all"
+        LaunchError, match=r"must accept a\.sbatch, but sbatch reports: Invalid account; all"
     ):
         submit("a.sbatch", environ)
 

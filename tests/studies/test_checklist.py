@@ -87,7 +87,7 @@ REMOVED = {
         lambda: with_records(oversubscribed=False),
         "has more ranks than cores, and is not marked",
     ),
-    "target": (lambda: asking(target={}), "no target is stated"),
+    "target": (lambda: asking(target={}), "the study has no target"),
     "input": (lambda: with_records(input_s=None), "no input_s"),
 }
 

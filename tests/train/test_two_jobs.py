@@ -147,7 +147,7 @@ def test_two_overlapping_jobs_leave_one_consistent_run(tmp_path, seed):
     folder.check_finished()
     if is_forced:
         assert first.returncode == 2, told
-        assert len(re.findall(r"process \d+ on .* has taken it over", told)) == 1
+        assert len(re.findall(r"process \d+ on .* has taken the lease", told)) == 1
         assert "Traceback" not in told
         assert re.search(rf"--force takes .*process {holder.pid} on .* are lost: its last", said)
     elif event == "is killed":
