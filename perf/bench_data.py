@@ -72,7 +72,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How much is measured."""
+    """Size of the data sets, and numbers of rounds and batches."""
 
     batches: Mapping[Kind, tuple[int, ...]]
     """Samples of each kind, and in which batches."""
@@ -91,7 +91,7 @@ class Plan:
 
     @classmethod
     def of(cls, options: Namespace) -> "Plan":
-        """Choose by the options."""
+        """Return the plan of the command line options."""
         if options.quick:
             kinds = Kind(BIG.name, BIG.shape, 800), Kind(SMALL.name, SMALL.shape, 20_000)
             return cls({kinds[0]: (64,), kinds[1]: (64,)}, {}, 2, 0.35, 0.1, 0)
@@ -99,7 +99,7 @@ class Plan:
 
 
 def write(kind: Kind, folder: Path, ways: Sequence[type[Way]]) -> Truth:
-    """Make the samples, then the files of every form."""
+    """Create the samples, then the files of all methods."""
     generator = np.random.default_rng(kind.sample_bytes)
     with (folder / Memmap.form).open("wb") as raw:
         for start in range(0, kind.num_bytes, 64 * MIB):
@@ -111,9 +111,9 @@ def write(kind: Kind, folder: Path, ways: Sequence[type[Way]]) -> Truth:
 
 
 def cache(folder: Path) -> None:
-    """Bring all files into the page cache by reading, as if they had lain on disk before.
+    """Read all files into the page cache.
 
-    Writing may leave larger pages there than reading does.
+    Pages after a write may be larger than pages after a read.
     """
     gc.collect()
     evict(folder)
@@ -135,7 +135,10 @@ def warm(ways: Sequence[Way], truth: Truth, plan: Plan) -> Turns:
 
 
 def cold(ways: Sequence[type[Way]], truth: Truth, folder: Path, plan: Plan, batch: int) -> Turns:
-    """Measure the methods, interleaved, on files outside of the page cache, else None."""
+    """Measure the methods, interleaved, on files that were dropped from the page cache.
+
+    None if the files cannot be dropped.
+    """
 
     def turn_of(way: type[Way]) -> Turn:
         with closing(way(truth.kind, folder, batch)) as fresh:
@@ -165,7 +168,7 @@ def read_all(path: Path) -> Turn:
 
 
 def rows_of(key: Row, turns: Turns, ours: str, rate: str) -> list[Row]:
-    """Make the rows of one table part: ``rate`` names the figure that is compared."""
+    """Return the rows of a part of the table; ``rate`` names the compared figure."""
     rows = []
     for name, of_way in turns.items():
         done = [turn for turn in of_way if turn]
@@ -191,7 +194,7 @@ def rows_of(key: Row, turns: Turns, ours: str, rate: str) -> list[Row]:
 
 
 def missing_rows(key: Row, missing: Sequence[type[Way]]) -> list[Row]:
-    """Make the rows of peers that are not installed."""
+    """Return rows for the peers that are not installed."""
     columns = ("part", "MB/s", "MB/cpu-s", "ours / way", "least", "most", "peak MiB")
     empty = dict.fromkeys(columns, "")
     return [key | {"way": way.name} | empty | {"part": "not installed"} for way in missing]
@@ -228,12 +231,12 @@ def measure_cold(
 
 
 def cold_key(kind: Kind, batch: int) -> Row:
-    """Return what names the cold rows of a kind."""
+    """Return the key of the cold rows of a kind of samples."""
     return {"cache": "cold", "sample": kind.name, "batch": batch}
 
 
 def promises(rows: Sequence[Row]) -> dict[str, float]:
-    """Return the ratios that this project promises, with the promised values."""
+    """Return the ratios that must reach a required value, with these values."""
     wanted = {
         ("warm", BIG.name): {Memmap.name: 0.80},
         ("warm", SMALL.name): {Memmap.name: 0.60, Hdf5.name: 5, Mosaic.name: 20, Tars.name: 20},

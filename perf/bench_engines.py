@@ -2,25 +2,26 @@
 
     python perf/bench_engines.py [--quick] [--worlds 2 4 1gbit 200mbit] [--json FILE]
 
-Each method has its own job, because a process has one engine; the jobs are interleaved, so that a
-round has one of each:
+Each method has its own job, because a process has one engine; the jobs are interleaved, so that
+each round has one job of each method:
 
 * ``hpctrain``: on its own engine, with the plan that it measures at its start;
 * ``Horovod``: with its own API and its defaults;
-* ``Horovod, cycle 0.1 ms``: the same with ``HOROVOD_CYCLE_TIME=0.1``, because the default, 1 ms,
-  is most of the time of a small sum;
+* ``Horovod, cycle 0.1 ms``: the same with ``HOROVOD_CYCLE_TIME=0.1``, because the default of
+  1 ms is most of the time of a small sum;
 * ``on Horovod, flat`` and ``on Horovod, two-level``: hpctrain with ``engine="horovod"``; two
   levels need several nodes;
 * ``no communication``: the training step only, the faster of its plain and its flat form;
-* by name only, and the training step only: ``hpctrain, shard=node``, ``torch DDP, gloo`` and
+* only if selected by name, and only the training step: ``hpctrain, shard=node``, ``torch DDP,
+gloo`` and
   ``plain MPI``, a sum for each gradient after backward.
 
 All jobs have one torch thread per rank, no binding, because Horovod works in a separate thread,
 and the same launcher. A sum is one synchronous ``allreduce_`` of an ordinary float32 tensor; the
 step is that of ``bench_step.py``, with the ``DistributedOptimizer`` of each package. Every job
 checks its sums and the weights after a step. Links between nodes are the same as in
-``bench_network.py``. Times are medians over the rounds of the median in a round, of the slowest
-rank. Ratios are the time of a method over that of ``hpctrain``: above 1 hpctrain is faster.
+``bench_network.py``. Times are those of the slowest rank, medians over the rounds of the median in
+a round. Ratios are the time of a method over that of ``hpctrain``: above 1 hpctrain is faster.
 """
 
 import argparse
@@ -81,7 +82,7 @@ WORLDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """How a job sums: what the ranks run, and their environment."""
+    """Method of a job: the command line of the ranks, and their environment."""
 
     package: str
     engine: str | None = None
@@ -144,7 +145,7 @@ def launch(world: World, words: Sequence[str], environ: Mapping[str, str], limit
 
 
 def turn(world: World, way: Way, options: argparse.Namespace) -> dict[str, Any]:
-    """Run the job of one method once and return its results."""
+    """Run the job of a method once, and return its results."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "figures.json"
         words = [str(JOB), way.package, *way.words, *world.job, "--json", str(file)]
@@ -161,7 +162,8 @@ def measure(world: World, options: argparse.Namespace) -> dict[str, Any]:
     """Run the jobs of all methods, interleaved.
 
     Returns:
-        Under ``ways``, for each way the medians of its rounds: ``sums`` by size, and ``steps``.
+        The key ``ways`` has for each method the medians over the rounds: ``sums`` by size, and
+        ``steps``.
     """
     ways = {
         name: way
@@ -187,7 +189,9 @@ def measure(world: World, options: argparse.Namespace) -> dict[str, Any]:
 def arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="two worlds, to see it work")
+    parser.add_argument(
+        "--quick", action="store_true", help="two worlds, for a test of the program"
+    )
     parser.add_argument("--worlds", nargs="+", choices=WORLDS, help="by default all")
     parser.add_argument("--ways", nargs="+", choices=WAYS, metavar="WAY")
     parser.add_argument("--sizes", nargs="*", type=int, default=SIZES, help="bytes")
