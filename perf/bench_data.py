@@ -75,18 +75,19 @@ class Plan:
     """Size of the data sets, and numbers of rounds and batches."""
 
     batches: Mapping[Kind, tuple[int, ...]]
-    """Samples of each kind, and in which batches."""
+    """Kinds of samples, with the batch sizes of each."""
     long: Mapping[Kind, tuple[int, ...]]
-    """The same for sets that are measured cold only, by few methods."""
+    """Kinds and batch sizes of data sets that few methods read, and only cold."""
     rounds: int
     limit_s: float
     """Time limit for an epoch of a slow method."""
     at_least_s: float
-    """Of a turn on files in the page cache: as many epochs as that takes."""
+    """Least time of a measurement on files in the page cache, which repeats the epoch."""
     keep_s: float
     """Time from the last touch of free memory to a cold measurement.
 
-    A kernel tells its host what is free 2 s after some was freed; within a turn, that halves it.
+    The kernel reports its host what is free 2 s after some was freed; within a turn, that halves
+    it.
     """
 
     @classmethod

@@ -42,20 +42,20 @@ OF_SUM = ("ranks", "memory", "plan", "probe", "named", "rest")
 
 
 class Clock:
-    """Seconds by stage; a stage inside of another counts for the outer one."""
+    """Clock of the stages of the start; a nested stage counts as the outer stage."""
 
     def __init__(self, begin: float) -> None:
         self.seconds = dict.fromkeys(STAGES, 0.0)
         self._last, self._is_inside = begin, False
 
     def note(self, stage: str) -> None:
-        """Give all time since the last note to a stage."""
+        """Add the time since the last call to a stage."""
         now = time.time()
         self.seconds[stage] += now - self._last
         self._last = now
 
     def watch(self, owner: Any, name: str, stage: str) -> None:
-        """Add the time in a function to its stage; earlier time belongs to the ranks."""
+        """Count the time in a function as ``stage``, and the time before the call as ``ranks``."""
         function = getattr(owner, name)
 
         def watched(*args: Any, **named: Any) -> Any:
@@ -73,7 +73,7 @@ class Clock:
 
 
 def start() -> None:
-    """Start as a script does; rank 0 prints the seconds of the slowest rank."""
+    """Run the start of a training script; rank 0 prints the seconds of the slowest rank."""
     clock = Clock(started_at())
     clock.note("python")
     import torch  # noqa: PLC0415
@@ -115,7 +115,7 @@ def start() -> None:
 
 
 def started_at() -> float:
-    """Return when this process began, as ``time.time`` says."""
+    """Return the start time of this process, on the clock of ``time.time``."""
     with open("/proc/self/stat", encoding="ascii") as file:  # noqa: PTH123 - nothing is imported yet
         ticks = int(file.read().rpartition(")")[2].split()[19])
     age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")

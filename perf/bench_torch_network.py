@@ -1,8 +1,8 @@
-"""torch.distributed between nodes: hpctrain's backend against gloo and MPI, on a virtual cluster.
+"""torch.distributed between nodes: backend of hpctrain against gloo and MPI, virtual cluster.
 
     python perf/bench_torch_network.py [--shapes 2x2 4x2] [--rate 1gbit] [--json FILE]
 
-Nodes are those of ``bench_network.py``, and all methods are interleaved in one job. A message of
+Nodes are as in ``bench_network.py``, and all methods are interleaved in one job. A message of
 float32 is the input of an all_reduce or reduce_scatter, and the output of an all_gather. Times are
 medians, of the slowest rank; ``bytes out`` is the number of bytes that leave the busiest node for
 each byte of the message, of which all methods need ``least``.
@@ -42,7 +42,7 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 
 def ways(num_bytes: int, groups: Mapping[str, dist.ProcessGroup]) -> dict[str, dict[str, Call]]:
-    """Make the calls of each operation, by who carries it out."""
+    """Return for each operation the calls of MPI and of each backend."""
     world, size = MPI.COMM_WORLD, dist.get_world_size()
     whole = torch.zeros(num_bytes // 4 // size * size)
     part = torch.zeros(whole.numel() // size)
@@ -106,7 +106,7 @@ def run(nodes: int, ranks: int, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """Print milliseconds and bytes."""
+    """Print a table with milliseconds and bytes of each operation."""
     names = list(rows[0]["seconds"])
     heads = ["cluster", "operation", *(f"{name} ms" for name in names), "least"]
     table = Table(*heads, *(f"{name} bytes out" for name in names))

@@ -1,4 +1,4 @@
-"""Draw all charts of ``perf/results`` from the JSON files there, measuring nothing.
+"""Draw all charts of ``perf/results`` from the JSON files in that folder, without measurements.
 
     python perf/charts.py [FOLDER]
 
@@ -125,7 +125,7 @@ CHARTS: dict[str, tuple[tuple[str, ...], Any]] = {
 
 
 def main() -> None:
-    """Draw the charts whose files are there, and print their names."""
+    """Draw the charts whose JSON files exist, and print their names."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", type=Path, nargs="?", default=RESULTS, help="of the results")
     folder = parser.parse_args().folder

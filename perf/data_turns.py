@@ -1,4 +1,4 @@
-"""One measurement of a method: an epoch, or the start of one, timed and checked."""
+"""Measurement of a method: an epoch, or its beginning, with times and checks."""
 
 import gc
 import resource
@@ -19,7 +19,7 @@ START = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What some epochs took, or as much of them as was read."""
+    """Times, bytes and samples of epochs, or of the part that was read."""
 
     num_bytes: int
     seconds: float
@@ -29,7 +29,7 @@ class Turn:
     """Of an epoch that was read, 1 for all."""
 
     def __add__(self, other: Self) -> Self:
-        """Put two turns together."""
+        """Return the sum of two measurements."""
         return type(self)(
             self.num_bytes + other.num_bytes,
             self.seconds + other.seconds,
@@ -49,7 +49,7 @@ class Turn:
 
 
 class Truth:
-    """Some bytes of every sample, to check delivered samples."""
+    """Expected bytes of every sample, for the check of delivered samples."""
 
     def __init__(self, kind: Kind, samples: NDArray[np.uint8]) -> None:
         """Read one byte of every page."""
@@ -61,7 +61,7 @@ def take_turn(way: Way, truth: Truth, limit_s: float, at_least_s: float = 0.0) -
     """Read epochs until ``at_least_s`` have passed, each at most for about ``limit_s``.
 
     Raises:
-        ValueError: a sample came twice, or not at all, or is not what was written.
+        ValueError: a sample was delivered twice or not at all, or has wrong values.
     """
     gc.collect()
     turn = _read_epoch(way, truth, limit_s)
@@ -74,7 +74,7 @@ def check(way: Way, samples: NDArray[np.uint8], limit_s: float) -> None:
     """Compare every byte of an epoch with the samples, for at most about ``limit_s``.
 
     Raises:
-        ValueError: a sample is not what was written.
+        ValueError: a sample has wrong values.
     """
     way.prepare()
     start = time.perf_counter()
@@ -89,11 +89,11 @@ def check(way: Way, samples: NDArray[np.uint8], limit_s: float) -> None:
 
 
 def _read_epoch(way: Way, truth: Truth, limit_s: float) -> Turn:
-    """Read an epoch, for about ``limit_s`` at most unless the way wants its epochs whole.
+    """Read an epoch, for at most about ``limit_s`` unless the method needs complete epochs.
 
-    The clock covers all from the start of the epoch to the end of its workers, and a copy of the
-    labels and of one byte on every page of the samples. Of an epoch that is not read to its end,
-    the first part of the time is not counted: there a shuffle buffer is filled.
+    The measured time includes the end of the workers, and a copy of the labels and of one byte on
+    every page of the samples. Of an incomplete epoch the first part is not measured, because
+    methods fill a shuffle buffer in that time.
     """
     way.prepare()
     labels = np.full(way.kind.num_samples, -1)
@@ -107,7 +107,7 @@ def _read_epoch(way: Way, truth: Truth, limit_s: float) -> Turn:
             labels[done:stop] = y.numpy()
             touched[done:stop] = _touched(x.numpy())
             done = stop
-            del x, y  # whoever can use their memory again may do so
+            del x, y  # a method may reuse the memory of the batch
             elapsed_s = time.perf_counter() - begin.seconds
             if elapsed_s > START * limit_s and middle is begin:
                 middle = _Mark.now(done)
@@ -130,7 +130,7 @@ def _touched(samples: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """The clocks after some samples."""
+    """Readings of the clocks after a number of samples."""
 
     done: int
     seconds: float

@@ -19,7 +19,7 @@ def peers_of(result: Result) -> list[str]:
 
 
 def rows_of(result: Result) -> list[dict[str, Any]]:
-    """Return a row for each message size: milliseconds, and ratios to ours."""
+    """Return a row for each message size: milliseconds, and ratios to hpctrain."""
     ways = {way: found["sums"] for way, found in result["ways"].items() if found["sums"]}
     rows = []
     for size in next(iter(ways.values()), {}):
