@@ -389,7 +389,7 @@ def try_configuration(config: Path, overrides: Sequence[str]) -> None:
         code, text = done.returncode, done.stderr
     except (OSError, TimeoutError) as error:
         code = FAILED
-        text = f"hpctrain: a test must run before the submission, but failed to start: {error}\n"
+        text = f"hpctrain: {config} must pass a test before its submission, but: {error}\n"
     if code:
         typer.echo(f"{text}--no-check submits the job without this check", err=True)
         raise typer.Exit(FAILED)

@@ -175,7 +175,7 @@ def test_a_configuration_with_unknown_names_is_not_queued(tmp_path):
     result = run(tmp_path / "my.toml")
     assert result.exit_code == 1
     assert 'model.target = "digits:model": there is no module digits' in result.stderr
-    assert "--no-check submits it without this check" in result.stderr
+    assert "--no-check submits the job without this check" in result.stderr
     assert not Path("submitted").exists()
 
 
