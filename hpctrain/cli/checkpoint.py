@@ -65,9 +65,9 @@ def info(
     if len(found) > 1:
         names = [place.name for place in found]
         shown = names if len(names) <= 8 else [names[0], "...", *names[-3:]]
-        _say(f"{len(found)} checkpoints: {', '.join(shown)}; the newest is")
+        _print(f"{len(found)} checkpoints: {', '.join(shown)}; the newest is")
     for line in inspection.lines_of(facts):
-        _say(line)
+        _print(line)
 
 
 @app.command()
@@ -88,7 +88,7 @@ def verify(path: Where, *, json: AsJson = False) -> None:
         reports.append({"directory": str(directory), "faults": faults})
         state = "damaged" if faults else "intact"
         for line in () if json else (f"{directory}: {state}", *(f"  {f}" for f in faults)):
-            _say(line)
+            _print(line)
     if json:
         show_json(reports)
     if any(report["faults"] for report in reports):
@@ -117,7 +117,7 @@ def export(
     exporting.check_ending(out)
     source, state = exporting.newest_state(path, only)
     exporting.export(state, out, overwrite=overwrite)
-    _say(f"{out}: {only or 'the whole state'} of {source}")
+    _print(f"{out}: {only or 'the whole state'} of {source}")
 
 
 @app.command()
@@ -150,19 +150,19 @@ def diff(
     elif differ:
         kinds = Counter(item.what for item in found)
         counts = ", ".join(f"{kind} ({count})" for kind, count in kinds.items())
-        _say(f"A {first} and B {second} differ: {counts}; the first is")
+        _print(f"A {first} and B {second} differ: {counts}; the first is")
         for item in found[:lines]:
-            _say(f"  {item.text}")
+            _print(f"  {item.text}")
         if len(found) > lines:
-            _say(f"  and {len(found) - lines} more; --lines {len(found)} lists all")
+            _print(f"  and {len(found) - lines} more; --lines {len(found)} lists all")
     else:
         names = ", ".join(item.path for item in found)
         but = f", except for measured times and numbers of records: {names}" if found else ""
-        _say(f"{first} and {second} are bitwise identical{but}")
+        _print(f"{first} and {second} are bitwise identical{but}")
     if differ:
         raise typer.Exit(FAILED)
 
 
-def _say(line: str) -> None:
-    """Print a line, with control characters escaped: names in files may contain them."""
+def _print(line: str) -> None:
+    """Print a line; control characters, which names in files may contain, are escaped."""
     typer.echo("".join(char if char.isprintable() else ascii(char)[1:-1] for char in line))

@@ -17,7 +17,7 @@ PANEL = "Options of horovodrun"
 
 
 class SupportedOption(NamedTuple):
-    """An option of horovodrun that sets environment variables of the ranks."""
+    """Option of horovodrun that sets environment variables of the ranks."""
 
     names: str
     variable: str
@@ -43,7 +43,7 @@ class SupportedOption(NamedTuple):
 
 
 class UnsupportedOption(NamedTuple):
-    """An option of horovodrun that hpctrain does not support, with a remedy."""
+    """Option of horovodrun that hpctrain does not support, with a remedy."""
 
     names: str
     remedy: str
@@ -157,14 +157,15 @@ def variables(given: Mapping[str, Any]) -> dict[str, str]:
     """Return the environment variables of the ranks for the options that were ``given``.
 
     Raises:
-        LaunchError: hpctrain refuses an option; the message has the remedy.
-        ConfigError: a value is not valid.
+        LaunchError: hpctrain does not support an option; the message has the remedy.
+        ConfigError: a value is invalid.
     """
     asked = {name for name, value in given.items() if value not in (None, False)}
     for refused in REFUSED:
         if _keyword(refused.names) in asked:
             raise LaunchError(
-                f"hpctrain launch has no option {refused.names.replace(' ', ', ')} of horovodrun; "
+                f"an option of horovodrun must be one that hpctrain launch supports, got "
+                f"{refused.names.replace(' ', ', ')}; "
                 f"{refused.remedy}"
             )
     found: dict[str, str] = {}

@@ -174,7 +174,8 @@ def explain(code: int, words: Sequence[str], hosts: str) -> None:
 def check_configuration(words: Sequence[str]) -> None:
     """Check the configuration of an ``hpctrain train`` command before the ranks start.
 
-    Raises ``ConfigError``: the file or an override of ``--set`` is not valid.
+    Raises:
+        ConfigError: the file or an override of ``--set`` is invalid.
     """
     rest = list(words[2:])
     if [*words[:2]] != ["hpctrain", "train"] or {"--init", "--explain", "--help", "-h"} & {*rest}:

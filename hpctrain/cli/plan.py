@@ -123,7 +123,8 @@ class PlanOptions(GoalOptions, LayoutOptions):
     def is_for_layouts(self) -> bool:
         """Return True if a layout is requested, False if a goal is requested.
 
-        Raises ``ConfigError``: both or neither are requested.
+        Raises:
+            ConfigError: both or neither are requested.
         """
         given = {each.name for each in fields(self) if getattr(self, each.name) is not None}
         shared = {each.name for each in fields(SharedOptions)} | {"max_local_steps"}

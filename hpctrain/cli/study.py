@@ -116,7 +116,7 @@ class StudyOptions:
     extra: Extra = None
 
     def of_study(self) -> "Study":
-        """Return the study of the file. Raises ``ConfigError``: file or options are not valid."""
+        """Return the study of the file. Raises ``ConfigError`` if file or options are invalid."""
         config = study_file.load(self.path)
         for word in shlex.split(config.command.run):
             if word.endswith((".py", ".toml")) and "{" not in word and not Path(word).exists():
@@ -202,7 +202,7 @@ def report(
     """
     results = measured.StudyResults.read(directory)
     if machine is not None:
-        results = results.beside(machines.Machine.read(machine))
+        results = results.with_bound(machines.Machine.read(machine))
     make_console(shown=True).print(reports.summary_of(results))
     page, *figures = reports.write_report(results, out or directory)
     typer.echo(f"wrote {page}, and {len(figures)} figures into plots in the same directory")
@@ -329,7 +329,7 @@ class StudyBar(Bar):
         self._bar.update(self._task, completed=done, description=text)
 
     def ended(self, record: "PointRecord") -> None:
-        """Print the result of the attempt that ended."""
+        """Print the result of the attempt that has ended."""
         text = f"failed: {record.error}"
         if record.is_done:
             step = format_seconds(record.mean_step_s)

@@ -84,8 +84,8 @@ class JobOptions:
         found = state.status(self.folder)
         if found.state == "finished":
             raise ConfigError(
-                f"{found.what}; submit another run with --name {self.name}-2, or delete the "
-                f"directory"
+                f"a job must have an unfinished run, but {found.what}; submit another run with "
+                f"--name {self.name}-2, or delete the directory"
             )
         named = re.findall(r"\d+", after)
         others = [job for job in scheduler.jobs_of(self.folder) if str(job) not in named]
@@ -97,7 +97,7 @@ class JobOptions:
             )
 
     def next_commands(self, number: int, output: str) -> str:
-        """Return the commands that show the state and the output of a job.
+        """Return the commands that show the state and the output of a job, one per line.
 
         ``output`` is the output file of the job, with patterns of Slurm.
         """

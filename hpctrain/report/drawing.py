@@ -61,7 +61,7 @@ def draw_panels(figures: Sequence[Figure], path: Path, title: str, about: str = 
 
 
 def missing(name: str) -> ConfigError:
-    """Return the error for a missing library; the message has the command to install it."""
+    """Return the error for a missing library, with the command that installs the library."""
     return ConfigError(
         f"{name} must be installed to draw, but is missing; pip install 'hpctrain[plots]'"
     )
@@ -157,7 +157,7 @@ def _draw_points(axes: Any, series: Series, x: list[Any]) -> None:
 
 
 def _draw_areas(axes: Any, areas: list[Series]) -> None:
-    """Draw stacked areas with a common x."""
+    """Draw stacked areas over the same values of x."""
     if areas and areas[0].x:
         style = {"labels": [each.name for each in areas], "colors": list(map(_colour, areas))}
         axes.stackplot(areas[0].x, *(each.y for each in areas), **style)

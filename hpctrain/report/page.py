@@ -79,7 +79,7 @@ def figures_html(figures: list[Figure]) -> str:
 
 
 def table(name: str, heads: Sequence[str], rows: Iterable[Sequence[Cell]]) -> str:
-    """Return an HTML table with the id ``name``; a click on a head sorts the rows."""
+    """Return an HTML table with the id ``name``, whose heads sort the rows on a click."""
     head = "".join(f'<th><button type="button">{escape(each)}</button></th>' for each in heads)
     lines = "\n".join(f"<tr>{''.join(map(_html, row))}</tr>" for row in rows)
     return (

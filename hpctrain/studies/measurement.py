@@ -32,8 +32,8 @@ def measure(
 ) -> dict[str, Any]:
     """Return the measured fields of a ``PointRecord`` from the files of all ranks in ``folder``.
 
-    Raises ``DataError``: ranks are missing, a record is impossible, or no step remains after the
-    warm-up.
+    Raises:
+        DataError: ranks are missing, a record is impossible, or no step remains after the warm-up.
     """
     lines = [read(path, key="at") for path in sorted(folder.glob("*.jsonl"))]
     if len(lines) != ranks:
@@ -94,7 +94,8 @@ def _known(
 ) -> dict[str, npt.NDArray[np.float64]]:
     """Return the parts of steps that every rank recorded.
 
-    Raises ``DataError``: a part is negative, or longer than the step.
+    Raises:
+        DataError: a part is negative, or longer than the step.
     """
     known = {name: part for name, part in parts.items() if np.isfinite(part).all()}
     for name, part in known.items():
@@ -161,7 +162,7 @@ def _reached(
     losses: npt.NDArray[np.float64],
     target: Mapping[str, float],
 ) -> dict[str, Any]:
-    """Return seconds and number of steps until the target is reached; empty if not reached.
+    """Return the fields with seconds and number of steps to the target; empty if not reached.
 
     The time starts with the first step and includes tests.
     """

@@ -90,8 +90,9 @@ def attempts_of(config: StudyConfig) -> list[PointRepeat]:
     all points equally. The order of a repeat depends only on the seed and the points, so that
     repeats can be added later.
 
-    Raises ``ConfigError``: the factors of every point contradict each other, or the batch of a
-    point is not a multiple of its ranks.
+    Raises:
+        ConfigError: the factors of every point contradict each other, or the batch of a point is
+            not a multiple of its ranks.
     """
     combinations = (
         dict(zip(config.factors, values, strict=True))

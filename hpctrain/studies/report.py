@@ -57,7 +57,8 @@ _METHOD = (
 def write_report(results: StudyResults, directory: Path) -> list[Path]:
     """Write ``report.html`` and ``plots/`` with the figures into a directory; return their paths.
 
-    Raises ``ConfigError``: plotly or matplotlib is not installed, or the file system refuses.
+    Raises:
+        ConfigError: plotly or matplotlib is not installed, or a file cannot be written.
     """
     figures = figures_of(results)
     written = write_page(directory / "report.html", study_page(results, figures))
@@ -65,7 +66,7 @@ def write_report(results: StudyResults, directory: Path) -> list[Path]:
 
 
 def study_page(results: StudyResults, figures: list[Figure]) -> str:
-    """Return the page of a study. Raises ``ConfigError``: plotly is not installed."""
+    """Return the HTML page of a study. Raises ``ConfigError`` if plotly is not installed."""
     judged = verdicts(results)
     kept = sum(not verdict.fault for verdict in judged)
     cards = [*_cards(results), (f"{kept} of {len(judged)}", "rules of the checklist are kept")]
@@ -98,7 +99,7 @@ def study_page(results: StudyResults, figures: list[Figure]) -> str:
 
 
 def summary_of(results: StudyResults) -> RenderableType:
-    """Return the report for a terminal."""
+    """Return the summary of the report for a terminal."""
     judged = verdicts(results)
     missing = [each for each in judged if each.fault]
     lines = [

@@ -31,10 +31,15 @@ _REMEDY = "run this command again after the end of that job, or choose another f
 
 
 class Study:
-    """A study that is measured in a folder, with all repeats of its points."""
+    """Study in a folder, with all repeats of its points.
+
+    The constructor writes no file.
+
+    Raises:
+        ConfigError: the study has no point.
+    """
 
     def __init__(self, config: StudyConfig, path: Path, times: Times = TIMES) -> None:
-        """List the repeats; write no file. Raises ``ConfigError``: the study has no point."""
         cores = config.study.cores or num_granted()
         self.config = replace(config, study=replace(config.study, cores=cores))
         self.folder, self._times = StudyFolder(path), times
@@ -43,7 +48,7 @@ class Study:
     def missing(self, *, repeat: int | None = None, failed: bool = False) -> list[PointRepeat]:
         """Return the repeats that have no record yet, in the order of measurement.
 
-        ``repeat`` selects one repeat, ``failed`` includes failed repeats.
+        ``repeat`` selects one repeat; ``failed`` includes the failed repeats.
         """
         records = self.folder.read_points()
         known = {each.order for each in records if not (failed and each.status == "failed")}
@@ -75,8 +80,8 @@ class Study:
             changed = self.config.changes(load(folder.file)) if folder.file.exists() else []
             if changed:
                 raise ConfigError(
-                    f"only repeats and limits of a study may change, but {folder.path} contains a "
-                    f"study with another {', '.join(changed)}; choose another folder with --out"
+                    f"a study can only change its repeats and limits, but {folder.path} contains "
+                    f"a study with another {', '.join(changed)}; choose another folder with --out"
                 )
             folder.write(folder.file, render(self.config))
 
@@ -89,9 +94,16 @@ class Study:
     ) -> None:
         """Measure attempts one after the other; write each record before the next begins.
 
-        Each repeat has its own lease and file, so that several jobs may measure a study. ``begun``
-        and ``ended`` are called for each attempt. Raises ``ConfigError``: another process measures
-        the same repeat, or the folder cannot be written.
+        Each repeat has its own lease and file, so that several jobs may measure a study
+        concurrently.
+
+        Args:
+            attempts: repeats of points to measure.
+            begun: called at the start of each attempt.
+            ended: called with the record of each attempt.
+
+        Raises:
+            ConfigError: another process measures the same repeat, or the folder cannot be written.
         """
         for repeat, found in groupby(attempts, lambda each: each.repeat):
             of_repeat = list(found)
@@ -114,7 +126,7 @@ class Study:
 
     @contextmanager
     def _held(self, repeat: int) -> Iterator[Lease]:
-        """Hold the lease of a repeat in the block; wait until the lease of a dead process ends."""
+        """Hold the lease of a repeat inside the block; wait while another process may hold it."""
         place = self.folder.path / "leases" / str(repeat)
         make_folder(place)
         lease, is_first = Lease(place, self._times, remedies=LeaseRemedies(*3 * [_REMEDY])), True

@@ -119,7 +119,7 @@ def test_a_plan_by_numbers_loads_neither_torch_nor_mpi():
     ("words", "complaint"),
     [
         ((), "a plan must be for a goal .* got neither; request one of them"),
-        ((*GIVEN, "--samples", "1M"), "got --samples, --gpus-per-node, --nodes; request one of them"),
+        ((*GIVEN, "--samples", "1M"), "got --samples, --gpus-per-node, --nodes; request one"),
         (("runs/x", "--nodes", "3"), "got a run directory, --nodes; request one of them"),
         (("--params", "1e9"), "got no nodes with no GPUs; give --nodes and --gpus-per-node"),
         (("--nodes", "1", "--gpus-per-node", "1"), "use --params, or --layers and --hidden"),

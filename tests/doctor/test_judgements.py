@@ -227,7 +227,7 @@ TABLE = {
         (SRUN, room(2 * GIB - 1), "warning", "2.0 GiB available in /job_7 for 4 ranks"),
         ({}, {"memory": {"rooms": ()}}, "ok", "memory is unknown"),
     ],
-    node.check_ways: [
+    node.check_shared_memory: [
         ({}, shm(64 * MIB), "warning", "--shm-size"),  # one rank for each of eight cores
         ({}, shm(128 * MIB), "ok", "memfd"),
         (SRUN, shm(64 * MIB), "ok", ""),

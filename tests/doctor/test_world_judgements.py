@@ -221,7 +221,7 @@ TABLE = {
         (world(rank(environ={"HPCTRAIN_LOG_DIR": "x"}), "b"), "ok", ""),
         (world(rank(environ={"UCX_TLS": "tcp"}), "b"), "note", "UCX_TLS must be identical"),
     ],
-    node.check_way: [
+    node.check_node_memory: [
         (world("a"), "ok", "one rank"),
         (world(*"aa", node_memory="memfd"), "ok", "by memfd"),
         (world(*"aa", node_memory="none", notes=["no room"]), "warning", "no room do: run all"),
@@ -232,7 +232,7 @@ TABLE = {
         ),
         (world(*"aa", engine="horovod"), "note", "Horovod moves the tensors"),
     ],
-    network.check_ways: [
+    network.check_interfaces: [
         (world("a", carried=[carried("a")]), "ok", "one node"),
         (
             world(*"ab", **sent(interface=110 << 20)),

@@ -73,7 +73,7 @@ class BenchmarkRequest:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Torch type of the elements; raises ``ConfigError`` if not supported."""
+        """Torch type of the elements; raises ``ConfigError`` for an unknown type."""
         found = getattr(torch, self.dtype, None)
         with suppress(CommError):
             if isinstance(found, torch.dtype) and found not in UNCHECKABLE:
@@ -168,7 +168,10 @@ def run(
 
 
 def _print_load(console: Console, here: World, loads: Sequence[MachineLoad | None]) -> None:
-    """Print the load by other processes on the host of rank 0; ``loads`` are by rank."""
+    """Print the load by other processes on the host of rank 0.
+
+    ``loads`` has the load that each rank measured.
+    """
     hosts = {r: h for h, ranks in zip(here.topology.hosts, here.topology.nodes, strict=True)
              for r in ranks}  # fmt: skip
     first, *others = (load for rank, load in enumerate(loads) if hosts[rank] == hosts[0])
@@ -247,13 +250,13 @@ _COLUMNS = (
 
 
 def head(*, peers: bool) -> str:
-    """Return the names of the columns."""
+    """Return the head of the table: the names of the columns."""
     shown = _COLUMNS if peers else _COLUMNS[:-2]
     return " ".join(f"{name:>{form.partition('.')[0]}}" for name, form, _ in shown)
 
 
 def line(row: Row) -> str:
-    """Return the line of the table for one size."""
+    """Return the line of the table for a message size."""
     values = ((form, getattr(row, name)) for _, form, name in _COLUMNS)
     return " ".join(format(value, f">{form}") for form, value in values if value is not None)
 

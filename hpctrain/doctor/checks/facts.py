@@ -16,7 +16,7 @@ from hpctrain.doctor.checks.check import listed
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reached:
-    """An MPI library that a program in this environment would load."""
+    """MPI library that other programs in this environment would load."""
 
     library: Path  # resolved path
     by: str  # the origin: ``LD_LIBRARY_PATH`` or ``mpirun``
@@ -220,7 +220,7 @@ def by_host(ranks: Sequence[Facts]) -> dict[str, list[int]]:
 
 
 def differences(values: Sequence[Mapping[str, str | None]]) -> Iterator[tuple[str, str]]:
-    """Yield each name whose value differs between ranks, and a text of values and ranks."""
+    """Yield the names whose values differ between ranks, each with a text of values and ranks."""
     for name in dict.fromkeys(name for of_rank in values for name in of_rank):
         ranks_of: dict[str, list[int]] = {}
         for rank, of_rank in enumerate(values):

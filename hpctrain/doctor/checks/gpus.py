@@ -51,7 +51,7 @@ def check_own_gpus(world: WorldFacts) -> Found:
             rule = "all ranks of a node must see a GPU, or none"
             what = f"{rule}, but {format_ranks(blind)} on {host} see none"
             found.append(warning(what, "request a GPU for each rank: #SBATCH --gpus-per-node"))
-        found += _unreached(members, host, ranks)
+        found += _separate(members, host, ranks)
         found += _far(members, host, ranks)
     if found:
         return few(found)
@@ -162,7 +162,7 @@ def _shared(device: str, members: Sequence[int], host: str, ranks: Sequence[Fact
     return error(what, do) if certain else warning(what, do)
 
 
-def _unreached(members: Sequence[int], host: str, ranks: Sequence[Facts]) -> Iterator[Finding]:
+def _separate(members: Sequence[int], host: str, ranks: Sequence[Facts]) -> Iterator[Finding]:
     """Report GPUs of a node that cannot access each other's memory."""
     if not all(ranks[rank].visible.by_torch for rank in members):
         return
@@ -205,7 +205,7 @@ def _far(members: Sequence[int], host: str, ranks: Sequence[Facts]) -> Iterator[
 
 
 def _index(name: str, gpus: GpuFacts) -> int | None:
-    """Return the index of a GPU in nvidia-smi, or None if unknown."""
+    """Return the index of a GPU in nvidia-smi; None if the GPU is unknown."""
     if name.isdigit():
         return int(name)
     uuids = [uuid.removeprefix("GPU-") for uuid in gpus.uuids]
@@ -214,7 +214,7 @@ def _index(name: str, gpus: GpuFacts) -> int | None:
 
 
 _SHOWN = 4  # number of pairs in a message
-_WAYS = {
+_CONNECTIONS = {
     "NV": "NVLink",
     "PIX": "a PCIe switch",
     "PXB": "several PCIe switches",
@@ -233,7 +233,7 @@ class GpuLinks:
 
     @cached_property
     def _rows(self) -> dict[str, dict[str, str]]:
-        """Cells of the matrix, by name of the row and name of the column."""
+        """Cells of the matrix, by the name of the row and the name of the column."""
         lines = [line for line in self.text.splitlines() if line.strip()]
         head = next((line for line in lines if line.lstrip().startswith("GPU0")), "")
         names = re.split(r"\t+|\s{2,}", head.strip())
@@ -256,7 +256,7 @@ class GpuLinks:
     @property
     def cards(self) -> dict[int, str]:
         """Connection of each GPU with its nearest NIC, if the machine has one."""
-        order = [*_WAYS]
+        order = [*_CONNECTIONS]
         found = {}
         for name, cells in self._rows.items():
             ways = [way for card, way in cells.items() if card.startswith(("NIC", "mlx"))]
@@ -284,7 +284,7 @@ class GpuLinks:
 
 
 def _kind(way: str) -> str:
-    return "NV" if way.startswith("NV") else way if way in _WAYS else "SYS"
+    return "NV" if way.startswith("NV") else way if way in _CONNECTIONS else "SYS"
 
 
 def _numbers(text: str) -> Iterator[int]:
@@ -307,7 +307,11 @@ def check_gpu_links(facts: Facts) -> Found:
         ("to the nearest network adapter", [*links.cards.values()]),
     ):
         kinds = Counter(map(_kind, ways))
-        words = [f"{_WAYS[kind]}{_of(kinds[kind], len(ways))}" for kind in _WAYS if kinds[kind]]
+        words = [
+            f"{_CONNECTIONS[kind]}{_of(kinds[kind], len(ways))}"
+            for kind in _CONNECTIONS
+            if kinds[kind]
+        ]
         texts += [f"{title} {' and '.join(words)}"] if words else []
     texts += [f"GPUDirect RDMA: nvidia_peermem {module}"]
     return ok("; ".join(texts))

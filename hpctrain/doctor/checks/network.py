@@ -70,7 +70,7 @@ def check_copies(facts: Facts) -> Found:
     )
 
 
-def check_ways(world: WorldFacts) -> Found:
+def check_interfaces(world: WorldFacts) -> Found:
     """Report the interfaces that send messages between nodes, and unused fast networks."""
     carried = world.traffic.carried
     if len(carried) < 2:
@@ -87,12 +87,12 @@ def check_ways(world: WorldFacts) -> Found:
             "OMPI_MCA_pml=ucx, with MPICH FI_PROVIDER=verbs, psm3 or cxi"
         )
         return warning(what, do)
-    ways = Counter(map(_way, carried))
-    text = "; ".join(f"{way} ({plural(number, 'node')})" for way, number in ways.items())
+    interfaces = Counter(map(_interface, carried))
+    text = "; ".join(f"{name} ({plural(number, 'node')})" for name, number in interfaces.items())
     return note(f"messages between nodes leave by {text}")
 
 
-def _way(node: Carried) -> str:
+def _interface(node: Carried) -> str:
     if interface := _by_tcp(node):
         return f"{interface}, TCP"
     if card := _main(node.by_card, node.sent_bytes):
@@ -121,13 +121,15 @@ def _is_slow_ucx(words: list[str]) -> bool:
 
 
 SLOWER = 3.0
-"""A link is slow if its bandwidth is below the usual bandwidth divided by this number. The
-bandwidths of healthy links differ by up to a factor of two."""
+"""A link is slow if its bandwidth is below the usual bandwidth divided by this number.
+
+The bandwidths of healthy links differ by up to a factor of two.
+"""
 LATER, LATER_S = 4.0, 300e-6
 """A link is slow if its latency exceeds the usual latency by this factor and by this time."""
 SLOWEST_BYTES_PER_S, LONGEST_S = 12e6, 5e-3
-"""Limits that every network for computing reaches; gigabit Ethernet carries 118e6 bytes/s."""
-WRONG_S = 1.0  # clocks that are kept by NTP differ by milliseconds
+"""Limits for every network between nodes; gigabit Ethernet has 118e6 bytes/s."""
+WRONG_S = 1.0  # clocks that NTP synchronizes differ by milliseconds
 
 
 def check_links(world: WorldFacts) -> list[Finding]:
@@ -138,7 +140,7 @@ def check_links(world: WorldFacts) -> list[Finding]:
     if world.traffic.between:
         pairs = plural(len(world.traffic.between), "pair")
         found.append(note(f"between nodes: {_spreads(world.traffic.between)}, by {pairs}"))
-        found += _blame(slow(world.traffic.between), world)
+        found += _slow_links(slow(world.traffic.between), world)
     return found
 
 
@@ -151,13 +153,13 @@ def slow(links: Sequence[MeasuredLink]) -> list[MeasuredLink]:
     return [link for link in links if _is_slow(link, *_usual(links))]
 
 
-def _blame(bad: Sequence[MeasuredLink], world: WorldFacts) -> list[Finding]:
+def _slow_links(bad: Sequence[MeasuredLink], world: WorldFacts) -> list[Finding]:
     """Return findings about nodes whose links are all slow, and about other slow links."""
     if not bad:
         return []
     links, host_of = world.traffic.between, world.host_of
     mine = {r: [link for link in links if r in link.ranks] for r in sorted(host_of)}
-    guilty = [
+    slow_ranks = [
         rank
         for rank, own in mine.items()
         if len(own) > 1 and all(link in bad for link in own) and len(bad) < len(links)
@@ -171,7 +173,7 @@ def _blame(bad: Sequence[MeasuredLink], world: WorldFacts) -> list[Finding]:
             f"{_figures(mine[rank])}; {usual}",
             f"{look}; until then exclude the node: sbatch --exclude={host_of[rank]}",
         )
-        for rank in guilty
+        for rank in slow_ranks
     ]
     compared = usual if len(links) > 1 else "a gigabit carries 112 MiB/s"
     pairs = [
@@ -182,13 +184,13 @@ def _blame(bad: Sequence[MeasuredLink], world: WorldFacts) -> list[Finding]:
             f"interface, {look}",
         )
         for link in bad
-        if not set(guilty) & set(link.ranks)
+        if not set(slow_ranks) & set(link.ranks)
     ]
     return [*few(nodes), *few(pairs)]
 
 
 def _usual(links: Sequence[MeasuredLink]) -> tuple[float, float]:
-    """Return the medians over nodes of the best latency and the best bandwidth of a node."""
+    """Return the usual latency and bandwidth: medians over nodes of the best link of a node."""
     nodes = {rank for link in links for rank in link.ranks}
     own = [[link for link in links if rank in link.ranks] for rank in nodes]
     return (

@@ -48,7 +48,7 @@ def check_masks(ranks: Sequence[Facts]) -> Found:
 
 
 def _narrow(host: str, members: Sequence[int], ranks: Sequence[Facts]) -> list[Finding]:
-    """Return findings about ranks of a host that have fewer cores than their share of the job."""
+    """Return findings about ranks of a host with fewer cores than an equal share of the job."""
     each = ranks[members[0]].cores.num_granted // _num_sharing(members, ranks)
     narrow = [rank for rank in members if len(ranks[rank].cores.mask) < each]
     if not narrow:
@@ -129,7 +129,7 @@ def _peers(rank: int, members: Sequence[int], ranks: Sequence[Facts]) -> list[in
 
 
 def _crowded(members: Sequence[int], ranks: Sequence[Facts]) -> list[int]:
-    """Return the ranks of a host that share fewer cores than the number of these ranks."""
+    """Return the ranks of a host that share cores and are more than these cores."""
     found: set[int] = set()
     for rank in members:
         peers = _peers(rank, members, ranks)
@@ -161,8 +161,8 @@ def check_room(facts: Facts) -> Found:
     )
 
 
-def check_ways(facts: Facts) -> Found:
-    """Report obstacles to memory that the ranks of this node share."""
+def check_shared_memory(facts: Facts) -> Found:
+    """Report obstacles to shared memory of the ranks of this node."""
     try:
         settings = Settings.from_env(facts.environ)
     except ConfigError:  # another check reports this error
@@ -181,8 +181,8 @@ def check_ways(facts: Facts) -> Found:
     return found or ok(f"memfd; {room}; {sums}")
 
 
-def check_way(world: WorldFacts) -> Found:
-    """Report how the ranks of a node share memory, or the reason why not."""
+def check_node_memory(world: WorldFacts) -> Found:
+    """Report the method by which the ranks of a node share memory, or an obstacle."""
     way, wanted = world.node_memory, world.settings.shared_memory
     if world.engine == "horovod" and world.topology.size > 1:
         return note("not used: Horovod moves the tensors")

@@ -103,14 +103,15 @@ def _mpi(environ: Mapping[str, str]) -> MpiFacts:
 
 
 def _horovod_error(environ: Mapping[str, str]) -> str:
-    """Load Horovod in a separate process if it is the engine; return the error."""
+    """Return the error of loading Horovod in a separate process, if Horovod is the engine."""
     try:
         if config.setting("engine", environ) != "horovod":
             return ""
     except ConfigError:  # the check of settings reports it
         return ""
     if version_of("horovod") is None:
-        return "HPCTRAIN_ENGINE=horovod, and Horovod is not installed; hpctrain horovod build"
+        what = "Horovod must be installed for HPCTRAIN_ENGINE=horovod, but is not"
+        return f"{what}; hpctrain horovod build"
     try:
         check_import(load(environ))
     except LaunchError as failed:
@@ -189,7 +190,7 @@ def _memory(environ: Mapping[str, str]) -> MemoryFacts:
 
 
 def _memfd_error() -> str:
-    """Create a page of anonymous shared memory, as ranks do; return the error, if any."""
+    """Create anonymous shared memory as ranks do; return the error, or an empty text."""
     try:
         descriptor = os.memfd_create("hpctrain-doctor", os.MFD_CLOEXEC)
         try:

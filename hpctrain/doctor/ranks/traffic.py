@@ -115,9 +115,9 @@ def measure(
     mine: MeasuredLink | None = None
     for first, second in pairs:
         if comm.rank == first:
-            mine = _ask(comm, second, clock)
+            mine = _request(comm, second, clock)
         elif comm.rank == second:
-            _answer(comm, first, clock)
+            _reply(comm, first, clock)
     found = {link.ranks: link for link in comm.allgather_object(mine) if link is not None}
     return [found[pair] for pair in pairs]
 
@@ -136,8 +136,8 @@ def rounds(ranks: Sequence[int]) -> list[list[tuple[int, int]]]:
     return [pairs for pairs in found if pairs]
 
 
-def _ask(comm: Communicator, partner: int, clock: Clock) -> MeasuredLink:
-    """Measure the link to ``partner``, which executes ``_answer``.
+def _request(comm: Communicator, partner: int, clock: Clock) -> MeasuredLink:
+    """Measure the link to ``partner``, which executes ``_reply``.
 
     Each request is a small message to the partner.
     """
@@ -170,7 +170,7 @@ def _ping(comm: Communicator, partner: int, clock: Clock) -> tuple[float, float]
 
 
 def _large(comm: Communicator, partner: int) -> tuple[float, int, int]:
-    """Return seconds and size of the largest measured message, and the sum of bytes sent."""
+    """Return seconds and bytes of the largest measured message, and the sum of bytes sent."""
     sent_bytes = 0
     num_bytes = FIRST_BYTES
     while True:
@@ -194,8 +194,8 @@ def _round_trip(comm: Communicator, partner: int, num_bytes: int) -> float:
     return time.perf_counter() - start
 
 
-def _answer(comm: Communicator, partner: int, clock: Clock) -> None:
-    """Reply to the requests of ``partner`` until the request STOP."""
+def _reply(comm: Communicator, partner: int, clock: Clock) -> None:
+    """Reply to requests of ``partner`` until the request STOP arrives."""
     message = torch.empty(2, dtype=torch.int64)
     while True:
         comm.recv_(message, partner)
