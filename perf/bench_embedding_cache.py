@@ -93,10 +93,10 @@ class Way:
         self.model.eval()
         test_loss = self.loss_of(log, mine).item()
         again = [self.timed(lambda: self.loss_of(log, mine)) for _ in range(5)]
-        told = comm.allgather_object((np.mean(self.losses[-LAST:]), test_loss))
+        losses = comm.allgather_object((np.mean(self.losses[-LAST:]), test_loss))
         return {
-            "loss": float(np.mean(told, axis=0)[0]),
-            "test loss": float(np.mean(told, axis=0)[1]),
+            "loss": float(np.mean(losses, axis=0)[0]),
+            "test loss": float(np.mean(losses, axis=0)[1]),
             "hit rate": report.hit_rate,
             "kB saved": report.bytes_saved / 1e3 / len(self.seconds),
             "kB out": max(comm.allgather_object(float(np.mean(self.sent)))) / 1e3,

@@ -149,19 +149,19 @@ def main() -> None:
         machine = Machine.read(file)
     steps = {name: step_of(words, given) for name, (words, _) in LAYOUTS.items()}
     found = interleave(steps, rounds=given.rounds, repetitions=3)
-    told = {
+    predictions = {
         name: predicted(machine, model, axes, given.batch) for name, (_, axes) in LAYOUTS.items()
     }
     times = {name: median(seconds) for name, seconds in found.items()}
     places = [
         {name: sorted(each, key=each.get).index(name) + 1 for name in each}
-        for each in (told, times)
+        for each in (predictions, times)
     ]
     rows = [
         {
             "layout": name,
             "options": LAYOUTS[name][0],
-            "predicted ms": 1e3 * told[name],
+            "predicted ms": 1e3 * predictions[name],
             "measured ms": 1e3 * times[name],
             "fastest ms": 1e3 * min(found[name]),
             "predicted place": places[0][name],
@@ -170,8 +170,8 @@ def main() -> None:
         for name in LAYOUTS
     ]
     ratios = {
-        "Kendall's tau of the order": agreement([*told.values()], [*times.values()]),
-        **{f"measured / predicted, {name}": times[name] / told[name] for name in LAYOUTS},
+        "Kendall's tau of the order": agreement([*predictions.values()], [*times.values()]),
+        **{f"measured / predicted, {name}": times[name] / predictions[name] for name in LAYOUTS},
     }
     if dist.get_rank() == 0:
         sys.stdout.write(f"the machine as measured:\n{text}\n")

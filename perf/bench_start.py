@@ -122,12 +122,12 @@ def started_at() -> float:
     return time.time() - age_s
 
 
-def launch(ranks: int, nodes: int, told: dict[str, str]) -> dict[str, float]:
+def launch(ranks: int, nodes: int, variables: dict[str, str]) -> dict[str, float]:
     """Start the ranks once and return their measurements."""
     from hpctrain.launch import mpiexec  # noqa: PLC0415 - not where ranks are timed
 
     line = mpiexec.command([sys.executable, __file__, "start"], num_ranks=ranks, nodes=nodes)
-    environ = mpiexec.environment(os.environ | told)
+    environ = mpiexec.environment(os.environ | variables)
     done = subprocess.run(line, env=environ, capture_output=True, text=True, check=True)  # noqa: S603 - our own
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -146,8 +146,8 @@ def main() -> None:
         launch(options.ranks, options.nodes, compiled)
         for _ in range(options.rounds):
             for way, probe in WAYS.items():
-                told = compiled | {"HPCTRAIN_PROBE": probe, "XDG_CACHE_HOME": cache}
-                found[way].append(launch(options.ranks, options.nodes, told))
+                variables = compiled | {"HPCTRAIN_PROBE": probe, "XDG_CACHE_HOME": cache}
+                found[way].append(launch(options.ranks, options.nodes, variables))
     middle = {
         way: {stage: median([one[stage] for one in runs]) for stage in (*STAGES, SUM)}
         for way, runs in found.items()

@@ -350,7 +350,7 @@ def write_table(facts: Mapping[str, Any], found: Mapping[str, Finding]) -> None:
     """Print a row for each phase, and its figures below."""
     console = Console(width=150, height=50, highlight=False)
     console.print(", ".join(f"{name} {value}" for name, value in facts.items()), style="dim")
-    table = Table("phase", "verdict", "passes if", "said", show_lines=True)
+    table = Table("phase", "verdict", "passes if", "reason", show_lines=True)
     for name, finding in found.items():
         table.add_row(name, finding.verdict, PHASES[name].passes_if, finding.reason)
     console.print(table)

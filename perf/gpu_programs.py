@@ -29,9 +29,9 @@ def main(most: int) -> Finding:
     world, start, num = MPI.COMM_WORLD, time.monotonic(), 0
     wrong: dict[str, str] = {}
     while num < most and world.bcast(time.monotonic() - start) < MOST_S:
-        kind, said = check(world, draw_program(num, world.size))
+        kind, text = check(world, draw_program(num, world.size))
         if kind:
-            wrong[f"script {num}: {kind}"] = said[:1000]
+            wrong[f"script {num}: {kind}"] = text[:1000]
         num += 1
         if kind == "ranks differ":  # and are still in their world
             break

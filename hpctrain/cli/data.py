@@ -203,7 +203,7 @@ class SplitOptions:
 
 @app.command()
 @takes(SplitOptions)
-def split(asked: SplitOptions) -> None:
+def split(options: SplitOptions) -> None:
     """Divide the samples of a data set at random; each part is a data set, OUT/NAME.
 
     Every sample is in exactly one part. The same seed gives the same parts on any number of ranks.
@@ -220,27 +220,28 @@ def split(asked: SplitOptions) -> None:
 
       hpctrain data split data/train clients.npz --by-label 0.1 --parts 4
     """
-    asked.check()
-    if asked.by_label is not None and asked.parts is not None:
-        label = asked.label or "y"
+    options.check()
+    if options.by_label is not None and options.parts is not None:
+        label = options.label or "y"
         with ranks("reading labels") as (comm, bar):
             by_label = label_split.LabelShares(
-                num_parts=asked.parts, alpha=asked.by_label, label=label, seed=asked.seed
+                num_parts=options.parts, alpha=options.by_label, label=label, seed=options.seed
             )
             found = label_split.split_by_label(
-                asked.directory, asked.out, by_label, comm, start=bar.start
+                options.directory, options.out, by_label, comm, start=bar.start
             )
         say(comm, _counts_of(found, label))
         say(
-            comm, [f"{asked.out}: {found.counts.sum()} samples in {asked.parts} parts, by {label}"]
+            comm,
+            [f"{options.out}: {found.counts.sum()} samples in {options.parts} parts, by {label}"],
         )
         return
-    shares = rewriting.parse_shares(asked.shares or [])
+    shares = rewriting.parse_shares(options.shares or [])
     with ranks("writing") as (comm, bar):
         manifests = rewriting.split(
-            asked.directory, asked.out, shares, comm, seed=asked.seed, start=bar.start
+            options.directory, options.out, shares, comm, seed=options.seed, start=bar.start
         )
-    say(comm, [summary(asked.out / name, manifest) for name, manifest in manifests.items()])
+    say(comm, [summary(options.out / name, manifest) for name, manifest in manifests.items()])
 
 
 def _counts_of(found: "LabelSplit", label: str) -> Iterable[str]:

@@ -118,7 +118,7 @@ class PackOptions:
 
 @app.command()
 @takes(PackOptions)
-def pack(asked: PackOptions) -> None:
+def pack(options: PackOptions) -> None:
     """Create a data set from arrays, images, tables, archives, text or Python objects.
 
     All ranks of the launch share the work. After a kill, the same command continues after the
@@ -179,11 +179,13 @@ def pack(asked: PackOptions) -> None:
 
       hpctrain launch -n 8 hpctrain data pack my_code:make_set data/train
     """
-    config = asked.config()
+    config = options.config()
     with ranks("packing") as (comm, bar):
-        packed = packing.pack(asked.source, asked.directory, config, comm=comm, start=bar.start)
+        packed = packing.pack(
+            options.source, options.directory, config, comm=comm, start=bar.start
+        )
     manifest = packed.manifest
-    lines = [*packed.notes, summary(asked.directory, manifest)]
+    lines = [*packed.notes, summary(options.directory, manifest)]
     for name, field in manifest.fields.items():
         shape = ", ".join(map(str, (*(["length"] if field.ragged else []), *field.shape)))
         lines.append(f"  {name:12} {field.dtype.lstrip('|<')} ({shape})")

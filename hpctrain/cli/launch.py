@@ -83,7 +83,7 @@ class LaunchOptions:
 
 @app.command(context_settings=COMMAND_FOLLOWS)
 @takes(LaunchOptions, *horovodrun.PARAMETERS)
-def launch(asked: LaunchOptions, **of_horovodrun: Any) -> None:
+def launch(options: LaunchOptions, **of_horovodrun: Any) -> None:
     """Start a command on several ranks, with the mpirun of this installation.
 
     The command follows the options: `python x.py`, `x.py`, `hpctrain ...`, any program.
@@ -118,34 +118,34 @@ def launch(asked: LaunchOptions, **of_horovodrun: Any) -> None:
 
       hpctrain launch -n 4 --dry-run python train.py
     """
-    hosts, words = asked.hosts, asked.ctx.args
-    if hosts and asked.hostfile:
+    hosts, words = options.hosts, options.ctx.args
+    if hosts and options.hostfile:
         raise LaunchError(
-            f"hosts must be given once, got --hosts {hosts} and --hostfile {asked.hostfile}; "
+            f"hosts must be given once, got --hosts {hosts} and --hostfile {options.hostfile}; "
             "omit one"
         )
-    if asked.hostfile:
-        hosts = mpiexec.read_hostfile(asked.hostfile)
+    if options.hostfile:
+        hosts = mpiexec.read_hostfile(options.hostfile)
     check_configuration(words)
     variables = horovodrun.variables(of_horovodrun)
     started = restart.Launch(
         words=words,
-        num_ranks=asked.num_ranks,
-        mpirun=mpirun.find_mpirun(asked.mpirun),
-        nodes=asked.nodes,
+        num_ranks=options.num_ranks,
+        mpirun=mpirun.find_mpirun(options.mpirun),
+        nodes=options.nodes,
         hosts=hosts,
-        options=lambda hosts: asked.of_mpirun(hosts, variables),
+        options=lambda hosts: options.of_mpirun(hosts, variables),
     )
     line = shlex.join(started.line())
     if note := installed_horovod.without_horovod(words):
         say(note)
-    if asked.dry_run:
+    if options.dry_run:
         typer.echo(line)
         return
-    if asked.verbose:
+    if options.verbose:
         say(line)
     try:
-        code = started.run(restarts=asked.restart, timeout_s=asked.timeout)
+        code = started.run(restarts=options.restart, timeout_s=options.timeout)
     except KeyboardInterrupt:
         code = INTERRUPTED
     explain(code, words, hosts or "")

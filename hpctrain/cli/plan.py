@@ -143,7 +143,7 @@ class PlanOptions(GoalOptions, LayoutOptions):
 
 @app.command()
 @takes(PlanOptions)
-def plan(asked: PlanOptions) -> None:
+def plan(options: PlanOptions) -> None:
     """Predict the fastest setup for a goal, or for a model larger than a GPU.
 
     For a goal, a run or a number of samples: the nodes, batch, codec and local steps that reach it
@@ -173,14 +173,14 @@ def plan(asked: PlanOptions) -> None:
 
       hpctrain plan --model mine:model --machine machine.toml --sequence 4096 --json
     """
-    if asked.is_for_layouts():
-        plan_layouts(asked)
+    if options.is_for_layouts():
+        plan_layouts(options)
         return
-    if asked.machine is None:
+    if options.machine is None:
         raise ConfigError("a plan for a goal must have a machine, got none; use --machine FILE")
-    goal, trained = asked.of_goal()
-    advice = planner.advise(machines.Machine.read(asked.machine), trained, goal)
-    if asked.as_json:
+    goal, trained = options.of_goal()
+    advice = planner.advise(machines.Machine.read(options.machine), trained, goal)
+    if options.as_json:
         show_json(_as_dict(advice))
     else:
         _show(advice, trained)

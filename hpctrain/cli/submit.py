@@ -236,7 +236,7 @@ class SubmitOptions:
 
 @app.command(cls=SubmitCommand)
 @takes(SubmitOptions)
-def submit(asked: SubmitOptions) -> None:
+def submit(options: SubmitOptions) -> None:
     """Write a batch script for Slurm, check it and submit it.
 
     After -- follows your own command instead of a configuration. It finds the run directory in the
@@ -266,33 +266,33 @@ def submit(asked: SubmitOptions) -> None:
 
       hpctrain submit --template requeue --print > my.sbatch
     """
-    if asked.template == LIST:
+    if options.template == LIST:
         _list_templates()
         return
-    if asked.config is None and not asked.ctx.args:
-        if asked.template is None or not asked.print_only:
+    if options.config is None and not options.ctx.args:
+        if options.template is None or not options.print_only:
             raise ConfigError(
                 "submit must get a configuration or a command, got none: hpctrain submit "
                 "CONFIG.toml, or hpctrain submit -- python train.py; "
                 "hpctrain submit --template NAME --print prints a template"
             )
-        typer.echo(batch_script.text(asked.template), nl=False)
+        typer.echo(batch_script.text(options.template), nl=False)
         return
-    job, words = asked.job_and_program()
-    settings = asked.settings(job, words)
-    script = batch_script.script(asked.template or _default_template(settings), settings)
-    if asked.print_only or asked.dry_run:
+    job, words = options.job_and_program()
+    settings = options.settings(job, words)
+    script = batch_script.script(options.template or _default_template(settings), settings)
+    if options.print_only or options.dry_run:
         typer.echo(script, nl=False)
-    if asked.print_only:
+    if options.print_only:
         return
     if note := installed_horovod.without_horovod(words):
         typer.echo(f"warning: horovod: {note}", err=True)
-    job.check_free(asked.after or "")
-    check(script, job.folder, needs_slurm=not asked.dry_run)
-    if asked.dry_run:
+    job.check_free(options.after or "")
+    check(script, job.folder, needs_slurm=not options.dry_run)
+    if options.dry_run:
         return
-    if asked.config is not None and not asked.no_check:
-        try_configuration(asked.config, asked.overrides or ())
+    if options.config is not None and not options.no_check:
+        try_configuration(options.config, options.overrides or ())
     number = scheduler.submit_in(job.folder, script)
     typer.echo(job.next_commands(number, settings.output or ""))
 

@@ -53,7 +53,7 @@ class TrainOptions:
 
 @app.command()
 @takes(TrainOptions)
-def train(asked: TrainOptions) -> None:
+def train(options: TrainOptions) -> None:
     """Train the model that a TOML file describes, on all ranks of the launch.
 
     SIGTERM, SIGUSR1, Ctrl-C, the end of its time limit or a file STOP in the run directory stops
@@ -78,10 +78,10 @@ def train(asked: TrainOptions) -> None:
 
       hpctrain launch -n 4 --nodes 2 hpctrain train examples/digits.toml
     """
-    overrides = asked.overrides or ()
-    if asked.init:
+    overrides = options.overrides or ()
+    if options.init:
         path = require_name(
-            asked.config,
+            options.config,
             "--init must have the name of the file to write, got none; "
             "use `hpctrain train my.toml --init`",
         )
@@ -91,12 +91,14 @@ def train(asked: TrainOptions) -> None:
             f"then set model.target and data.target to your own functions"
         )
         return
-    if asked.explain is not None:
-        found = load_config.load(asked.config, overrides, config.given()).explain(asked.explain)
+    if options.explain is not None:
+        found = load_config.load(options.config, overrides, config.given()).explain(
+            options.explain
+        )
         typer.echo("\n".join(aligned(found)))
         return
     path = require_name(
-        asked.config,
+        options.config,
         "a run must have a configuration, got none; use hpctrain train CONFIG.toml, and write "
         "a configuration with hpctrain train my.toml --init",
     )
@@ -104,8 +106,8 @@ def train(asked: TrainOptions) -> None:
     # arrives meanwhile is kept.
     with stopping.held_back():
         mpi_world.doubt()
-        options = asked.run_options()
+        run_options = options.run_options()
         given = config.given()
-        code = run.run(load_config.load(path, overrides, given), given, options)
+        code = run.run(load_config.load(path, overrides, given), given, run_options)
     if code:
         raise typer.Exit(code)

@@ -215,9 +215,9 @@ def check_import(mpi: Mpi) -> Path:
     done = ask([sys.executable, "-P", "-c", _IMPORT], timeout_s=4 * TIMEOUT_S)
     again = "rebuild Horovod with `hpctrain horovod build --force`"
     if done.returncode:
-        said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        error = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise LaunchError(
-            f"horovod.torch must import in {sys.prefix}, but its import failed: {said}; {again}"
+            f"horovod.torch must import in {sys.prefix}, but its import failed: {error}; {again}"
         )
     is_built, maps = json.loads(done.stdout.strip().splitlines()[-1])
     libraries = [path.resolve() for path in distinct(libmpi_of(maps))]
@@ -388,8 +388,8 @@ def run_logged(
                 raise
         if code:
             file.seek(begin)
-            said = file.read().splitlines()
-            lines = error_lines(said) or [f"exit code {code} without output"]
+            printed = file.read().splitlines()
+            lines = error_lines(printed) or [f"exit code {code} without output"]
             raise LaunchError(f"{failure}; {log} ends with:\n" + "\n".join(lines))
 
 

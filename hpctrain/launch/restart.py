@@ -113,7 +113,7 @@ class Launch:
         host = entry.partition(":")[0]
         options = replace(self.options(host), recover=False, spares=0)
         probe = replace(self, words=PROBE, num_ranks=1, hosts=host, options=lambda _: options)
-        limit, said = time.monotonic() + ANSWER_S, b""
+        limit, output = time.monotonic() + ANSWER_S, b""
         with (
             session(mpiexec.environment()) as environ,
             start(probe.line(), env=environ, **_PIPED) as process,
@@ -121,9 +121,9 @@ class Launch:
             assert process.stdout is not None
             while select.select([process.stdout], [], [], max(limit - time.monotonic(), 0))[0]:
                 piece = os.read(process.stdout.fileno(), 4096)
-                said += piece
-                if not piece or HERE.encode() in said:
+                output += piece
+                if not piece or HERE.encode() in output:
                     break
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-        return HERE.encode() in said
+        return HERE.encode() in output

@@ -96,7 +96,7 @@ def fold(process: subprocess.Popen[bytes], heard: Counter[str]) -> None:
         if _NOISE.search(text):
             held += text
             continue
-        heard.update({said: text.count(said.encode()) for said in (BEGUN, ENDED, FAILED)})
+        heard.update({line: text.count(line.encode()) for line in (BEGUN, ENDED, FAILED)})
         heard[LOST] += _LOSSES.search(text) is not None
         if ENDING not in heard and (code := _CODE.search(text)):
             heard[ENDING] = int(code[1])

@@ -138,9 +138,9 @@ def point_cells(results: StudyResults, summary: PointSummary) -> list[Cell]:
 
 
 def _without_extremes(times: Sequence[float | None]) -> float | None:
-    told = sorted(seconds for seconds in times if seconds is not None)
-    is_enough = len(told) == len(times) >= MIN_REPEATS
-    return sum(told[1:-1]) / (len(told) - 2) if is_enough else None
+    reached = sorted(seconds for seconds in times if seconds is not None)
+    is_enough = len(reached) == len(times) >= MIN_REPEATS
+    return sum(reached[1:-1]) / (len(reached) - 2) if is_enough else None
 
 
 def _cards(results: StudyResults) -> list[tuple[str, str]]:

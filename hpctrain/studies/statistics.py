@@ -51,9 +51,9 @@ def _estimate(
 ) -> Estimate:
     """Return the estimate ``value`` with an interval of the requested confidence.
 
-    The bounds are two of the sorted ``candidates``: as many candidates are dropped at both ends as
-    the confidence allows. ``chances[k]`` is the probability that exactly k candidates are below the
-    true value.
+    The bounds are two of the sorted ``candidates``: the interval drops as many candidates at both
+    ends as the confidence allows. ``chances[k]`` is the probability that exactly k candidates are
+    below the true value.
     """
     ordered, outside = sorted(candidates), 2 * np.cumsum(list(chances))
     cut = max(0, int(np.count_nonzero(outside <= 1 - confidence + 1e-12)) - 1)

@@ -152,13 +152,13 @@ def gpus_of(environ: Mapping[str, str]) -> GpuFacts:
         return GpuFacts(runtime=runtime)
     asked: list[list[str]] = [[], ["topo", "-m"], ["--query-gpu=uuid", "--format=csv,noheader"]]
     try:
-        said = [ask([program, *words], environ, timeout_s=SMI_TIMEOUT_S) for words in asked]
+        outputs = [ask([program, *words], environ, timeout_s=SMI_TIMEOUT_S) for words in asked]
     except (LaunchError, OSError) as failed:
         return GpuFacts(runtime=runtime, error=str(failed))
-    table, topology, uuids = (each.stdout if each.returncode == 0 else "" for each in said)
+    table, topology, uuids = (each.stdout if each.returncode == 0 else "" for each in outputs)
     found = re.search(r"Driver Version: (\S+)\s+CUDA Version: ([\d.]+)", table)
     if not found:
-        words = (said[0].stdout + said[0].stderr).strip().splitlines()
+        words = (outputs[0].stdout + outputs[0].stderr).strip().splitlines()
         return GpuFacts(runtime=runtime, error=words[0] if words else "no output")
     return GpuFacts(
         driver=found[1],

@@ -184,8 +184,8 @@ class Pages:
             example.suffix == ".py" and example.parent.name in ("tour", "studies")
         )
         if command and is_short and self._with_output:
-            told, figure = output_of(command)
-            lines += ["", "## Output", "", "```text", told.rstrip(), "```"]
+            output, figure = output_of(command)
+            lines += ["", "## Output", "", "```text", output.rstrip(), "```"]
             if figure is not None:
                 self._put(example.with_name(f"{name}.png"), figure)
                 lines += ["", f"![what {name} has drawn]({name}.png)"]
@@ -269,9 +269,9 @@ def cells_of(notebook: Path, *, is_run: bool) -> Iterator[str]:
     for cell in found.cells:
         is_code = cell.cell_type == "code"
         yield f"```python\n{cell.source}\n```\n" if is_code else f"{cell.source}\n"
-        told = [each.text for each in cell.get("outputs", ()) if each.get("name") == "stdout"]
-        if told:
-            yield f"```text\n{''.join(told)}```\n"
+        output = [each.text for each in cell.get("outputs", ()) if each.get("name") == "stdout"]
+        if output:
+            yield f"```text\n{''.join(output)}```\n"
 
 
 # --- public names -------------------------------------------------------------------------------
