@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hpctrain.cli.data_pack import app, say, summary
+from hpctrain.cli.data_pack import app, print_on_rank_0, summary
 from hpctrain.cli.options import (
     FAILED,
     AsJson,
@@ -87,7 +87,7 @@ def verify(directory: Directory, *, json: AsJson = False) -> None:
     with ranks("checking") as (comm, bar):
         report = checking.verify(directory, comm, start=bar.start)
     if not json:
-        say(comm, report.lines())
+        print_on_rank_0(comm, report.lines())
     elif comm is None or comm.rank == 0:
         show_json(asdict(report))
     if not report.is_whole:
@@ -115,7 +115,7 @@ def repair(
     """
     with ranks("repairing") as (comm, bar):
         outcome = repairing.repair(directory, source, comm, start=bar.start)
-    say(comm, [*outcome.deeds, *outcome.report.lines()])
+    print_on_rank_0(comm, [*outcome.deeds, *outcome.report.lines()])
     if not outcome.report.is_whole:
         raise typer.Exit(FAILED)
 
@@ -154,7 +154,7 @@ def reshard(
     )
     with ranks("writing") as (comm, bar):
         manifest = rewriting.reshard(directory, out, shape, comm, start=bar.start)
-    say(comm, [summary(out, manifest)])
+    print_on_rank_0(comm, [summary(out, manifest)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,8 +230,8 @@ def split(options: SplitOptions) -> None:
             found = label_split.split_by_label(
                 options.directory, options.out, by_label, comm, start=bar.start
             )
-        say(comm, _counts_of(found, label))
-        say(
+        print_on_rank_0(comm, _counts_of(found, label))
+        print_on_rank_0(
             comm,
             [f"{options.out}: {found.counts.sum()} samples in {options.parts} parts, by {label}"],
         )
@@ -241,7 +241,9 @@ def split(options: SplitOptions) -> None:
         manifests = rewriting.split(
             options.directory, options.out, shares, comm, seed=options.seed, start=bar.start
         )
-    say(comm, [summary(options.out / name, manifest) for name, manifest in manifests.items()])
+    print_on_rank_0(
+        comm, [summary(options.out / name, manifest) for name, manifest in manifests.items()]
+    )
 
 
 def _counts_of(found: "LabelSplit", label: str) -> Iterable[str]:

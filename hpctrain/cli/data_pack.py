@@ -191,7 +191,7 @@ def pack(options: PackOptions) -> None:
         lines.append(f"  {name:12} {field.dtype.lstrip('|<')} ({shape})")
     if manifest.classes:
         lines.append(f"  {len(manifest.classes)} classes, named in {dataset_manifest.CLASSES}")
-    say(comm, lines)
+    print_on_rank_0(comm, lines)
 
 
 def _fields(options: list[str]) -> dict[str, str]:
@@ -214,7 +214,7 @@ def _size(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2] or match[1])
 
 
-def say(comm: "Communicator | None", lines: Iterable[str]) -> None:
+def print_on_rank_0(comm: "Communicator | None", lines: Iterable[str]) -> None:
     """Print lines on rank 0."""
     for line in lines if comm is None or comm.rank == 0 else ():
         typer.echo(line)

@@ -16,7 +16,7 @@ from hpctrain.cluster import env
 from hpctrain.core import config
 from hpctrain.core.errors import LaunchError
 from hpctrain.launch import installed_horovod, mpiexec, mpirun, restart
-from hpctrain.launch.stderr import say
+from hpctrain.launch.stderr import write_line
 from hpctrain.train import load_config
 
 COMMAND_FOLLOWS = {"allow_extra_args": True, "allow_interspersed_args": False}
@@ -138,12 +138,12 @@ def launch(options: LaunchOptions, **of_horovodrun: Any) -> None:
     )
     line = shlex.join(started.line())
     if note := installed_horovod.without_horovod(words):
-        say(note)
+        write_line(note)
     if options.dry_run:
         typer.echo(line)
         return
     if options.verbose:
-        say(line)
+        write_line(line)
     try:
         code = started.run(restarts=options.restart, timeout_s=options.timeout)
     except KeyboardInterrupt:
@@ -156,7 +156,7 @@ def explain(code: int, words: Sequence[str], hosts: str) -> None:
     """Print the reason why a launch has ended, if the ranks do not print a reason."""
     reports_itself = ("hpctrain", "train") in pairwise(words)
     if code == env.STOPPED and not reports_itself:
-        say(
+        write_line(
             f"the ranks have stopped with code {code} and saved their state; the same command "
             f"continues"
         )
@@ -165,7 +165,7 @@ def explain(code: int, words: Sequence[str], hosts: str) -> None:
         try:
             socket.getaddrinfo(host, None)
         except OSError:
-            say(
+            write_line(
                 f"every host of --hosts must have an address, but {host} is unknown here; correct "
                 f"the name, or define it in /etc/hosts or ~/.ssh/config"
             )

@@ -385,7 +385,7 @@ def try_configuration(config: Path, overrides: Sequence[str]) -> None:
         line += ["--set", override]
     environ = {**os.environ, "HPCTRAIN_ALONE": "1"}
     try:
-        done = program.ask(line, environ, timeout_s=TRY_S)
+        done = program.run_to_end(line, environ, timeout_s=TRY_S)
         code, text = done.returncode, done.stderr
     except (OSError, TimeoutError) as error:
         code = FAILED

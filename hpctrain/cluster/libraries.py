@@ -83,7 +83,7 @@ def distinct(libraries: Sequence[Path]) -> tuple[Path, ...]:
     return tuple(found.values())
 
 
-def mpirun_beside(library: Path) -> Path | None:
+def mpirun_of(library: Path) -> Path | None:
     """Return ``mpirun`` of the installation of an MPI library; None if it is not found.
 
     The function searches the ``bin`` folders next to the parents of ``library``, except /bin.

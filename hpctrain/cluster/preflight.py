@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpctrain.cluster.env import COUNTS_TASKS, Launched
-from hpctrain.cluster.libraries import Family, distinct, mpirun_beside, owner, srun_type
+from hpctrain.cluster.libraries import Family, distinct, mpirun_of, owner, srun_type
 from hpctrain.cluster.topology import RankFacts, Topology
 from hpctrain.core.errors import LaunchError
 from hpctrain.core.units import format_numbers
@@ -180,6 +180,6 @@ def _fix(launched: Launched, library: Path | None) -> str:
         return f"start again with `srun --mpi={srun_type(library)} ...`, {inside}"
     if fix := FIX.get((launched.name, owner(library))):
         return f"start again with {fix}, or inside the job with `hpctrain launch ...`"
-    own = mpirun_beside(library)
+    own = mpirun_of(library)
     program = f" or with {own}, the mpirun of this MPI" if own else ""
     return f"{again}{program}; if another launch has set {launched.size_variable}, unset it"

@@ -215,10 +215,10 @@ CLASSES = (Path("/sys/class/infiniband"), Path("/sys/class/cxi"))
 
 def num_cards(classes: tuple[Path, ...] = CLASSES) -> int:
     """Return the number of fast network adapters with an active port; 1 (Ethernet) if none."""
-    return max(1, len(live_cards(classes)))
+    return max(1, len(live_adapters(classes)))
 
 
-def live_cards(classes: tuple[Path, ...] = CLASSES) -> list[Path]:
+def live_adapters(classes: tuple[Path, ...] = CLASSES) -> list[Path]:
     """Return the folders of the fast network adapters with an active port, by name."""
     cards = [card for folder in classes if folder.exists() for card in folder.iterdir()]
     return sorted(filter(_is_live, cards))
@@ -230,7 +230,7 @@ NETWORK = Path("/sys/class/net")
 def links(classes: tuple[Path, ...] = CLASSES, network: Path = NETWORK) -> dict[str, str]:
     """Return the active network devices of this host by name, with the rates of their ports."""
     found = {}
-    for card in live_cards(classes):
+    for card in live_adapters(classes):
         rates = [_read(path) for path in sorted(card.glob("ports/*/rate"))]
         found[card.name] = ", ".join(filter(None, rates)) or "unknown"
     for device in sorted(network.glob("*/device")):

@@ -114,8 +114,8 @@ def advise(machine: Machine, model: Model, goal: Goal) -> Advice:
     the best candidate has the fewest node-hours.
 
     Raises:
-        ConfigError: no candidate meets the deadline, no batch is large enough for the ranks, or
-            failures prevent progress.
+        ConfigError: no candidate ends before the deadline, no batch is large enough for the ranks,
+            or failures prevent progress.
     """
     found = list(_candidates(machine, model, goal))
     if not found:

@@ -27,9 +27,9 @@ from hpctrain.core.config import cache_folder
 from hpctrain.core.errors import LaunchError
 from hpctrain.core.units import GIB
 from hpctrain.launch.pmi import TIMEOUT_S, Mpi, load
-from hpctrain.launch.program import ask, start
+from hpctrain.launch.program import run_to_end, start
 
-Say = Callable[[str], None]  # receives progress, one line per call
+Report = Callable[[str], None]  # receives progress, one line per call
 
 VERSION = "0.28.1"
 SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
@@ -73,7 +73,7 @@ _STANDARD = re.compile(r"^[ \t]*set\(CMAKE_CXX_STANDARD (\d+)\)", re.MULTILINE)
 
 
 def build(
-    say: Say,
+    report: Report,
     *,
     jobs: int | None = None,
     install: bool = True,
@@ -85,7 +85,7 @@ def build(
     Not collective: a single process builds.
 
     Args:
-        say: receives each line about the progress.
+        report: receives each line about the progress.
         jobs: number of concurrent compilers; by default as many as cores and memory allow.
         install: whether the wheel is installed into this environment.
         wheel_dir: directory of the wheels, with a folder for each set of versions; by default in
@@ -107,7 +107,7 @@ def build(
     mpi, torch = load(), _torch()
     cache = wheel_dir or (cache_folder() or Path.cwd()) / "horovod"
     folder = (cache / key_of(mpi, torch)).absolute()
-    say(f"Horovod {VERSION} for torch {torch}, {mpi.name} {mpi.version} ({mpi.library})")
+    report(f"Horovod {VERSION} for torch {torch}, {mpi.name} {mpi.version} ({mpi.library})")
     wheel = None if force else max(folder.glob("horovod-*.whl"), default=None)
     kind = "built" if wheel is None else "built before, --force rebuilds it"
     if wheel is None:
@@ -119,12 +119,12 @@ def build(
                 f"the folder of wheels must be writable, but {folder} cannot be written: "
                 f"{reason_of(error)}; choose another with --wheel-dir"
             ) from None
-        wheel = _make(mpi, folder, say, jobs)
+        wheel = _make(mpi, folder, report, jobs)
     if install:
-        say("installing")
+        report("installing")
         _install(wheel, folder / LOG)
-        say(f"installed: horovod.torch imports, and uses {check_import(mpi)}")
-    say(f"wheel: {wheel} ({kind})")
+        report(f"installed: horovod.torch imports, and uses {check_import(mpi)}")
+    report(f"wheel: {wheel} ({kind})")
     return wheel
 
 
@@ -212,7 +212,7 @@ def check_import(mpi: Mpi) -> Path:
     Raises:
         LaunchError: the import failed, or Horovod loads another MPI library than ranks do.
     """
-    done = ask([sys.executable, "-P", "-c", _IMPORT], timeout_s=4 * TIMEOUT_S)
+    done = run_to_end([sys.executable, "-P", "-c", _IMPORT], timeout_s=4 * TIMEOUT_S)
     again = "rebuild Horovod with `hpctrain horovod build --force`"
     if done.returncode:
         error = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
@@ -248,12 +248,12 @@ def _compiler(environ: Mapping[str, str] = os.environ) -> str | None:
     program = "#include <concepts>\nint main() { return 0; }\n"
     line = [found or "", f"-std=c++{STANDARD}", "-fsyntax-only", "-x", "c++", "-"]
     with suppress(OSError):
-        if found and ask(line, text=program, timeout_s=TIMEOUT_S).returncode == 0:
+        if found and run_to_end(line, text=program, timeout_s=TIMEOUT_S).returncode == 0:
             return found
     return None
 
 
-def _make(mpi: Mpi, folder: Path, say: Say, jobs: int | None) -> Path:
+def _make(mpi: Mpi, folder: Path, report: Report, jobs: int | None) -> Path:
     """Download, patch and compile the sources; return the path of the wheel in ``folder``."""
     online = "use a machine with access to a package index, or set an index in pip.conf"
     log = folder / LOG
@@ -261,7 +261,7 @@ def _make(mpi: Mpi, folder: Path, say: Say, jobs: int | None) -> Path:
     with tempfile.TemporaryDirectory(prefix="hpctrain-horovod-") as name:
         scratch = Path(name)
         python, environ = _environment(scratch)
-        say("downloading sources and tools")
+        report("downloading sources and tools")
         tools = [each for each in ("cmake", "ninja") if shutil.which(each) is None]
         pip = [python, "-m", "pip"]
         failure = f"pip must download the build tools, but failed; {online}"
@@ -275,11 +275,11 @@ def _make(mpi: Mpi, folder: Path, say: Say, jobs: int | None) -> Path:
         sources = scratch / f"horovod-{VERSION}"
         shutil.unpack_archive(f"{sources}.tar.gz", scratch)  # pip has checked the hash
         for change in patch(sources):
-            say(f"changed {change}")
+            report(f"changed {change}")
         memory, num_cores = available_bytes(), len(affinity())
         fit = num_cores if memory is None else max(1, memory // JOB_BYTES)
         jobs = jobs or min(num_cores, fit)
-        say(f"compiling with {jobs} concurrent compilers; all output: {log}")
+        report(f"compiling with {jobs} concurrent compilers; all output: {log}")
         failure = (
             f"Horovod {VERSION} did not compile; if memory was exhausted, use --jobs "
             f"{jobs // 2 or 1}"

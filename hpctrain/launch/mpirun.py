@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Literal
 
 from hpctrain.cluster.env import chosen_library
-from hpctrain.cluster.libraries import mpirun_beside
+from hpctrain.cluster.libraries import mpirun_of
 from hpctrain.core.errors import LaunchError
-from hpctrain.launch.program import ask, with_home
+from hpctrain.launch.program import run_to_end, with_home
 
 Flavour = Literal["openmpi5", "openmpi4", "mpich", "intel"]
 
@@ -55,7 +55,7 @@ def find_mpirun(path: str | Path | None = None) -> Mpirun:
             )
     else:
         chosen = chosen_library()
-        beside = mpirun_beside(Path(chosen)) if chosen else None
+        beside = mpirun_of(Path(chosen)) if chosen else None
         found = str(beside or "") or shutil.which("mpirun", path=here) or shutil.which("mpirun")
     if found is None:
         raise LaunchError(
@@ -69,7 +69,7 @@ def find_mpirun(path: str | Path | None = None) -> Mpirun:
 def identify(path: Path) -> Mpirun:
     """Return the flavour and version of an ``mpirun``."""
     try:
-        done = ask([path, "--version"], with_home(), timeout_s=VERSION_TIMEOUT_S)
+        done = run_to_end([path, "--version"], with_home(), timeout_s=VERSION_TIMEOUT_S)
     except OSError as error:
         missing = isinstance(error, FileNotFoundError) and path.exists()
         raise LaunchError(

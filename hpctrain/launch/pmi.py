@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hpctrain.cluster.libraries import libmpi_of, srun_type
 from hpctrain.core.errors import LaunchError
-from hpctrain.launch.program import ask
+from hpctrain.launch.program import run_to_end
 
 TIMEOUT_S = 60.0  # a first import from a shared file system may take long
 
@@ -73,7 +73,7 @@ def load(environ: Mapping[str, str] | None = None) -> Mpi:
         LaunchError: mpi4py is not installed, or finds no MPI library.
     """
     try:
-        done = ask([sys.executable, "-c", _LOAD], environ, timeout_s=TIMEOUT_S)
+        done = run_to_end([sys.executable, "-c", _LOAD], environ, timeout_s=TIMEOUT_S)
     except TimeoutError:
         raise LaunchError(
             f"loading the MPI library must take at most {TIMEOUT_S:.0f} s, but takes longer; "

@@ -11,14 +11,14 @@ from typing import Any
 from hpctrain.cluster.libraries import missing_home
 from hpctrain.core.errors import LaunchError
 
-Said = subprocess.CompletedProcess[str]  # output and exit code of a program
+CompletedProgram = subprocess.CompletedProcess[str]  # output and exit code of a program
 
 
 def resolve(argv: Sequence[str]) -> list[str]:
     """Return a command line that ranks can run with any PATH.
 
-    ``python`` and ``hpctrain`` become those of this environment; a Python script runs with this
-    interpreter.
+    ``python`` and ``hpctrain`` become the programs of this environment; a Python script runs with
+    this interpreter.
 
     Args:
         argv: command line of a user.
@@ -52,13 +52,13 @@ def with_home(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     return {**missing_home(environ), **environ}
 
 
-def ask(
+def run_to_end(
     line: Sequence[str | Path],
     environ: Mapping[str, str] | None = None,
     *,
     text: str = "",
     timeout_s: float,
-) -> Said:
+) -> CompletedProgram:
     """Run a program to its end with the standard input ``text``, and return output and exit code.
 
     Raises:
@@ -80,6 +80,6 @@ def ask(
 
 
 def start(line: Sequence[str | Path], **options: Any) -> subprocess.Popen[bytes]:
-    """Start a program in its own session; ``options`` are those of ``subprocess.Popen``."""
+    """Start a program in its own session, with options of ``subprocess.Popen``."""
     options = {"stdin": subprocess.DEVNULL, "start_new_session": True, **options}
     return subprocess.Popen(line, **options)  # noqa: S603 - a program of the user

@@ -15,7 +15,7 @@ from hpctrain.core.errors import LaunchError
 from hpctrain.launch import mpiexec
 from hpctrain.launch.mpirun import Mpirun
 from hpctrain.launch.program import resolve, start
-from hpctrain.launch.stderr import say
+from hpctrain.launch.stderr import write_line
 from hpctrain.launch.supervise import TIMED_OUT, LaunchEnd, session, supervise
 
 MISTAKE = 2  # exit code of a wrong option or configuration; a restart would fail again
@@ -67,13 +67,13 @@ class Launch:
             if end.is_wanted or end.code in (0, STOPPED, MISTAKE):
                 break
             launch = launch.again()
-            say(
+            write_line(
                 f"the launch failed with code {end.code}; {launch.num_ranks} ranks start "
                 f"again on {launch.hosts or 'the same hosts'}, and {left} restarts remain"
             )
             end = launch.run_once(limit)
         if end == (TIMED_OUT, True):
-            say(f"the launch was ended after {timeout_s:g} s, the limit of --timeout")
+            write_line(f"the launch was ended after {timeout_s:g} s, the limit of --timeout")
         return end.code
 
     def again(self) -> "Launch":

@@ -63,7 +63,7 @@ _QUIET_S = 0.3  # time without output after which the error of all ranks is comp
 _MOST_LINES = 10_000  # limit of the buffered lines of an error
 
 
-def say(text: str) -> None:
+def write_line(text: str) -> None:
     """Write a line to stderr; ignore a closed stderr, such as a terminal after SIGHUP."""
     _write(sys.stderr, f"hpctrain: {text}\n".encode())
 

@@ -23,7 +23,7 @@ from hpctrain.core.errors import LaunchError
 from hpctrain.core.units import format_ranks
 from hpctrain.launch.mpiexec import is_guard
 from hpctrain.launch.program import start
-from hpctrain.launch.stderr import KILLED, LOST, fold, say
+from hpctrain.launch.stderr import KILLED, LOST, fold, write_line
 
 FOLDER = "PRTE_MCA_prte_local_tmpdir_base"
 """Variable with the folder for session files of mpirun; only Open MPI 5 reads the variable."""
@@ -105,7 +105,7 @@ def supervise(
     if ending.timed_out:
         return LaunchEnd(TIMED_OUT, is_wanted=True)
     if ending.first_signal is not None and code not in (0, STOPPED) and not ending.is_granted:
-        say(f"the launch was ended by {signal.Signals(ending.first_signal).name}")
+        write_line(f"the launch was ended by {signal.Signals(ending.first_signal).name}")
         if ending.first_signal == signal.SIGINT:
             raise KeyboardInterrupt
         return LaunchEnd(128 + ending.first_signal, is_wanted=True)
@@ -126,7 +126,7 @@ def _meant(code: int, heard: Counter[str]) -> int:
         return RANK_LOST  # the exit code of ranks that detect the loss themselves
     if code == 0 and (heard[LOST] or heard[BEGUN] > heard[ENDED]):
         why = "a node is lost" if heard[LOST] else "the ranks have not completed"
-        say(f"{why}: the run has failed")
+        write_line(f"{why}: the run has failed")
         return RANK_LOST
     return code
 
@@ -207,12 +207,12 @@ class _Ending:
                 orphaned_s = orphaned_s + LOOK_S if is_over else 0
             if orphaned_s >= ORPHANED_S:
                 what = "the loss of a node" if has_lost else "its ranks have ended"
-                say(f"mpirun hangs after {what}, and is killed")
+                write_line(f"mpirun hangs after {what}, and is killed")
                 self.kill()
             gone = gone_before_init(self.process.pid)
             few_s = few_s + LOOK_S if gone else 0
             if few_s >= FEW_S:
-                say(
+                write_line(
                     f"all ranks must call MPI_Init, but {gone} ended before MPI_Init, in which "
                     f"the other ranks wait: all ranks are killed; let no rank exit before MPI_Init"
                 )
@@ -221,7 +221,7 @@ class _Ending:
             late = late_in_mpi(self.process.pid)
             late_s = late_s + LOOK_S if late else 0
             if late_s > self.timeout_s:
-                say(
+                write_line(
                     f"ranks must wait at most HPCTRAIN_TIMEOUT={self.timeout_s:g} s for each "
                     f"other, but have waited longer in {late}: all ranks are killed; find the "
                     f"cause there, or raise HPCTRAIN_TIMEOUT"
@@ -273,7 +273,7 @@ class _Ending:
             with contextlib.suppress(OSError):
                 Path(self.note).write_text(signal.Signals(number).name, encoding="ascii")
         self.send_to_mpirun(signal.SIGUSR1)
-        say(
+        write_line(
             f"the ranks are requested to save their state and stop within {self.save_s:.0f} s; a "
             f"second signal kills the ranks at once"
         )

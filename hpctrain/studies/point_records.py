@@ -144,8 +144,8 @@ class StudyFolder:
                 except TypeError as error:
                     raise DataError(
                         f"{path} must have records of this version of hpctrain, but reading "
-                        f"failed: {error}; measure again into another folder, or read it with "
-                        "that version"
+                        f"failed: {error}; measure again into another folder, or read the "
+                        "file with the version that wrote it"
                     ) from None
                 found[record.order] = record
         return [found[order] for order in sorted(found)]

@@ -20,7 +20,7 @@ from hpctrain.cluster.libraries import (
     loaded_libmpi,
     may_spare_ofi,
     mismatch,
-    mpirun_beside,
+    mpirun_of,
     settings_of_mpi,
 )
 from hpctrain.cluster.preflight import (
@@ -105,9 +105,9 @@ def test_the_harness_has_loaded_one_mpi_and_a_python_without_it_none():
 def test_mpirun_is_searched_in_the_tree_of_the_library(tmp_path):
     (tmp_path / "bin").mkdir()
     (tmp_path / "lib/openmpi").mkdir(parents=True)
-    assert mpirun_beside(Path("/nowhere/lib/libmpi.so.40")) is None
+    assert mpirun_of(Path("/nowhere/lib/libmpi.so.40")) is None
     (tmp_path / "bin/mpirun").touch()
-    assert mpirun_beside(tmp_path / "lib/libmpi.so.40") == tmp_path / "bin/mpirun"
+    assert mpirun_of(tmp_path / "lib/libmpi.so.40") == tmp_path / "bin/mpirun"
 
 
 @pytest.mark.launches

@@ -10,7 +10,7 @@ from hpctrain.core.finding import Finding
 from hpctrain.core.units import GIB, MIB
 from hpctrain.doctor.checks import environment, gpus, job, network, node
 from hpctrain.doctor.checks.check import few, merge
-from hpctrain.doctor.checks.facts import Card, DirectoryFacts, Reached
+from hpctrain.doctor.checks.facts import Adapter, DirectoryFacts, Reached
 from hpctrain.doctor.checks.table import examine
 from tests.doctor.healthy import (
     ALONE,
@@ -30,7 +30,7 @@ from tests.doctor.healthy import (
     with_,
 )
 
-DOWN = Card(name="mlx5_0", family="infiniband", is_live=False)
+DOWN = Adapter(name="mlx5_0", family="infiniband", is_live=False)
 MPIRUN = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "6"}
 EIGHT = {"SLURM_STEP_TASKS_PER_NODE": "8(x2)"}
 REFUSED = "[Errno 1] Operation not permitted"
@@ -47,8 +47,8 @@ def threads(facts):
     return node.check_threads([facts])
 
 
-def cards(*found, **more):
-    return {"network": {"cards": found, **more}}
+def adapters(*found, **more):
+    return {"network": {"adapters": found, **more}}
 
 
 def mask(*numbers, granted=8, **more):
@@ -243,12 +243,17 @@ TABLE = {
     network.check_adapters: [
         ({}, {}, "ok", "TCP is used"),
         ({"OMPI_MCA_pml": "ob1"}, {}, "ok", ""),
-        ({}, cards(INFINIBAND), "ok", "mlx5_0 are active"),
-        ({"OMPI_MCA_pml": "ob1"}, cards(DOWN), "note", "but mlx5_0 has none"),
-        ({"OMPI_MCA_pml": "ob1"}, cards(INFINIBAND), "warning", "OMPI_MCA_pml=ob1 makes MPI use"),
-        ({"UCX_TLS": "tcp,sm"}, cards(INFINIBAND), "warning", "do: unset UCX_TLS"),
-        ({}, cards(SLINGSHOT), "warning", "the Slingshot adapter cxi0"),
-        ({}, cards(SLINGSHOT) | {"mpi": {"is_wheel": False}}, "ok", ""),
+        ({}, adapters(INFINIBAND), "ok", "mlx5_0 are active"),
+        ({"OMPI_MCA_pml": "ob1"}, adapters(DOWN), "note", "but mlx5_0 has none"),
+        (
+            {"OMPI_MCA_pml": "ob1"},
+            adapters(INFINIBAND),
+            "warning",
+            "OMPI_MCA_pml=ob1 makes MPI use",
+        ),
+        ({"UCX_TLS": "tcp,sm"}, adapters(INFINIBAND), "warning", "do: unset UCX_TLS"),
+        ({}, adapters(SLINGSHOT), "warning", "the Slingshot adapter cxi0"),
+        ({}, adapters(SLINGSHOT) | {"mpi": {"is_wheel": False}}, "ok", ""),
     ],
     network.check_copies: [
         ({}, {}, "ok", ""),
@@ -340,7 +345,7 @@ def test_variable_without_effect_is_reported():
         HEALTHY,
         with_(SRUN),
         with_(BATCH),
-        with_(SRUN, network={"cards": (INFINIBAND,)}),
+        with_(SRUN, network={"adapters": (INFINIBAND,)}),
         with_(mpi={"srun_types": ("none", "pmi2", "pmix", "pmix_v4")}),
     ],
 )
@@ -358,7 +363,7 @@ def test_every_fault_has_a_remedy():
         mpi={"error": "no library; load a module"},
         cores={"mask": (3,)},
         memory={"shm_free_bytes": 1, "memfd_error": "refused", "rooms": ()},
-        network={"cards": (INFINIBAND,), "copy_error": "no"},
+        network={"adapters": (INFINIBAND,), "copy_error": "no"},
     )
     wrong = [each for each in examine(broken) if each.is_wrong]
     assert len(wrong) >= 8

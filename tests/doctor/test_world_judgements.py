@@ -71,8 +71,8 @@ def carried(host, *, interface=0, card=0, sent=100 << 20, cards=("mlx5_0",)):
         host=host,
         sent_bytes=sent,
         by_interface={"lo": 1000, "ib0": interface},
-        by_card={"mlx5_0": card},
-        fast_cards=cards,
+        by_adapter={"mlx5_0": card},
+        fast_adapters=cards,
     )
 
 
@@ -313,7 +313,7 @@ def test_a_wheel_below_the_wrong_interface_is_refused(library, pmi, is_refused):
     assert (finding is not None) == is_refused
     if finding is not None:
         assert finding.level == "error"
-        assert f"srun --mpi={pmi} started 4 ranks" in finding.what
+        assert f"started 4 ranks with --mpi={pmi}" in finding.what
         assert "srun --mpi=pm" in finding.do
 
 

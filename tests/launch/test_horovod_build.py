@@ -166,7 +166,7 @@ def test_the_installed_package_is_imported_in_a_separate_process(monkeypatch):
     assert f"it loads {mpi.library.resolve()}; remove that library" in text
     said = f'[true, ["- - - - - {mpi.library}"]]\n'
     done = subprocess.CompletedProcess((), 0, said, "")
-    monkeypatch.setattr(recipe, "ask", lambda *_, **__: done)
+    monkeypatch.setattr(recipe, "run_to_end", lambda *_, **__: done)
     assert recipe.check_import(mpi) == mpi.library.resolve()
 
 

@@ -93,7 +93,7 @@ class BenchmarkRequest:
 
 
 ALONE = (
-    "one rank: no data are sent, and the times are those of the calls only; "
+    "one rank: no data are sent, so the times include only the calls; "
     "start several ranks: hpctrain launch -n 4 hpctrain bench "
 )
 

@@ -85,7 +85,7 @@ class VisibleGpus:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Card:
+class Adapter:
     """A fast network adapter."""
 
     name: str  # such as ``mlx5_0``
@@ -103,7 +103,7 @@ class Card:
 class NetworkFacts:
     """Fast network adapters, and kernel features that MPI uses."""
 
-    cards: tuple[Card, ...] = ()
+    adapters: tuple[Adapter, ...] = ()
     copy_error: str = ""  # why the kernel refuses process_vm_readv; empty if it permits the call
 
 
@@ -169,8 +169,8 @@ class Carried:
     host: str
     sent_bytes: int  # approximate bytes of messages of this program to other nodes
     by_interface: Mapping[str, int]  # bytes sent by interfaces of the kernel, such as Ethernet
-    by_card: Mapping[str, int]  # bytes sent by InfiniBand and similar adapters
-    fast_cards: tuple[str, ...] = ()  # fast adapters of the host, with or without counters
+    by_adapter: Mapping[str, int]  # bytes sent by InfiniBand and similar adapters
+    fast_adapters: tuple[str, ...] = ()  # fast adapters of the host, with or without counters
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

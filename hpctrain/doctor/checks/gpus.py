@@ -254,7 +254,7 @@ class GpuLinks:
         }
 
     @property
-    def cards(self) -> dict[int, str]:
+    def to_adapters(self) -> dict[int, str]:
         """Connection of each GPU with its nearest NIC, if the machine has one."""
         order = [*_CONNECTIONS]
         found = {}
@@ -304,7 +304,7 @@ def check_gpu_links(facts: Facts) -> Found:
     texts = []
     for title, ways in (
         ("between GPUs", [*links.between_gpus.values()]),
-        ("to the nearest network adapter", [*links.cards.values()]),
+        ("to the nearest network adapter", [*links.to_adapters.values()]),
     ):
         kinds = Counter(map(_kind, ways))
         words = [

@@ -13,23 +13,23 @@ from hpctrain.doctor.checks.facts import Carried, Facts, MeasuredLink, WorldFact
 _FAST_UCX = ("all", "rc", "dc", "ud", "ib")
 _SLOW_PROVIDERS = ("tcp", "sockets", "udp")
 MOST_OF_IT = 0.5  # an interface carries the messages if it counts this share of their bytes
-FEWEST_BYTES = 1 << 18  # fewer bytes are not visible beside other traffic of a host
+FEWEST_BYTES = 1 << 18  # fewer bytes are not visible among other traffic of a host
 
 
 def check_adapters(facts: Facts) -> Found:
     """Report a fast adapter that is down, disabled by a variable, or unknown to MPI."""
-    cards = facts.network.cards
-    live = [card for card in cards if card.is_live]
-    if not cards:
+    adapters = facts.network.adapters
+    live = [adapter for adapter in adapters if adapter.is_live]
+    if not adapters:
         return ok("no InfiniBand, Omni-Path or Slingshot: TCP is used")
-    names = ", ".join(card.name for card in live or cards)
+    names = ", ".join(adapter.name for adapter in live or adapters)
     if not live:
         what = f"an adapter must have an active port, but {names} has none: messages use TCP"
         return note(what, "report this to the site; `ibstat` shows the ports")
     if slow := slow_settings(facts.environ):
         what = f"MPI must be free to use {names}, but {{}} makes MPI use TCP"
         return [warning(what.format(each), f"unset {each.partition('=')[0]}") for each in slow]
-    slingshot = [card.name for card in live if card.family == "cxi"]
+    slingshot = [adapter.name for adapter in live if adapter.family == "cxi"]
     if slingshot and facts.mpi.is_wheel:
         what = (
             f"MPI must support the Slingshot adapter {slingshot[0]}, but this MPI is a Python "
@@ -75,11 +75,11 @@ def check_interfaces(world: WorldFacts) -> Found:
     carried = world.traffic.carried
     if len(carried) < 2:
         return ok("one node: no messages over a network")
-    if idle := [node for node in carried if node.fast_cards and _by_tcp(node)]:
+    if idle := [node for node in carried if node.fast_adapters and _by_tcp(node)]:
         what = (
             f"messages must use the fast adapters, but leave "
             f"{listed([node.host for node in idle])} by {_by_tcp(idle[0])} (TCP), although "
-            f"{', '.join(idle[0].fast_cards)} is active"
+            f"{', '.join(idle[0].fast_adapters)} is active"
         )
         do = (
             "use an MPI that is built for this network, such as the site's module (hpctrain loads "
@@ -95,8 +95,8 @@ def check_interfaces(world: WorldFacts) -> Found:
 def _interface(node: Carried) -> str:
     if interface := _by_tcp(node):
         return f"{interface}, TCP"
-    if card := _main(node.by_card, node.sent_bytes):
-        return card
+    if adapter := _main(node.by_adapter, node.sent_bytes):
+        return adapter
     if node.sent_bytes < FEWEST_BYTES:
         return "an unknown interface: too few bytes were sent"
     return "an interface without matching counters"

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.core.atomic import sync
 from hpctrain.doctor.checks.facts import DirectoryFacts
-from hpctrain.launch.program import ask, start
+from hpctrain.launch.program import run_to_end, start
 
 if TYPE_CHECKING:
     import h5py
@@ -92,7 +92,7 @@ def file_system_of(path: Path) -> str:
     """Return the type of the file system of a path, such as ``xfs`` or ``lustre``."""
     line = ["stat", "--file-system", "--format=%T", "--", str(path)]
     try:
-        return ask(line, timeout_s=TRIAL_S).stdout.strip()
+        return run_to_end(line, timeout_s=TRIAL_S).stdout.strip()
     except OSError:
         return ""
 

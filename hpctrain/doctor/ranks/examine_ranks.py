@@ -94,7 +94,7 @@ def _world_of(
     comm, topology = found.comm, found.topology
     launched, settings, notes = comm.broadcast_object((env.launched(), settings, found.notes))
     inside = links_inside(comm, topology)
-    fast = [card.name for card in ranks[comm.rank].network.cards if card.is_fast]
+    fast = [adapter.name for adapter in ranks[comm.rank].network.adapters if adapter.is_fast]
     between, carried = links_between(comm, topology, tuple(fast), seconds)
     return WorldFacts(
         ranks=ranks,

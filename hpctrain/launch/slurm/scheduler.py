@@ -13,7 +13,7 @@ from hpctrain.cluster.env import slurm, slurm_number
 from hpctrain.core.atomic import publishing, refusal
 from hpctrain.core.errors import ConfigError, LaunchError
 from hpctrain.core.units import parse_seconds
-from hpctrain.launch.program import Said, ask
+from hpctrain.launch.program import CompletedProgram, run_to_end
 
 NO_ANSWER = "Slurm does not answer"
 ANSWER_S = 10.0
@@ -135,7 +135,7 @@ def run(
     *,
     text: str = "",
     timeout_s: float | None = None,
-) -> Said:
+) -> CompletedProgram:
     """Run a command of Slurm; the caller checks its exit code.
 
     Args:
@@ -153,7 +153,9 @@ def run(
             f"Slurm's {line[0]} must be in PATH, but was not found; load the Slurm module"
         )
     try:
-        return ask([program, *line[1:]], environ, text=text, timeout_s=timeout_s or ANSWER_S)
+        return run_to_end(
+            [program, *line[1:]], environ, text=text, timeout_s=timeout_s or ANSWER_S
+        )
     except OSError as error:
         raise no_answer(str(error)) from None
 
@@ -264,7 +266,7 @@ def in_queue(jobs: Iterable[int], environ: Mapping[str, str] = os.environ) -> di
         since = queued if waits else start
         more += f", since {since}" if since[:1].isdigit() else ""
         more += f", expected to start {start}" if waits and start[:1].isdigit() else ""
-        # The number of a job array stands for all its tasks; report a running task, if any.
+        # The number of a job array selects all its tasks; a running task has priority.
         for name in {number, whole} if number.isdigit() and whole.isdigit() else ():
             if found.get(int(name), "PENDING").startswith("PENDING"):
                 found[int(name)] = f"{state}{more}"
@@ -272,7 +274,7 @@ def in_queue(jobs: Iterable[int], environ: Mapping[str, str] = os.environ) -> di
 
 
 def state_of(job: int, environ: Mapping[str, str] = os.environ) -> str:
-    """Return the state of a job, such as ``COMPLETED``; empty if Slurm has forgotten the job.
+    """Return the state of a job, such as ``COMPLETED``; empty if Slurm no longer has a record.
 
     Raises:
         LaunchError: Slurm does not answer.
