@@ -158,7 +158,8 @@ def _load_of(
 ) -> Load:
     """Return the load of ``rounds`` rounds.
 
-    ``width`` is the number of messages that share a link between nodes; 0 without such messages.
+    ``width`` is the slowdown of messages between nodes by concurrent messages on the same link; 0
+    if no message leaves a node.
     """
     turns = shape.turns(rails or shape.ranks_per_node)
     both = Load(combined_bytes=turns * combined)
@@ -233,7 +234,7 @@ def bound(machine: Machine, num_bytes: float) -> Load:
 def parameter_server(
     machine: Machine, num_bytes: float, servers: int, *, largest: float = 0.0
 ) -> Load:
-    """Return the load of the busiest parameter server, in the receive or the send direction.
+    """Return the load of the busiest parameter server; receive and send are equal.
 
     Every rank sends a share of the gradients to each server and receives as many bytes of
     parameters. Servers run on nodes that also train, at most one per node; ``largest`` is the

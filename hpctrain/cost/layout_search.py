@@ -42,7 +42,7 @@ class LayoutRules(CheckedFields):
     """
 
     def check(self) -> None:
-        """Raise ``ConfigError`` if a fixed value has an unknown name or is not valid."""
+        """Raise ``ConfigError`` if a fixed value has an unknown name or is invalid."""
         keys = keys_of(ParallelLayout)
         for name, value in self.fixed.items():
             if name not in keys:

@@ -130,8 +130,8 @@ def _choose(condition: Any, yes: Each, no: Each) -> Each:
 def _doubling(rank: Each, size: int) -> Iterator[Round]:
     """Yield recursive doubling: in round k partners at distance 2^k exchange their partial sums.
 
-    Takes about log2(N) (a + m b), and two more rounds if N is not a power of two. Both partners
-    combine the data of the lower rank first, so their results are bitwise equal.
+    The time is about log2(N) (a + m b), and two more rounds if N is not a power of two. Both
+    partners combine the data of the lower rank first, so their results are bitwise equal.
     """
     folded = fold(rank, size)
     out = folded.place == NOBODY
@@ -150,9 +150,9 @@ def _doubling(rank: Each, size: int) -> Iterator[Round]:
 def _halving(rank: Each, size: int) -> Iterator[Round]:
     """Yield a reduce-scatter by recursive halving, then an all-gather in the reverse order.
 
-    Takes about 2 log2(N) a + 2(N-1)/N m b for N a power of two, which is the minimum of bytes. For
-    other N, pairs add 3 rounds and up to 3/2 m b, to combine the data of the odd ranks and to send
-    them the result.
+    The time is about 2 log2(N) a + 2(N-1)/N m b for N a power of two, which is the minimum of
+    bytes. For other N, pairs add 3 rounds and up to 3/2 m b, to combine the data of the odd ranks
+    and to send them the result.
     """
     folded = fold(rank, size)
     out = folded.place == NOBODY
@@ -180,8 +180,8 @@ def _halving(rank: Each, size: int) -> Iterator[Round]:
 def _ring(rank: Each, size: int, num_segments: int) -> Iterator[Phase]:
     """Yield a ring: part p of N is sent around from rank p, first combined and then copied.
 
-    Part p is complete on rank p-1. Takes about 2(N-1) a + 2(N-1)/N m b. 16-bit floats are rounded
-    at each of the N-1 combinations.
+    Part p is complete on rank p-1. The time is about 2(N-1) a + 2(N-1)/N m b. 16-bit floats are
+    rounded at each of the N-1 combinations.
 
     Differs: a rank sends each segment of a part immediately after its combination.
     """
@@ -209,8 +209,8 @@ def _ring_step(rank: Each, size: int, num_segments: int, step: int) -> Iterator[
 def _tree(rank: Each, size: int) -> Iterator[Round]:
     """Yield a binomial tree: children are at distances 1, 2, 4, ... below the lowest set bit.
 
-    The parent combines the subtrees in order of distance. Takes about 2 log2(N) (a + m b), which
-    is slower than doubling on an idle network, but sends only 2(N-1) messages in total.
+    The parent combines the subtrees in order of distance. The time is about 2 log2(N) (a + m b),
+    which is slower than doubling on an idle network, but sends only 2(N-1) messages in total.
     """
     distances = [1 << level for level in range((size - 1).bit_length())]
     for action in (COMBINE, COPY):

@@ -62,9 +62,9 @@ def check_library(facts: Facts) -> Found:
     for each in mpi.reached:
         if not _is_same(each.library, library.resolve()):
             others.setdefault((each.library.parent, family(each.library)), each)
-    hidden = [_hidden(facts, library, each) for each in others.values()]
+    findings = [_other_library(facts, library, each) for each in others.values()]
     text = f"{library}; under Slurm it needs `srun --mpi={srun_type(library)}`"
-    return [each for each in hidden if each] or [ok(text)]
+    return [each for each in findings if each] or [ok(text)]
 
 
 def _is_same(a: Path, b: Path) -> bool:
@@ -76,7 +76,7 @@ def _is_same(a: Path, b: Path) -> bool:
     return is_one_tree and family(a) == family(b)
 
 
-def _hidden(facts: Facts, library: Path, other: Reached) -> Finding | None:
+def _other_library(facts: Facts, library: Path, other: Reached) -> Finding | None:
     """Return the finding about an MPI library that other programs load, but ranks do not."""
     is_chosen = bool(chosen_library(facts.environ))
     use = f"export MPI4PY_LIBMPI={other.library}"
