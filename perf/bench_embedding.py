@@ -186,18 +186,18 @@ def measure(rounds: int, json_file) -> None:
     table = hvd.ShardedEmbedding(TABLE, DIM, optimizer="sgd", lr=LR)
     by_hand = ByHand()
     check(table, by_hand, ids)
-    ways = {"ours": of_ours(table, tensor, grads), "by hand": of_hand(by_hand, ids, grads)}
+    methods = {"ours": of_ours(table, tensor, grads), "by hand": of_hand(by_hand, ids, grads)}
     target, source = torch.empty(ROWS, DIM), torch.rand(ROWS, DIM)
-    ways["copy"] = (lambda: target.copy_(source),) * 2
-    ways["passes"] = of_passes(grads)
+    methods["copy"] = (lambda: target.copy_(source),) * 2
+    methods["passes"] = of_passes(grads)
     for name, make in {"DDP": of_ddp, "torchrec": of_torchrec}.items():
         made = make(tensor, grads)
         if isinstance(made, str):
             sys.stderr.write(f"{name} is skipped: {made}\n" * (COMM.rank == 0))
         else:
-            ways[name] = made
-    pulls = {name: pull for name, (pull, _) in ways.items()}
-    pushes = {name: push for name, (_, push) in ways.items()}
+            methods[name] = made
+    pulls = {name: pull for name, (pull, _) in methods.items()}
+    pushes = {name: push for name, (_, push) in methods.items()}
     looked_up = interleave(pulls, rounds=rounds, repetitions=3)
 
     stepped: dict[str, list[float]] = {name: [] for name in pushes}

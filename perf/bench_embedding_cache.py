@@ -37,13 +37,13 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT), str(ROOT / "examples/clicks")]
 
 NUM_IDS, LINES, TEST_LINES, BATCH, EPOCHS, LAST = 100_000, 200_000, 20_000, 2048, 2, 40
-WAYS: dict[str, dict[str, int]] = {"none": {}} | {
+VARIANTS: dict[str, dict[str, int]] = {"none": {}} | {
     f"{steps}": {"cache_rows": 50_000, "cache_steps": steps} for steps in (0, 1, 4)
 }
 
 
-class Way:
-    """Variant: a network with one setting of copies, trained interleaved with the others."""
+class Variant:
+    """Network with one setting of copies, trained interleaved with the others."""
 
     def __init__(self, hvd: Any, dim: int, how: dict[str, int]) -> None:
         import clicks  # noqa: PLC0415 - next to the examples
@@ -114,14 +114,14 @@ def job(json_file: Path, dim: int) -> None:
     hvd.init()
     torch.set_num_threads(1)
     train, test = (clicks.log_of(n, NUM_IDS, seed) for seed, n in ((0, LINES), (1, TEST_LINES)))
-    ways = {name: Way(hvd, dim, how) for name, how in WAYS.items()}
+    variants = {name: Variant(hvd, dim, how) for name, how in VARIANTS.items()}
     random = np.random.default_rng(0)
     lines = np.concatenate([random.permutation(LINES) for _ in range(EPOCHS)])
     for at in range(0, len(lines) - BATCH, BATCH):
-        for way in ways.values():
-            way.timed_step(train, lines[at + hvd.rank() : at + BATCH : hvd.size()])
+        for variant in variants.values():
+            variant.timed_step(train, lines[at + hvd.rank() : at + BATCH : hvd.size()])
     mine = np.arange(hvd.rank(), TEST_LINES, hvd.size())
-    found = {name: way.figures(test, mine) for name, way in ways.items()}
+    found = {name: variant.figures(test, mine) for name, variant in variants.items()}
     if hvd.rank() == 0:
         json_file.write_text(json.dumps({"machine": machine(), "ways": found}), encoding="utf-8")
 

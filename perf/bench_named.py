@@ -61,19 +61,19 @@ def collect(ranks: int, horovod: Path | None, rounds: int) -> dict[str, Found]:
     found: dict[str, Found] = {name: {} for name in packages}
     for _ in range(rounds):
         for name, python in packages.items():
-            for what, ways in launch(ranks, python, "--rounds", str(TURN_ROUNDS)).items():
-                for way, seconds in ways.items():
-                    found[name].setdefault(what, {}).setdefault(way, []).extend(seconds)
+            for what, methods in launch(ranks, python, "--rounds", str(TURN_ROUNDS)).items():
+                for method, seconds in methods.items():
+                    found[name].setdefault(what, {}).setdefault(method, []).extend(seconds)
     return found
 
 
-def slow_down(ways: dict[str, list[float]]) -> dict[str, float]:
+def slow_down(methods: dict[str, list[float]]) -> dict[str, float]:
     """Return the slow-down in percent: the median over pairs and its bounds.
 
     The bounds are order statistics, valid for any distribution: by the binomial distribution, the
     median is below the lower bound with a probability of less than 2.5 %.
     """
-    pairs = zip(ways["with"], ways["without"], strict=True)
+    pairs = zip(methods["with"], methods["without"], strict=True)
     percent = sorted((beside / alone - 1) * 100 for beside, alone in pairs)
     n = len(percent)
     tails = accumulate(math.comb(n, heads) / 2**n for heads in range(n))
@@ -84,7 +84,7 @@ def slow_down(ways: dict[str, list[float]]) -> dict[str, float]:
         "idle controller, slow-down in %": median(percent),
         "lower 95 % bound": percent[outside - 1],
         "upper 95 % bound": percent[n - outside],
-        "processor time of an idle rank in %": ways["busy share"][0] * 100,
+        "processor time of an idle rank in %": methods["busy share"][0] * 100,
     }
 
 

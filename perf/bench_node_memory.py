@@ -43,7 +43,7 @@ def reserve_huge(num_bytes: int) -> int:
     return descriptor
 
 
-WAYS = {"memfd": reserve, "huge": reserve_huge}
+METHODS = {"memfd": reserve, "huge": reserve_huge}
 
 
 def huge_share() -> float:
@@ -77,7 +77,7 @@ def works(
 
 def measure_size(num_bytes: int, rounds: int) -> list[dict[str, object]]:
     """Time filling and summing for one size; return one row for each kind of memory."""
-    made = {name: works(reserve, num_bytes) for name, reserve in WAYS.items()}
+    made = {name: works(reserve, num_bytes) for name, reserve in METHODS.items()}
     fills = interleave({name: fill for name, (fill, _) in made.items()}, rounds=rounds)
     sums = interleave({name: add for name, (_, add) in made.items()}, rounds=rounds)
     return [
@@ -90,7 +90,7 @@ def measure_size(num_bytes: int, rounds: int) -> list[dict[str, object]]:
             "memfd / sum": ratio(sums, name),
             "huge part of all": huge_share(),
         }
-        for name in WAYS
+        for name in METHODS
     ]
 
 

@@ -21,7 +21,7 @@ import tempfile
 import time
 from typing import Any
 
-WAYS = {"rule": "off", "measured": "fresh", "remembered": "auto"}
+VARIANTS = {"rule": "off", "measured": "fresh", "remembered": "auto"}
 STAGES = {
     "python": "from the start of the process to its first line",
     "torch": "import torch",
@@ -140,24 +140,28 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4, help="ranks of each launch")
     parser.add_argument("--nodes", type=int, default=1, help="nodes to declare on this host")
     options = parser.parse_args()
-    found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    found: dict[str, list[dict[str, float]]] = {variant: [] for variant in VARIANTS}
     with tempfile.TemporaryDirectory() as cache:
         compiled = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": cache}
         launch(options.ranks, options.nodes, compiled)
         for _ in range(options.rounds):
-            for way, probe in WAYS.items():
+            for variant, probe in VARIANTS.items():
                 variables = compiled | {"HPCTRAIN_PROBE": probe, "XDG_CACHE_HOME": cache}
-                found[way].append(launch(options.ranks, options.nodes, variables))
+                found[variant].append(launch(options.ranks, options.nodes, variables))
     middle = {
-        way: {stage: median([one[stage] for one in runs]) for stage in (*STAGES, SUM)}
-        for way, runs in found.items()
+        variant: {stage: median([one[stage] for one in runs]) for stage in (*STAGES, SUM)}
+        for variant, runs in found.items()
     }
     words = STAGES | {SUM: f"the sum of {', '.join(OF_SUM)}"}
     rows = [
-        {"stage": stage, **{f"{way} ms": middle[way][stage] * 1e3 for way in WAYS}, "what": text}
+        {
+            "stage": stage,
+            **{f"{variant} ms": middle[variant][stage] * 1e3 for variant in VARIANTS},
+            "what": text,
+        }
         for stage, text in words.items()
     ]
-    ratios = {f"{way}, {SUM}, s": middle[way][SUM] for way in WAYS}
+    ratios = {f"{variant}, {SUM}, s": middle[variant][SUM] for variant in VARIANTS}
     title = f"Start-up of {options.ranks} ranks on {options.nodes} node(s)"
     report(title, rows, ratios, options.json)
 

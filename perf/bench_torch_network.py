@@ -41,7 +41,7 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def ways(num_bytes: int, groups: Mapping[str, dist.ProcessGroup]) -> dict[str, dict[str, Call]]:
+def methods(num_bytes: int, groups: Mapping[str, dist.ProcessGroup]) -> dict[str, dict[str, Call]]:
     """Return for each operation the calls of MPI and of each backend."""
     world, size = MPI.COMM_WORLD, dist.get_world_size()
     whole = torch.zeros(num_bytes // 4 // size * size)
@@ -70,7 +70,7 @@ def job(num_bytes: int, file: Path) -> None:
     gloo = dist.new_group(range(size), backend="gloo", timeout=timedelta(minutes=5))
     ours = dist.new_group(range(size))
     rows = []
-    for operation, calls in ways(num_bytes, {"hpctrain": ours, "gloo": gloo}).items():
+    for operation, calls in methods(num_bytes, {"hpctrain": ours, "gloo": gloo}).items():
         seconds = interleave(calls, rounds=ROUNDS, repetitions=1)
         counted = {name: bytes_out(call, num_bytes) for name, call in calls.items()}
         rows.append({"operation": operation, "all seconds": seconds, "bytes out": counted})

@@ -69,9 +69,9 @@ def scaling(files: Sequence[dict[str, Any]], path: Path) -> None:
     worlds = {_nodes_of(world["world"]): world["ways"] for world in results}
     for name, (label, color, marker) in STEP_STYLES.items():
         points = [
-            (nodes, median(ways["no communication"]["steps"]) / median(ways[name]["steps"]))
-            for nodes, ways in sorted(worlds.items())
-            if name in ways
+            (nodes, median(methods["no communication"]["steps"]) / median(methods[name]["steps"]))
+            for nodes, methods in sorted(worlds.items())
+            if name in methods
         ]
         right.plot(*zip(*points, strict=True), label=label, color=color, marker=marker)
     right.set(ylabel="step without communication / step", ylim=(0, 1))

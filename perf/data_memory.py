@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import psutil
-from data_ways import Way
+from data_methods import Method
 
 COLD = 0.01
 """Part of the bytes of a file that may be in memory where it counts as not cached."""
@@ -92,7 +92,7 @@ def file_system(path: Path) -> str:
     return max(of_path, key=lambda found: len(found[0].parts))[1]
 
 
-def peak_bytes(way: Way, limit_s: float) -> int | None:
+def peak_bytes(method: Method, limit_s: float) -> int | None:
     """Return the peak memory of epochs in a separate process, in bytes.
 
     The sum contains anonymous and shared memory that the process and its children allocate, and
@@ -100,7 +100,7 @@ def peak_bytes(way: Way, limit_s: float) -> int | None:
     """
     gc.collect()
     _LIBC.malloc_trim(0)  # otherwise the child inherits freed memory of this process
-    child = multiprocessing.get_context("fork").Process(target=_read, args=(way, limit_s))
+    child = multiprocessing.get_context("fork").Process(target=_read, args=(method, limit_s))
     begin = _anonymous(os.getpid())
     child.start()
     assert child.pid
@@ -114,17 +114,17 @@ def peak_bytes(way: Way, limit_s: float) -> int | None:
     return peak if child.exitcode == 0 else None
 
 
-def _read(way: Way, limit_s: float) -> None:
+def _read(method: Method, limit_s: float) -> None:
     end = time.perf_counter() + limit_s
     while (
         time.perf_counter() < end
     ):  # also if an epoch is shorter than the interval of measurements
-        way.prepare()
-        with closing(way.epoch()) as batches:
+        method.prepare()
+        with closing(method.epoch()) as batches:
             for _ in batches:
                 if time.perf_counter() > end:
                     break
-    way.close()
+    method.close()
 
 
 def _family(pid: int) -> Iterator[int]:

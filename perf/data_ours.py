@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import numpy as np
-from data_ways import SHARDS, Epoch, Kind, Way
+from data_methods import SHARDS, Epoch, Kind, Method
 from numpy.typing import NDArray
 
 from hpctrain.core.units import MIB
@@ -15,7 +15,7 @@ from hpctrain.data.writer import ShardWriter
 WRITE_BYTES = 64 * MIB
 
 
-class First(Way):
+class First(Method):
     """First epoch after a data set is opened, which checks the crc32 of every block."""
 
     name = "hpctrain, first epoch"

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from data_ways import SHARDS, Epoch, Kind, Pair, Way
+from data_methods import SHARDS, Epoch, Kind, Method, Pair
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
@@ -38,7 +38,7 @@ _NAMES = {
 """What MosaicML imports from packages that it does not need here."""
 
 
-class Mosaic(Way):
+class Mosaic(Method):
     """MosaicML streaming: files and shuffle of MosaicML, DataLoader of torch in this process."""
 
     name = "MosaicML streaming"
@@ -80,7 +80,7 @@ class Mosaic(Way):
                 vars(self._dataset)["_iterator"].exit()  # otherwise its threads continue
 
 
-class Tars(Way):
+class Tars(Method):
     """webdataset: tar files in random order, then a shuffle buffer, in this process."""
 
     name = "webdataset"
@@ -113,16 +113,16 @@ PEERS = {"mosaicml-streaming": Mosaic, "webdataset": Tars}
 """Package and method."""
 
 
-def installed() -> dict[type[Way], str | None]:
+def installed() -> dict[type[Method], str | None]:
     """Return the version of each peer; None for a missing package."""
     if str(FOLDER) not in sys.path:
         sys.path.append(str(FOLDER))
-    found: dict[type[Way], str | None] = {}
-    for package, way in PEERS.items():
+    found: dict[type[Method], str | None] = {}
+    for package, method in PEERS.items():
         try:
-            found[way] = version(package)
+            found[method] = version(package)
         except PackageNotFoundError:
-            found[way] = None
+            found[method] = None
     return found
 
 

@@ -9,7 +9,7 @@ from math import ceil
 import numpy as np
 import torch
 from data_memory import read_through
-from data_ways import Epoch, Memmap
+from data_methods import Epoch, Memmap
 from numpy.typing import NDArray
 
 from hpctrain.core.units import MIB

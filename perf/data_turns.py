@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
-from data_ways import Kind, Way
+from data_methods import Kind, Method
 from numpy.typing import NDArray
 
 TOUCH_BYTES = 4096
@@ -57,51 +57,51 @@ class Truth:
         self.touched = np.ascontiguousarray(_touched(samples))
 
 
-def take_turn(way: Way, truth: Truth, limit_s: float, at_least_s: float = 0.0) -> Turn:
+def take_turn(method: Method, truth: Truth, limit_s: float, at_least_s: float = 0.0) -> Turn:
     """Read epochs until ``at_least_s`` have passed, each at most for about ``limit_s``.
 
     Raises:
         ValueError: a sample was delivered twice or not at all, or has wrong values.
     """
     gc.collect()
-    turn = _read_epoch(way, truth, limit_s)
+    turn = _read_epoch(method, truth, limit_s)
     while turn.seconds < at_least_s:
-        turn += _read_epoch(way, truth, limit_s)
+        turn += _read_epoch(method, truth, limit_s)
     return turn
 
 
-def check(way: Way, samples: NDArray[np.uint8], limit_s: float) -> None:
+def check(method: Method, samples: NDArray[np.uint8], limit_s: float) -> None:
     """Compare every byte of an epoch with the samples, for at most about ``limit_s``.
 
     Raises:
         ValueError: a sample has wrong values.
     """
-    way.prepare()
+    method.prepare()
     start = time.perf_counter()
-    with closing(way.epoch()) as batches:
+    with closing(method.epoch()) as batches:
         for x, y in batches:
             if not np.array_equal(x.numpy(), samples[y.numpy()]):
                 raise ValueError(
-                    f"{way.name} must deliver the samples that were written, but did not"
+                    f"{method.name} must deliver the samples that were written, but did not"
                 )
-            if time.perf_counter() - start > limit_s and not way.whole:
+            if time.perf_counter() - start > limit_s and not method.whole:
                 break
 
 
-def _read_epoch(way: Way, truth: Truth, limit_s: float) -> Turn:
+def _read_epoch(method: Method, truth: Truth, limit_s: float) -> Turn:
     """Read an epoch, for at most about ``limit_s`` unless the method needs complete epochs.
 
     The measured time includes the end of the workers, and a copy of the labels and of one byte on
     every page of the samples. Of an incomplete epoch the first part is not measured, because
     methods fill a shuffle buffer in that time.
     """
-    way.prepare()
-    labels = np.full(way.kind.num_samples, -1)
+    method.prepare()
+    labels = np.full(method.kind.num_samples, -1)
     touched = np.empty_like(truth.touched)
-    limit_s = float("inf") if way.whole else limit_s
+    limit_s = float("inf") if method.whole else limit_s
     begin = middle = _Mark.now(0)
     done = 0
-    with closing(way.epoch()) as batches:
+    with closing(method.epoch()) as batches:
         for x, y in batches:
             stop = done + len(y)
             labels[done:stop] = y.numpy()
@@ -114,13 +114,13 @@ def _read_epoch(way: Way, truth: Truth, limit_s: float) -> Turn:
             elif elapsed_s > limit_s:
                 break
     end = _Mark.now(done)
-    part = done / way.kind.num_samples
+    part = done / method.kind.num_samples
     once = len(np.unique(labels[:done])) == done
     same = np.array_equal(touched[:done], truth.touched[labels[:done]])
     if not (once and same and (part == 1 or end.seconds - begin.seconds > limit_s)):
-        raise ValueError(f"{way.name} must deliver the samples that were written, but did not")
+        raise ValueError(f"{method.name} must deliver the samples that were written, but did not")
     start = begin if part == 1 else middle
-    num_bytes = (end.done - start.done) * way.kind.sample_bytes
+    num_bytes = (end.done - start.done) * method.kind.sample_bytes
     return Turn(num_bytes, end.seconds - start.seconds, end.cpu_seconds - start.cpu_seconds, part)
 
 

@@ -147,7 +147,7 @@ PHASES: Mapping[str, Phase] = {
         "with late streams right in 20 of 20 runs; with each planted fault not",
         120,
         (
-            *(Part("gpu_job.py order", 2, variables=way) for way in (HOST, PEERS)),
+            *(Part("gpu_job.py order", 2, variables=each) for each in (HOST, PEERS)),
             Part("gpu_job.py order sides", 2, variables=PEERS),
             *(
                 Part(f"gpu_job.py order {plant}", 2, variables=HOST, judge=planted)
@@ -159,7 +159,7 @@ PHASES: Mapping[str, Phase] = {
     "programs": Phase(
         "random scripts train as plain torch does, with any changes of gradients",
         150,
-        tuple(Part("gpu_programs.py", 2, variables=way) for way in (PEERS, HOST)),
+        tuple(Part("gpu_programs.py", 2, variables=each) for each in (PEERS, HOST)),
     ),
     "nccl": Phase(
         "sums of NCCL are near those of the CPU; late streams, a lost rank; the host never waits",
@@ -184,7 +184,7 @@ PHASES: Mapping[str, Phase] = {
     "waits": Phase(
         "the host does not wait for the GPU within backward",
         60,
-        tuple(Part("gpu_job.py waits", 2, variables=way) for way in (HOST, PEERS)),
+        tuple(Part("gpu_job.py waits", 2, variables=each) for each in (HOST, PEERS)),
     ),
     "step": Phase(
         "hooks cost less than 2 % of a step of 350 M parameters; 70 % of communication is hidden",

@@ -354,8 +354,10 @@ def copies() -> Finding:
         memory.close()
     counted = [row for row in rows if row["processes"] == 1 and row["bytes"] >= LARGE]
     shares = {
-        way: min((row[way]["memfd"] / row[way]["pinned"] for row in counted), default=1.0)
-        for way in ("to host", "to card", "both")
+        direction: min(
+            (row[direction]["memfd"] / row[direction]["pinned"] for row in counted), default=1.0
+        )
+        for direction in ("to host", "to card", "both")
     }  # of rank 0, which is in all rows
     figures = {"memfd / pinned": shares, "rows": [flattened(row) for row in rows]}
     worst = min(shares.values())
@@ -389,9 +391,9 @@ def measured(
             if turn >= 0:
                 seconds[name].append(elapsed / repetitions)
     row: dict[str, Any] = {"processes": comm.size, "bytes": num_bytes}
-    for (way, kind), times in seconds.items():
-        moved = num_bytes * comm.size * (2 if way == "both" else 1)
-        row.setdefault(way, {})[kind] = moved / statistics.median(times) / 1e9
+    for (direction, kind), times in seconds.items():
+        moved = num_bytes * comm.size * (2 if direction == "both" else 1)
+        row.setdefault(direction, {})[kind] = moved / statistics.median(times) / 1e9
     return [row]
 
 
@@ -411,8 +413,10 @@ class Copies:
 def flattened(row: dict[str, Any]) -> dict[str, Any]:
     """Return a nested row as a flat row for the table."""
     flat = {"processes": row["processes"], "KiB": row["bytes"] // KIB}
-    for way in ("to host", "to card", "both"):
-        flat |= {f"{way}, {kind} GB/s": round(rate, 2) for kind, rate in row[way].items()}
+    for direction in ("to host", "to card", "both"):
+        flat |= {
+            f"{direction}, {kind} GB/s": round(rate, 2) for kind, rate in row[direction].items()
+        }
     return flat
 
 

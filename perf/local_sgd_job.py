@@ -99,7 +99,7 @@ class Synchronous:
 
 
 @dataclass(frozen=True)
-class Way:
+class Variant:
     """Method of training: constructor, and the number of steps of a round."""
 
     make: Callable[[nn.Module, Optimizer], Any]
@@ -107,7 +107,7 @@ class Way:
     """Steps of a round."""
 
 
-def ways(rounds: list[int]) -> dict[str, Way]:
+def variants(rounds: list[int]) -> dict[str, Variant]:
     """Return all methods by name.
 
     Args:
@@ -115,23 +115,23 @@ def ways(rounds: list[int]) -> dict[str, Way]:
     """
     middle = rounds[len(rounds) // 2]
     return {
-        "synchronous": Way(Synchronous, 1),
+        "synchronous": Variant(Synchronous, 1),
         **{
-            f"LocalSGD, {steps} steps": Way(
+            f"LocalSGD, {steps} steps": Variant(
                 lambda model, optimizer, steps=steps: hvd.LocalSGD(model, optimizer, steps), steps
             )
             for steps in rounds
         },
-        f"LocalSGD, {middle} steps, bf16": Way(
+        f"LocalSGD, {middle} steps, bf16": Variant(
             lambda model, optimizer: hvd.LocalSGD(
                 model, optimizer, middle, compression=hvd.Compression.bf16
             ),
             middle,
         ),
-        f"HierarchicalLocalSGD, 1 and {middle} steps": Way(
+        f"HierarchicalLocalSGD, 1 and {middle} steps": Variant(
             lambda model, optimizer: hvd.HierarchicalLocalSGD(model, optimizer, middle), middle
         ),
-        f"DiLoCo, {middle} steps": Way(
+        f"DiLoCo, {middle} steps": Variant(
             lambda model, optimizer: hvd.DiLoCo(model, optimizer, middle), middle
         ),
     }
@@ -152,11 +152,13 @@ def sent_bytes() -> int:
     return WORLD.allreduce(own)
 
 
-def train(way: Way, task: Task, options: argparse.Namespace, target: float) -> dict[str, Any]:
+def train(
+    variant: Variant, task: Task, options: argparse.Namespace, target: float
+) -> dict[str, Any]:
     """Train until the target loss and a number of steps are reached. Collective.
 
     Args:
-        way: method of training.
+        variant: method of training.
         task: images and loss.
         options: ``steps`` is the least number of steps; the limit is twice this number.
         target: loss to reach.
@@ -167,9 +169,9 @@ def train(way: Way, task: Task, options: argparse.Namespace, target: float) -> d
     """
     model = make_model()
     optimizer = SGD(model.parameters(), lr=LR)
-    method = way.make(model, optimizer)
+    method = variant.make(model, optimizer)
     looks: list[dict[str, Any]] = [{"step": 0, "loss": task.loss(model)}]
-    every = max(way.steps, options.look)
+    every = max(variant.steps, options.look)
     step = 0
     while step < options.steps or (looks[-1]["loss"] > target and step < 2 * options.steps):
         before, seconds = sent_bytes(), 0.0
@@ -188,7 +190,7 @@ def train(way: Way, task: Task, options: argparse.Namespace, target: float) -> d
             {"step": step, "loss": task.loss(model), "seconds": elapsed, "bytes": num_bytes}
         )
     method.close()
-    return {"steps of a round": way.steps, "looks": looks}
+    return {"steps of a round": variant.steps, "looks": looks}
 
 
 def main() -> None:
@@ -204,8 +206,8 @@ def main() -> None:
     hvd.init()
     torch.set_num_threads(1)
     task, found, target = Task(), {}, float("inf")
-    for name, way in ways(options.rounds).items():
-        found[name] = train(way, task, options, target)
+    for name, variant in variants(options.rounds).items():
+        found[name] = train(variant, task, options, target)
         if name == "synchronous":
             target = found[name]["looks"][-1]["loss"] * (1 + TOLERANCE)
         gc.collect()  # buckets in node memory go with what holds them

@@ -115,13 +115,13 @@ def big(hvd, rounds: int) -> dict[str, Seconds]:
 
 
 def alternate(
-    ways: dict[str, Work], rounds: int, repetitions: int, prepare: Work = lambda: None
+    methods: dict[str, Work], rounds: int, repetitions: int, prepare: Work = lambda: None
 ) -> dict[str, Seconds]:
     """Time several methods, interleaved."""
-    seconds: dict[str, Seconds] = {way: [] for way in ways}
+    seconds: dict[str, Seconds] = {method: [] for method in methods}
     for _ in range(rounds):
-        for way, work in ways.items():
-            seconds[way] += timed(work, repetitions, prepare)
+        for method, work in methods.items():
+            seconds[method] += timed(work, repetitions, prepare)
     return seconds
 
 
@@ -133,14 +133,14 @@ def idle(hvd, pairs: int) -> dict[str, Seconds]:
     """
     seconds: dict[str, Seconds] = {"without": [], "with": []}
     for pair in range(pairs):
-        for way in ("without", "with") if pair % 2 else ("with", "without"):
-            if way == "with":
+        for method in ("without", "with") if pair % 2 else ("with", "without"):
+            if method == "with":
                 hvd.init()
                 hvd.synchronize(hvd.allreduce_async_(torch.zeros(2), name="start", op=hvd.Sum))
             torch.set_num_threads(1)
             compute(STEPS // 10)
-            seconds[way].append(timed(lambda: compute(STEPS), 1, warm_up=0)[0])
-            if way == "with":
+            seconds[method].append(timed(lambda: compute(STEPS), 1, warm_up=0)[0])
+            if method == "with":
                 hvd.shutdown()
     hvd.init()
     hvd.synchronize(hvd.allreduce_async_(torch.zeros(2), name="start", op=hvd.Sum))

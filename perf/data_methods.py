@@ -1,6 +1,6 @@
 """Methods that read samples in random order with numpy, h5py and torch only.
 
-A ``Way`` writes its files once and then iterates over epochs. Each batch is a pair of torch
+A ``Method`` writes its files once and then iterates over epochs. Each batch is a pair of torch
 tensors ``(samples, labels)``; the label of a sample is its number, to check the sample.
 """
 
@@ -48,7 +48,7 @@ class Kind:
         return np.memmap(path, np.uint8, "r", shape=(self.num_samples, *self.shape))
 
 
-class Way(ABC):
+class Method(ABC):
     """Base of the methods; a new object has not opened the files."""
 
     name: str
@@ -88,7 +88,7 @@ class Way(ABC):
             yield order[start : start + self.batch]
 
 
-class Memmap(Way):
+class Memmap(Method):
     """np.memmap of a raw file, and np.take into a buffer that all batches share."""
 
     name = "raw np.memmap"
@@ -114,7 +114,7 @@ class Memmap(Way):
             yield torch.from_numpy(x[:some]), torch.from_numpy(y[:some])
 
 
-class Hdf5(Way):
+class Hdf5(Method):
     """A contiguous HDF5 file, ``dataset[i]`` for each sample, np.stack; labels from memory."""
 
     name = "h5py, sample by sample"
