@@ -47,8 +47,8 @@ def info(
 ) -> None:
     """Print the contents of a checkpoint: step, sizes, tensors, facts.
 
-    Of a run directory: the list of its checkpoints, then the newest. Reads the manifest and no
-    tensors.
+    For a run directory, the command lists the checkpoints and prints the newest one. The command
+    reads the manifest and no tensors.
 
     Examples:
       hpctrain checkpoint info runs/digits
@@ -74,7 +74,8 @@ def info(
 def verify(path: Where, *, json: AsJson = False) -> None:
     """Check every byte of a checkpoint, or of all checkpoints of a run, against its checksums.
 
-    The exit code is 0 if all are intact, 1 if one is damaged, 2 if there is none.
+    The exit code is 0 if all checkpoints are intact, 1 if a checkpoint is damaged, and 2 if there
+    is no checkpoint.
 
     Examples:
       hpctrain checkpoint verify runs/digits
@@ -133,10 +134,10 @@ def diff(
 ) -> None:
     """List the bitwise differences of two states: the first tensor, and by how much.
 
-    Of a run directory, the newest checkpoint counts. Tensors are listed first, in the order of
-    the state, then plain values, then the private state of each rank. The exit code is 0 if the
-    states are identical, 1 if they differ; measured times and the number of records are listed
-    but do not count.
+    For a run directory, the command compares the newest checkpoint. Tensors are listed first, in
+    the order of the state, then plain values, then the private state of each rank. The exit code
+    is 0 if the states are identical, 1 if they differ; measured times and the number of records
+    are listed but do not count.
 
     Examples:
       hpctrain checkpoint diff runs/a runs/b

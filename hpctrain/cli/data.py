@@ -46,7 +46,8 @@ def info(
 ) -> None:
     """Print the contents of a data set: samples, fields, shards.
 
-    Reads the manifest and the sizes of files, no data; with --sample one sample.
+    The command reads the manifest and the sizes of files, and no data except the sample of
+    --sample.
 
     Examples:
       hpctrain data info data/train
@@ -74,8 +75,8 @@ def info(
 def verify(directory: Directory, *, json: AsJson = False) -> None:
     """Check every byte of a data set against its checksums.
 
-    All ranks of the launch share the work. The exit code is 0 if the data set is intact, 1 if it
-    is damaged, 2 if it could not be checked.
+    All ranks of the launch share the work. The exit code is 0 if the data set is intact, 1 if the
+    data set is damaged, and 2 if the check is impossible.
 
     Examples:
       hpctrain data verify data/train

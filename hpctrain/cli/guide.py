@@ -41,7 +41,7 @@ def guide(
 ) -> None:
     """Show a page of the manual, or list its topics.
 
-    Where the output is not a terminal, it is the Markdown text.
+    If the output is not a terminal, the command prints the Markdown text.
 
     Examples:
       hpctrain guide

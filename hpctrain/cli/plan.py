@@ -146,14 +146,14 @@ class PlanOptions(GoalOptions, LayoutOptions):
 def plan(options: PlanOptions) -> None:
     """Predict the fastest setup for a goal, or for a model larger than a GPU.
 
-    For a goal, a run or a number of samples: the nodes, batch, codec and local steps that reach it
-    soonest, the cost, and the bandwidth below which each codec is worthwhile. More nodes are
-    worthwhile as long as twice as many save a quarter of the time.
+    For a goal, a run or a number of samples: the nodes, batch, codec and local steps that reach
+    the goal first, the cost, and the bandwidth below which each codec is worthwhile. More nodes
+    are worthwhile as long as twice as many save a quarter of the time.
 
     For a layout: the five fastest layouts of a transformer by tensor, pipeline, data and context
     parallelism, ZeRO, micro-batches and recomputation, with memory, bubble and bytes, and the
     reasons against all others. Times are predicted by formulas from the figures of a machine file;
-    hpctrain guide plan lists the effects that they omit.
+    hpctrain guide plan lists the effects that the formulas omit.
 
     Examples:
       hpctrain plan runs/digits --machine machine.toml --target-loss 0.1

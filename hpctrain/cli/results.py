@@ -82,8 +82,8 @@ def report(
 def compare(runs: Runs) -> None:
     """Compare runs: results, speed, configuration, environment.
 
-    One run of each does not prove that one is faster: hpctrain study measures that. The exit code
-    is 0 also where the runs differ.
+    Two runs do not prove a difference of speed; hpctrain study measures such differences. The exit
+    code is 0 also if the runs differ.
 
     Examples:
       hpctrain compare runs/a runs/b

@@ -239,9 +239,9 @@ class SubmitOptions:
 def submit(options: SubmitOptions) -> None:
     """Write a batch script for Slurm, check it and submit it.
 
-    After -- follows your own command instead of a configuration. It finds the run directory in the
-    variable RUN_DIRECTORY; hpctrain.should_stop() returns True when it must save its state and
-    exit with code 85.
+    After -- follows your own command instead of a configuration. The command gets the run
+    directory in the variable RUN_DIRECTORY; hpctrain.should_stop() returns True when the command
+    must save its state and exit with code 85.
 
     The batch script is written into the run directory: output_dir of the configuration, or
     runs/NAME. A stopped run in that directory is continued. Before the job is queued, the script

@@ -36,9 +36,9 @@ def top(
 ) -> None:
     """Watch a running job: steps, loss, speed, slow ranks, time left.
 
-    Reads the files of the run directory and does not contact the job: it works on a login node
-    and over ssh, if the directory is mounted there. Ends when the run has ended, or on Ctrl-C,
-    which does not affect the job. For scripts: hpctrain status.
+    The command reads the files of the run directory and does not contact the job: it works on a
+    login node and over ssh, if the directory is mounted there. The command ends when the run has
+    ended, or on Ctrl-C, which does not affect the job. For scripts: hpctrain status.
 
     The times of a rank, in ms, are means over the last steps: computation, waiting for other ranks
     and their messages, input, and checkpoints. The slowest rank computes and reads longest. A rank
