@@ -68,7 +68,7 @@ def write_line(text: str) -> None:
     _write(sys.stderr, f"hpctrain: {text}\n".encode())
 
 
-def fold(process: subprocess.Popen[bytes], heard: Counter[str]) -> None:
+def fold(process: subprocess.Popen[bytes], counts: Counter[str]) -> None:
     """Copy stderr of mpirun to stderr of this process, without redundant messages.
 
     Messages of the launcher about a failed rank are dropped if a rank printed the reason, or if
@@ -77,7 +77,7 @@ def fold(process: subprocess.Popen[bytes], heard: Counter[str]) -> None:
 
     Args:
         process: mpirun, with a pipe as stderr; this call waits for its end.
-        heard: receives the numbers of lines ``BEGUN``, ``ENDED``, ``FAILED`` and ``LOST``, the
+        counts: receives the numbers of lines ``BEGUN``, ``ENDED``, ``FAILED`` and ``LOST``, the
             exit code that a rank reported (``ENDING``), and the signal that ended a rank
             (``KILLED``).
     """
@@ -92,14 +92,14 @@ def fold(process: subprocess.Popen[bytes], heard: Counter[str]) -> None:
                 continue
         text, box = b"".join(box) or part, []
         if found := _SIGNAL.search(text):
-            heard[KILLED] = int(found[1] or found[2])
+            counts[KILLED] = int(found[1] or found[2])
         if _NOISE.search(text):
             held += text
             continue
-        heard.update({line: text.count(line.encode()) for line in (BEGUN, ENDED, FAILED)})
-        heard[LOST] += _LOSSES.search(text) is not None
-        if ENDING not in heard and (code := _CODE.search(text)):
-            heard[ENDING] = int(code[1])
+        counts.update({line: text.count(line.encode()) for line in (BEGUN, ENDED, FAILED)})
+        counts[LOST] += _LOSSES.search(text) is not None
+        if ENDING not in counts and (code := _CODE.search(text)):
+            counts[ENDING] = int(code[1])
         if text.strip() and not is_rule:
             has_error, spoke_at = has_error or bool(_ERRORS.search(text)), time.monotonic()
         _write(sink, text)

@@ -90,9 +90,9 @@ def supervise(
     """
     with session(environ) as own:
         process = _started(line, own)
-        heard = Counter[str]()
-        ending = _Ending(process, own.get(ASKED), heard, grace_s=grace_s, save_s=save_s)
-        reader = threading.Thread(target=fold, args=(process, heard), daemon=True, name="stderr")
+        counts = Counter[str]()
+        ending = _Ending(process, own.get(ASKED), counts, grace_s=grace_s, save_s=save_s)
+        reader = threading.Thread(target=fold, args=(process, counts), daemon=True, name="stderr")
         reader.start()
         if timeout_s:
             ending.after(timeout_s, ending.on_timeout)
@@ -109,23 +109,23 @@ def supervise(
         if ending.first_signal == signal.SIGINT:
             raise KeyboardInterrupt
         return LaunchEnd(128 + ending.first_signal, is_wanted=True)
-    code = _meant(code, heard)
+    code = _meant(code, counts)
     return LaunchEnd(code if code >= 0 else 128 - code, is_wanted=ending.first_signal is not None)
 
 
-def _meant(code: int, heard: Counter[str]) -> int:
+def _meant(code: int, counts: Counter[str]) -> int:
     """Return the exit code of the launch for the exit code of mpirun; see ``supervise``."""
-    if code == heard[KILLED] != 0:
+    if code == counts[KILLED] != 0:
         code += 128  # as in Open MPI and shells
-    if heard[ENDING] and code not in (0, STOPPED):
-        return heard[ENDING]
+    if counts[ENDING] and code not in (0, STOPPED):
+        return counts[ENDING]
     has_hung = (
-        heard[LOST] and code == -signal.SIGKILL
+        counts[LOST] and code == -signal.SIGKILL
     )  # mpirun hung after the loss of a node, and was killed
-    if heard[FAILED] or has_hung or code == 128 + signal.SIGKILL:
+    if counts[FAILED] or has_hung or code == 128 + signal.SIGKILL:
         return RANK_LOST  # the exit code of ranks that detect the loss themselves
-    if code == 0 and (heard[LOST] or heard[BEGUN] > heard[ENDED]):
-        why = "a node is lost" if heard[LOST] else "the ranks have not completed"
+    if code == 0 and (counts[LOST] or counts[BEGUN] > counts[ENDED]):
+        why = "a node is lost" if counts[LOST] else "the ranks have not completed"
         write_line(f"{why}: the run has failed")
         return RANK_LOST
     return code
@@ -174,12 +174,12 @@ class _Ending:
         self,
         process: subprocess.Popen[bytes],
         note: str | None,
-        heard: Counter[str],
+        counts: Counter[str],
         *,
         grace_s: float,
         save_s: float,
     ) -> None:
-        self.process, self.note, self.heard = process, note, heard
+        self.process, self.note, self.counts = process, note, counts
         self.grace_s, self.save_s = grace_s, save_s
         self.timeout_s = Settings.from_env().timeout  # limit of waits of ranks for each other
         self.timed_out = False
@@ -200,9 +200,9 @@ class _Ending:
             try:
                 return self.process.wait(LOOK_S)
             except subprocess.TimeoutExpired:
-                if self.heard[FAILED]:  # ranks of other nodes wait forever
+                if self.counts[FAILED]:  # ranks of other nodes wait forever
                     self.kill()
-                has_lost = bool(self.heard[LOST])
+                has_lost = bool(self.counts[LOST])
                 is_over = has_lost or has_only_dead_children(self.process.pid)
                 orphaned_s = orphaned_s + LOOK_S if is_over else 0
             if orphaned_s >= ORPHANED_S:
@@ -216,7 +216,7 @@ class _Ending:
                     f"all ranks must call MPI_Init, but {gone} ended before MPI_Init, in which "
                     f"the other ranks wait: all ranks are killed; let no rank exit before MPI_Init"
                 )
-                self.heard[FAILED] += 1
+                self.counts[FAILED] += 1
                 self.kill()
             late = late_in_mpi(self.process.pid)
             late_s = late_s + LOOK_S if late else 0
@@ -226,7 +226,7 @@ class _Ending:
                     f"other, but have waited longer in {late}: all ranks are killed; find the "
                     f"cause there, or raise HPCTRAIN_TIMEOUT"
                 )
-                self.heard[FAILED] += 1
+                self.counts[FAILED] += 1
                 self.kill()
 
     @contextlib.contextmanager
