@@ -55,7 +55,7 @@ def bandwidth(files: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def scaling(files: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw an all-reduce and the part of a step without communication by the number of nodes."""
+    """Draw the time of an all-reduce, and the efficiency of a step, by the number of nodes."""
     network, *engines = files
     figure, (left, right) = _panels(2)
     rows = [r for r in network["results"] if (r["rate"], r["bytes"]) == (RATE, SCALED_BYTES)]
