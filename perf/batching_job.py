@@ -1,7 +1,7 @@
 """One job of ``bench_batching.py`` on the ranks of a cluster: a stream of named all-reduces.
 
-The job creates a new world for every pair of fusion and cycle, as if a user had set the variables,
-and one without variables, which uses the plan.
+The job creates a new world for every pair of fusion size and cycle time, as if a user had set
+these variables, and a world without variables, which uses the plan.
 """
 
 import argparse
@@ -29,8 +29,8 @@ Point = Choice | str
 def stream_s(point: Point, options: argparse.Namespace) -> float:
     """Return the seconds of one stream, of the slowest rank. Collective.
 
-    Tensors come one after the other, with a pause between them as backward has it; then all are
-    waited for.
+    Tensors are submitted one after the other, with a pause between two tensors as in backward;
+    then the ranks wait for all sums.
     """
     for name, value in zip(NAMES, point if point != BY_PLAN else (None, None), strict=True):
         os.environ.pop(name, None)
@@ -58,7 +58,7 @@ def stream_s(point: Point, options: argparse.Namespace) -> float:
 def timed(
     points: list[Point], rounds: int, options: argparse.Namespace
 ) -> dict[Point, list[float]]:
-    """Time all points, interleaved. Collective."""
+    """Time the streams of all points, interleaved. Collective."""
     seconds: dict[Point, list[float]] = {point: [] for point in points}
     for _ in range(rounds):
         for point in points:
@@ -67,7 +67,7 @@ def timed(
 
 
 def chosen(probe: str) -> Choice:
-    """Return what the plan of a fresh world says. Collective."""
+    """Return fusion size and cycle time in the plan of a new world. Collective."""
     os.environ["HPCTRAIN_PROBE"] = probe
     hvd.init()
     plan = current().plan
@@ -76,7 +76,7 @@ def chosen(probe: str) -> Choice:
 
 
 def main() -> None:
-    """Choose, sweep, and time the best of the sweep once more against the choice."""
+    """Time all points, then the best point interleaved with the choice of the plan."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tensors", type=int, help="in a stream")
     parser.add_argument("--bytes", type=int, help="of each tensor")

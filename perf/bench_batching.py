@@ -45,7 +45,7 @@ def run(rate: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def words_of(fusion_bytes: float, cycle_s: float) -> str:
-    """Return a human-readable pair."""
+    """Return fusion size and cycle time as text."""
     return f"{format_bytes(int(fusion_bytes))}, {format_seconds(cycle_s) if cycle_s else 'none'}"
 
 

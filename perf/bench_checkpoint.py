@@ -8,7 +8,7 @@ round measures, one after the other, the time of the slowest rank:
 * ``memory copy``: every rank copies its share of the state into memory that it has used before;
 * ``stall``: ``Manager.save`` blocks the training thread;
 * ``write``: until the checkpoint is on disk, everything included;
-* ``comparison``: the part of both for checksums of the state and their exchange;
+* ``comparison``: the part of ``write`` for checksums of the state and their exchange;
 * ``dd``: one ``dd conv=fsync`` of as many bytes, from memory, into the same directory;
 * ``dd on each rank``: concurrent ``dd`` of all ranks, of a share each.
 
@@ -40,7 +40,7 @@ SETTLE_S = 0.5
 
 
 def make_state(num_bytes: int) -> dict[str, dict[str, Tensor]]:
-    """Make the same state on every rank; what disks could compress away is not in it."""
+    """Make the same random state on every rank, which a file system cannot compress."""
     generator = torch.Generator().manual_seed(0)
     names = [f"{index:04d}" for index in range(num_bytes // TENSOR_BYTES // 3)]
     return {
@@ -50,7 +50,7 @@ def make_state(num_bytes: int) -> dict[str, dict[str, Tensor]]:
 
 
 def seconds_of(work: Callable[[], object]) -> float:
-    """Return how long the slowest rank takes. Collective."""
+    """Return the seconds that the slowest rank takes for a call. Collective."""
     current().comm.barrier()  # sleeps, where MPI's own would take a core from a rank that works
     start = time.perf_counter()
     work()
@@ -74,7 +74,7 @@ def write_source(path: Path, tensors: list[Tensor]) -> None:
 
 
 def measure(folder: Path, num_bytes: int, rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each kind, and separately those of the first save. Collective."""
+    """Return the seconds of each kind, and the seconds of the first save. Collective."""
     comm = current().comm
     state = make_state(num_bytes)
     tensors = [tensor for of_kind in state.values() for tensor in of_kind.values()]

@@ -3,11 +3,11 @@
     python perf/bench_codecs.py [--quick] [--json FILE]
 
 The first table codes and decodes a bucket on one core and divides the time by that of a copy of as
-many bytes: once, and as a node does in a step, which also decodes received data and codes the sum,
-without a link. The second table reduces a bucket between nodes of a virtual cluster, if the
-machine supports one (``python -m tests.cluster.vcluster``), with all codecs interleaved in one
-job, and counts the bytes that leave the nodes. Ratios are times without compression over those of
-the codec: above 1 the codec is faster.
+many bytes: for one call, and for the calls of a node in a step, which also decodes received data
+and codes the sum, without a link. The second table reduces a bucket between nodes of a virtual
+cluster, if the machine supports one (``python -m tests.cluster.vcluster``), with all codecs
+interleaved in one job, and counts the bytes that leave the nodes. Ratios are the time without
+compression over the time with the codec: above 1 the codec is faster.
 """
 
 import argparse
@@ -42,7 +42,7 @@ CLUSTERS = (("1gbit", 2, 2), ("200mbit", 4, 2))
 
 
 class Mirror:
-    """A link of two ranks of which the other one sends what this one sends."""
+    """Simulated link between two ranks: the other rank sends the data of this rank."""
 
     rank, size, levels = 0, 2, None
 
@@ -56,7 +56,7 @@ class Mirror:
         return [tensors[0], tensors[0].clone()]
 
     def wait(self) -> None:
-        """Return at once."""
+        """No-op: all operations are complete."""
 
 
 def seconds_of(work: Callable[[], object], rounds: int) -> float:

@@ -52,7 +52,7 @@ def measure(nodes: int, ranks: int, rate: str, options: argparse.Namespace) -> d
 
 
 def least(points: list[Point]) -> list[Point]:
-    """Return each point once, with the least time that it was measured with."""
+    """Return each point once, with its minimum time over all measurements."""
     best: dict[Point, float] = {}
     for point in points:
         key = replace(point, seconds=1.0)
@@ -63,7 +63,9 @@ def least(points: list[Point]) -> list[Point]:
 def main() -> None:
     """Run all jobs; print the errors of the models and write the points."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="small messages, to see it work")
+    parser.add_argument(
+        "--quick", action="store_true", help="small messages, for a test of the program"
+    )
     parser.add_argument("--mpi", default="openmpi", choices=("openmpi", "mpich"))
     parser.add_argument("--rates", nargs="+", default=["1gbit", "200mbit"], help="of the links")
     parser.add_argument("--sizes", nargs="+", type=int, default=SIZES, help="bytes")

@@ -38,11 +38,11 @@ import h5py
 import numpy as np
 import torch
 from data_memory import evict, file_system, peak_bytes, read_through, touch_free_memory
+from data_methods import Hdf5, Kind, Memmap, Method, Stock, StockWorkers
 from data_ours import First, FirstGlobal, FirstWindow, Second, Take
 from data_peers import Mosaic, Tars, installed
 from data_read_first import ReadFirst
 from data_turns import Truth, Turn, check, take_turn
-from data_ways import Hdf5, Kind, Memmap, Stock, StockWorkers, Way
 from measure import arguments, report
 
 from hpctrain.core.units import MIB
@@ -54,11 +54,11 @@ LONG = {
     Kind("3 KB, 3 GB of them", SMALL.shape, 1_000_000): (64, 256),
 }
 """Sets of several windows, or of more than a batch is kept waiting for."""
-WARM: tuple[type[Way], ...] = (Memmap, First, Second, Take, Hdf5, Stock, StockWorkers)
-COLD: tuple[type[Way], ...] = (FirstWindow, FirstGlobal, Memmap, ReadFirst)
-COLD_FEW: tuple[type[Way], ...] = (FirstWindow, ReadFirst)
+WARM: tuple[type[Method], ...] = (Memmap, First, Second, Take, Hdf5, Stock, StockWorkers)
+COLD: tuple[type[Method], ...] = (FirstWindow, FirstGlobal, Memmap, ReadFirst)
+COLD_FEW: tuple[type[Method], ...] = (FirstWindow, ReadFirst)
 """Methods of hpctrain, and the lower bound of an order that mixes all samples."""
-PEERS: tuple[type[Way], ...] = (Mosaic, Tars)
+PEERS: tuple[type[Method], ...] = (Mosaic, Tars)
 SEQUENTIAL = "sequential read of the same bytes"
 MORE_COLD_ROUNDS = 2
 TOUCHED = 7
@@ -72,80 +72,86 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How much is measured."""
+    """Size of the data sets, and numbers of rounds and batches."""
 
     batches: Mapping[Kind, tuple[int, ...]]
-    """Samples of each kind, and in which batches."""
+    """Kinds of samples, with the batch sizes of each."""
     long: Mapping[Kind, tuple[int, ...]]
-    """The same for sets that are measured cold only, by few methods."""
+    """Kinds and batch sizes of data sets that few methods read, and only cold."""
     rounds: int
     limit_s: float
     """Time limit for an epoch of a slow method."""
     at_least_s: float
-    """Of a turn on files in the page cache: as many epochs as that takes."""
+    """Least time of a measurement on files in the page cache, which repeats the epoch."""
     keep_s: float
     """Time from the last touch of free memory to a cold measurement.
 
-    A kernel tells its host what is free 2 s after some was freed; within a turn, that halves it.
+    The kernel reports its host what is free 2 s after some was freed; within a turn, that halves
+    it.
     """
 
     @classmethod
     def of(cls, options: Namespace) -> "Plan":
-        """Choose by the options."""
+        """Return the plan of the command line options."""
         if options.quick:
             kinds = Kind(BIG.name, BIG.shape, 800), Kind(SMALL.name, SMALL.shape, 20_000)
             return cls({kinds[0]: (64,), kinds[1]: (64,)}, {}, 2, 0.35, 0.1, 0)
         return cls({BIG: (64,), SMALL: (64, 256)}, LONG, options.rounds, 1.8, 0.3, 2.5)
 
 
-def write(kind: Kind, folder: Path, ways: Sequence[type[Way]]) -> Truth:
-    """Make the samples, then the files of every form."""
+def write(kind: Kind, folder: Path, methods: Sequence[type[Method]]) -> Truth:
+    """Create the samples, then the files of all methods."""
     generator = np.random.default_rng(kind.sample_bytes)
     with (folder / Memmap.form).open("wb") as raw:
         for start in range(0, kind.num_bytes, 64 * MIB):
             raw.write(generator.bytes(min(64 * MIB, kind.num_bytes - start)))
     samples = kind.map(folder / Memmap.form)
-    for form, way in {way.form: way for way in ways}.items():
-        way.write(kind, samples, folder / form)
+    for form, method in {method.form: method for method in methods}.items():
+        method.write(kind, samples, folder / form)
     return Truth(kind, samples)
 
 
 def cache(folder: Path) -> None:
-    """Bring all files into the page cache by reading, as if they had lain on disk before.
+    """Read all files into the page cache.
 
-    Writing may leave larger pages there than reading does.
+    Pages after a write may be larger than pages after a read.
     """
     gc.collect()
     evict(folder)
     read_through(folder)
 
 
-def warm(ways: Sequence[Way], truth: Truth, plan: Plan) -> Turns:
+def warm(methods: Sequence[Method], truth: Truth, plan: Plan) -> Turns:
     """Measure the methods, interleaved, on files in the page cache."""
-    samples = truth.kind.map(ways[0].path.with_name(Memmap.form))
-    for way in ways:
-        check(way, samples, plan.limit_s / 4)
-    turns: Turns = {way.name: [] for way in ways}
+    samples = truth.kind.map(methods[0].path.with_name(Memmap.form))
+    for method in methods:
+        check(method, samples, plan.limit_s / 4)
+    turns: Turns = {method.name: [] for method in methods}
     for _ in range(plan.rounds):
-        for way in ways:
-            turns[way.name].append(take_turn(way, truth, plan.limit_s, plan.at_least_s))
-    for way in ways:
-        way.close()
+        for method in methods:
+            turns[method.name].append(take_turn(method, truth, plan.limit_s, plan.at_least_s))
+    for method in methods:
+        method.close()
     return turns
 
 
-def cold(ways: Sequence[type[Way]], truth: Truth, folder: Path, plan: Plan, batch: int) -> Turns:
-    """Measure the methods, interleaved, on files outside of the page cache, else None."""
+def cold(
+    methods: Sequence[type[Method]], truth: Truth, folder: Path, plan: Plan, batch: int
+) -> Turns:
+    """Measure the methods, interleaved, on files that were dropped from the page cache.
 
-    def turn_of(way: type[Way]) -> Turn:
-        with closing(way(truth.kind, folder, batch)) as fresh:
+    None if the files cannot be dropped.
+    """
+
+    def turn_of(method: type[Method]) -> Turn:
+        with closing(method(truth.kind, folder, batch)) as fresh:
             return take_turn(fresh, truth, plan.limit_s)
 
     works: dict[str, tuple[Path, Callable[[], Turn]]] = {
         # Not of our files: what we read at random leaves memory in small pieces, and a read of
         # the same files in their order then takes up to three times as long.
         SEQUENTIAL: (folder / Memmap.form, lambda: read_all(folder / Memmap.form)),
-        **{way.name: (folder / way.form, partial(turn_of, way)) for way in ways},
+        **{method.name: (folder / method.form, partial(turn_of, method)) for method in methods},
     }
     turns: Turns = {name: [] for name in works}
     for _ in range(plan.rounds + MORE_COLD_ROUNDS):
@@ -165,7 +171,7 @@ def read_all(path: Path) -> Turn:
 
 
 def rows_of(key: Row, turns: Turns, ours: str, rate: str) -> list[Row]:
-    """Make the rows of one table part: ``rate`` names the figure that is compared."""
+    """Return the rows of a part of the table; ``rate`` names the compared figure."""
     rows = []
     for name, of_way in turns.items():
         done = [turn for turn in of_way if turn]
@@ -190,50 +196,52 @@ def rows_of(key: Row, turns: Turns, ours: str, rate: str) -> list[Row]:
     return rows
 
 
-def missing_rows(key: Row, missing: Sequence[type[Way]]) -> list[Row]:
-    """Make the rows of peers that are not installed."""
+def missing_rows(key: Row, missing: Sequence[type[Method]]) -> list[Row]:
+    """Return rows for the peers that are not installed."""
     columns = ("part", "MB/s", "MB/cpu-s", "ours / way", "least", "most", "peak MiB")
     empty = dict.fromkeys(columns, "")
-    return [key | {"way": way.name} | empty | {"part": "not installed"} for way in missing]
+    return [key | {"way": method.name} | empty | {"part": "not installed"} for method in missing]
 
 
-def measure(kind: Kind, folder: Path, plan: Plan, peers: Sequence[type[Way]]) -> list[Row]:
+def measure(kind: Kind, folder: Path, plan: Plan, peers: Sequence[type[Method]]) -> list[Row]:
     """Measure one kind of samples, warm and cold."""
-    missing = [way for way in PEERS if way not in peers]
+    missing = [method for method in PEERS if method not in peers]
     truth = write(kind, folder, (*WARM, *peers))
     cache(folder)
     first, *_ = plan.batches[kind]
-    peaks = [peak_bytes(way(kind, folder, first), plan.limit_s / 3) for way in (*WARM, *peers)]
+    peaks = [
+        peak_bytes(method(kind, folder, first), plan.limit_s / 3) for method in (*WARM, *peers)
+    ]
     rows = []
     for batch in plan.batches[kind]:
-        ways = [way(kind, folder, batch) for way in (*WARM, *peers)]
+        methods = [method(kind, folder, batch) for method in (*WARM, *peers)]
         key = {"cache": "warm", "sample": kind.name, "batch": batch}
-        some = rows_of(key, warm(ways, truth, plan), Second.name, "cpu_rate")
+        some = rows_of(key, warm(methods, truth, plan), Second.name, "cpu_rate")
         for row, peak in zip(some, peaks if batch == first else (), strict=False):
             row["peak MiB"] = NOT_MEASURED if peak is None else round(peak / MIB)
         rows += some + missing_rows(key, missing)
-        del ways
+        del methods
     for batch in plan.batches[kind]:
-        ways = (*COLD, *peers) if batch == first else COLD_FEW
-        rows += measure_cold(ways, truth, folder, plan, batch)
+        methods = (*COLD, *peers) if batch == first else COLD_FEW
+        rows += measure_cold(methods, truth, folder, plan, batch)
     return rows + missing_rows(cold_key(kind, first), missing)
 
 
 def measure_cold(
-    ways: Sequence[type[Way]], truth: Truth, folder: Path, plan: Plan, batch: int
+    methods: Sequence[type[Method]], truth: Truth, folder: Path, plan: Plan, batch: int
 ) -> list[Row]:
     """Measure some methods on files that are not in the page cache."""
-    turns = cold(ways, truth, folder, plan, batch)
+    turns = cold(methods, truth, folder, plan, batch)
     return rows_of(cold_key(truth.kind, batch), turns, FirstWindow.name, "rate")
 
 
 def cold_key(kind: Kind, batch: int) -> Row:
-    """Return what names the cold rows of a kind."""
+    """Return the key of the cold rows of a kind of samples."""
     return {"cache": "cold", "sample": kind.name, "batch": batch}
 
 
 def promises(rows: Sequence[Row]) -> dict[str, float]:
-    """Return the ratios that this project promises, with the promised values."""
+    """Return the ratios that must reach a required value, with these values."""
     wanted = {
         ("warm", BIG.name): {Memmap.name: 0.80},
         ("warm", SMALL.name): {Memmap.name: 0.60, Hdf5.name: 5, Mosaic.name: 20, Tars.name: 20},
@@ -260,7 +268,7 @@ def main() -> None:
     torch.set_num_threads(1)
     plan = Plan.of(options)
     versions = installed()
-    peers = [way for way, version in versions.items() if version]
+    peers = [method for method, version in versions.items() if version]
     rows: list[Row] = []
     for kind in (*plan.batches, *plan.long):
         with tempfile.TemporaryDirectory(prefix="bench-data-", dir=options.dir) as made:
@@ -272,7 +280,7 @@ def main() -> None:
                 truth = write(kind, folder, (FirstWindow,))
                 for batch in plan.long[kind]:
                     rows += measure_cold(COLD_FEW, truth, folder, plan, batch)
-    names = [f"{way.name} {version}" for way, version in versions.items() if version]
+    names = [f"{method.name} {version}" for method, version in versions.items() if version]
     title = f"Samples in random order from {system}; {', '.join([*names, H5PY])}"
     report(title, rows, promises(rows), options.json)
 

@@ -2,8 +2,8 @@
 
     hpctrain launch -n 2 -- python perf/bench_embedding.py [--json FILE] [--large]
 
-Each rank looks up ``ROWS`` distinct rows of ``DIM`` float32 numbers of a table of ``TABLE`` rows,
-in random order, about half of them on other ranks, and returns as many gradients.
+Each rank gathers ``ROWS`` distinct rows of ``DIM`` float32 numbers from a table of ``TABLE`` rows,
+in random order, about half of the rows from other ranks, and returns as many gradients.
 
 * ``copy``: one copy of as many bytes into mapped memory, a lower bound;
 * ``passes``: the memory accesses of rows in random order, without communication: a look-up gathers
@@ -38,14 +38,14 @@ COMM = MPI.COMM_WORLD
 
 
 class ByHand:
-    """A table of which every rank has a range, with MPI's collectives."""
+    """A table divided into ranges of rows, with collectives of MPI."""
 
     def __init__(self) -> None:
         self.per_rank = -(-TABLE // COMM.size)
         self.rows = torch.rand(self.per_rank, DIM).numpy()
 
     def pull(self, ids):
-        """Return rows."""
+        """Return the rows with these ids, from all ranks."""
         owners = ids // self.per_rank
         self.order = np.argsort(owners, kind="stable")
         self.sent = np.bincount(owners, minlength=COMM.size)
@@ -60,7 +60,7 @@ class ByHand:
         return found
 
     def push(self, grads):
-        """Sum and step, after a pull of the same ids."""
+        """Sum the gradients of each row and subtract them; follows a ``pull`` of the same ids."""
         came = np.empty((len(self.asked), DIM), np.float32)
         COMM.Alltoallv([grads[self.order], self.sent * DIM], [came, self.heard * DIM])
         rows, index = np.unique(self.asked, return_inverse=True)
@@ -70,7 +70,7 @@ class ByHand:
 
 
 def of_ours(table, ids, grads):
-    """Return pull and push of ours."""
+    """Return pull and push of hpctrain."""
     found = []
 
     def pull():
@@ -148,7 +148,7 @@ def of_torchrec(ids, grads):
 
 
 def _row_wise():
-    """Return torchrec's table."""
+    """Return the table of torchrec, sharded by rows."""
     import fbgemm_gpu  # noqa: F401, PLC0415 - only where it is there
     import torch.distributed as dist  # noqa: PLC0415
     from torchrec import EmbeddingCollection, EmbeddingConfig  # noqa: PLC0415
@@ -186,18 +186,18 @@ def measure(rounds: int, json_file) -> None:
     table = hvd.ShardedEmbedding(TABLE, DIM, optimizer="sgd", lr=LR)
     by_hand = ByHand()
     check(table, by_hand, ids)
-    ways = {"ours": of_ours(table, tensor, grads), "by hand": of_hand(by_hand, ids, grads)}
+    methods = {"ours": of_ours(table, tensor, grads), "by hand": of_hand(by_hand, ids, grads)}
     target, source = torch.empty(ROWS, DIM), torch.rand(ROWS, DIM)
-    ways["copy"] = (lambda: target.copy_(source),) * 2
-    ways["passes"] = of_passes(grads)
+    methods["copy"] = (lambda: target.copy_(source),) * 2
+    methods["passes"] = of_passes(grads)
     for name, make in {"DDP": of_ddp, "torchrec": of_torchrec}.items():
         made = make(tensor, grads)
         if isinstance(made, str):
             sys.stderr.write(f"{name} is skipped: {made}\n" * (COMM.rank == 0))
         else:
-            ways[name] = made
-    pulls = {name: pull for name, (pull, _) in ways.items()}
-    pushes = {name: push for name, (_, push) in ways.items()}
+            methods[name] = made
+    pulls = {name: pull for name, (pull, _) in methods.items()}
+    pushes = {name: push for name, (_, push) in methods.items()}
     looked_up = interleave(pulls, rounds=rounds, repetitions=3)
 
     stepped: dict[str, list[float]] = {name: [] for name in pushes}
@@ -217,7 +217,7 @@ def measure(rounds: int, json_file) -> None:
 
 
 def check(table, by_hand, ids) -> None:
-    """Exit if a step of hpctrain and one by hand change rows differently."""
+    """Exit if hpctrain and the program with mpi4py change rows differently in a step."""
     grads = np.random.default_rng(COMM.rank).random((ROWS, DIM), np.float32)
     before = table(torch.from_numpy(ids)), torch.from_numpy(by_hand.pull(ids))
     table.zero_grad()

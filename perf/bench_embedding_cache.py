@@ -7,12 +7,15 @@ Four ranks on two virtual nodes, joined by links of a set rate, train the networ
 one step and for four. The variants are interleaved and use the same batches. The program needs
 root; ``python -m tests.cluster.vcluster`` reports whether it works on this machine.
 
-* ``loss`` is that of the last ``LAST`` steps, ``test loss`` that of other lines, with exact rows;
-* ``hit rate`` is that of the larger table during training, ``kB saved`` were not sent because of
-  it in a step, over all nodes; ``kB out`` were sent by the busier node in a step, by the counters
-  of its network adapter;
-* ``step ms`` is the median time of a step, that of the slowest rank;
-* ``again ms`` is the time of a second look-up of the test lines, without a step in between.
+* ``loss`` is the mean of the last ``LAST`` steps, ``test loss`` the loss of other lines, with
+exact
+  rows;
+* ``hit rate`` is the fraction of rows of the larger table that were found in a copy during
+training;
+  ``kB saved`` is the number of bytes per step that copies saved, over all nodes; ``kB out`` is the
+  number of bytes per step that the busier node sent, by the counters of its network adapter;
+* ``step ms`` is the median time of a step on the slowest rank;
+* ``again ms`` is the time of a second look-up of the test lines, without a step between.
 """
 
 import argparse
@@ -34,13 +37,13 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT), str(ROOT / "examples/clicks")]
 
 NUM_IDS, LINES, TEST_LINES, BATCH, EPOCHS, LAST = 100_000, 200_000, 20_000, 2048, 2, 40
-WAYS: dict[str, dict[str, int]] = {"none": {}} | {
+VARIANTS: dict[str, dict[str, int]] = {"none": {}} | {
     f"{steps}": {"cache_rows": 50_000, "cache_steps": steps} for steps in (0, 1, 4)
 }
 
 
-class Way:
-    """A network with copies of one kind, which trains with the others, interleaved."""
+class Variant:
+    """Network with one setting of copies, trained interleaved with the others."""
 
     def __init__(self, hvd: Any, dim: int, how: dict[str, int]) -> None:
         import clicks  # noqa: PLC0415 - next to the examples
@@ -55,12 +58,12 @@ class Way:
         self.sent: list[int] = []
 
     def loss_of(self, log: Any, mine: Any) -> torch.Tensor:
-        """Return the loss of some lines. Collective."""
+        """Return the mean loss of lines of the log. Collective."""
         logits, clicked = (torch.from_numpy(log[name][mine]) for name in ("ids", "click"))
         return torch.nn.functional.binary_cross_entropy_with_logits(self.model(logits), clicked)
 
     def step(self, log: Any, mine: Any) -> None:
-        """Train with some lines."""
+        """Train the network with one batch of lines."""
         self.optimizer.zero_grad()
         loss = self.loss_of(log, mine)
         loss.backward()
@@ -68,7 +71,7 @@ class Way:
         self.losses.append(loss.item())
 
     def timed_step(self, log: Any, mine: Any) -> None:
-        """Train, and measure."""
+        """Run ``step``, and measure its time and bytes."""
         from network_job import sent_bytes  # noqa: PLC0415 - takes MPI
 
         before = sent_bytes()
@@ -76,7 +79,7 @@ class Way:
         self.sent.append(sent_bytes() - before)
 
     def timed(self, work: Any) -> float:
-        """Return how long the slowest rank takes. Collective."""
+        """Return the seconds that the slowest rank takes for a call. Collective."""
         comm = self.hvd.current().comm
         comm.barrier()
         began = time.perf_counter()
@@ -85,15 +88,15 @@ class Way:
 
     @torch.no_grad()
     def figures(self, log: Any, mine: Any) -> dict[str, float]:
-        """Test, and return the results. Collective."""
+        """Test the network, and return the results of the variant. Collective."""
         report, comm = self.model.deep.cache_report()[0], self.hvd.current().comm
         self.model.eval()
         test_loss = self.loss_of(log, mine).item()
         again = [self.timed(lambda: self.loss_of(log, mine)) for _ in range(5)]
-        told = comm.allgather_object((np.mean(self.losses[-LAST:]), test_loss))
+        losses = comm.allgather_object((np.mean(self.losses[-LAST:]), test_loss))
         return {
-            "loss": float(np.mean(told, axis=0)[0]),
-            "test loss": float(np.mean(told, axis=0)[1]),
+            "loss": float(np.mean(losses, axis=0)[0]),
+            "test loss": float(np.mean(losses, axis=0)[1]),
             "hit rate": report.hit_rate,
             "kB saved": report.bytes_saved / 1e3 / len(self.seconds),
             "kB out": max(comm.allgather_object(float(np.mean(self.sent)))) / 1e3,
@@ -111,14 +114,14 @@ def job(json_file: Path, dim: int) -> None:
     hvd.init()
     torch.set_num_threads(1)
     train, test = (clicks.log_of(n, NUM_IDS, seed) for seed, n in ((0, LINES), (1, TEST_LINES)))
-    ways = {name: Way(hvd, dim, how) for name, how in WAYS.items()}
+    variants = {name: Variant(hvd, dim, how) for name, how in VARIANTS.items()}
     random = np.random.default_rng(0)
     lines = np.concatenate([random.permutation(LINES) for _ in range(EPOCHS)])
     for at in range(0, len(lines) - BATCH, BATCH):
-        for way in ways.values():
-            way.timed_step(train, lines[at + hvd.rank() : at + BATCH : hvd.size()])
+        for variant in variants.values():
+            variant.timed_step(train, lines[at + hvd.rank() : at + BATCH : hvd.size()])
     mine = np.arange(hvd.rank(), TEST_LINES, hvd.size())
-    found = {name: way.figures(test, mine) for name, way in ways.items()}
+    found = {name: variant.figures(test, mine) for name, variant in variants.items()}
     if hvd.rank() == 0:
         json_file.write_text(json.dumps({"machine": machine(), "ways": found}), encoding="utf-8")
 

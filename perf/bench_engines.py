@@ -2,25 +2,26 @@
 
     python perf/bench_engines.py [--quick] [--worlds 2 4 1gbit 200mbit] [--json FILE]
 
-Each method has its own job, because a process has one engine; the jobs are interleaved, so that a
-round has one of each:
+Each method has its own job, because a process has one engine; the jobs are interleaved, so that
+each round has one job of each method:
 
 * ``hpctrain``: on its own engine, with the plan that it measures at its start;
 * ``Horovod``: with its own API and its defaults;
-* ``Horovod, cycle 0.1 ms``: the same with ``HOROVOD_CYCLE_TIME=0.1``, because the default, 1 ms,
-  is most of the time of a small sum;
+* ``Horovod, cycle 0.1 ms``: the same with ``HOROVOD_CYCLE_TIME=0.1``, because the default of
+  1 ms is most of the time of a small sum;
 * ``on Horovod, flat`` and ``on Horovod, two-level``: hpctrain with ``engine="horovod"``; two
   levels need several nodes;
 * ``no communication``: the training step only, the faster of its plain and its flat form;
-* by name only, and the training step only: ``hpctrain, shard=node``, ``torch DDP, gloo`` and
+* only if selected by name, and only the training step: ``hpctrain, shard=node``, ``torch DDP,
+gloo`` and
   ``plain MPI``, a sum for each gradient after backward.
 
 All jobs have one torch thread per rank, no binding, because Horovod works in a separate thread,
 and the same launcher. A sum is one synchronous ``allreduce_`` of an ordinary float32 tensor; the
 step is that of ``bench_step.py``, with the ``DistributedOptimizer`` of each package. Every job
 checks its sums and the weights after a step. Links between nodes are the same as in
-``bench_network.py``. Times are medians over the rounds of the median in a round, of the slowest
-rank. Ratios are the time of a method over that of ``hpctrain``: above 1 hpctrain is faster.
+``bench_network.py``. Times are those of the slowest rank, medians over the rounds of the median in
+a round. Ratios are the time of a method over that of ``hpctrain``: above 1 hpctrain is faster.
 """
 
 import argparse
@@ -80,8 +81,8 @@ WORLDS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
-    """How a job sums: what the ranks run, and their environment."""
+class Method:
+    """Method of a job: the command line of the ranks, and their environment."""
 
     package: str
     engine: str | None = None
@@ -94,25 +95,29 @@ class Way:
     """Whether it is measured if no methods are named."""
 
 
-WAYS = {
-    "hpctrain": Way(package="hpctrain", engine="hpctrain"),
-    "Horovod": Way(package="horovod.torch"),
-    "Horovod, cycle 0.1 ms": Way(package="horovod.torch", environ={"HOROVOD_CYCLE_TIME": "0.1"}),
-    "on Horovod, flat": Way(package="hpctrain", engine="horovod", words=("--algorithm", "flat")),
-    "on Horovod, two-level": Way(
+METHODS = {
+    "hpctrain": Method(package="hpctrain", engine="hpctrain"),
+    "Horovod": Method(package="horovod.torch"),
+    "Horovod, cycle 0.1 ms": Method(
+        package="horovod.torch", environ={"HOROVOD_CYCLE_TIME": "0.1"}
+    ),
+    "on Horovod, flat": Method(
+        package="hpctrain", engine="horovod", words=("--algorithm", "flat")
+    ),
+    "on Horovod, two-level": Method(
         package="hpctrain",
         engine="horovod",
         words=("--algorithm", "two-level"),
         several_nodes=True,
     ),
-    "no communication": Way(package="none"),
-    "hpctrain, shard=node": Way(
+    "no communication": Method(package="none"),
+    "hpctrain, shard=node": Method(
         package="hpctrain", engine="hpctrain", words=("--shard", "node"), is_usual=False
     ),
-    "torch DDP, gloo": Way(
+    "torch DDP, gloo": Method(
         package="ddp", environ={"GLOO_SOCKET_IFNAME": "eth0"}, several_nodes=True, is_usual=False
     ),
-    "plain MPI": Way(package="mpi", is_usual=False),
+    "plain MPI": Method(package="mpi", is_usual=False),
 }
 
 
@@ -143,16 +148,16 @@ def launch(world: World, words: Sequence[str], environ: Mapping[str, str], limit
         )
 
 
-def turn(world: World, way: Way, options: argparse.Namespace) -> dict[str, Any]:
-    """Run the job of one method once and return its results."""
+def turn(world: World, method: Method, options: argparse.Namespace) -> dict[str, Any]:
+    """Run the job of a method once, and return its results."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "figures.json"
-        words = [str(JOB), way.package, *way.words, *world.job, "--json", str(file)]
+        words = [str(JOB), method.package, *method.words, *world.job, "--json", str(file)]
         words += ["--sizes", *map(str, options.sizes)]
-        if way.engine:
-            words += ["--engine", way.engine]
+        if method.engine:
+            words += ["--engine", method.engine]
         # A separate cache: each job measures its own plan, and no job uses that of another.
-        environ = {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": folder, **way.environ}
+        environ = {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": folder, **method.environ}
         launch(world, words, environ, options.timeout)
         return json.loads(file.read_text(encoding="utf-8"))
 
@@ -161,25 +166,26 @@ def measure(world: World, options: argparse.Namespace) -> dict[str, Any]:
     """Run the jobs of all methods, interleaved.
 
     Returns:
-        Under ``ways``, for each way the medians of its rounds: ``sums`` by size, and ``steps``.
+        The key ``ways`` has for each method the medians over the rounds: ``sums`` by size, and
+        ``steps``.
     """
-    ways = {
-        name: way
-        for name, way in WAYS.items()
-        if name in options.ways and (world.rate or not way.several_nodes)
+    methods = {
+        name: method
+        for name, method in METHODS.items()
+        if name in options.methods and (world.rate or not method.several_nodes)
     }
-    found: dict[str, Any] = {name: {"sums": {}, "steps": []} for name in ways}
+    found: dict[str, Any] = {name: {"sums": {}, "steps": []} for name in methods}
     about: dict[str, Any] = {}
     for _ in range(options.rounds):
-        for name, way in ways.items():
-            figures = turn(world, way, options)
+        for name, method in methods.items():
+            figures = turn(world, method, options)
             for size, seconds in figures["sums"].items():
                 found[name]["sums"].setdefault(int(size), []).append(median(seconds))
             found[name]["steps"].append(min(map(median, figures["steps"].values())))
             found[name].setdefault("exposed", []).append(figures["exposed"])
             if "plan" in figures:
                 found[name]["plan"] = figures["plan"]
-            about |= {"machine": figures["machine"]} if way.package != "none" else {}
+            about |= {"machine": figures["machine"]} if method.package != "none" else {}
             about |= {"horovod": figures["horovod"]} if "horovod" in figures else {}
     return {"world": world.title, **about, "ways": found}
 
@@ -187,9 +193,11 @@ def measure(world: World, options: argparse.Namespace) -> dict[str, Any]:
 def arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="two worlds, to see it work")
+    parser.add_argument(
+        "--quick", action="store_true", help="two worlds, for a test of the program"
+    )
     parser.add_argument("--worlds", nargs="+", choices=WORLDS, help="by default all")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, metavar="WAY")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, metavar="METHOD")
     parser.add_argument("--sizes", nargs="*", type=int, default=SIZES, help="bytes")
     parser.add_argument("--rounds", type=int, default=5, help="jobs of each method")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for a job on nodes")
@@ -199,7 +207,9 @@ def arguments() -> argparse.Namespace:
         options.worlds = options.worlds or ["2", "1gbit"]
         options.sizes, options.rounds = (8, 64 * KIB, MIB), 1
     options.worlds = options.worlds or [name for name in WORLDS if name != "4x2"]
-    options.ways = options.ways or [name for name, way in WAYS.items() if way.is_usual]
+    options.methods = options.methods or [
+        name for name, method in METHODS.items() if method.is_usual
+    ]
     return options
 
 

@@ -2,22 +2,26 @@
 
     hpctrain launch -n 2 -- python perf/bench_guards.py [--json FILE] [--blocks N]
 
-The step is that of the ``MLP`` there, 25.2 M parameters and SGD with momentum, as `hpctrain train`
-takes it. The variants take steps in turn, in one process, each on a model of its own:
+The step trains the ``MLP`` of that program, with 25.2 M parameters and SGD with momentum, as
+`hpctrain train` does. The steps of the variants are interleaved in one process; each variant has a
+separate model:
 
-* ``bare``: nobody looks at the loss, samples of weights are not compared, no collective is noted
-  in the flight recorder, no step is timed;
-* ``guarded``: ``on_non_finite = "stop"``, ``on_spike = "skip"``, samples of weights compared in
-  each step, the flight recorder, and the times of all ranks, exchanged every 10 steps;
-* ``gradients``: the same with ``on_non_finite = "skip"``, which also looks at what is summed.
+* ``bare``: the loss is not checked, samples of weights are not compared, the flight recorder
+stores
+  no collectives, and no step is timed;
+* ``guarded``: ``on_non_finite = "stop"``, ``on_spike = "skip"``, samples of weights are compared
+in
+  each step, the flight recorder is on, and ranks exchange the times of steps every 10 steps;
+* ``gradients``: the same with ``on_non_finite = "skip"``, which also checks the summed gradients.
 
-What looks for stalls is a thread that wakes once a second, and is there with all of them.
+All variants have the thread that detects stalls, which wakes up once a second.
 
-A block is 10 pairs of steps, whose order turns, and its CPU-seconds are those of all threads of
-all ranks. ``more`` is the median of the blocks' differences from ``bare``, ``95 %`` its upper
-bound (by order statistics, one-sided). ``check_replicas`` hashes all weights and optimizer state:
-it is measured by itself, and counted once in 1000 steps. With a ``FILE`` of the same machine the
-blocks are added to those there, so that a measurement may be taken in parts.
+A block is 10 pairs of steps in alternating order; its CPU-seconds are summed over all threads of
+all ranks. ``more`` is the median over blocks of the difference from ``bare``, ``95 %`` is its
+one-sided upper bound by order statistics. ``check_replicas`` hashes all weights and the optimizer
+state: the program measures this call separately, and counts it once in 1000 steps. If ``FILE`` has
+results of
+the same machine, the new blocks are added to the old ones.
 """
 
 import json
@@ -58,7 +62,7 @@ Pairs = list[tuple[float, float]]
 
 
 def data(comm, folder: str) -> tuple[ShardedDataset, ShardedDataset]:
-    """Make a batch for each rank."""
+    """Return the batch of this rank."""
     if comm.rank == 0:
         random = np.random.default_rng(0)
         x, y = random.standard_normal((2, BATCH * comm.size, WIDTH)).astype(np.float32)
@@ -69,7 +73,7 @@ def data(comm, folder: str) -> tuple[ShardedDataset, ShardedDataset]:
 
 
 class Variant:
-    """A separate task, and its step."""
+    """Variant of the step, with a separate task."""
 
     def __init__(self, name: str, folder: Path) -> None:
         """Build it. Collective."""
@@ -86,7 +90,7 @@ class Variant:
             self.task.optimizer._exchange.steps._check_weights = "off"  # noqa: SLF001
 
     def step(self) -> None:
-        """Take a step as the loop does."""
+        """Run one step as the loop of ``hpctrain train`` does."""
         task, tally = self.task, self.state.tally
         self.number += 1
         self.guard.begin(self.number, 1e-3, 0)
@@ -104,7 +108,7 @@ class Variant:
 
 @contextmanager
 def unrecorded() -> Iterator[None]:
-    """Let no collective be noted."""
+    """Disable the flight recorder inside the block."""
     begin, CallStream.begin = CallStream.begin, lambda *_: None
     try:
         yield
@@ -136,13 +140,13 @@ def measured(bare: Variant, other: Variant, num_blocks: int, limit_s: float) -> 
 
 
 def upper(values: Sequence[float]) -> float:
-    """Return a bound above the median, with a confidence of 95 % where there are some ten."""
+    """Return the upper 95 % confidence bound of the median, which needs about ten values."""
     ordered, count = sorted(values), len(values)
     return ordered[min(count - 1, math.ceil(count / 2 + 1.645 * math.sqrt(count) / 2))]
 
 
 def kept(file: Path | None) -> dict[str, Pairs]:
-    """Return the blocks of a file, if there is one of this machine."""
+    """Return the blocks of a result file of this machine; empty for another file."""
     if file is None or not file.exists():
         return {}
     found = json.loads(file.read_text())

@@ -1,14 +1,14 @@
-"""Six layouts of ``examples/lm``: steps as ``hpctrain plan`` predicts them, and as they are.
+"""Six layouts of ``examples/lm``: predicted and measured times of a step.
 
     hpctrain launch -n 4 -- python perf/bench_layouts.py [--json FILE] [--rounds N] [--width N]
 
-First the machine is measured by what all ranks reach at once: forward and backward of a replica's
-batch and of a single sample, whose difference is arithmetic and whose rest starts it; what a step
-of a sample for each rank takes more with tensor parallel layers; all-reduces of 64 bytes and 4 MiB
-by torch.distributed.
-That is written as a machine file, which says how many ranks take turns on a core. Then the layouts
-have their turns, one after the other, on random bytes; a step is forward, backward and what passes
-between ranks for them, not clipping and AdamW, of which the plan knows nothing.
+First the program measures the machine, with all ranks concurrently: forward and backward of the
+batch of a replica and of a single sample, which give the time of arithmetic and the overhead; the
+additional time of a step with tensor parallel layers; and all-reduces of 64 bytes and 4 MiB by
+torch.distributed. The results form a machine file, with the number of ranks per core, from which
+``hpctrain plan`` predicts the steps. Then the layouts train on random bytes, interleaved. A step
+is forward, backward and their communication, without gradient clipping and AdamW, which the plan
+does not include.
 """
 
 import sys
@@ -48,7 +48,7 @@ Step = Callable[[], None]
 
 
 def step_of(words: str, given: Namespace) -> Step:
-    """Make a step of the example in a layout."""
+    """Return a function that runs a step of the example in a layout."""
     sizes = f"--width {given.width} --length {given.length} --batch {given.batch}"
     options = train.options_of([*sizes.split(), *words.split()])
     mesh = build_mesh(tp=options.tp, pp=options.pp, cp=options.cp)
@@ -69,7 +69,7 @@ def step_of(words: str, given: Namespace) -> Step:
 
 
 def transformer(given: Namespace) -> Transformer:
-    """Return the model of the example as the plan sees it, in float32 with Adam's moments."""
+    """Return the model of the example for the plan, in float32 with the moments of Adam."""
     shape = {"layers": train.options_of([]).depth, "hidden": given.width, "sequence": given.length}
     built = lm.Transformer(width=given.width)
     return Transformer(
@@ -81,7 +81,7 @@ def transformer(given: Namespace) -> Transformer:
 
 
 def measured_machine(given: Namespace, model: Transformer) -> str:
-    """Return the file of this machine, from rates that all ranks reach at the same time."""
+    """Return the text of a machine file, from rates measured on all ranks concurrently."""
     topology, size = current().topology, dist.get_world_size()
     per_core = max(1.0, len(topology.core_peers) / topology.num_peer_cores)
     net = lm.Transformer(width=given.width)
@@ -117,14 +117,14 @@ def measured_machine(given: Namespace, model: Transformer) -> str:
 
 
 def predicted(machine: Machine, model: Transformer, axes: dict[str, int], batch: int) -> float:
-    """Return the seconds of a step, in micro-batches as the example makes them."""
+    """Return the predicted seconds of a step, with the micro-batches of the example."""
     pieces = 2 * axes["pp"] if "pp" in axes else 1
     layout = ParallelLayout(**axes, micro_batch=batch // axes.get("dp", 1) // pieces)
     return sum(Placed(machine, model, layout, batch).terms(layout))
 
 
 def agreement(one: list[float], other: list[float]) -> float:
-    """Return Kendall's tau: of all pairs, how many more are in the same order than are not."""
+    """Return Kendall's tau: the pairs in equal order minus the other pairs, over all pairs."""
     pairs = [*combinations(range(len(one)), 2)]
     signs = [(one[i] - one[j]) * (other[i] - other[j]) for i, j in pairs]
     return sum((sign > 0) - (sign < 0) for sign in signs) / len(pairs)
@@ -149,19 +149,19 @@ def main() -> None:
         machine = Machine.read(file)
     steps = {name: step_of(words, given) for name, (words, _) in LAYOUTS.items()}
     found = interleave(steps, rounds=given.rounds, repetitions=3)
-    told = {
+    predictions = {
         name: predicted(machine, model, axes, given.batch) for name, (_, axes) in LAYOUTS.items()
     }
     times = {name: median(seconds) for name, seconds in found.items()}
     places = [
         {name: sorted(each, key=each.get).index(name) + 1 for name in each}
-        for each in (told, times)
+        for each in (predictions, times)
     ]
     rows = [
         {
             "layout": name,
             "options": LAYOUTS[name][0],
-            "predicted ms": 1e3 * told[name],
+            "predicted ms": 1e3 * predictions[name],
             "measured ms": 1e3 * times[name],
             "fastest ms": 1e3 * min(found[name]),
             "predicted place": places[0][name],
@@ -170,8 +170,8 @@ def main() -> None:
         for name in LAYOUTS
     ]
     ratios = {
-        "Kendall's tau of the order": agreement([*told.values()], [*times.values()]),
-        **{f"measured / predicted, {name}": times[name] / told[name] for name in LAYOUTS},
+        "Kendall's tau of the order": agreement([*predictions.values()], [*times.values()]),
+        **{f"measured / predicted, {name}": times[name] / predictions[name] for name in LAYOUTS},
     }
     if dist.get_rank() == 0:
         sys.stdout.write(f"the machine as measured:\n{text}\n")

@@ -2,15 +2,15 @@
 
     python perf/bench_local_sgd.py [--quick] [--worlds NAME ...] [--json FILE]
 
-A network of 25.2 M parameters learns from the same weights and samples in all ways, one after the
-other in one job; ``local_sgd_job.py`` says what it learns. The worlds are two ranks on one node,
-and four virtual nodes of two ranks each, with links as in ``bench_network.py``; that takes root.
-With ``--quick`` they are two nodes, and a few steps.
-The loss to be reached is that of synchronous training after ``--steps`` steps, and half a per cent
-more, so that no round hangs on the last digit. The other ways take as many steps as they need for
-it, in whole rounds, at least as many as synchronous training and at most twice as many.
-Seconds are those of the slowest rank, bytes what has left all nodes by their network cards.
-Ratios are of synchronous training over the way: above 1 the way needs less.
+One job trains a network of 25.2 M parameters with all methods, from the same weights and with the
+same samples; ``local_sgd_job.py`` describes the task. The worlds are two ranks on one node, and
+four virtual nodes of two ranks each, with links as in ``bench_network.py``, which needs root. With
+``--quick`` there are two nodes and few steps. The target is the loss of synchronous training after
+``--steps`` steps plus half a per cent, so that rounding does not decide about a round. The other
+methods train until they reach the target, in complete rounds, at least as many steps as
+synchronous training and at most twice as many. Seconds are the time of the slowest rank, bytes are
+the sum of bytes that the network adapters of all nodes sent. Ratios are the value of synchronous
+training over that of the method: above 1 the method needs less.
 """
 
 import argparse
@@ -111,7 +111,7 @@ def rows_of(found: Mapping[str, Any], steps: int) -> list[dict[str, Any]]:
 
 
 def verdicts(rows: list[dict[str, Any]]) -> list[str]:
-    """Print whether the cluster reaches the required ratios."""
+    """Print each required ratio, and whether the results of the cluster reach it."""
     synchronous, *others = rows
     best = max(others, key=lambda row: row["times faster"] or 0.0)
     faster = best["times faster"] or 0.0
@@ -176,7 +176,9 @@ def _line(what: str, holds: bool, figures: str) -> str:  # noqa: FBT001 - reads 
 def arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a few steps, to see it work")
+    parser.add_argument(
+        "--quick", action="store_true", help="few steps, for a test of the program"
+    )
     parser.add_argument("--worlds", nargs="+", choices=WORLDS, help="by default two of them")
     parser.add_argument("--steps", type=int, default=16, help="of synchronous training")
     parser.add_argument(
@@ -190,12 +192,12 @@ def arguments() -> argparse.Namespace:
     everything = ["one-node", "two-nodes" if options.quick else "cluster"]
     options.worlds = options.worlds or everything
     if any(options.steps % steps for steps in options.rounds):
-        parser.error("--steps is a multiple of each of --rounds, so that all end with a round")
+        parser.error("--steps must be a multiple of each value of --rounds")
     return options
 
 
 def main() -> None:
-    """Run a job in each world; print and write what they measured."""
+    """Run a job in each world; print and write the results."""
     options = arguments()
     console = Console(width=150, height=50, highlight=False)
     results = []

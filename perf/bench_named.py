@@ -1,20 +1,19 @@
-"""Named operations: ours against Horovod and MPI_Allreduce, and the cost of an idle controller.
+"""Named operations: hpctrain against Horovod and MPI_Allreduce, and cost of an idle controller.
 
     python perf/bench_named.py [--ranks 2] [--horovod PYTHON] [--rounds 5] [--json FILE]
 
 * ``many``: 1000 all-reduces of 4 KiB, asynchronous, submitted in another order on every rank;
 * ``small``: one synchronous all-reduce of 8 bytes, in place;
-* ``big``: the same of 64 MiB, in an ordinary tensor;
-* ``idle``: a compute loop beside an idle controller, against the same loop before ``init()``.
+* ``big``: one synchronous all-reduce of 64 MiB, in an ordinary tensor;
+* ``idle``: a compute loop with an idle controller, against the same loop before ``init()``.
 
-Jobs of hpctrain and of Horovod take turns; Horovod is the installed one, or that of ``--horovod``,
-another Python with an MPI of its own; without one it has no row. ``MPI`` is MPI_Allreduce on the
-same memory in the same job, for ``many`` one blocking call after the other in one order: what a
-library does that needs no names. Times are medians of the slowest rank. Ratios are the time of a
-peer over ours: above 1 ours is faster. The slow-down of the idle controller is the median over
-pairs of short loops, with its 95 % bounds; it needs a core for each rank. What such a median
-cannot see, a look around once a second, is in the processor time that a rank takes while it does
-nothing.
+Jobs of hpctrain and of Horovod are interleaved. Horovod is the installed package, or the package
+of another Python with its own MPI (``--horovod``); without Horovod there is no row. ``MPI`` is
+MPI_Allreduce on the same memory in the same job, for ``many`` as consecutive blocking calls in one
+order, which is possible without names. Times are medians of the slowest rank. Ratios are the time
+of a peer over that of hpctrain: above 1 hpctrain is faster. The slow-down by the idle controller
+is the median over pairs of short loops, with 95 % bounds; it needs a core for each rank. The
+processor time of an idle rank also includes work that is done only once a second.
 """
 
 import json
@@ -42,7 +41,7 @@ Found = dict[str, dict[str, list[float]]]
 
 
 def launch(ranks: int, horovod: Path | None, *options: str) -> Found:
-    """Start one job and return the seconds it measured."""
+    """Run one job and return its measured seconds."""
     python = horovod or Path(sys.executable)
     # As Horovod's documents want it: a rank's own thread and that of Horovod on any core.
     line = mpiexec.command(
@@ -62,35 +61,35 @@ def collect(ranks: int, horovod: Path | None, rounds: int) -> dict[str, Found]:
     found: dict[str, Found] = {name: {} for name in packages}
     for _ in range(rounds):
         for name, python in packages.items():
-            for what, ways in launch(ranks, python, "--rounds", str(TURN_ROUNDS)).items():
-                for way, seconds in ways.items():
-                    found[name].setdefault(what, {}).setdefault(way, []).extend(seconds)
+            for what, methods in launch(ranks, python, "--rounds", str(TURN_ROUNDS)).items():
+                for method, seconds in methods.items():
+                    found[name].setdefault(what, {}).setdefault(method, []).extend(seconds)
     return found
 
 
-def slow_down(ways: dict[str, list[float]]) -> dict[str, float]:
+def slow_down(methods: dict[str, list[float]]) -> dict[str, float]:
     """Return the slow-down in percent: the median over pairs and its bounds.
 
-    The bounds are order statistics, right for pairs of any distribution: fewer than 2.5 % of the
-    draws of so many coins have so few heads.
+    The bounds are order statistics, valid for any distribution: by the binomial distribution, the
+    median is below the lower bound with a probability of less than 2.5 %.
     """
-    pairs = zip(ways["with"], ways["without"], strict=True)
+    pairs = zip(methods["with"], methods["without"], strict=True)
     percent = sorted((beside / alone - 1) * 100 for beside, alone in pairs)
     n = len(percent)
     tails = accumulate(math.comb(n, heads) / 2**n for heads in range(n))
     outside = sum(tail < 0.025 for tail in tails)
     if not outside:
-        raise SystemExit(f"bounds of 95 % need 6 pairs or more, got {n}")
+        raise SystemExit(f"bounds of 95 % must have at least 6 pairs, got {n}")
     return {
         "idle controller, slow-down in %": median(percent),
         "lower 95 % bound": percent[outside - 1],
         "upper 95 % bound": percent[n - outside],
-        "processor time of an idle rank in %": ways["busy share"][0] * 100,
+        "processor time of an idle rank in %": methods["busy share"][0] * 100,
     }
 
 
 def rows_of(found: dict[str, Found]) -> list[dict[str, Any]]:
-    """Make a row for each measurement."""
+    """Return a row of the table for each measurement."""
     rows = []
     for what in MEASURED:
         row: dict[str, Any] = {"what": what}
@@ -104,7 +103,7 @@ def rows_of(found: dict[str, Found]) -> list[dict[str, Any]]:
 
 
 def spreads_of(found: dict[str, Found], rounds: int) -> dict[str, tuple[float, float]]:
-    """Return the least and the most of each ratio in the rounds."""
+    """Return the minimum and the maximum of each ratio over the rounds."""
     spreads = {}
     for what, ours in found["hpctrain"].items():
         peers = {"MPI": ours["MPI"]}
@@ -116,7 +115,7 @@ def spreads_of(found: dict[str, Found], rounds: int) -> dict[str, tuple[float, f
 
 
 def main() -> None:
-    """Let all jobs take their turns, print the table, write the JSON file."""
+    """Run all jobs, interleaved, print the table, write the JSON file."""
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2, help="ranks of each job")
     installed = Path(sys.executable) if find_spec("horovod") else None

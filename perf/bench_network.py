@@ -1,12 +1,12 @@
 """All-reduce between nodes: hpctrain against MPI_Allreduce and gloo, on a virtual cluster.
 
     python perf/bench_network.py [--quick] [--mpi openmpi mpich] [--json FILE]
-    python perf/bench_network.py --shapes 2x2 --rates 1gbit --json FILE     # replaces these in it
+    python perf/bench_network.py --shapes 2x2 --rates 1gbit --json FILE     # replaces these rows
 
 Nodes are namespaces of this machine, joined by links of a set rate. The program needs root;
 ``python -m tests.cluster.vcluster`` reports whether it works on this machine. All methods are
-interleaved in one job, on the same kind of torch memory, MPI_Allreduce over both orders of the
-ranks. Times are medians, of the slowest rank. The line time is the time that the links need if
+interleaved in one job, on the same kind of torch memory; MPI_Allreduce runs with both orders of
+ranks. Times are medians of the slowest rank. The line time is the time that the links need if
 every node sends the minimum, 2 (N - 1) / N times the message for N nodes. Ratios are the time of
 the best peer over that of hpctrain: above 1 hpctrain is faster.
 """
@@ -48,7 +48,7 @@ class Job:
 
     @property
     def cluster(self) -> str:
-        """Its shape in words."""
+        """Numbers of nodes and ranks, as text."""
         return f"{self.num_nodes} nodes x {self.ranks_per_node}"
 
     def line_s(self, num_bytes: int) -> float:
@@ -58,21 +58,21 @@ class Job:
 
 
 def bits_per_s(rate: str) -> float:
-    """Read a rate as ``tc`` writes it."""
+    """Parse a rate in the format of ``tc``, such as ``1gbit``."""
     for unit, factor in (("gbit", 1e9), ("mbit", 1e6), ("kbit", 1e3)):
         if rate.endswith(unit):
             return float(rate.removesuffix(unit)) * factor
-    raise ValueError(f"a rate is a number with kbit, mbit or gbit, got {rate!r}")
+    raise ValueError(f"a rate must be a number with kbit, mbit or gbit, got {rate!r}")
 
 
 def shape(text: str) -> tuple[int, ...]:
-    """Read nodes and ranks of each, as in ``4x2``."""
+    """Parse the numbers of nodes and of ranks per node, such as ``4x2``."""
     num_nodes, ranks = text.split("x")
     return int(num_nodes), int(ranks)
 
 
 def jobs(options: argparse.Namespace) -> Iterator[Job]:
-    """Yield the jobs that are asked for."""
+    """Yield the jobs that the options select."""
     for mpi in options.mpi:
         for rate in options.rates:
             for num_nodes, ranks in options.shapes:
@@ -151,7 +151,9 @@ def show(console: Console, results: list[dict[str, Any]]) -> None:
 def arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="one small cluster, to see it work")
+    parser.add_argument(
+        "--quick", action="store_true", help="one small cluster, for a test of the program"
+    )
     parser.add_argument("--mpi", nargs="+", default=["openmpi"], choices=("openmpi", "mpich"))
     parser.add_argument("--shapes", nargs="+", default=SHAPES, type=shape, help="such as 4x2")
     parser.add_argument("--rates", nargs="+", default=RATES, help="of the links, as tc has them")
@@ -168,7 +170,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Run all jobs; print and write what they measured."""
+    """Run all jobs; print and write the results."""
     options = arguments()
     console = Console(width=150, height=50, highlight=False)
     results: list[dict[str, Any]] = []

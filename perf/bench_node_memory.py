@@ -4,8 +4,9 @@
 
 * ``memfd``: the kind that hpctrain tries first;
 * ``huge``: memfd with pages of 2 MiB, if the system grants them: as root,
-  ``echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled``. The table has their fraction
-  of the memory of the rank; if that is 0, the row is a second memfd and shows the noise.
+  ``echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled``. The table shows the
+  fraction of memory in such pages; if the fraction is 0, the row is a second memfd and shows the
+  noise.
 
 ``fill`` copies an ordinary tensor into the segment of the rank, ``sum`` adds the slice of the rank
 over all ranks and writes it back to all, in the chunks that hpctrain uses. Ratios are medians,
@@ -32,7 +33,7 @@ NODE = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
 
 
 def reserve_huge(num_bytes: int) -> int:
-    """Map memory with a request for huge pages; refused ones are small pages."""
+    """Map memory with a request for huge pages; the system may provide small pages instead."""
     descriptor = os.memfd_create("huge", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, num_bytes)
     with mmap.mmap(descriptor, num_bytes) as mapped:
@@ -42,7 +43,7 @@ def reserve_huge(num_bytes: int) -> int:
     return descriptor
 
 
-WAYS = {"memfd": reserve, "huge": reserve_huge}
+METHODS = {"memfd": reserve, "huge": reserve_huge}
 
 
 def huge_share() -> float:
@@ -57,7 +58,7 @@ def huge_share() -> float:
 def works(
     reserve: Callable[[int], int], num_bytes: int
 ) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Make a segment on every rank; return what fills the own one and what sums them."""
+    """Allocate a segment on every rank; return functions that fill the own segment and sum all."""
     segments = allocate(NODE, num_bytes, reserve)
     values = [torch.frombuffer(segment, dtype=torch.float32) for segment in segments]
     source = torch.ones(num_bytes // 4)
@@ -75,8 +76,8 @@ def works(
 
 
 def measure_size(num_bytes: int, rounds: int) -> list[dict[str, object]]:
-    """Time filling and summing for one size; return one row for each kind."""
-    made = {name: works(reserve, num_bytes) for name, reserve in WAYS.items()}
+    """Time filling and summing for one size; return one row for each kind of memory."""
+    made = {name: works(reserve, num_bytes) for name, reserve in METHODS.items()}
     fills = interleave({name: fill for name, (fill, _) in made.items()}, rounds=rounds)
     sums = interleave({name: add for name, (_, add) in made.items()}, rounds=rounds)
     return [
@@ -89,12 +90,12 @@ def measure_size(num_bytes: int, rounds: int) -> list[dict[str, object]]:
             "memfd / sum": ratio(sums, name),
             "huge part of all": huge_share(),
         }
-        for name in WAYS
+        for name in METHODS
     ]
 
 
 def ratio(seconds: dict[str, list[float]], name: str) -> float:
-    """Return the median of memfd's time over that of ``name``, turn by turn."""
+    """Return the median over rounds of the time of memfd divided by the time of ``name``."""
     pairs = zip(seconds["memfd"], seconds[name], strict=True)
     return statistics.median(memfd / other for memfd, other in pairs)
 

@@ -2,16 +2,17 @@
 
     python perf/bench_order.py [--samples 1281167] [--batch 256] [--rounds 5] [--json FILE]
 
-The samples are sorted by class, the worst case. A permutation drawn at once has 8 bytes in memory
-for each sample; a shuffle buffer reads shards of 1000 samples one after another, in random order,
-and gives a random one of the samples it holds, as webdataset does. ``window`` is what ``Loader``
-takes for small samples of a large data set, here of 3 kB.
+The samples are sorted by class, the worst case. A complete permutation needs 8 bytes of memory for
+each sample. A shuffle buffer reads shards of 1000 samples one after another, in random order, and
+returns a random sample of those in the buffer, as webdataset does. ``window`` is the order that
+``Loader`` uses for small samples of a large data set, here of 3 kB.
 
 * ``classes``: distinct classes in a batch, mean;
-* ``chi2/df``: class counts of a batch against equal ones, 1 where batches are drawn at random;
+* ``chi2/df``: chi-squared of the class counts of a batch against equal counts, divided by the
+  degrees of freedom; 1 if batches are drawn at random;
 * ``serial``: correlation of the mean class of a batch with that of the next;
-* ``ns/index``: processor time of 2^18 positions in one call, of as many samples as that, of 10^9
-  and of 2^40.
+* ``ns/index``: processor time per position in a call with 2^18 positions, for data sets of this
+  number of samples, of 10^9 and of 2^40 samples.
 """
 
 import time
@@ -71,7 +72,7 @@ def main() -> None:
 
 
 def mixing(samples: NDArray[np.int64], n: int, batch: int) -> dict[str, float]:
-    """Return how evenly classes come."""
+    """Return the figures of the mixture of classes: ``classes``, ``chi2/df`` and ``serial``."""
     labels = (samples[: n // batch * batch] * NUM_CLASSES // n).reshape(-1, batch)
     counts = np.zeros((len(labels), NUM_CLASSES), np.int16)
     np.add.at(counts, (np.arange(len(labels))[:, None], labels), 1)
@@ -86,13 +87,13 @@ def mixing(samples: NDArray[np.int64], n: int, batch: int) -> dict[str, float]:
 
 
 def cost(order: Order, rounds: int) -> float:
-    """Return nanoseconds per position, the fastest of some calls."""
+    """Return the nanoseconds per position, in the fastest of ``rounds`` calls."""
     positions = np.arange(10**6, 10**6 + IN_ONE_CALL)
     return fastest(lambda: order.samples_at(positions), rounds) / IN_ONE_CALL
 
 
 def drawn_cost(n: int, rounds: int) -> float:
-    """Return nanoseconds per sample of a permutation that is drawn at once."""
+    """Return the nanoseconds per sample of a complete permutation."""
     return fastest(lambda: np.random.default_rng(0).permutation(n), rounds) / n
 
 

@@ -7,14 +7,14 @@ One thread on every rank, SGD with momentum, float32, 64 samples on every rank. 
 ``conv``, 6 convolutions of 32 channels with BatchNorm on 32 x 32 pixels, has few gradients and
 much computation.
 
-* ``ordinary``: ``DistributedOptimizer`` with the plan it chooses, one pass over the batch of the
-  rank;
+* ``ordinary``: ``DistributedOptimizer`` with its default plan, one pass over the batch of the
+rank;
 * ``M = ...``: ``Reproducible`` with M micro-shards, 1, 2, 4 and 8 times the number of ranks.
 
 The variants are interleaved, each on its own model; the time of a step is that of the slowest
 rank. ``waiting ms`` is the time in which the last step waited for other ranks after its last
-backward. The program then times the hash of the model and its optimizer, ``state_hash``, by one
-rank and divided among all ranks, and ``check_replicas``, for which each rank hashes all state.
+backward. The program then times the hash of the model and its optimizer, ``state_hash``, on one
+rank and divided among all ranks, and ``check_replicas``, in which each rank hashes all state.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ SHARDS_PER_RANK = (1, 2, 4, 8)
 
 
 def wide() -> tuple[nn.Module, Tensor]:
-    """Much gradient; the model and the inputs of this rank."""
+    """Return a model with many gradients, and the inputs of this rank."""
     layers = [m for _ in range(LAYERS) for m in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
     return nn.Sequential(*layers), torch.randn(BATCH, WIDTH)
 
@@ -56,10 +56,10 @@ def conv() -> tuple[nn.Module, Tensor]:
 
 
 class Job:
-    """A model, its optimizer and one step of them."""
+    """Variant of the benchmark: a model, its optimizer, and a training step."""
 
     def __init__(self, make: Callable[[], tuple[nn.Module, Tensor]], num_shards: int) -> None:
-        """Build them; 0 micro-shards for an ordinary step."""
+        """Build model and optimizer; ``micro_shards`` is 0 for an ordinary step."""
         torch.manual_seed(0)
         self.model, inputs = make()
         self.batch = inputs, torch.randint(CLASSES, (BATCH,))
@@ -81,7 +81,7 @@ class Job:
         return cross_entropy(self.model(batch[0]), batch[1])
 
     def ordinary(self) -> float:
-        """Take a step."""
+        """Run an ordinary step."""
         self.optimizer.zero_grad()
         loss = self.loss(self.batch)
         loss.backward()
@@ -90,7 +90,7 @@ class Job:
 
     @property
     def state(self) -> dict[str, Any]:
-        """State to hash."""
+        """State of model and optimizer, which the program hashes."""
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
 
@@ -133,7 +133,7 @@ def main() -> None:
 
 
 def hashing(job: Job, rounds: int) -> dict[str, float]:
-    """Return GB/s of ``state_hash`` and ``check_replicas``."""
+    """Return the rates of ``state_hash`` and ``check_replicas`` in GB/s."""
     comm, state = current().comm, job.state
     seconds = interleave(
         {

@@ -1,4 +1,4 @@
-"""Bounded staleness with ranks that are slow at random: steps per second by the bound.
+"""Bounded staleness with ranks that are slow at random: steps per second for each bound.
 
     hpctrain launch -n 8 -- python perf/bench_ssp.py [--json FILE]
 
@@ -27,17 +27,17 @@ BOUNDS = (0, 2, 4, 8)
 
 
 class Run:
-    """Steps under one bound, None for asynchronous ones, with the draws of the round."""
+    """Steps with one bound of staleness, or None for ``AsyncSGD``, with the sleeps of a round."""
 
     def __init__(self, bound: int | None, num_steps: int) -> None:
-        """Build the model."""
+        """Build the model and its method."""
         self.bound, self.num_steps, self.turn, self.most = bound, num_steps, 0, 0
         self.model = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 100))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4)
         self.simulated: list[float] = []
 
     def __call__(self) -> None:
-        """Take all steps of a turn."""
+        """Run all steps of a round."""
         sleeps = draws(self.turn, self.num_steps)
         self.turn += 1
         self.simulated.append(simulated_s(sleeps, self.bound))
@@ -55,13 +55,13 @@ class Run:
 
 
 def draws(turn: int, num_steps: int) -> np.ndarray:
-    """Return the sleeps of all steps and ranks."""
+    """Draw the seconds that each rank sleeps in each step."""
     slow = np.random.default_rng(turn).random((num_steps, hvd.size())) < CHANCE
     return np.where(slow, LONG_S, SHORT_S)
 
 
 def simulated_s(sleeps: np.ndarray, bound: int | None) -> float:
-    """Return the time of all steps where communication costs nothing."""
+    """Return the time of all steps without the cost of communication."""
     ends = np.zeros((len(sleeps) + 1, sleeps.shape[1]))
     for step, of_ranks in enumerate(sleeps):
         begins = ends[step]

@@ -21,7 +21,7 @@ import tempfile
 import time
 from typing import Any
 
-WAYS = {"rule": "off", "measured": "fresh", "remembered": "auto"}
+VARIANTS = {"rule": "off", "measured": "fresh", "remembered": "auto"}
 STAGES = {
     "python": "from the start of the process to its first line",
     "torch": "import torch",
@@ -42,20 +42,20 @@ OF_SUM = ("ranks", "memory", "plan", "probe", "named", "rest")
 
 
 class Clock:
-    """Seconds by stage; a stage inside of another counts for the outer one."""
+    """Clock of the stages of the start; a nested stage counts as the outer stage."""
 
     def __init__(self, begin: float) -> None:
         self.seconds = dict.fromkeys(STAGES, 0.0)
         self._last, self._is_inside = begin, False
 
     def note(self, stage: str) -> None:
-        """Give all time since the last note to a stage."""
+        """Add the time since the last call to a stage."""
         now = time.time()
         self.seconds[stage] += now - self._last
         self._last = now
 
     def watch(self, owner: Any, name: str, stage: str) -> None:
-        """Add the time in a function to its stage; earlier time belongs to the ranks."""
+        """Count the time in a function as ``stage``, and the time before the call as ``ranks``."""
         function = getattr(owner, name)
 
         def watched(*args: Any, **named: Any) -> Any:
@@ -73,7 +73,7 @@ class Clock:
 
 
 def start() -> None:
-    """Start as a script does; rank 0 prints the seconds of the slowest rank."""
+    """Run the start of a training script; rank 0 prints the seconds of the slowest rank."""
     clock = Clock(started_at())
     clock.note("python")
     import torch  # noqa: PLC0415
@@ -115,19 +115,19 @@ def start() -> None:
 
 
 def started_at() -> float:
-    """Return when this process began, as ``time.time`` says."""
+    """Return the start time of this process, on the clock of ``time.time``."""
     with open("/proc/self/stat", encoding="ascii") as file:  # noqa: PTH123 - nothing is imported yet
         ticks = int(file.read().rpartition(")")[2].split()[19])
     age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return time.time() - age_s
 
 
-def launch(ranks: int, nodes: int, told: dict[str, str]) -> dict[str, float]:
+def launch(ranks: int, nodes: int, variables: dict[str, str]) -> dict[str, float]:
     """Start the ranks once and return their measurements."""
     from hpctrain.launch import mpiexec  # noqa: PLC0415 - not where ranks are timed
 
     line = mpiexec.command([sys.executable, __file__, "start"], num_ranks=ranks, nodes=nodes)
-    environ = mpiexec.environment(os.environ | told)
+    environ = mpiexec.environment(os.environ | variables)
     done = subprocess.run(line, env=environ, capture_output=True, text=True, check=True)  # noqa: S603 - our own
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -140,24 +140,28 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4, help="ranks of each launch")
     parser.add_argument("--nodes", type=int, default=1, help="nodes to declare on this host")
     options = parser.parse_args()
-    found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    found: dict[str, list[dict[str, float]]] = {variant: [] for variant in VARIANTS}
     with tempfile.TemporaryDirectory() as cache:
         compiled = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": cache}
         launch(options.ranks, options.nodes, compiled)
         for _ in range(options.rounds):
-            for way, probe in WAYS.items():
-                told = compiled | {"HPCTRAIN_PROBE": probe, "XDG_CACHE_HOME": cache}
-                found[way].append(launch(options.ranks, options.nodes, told))
+            for variant, probe in VARIANTS.items():
+                variables = compiled | {"HPCTRAIN_PROBE": probe, "XDG_CACHE_HOME": cache}
+                found[variant].append(launch(options.ranks, options.nodes, variables))
     middle = {
-        way: {stage: median([one[stage] for one in runs]) for stage in (*STAGES, SUM)}
-        for way, runs in found.items()
+        variant: {stage: median([one[stage] for one in runs]) for stage in (*STAGES, SUM)}
+        for variant, runs in found.items()
     }
     words = STAGES | {SUM: f"the sum of {', '.join(OF_SUM)}"}
     rows = [
-        {"stage": stage, **{f"{way} ms": middle[way][stage] * 1e3 for way in WAYS}, "what": text}
+        {
+            "stage": stage,
+            **{f"{variant} ms": middle[variant][stage] * 1e3 for variant in VARIANTS},
+            "what": text,
+        }
         for stage, text in words.items()
     ]
-    ratios = {f"{way}, {SUM}, s": middle[way][SUM] for way in WAYS}
+    ratios = {f"{variant}, {SUM}, s": middle[variant][SUM] for variant in VARIANTS}
     title = f"Start-up of {options.ranks} ranks on {options.nodes} node(s)"
     report(title, rows, ratios, options.json)
 

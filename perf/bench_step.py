@@ -9,17 +9,17 @@
 | ``transformer`` | 6 layers of width 384, 10.8 M parameters, 2 x 64 tokens; AdamW |
 | ``ResNet`` | 7 blocks of up to 128 channels, 1.3 M parameters, 8 images of 32 x 32; SGD |
 
-Batches are those of every rank. What gradients cost depends on where they are allocated, so there
-are three forms of the step without communication, and ours is compared with the fastest of them:
+Batches are per rank. The time of backward depends on the memory of the gradients, so there are
+three forms of the step without communication, and hpctrain is compared with the fastest form:
 
-* ``plain``: the loop of every tutorial, ``zero_grad()`` drops the gradients;
+* ``plain``: the usual loop, in which ``zero_grad()`` frees the gradients;
 * ``views``: gradients are views of one flat buffer, which is zeroed;
 * ``copied``: hooks copy each gradient into its place in a flat buffer.
 
-``hpctrain`` is the automatic choice, ``sharded`` has ``shard="node"``, and ``ddp gloo`` is torch's
-DistributedDataParallel. The variants run in turn, each on a model of its own; a step's time is
-that of the slowest rank. ``MiB per node`` is what the ranks' memory has grown by with the variant,
-shared pages counted once.
+``hpctrain`` is the automatic choice, ``sharded`` has ``shard="node"``, and ``ddp gloo`` is
+DistributedDataParallel of torch. The variants are interleaved, each with a separate model; the
+time of a step is that of the slowest rank. ``MiB per node`` is the memory that the ranks allocated
+for the variant; shared pages count once.
 """
 
 import ctypes
@@ -51,7 +51,7 @@ Make = Callable[..., torch.optim.Optimizer]
 
 
 class Masters:
-    """Optimizer of 16-bit parameters that steps 32-bit masters, on this rank only."""
+    """Local optimizer of 16-bit parameters, which updates float32 copies (masters)."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], make: Make) -> None:
         self.pairs = [(p, p.detach().float()) for p in parameters]
@@ -59,7 +59,7 @@ class Masters:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Widen the gradients, step, round the parameters."""
+        """Convert the gradients to float32, step, and round the parameters."""
         for p, master in self.pairs:
             master.grad = p.grad.float()
         self.inner.step()
@@ -67,13 +67,13 @@ class Masters:
             p.copy_(master)
 
     def zero_grad(self) -> None:
-        """Drop the gradients."""
+        """Free the gradients."""
         for p, _ in self.pairs:
             p.grad = None
 
 
 class Task(NamedTuple):
-    """A model, how it is fed, and what steps it."""
+    """Training task: functions that create the model, a batch and the optimizer."""
 
     model: Callable[[], nn.Module]
     batch: Callable[[torch.Generator], Tensor]
@@ -81,18 +81,18 @@ class Task(NamedTuple):
     dtype: torch.dtype = torch.float32
 
     def make_model(self) -> nn.Module:
-        """Make the same network every time."""
+        """Return the model, with equal initial weights in every call."""
         torch.manual_seed(0)
         return self.model().to(self.dtype)
 
     def silent(self, model: nn.Module) -> "torch.optim.Optimizer | Masters":
-        """Make the optimizer of one rank alone."""
+        """Return an optimizer without communication."""
         parameters = list(model.parameters())
         is_half = self.dtype is not torch.float32
         return Masters(parameters, self.optimizer) if is_half else self.optimizer(parameters)
 
     def make_step(self, model: nn.Module, optimizer, zero_grad: Callable[[], object]) -> Step:
-        """Make a training step on this rank's own batch."""
+        """Return a function that runs a training step on the batch of this rank."""
         source = torch.Generator().manual_seed(1 + MPI.COMM_WORLD.rank)
         inputs = self.batch(source)
         inputs = inputs.to(self.dtype) if inputs.is_floating_point() else inputs
@@ -113,13 +113,13 @@ def mlp() -> nn.Module:
 
 
 def transformer() -> nn.Module:
-    """Make an encoder of 512 tokens' embeddings."""
+    """Return a transformer encoder with a vocabulary of 512 tokens."""
     layer = nn.TransformerEncoderLayer(384, 6, 1536, dropout=0.0, batch_first=True)
     return nn.Sequential(nn.Embedding(512, 384), nn.TransformerEncoder(layer, 6))
 
 
 class Block(nn.Module):
-    """Two convolutions with a shortcut."""
+    """Residual block of two convolutions."""
 
     def __init__(self, before: int, channels: int) -> None:
         super().__init__()
@@ -130,13 +130,13 @@ class Block(nn.Module):
         self.shortcut = nn.Conv2d(before, channels, 1, stride, bias=False)
 
     def forward(self, values: Tensor) -> Tensor:
-        """Return what the next block takes."""
+        """Return the output of the block."""
         inner = self.norms[0](self.first(values)).relu()
         return (self.norms[1](self.second(inner)) + self.shortcut(values)).relu()
 
 
 def resnet() -> nn.Module:
-    """Make a small residual network."""
+    """Return a small residual network."""
     sizes = (32, 32, 32, 64, 64, 128, 128, 128)
     blocks = (Block(one, other) for one, other in pairwise(sizes))
     ends = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10)
@@ -148,19 +148,19 @@ adamw: Make = partial(torch.optim.AdamW, lr=1e-3)
 
 
 def rows_of(source: torch.Generator) -> Tensor:
-    """Make the batch of the MLP."""
+    """Return a batch for the MLP."""
     return torch.randn(BATCH, WIDTH, generator=source)
 
 
 def plain(task: Task) -> Step:
-    """No communication, new gradients in each step."""
+    """Return a step without communication, with new gradients in each step."""
     model = task.make_model()
     optimizer = task.silent(model)
     return task.make_step(model, optimizer, optimizer.zero_grad)
 
 
 def flat_views(model: nn.Module) -> tuple[Tensor, dict[nn.Parameter, Tensor]]:
-    """Lay all gradients into one buffer, last parameter first."""
+    """Return the gradients as views of one buffer, last parameter first."""
     parameters = list(model.parameters())[::-1]
     flat = torch.zeros(sum(p.numel() for p in parameters), dtype=parameters[0].dtype)
     parts = flat.split([p.numel() for p in parameters])
@@ -168,7 +168,7 @@ def flat_views(model: nn.Module) -> tuple[Tensor, dict[nn.Parameter, Tensor]]:
 
 
 def views(task: Task) -> Step:
-    """No communication, gradients kept in a flat buffer."""
+    """Return a step without communication, with gradients in a flat buffer."""
     model = task.make_model()
     flat, places = flat_views(model)
     for parameter, place in places.items():
@@ -177,7 +177,7 @@ def views(task: Task) -> Step:
 
 
 def copied(task: Task) -> Step:
-    """No communication, gradients copied into a flat buffer as they come."""
+    """Return a step without communication, with hooks that copy gradients into a flat buffer."""
     model = task.make_model()
     _, places = flat_views(model)
     optimizer = task.silent(model)
@@ -192,7 +192,7 @@ def copied(task: Task) -> Step:
 
 
 def ours(task: Task, **options: object) -> Step:
-    """Hpctrain with the plan it chooses."""
+    """Return a step of hpctrain with its default plan."""
     model = task.make_model()
     optimizer = task.optimizer(model.parameters())
     optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), **options)
@@ -200,13 +200,13 @@ def ours(task: Task, **options: object) -> Step:
 
 
 def sharded(task: Task) -> Step:
-    """Hpctrain with parameters once per node."""
+    """Return a step of hpctrain with the state sharded over the ranks of a node."""
     masters = {} if task.dtype is torch.float32 else {"master_dtype": torch.float32}
     return ours(task, shard="node", **masters)
 
 
 def ddp(task: Task) -> Step:
-    """Torch's own, over gloo."""
+    """Return a step of DistributedDataParallel over gloo."""
     start_gloo()
     model = DistributedDataParallel(task.make_model())
     optimizer = task.optimizer(model.parameters())
@@ -234,7 +234,7 @@ TASKS = {
 
 
 def node_mib() -> float:
-    """Return the memory of this node's ranks, shared pages counted once, in MiB."""
+    """Return the memory of the ranks of this node in MiB; shared pages count once."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # freed memory is not counted
     text = Path("/proc/self/smaps_rollup").read_text()
@@ -243,7 +243,7 @@ def node_mib() -> float:
 
 
 def made(form: Callable[[Task], Step], task: Task) -> tuple[Step, float]:
-    """Make a step and take it twice; return what memory has grown by, too."""
+    """Create a step and run it twice; return the step, and the additional memory."""
     before = node_mib()
     step = form(task)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""torch.distributed over hpctrain's backend and over gloo: all-reduces, steps of DDP and FSDP2.
+"""torch.distributed with the backends hpctrain and gloo: all-reduces, steps of DDP and FSDP2.
 
     hpctrain launch -n 2 -- python perf/bench_torch_distributed.py [--json FILE] [--steps N]
 
@@ -6,9 +6,9 @@ Both backends are groups of the same ranks in the same processes, and their call
 Tensors are float32; a call of 8 bytes is the mean of 100 consecutive calls. The step is that of
 ``bench_step.py``: 24 x (Linear(1024) + ReLU), 25.2 M parameters, batch 32, SGD with momentum. DDP
 has its defaults, and FSDP2 shards each Linear and the whole model. ``alone / hpctrain`` is the
-time of a step without exchange, on all ranks at once, over the time of the step: its difference
-from 1 is exposed gathers and sums, which computation does not hide, and copies into and out of
-them.
+time of a step without communication, on all ranks concurrently, divided by the time of the step:
+the difference from 1 is communication that computation does not hide, and copies for the
+communication.
 """
 
 from collections.abc import Callable
@@ -45,14 +45,14 @@ def all_reduces(num_bytes: int, count: int, group: Group) -> Callable[[], None]:
 
 
 def ddp(group: Group) -> Callable[[], None]:
-    """Make a step of DistributedDataParallel."""
+    """Return a step of DistributedDataParallel."""
     model = DistributedDataParallel(MLP.make_model(), process_group=group)
     optimizer = MLP.optimizer(model.parameters())
     return MLP.make_step(model, optimizer, optimizer.zero_grad)
 
 
 def fsdp2(group: Group) -> Callable[[], None]:
-    """Make a step of fully_shard."""
+    """Return a step with fully_shard (FSDP2)."""
     mesh, model = DeviceMesh.from_group(group, "cpu"), MLP.make_model()
     for layer in model.children():
         if isinstance(layer, nn.Linear):
@@ -63,7 +63,7 @@ def fsdp2(group: Group) -> Callable[[], None]:
 
 
 def alone() -> Callable[[], None]:
-    """Make a step that exchanges nothing."""
+    """Return a step without communication."""
     model = MLP.make_model()
     optimizer = MLP.optimizer(model.parameters())
     return MLP.make_step(model, optimizer, optimizer.zero_grad)
@@ -102,7 +102,7 @@ def main() -> None:
 
 
 def of_calls(found: dict[str, list[float]], count: int) -> dict[str, float]:
-    """Return the medians and the least, in microseconds of one of ``count``."""
+    """Return median and minimum microseconds of an operation; calls repeat it ``count`` times."""
     middle = {f"{name} us": median(times) / count * 1e6 for name, times in found.items()}
     least = {f"{name} fastest": min(times) / count * 1e6 for name, times in found.items()}
     return middle | least

@@ -1,8 +1,8 @@
-"""torch.distributed between nodes: hpctrain's backend against gloo and MPI, on a virtual cluster.
+"""torch.distributed between nodes: backend of hpctrain against gloo and MPI, virtual cluster.
 
     python perf/bench_torch_network.py [--shapes 2x2 4x2] [--rate 1gbit] [--json FILE]
 
-Nodes are those of ``bench_network.py``, and all methods are interleaved in one job. A message of
+Nodes are as in ``bench_network.py``, and all methods are interleaved in one job. A message of
 float32 is the input of an all_reduce or reduce_scatter, and the output of an all_gather. Times are
 medians, of the slowest rank; ``bytes out`` is the number of bytes that leave the busiest node for
 each byte of the message, of which all methods need ``least``.
@@ -41,8 +41,8 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def ways(num_bytes: int, groups: Mapping[str, dist.ProcessGroup]) -> dict[str, dict[str, Call]]:
-    """Make the calls of each operation, by who carries it out."""
+def methods(num_bytes: int, groups: Mapping[str, dist.ProcessGroup]) -> dict[str, dict[str, Call]]:
+    """Return for each operation the calls of MPI and of each backend."""
     world, size = MPI.COMM_WORLD, dist.get_world_size()
     whole = torch.zeros(num_bytes // 4 // size * size)
     part = torch.zeros(whole.numel() // size)
@@ -70,7 +70,7 @@ def job(num_bytes: int, file: Path) -> None:
     gloo = dist.new_group(range(size), backend="gloo", timeout=timedelta(minutes=5))
     ours = dist.new_group(range(size))
     rows = []
-    for operation, calls in ways(num_bytes, {"hpctrain": ours, "gloo": gloo}).items():
+    for operation, calls in methods(num_bytes, {"hpctrain": ours, "gloo": gloo}).items():
         seconds = interleave(calls, rounds=ROUNDS, repetitions=1)
         counted = {name: bytes_out(call, num_bytes) for name, call in calls.items()}
         rows.append({"operation": operation, "all seconds": seconds, "bytes out": counted})
@@ -106,7 +106,7 @@ def run(nodes: int, ranks: int, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """Print milliseconds and bytes."""
+    """Print a table with milliseconds and bytes of each operation."""
     names = list(rows[0]["seconds"])
     heads = ["cluster", "operation", *(f"{name} ms" for name in names), "least"]
     table = Table(*heads, *(f"{name} bytes out" for name in names))

@@ -1,4 +1,4 @@
-"""Draw all charts of ``perf/results`` from the JSON files there, measuring nothing.
+"""Draw all charts of ``perf/results`` from the JSON files in that folder, without measurements.
 
     python perf/charts.py [FOLDER]
 
@@ -55,7 +55,7 @@ def bandwidth(files: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def scaling(files: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw an all-reduce and the part of a step without communication by the number of nodes."""
+    """Draw the time of an all-reduce, and the efficiency of a step, by the number of nodes."""
     network, *engines = files
     figure, (left, right) = _panels(2)
     rows = [r for r in network["results"] if (r["rate"], r["bytes"]) == (RATE, SCALED_BYTES)]
@@ -69,9 +69,9 @@ def scaling(files: Sequence[dict[str, Any]], path: Path) -> None:
     worlds = {_nodes_of(world["world"]): world["ways"] for world in results}
     for name, (label, color, marker) in STEP_STYLES.items():
         points = [
-            (nodes, median(ways["no communication"]["steps"]) / median(ways[name]["steps"]))
-            for nodes, ways in sorted(worlds.items())
-            if name in ways
+            (nodes, median(methods["no communication"]["steps"]) / median(methods[name]["steps"]))
+            for nodes, methods in sorted(worlds.items())
+            if name in methods
         ]
         right.plot(*zip(*points, strict=True), label=label, color=color, marker=marker)
     right.set(ylabel="step without communication / step", ylim=(0, 1))
@@ -125,7 +125,7 @@ CHARTS: dict[str, tuple[tuple[str, ...], Any]] = {
 
 
 def main() -> None:
-    """Draw the charts whose files are there, and print their names."""
+    """Draw the charts whose JSON files exist, and print their names."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", type=Path, nargs="?", default=RESULTS, help="of the results")
     folder = parser.parse_args().folder

@@ -28,7 +28,7 @@ FULL_BYTES = 4 * MIB  # of shorter messages as many calls follow each other
 
 
 def table(name: str) -> SizeTable:
-    """Take one algorithm for all sizes."""
+    """Return a table that selects one algorithm for all sizes."""
     return SizeTable(((0, name),))
 
 

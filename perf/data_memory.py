@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import psutil
-from data_ways import Way
+from data_methods import Method
 
 COLD = 0.01
 """Part of the bytes of a file that may be in memory where it counts as not cached."""
@@ -26,7 +26,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def evict(path: Path) -> bool:
-    """Drop a file, or all of a folder, from the page cache; return whether that worked."""
+    """Drop a file, or all files of a folder, from the page cache; return True on success."""
     for file in files(path):
         descriptor = os.open(file, os.O_RDONLY)
         try:
@@ -38,7 +38,7 @@ def evict(path: Path) -> bool:
 
 
 def resident(path: Path) -> float:
-    """Return which part of a file, or of all in a folder, is in memory."""
+    """Return the fraction of a file, or of the files of a folder, in the page cache."""
     num_pages = num_here = 0
     for file in files(path):
         with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ) as m:
@@ -54,11 +54,11 @@ def resident(path: Path) -> float:
 
 
 def touch_free_memory(num_bytes: int, keep_s: float) -> None:
-    """Take so much free memory, at most most of it, and give it back to the system at the end.
+    """Allocate and touch free memory, keep it for ``keep_s`` seconds, and free it.
 
-    A virtual machine hands free memory back to its host, and whoever takes it next waits for the
-    host: half a second per GB and more. Now it is there for whoever comes next. It is kept for
-    ``keep_s`` when all has been touched.
+    A virtual machine returns free memory to its host, and the next allocation waits for the host,
+    for half a second per GB and more. After this call, allocations do not wait. At most
+    ``MOST_OF_FREE`` of the available memory is touched.
     """
     num_bytes = min(num_bytes, int(MOST_OF_FREE * psutil.virtual_memory().available))
     with mmap.mmap(-1, num_bytes) as memory:
@@ -69,7 +69,7 @@ def touch_free_memory(num_bytes: int, keep_s: float) -> None:
 
 
 def read_through(path: Path) -> int:
-    """Read a file, or all in a folder, from start to end in large pieces; count the bytes."""
+    """Read a file, or all files of a folder, in large pieces; return the number of bytes."""
     buffer = bytearray(READ_BYTES)
     num_bytes = 0
     for file in files(path):
@@ -80,7 +80,7 @@ def read_through(path: Path) -> int:
 
 
 def files(path: Path) -> list[Path]:
-    """Return a file, or all in a folder that are not empty."""
+    """Return a file, or all files of a folder that are not empty."""
     found = sorted(path.rglob("*")) if path.is_dir() else [path]
     return [file for file in found if file.is_file() and file.stat().st_size]
 
@@ -92,16 +92,15 @@ def file_system(path: Path) -> str:
     return max(of_path, key=lambda found: len(found[0].parts))[1]
 
 
-def peak_bytes(way: Way, limit_s: float) -> int | None:
-    """Return how much memory epochs take at their peak, in a separate process.
+def peak_bytes(method: Method, limit_s: float) -> int | None:
+    """Return the peak memory of epochs in a separate process, in bytes.
 
-    Counted are anonymous and shared memory of the process and its children beyond what each
-    starts with: not the page cache, which all ways fill with the same files. None where an epoch
-    did not end well.
+    The sum contains anonymous and shared memory that the process and its children allocate, and
+    not the page cache, which all methods fill with the same files. None if an epoch failed.
     """
     gc.collect()
-    _LIBC.malloc_trim(0)  # or the child takes what this process has freed and not given back
-    child = multiprocessing.get_context("fork").Process(target=_read, args=(way, limit_s))
+    _LIBC.malloc_trim(0)  # otherwise the child inherits freed memory of this process
+    child = multiprocessing.get_context("fork").Process(target=_read, args=(method, limit_s))
     begin = _anonymous(os.getpid())
     child.start()
     assert child.pid
@@ -115,17 +114,17 @@ def peak_bytes(way: Way, limit_s: float) -> int | None:
     return peak if child.exitcode == 0 else None
 
 
-def _read(way: Way, limit_s: float) -> None:
+def _read(method: Method, limit_s: float) -> None:
     end = time.perf_counter() + limit_s
     while (
         time.perf_counter() < end
     ):  # also if an epoch is shorter than the interval of measurements
-        way.prepare()
-        with closing(way.epoch()) as batches:
+        method.prepare()
+        with closing(method.epoch()) as batches:
             for _ in batches:
                 if time.perf_counter() > end:
                     break
-    way.close()
+    method.close()
 
 
 def _family(pid: int) -> Iterator[int]:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import numpy as np
-from data_ways import SHARDS, Epoch, Kind, Way
+from data_methods import SHARDS, Epoch, Kind, Method
 from numpy.typing import NDArray
 
 from hpctrain.core.units import MIB
@@ -15,8 +15,8 @@ from hpctrain.data.writer import ShardWriter
 WRITE_BYTES = 64 * MIB
 
 
-class First(Way):
-    """A data set just opened: the first epoch checks the crc32 of every block."""
+class First(Method):
+    """First epoch after a data set is opened, which checks the crc32 of every block."""
 
     name = "hpctrain, first epoch"
     form = "hpctrain"
@@ -42,7 +42,7 @@ class First(Way):
         yield from self.again()
 
     def again(self) -> Epoch:
-        """Read an epoch of the data set that is open."""
+        """Read an epoch of the open data set."""
         assert self.loader
         for batch in self.loader:
             pair = [(batch["x"], batch["y"])]
@@ -64,12 +64,12 @@ class FirstGlobal(First):
 
 
 class Second(First):
-    """The epoch after the first one: what most of a training run is."""
+    """Epoch after the first epoch, as most epochs of a training run."""
 
     name = "hpctrain, second epoch"
 
     def prepare(self) -> None:
-        """Go through the first epoch, once."""
+        """Read the first epoch, in the first call only."""
         if self.loader is None:
             for _ in super().epoch():
                 pass
@@ -80,12 +80,12 @@ class Second(First):
 
 
 class Take(Second):
-    """``ShardedDataset.take`` without the loader, every block checked before."""
+    """``ShardedDataset.take`` without the loader, after the checks of all blocks."""
 
     name = "hpctrain, ds.take"
 
     def epoch(self) -> Epoch:
-        """Read an epoch in numpy's random order."""
+        """Read an epoch in a random order of numpy."""
         assert self.loader
         dataset = self.loader.dataset
         for rows in self.shuffled():

@@ -1,11 +1,11 @@
 """Loaders of other projects: MosaicML streaming and webdataset, if they are installed.
 
-They are imported from the folder ``.venv-peers`` next to ``perf``, after all other folders:
-``pip install --no-deps --target .venv-peers -r perf/peers.txt``.
+The packages are imported from the folder ``.venv-peers`` next to ``perf``, after all other
+folders: ``pip install --no-deps --target .venv-peers -r perf/peers.txt``.
 
-MosaicML imports torchvision and transformers for data sets and batches that are not used here, and
-the torchvision of the package index does not fit every build of torch: empty modules with the
-imported names replace both.
+MosaicML imports torchvision and transformers for data sets that this program does not use, and
+torchvision of the package index does not work with every build of torch. Empty modules with the
+imported names replace both packages.
 """
 
 import importlib
@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from data_ways import SHARDS, Epoch, Kind, Pair, Way
+from data_methods import SHARDS, Epoch, Kind, Method, Pair
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
@@ -38,8 +38,8 @@ _NAMES = {
 """What MosaicML imports from packages that it does not need here."""
 
 
-class Mosaic(Way):
-    """MosaicML streaming: its own files and shuffle, torch's DataLoader in this process."""
+class Mosaic(Method):
+    """MosaicML streaming: files and shuffle of MosaicML, DataLoader of torch in this process."""
 
     name = "MosaicML streaming"
     form = "mds"
@@ -56,14 +56,14 @@ class Mosaic(Way):
                 writer.write({"x": np.asarray(sample), "y": number})
 
     def prepare(self) -> None:
-        """Open the data set; it counts its epochs."""
+        """Open the data set, which counts its epochs."""
         if self._dataset is None:
             self._dataset = streaming().StreamingDataset(
                 local=str(self.path), shuffle=True, batch_size=self.batch
             )
 
     def close(self) -> None:
-        """Remove its shared memory: it outlives a process that was forked."""
+        """Remove the shared memory of the package, which remains after a forked process ends."""
         if self._dataset is not None:
             for memory in _shared_memory(self._dataset):
                 memory.cleanup()
@@ -80,7 +80,7 @@ class Mosaic(Way):
                 vars(self._dataset)["_iterator"].exit()  # otherwise its threads continue
 
 
-class Tars(Way):
+class Tars(Method):
     """webdataset: tar files in random order, then a shuffle buffer, in this process."""
 
     name = "webdataset"
@@ -113,16 +113,16 @@ PEERS = {"mosaicml-streaming": Mosaic, "webdataset": Tars}
 """Package and method."""
 
 
-def installed() -> dict[type[Way], str | None]:
-    """Return for each peer its version, None where it is missing."""
+def installed() -> dict[type[Method], str | None]:
+    """Return the version of each peer; None for a missing package."""
     if str(FOLDER) not in sys.path:
         sys.path.append(str(FOLDER))
-    found: dict[type[Way], str | None] = {}
-    for package, way in PEERS.items():
+    found: dict[type[Method], str | None] = {}
+    for package, method in PEERS.items():
         try:
-            found[way] = version(package)
+            found[method] = version(package)
         except PackageNotFoundError:
-            found[way] = None
+            found[method] = None
     return found
 
 

@@ -1,7 +1,7 @@
-"""Read a set and then copy it, as an order must that mixes all of it.
+"""Sequential read of a data set, followed by a copy in random order.
 
-The first batch of such an order needs samples from all parts of the files, so that no loader can
-start earlier. Two threads copy as fast as numpy can, into memory that is reused.
+The first batch of a completely random order needs samples from all parts of the files, so no
+loader can start earlier. Two threads copy with numpy into reused memory.
 """
 
 from math import ceil
@@ -9,7 +9,7 @@ from math import ceil
 import numpy as np
 import torch
 from data_memory import read_through
-from data_ways import Epoch, Memmap
+from data_methods import Epoch, Memmap
 from numpy.typing import NDArray
 
 from hpctrain.core.units import MIB
@@ -20,7 +20,7 @@ COPY_BYTES = 16 * MIB
 
 
 class ReadFirst(Memmap):
-    """A sequential read of a raw file, then np.take out of its map, by two threads."""
+    """Sequential read of a raw file, then np.take from its map in two threads."""
 
     name = "sequential read, then np.take"
 

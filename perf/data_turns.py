@@ -1,4 +1,4 @@
-"""One measurement of a method: an epoch, or the start of one, timed and checked."""
+"""Measurement of a method: an epoch, or its beginning, with times and checks."""
 
 import gc
 import resource
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
-from data_ways import Kind, Way
+from data_methods import Kind, Method
 from numpy.typing import NDArray
 
 TOUCH_BYTES = 4096
@@ -19,7 +19,7 @@ START = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What some epochs took, or as much of them as was read."""
+    """Times, bytes and samples of epochs, or of the part that was read."""
 
     num_bytes: int
     seconds: float
@@ -29,7 +29,7 @@ class Turn:
     """Of an epoch that was read, 1 for all."""
 
     def __add__(self, other: Self) -> Self:
-        """Put two turns together."""
+        """Return the sum of two measurements."""
         return type(self)(
             self.num_bytes + other.num_bytes,
             self.seconds + other.seconds,
@@ -49,7 +49,7 @@ class Turn:
 
 
 class Truth:
-    """Some bytes of every sample, to check delivered samples."""
+    """Expected bytes of every sample, for the check of delivered samples."""
 
     def __init__(self, kind: Kind, samples: NDArray[np.uint8]) -> None:
         """Read one byte of every page."""
@@ -57,70 +57,70 @@ class Truth:
         self.touched = np.ascontiguousarray(_touched(samples))
 
 
-def take_turn(way: Way, truth: Truth, limit_s: float, at_least_s: float = 0.0) -> Turn:
+def take_turn(method: Method, truth: Truth, limit_s: float, at_least_s: float = 0.0) -> Turn:
     """Read epochs until ``at_least_s`` have passed, each at most for about ``limit_s``.
 
     Raises:
-        ValueError: a sample came twice, or not at all, or is not what was written.
+        ValueError: a sample was delivered twice or not at all, or has wrong values.
     """
     gc.collect()
-    turn = _read_epoch(way, truth, limit_s)
+    turn = _read_epoch(method, truth, limit_s)
     while turn.seconds < at_least_s:
-        turn += _read_epoch(way, truth, limit_s)
+        turn += _read_epoch(method, truth, limit_s)
     return turn
 
 
-def check(way: Way, samples: NDArray[np.uint8], limit_s: float) -> None:
+def check(method: Method, samples: NDArray[np.uint8], limit_s: float) -> None:
     """Compare every byte of an epoch with the samples, for at most about ``limit_s``.
 
     Raises:
-        ValueError: a sample is not what was written.
+        ValueError: a sample has wrong values.
     """
-    way.prepare()
+    method.prepare()
     start = time.perf_counter()
-    with closing(way.epoch()) as batches:
+    with closing(method.epoch()) as batches:
         for x, y in batches:
             if not np.array_equal(x.numpy(), samples[y.numpy()]):
                 raise ValueError(
-                    f"{way.name} must deliver the samples that were written, but did not"
+                    f"{method.name} must deliver the samples that were written, but did not"
                 )
-            if time.perf_counter() - start > limit_s and not way.whole:
+            if time.perf_counter() - start > limit_s and not method.whole:
                 break
 
 
-def _read_epoch(way: Way, truth: Truth, limit_s: float) -> Turn:
-    """Read an epoch, for about ``limit_s`` at most unless the way wants its epochs whole.
+def _read_epoch(method: Method, truth: Truth, limit_s: float) -> Turn:
+    """Read an epoch, for at most about ``limit_s`` unless the method needs complete epochs.
 
-    The clock covers all from the start of the epoch to the end of its workers, and a copy of the
-    labels and of one byte on every page of the samples. Of an epoch that is not read to its end,
-    the first part of the time is not counted: there a shuffle buffer is filled.
+    The measured time includes the end of the workers, and a copy of the labels and of one byte on
+    every page of the samples. Of an incomplete epoch the first part is not measured, because
+    methods fill a shuffle buffer in that time.
     """
-    way.prepare()
-    labels = np.full(way.kind.num_samples, -1)
+    method.prepare()
+    labels = np.full(method.kind.num_samples, -1)
     touched = np.empty_like(truth.touched)
-    limit_s = float("inf") if way.whole else limit_s
+    limit_s = float("inf") if method.whole else limit_s
     begin = middle = _Mark.now(0)
     done = 0
-    with closing(way.epoch()) as batches:
+    with closing(method.epoch()) as batches:
         for x, y in batches:
             stop = done + len(y)
             labels[done:stop] = y.numpy()
             touched[done:stop] = _touched(x.numpy())
             done = stop
-            del x, y  # whoever can use their memory again may do so
+            del x, y  # a method may reuse the memory of the batch
             elapsed_s = time.perf_counter() - begin.seconds
             if elapsed_s > START * limit_s and middle is begin:
                 middle = _Mark.now(done)
             elif elapsed_s > limit_s:
                 break
     end = _Mark.now(done)
-    part = done / way.kind.num_samples
+    part = done / method.kind.num_samples
     once = len(np.unique(labels[:done])) == done
     same = np.array_equal(touched[:done], truth.touched[labels[:done]])
     if not (once and same and (part == 1 or end.seconds - begin.seconds > limit_s)):
-        raise ValueError(f"{way.name} must deliver the samples that were written, but did not")
+        raise ValueError(f"{method.name} must deliver the samples that were written, but did not")
     start = begin if part == 1 else middle
-    num_bytes = (end.done - start.done) * way.kind.sample_bytes
+    num_bytes = (end.done - start.done) * method.kind.sample_bytes
     return Turn(num_bytes, end.seconds - start.seconds, end.cpu_seconds - start.cpu_seconds, part)
 
 
@@ -130,7 +130,7 @@ def _touched(samples: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """The clocks after some samples."""
+    """Readings of the clocks after a number of samples."""
 
     done: int
     seconds: float

@@ -2,10 +2,10 @@
 
     mpirun -np 2 python perf/engines_job.py hpctrain|horovod.torch|ddp|mpi|none --json FILE
 
-Whatever the engine, a rank has one thread of torch, sums in an ordinary tensor, in place, under
-the same name in every call, and takes the training step of ``bench_step.py``. mpi4py starts the
-clocks of all ranks together. ``none`` takes the step without any engine, ``ddp`` that of torch's
-DistributedDataParallel over gloo, ``mpi`` one that sums each gradient by MPI_Allreduce.
+With each engine a rank has one torch thread, sums in place in an ordinary tensor with the same
+name in every call, and runs the training step of ``bench_step.py``. A barrier of mpi4py precedes
+each measurement. ``none`` runs the step without communication, ``ddp`` with
+DistributedDataParallel over gloo, and ``mpi`` sums each gradient with MPI_Allreduce.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def start(package: str, engine: str | None, algorithm: str | None) -> Any:
     """Import and start the package; hpctrain on Horovod sums by ``algorithm``. Collective.
 
     Returns:
-        The module; None where there is none.
+        The module; None for methods without a package.
     """
     if package in SILENT:
         return None
@@ -58,19 +58,19 @@ def start(package: str, engine: str | None, algorithm: str | None) -> Any:
 
 
 def require(holds: object, problem: str) -> None:
-    """End all ranks if something is wrong on one of them."""
+    """End all ranks if a condition is false on one rank."""
     if not holds:
         sys.stderr.write(f"rank {WORLD.rank}: {problem}\n")
         WORLD.Abort(1)
 
 
 def repetitions(num_bytes: int, most_bytes: int) -> int:
-    """Return how many calls of a turn are counted: few where each takes long."""
+    """Return the number of counted calls in a round: fewer for long calls."""
     return max(1, min(30, most_bytes // num_bytes))
 
 
 def sums(hvd: Any, num_bytes: int, count: int) -> Seconds:
-    """Time the sum of a tensor over all ranks, and check the first one and the last."""
+    """Time the sum of a tensor over all ranks, and check the first and the last sum."""
     tensor = torch.zeros(num_bytes // 4)
     total = WORLD.size * (WORLD.size + 1) / 2
 
@@ -94,7 +94,7 @@ def sums(hvd: Any, num_bytes: int, count: int) -> Seconds:
 def averaging(
     package: str, hvd: Any, shard: str | None
 ) -> tuple[torch.nn.Module, Any, Callable[[], None]]:
-    """Make the model, and a step that averages its gradients over all ranks."""
+    """Return the model, and a step that averages its gradients over all ranks."""
     model = MLP.make_model()
     if package == "mpi":
         optimizer: Any = AveragingByMpi(model)
@@ -112,14 +112,14 @@ def averaging(
 
 
 class AveragingByMpi:
-    """Steps on gradients that MPI averages, one after the other."""
+    """Optimizer that averages each gradient with MPI before the step."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model, self._optimizer = model, MLP.optimizer(model.parameters())
         self.zero_grad = self._optimizer.zero_grad
 
     def step(self) -> None:
-        """Average, and step."""
+        """Average the gradients, and step."""
         for parameter in self._model.parameters():
             WORLD.Allreduce(MPI.IN_PLACE, parameter.grad.numpy())
             parameter.grad /= WORLD.size
@@ -127,7 +127,7 @@ class AveragingByMpi:
 
 
 def weights_after_a_step() -> list[Tensor]:
-    """Take one step of the same model, with gradients that MPI averages. Collective."""
+    """Return the weights after a step with gradients averaged by MPI. Collective."""
     model, _, step = averaging("mpi", None, None)
     step()
     return [parameter.detach() for parameter in model.parameters()]

@@ -44,14 +44,14 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path)
 
 
-def _sums(axes: Any, ways: dict[str, Any]) -> None:
+def _sums(axes: Any, methods: dict[str, Any]) -> None:
     sizes: list[int] = []
-    for way, (color, marker, line) in STYLES.items():
-        if sums := ways.get(way, {}).get("sums"):
+    for method, (color, marker, line) in STYLES.items():
+        if sums := methods.get(method, {}).get("sums"):
             sizes = list(map(int, sums))  # keys of JSON are texts
             times = [median(seconds) * 1e3 for seconds in sums.values()]
             style = {"color": color, "marker": marker, "linestyle": line}
-            axes.plot(sizes, times, label=way, markersize=3.5, linewidth=1.2, **style)
+            axes.plot(sizes, times, label=method, markersize=3.5, linewidth=1.2, **style)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     shown = sizes[:: max(1, len(sizes) // 4)]
@@ -65,12 +65,12 @@ def _sums(axes: Any, ways: dict[str, Any]) -> None:
     axes.set_xlabel("message on every rank", fontsize=9)
 
 
-def _steps(axes: Any, ways: dict[str, Any]) -> None:
-    names = [way for way in STYLES if way in ways]
-    for place, way in enumerate(names):
-        steps = [seconds * 1e3 for seconds in ways[way]["steps"]]
+def _steps(axes: Any, methods: dict[str, Any]) -> None:
+    names = [method for method in STYLES if method in methods]
+    for place, method in enumerate(names):
+        steps = [seconds * 1e3 for seconds in methods[method]["steps"]]
         middle = median(steps)
-        axes.barh(place, middle, color=STYLES[way][0], height=0.7)
+        axes.barh(place, middle, color=STYLES[method][0], height=0.7)
         axes.plot([min(steps), max(steps)], [place, place], color="black", linewidth=1)
         axes.annotate(
             f"{middle:.0f}", (max(steps), place), (4, 0), textcoords="offset points",

@@ -15,21 +15,23 @@ Result = dict[str, Any]
 
 def peers_of(result: Result) -> list[str]:
     """Return the methods that run on Horovod."""
-    return [way for way in result["ways"] if way not in (OURS, SILENT)]
+    return [method for method in result["ways"] if method not in (OURS, SILENT)]
 
 
 def rows_of(result: Result) -> list[dict[str, Any]]:
-    """Return a row for each message size: milliseconds, and ratios to ours."""
-    ways = {way: found["sums"] for way, found in result["ways"].items() if found["sums"]}
+    """Return a row for each message size: milliseconds, and ratios to hpctrain."""
+    methods = {method: found["sums"] for method, found in result["ways"].items() if found["sums"]}
     rows = []
-    for size in next(iter(ways.values()), {}):
-        times = {way: median(sums[size]) for way, sums in ways.items()}
-        row = {"bytes": size} | {f"{way} ms": seconds * 1e3 for way, seconds in times.items()}
+    for size in next(iter(methods.values()), {}):
+        times = {method: median(sums[size]) for method, sums in methods.items()}
+        row = {"bytes": size} | {
+            f"{method} ms": seconds * 1e3 for method, seconds in times.items()
+        }
         if OURS in times:
             row |= {
-                f"{way} / {OURS}": seconds / times[OURS]
-                for way, seconds in times.items()
-                if way != OURS
+                f"{method} / {OURS}": seconds / times[OURS]
+                for method, seconds in times.items()
+                if method != OURS
             }
         rows.append(row)
     return rows
@@ -37,16 +39,16 @@ def rows_of(result: Result) -> list[dict[str, Any]]:
 
 def step_ratios(result: Result) -> dict[str, list[float]]:
     """Return, for each method, the time of the step over that of hpctrain: median, min, max."""
-    ways = result["ways"]
-    if OURS not in ways:
+    methods = result["ways"]
+    if OURS not in methods:
         return {}
-    ours = ways[OURS]["steps"]
+    ours = methods[OURS]["steps"]
     ratios = {}
-    for way, found in ways.items():
-        if way != OURS:
+    for method, found in methods.items():
+        if method != OURS:
             of_rounds = [theirs / mine for theirs, mine in zip(found["steps"], ours, strict=True)]
             middle = median(found["steps"]) / median(ours)
-            ratios[way] = [middle, min(of_rounds), max(of_rounds)]
+            ratios[method] = [middle, min(of_rounds), max(of_rounds)]
     return ratios
 
 
@@ -56,11 +58,11 @@ def show(console: Console, result: Result) -> None:
         console.print(_by_size(result["world"], rows))
     console.print(_of_steps(result))
     ratios = step_ratios(result)
-    for way in peers_of(result):
-        if way in ratios:
-            middle, least, most = ratios[way]
+    for method in peers_of(result):
+        if method in ratios:
+            middle, least, most = ratios[method]
             console.print(
-                f"training step, {way} / {OURS}: {middle:.2f} ({least:.2f} to {most:.2f} "
+                f"training step, {method} / {OURS}: {middle:.2f} ({least:.2f} to {most:.2f} "
                 "in the rounds)"
             )
     console.print()
@@ -88,11 +90,11 @@ def _of_steps(result: Result) -> Table:
     heads = ("median", "fastest round", "slowest round", "waits, by our clock", f"/ {SILENT}")
     for head in ("way", *heads):
         table.add_column(head, justify="left" if head == "way" else "right")
-    ways = result["ways"]
-    silent = median(ways[SILENT]["steps"]) if SILENT in ways else None
-    for way, found in ways.items():
+    methods = result["ways"]
+    silent = median(methods[SILENT]["steps"]) if SILENT in methods else None
+    for method, found in methods.items():
         steps = found["steps"]
         shown = (median(steps), min(steps), max(steps), median(found["exposed"]))
         cells = (f"{seconds * 1e3:.1f}" for seconds in shown)
-        table.add_row(way, *cells, f"{median(steps) / silent:.2f}" if silent else "")
+        table.add_row(method, *cells, f"{median(steps) / silent:.2f}" if silent else "")
     return table

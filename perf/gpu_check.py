@@ -2,9 +2,9 @@
 
     python perf/gpu_check.py [--only PHASE ...] [--out FILE]
 
-Each phase runs in its own processes and has a time limit and a verdict; a phase that fails or
-hangs does not stop the others. The package need not be installed; PYTHONPATH is sufficient, with
-torch 2.11 or later. All ranks share one GPU. The exit code is 1 if a phase has failed.
+Each phase runs in separate processes and has a time limit and a verdict; other phases continue
+after a phase that fails or hangs. The package need not be installed; PYTHONPATH is sufficient,
+with torch 2.11 or later. All ranks share one GPU. The exit code is 1 if a phase has failed.
 
 Without a GPU all phases are skipped. With ``MCPU_SITE``, the folder of a simulated device
 (torch_mcpu), the phases that it supports run on that device.
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_finding import Finding, heard
+from gpu_finding import Finding, findings_in
 from rich.console import Console
 from rich.table import Table
 
@@ -55,7 +55,7 @@ class Part:
     judge: Callable[["Ended"], Finding] | None = None  # by default the ranks' own finding
 
     def __str__(self) -> str:
-        """Return its name."""
+        """Return the name of the part, with ranks and variables."""
         nodes = f" on {self.nodes} nodes" * (self.nodes > 1)
         mps = ["by MPS"] * self.by_mps
         words = [self.words, f"{self.ranks} ranks{nodes}", *self.variables.values(), *mps]
@@ -74,7 +74,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Ended:
-    """A launch that is over."""
+    """Result of a launch that has ended."""
 
     code: int
     output: str
@@ -83,22 +83,24 @@ class Ended:
 
 
 def ends(ended: Ended) -> Finding:
-    """Return whether all ranks ended soon after a failed one, which the output names."""
+    """Check that all ranks ended soon after a failed rank, and that the output names this rank."""
     times = re.findall(rf"^{MARK_OF_END}(\S+)$", ended.output, re.MULTILINE)
     if not times:
         return own_finding(ended)
-    took = ended.at - float(times[-1])
+    delay_s = ended.at - float(times[-1])
     is_named = bool(re.search(r"\brank 1\b", ended.output.partition(MARK_OF_END)[2]))
-    figures = {"seconds": round(took, 1), "exit code": ended.code, "rank is named": is_named}
-    if ended.code == 0 or not is_named or took > MOST_TO_END_S:
+    figures = {"seconds": round(delay_s, 1), "exit code": ended.code, "rank is named": is_named}
+    if ended.code == 0 or not is_named or delay_s > MOST_TO_END_S:
         figures["output"] = ended.output[-TAIL:]
-        return Finding("fail", "some rank went on, or none was named", figures)
-    return Finding("pass", f"all ended in {took:.1f} s", figures)
+        return Finding(
+            "fail", "a rank continued, or the output does not name the failed rank", figures
+        )
+    return Finding("pass", f"all ended in {delay_s:.1f} s", figures)
 
 
 def planted(ended: Ended) -> Finding:
-    """Return what ranks with a fault have found: it may let them part before their end, too."""
-    found = heard(ended.output)
+    """Return the last finding of ranks with a planted fault, which may also end the ranks."""
+    found = findings_in(ended.output)
     return found[-1] if found else own_finding(ended)
 
 
@@ -106,7 +108,7 @@ HOST, PEERS = {"HPCTRAIN_DEVICE_SUMS": "host"}, {"HPCTRAIN_DEVICE_SUMS": "auto"}
 """Methods that sum gradients of a node: on the host, or on GPUs with access to each other."""
 NCCL = {
     "HPCTRAIN_DEVICE_SUMS": "nccl",
-    "NCCL_MULTI_RANK_GPU_ENABLE": "1",  # from NCCL 2.30 on; earlier ones skip shared GPUs
+    "NCCL_MULTI_RANK_GPU_ENABLE": "1",  # from NCCL 2.30 on; earlier versions reject shared GPUs
     "CARDS": "own",
 }
 """NCCL sums; each rank has its own GPU if there are enough."""
@@ -120,7 +122,7 @@ PHASES: Mapping[str, Phase] = {
         needs_cuda=True,
     ),
     "sums": Phase(
-        "the kernel that sums the buckets of ranks has the bits of torch's operations",
+        "the kernel that sums the buckets of ranks is bitwise equal to operations of torch",
         60,
         (Part("gpu_facts.py sums"),),
         needs_cuda=True,
@@ -132,7 +134,7 @@ PHASES: Mapping[str, Phase] = {
         needs_cuda=True,
     ),
     "bits": Phase(
-        "averages and sums of all dtypes have the bits of the CPU's",
+        "averages and sums of all dtypes are bitwise equal to those of the CPU",
         100,
         (
             Part("gpu_job.py bits", 2, variables=HOST),
@@ -145,7 +147,7 @@ PHASES: Mapping[str, Phase] = {
         "with late streams right in 20 of 20 runs; with each planted fault not",
         120,
         (
-            *(Part("gpu_job.py order", 2, variables=way) for way in (HOST, PEERS)),
+            *(Part("gpu_job.py order", 2, variables=each) for each in (HOST, PEERS)),
             Part("gpu_job.py order sides", 2, variables=PEERS),
             *(
                 Part(f"gpu_job.py order {plant}", 2, variables=HOST, judge=planted)
@@ -155,12 +157,12 @@ PHASES: Mapping[str, Phase] = {
         ),
     ),
     "programs": Phase(
-        "scripts drawn at random train as plain torch does, whatever they do to gradients",
+        "random scripts train as plain torch does, with any changes of gradients",
         150,
-        tuple(Part("gpu_programs.py", 2, variables=way) for way in (PEERS, HOST)),
+        tuple(Part("gpu_programs.py", 2, variables=each) for each in (PEERS, HOST)),
     ),
     "nccl": Phase(
-        "NCCL's sums are near the CPU's; late streams, a lost rank; the host waits nowhere",
+        "sums of NCCL are near those of the CPU; late streams, a lost rank; the host never waits",
         120,
         (
             *(
@@ -180,12 +182,12 @@ PHASES: Mapping[str, Phase] = {
         needs_cuda=True,
     ),
     "waits": Phase(
-        "the host waits for the card nowhere within backward",
+        "the host does not wait for the GPU within backward",
         60,
-        tuple(Part("gpu_job.py waits", 2, variables=way) for way in (HOST, PEERS)),
+        tuple(Part("gpu_job.py waits", 2, variables=each) for each in (HOST, PEERS)),
     ),
     "step": Phase(
-        "hooks cost less than 2 % of a step of 350 M parameters; 70 % of what travels is hidden",
+        "hooks cost less than 2 % of a step of 350 M parameters; 70 % of communication is hidden",
         150,
         (
             Part("gpu_step.py", 2, variables=PEERS, by_mps=True),
@@ -194,7 +196,7 @@ PHASES: Mapping[str, Phase] = {
         ),
     ),
     "ends": Phase(
-        "when a rank dies or has no memory left all end within 30 s, and it is named",
+        "if a rank dies or has no memory left, all ranks end within 30 s, and name this rank",
         90,
         (
             Part("gpu_job.py death", 2, judge=ends),
@@ -226,7 +228,7 @@ def main() -> int:
 
 
 def find_device() -> str:
-    """Return ``cuda``, ``mcpu`` or nothing."""
+    """Return the kind of device, ``cuda`` or ``mcpu``; empty without a device."""
     if torch.cuda.is_available():
         return "cuda"
     if os.environ.get("DEV") == "cpu":  # to try this program itself
@@ -235,7 +237,7 @@ def find_device() -> str:
 
 
 def machine(device: str) -> dict[str, Any]:
-    """Return the machine and the versions of the figures."""
+    """Return the description of the machine and the versions, for the result file."""
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "card": torch.cuda.get_device_name() if device == "cuda" else device or "none",
@@ -246,29 +248,33 @@ def machine(device: str) -> dict[str, Any]:
 
 
 def short(card: str) -> str:
-    """Return a name for a file."""
+    """Return a name for the result file."""
     return re.sub(r"[^a-z0-9]+", "-", card.lower().removeprefix("nvidia ")).strip("-")
 
 
 def run_phase(phase: Phase, device: str) -> Finding:
     """Run the parts of a phase within its limit; return their combined finding."""
     if not device:
-        return Finding("skip", "no card, and no simulated one: MCPU_SITE is not set")
+        return Finding(
+            "skip", "this machine has no GPU, and MCPU_SITE selects no simulated device"
+        )
     if phase.needs_cuda and device != "cuda":
-        return Finding("skip", "this is about a card, there is none")
+        return Finding("skip", "the phase needs a GPU, but this machine has none")
     end = time.monotonic() + phase.limit_s
     found: dict[str, Finding] = {}
     for part in phase.parts:
         left_s = end - time.monotonic()
         name = str(part)
         if left_s < 1:
-            found[name] = Finding("fail", f"no time left of {phase.limit_s:g} s")
+            found[name] = Finding(
+                "fail", f"the limit of {phase.limit_s:g} s was reached before this part"
+            )
             continue
         around: Any = multi_process_service() if part.by_mps else nullcontext({})
         with around as service:
             ended = None if service is None else launch(part, device, left_s, service)
         if ended is None:
-            found[name] = Finding("skip", f"{MPS} is not here, or does not start")
+            found[name] = Finding("skip", f"{MPS} is not installed, or does not start")
             continue
         found[name] = (part.judge or own_finding)(ended)
     return together(found)
@@ -283,32 +289,33 @@ def together(found: Mapping[str, Finding]) -> Finding:
 
 
 def own_finding(ended: Ended) -> Finding:
-    """Return what the ranks have printed; a failure if they have not."""
-    found = heard(ended.output)
+    """Return the finding that the ranks printed, or a failure without one."""
+    found = findings_in(ended.output)
     worst = next((finding for finding in found if finding.verdict == "fail"), None)
     if worst is not None or (found and ended.code == 0):
         return worst or found[-1]
-    why = "over its limit" if ended.code == TIMED_OUT else f"exit code {ended.code}"
+    why = "time limit reached" if ended.code == TIMED_OUT else f"exit code {ended.code}"
     return Finding("fail", f"{why} after {ended.seconds:.0f} s", {"output": ended.output[-TAIL:]})
 
 
 @contextmanager
 def multi_process_service() -> Iterator[dict[str, str] | None]:
-    """Let kernels of several processes run at once, as on separate GPUs.
+    """Run the MPS service, with which kernels of several processes run concurrently.
 
-    What tells processes of it; None where there is no such service.
+    Yields:
+        The variables that processes need to use the service; None if it is not available.
     """
     with tempfile.TemporaryDirectory() as folder:
-        told = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+        variables = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
         control = partial(
-            subprocess.run, env=os.environ | told, capture_output=True, text=True, check=False
+            subprocess.run, env=os.environ | variables, capture_output=True, text=True, check=False
         )
         program = shutil.which(MPS)
         if program is None or control([program, "-d"], timeout=10).returncode:
             yield None
             return
         try:
-            yield told
+            yield variables
         finally:
             control([program], input="quit\n", timeout=20)
 
@@ -343,7 +350,7 @@ def write_table(facts: Mapping[str, Any], found: Mapping[str, Finding]) -> None:
     """Print a row for each phase, and its figures below."""
     console = Console(width=150, height=50, highlight=False)
     console.print(", ".join(f"{name} {value}" for name, value in facts.items()), style="dim")
-    table = Table("phase", "verdict", "passes if", "said", show_lines=True)
+    table = Table("phase", "verdict", "passes if", "reason", show_lines=True)
     for name, finding in found.items():
         table.add_row(name, finding.verdict, PHASES[name].passes_if, finding.reason)
     console.print(table)

@@ -28,13 +28,13 @@ _SPIN: list[Tensor] = []
 
 
 def wait_for_all() -> None:
-    """Let the host wait for all that was queued."""
+    """Wait on the host for all operations in the queues of the device."""
     if KIND != "cpu":
         torch.accelerator.synchronize()
 
 
 def delay(milliseconds: float) -> None:
-    """Keep the current stream busy, without the host."""
+    """Keep the current stream busy for some milliseconds; the host does not wait."""
     if KIND == "cuda":
         torch.cuda._sleep(int(milliseconds * 1.8e6))  # noqa: SLF001 - cycles of some 1.8 GHz
         return
@@ -45,25 +45,25 @@ def delay(milliseconds: float) -> None:
 
 
 class Late(torch.autograd.Function):
-    """Return values unchanged, and keep the stream busy before the next operation of backward."""
+    """Identity that keeps the stream busy in backward, before the next operation."""
 
     @staticmethod
     def forward(ctx, values: Tensor) -> Tensor:  # noqa: ARG004 - torch's own
-        """Pass them on."""
+        """Return the values unchanged."""
         return values.view_as(values)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> Tensor:  # noqa: ARG004 - torch's own
-        """Be late."""
+        """Delay the stream, and return the gradient unchanged."""
         delay(1.0)
         return grad
 
 
 class LateBackward(nn.Module):
-    """A layer of that."""
+    """Layer with the function ``Late``."""
 
     def forward(self, values: Tensor) -> Tensor:
-        """Pass values on."""
+        """Return the values unchanged."""
         return Late.apply(values)
 
 

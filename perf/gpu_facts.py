@@ -5,7 +5,7 @@
     hpctrain launch -n 2 -- python perf/gpu_facts.py between
     hpctrain launch -n 4 -- python perf/gpu_facts.py copies
 
-Each prints its finding as a line of JSON. Node memory is a memfd that the ranks map; if it is
+Each part prints its finding as a line of JSON. Node memory is a memfd that the ranks map; if it is
 registered with CUDA, copies are as fast as with pinned memory, which ``copies`` compares.
 """
 
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_finding import Finding, errors_told
+from gpu_finding import Finding, reported_errors
 from torch import Tensor
 
 from hpctrain.comm.device import device_of
@@ -54,14 +54,14 @@ Work = Callable[[], object]
 
 
 def main() -> None:
-    """Carry out the part that is named."""
+    """Run the part that the command line names."""
     parts: dict[str, Callable[[], Finding]] = {
         "card": card,
         "between": between,
         "copies": copies,
         "sums": sums,
     }
-    parts[sys.argv[1]]().tell()
+    parts[sys.argv[1]]().write_on_rank_0()
 
 
 # --- one process ---------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ def card() -> Finding:
 
 
 def link() -> dict[str, Any]:
-    """Ask nvidia-smi for driver, link and neighbours."""
+    """Return driver, link and topology from nvidia-smi."""
     if not shutil.which("nvidia-smi"):
         return {"nvidia-smi": "none"}
     names = {
@@ -103,7 +103,7 @@ def link() -> dict[str, Any]:
 
 
 def attributes() -> dict[str, int]:
-    """Ask the driver for what the runtime has no name for."""
+    """Return device attributes of the driver that the runtime API does not name."""
     driver = ctypes.CDLL("libcuda.so.1")
     torch.cuda.init()
     found = {}
@@ -130,7 +130,7 @@ class NodeMemory:
                 raise OSError(f"cudaHostRegister of a memfd failed with {refused}")
 
     def close(self) -> None:
-        """Undo the registration, before the memory goes."""
+        """Unregister the memory before it is unmapped."""
         torch.cuda.cudart().cudaHostUnregister(self.address)
 
 
@@ -233,7 +233,7 @@ class Runtime:
         self.library = ctypes.CDLL(names[0])
 
     def __call__(self, name: str, *arguments: Any) -> None:
-        """Call a function of it; OSError if it returns an error."""
+        """Call a function of the library. Raises ``OSError`` if it returns an error."""
         if refused := getattr(self.library, name)(*arguments):
             raise OSError(f"{name} failed with {refused}")
 
@@ -244,7 +244,7 @@ class Runtime:
         return int(pointer.value or 0)
 
     def offer(self, address: int) -> bytes:
-        """Return what another process needs to map this memory."""
+        """Return the handle with which another process can map the memory."""
         handle = Handle()
         self("cudaIpcGetMemHandle", ctypes.byref(handle), ctypes.c_void_p(address))
         return bytes(handle)
@@ -304,7 +304,7 @@ def shared_memory(comm: Any) -> bool:
 
 
 def shared_events(comm: Any) -> bool:
-    """Let the stream of rank 1 wait for that of rank 0, which is late, and read its memory."""
+    """Let the stream of rank 1 wait for the delayed stream of rank 0, and read its memory."""
     runtime, numel, right = Runtime(), 1 << 20, True
     own = runtime.allocate(4 * numel)
     event = torch.cuda.Event(interprocess=True)
@@ -354,8 +354,10 @@ def copies() -> Finding:
         memory.close()
     counted = [row for row in rows if row["processes"] == 1 and row["bytes"] >= LARGE]
     shares = {
-        way: min((row[way]["memfd"] / row[way]["pinned"] for row in counted), default=1.0)
-        for way in ("to host", "to card", "both")
+        direction: min(
+            (row[direction]["memfd"] / row[direction]["pinned"] for row in counted), default=1.0
+        )
+        for direction in ("to host", "to card", "both")
     }  # of rank 0, which is in all rows
     figures = {"memfd / pinned": shares, "rows": [flattened(row) for row in rows]}
     worst = min(shares.values())
@@ -389,33 +391,35 @@ def measured(
             if turn >= 0:
                 seconds[name].append(elapsed / repetitions)
     row: dict[str, Any] = {"processes": comm.size, "bytes": num_bytes}
-    for (way, kind), times in seconds.items():
-        moved = num_bytes * comm.size * (2 if way == "both" else 1)
-        row.setdefault(way, {})[kind] = moved / statistics.median(times) / 1e9
+    for (direction, kind), times in seconds.items():
+        moved = num_bytes * comm.size * (2 if direction == "both" else 1)
+        row.setdefault(direction, {})[kind] = moved / statistics.median(times) / 1e9
     return [row]
 
 
 class Copies:
-    """Copies that start together, each on a separate stream."""
+    """Copies that start concurrently, each on a separate stream."""
 
     def __init__(self, pairs: list[tuple[Tensor, Tensor]], streams: list[Any]) -> None:
         self.pairs = list(zip(pairs, streams, strict=False))
 
     def __call__(self) -> None:
-        """Start them."""
+        """Start all copies."""
         for (to, source), stream in self.pairs:
             with torch.cuda.stream(stream):
                 to.copy_(source, non_blocking=True)
 
 
 def flattened(row: dict[str, Any]) -> dict[str, Any]:
-    """Make one level of a row, for the table."""
+    """Return a nested row as a flat row for the table."""
     flat = {"processes": row["processes"], "KiB": row["bytes"] // KIB}
-    for way in ("to host", "to card", "both"):
-        flat |= {f"{way}, {kind} GB/s": round(rate, 2) for kind, rate in row[way].items()}
+    for direction in ("to host", "to card", "both"):
+        flat |= {
+            f"{direction}, {kind} GB/s": round(rate, 2) for kind, rate in row[direction].items()
+        }
     return flat
 
 
 if __name__ == "__main__":
-    with errors_told():
+    with reported_errors():
         main()

@@ -21,7 +21,7 @@ from typing import Any
 
 import gpu_device as here
 import torch
-from gpu_finding import Finding, errors_told
+from gpu_finding import Finding, reported_errors
 from torch import Tensor, nn
 
 import hpctrain as hvd
@@ -44,7 +44,7 @@ MARK = "gpu-check-ends: "
 
 
 def main() -> None:
-    """Carry out the part that is named."""
+    """Run the part that the command line names."""
     parts: dict[str, Callable[..., Finding]] = {
         "bits": bits,
         "near": near,
@@ -62,14 +62,14 @@ def main() -> None:
         if NOT_HERE not in str(error):
             raise
         finding = Finding("skip", str(error))
-    finding.tell()
+    finding.write_on_rank_0()
 
 
 # --- bits ----------------------------------------------------------------------------------------
 
 
 def bits() -> Finding:
-    """Compare averages and sums on the GPU with those of the CPU, in all dtypes, odd sizes."""
+    """Compare averages and sums on GPU and CPU, for all dtypes and odd sizes."""
     rows = []
     for dtype in DTYPES:
         for op in (hvd.Average, hvd.Sum):
@@ -89,7 +89,7 @@ def bits() -> Finding:
 
 
 def reducer(device: object, dtype: torch.dtype, op: object) -> tuple[list[nn.Parameter], Any]:
-    """Make parameters of odd sizes and what reduces their gradients."""
+    """Return parameters of odd sizes, and an optimizer that reduces their gradients."""
     parameters = [nn.Parameter(torch.zeros(n, dtype=dtype, device=device)) for n in NUMELS]
     optimizer = torch.optim.SGD(parameters, lr=0.0, foreach=IS_REAL)
     named = [(f"p{n}", p) for n, p in zip(NUMELS, parameters, strict=True)]
@@ -110,7 +110,7 @@ def gradients(dtype: torch.dtype, step: int) -> Iterator[Tensor]:
 def reduced(
     parameters: Sequence[nn.Parameter], optimizer: Any, given: list[Tensor]
 ) -> list[Tensor]:
-    """Give gradients by a backward, return what the ranks have made of them."""
+    """Run a backward that produces the gradients ``given``; return the reduced gradients."""
     optimizer.zero_grad()
     pairs = zip(parameters, given, strict=True)
     sum((p * g.to(p.device)).sum() for p, g in pairs).backward()
@@ -120,7 +120,7 @@ def reduced(
 
 
 def count_differing(found: Tensor, expected: Tensor) -> int:
-    """Count values with other bits."""
+    """Return the number of values that are not bitwise equal."""
     kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[found.itemsize]
     return int((found.view(kind) != expected.view(kind)).sum())
 
@@ -129,9 +129,9 @@ def count_differing(found: Tensor, expected: Tensor) -> int:
 
 
 def near() -> Finding:
-    """Compare sums of gradients by NCCL with those of the CPU, in all dtypes, odd sizes.
+    """Compare sums of gradients by NCCL and by the CPU, for all dtypes and odd sizes.
 
-    Values may differ by what their dtype rounds, once for each rank and once for the average.
+    Values may differ by one rounding for each rank, and one for the average.
     """
     rows = []
     for dtype in DTYPES:
@@ -151,12 +151,12 @@ def near() -> Finding:
             rows.append(row | {"roundings at most": round(worst, 2)})
     wrong = max(hvd.allgather_object(sum(row["too far"] for row in rows)))
     version = str(library())
-    says = f"NCCL {version}: {wrong} values are too far" if wrong else f"NCCL {version}"
+    says = f"NCCL {version}: {wrong} values differ too much" if wrong else f"NCCL {version}"
     return Finding("fail" if wrong else "pass", says, {"rows": rows})
 
 
 def roundings_between(found: Tensor, expected: Tensor, own: Tensor) -> Tensor:
-    """Return the differences, each in units of what its dtype rounds at the sum of all sizes."""
+    """Return the differences in units of the rounding error at the sum of absolute values."""
     of_all = hvd.allreduce(own.double().abs(), op=hvd.Sum)
     limits = torch.finfo(own.dtype)
     unit = (of_all * limits.eps).clamp(min=limits.tiny * limits.eps)
@@ -167,32 +167,36 @@ def roundings_between(found: Tensor, expected: Tensor, own: Tensor) -> Tensor:
 
 
 def order(what: str = "") -> Finding:
-    """Train with streams that are late, and compare with the plain loop, bit by bit.
+    """Train with delayed streams, and compare bitwise with the plain loop.
 
-    With ``sides`` the model computes on two streams. With a plant something does not wait for
-    what it should, and results must be wrong: else this phase could not see it.
+    With ``sides`` the model computes on two streams. With a planted fault, an operation does not
+    wait for its input, and the results must be wrong: this shows that the phase detects the fault.
     """
     make, plant = (branches, "") if what == "sides" else (network, what)
-    copies_come_late()
+    delay_copies()
     if plant:
         PLANTS[plant]()
     try:
         right = [torch.equal(trained(make, seed), plain(make, seed)) for seed in range(RUNS)]
     except hvd.HpctrainError as error:
         if plant:
-            return Finding("pass", f"seen by the check of weights: {error}"[:200])
+            return Finding("pass", f"the check of weights detected the fault: {error}"[:200])
         raise
     counts = hvd.allgather_object(sum(right))
     figures = {"runs": RUNS, "right on all ranks": min(counts)}
     if plant:
         verdict = "pass" if min(counts) < RUNS else "fail"
-        return Finding(verdict, "" if verdict == "pass" else f"not seen: {plant}", figures)
+        return Finding(
+            verdict,
+            "" if verdict == "pass" else f"the planted fault {plant} was not detected",
+            figures,
+        )
     verdict = "pass" if min(counts) == RUNS else "fail"
     return Finding(verdict, f"right in {min(counts)} of {RUNS} runs", figures)
 
 
 def network(seed: int, *, is_late: bool) -> nn.Module:
-    """Make a small network, in which each layer's gradient may come late."""
+    """Return a small network whose gradients are delayed if ``is_late``."""
     torch.manual_seed(seed)
     layers: list[nn.Module] = []
     for before, after in ((256, 512), (512, 512), (512, 512), (512, 10)):
@@ -202,7 +206,7 @@ def network(seed: int, *, is_late: bool) -> nn.Module:
 
 
 def branches(seed: int, *, is_late: bool) -> nn.Module:
-    """Make a network of layers that have two branches, which may be on two streams."""
+    """Return a network of layers with two branches, on two streams if ``is_late``."""
     torch.manual_seed(seed)
     side = device_of(here.DEVICE).new_stream() if is_late else None
     return nn.Sequential(*(Branches(side) for _ in range(3))).to(here.DEVICE)
@@ -216,7 +220,7 @@ class Branches(nn.Module):
         self.first, self.second, self.side = nn.Linear(256, 256), nn.Linear(256, 256), side
 
     def forward(self, values: Tensor) -> Tensor:
-        """Return the sum of both."""
+        """Return the sum of both layers."""
         first = self.first(values)
         if self.side is None:
             return first + self.second(values)
@@ -229,18 +233,18 @@ class Branches(nn.Module):
 
 
 def batch(seed: int, step: int, rank: int) -> Tensor:
-    """Draw the samples of a rank."""
+    """Return random samples for a rank and a step."""
     source = torch.Generator().manual_seed(10_000 * seed + 100 * step + rank)
     return torch.randn(64, 256, generator=source).to(here.DEVICE)
 
 
 def weights(model: nn.Module) -> Tensor:
-    """Return all parameters, on the host."""
+    """Return all parameters as a tensor on the host."""
     return torch.cat([p.detach().cpu().flatten() for p in model.parameters()])
 
 
 def trained(make: Callable[..., nn.Module], seed: int) -> Tensor:
-    """Train over the ranks; return the parameters."""
+    """Train on all ranks; return the parameters."""
     model = make(seed, is_late=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=IS_REAL)
     optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
@@ -253,7 +257,7 @@ def trained(make: Callable[..., nn.Module], seed: int) -> Tensor:
 
 
 def plain(make: Callable[..., nn.Module], seed: int) -> Tensor:
-    """Train alone, on the batches of all ranks in their order; return the parameters."""
+    """Train without communication on the batches of all ranks; return the parameters."""
     model = make(seed, is_late=False)
     parameters = list(model.parameters())
     optimizer = torch.optim.SGD(parameters, lr=0.05, momentum=0.9, foreach=IS_REAL)
@@ -272,8 +276,8 @@ def plain(make: Callable[..., nn.Module], seed: int) -> Tensor:
     return weights(model)
 
 
-def copies_come_late() -> None:
-    """Keep the streams of copies and sums busy before each."""
+def delay_copies() -> None:
+    """Delay the streams of copies and sums before each operation."""
     device = device_of(here.DEVICE)
     on = device.on
 
@@ -286,55 +290,55 @@ def copies_come_late() -> None:
     device.on = late
 
 
-def caller_goes_on() -> None:
-    """Let the optimizer step before the average is there."""
+def caller_does_not_wait() -> None:
+    """Plant a fault: the optimizer steps before the average is complete."""
     device = device_of(here.DEVICE)
     stream_of = device.current_stream
-    device.current_stream = lambda: deaf(stream_of())
+    device.current_stream = lambda: without_waits(stream_of())
 
 
-def copies_go_on() -> None:
-    """Start copies and sums before their input is written."""
+def copies_do_not_wait() -> None:
+    """Plant a fault: copies and sums start before their input is written."""
     device = device_of(here.DEVICE)
-    device.down, device.up = deaf(device.down), deaf(device.up)
+    device.down, device.up = without_waits(device.down), without_waits(device.up)
 
 
-def deaf(stream: torch.Stream) -> torch.Stream:
-    """Return the same stream, which waits for no event."""
+def without_waits(stream: torch.Stream) -> torch.Stream:
+    """Return the same stream with waits for events that are no-ops."""
     kind = type(stream)
     members = {"wait_event": lambda *_: None, "wait_stream": lambda *_: None}
-    return type("Deaf", (kind,), members)(
+    return type("StreamWithoutWaits", (kind,), members)(
         stream_id=stream.stream_id,
         device_index=stream.device_index,
         device_type=stream.device_type,
     )
 
 
-def sums_go_on() -> None:
-    """Start the stream of NCCL before its input is written."""
+def sums_do_not_wait() -> None:
+    """Plant a fault: NCCL starts before its input is written."""
     device = device_of(here.DEVICE)
     stream_of = device.new_stream
-    device.new_stream = lambda: deaf(stream_of())
+    device.new_stream = lambda: without_waits(stream_of())
 
 
-def host_goes_on() -> None:
-    """Let the host sum before the copies have come."""
+def host_does_not_wait() -> None:
+    """Plant a fault: the host sums before the copies are complete."""
     device = device_of(here.DEVICE)
     event_of = device.new_event
 
-    def hasty() -> torch.Event:
+    def event_without_wait() -> torch.Event:
         made = event_of()
         made.synchronize = lambda: None
         return made
 
-    device.new_event = hasty
+    device.new_event = event_without_wait
 
 
 PLANTS: dict[str, Callable[[], None]] = {
-    "caller": caller_goes_on,
-    "copies": copies_go_on,
-    "host": host_goes_on,
-    "sums": sums_go_on,
+    "caller": caller_does_not_wait,
+    "copies": copies_do_not_wait,
+    "host": host_does_not_wait,
+    "sums": sums_do_not_wait,
 }
 
 
@@ -342,7 +346,7 @@ PLANTS: dict[str, Callable[[], None]] = {
 
 
 def waits() -> Finding:
-    """Count what keeps the host waiting within backward, on the threads that queue the work."""
+    """Count the waits of the host for the device within backward, in threads that queue work."""
     model = network(0, is_late=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, foreach=IS_REAL)
     optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
@@ -372,7 +376,7 @@ def waits() -> Finding:
 
 
 def synchronizations(profile: Any) -> dict[str, dict[str, int]]:
-    """Count the runtime's synchronizing calls within the backward, by kind of thread and name."""
+    """Count the synchronizing runtime calls within backward, by kind of thread and name."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "trace.json")
         profile.export_chrome_trace(str(file))
@@ -401,22 +405,22 @@ def synchronizations(profile: Any) -> dict[str, dict[str, int]]:
 
 
 def death() -> Finding:
-    """Let a rank be killed within backward."""
+    """Kill a rank within backward."""
     return fails_in_step(lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def memory() -> Finding:
-    """Let a rank run out of GPU memory within backward."""
+    """Exhaust the GPU memory of a rank within backward."""
     return fails_in_step(lambda: torch.empty(1 << 50, dtype=torch.uint8, device=here.DEVICE))
 
 
 def lost() -> Finding:
-    """Let a rank leave NCCL, and live, when others wait for its sum: they wait for a stream."""
-    queue, step, start = NcclBucket._sum, 0, 0.0  # noqa: SLF001 - what is to go wrong
+    """Abort NCCL on a living rank while the streams of other ranks wait for its sum."""
+    queue, step, start = NcclBucket._sum, 0, 0.0  # noqa: SLF001 - the planted fault
 
     def leave(bucket: Any, *scales: float | None) -> None:
         if step == STEPS and hvd.rank() == FAILING_RANK:
-            bucket._nccl.break_off("it was told to")  # noqa: SLF001
+            bucket._nccl.break_off("the test aborts NCCL")  # noqa: SLF001
         queue(bucket, *scales)
 
     NcclBucket._sum = leave  # type: ignore[method-assign] # noqa: SLF001
@@ -430,15 +434,15 @@ def lost() -> Finding:
             optimizer.step()
             start = time.time()
             here.wait_for_all()
-        said, verdict = "values of no sum went on", "fail"
+        text, verdict = "training continued without the sum", "fail"
     except hvd.HpctrainError as error:
         took = time.time() - start
-        said, verdict = f"heard of after {took:.1f} s: {error}"[:200], "pass"
+        text, verdict = f"error after {took:.1f} s: {error}"[:200], "pass"
     if hvd.rank() == 0:
-        Finding(verdict, said).write()
+        Finding(verdict, text).write()
     else:
         time.sleep(LEAVES_S)
-    os._exit(0)  # the ranks are no longer in step
+    os._exit(0)  # the ranks have different numbers of steps
 
 
 def fails_in_step(fail: Callable[[], object]) -> Finding:
@@ -459,9 +463,9 @@ def fails_in_step(fail: Callable[[], object]) -> Finding:
             values.register_hook(hook)
         values.square().mean().backward()
         optimizer.step()
-    return Finding("fail", "all ranks went on")
+    return Finding("fail", "all ranks continued")
 
 
 if __name__ == "__main__":
-    with errors_told():
+    with reported_errors():
         main()

@@ -1,6 +1,6 @@
 """Random training scripts on a GPU that ranks share, compared with torch on one rank.
 
-    hpctrain launch -n 2 -- python perf/gpu_programs.py [HOW MANY]
+    hpctrain launch -n 2 -- python perf/gpu_programs.py [NUM_SCRIPTS]
 
 For ``gpu_check.py``. Scripts and their oracle are defined in ``tests/gradients``.
 """
@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import gpu_device as here
-from gpu_finding import Finding, errors_told
+from gpu_finding import Finding, reported_errors
 
 os.environ["HPCTRAIN_TEST_DEVICE"] = str(here.DEVICE)
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -25,13 +25,13 @@ MOST_S = 25.0  # no script begins later
 
 
 def main(most: int) -> Finding:
-    """Carry scripts out until there are enough, or the time is over."""
+    """Run scripts until the requested number or the time limit is reached."""
     world, start, num = MPI.COMM_WORLD, time.monotonic(), 0
     wrong: dict[str, str] = {}
     while num < most and world.bcast(time.monotonic() - start) < MOST_S:
-        kind, said = check(world, draw_program(num, world.size))
+        kind, text = check(world, draw_program(num, world.size))
         if kind:
-            wrong[f"script {num}: {kind}"] = said[:1000]
+            wrong[f"script {num}: {kind}"] = text[:1000]
         num += 1
         if kind == "ranks differ":  # and are still in their world
             break
@@ -40,5 +40,5 @@ def main(most: int) -> Finding:
 
 
 if __name__ == "__main__":
-    with errors_told():
-        main(int(sys.argv[1]) if len(sys.argv) > 1 else 40).tell()
+    with reported_errors():
+        main(int(sys.argv[1]) if len(sys.argv) > 1 else 40).write_on_rank_0()

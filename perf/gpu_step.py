@@ -2,11 +2,11 @@
 
     hpctrain launch -n 2 -- python perf/gpu_step.py
 
-``plain`` is the loop of one rank alone, ``hooks`` is hpctrain without communication, and ``full``
-is training. Each rank interleaves all three on separate models; the time of a step is that of the
-slowest rank. ``alone`` is the communication without computation that hides it: a backward that
-produces the same gradients at once, minus the same backward of one rank alone. ``hidden`` is the
-fraction of that time which computation hides in a real step.
+``plain`` is the loop without communication, ``hooks`` is hpctrain without communication, and
+``full`` is training. Each rank interleaves the three variants on separate models; the time of a
+step is that of the slowest rank. ``alone`` is the communication without computation that hides it:
+a backward that produces the same gradients at once, minus the same backward without communication.
+``hidden`` is the fraction of that time which computation hides in a real step.
 
 For ``gpu_check.py``; ``DEV`` is the device, see ``gpu_device.py``. A simulated device has a small
 model.
@@ -20,7 +20,7 @@ from typing import Any
 
 import gpu_device as here
 import torch
-from gpu_finding import Finding, errors_told
+from gpu_finding import Finding, reported_errors
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
@@ -36,7 +36,7 @@ Step = Callable[[], None]
 
 
 class Block(nn.Module):
-    """Attention and two layers, each with a shortcut."""
+    """Residual blocks: attention, then two linear layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Block(nn.Module):
         self.wide, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, values: Tensor) -> Tensor:
-        """Take and return ``(samples, tokens, width)``."""
+        """Return the output, of shape ``(samples, tokens, width)`` like the input."""
         of_heads = self.heads(self.first(values)).unflatten(-1, (3, HEADS, -1))
         query, key, value = (one.transpose(1, 2) for one in of_heads.unbind(2))
         seen = scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -65,14 +65,14 @@ class Transformer(nn.Module):
         self.last = nn.LayerNorm(WIDTH)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the loss of predicting each token from those before."""
+        """Return the loss of the prediction of each token from the previous tokens."""
         values = self.last(self.blocks(self.embedding(tokens) + self.places))
         scores = values[:, :-1] @ self.embedding.weight.T
         return cross_entropy(scores.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
 class Variant:
-    """A model and its optimizer, that take steps."""
+    """Variant of the step: a model and its optimizer."""
 
     def __init__(self, *, is_distributed: bool) -> None:
         torch.manual_seed(0)
@@ -87,13 +87,13 @@ class Variant:
         self.tokens = tokens.to(here.DEVICE)
 
     def step(self) -> None:
-        """Take one."""
+        """Run a training step."""
         self.optimizer.zero_grad()
         self.model(self.tokens).backward()
         self.optimizer.step()
 
     def backward_alone(self) -> None:
-        """Make gradients of the same sizes at once."""
+        """Run a backward that produces gradients of the same sizes without computation."""
         self.optimizer.zero_grad()
         torch.stack([p.view(-1)[0] for p in self.model.parameters()]).sum().backward()
 
@@ -108,7 +108,7 @@ class Variant:
 
 
 def timed(works: dict[str, Step]) -> dict[str, float]:
-    """Return the median milliseconds of each, interleaved, of the slowest rank."""
+    """Return the median milliseconds of each function on the slowest rank, interleaved."""
     seconds: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(ROUNDS):
         for name, work in works.items():
@@ -125,7 +125,7 @@ def timed(works: dict[str, Step]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure, and judge."""
+    """Measure the variants, and print the finding."""
     hvd.init()
     plain, full, hooks = (Variant(is_distributed=each) for each in (False, True, True))
     for variant in (plain, full, hooks):
@@ -149,14 +149,14 @@ def main() -> None:
         "GB/s of gradients alone": round(2 * numel / alone / 1e6, 2),
     }
     if IS_REAL:
-        figures["GiB on the card"] = round(torch.cuda.max_memory_allocated() / 2**30, 1)
+        figures["GiB on the GPU"] = round(torch.cuda.max_memory_allocated() / 2**30, 1)
     is_alone = "CUDA_MPS_PIPE_DIRECTORY" not in os.environ  # kernels of ranks do not overlap
     is_good = cost < MOST_OF_HOOKS and (is_alone or hidden >= LEAST_HIDDEN)
     says = f"hooks cost {cost:.1%}, {exposed:.1f} of {alone:.1f} ms exposed"
-    says += ", ranks take turns on the card" if is_alone else f": {hidden:.0%} hidden"
-    Finding("pass" if is_good or not IS_REAL else "fail", says, figures).tell()
+    says += ", ranks share the GPU without MPS" if is_alone else f": {hidden:.0%} hidden"
+    Finding("pass" if is_good or not IS_REAL else "fail", says, figures).write_on_rank_0()
 
 
 if __name__ == "__main__":
-    with errors_told():
+    with reported_errors():
         main()

@@ -2,9 +2,9 @@
 
 A residual network of 24 x Linear(1024) with ReLU inside, 25.2 M parameters in float32, learns
 scikit-learn's digits, whose 64 pixels are mixed into 1024 inputs. A step has 32 images of each
-rank, the same for every method. The loss is that of 360 images which are not used for training.
-All ranks compute it together, outside of the measured time and of the counted bytes, whenever they
-have the same model: after every round, and every few steps with synchronous training.
+rank, the same for every method. The loss is computed on 360 images that are not used for
+training, by all ranks together, when all ranks have the same model: after every round, and every
+few steps with synchronous training. Measured times and counted bytes exclude this test.
 """
 
 import argparse
@@ -37,20 +37,20 @@ SETTLE_S = 0.3
 
 
 class Block(nn.Module):
-    """Two layers, added to their input."""
+    """Residual block of two layers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Turn ``(n, WIDTH)`` into the same shape."""
+        """Return the output, of shape ``(n, WIDTH)`` like the input."""
         result: Tensor = x + self.layers(x)
         return result
 
 
 def make_model() -> nn.Sequential:
-    """Make the same network every time."""
+    """Return the network, with equal initial weights in every call."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(BLOCKS)), nn.Linear(WIDTH, CLASSES))
     with torch.no_grad():
@@ -60,7 +60,7 @@ def make_model() -> nn.Sequential:
 
 
 class Task:
-    """The digits, dealt out to the ranks."""
+    """Images of digits, divided among the ranks."""
 
     def __init__(self) -> None:
         digits = load_digits()
@@ -74,14 +74,14 @@ class Task:
         self._inputs, self._labels = inputs[NUM_TEST:], labels[NUM_TEST:]
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Return images and labels of this rank's step, which are no other rank's."""
+        """Return the images and labels of this rank in a step; ranks have different images."""
         drawn = torch.Generator().manual_seed(step)
         order = torch.randperm(len(self._labels), generator=drawn)
         mine = order[WORLD.rank * BATCH : (WORLD.rank + 1) * BATCH]
         return self._inputs[mine], self._labels[mine]
 
     def loss(self, model: nn.Module) -> float:
-        """Return the mean loss of the test's images. Collective."""
+        """Return the mean loss of the test images. Collective."""
         images, labels = (values[WORLD.rank :: WORLD.size] for values in self._test)
         with torch.no_grad():
             total = cross_entropy(model(images), labels, reduction="sum").item()
@@ -99,48 +99,48 @@ class Synchronous:
 
 
 @dataclass(frozen=True)
-class Way:
-    """How the ranks agree."""
+class Variant:
+    """Method of training: constructor, and the number of steps of a round."""
 
     make: Callable[[nn.Module, Optimizer], Any]
     steps: int
-    """Of a round."""
+    """Steps of a round."""
 
 
-def ways(rounds: list[int]) -> dict[str, Way]:
+def variants(rounds: list[int]) -> dict[str, Variant]:
     """Return all methods by name.
 
     Args:
-        rounds: steps of the rounds of ``LocalSGD``; the others take the middle one.
+        rounds: numbers of steps of a round of ``LocalSGD``; other methods use the middle one.
     """
     middle = rounds[len(rounds) // 2]
     return {
-        "synchronous": Way(Synchronous, 1),
+        "synchronous": Variant(Synchronous, 1),
         **{
-            f"LocalSGD, {steps} steps": Way(
+            f"LocalSGD, {steps} steps": Variant(
                 lambda model, optimizer, steps=steps: hvd.LocalSGD(model, optimizer, steps), steps
             )
             for steps in rounds
         },
-        f"LocalSGD, {middle} steps, bf16": Way(
+        f"LocalSGD, {middle} steps, bf16": Variant(
             lambda model, optimizer: hvd.LocalSGD(
                 model, optimizer, middle, compression=hvd.Compression.bf16
             ),
             middle,
         ),
-        f"HierarchicalLocalSGD, 1 and {middle} steps": Way(
+        f"HierarchicalLocalSGD, 1 and {middle} steps": Variant(
             lambda model, optimizer: hvd.HierarchicalLocalSGD(model, optimizer, middle), middle
         ),
-        f"DiLoCo, {middle} steps": Way(
+        f"DiLoCo, {middle} steps": Variant(
             lambda model, optimizer: hvd.DiLoCo(model, optimizer, middle), middle
         ),
     }
 
 
 def sent_bytes() -> int:
-    """Return how many bytes have left the nodes by ``eth0``; 0 where no node has one. Collective.
+    """Return the number of bytes that all nodes sent by ``eth0``; 0 without eth0. Collective.
 
-    Everything is quiet meanwhile.
+    No other communication may be in flight.
     """
     WORLD.Barrier()
     time.sleep(SETTLE_S)
@@ -152,24 +152,26 @@ def sent_bytes() -> int:
     return WORLD.allreduce(own)
 
 
-def train(way: Way, task: Task, options: argparse.Namespace, target: float) -> dict[str, Any]:
-    """Train until the loss is at the target and a number of steps was taken. Collective.
+def train(
+    variant: Variant, task: Task, options: argparse.Namespace, target: float
+) -> dict[str, Any]:
+    """Train until the target loss and a number of steps are reached. Collective.
 
     Args:
-        way: how the ranks agree.
-        task: what is learnt.
-        options: ``steps`` is the number; twice as many are the limit.
-        target: loss to be reached.
+        variant: method of training.
+        task: images and loss.
+        options: ``steps`` is the least number of steps; the limit is twice this number.
+        target: loss to reach.
 
     Returns:
-        Under ``looks``, for each look at the loss: steps so far, loss, and what the steps since
-        the look before took: ``seconds`` of the slowest rank, and ``bytes`` that left all nodes.
+        Key ``looks`` has for each test: number of steps, loss, and for the steps since the
+        previous test ``seconds`` of the slowest rank and ``bytes`` that all nodes sent.
     """
     model = make_model()
     optimizer = SGD(model.parameters(), lr=LR)
-    method = way.make(model, optimizer)
+    method = variant.make(model, optimizer)
     looks: list[dict[str, Any]] = [{"step": 0, "loss": task.loss(model)}]
-    every = max(way.steps, options.look)
+    every = max(variant.steps, options.look)
     step = 0
     while step < options.steps or (looks[-1]["loss"] > target and step < 2 * options.steps):
         before, seconds = sent_bytes(), 0.0
@@ -188,7 +190,7 @@ def train(way: Way, task: Task, options: argparse.Namespace, target: float) -> d
             {"step": step, "loss": task.loss(model), "seconds": elapsed, "bytes": num_bytes}
         )
     method.close()
-    return {"steps of a round": way.steps, "looks": looks}
+    return {"steps of a round": variant.steps, "looks": looks}
 
 
 def main() -> None:
@@ -204,8 +206,8 @@ def main() -> None:
     hvd.init()
     torch.set_num_threads(1)
     task, found, target = Task(), {}, float("inf")
-    for name, way in ways(options.rounds).items():
-        found[name] = train(way, task, options, target)
+    for name, variant in variants(options.rounds).items():
+        found[name] = train(variant, task, options, target)
         if name == "synchronous":
             target = found[name]["looks"][-1]["loss"] * (1 + TOLERANCE)
         gc.collect()  # buckets in node memory go with what holds them

@@ -35,11 +35,11 @@ def interleave(
     """Time all variants, interleaved, ``rounds`` times. Collective over MPI's world.
 
     Args:
-        variants: name and the work to time; every rank calls it.
-        rounds: how often each variant has its turn.
-        repetitions: timed calls in each turn.
-        prepare: runs before each call, outside the clock.
-        warm_up: calls at the start of each turn that are not counted.
+        variants: functions to time, by name; all ranks call them.
+        rounds: number of rounds, each of which has all variants.
+        repetitions: timed calls of a variant in a round.
+        prepare: function that runs before each call and is not timed.
+        warm_up: calls at the start of a round that are not counted.
 
     Returns:
         The seconds of each counted call, of the slowest rank.
@@ -65,7 +65,7 @@ def median(seconds: Seconds) -> float:
 
 
 def machine() -> dict[str, Any]:
-    """Return the machine, the versions and the date of the figures."""
+    """Return the description of the machine, versions and date, for the result file."""
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "cpu": _cpu(),
@@ -88,7 +88,7 @@ def _cpu() -> str:
 
 
 def arguments(description: str) -> argparse.ArgumentParser:
-    """Make a parser with the options that every benchmark has."""
+    """Return a parser with the options that all benchmarks have."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", type=Path, help="write machine, ratios and rows to this file")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each variant")
@@ -104,7 +104,7 @@ def report(
 ) -> None:
     """Print a table of ``rows``, then the ratios; rank 0 only.
 
-    The file has ``spreads`` too: the least and the most of a ratio in the rounds, by its name.
+    The JSON file also has ``spreads``: minimum and maximum of each ratio over the rounds, by name.
     """
     if MPI.COMM_WORLD.rank != 0:
         return
@@ -129,7 +129,10 @@ def report(
 def with_kept(
     results: Sequence[Mapping[str, Any]], json_file: Path, names: Sequence[str]
 ) -> list[Mapping[str, Any]]:
-    """Return results after those of the file, if it exists, that have other names."""
+    """Return the results of an existing file that are not measured again, then ``results``.
+
+    Two results are of the same measurement if the values of ``names`` are equal.
+    """
     kept = []
     if json_file.exists():
         new = [[each[name] for name in names] for each in results]

@@ -2,8 +2,8 @@
 
     mpirun -np 2 python perf/named_job.py hpctrain|horovod.torch [idle]
 
-It needs torch, mpi4py and the given package, because Horovod has a separate interpreter. Rank 0
-prints the seconds of each call, of the slowest rank, as JSON.
+The program imports only torch, mpi4py and the given package, because Horovod may be installed for
+another interpreter. Rank 0 prints the seconds of each call on the slowest rank as JSON.
 """
 
 import argparse
@@ -36,9 +36,9 @@ def timed(
     """Time calls that all ranks begin together. Collective.
 
     Args:
-        work: what to time.
+        work: function to time.
         repetitions: counted calls.
-        prepare: runs before each call, outside the clock.
+        prepare: function that runs before each call and is not timed.
         warm_up: calls at the start that are not counted.
 
     Returns:
@@ -55,13 +55,13 @@ def timed(
 
 
 def library(tensor: torch.Tensor) -> Work:
-    """MPI_Allreduce in place, one blocking call on the tensor's own memory."""
+    """Return a blocking call of MPI_Allreduce in place on the memory of a tensor."""
     buffer = MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
     return lambda: WORLD.Allreduce(MPI.IN_PLACE, [buffer, MPI.FLOAT])
 
 
 def check(tensors: list[torch.Tensor], sum_: Work) -> None:
-    """Stop all ranks if a sum is not exact on any of them."""
+    """End all ranks if a sum is not exact on one rank."""
     for tensor in tensors:
         tensor.fill_(WORLD.rank + 1)
     sum_()
@@ -115,32 +115,32 @@ def big(hvd, rounds: int) -> dict[str, Seconds]:
 
 
 def alternate(
-    ways: dict[str, Work], rounds: int, repetitions: int, prepare: Work = lambda: None
+    methods: dict[str, Work], rounds: int, repetitions: int, prepare: Work = lambda: None
 ) -> dict[str, Seconds]:
     """Time several methods, interleaved."""
-    seconds: dict[str, Seconds] = {way: [] for way in ways}
+    seconds: dict[str, Seconds] = {method: [] for method in methods}
     for _ in range(rounds):
-        for way, work in ways.items():
-            seconds[way] += timed(work, repetitions, prepare)
+        for method, work in methods.items():
+            seconds[method] += timed(work, repetitions, prepare)
     return seconds
 
 
 def idle(hvd, pairs: int) -> dict[str, Seconds]:
     """Time a compute loop without a world and with an idle controller, interleaved.
 
-    The order within a pair changes from pair to pair, so that what drifts cancels out. Each
-    controller has carried something out, so that whatever it starts late is there.
+    The order within a pair alternates, so that drift cancels out. Each controller executes an
+    operation before the measurement, so that all of its threads run.
     """
     seconds: dict[str, Seconds] = {"without": [], "with": []}
     for pair in range(pairs):
-        for way in ("without", "with") if pair % 2 else ("with", "without"):
-            if way == "with":
+        for method in ("without", "with") if pair % 2 else ("with", "without"):
+            if method == "with":
                 hvd.init()
                 hvd.synchronize(hvd.allreduce_async_(torch.zeros(2), name="start", op=hvd.Sum))
             torch.set_num_threads(1)
             compute(STEPS // 10)
-            seconds[way].append(timed(lambda: compute(STEPS), 1, warm_up=0)[0])
-            if way == "with":
+            seconds[method].append(timed(lambda: compute(STEPS), 1, warm_up=0)[0])
+            if method == "with":
                 hvd.shutdown()
     hvd.init()
     hvd.synchronize(hvd.allreduce_async_(torch.zeros(2), name="start", op=hvd.Sum))
@@ -152,7 +152,7 @@ def idle(hvd, pairs: int) -> dict[str, Seconds]:
 
 
 def compute(steps: int) -> None:
-    """Do what needs no other rank: many short operations, as a small model has them."""
+    """Run many short operations without communication, as a small model does."""
     weights = torch.eye(WIDTH)
     values = torch.ones(WIDTH, WIDTH)
     for _ in range(steps):
@@ -160,7 +160,7 @@ def compute(steps: int) -> None:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure and print the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("package", help="hpctrain or horovod.torch")
     parser.add_argument("--rounds", type=int, default=3)

@@ -1,8 +1,8 @@
 """One job of ``bench_network.py``, on the ranks of a cluster: all methods to sum, interleaved.
 
-Ranks are numbered node by node. The flat baseline also runs over a communicator of the same ranks
-that deals them out to the nodes in turn, which is what many launchers do by default. Horovod has
-jobs of its own, those of ``bench_engines.py``: its threads talk a thousand times a second.
+Ranks are numbered node by node. The flat baseline also runs over a communicator in which the ranks
+are numbered round robin over the nodes, as many launchers do by default. Horovod has separate jobs
+in ``bench_engines.py``, because its threads communicate a thousand times per second.
 """
 
 import argparse
@@ -22,31 +22,31 @@ from hpctrain.runtime.world import current
 
 COUNTED_CALLS = 2
 SETTLE_S = 0.2
-"""Time until late acknowledgements have left the node too."""
+"""Wait until the node has sent late acknowledgements."""
 
 
 def cyclic(world: MPI.Intracomm) -> MPI.Intracomm:
-    """Number the ranks round robin over the nodes. Collective."""
+    """Return a communicator with ranks numbered round robin over the nodes. Collective."""
     hosts = world.allgather(socket.gethostname())
     before_me = hosts[: world.rank].count(hosts[world.rank])
     return world.Split(0, before_me * world.size + world.rank)
 
 
 def sent_bytes() -> int:
-    """Return how many bytes have left this node by ``eth0``."""
+    """Return the number of bytes that this node has sent by ``eth0``."""
     for line in Path("/proc/net/dev").read_text(encoding="ascii").splitlines():
         card, _, counters = line.partition(":")
         if card.strip() == "eth0":
             return int(counters.split()[8])
-    raise RuntimeError("this node has no eth0: the job is for a virtual cluster")
+    raise RuntimeError("a node must have eth0, but this node has none; use a virtual cluster")
 
 
 def bytes_out(work, num_bytes: int) -> float:
-    """Return what leaves the busiest node for one call, by bytes of the message. Collective."""
+    """Return the bytes that the busiest node sends in a call, per message byte. Collective."""
     world = MPI.COMM_WORLD
     work()
     counts = []
-    for calls in (COUNTED_CALLS, 0):  # the second turn counts what the counting itself sends
+    for calls in (COUNTED_CALLS, 0):  # the second pass counts the bytes of the barriers
         world.Barrier()
         time.sleep(SETTLE_S)
         world.Barrier()

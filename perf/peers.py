@@ -1,7 +1,7 @@
 """Other methods that sum a tensor over all ranks, in the same processes: MPI, gloo and Horovod.
 
-Each is a function that takes the tensor and returns what replaces it by the sum over all ranks:
-whatever can be prepared once is prepared outside the clock.
+Each function takes a tensor, prepares the operation, and returns a function that replaces the
+tensor by its sum over all ranks. Only the returned function is timed.
 """
 
 import importlib
@@ -21,7 +21,7 @@ _TYPES = {torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE}
 
 
 def library(comm: MPI.Intracomm) -> Peer:
-    """MPI_Allreduce in place over ``comm``: one blocking call."""
+    """Return a blocking call of MPI_Allreduce in place over ``comm``."""
 
     def prepare(tensor: Tensor) -> Callable[[], object]:
         buffer = MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
@@ -31,7 +31,7 @@ def library(comm: MPI.Intracomm) -> Peer:
 
 
 def start_gloo() -> Peer:
-    """Torch's own process group over gloo. Collective; ``stop_gloo`` ends it."""
+    """Create a process group of torch over gloo; ``stop_gloo`` ends the group. Collective."""
     world = MPI.COMM_WORLD
     hosts = world.allgather(socket.gethostname())
     with socket.socket() as probe:
@@ -49,7 +49,7 @@ def stop_gloo() -> None:
 
 
 def start_horovod() -> Peer | None:
-    """Horovod over MPI's world; None where it is not installed. Collective."""
+    """Start Horovod over the world of MPI; return None if it is not installed. Collective."""
     try:
         horovod = importlib.import_module("horovod.torch")
     except ImportError:

@@ -1,6 +1,6 @@
-"""Simulated times of MPI's all-reduces on SimGrid's platforms, by which the event model is judged.
+"""All-reduces of MPI simulated by SimGrid, as a reference for ``hpctrain.cost.simulate``.
 
-Needs SimGrid's ``smpicc`` and ``smpirun`` (Debian: libsimgrid-dev):
+The program needs ``smpicc`` and ``smpirun`` of SimGrid (Debian: libsimgrid-dev):
 
     python perf/simgrid_oracle.py perf/results/simgrid.json
 """
@@ -59,7 +59,7 @@ UPLINKS = (8, 4, 1)
 
 
 def cases():
-    """Yield ranks, links upwards of a leaf (0: no tree), bytes and algorithm."""
+    """Yield number of ranks, uplinks of a leaf (0: no tree), bytes and algorithm."""
     for ranks, sizes in FLAT:
         for size in ranks:
             for num_bytes in sizes:
@@ -73,7 +73,7 @@ def cases():
 
 
 def platform(ranks, uplinks):
-    """Return a cluster with a network adapter per node, as SimGrid's XML."""
+    """Return a cluster with a network adapter per node, in the XML format of SimGrid."""
     tree = f'topology="FAT_TREE" topo_parameters="2;8,8;1,{uplinks};1,1"' if uplinks else ""
     return f"""<?xml version='1.0'?>
 <!DOCTYPE platform SYSTEM "https://simgrid.org/simgrid.dtd">
@@ -97,7 +97,7 @@ def simulated_s(folder, ranks, uplinks, num_bytes, name):
 
 
 def main():
-    """Write the table."""
+    """Simulate all cases and write the JSON file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("output", type=Path)
     output = parser.parse_args().output

@@ -2,13 +2,14 @@
 
     hpctrain launch -n 4 -- python perf/study_local_sgd.py [--quick] [--json FILE]
 
-Two tasks, each with three seeds for the weights and for the order of the samples: scikit-learn's
-digits by a small network and SGD with momentum, and the text of Python's standard library by the
-small transformer of ``examples/text.py`` and AdamW. Every way takes the same number of steps, on
-the same samples, with the same learning rates, which rise at first and then fall to nothing; only
-the steps between two averagings differ. The optimizer's state stays local. ``away`` is how far a
-mean is from that of synchronous training. It counts as a loss where it is more than what is said
-not to matter, and more than twice the standard error of the differences of equal seeds.
+There are two tasks, each with three seeds for the weights and for the order of the samples: digits
+of scikit-learn with a small network and SGD with momentum, and the text of the standard library of
+Python with the small transformer of ``examples/text.py`` and AdamW. All methods take the same
+number of steps, on the same samples, with the same learning rates, which rise at first and then
+decrease to 0; only the number of steps between two averagings differs. The state of the optimizer
+stays local. ``away`` is the difference of the mean figure from that of synchronous training. The
+result is worse if ``away`` is above ``Task.allowed`` and above twice the standard error over equal
+seeds.
 """
 
 import argparse
@@ -46,7 +47,7 @@ NUM_TEST = 360
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A task and its training."""
+    """Task: data, model, optimizer, loss and test."""
 
     title: str
     figure: str
@@ -68,7 +69,7 @@ class Task:
 
 
 def digits() -> Task:
-    """Make the task of the digits."""
+    """Return the task with digits."""
     found = load_digits()
     order = torch.randperm(len(found.target), generator=torch.Generator().manual_seed(0)).numpy()
     images = torch.tensor(found.data[order] / 16, dtype=torch.float32)
@@ -101,7 +102,7 @@ def standard_library(folder: str) -> Task:
     """Make the task of the text. Collective.
 
     Args:
-        folder: where the text is packed, the same on every rank.
+        folder: directory for the packed text, identical on every rank.
     """
     packed = text.data(current().comm, folder, 20_000, 512)
     train, test = (torch.as_tensor(part.take(range(len(part)))["bytes"]) for part in packed)
@@ -129,12 +130,12 @@ def standard_library(folder: str) -> Task:
 
 
 def rate(done: float) -> float:
-    """Return the learning rate by its highest: up in a tenth of the run, then down a cosine."""
+    """Return the fraction of the maximum learning rate: linear warm-up, then a cosine."""
     return min(10 * done + 0.01, 0.5 + 0.5 * math.cos(math.pi * done))
 
 
 def train(task: Task, num_steps: int, steps_of_a_round: int, seed: int) -> dict[str, Any]:
-    """Train once; every rank has its own samples. Collective."""
+    """Train once, with different samples on each rank, and return the results. Collective."""
     torch.manual_seed(seed)
     model = task.make()
     optimizer = task.optimizer(model)
@@ -199,20 +200,20 @@ def study(task: Task, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def verdict(row: Mapping[str, Any], num_steps: int, task: Task) -> str:
-    """Return in words whether averaging that rarely is worthwhile."""
+    """Return a sentence whether the interval of averaging is worthwhile."""
     error = row["standard error"]
-    told = f"rounds of {row['steps of a round']}: {row['rounds']} averagings for {num_steps}"
+    rounds = f"rounds of {row['steps of a round']}: {row['rounds']} averagings for {num_steps}"
     away = f"{task.figure} {row['away']:+.2f} with a standard error of {error:.2f}"
     if row["rounds"] >= num_steps:
-        return f"{told}, {away}: no time is saved, so it is not worthwhile"
+        return f"{rounds}, {away}: no time is saved, so it is not worthwhile"
     if row["away"] > task.allowed and row["away"] <= 2 * error:
-        return f"{told}, {away}: three seeds cannot show whether the loss is worse"
+        return f"{rounds}, {away}: three seeds cannot show whether the loss is worse"
     if row["away"] > task.allowed:
         return (
-            f"{told}, but {away}: the loss is worse, so it is worthwhile only if averaging takes "
-            f"most of the time"
+            f"{rounds}, but {away}: the loss is worse, so it is worthwhile only if averaging "
+            "takes most of the time"
         )
-    return f"{told}, {away}: it is worthwhile if averaging takes time"
+    return f"{rounds}, {away}: it is worthwhile if averaging takes time"
 
 
 def show(console: Console, result: Mapping[str, Any]) -> None:

@@ -3,10 +3,10 @@
     python perf/table.py [FOLDER] [--markdown]
     python perf/table.py FOLDER --against OLD
 
-A ratio is the time of a peer over ours, or our speed over a peer's: above 1 ours is faster. Its
-spread is the least and the most of it in the rounds; where a file has none, 25 % up and down are
-taken for it. A ratio has got worse if it is smaller and its spread lies below the whole spread of
-the old one; then the exit code is 1.
+A ratio is the time of a peer over that of hpctrain, or the speed of hpctrain over that of a peer:
+above 1 hpctrain is faster. The spread of a ratio is its range over the rounds; if a file has no
+spread, 25 % up and down are assumed. A ratio is worse if it is smaller and its spread is below the
+spread of the old ratio; then the exit code is 1.
 """
 
 import argparse
@@ -37,7 +37,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Ratio:
-    """How much faster ours is than a peer in one case."""
+    """Ratio of a peer to hpctrain in one case of a benchmark."""
 
     what: str
     peer: str
@@ -46,7 +46,7 @@ class Ratio:
     spread: Sequence[float] = ()
     """Least and most in the rounds."""
     is_shown: bool = True
-    """Whether it is in the table; all are compared."""
+    """Whether the table shows the ratio; all ratios are compared."""
     date: str = ""
     """Date of the measurement; empty if the file has none."""
 
@@ -57,17 +57,15 @@ class Ratio:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The spread, measured or assumed."""
+        """The measured spread, or the assumed one, extended to the value."""
         noise = self.value * (1 - UNKNOWN_NOISE), self.value * (1 + UNKNOWN_NOISE)
-        bounds = (
-            self.value,
-            *(self.spread or noise),
-        )  # the median of all may be outside of the rounds'
+        # The median of all calls may be outside of the range of medians of the rounds.
+        bounds = (self.value, *(self.spread or noise))
         return min(bounds), max(bounds)
 
 
 def spread(peer: Sequence[float], ours: Sequence[float], rounds: int) -> tuple[float, float]:
-    """Return the least and the most that a peer's median over ours is in a round."""
+    """Return the range over the rounds of the median of a peer over the median of hpctrain."""
     rounds = min(rounds, len(ours))  # a quick run has fewer
     calls = len(ours) // rounds
     ratios = [
@@ -79,7 +77,7 @@ def spread(peer: Sequence[float], ours: Sequence[float], rounds: int) -> tuple[f
 
 
 def of_allreduce(found: Record) -> Iterator[Ratio]:
-    """Inside a node, on a bucket."""
+    """Yield the ratios of all-reduces inside a node, on a bucket."""
     for row in found["rows"]:
         for column, value in row.items():
             peer, _, ours = column.partition(" / ")
@@ -95,7 +93,7 @@ def of_allreduce(found: Record) -> Iterator[Ratio]:
 
 
 def of_named(found: Record) -> Iterator[Ratio]:
-    """Operations by name."""
+    """Yield the ratios of named operations."""
     for name, value in found["ratios"].items():
         if match := re.fullmatch(r"(\w+) / hpctrain, (\w+)", name):
             yield Ratio(
@@ -108,7 +106,7 @@ def of_named(found: Record) -> Iterator[Ratio]:
 
 
 def of_step(found: Record) -> Iterator[Ratio]:
-    """The training step against DDP."""
+    """Yield the ratios of the training step to DDP."""
     name = "ddp gloo / hpctrain"
     yield Ratio(
         what=f"training step, {found['machine']['ranks']} ranks on one node",
@@ -120,7 +118,7 @@ def of_step(found: Record) -> Iterator[Ratio]:
 
 
 def of_torch_distributed(found: Record) -> Iterator[Ratio]:
-    """The backend of torch.distributed."""
+    """Yield the ratios of the backend of torch.distributed inside a node."""
     for name, value in found["ratios"].items():
         of, _, case = name.partition(", ")
         if of != "gloo / hpctrain":  # the step of ranks that exchange nothing, over one that does
@@ -135,7 +133,7 @@ def of_torch_distributed(found: Record) -> Iterator[Ratio]:
 
 
 def of_torch_network(found: Record) -> Iterator[Ratio]:
-    """The backend of torch.distributed between nodes."""
+    """Yield the ratios of the backend of torch.distributed between nodes."""
     for row in found["results"]:
         for peer in ("MPI", "gloo"):
             times = row["all seconds"]
@@ -149,7 +147,7 @@ def of_torch_network(found: Record) -> Iterator[Ratio]:
 
 
 def of_engines(found: Record) -> Iterator[Ratio]:
-    """The training step and all-reduces against Horovod."""
+    """Yield the ratios of the training step and of all-reduces to Horovod."""
     for world in found["summary"]:
         for peer, (middle, *bounds) in world["ratios"].items():
             if peer != "no communication":
@@ -164,7 +162,7 @@ def of_engines(found: Record) -> Iterator[Ratio]:
 
 
 def of_network(found: Record) -> Iterator[Ratio]:
-    """Between nodes, against the best of MPI and gloo."""
+    """Yield the ratios of all-reduces between nodes to the best of MPI and gloo."""
     for row in found["results"]:
         rate = RATES.get(row["rate"], row["rate"])
         every = row.get("all seconds", {})
@@ -181,7 +179,7 @@ def of_network(found: Record) -> Iterator[Ratio]:
 
 
 def of_local_sgd(found: Record) -> Iterator[Ratio]:
-    """Time to a loss, against a sum in every step."""
+    """Yield the ratios of the time to a loss, to synchronous training."""
     for world in found["results"]:
         for row in world["rows"][1:]:
             if row["times faster"]:
@@ -195,7 +193,7 @@ def of_local_sgd(found: Record) -> Iterator[Ratio]:
 
 
 def of_data(found: Record) -> Iterator[Ratio]:
-    """Samples in random order; of a quick run on separate sets."""
+    """Yield the ratios of reading samples in random order; quick runs have smaller data sets."""
     promised = {name.partition(" (")[0] for name in found["ratios"]}
     quick = ", small sets" if found["stem"].endswith("quick") else ""
     for row in found["rows"]:
@@ -226,7 +224,7 @@ READERS: dict[str, Callable[[Record], Iterator[Ratio]]] = {
 
 
 def read(folder: Path) -> tuple[list[Ratio], dict[str, str]]:
-    """Return the ratios of all files in a folder, and by file the machine."""
+    """Return the ratios of all files in a folder, and the machine of each file."""
     ratios: list[Ratio] = []
     about: dict[str, str] = {}
     for path in sorted(folder.glob("*.json")):
@@ -272,7 +270,7 @@ def markdown(ratios: Sequence[Ratio]) -> str:
 
 
 def worse(new: Sequence[Ratio], old: Sequence[Ratio]) -> list[tuple[Ratio, Ratio]]:
-    """Return the ratios that have got worse beyond noise, each with its old one."""
+    """Return the ratios that are worse beyond noise, each with its old ratio."""
     before = {ratio.key: ratio for ratio in old}
     pairs = [(ratio, before[ratio.key]) for ratio in new if ratio.key in before]
     if not pairs:

@@ -68,7 +68,7 @@ class MeasureOptions:
 
 @app.command()
 @takes(MeasureOptions)
-def measure(asked: MeasureOptions) -> None:
+def measure(options: MeasureOptions) -> None:
     """Measure an operation at growing sizes, and check every value of the results.
 
     The time of a call is the mean over many calls in sequence, in µs: on the fastest rank, on
@@ -91,15 +91,15 @@ def measure(asked: MeasureOptions) -> None:
     """
     mpi_world.doubt()  # before the import of torch, which takes seconds
     request = benchmark.BenchmarkRequest(
-        operation=asked.operation,
-        min_bytes=parse_bytes(asked.min_bytes),
-        max_bytes=parse_bytes(asked.max_bytes),
-        dtype=asked.dtype,
-        in_bucket=asked.bucket,
-        peers=asked.peers,
-        iterations=asked.iterations,
+        operation=options.operation,
+        min_bytes=parse_bytes(options.min_bytes),
+        max_bytes=parse_bytes(options.max_bytes),
+        dtype=options.dtype,
+        in_bucket=options.bucket,
+        peers=options.peers,
+        iterations=options.iterations,
     )
-    if not benchmark.run(request, console.make_console, asked.json):
+    if not benchmark.run(request, console.make_console, options.json):
         raise typer.Exit(FAILED)
 
 
@@ -131,7 +131,9 @@ def fit(
             part.write_text(keys.render(found.machine()), encoding="utf-8")
     except OSError as error:
         reason = atomic.refusal(error, "name another file")
-        raise ConfigError(f"{out} cannot be written: {reason}") from None
+        raise ConfigError(
+            f"--out must be writable, but {out} cannot be written: {reason}"
+        ) from None
     typer.echo(f"machine written to {out}")
 
 

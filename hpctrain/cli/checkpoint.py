@@ -47,8 +47,8 @@ def info(
 ) -> None:
     """Print the contents of a checkpoint: step, sizes, tensors, facts.
 
-    Of a run directory: the list of its checkpoints, then the newest. Reads the manifest and no
-    tensors.
+    For a run directory, the command lists the checkpoints and prints the newest one. The command
+    reads the manifest and no tensors.
 
     Examples:
       hpctrain checkpoint info runs/digits
@@ -65,16 +65,17 @@ def info(
     if len(found) > 1:
         names = [place.name for place in found]
         shown = names if len(names) <= 8 else [names[0], "...", *names[-3:]]
-        _say(f"{len(found)} checkpoints: {', '.join(shown)}; the newest is")
+        _print(f"{len(found)} checkpoints: {', '.join(shown)}; the newest is")
     for line in inspection.lines_of(facts):
-        _say(line)
+        _print(line)
 
 
 @app.command()
 def verify(path: Where, *, json: AsJson = False) -> None:
     """Check every byte of a checkpoint, or of all checkpoints of a run, against its checksums.
 
-    The exit code is 0 if all are intact, 1 if one is damaged, 2 if there is none.
+    The exit code is 0 if all checkpoints are intact, 1 if a checkpoint is damaged, and 2 if there
+    is no checkpoint.
 
     Examples:
       hpctrain checkpoint verify runs/digits
@@ -88,7 +89,7 @@ def verify(path: Where, *, json: AsJson = False) -> None:
         reports.append({"directory": str(directory), "faults": faults})
         state = "damaged" if faults else "intact"
         for line in () if json else (f"{directory}: {state}", *(f"  {f}" for f in faults)):
-            _say(line)
+            _print(line)
     if json:
         show_json(reports)
     if any(report["faults"] for report in reports):
@@ -117,7 +118,7 @@ def export(
     exporting.check_ending(out)
     source, state = exporting.newest_state(path, only)
     exporting.export(state, out, overwrite=overwrite)
-    _say(f"{out}: {only or 'the whole state'} of {source}")
+    _print(f"{out}: {only or 'the whole state'} of {source}")
 
 
 @app.command()
@@ -133,10 +134,10 @@ def diff(
 ) -> None:
     """List the bitwise differences of two states: the first tensor, and by how much.
 
-    Of a run directory, the newest checkpoint counts. Tensors are listed first, in the order of
-    the state, then plain values, then the private state of each rank. The exit code is 0 if the
-    states are identical, 1 if they differ; measured times and the number of records are listed
-    but do not count.
+    For a run directory, the command compares the newest checkpoint. Tensors are listed first, in
+    the order of the state, then plain values, then the private state of each rank. The exit code
+    is 0 if the states are identical, 1 if they differ; measured times and the number of records
+    are listed but do not count.
 
     Examples:
       hpctrain checkpoint diff runs/a runs/b
@@ -150,19 +151,19 @@ def diff(
     elif differ:
         kinds = Counter(item.what for item in found)
         counts = ", ".join(f"{kind} ({count})" for kind, count in kinds.items())
-        _say(f"A {first} and B {second} differ: {counts}; the first is")
+        _print(f"A {first} and B {second} differ: {counts}; the first is")
         for item in found[:lines]:
-            _say(f"  {item.text}")
+            _print(f"  {item.text}")
         if len(found) > lines:
-            _say(f"  and {len(found) - lines} more; --lines {len(found)} lists all")
+            _print(f"  and {len(found) - lines} more; --lines {len(found)} lists all")
     else:
         names = ", ".join(item.path for item in found)
         but = f", except for measured times and numbers of records: {names}" if found else ""
-        _say(f"{first} and {second} are bitwise identical{but}")
+        _print(f"{first} and {second} are bitwise identical{but}")
     if differ:
         raise typer.Exit(FAILED)
 
 
-def _say(line: str) -> None:
-    """Print a line, with control characters escaped: names in files may contain them."""
+def _print(line: str) -> None:
+    """Print a line; control characters, which names in files may contain, are escaped."""
     typer.echo("".join(char if char.isprintable() else ascii(char)[1:-1] for char in line))

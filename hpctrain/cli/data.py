@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hpctrain.cli.data_pack import app, say, summary
+from hpctrain.cli.data_pack import app, print_on_rank_0, summary
 from hpctrain.cli.options import (
     FAILED,
     AsJson,
@@ -46,7 +46,8 @@ def info(
 ) -> None:
     """Print the contents of a data set: samples, fields, shards.
 
-    Reads the manifest and the sizes of files, no data; with --sample one sample.
+    The command reads the manifest and the sizes of files, and no data except the sample of
+    --sample.
 
     Examples:
       hpctrain data info data/train
@@ -74,8 +75,8 @@ def info(
 def verify(directory: Directory, *, json: AsJson = False) -> None:
     """Check every byte of a data set against its checksums.
 
-    All ranks of the launch share the work. The exit code is 0 if the data set is intact, 1 if it
-    is damaged, 2 if it could not be checked.
+    All ranks of the launch share the work. The exit code is 0 if the data set is intact, 1 if the
+    data set is damaged, and 2 if the check is impossible.
 
     Examples:
       hpctrain data verify data/train
@@ -87,7 +88,7 @@ def verify(directory: Directory, *, json: AsJson = False) -> None:
     with ranks("checking") as (comm, bar):
         report = checking.verify(directory, comm, start=bar.start)
     if not json:
-        say(comm, report.lines())
+        print_on_rank_0(comm, report.lines())
     elif comm is None or comm.rank == 0:
         show_json(asdict(report))
     if not report.is_whole:
@@ -115,7 +116,7 @@ def repair(
     """
     with ranks("repairing") as (comm, bar):
         outcome = repairing.repair(directory, source, comm, start=bar.start)
-    say(comm, [*outcome.deeds, *outcome.report.lines()])
+    print_on_rank_0(comm, [*outcome.deeds, *outcome.report.lines()])
     if not outcome.report.is_whole:
         raise typer.Exit(FAILED)
 
@@ -154,7 +155,7 @@ def reshard(
     )
     with ranks("writing") as (comm, bar):
         manifest = rewriting.reshard(directory, out, shape, comm, start=bar.start)
-    say(comm, [summary(out, manifest)])
+    print_on_rank_0(comm, [summary(out, manifest)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +193,7 @@ class SplitOptions:
         if self.label is not None:
             raise ConfigError(
                 f"--label must be used with --by-label and --parts, got only --label "
-                f"{self.label}; leave it out"
+                f"{self.label}; omit --label"
             )
         if not self.shares:
             raise ConfigError(
@@ -203,7 +204,7 @@ class SplitOptions:
 
 @app.command()
 @takes(SplitOptions)
-def split(asked: SplitOptions) -> None:
+def split(options: SplitOptions) -> None:
     """Divide the samples of a data set at random; each part is a data set, OUT/NAME.
 
     Every sample is in exactly one part. The same seed gives the same parts on any number of ranks.
@@ -220,27 +221,30 @@ def split(asked: SplitOptions) -> None:
 
       hpctrain data split data/train clients.npz --by-label 0.1 --parts 4
     """
-    asked.check()
-    if asked.by_label is not None and asked.parts is not None:
-        label = asked.label or "y"
+    options.check()
+    if options.by_label is not None and options.parts is not None:
+        label = options.label or "y"
         with ranks("reading labels") as (comm, bar):
             by_label = label_split.LabelShares(
-                num_parts=asked.parts, alpha=asked.by_label, label=label, seed=asked.seed
+                num_parts=options.parts, alpha=options.by_label, label=label, seed=options.seed
             )
             found = label_split.split_by_label(
-                asked.directory, asked.out, by_label, comm, start=bar.start
+                options.directory, options.out, by_label, comm, start=bar.start
             )
-        say(comm, _counts_of(found, label))
-        say(
-            comm, [f"{asked.out}: {found.counts.sum()} samples in {asked.parts} parts, by {label}"]
+        print_on_rank_0(comm, _counts_of(found, label))
+        print_on_rank_0(
+            comm,
+            [f"{options.out}: {found.counts.sum()} samples in {options.parts} parts, by {label}"],
         )
         return
-    shares = rewriting.parse_shares(asked.shares or [])
+    shares = rewriting.parse_shares(options.shares or [])
     with ranks("writing") as (comm, bar):
         manifests = rewriting.split(
-            asked.directory, asked.out, shares, comm, seed=asked.seed, start=bar.start
+            options.directory, options.out, shares, comm, seed=options.seed, start=bar.start
         )
-    say(comm, [summary(asked.out / name, manifest) for name, manifest in manifests.items()])
+    print_on_rank_0(
+        comm, [summary(options.out / name, manifest) for name, manifest in manifests.items()]
+    )
 
 
 def _counts_of(found: "LabelSplit", label: str) -> Iterable[str]:

@@ -96,7 +96,7 @@ class PackOptions:
         if self.samples_per_shard is not None and self.shard_size is not None:
             raise ConfigError(
                 f"the size of a shard must be given once, got --samples-per-shard "
-                f"{self.samples_per_shard} and --shard-size {self.shard_size}; leave one out"
+                f"{self.samples_per_shard} and --shard-size {self.shard_size}; omit one"
             )
         return packing.PackConfig(
             fields=_fields(self.field or []),
@@ -118,7 +118,7 @@ class PackOptions:
 
 @app.command()
 @takes(PackOptions)
-def pack(asked: PackOptions) -> None:
+def pack(options: PackOptions) -> None:
     """Create a data set from arrays, images, tables, archives, text or Python objects.
 
     All ranks of the launch share the work. After a kill, the same command continues after the
@@ -179,17 +179,19 @@ def pack(asked: PackOptions) -> None:
 
       hpctrain launch -n 8 hpctrain data pack my_code:make_set data/train
     """
-    config = asked.config()
+    config = options.config()
     with ranks("packing") as (comm, bar):
-        packed = packing.pack(asked.source, asked.directory, config, comm=comm, start=bar.start)
+        packed = packing.pack(
+            options.source, options.directory, config, comm=comm, start=bar.start
+        )
     manifest = packed.manifest
-    lines = [*packed.notes, summary(asked.directory, manifest)]
+    lines = [*packed.notes, summary(options.directory, manifest)]
     for name, field in manifest.fields.items():
         shape = ", ".join(map(str, (*(["length"] if field.ragged else []), *field.shape)))
         lines.append(f"  {name:12} {field.dtype.lstrip('|<')} ({shape})")
     if manifest.classes:
         lines.append(f"  {len(manifest.classes)} classes, named in {dataset_manifest.CLASSES}")
-    say(comm, lines)
+    print_on_rank_0(comm, lines)
 
 
 def _fields(options: list[str]) -> dict[str, str]:
@@ -199,7 +201,7 @@ def _fields(options: list[str]) -> dict[str, str]:
         if not (name.isidentifier() and equals and source) or name in fields:
             raise ConfigError(
                 f"--field must be NAME=SOURCE, with NAME a word and given once, got {text!r}; "
-                f"say such as --field x=images"
+                f"use such as --field x=images"
             )
         fields[name] = source
     return fields
@@ -208,11 +210,11 @@ def _fields(options: list[str]) -> dict[str, str]:
 def _size(text: str) -> tuple[int, int]:
     match = _RESIZE.fullmatch(text)
     if not match:
-        raise ConfigError(f"--resize must be HxW in pixels, got {text!r}; say such as 224x224")
+        raise ConfigError(f"--resize must be HxW in pixels, got {text!r}; use such as 224x224")
     return int(match[1]), int(match[2] or match[1])
 
 
-def say(comm: "Communicator | None", lines: Iterable[str]) -> None:
+def print_on_rank_0(comm: "Communicator | None", lines: Iterable[str]) -> None:
     """Print lines on rank 0."""
     for line in lines if comm is None or comm.rank == 0 else ():
         typer.echo(line)

@@ -42,8 +42,8 @@ def evaluate(
 ) -> None:
     """Test the model of a run, on all ranks of the launch.
 
-    The model is the model that the tests of the run use: with averaged weights if train.ema is
-    set. Nothing is trained or written.
+    The command uses the model of the tests of the run: with averaged weights if train.ema is set.
+    Nothing is trained or written.
 
     Examples:
       hpctrain evaluate runs/digits
@@ -74,8 +74,8 @@ def predict(
 ) -> None:
     """Write the model's output for every sample into an HDF5 file.
 
-    FILE.h5 has one dataset, output, whose row i belongs to sample i, on any number of ranks. It
-    appears complete or not at all. All ranks must see its directory.
+    FILE.h5 has one dataset, output, whose row i belongs to sample i, on any number of ranks. The
+    file appears complete or not at all. All ranks must see its directory.
 
     Examples:
       hpctrain predict runs/digits --output predictions.h5

@@ -37,7 +37,8 @@ def examples(
 def write_examples(folder: Path = FOLDER, prefix: str = "") -> list[Path]:
     """Write the examples whose names begin with ``prefix``; existing files are not replaced.
 
-    Raises ``ConfigError``: the directory cannot be written.
+    Raises:
+        ConfigError: the directory cannot be written.
     """
     written = []
     try:
@@ -48,7 +49,9 @@ def write_examples(folder: Path = FOLDER, prefix: str = "") -> list[Path]:
                 written.append(folder / name)
     except OSError as error:
         reason = atomic.refusal(error, "name another directory")
-        raise ConfigError(f"{folder} cannot be written: {reason}") from None
+        raise ConfigError(
+            f"the directory of examples must be writable, but {folder} cannot be written: {reason}"
+        ) from None
     return written
 
 

@@ -41,7 +41,7 @@ def guide(
 ) -> None:
     """Show a page of the manual, or list its topics.
 
-    Where the output is not a terminal, it is the Markdown text.
+    If the output is not a terminal, the command prints the Markdown text.
 
     Examples:
       hpctrain guide
@@ -55,7 +55,9 @@ def guide(
         typer.echo("\n".join(_contents(found)))
         return
     if topic not in found:
-        raise ConfigError(f'there is no guide "{topic}"{target.hint(topic, found)}')
+        raise ConfigError(
+            f'a topic must be one of the listed guides, got "{topic}"{target.hint(topic, found)}'
+        )
     show(found[topic]())
 
 

@@ -16,8 +16,8 @@ from hpctrain.core.errors import ConfigError, LaunchError
 PANEL = "Options of horovodrun"
 
 
-class Honoured(NamedTuple):
-    """An option of horovodrun that sets environment variables of the ranks."""
+class SupportedOption(NamedTuple):
+    """Option of horovodrun that sets environment variables of the ranks."""
 
     names: str
     variable: str
@@ -42,8 +42,8 @@ class Honoured(NamedTuple):
         return {self.variable: text}
 
 
-class Refused(NamedTuple):
-    """An option of horovodrun that hpctrain does not support, with a remedy."""
+class UnsupportedOption(NamedTuple):
+    """Option of horovodrun that hpctrain does not support, with a remedy."""
 
     names: str
     remedy: str
@@ -66,47 +66,49 @@ def _variable(option: str) -> str:
 
 
 ACCEPTED = (
-    Honoured(
+    SupportedOption(
         "--timeline-filename", "HOROVOD_TIMELINE", "FILE", help="Write a timeline of rank 0."
     ),
-    Honoured(
+    SupportedOption(
         "--timeline-mark-cycles",
         "HOROVOD_TIMELINE_MARK_CYCLES",
         help="Mark cycles in the timeline.",
     ),
-    Honoured(
+    SupportedOption(
         "--fusion-threshold-mb",
         "HOROVOD_FUSION_THRESHOLD",
         "MIB",
         factor=1 << 20,
         help="Size of the buffer in which small named operations are fused.",
     ),
-    Honoured(
+    SupportedOption(
         "--cycle-time-ms",
         "HOROVOD_CYCLE_TIME",
         "MS",
         help="Time in which named operations are collected.",
     ),
-    Honoured(
+    SupportedOption(
         "--no-stall-check", "HOROVOD_STALL_CHECK_DISABLE", help="Do not report stalled operations."
     ),
-    Honoured("--stall-check-warning-time-seconds", "HOROVOD_STALL_CHECK_TIME_SECONDS", "S"),
-    Honoured("--stall-check-shutdown-time-seconds", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "S"),
-    Honoured(
+    SupportedOption("--stall-check-warning-time-seconds", "HOROVOD_STALL_CHECK_TIME_SECONDS", "S"),
+    SupportedOption(
+        "--stall-check-shutdown-time-seconds", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "S"
+    ),
+    SupportedOption(
         "--log-level", "HOROVOD_LOG_LEVEL", "LEVEL", help="Level of messages that the ranks print."
     ),
-    Honoured(
+    SupportedOption(
         "--reset-limit",
         "HPCTRAIN_ELASTIC_RESET_LIMIT",
         "N",
         help="Resets that elastic.run allows.",
     ),
-    Honoured("--log-hide-timestamp", "HOROVOD_LOG_HIDE_TIME"),
-    Honoured("--log-with-timestamp", "HOROVOD_LOG_HIDE_TIME", value="0"),
-    Honoured("--autotune-log-file", "HOROVOD_AUTOTUNE_LOG", "FILE"),
-    *(Honoured(f"--{name}", _variable(name)) for name in _SWITCHES),
-    Honoured("--no-hierarchical-allgather", "HOROVOD_HIERARCHICAL_ALLGATHER", value="0"),
-    *(Honoured(f"--{name}", _variable(name), "N") for name in _NUMBERS),
+    SupportedOption("--log-hide-timestamp", "HOROVOD_LOG_HIDE_TIME"),
+    SupportedOption("--log-with-timestamp", "HOROVOD_LOG_HIDE_TIME", value="0"),
+    SupportedOption("--autotune-log-file", "HOROVOD_AUTOTUNE_LOG", "FILE"),
+    *(SupportedOption(f"--{name}", _variable(name)) for name in _SWITCHES),
+    SupportedOption("--no-hierarchical-allgather", "HOROVOD_HIERARCHICAL_ALLGATHER", value="0"),
+    *(SupportedOption(f"--{name}", _variable(name), "N") for name in _NUMBERS),
 )
 
 FULFILLED = {
@@ -124,28 +126,30 @@ _FIXED = (
 )
 
 REFUSED = (
-    Refused("--min-np --min-num-proc", _FIXED),
-    Refused("--max-np --max-num-proc", _FIXED),
-    Refused("--host-discovery-script", _FIXED),
-    Refused("--elastic-timeout", _FIXED),
-    Refused("--blacklist-cooldown-range", _FIXED, num_values=2),
-    Refused("--slots-per-host", "set the ranks of each host by -H a:2,b:2"),
-    Refused(
+    UnsupportedOption("--min-np --min-num-proc", _FIXED),
+    UnsupportedOption("--max-np --max-num-proc", _FIXED),
+    UnsupportedOption("--host-discovery-script", _FIXED),
+    UnsupportedOption("--elastic-timeout", _FIXED),
+    UnsupportedOption("--blacklist-cooldown-range", _FIXED, num_values=2),
+    UnsupportedOption("--slots-per-host", "set the ranks of each host by -H a:2,b:2"),
+    UnsupportedOption(
         "-p --ssh-port",
         "set it for these hosts in ~/.ssh/config, which ssh and the launcher read",
     ),
-    Refused("--output-filename", "use --tag-output and redirect the output into a file"),
-    Refused(
+    UnsupportedOption("--output-filename", "use --tag-output and redirect the output into a file"),
+    UnsupportedOption(
         "-prefix-timestamp --prefix-output-with-timestamp",
-        "leave it out, or pass the option of your mpirun by --mpi-args",
+        "omit this option, or pass the option of your mpirun by --mpi-args",
         num_values=0,
     ),
-    Refused("--tcp", "name the network by --network-interface", num_values=0),
-    Refused("--binding-args", "pass the options of mpirun by --mpi-args, with --no-bind"),
-    Refused("--config-file", "set variables: `hpctrain guide horovod-variables`"),
-    Refused("--jsrun", "start the ranks by jsrun itself instead", num_values=0),
-    Refused("-cb --check-build", "use `hpctrain doctor`", num_values=0),
-    Refused("-v --version", "use `hpctrain --version`", num_values=0),
+    UnsupportedOption("--tcp", "select the network with --network-interface", num_values=0),
+    UnsupportedOption(
+        "--binding-args", "pass the options of mpirun by --mpi-args, with --no-bind"
+    ),
+    UnsupportedOption("--config-file", "set variables: `hpctrain guide horovod-variables`"),
+    UnsupportedOption("--jsrun", "start the ranks by jsrun itself instead", num_values=0),
+    UnsupportedOption("-cb --check-build", "use `hpctrain doctor`", num_values=0),
+    UnsupportedOption("-v --version", "use `hpctrain --version`", num_values=0),
 )
 
 
@@ -153,14 +157,15 @@ def variables(given: Mapping[str, Any]) -> dict[str, str]:
     """Return the environment variables of the ranks for the options that were ``given``.
 
     Raises:
-        LaunchError: hpctrain refuses an option; the message has the remedy.
-        ConfigError: a value is not valid.
+        LaunchError: hpctrain does not support an option; the message has the remedy.
+        ConfigError: a value is invalid.
     """
     asked = {name for name, value in given.items() if value not in (None, False)}
     for refused in REFUSED:
         if _keyword(refused.names) in asked:
             raise LaunchError(
-                f"hpctrain launch has no option {refused.names.replace(' ', ', ')} of horovodrun; "
+                f"an option of horovodrun must be one that hpctrain launch supports, got "
+                f"{refused.names.replace(' ', ', ')}; "
                 f"{refused.remedy}"
             )
     found: dict[str, str] = {}

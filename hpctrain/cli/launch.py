@@ -16,7 +16,7 @@ from hpctrain.cluster import env
 from hpctrain.core import config
 from hpctrain.core.errors import LaunchError
 from hpctrain.launch import installed_horovod, mpiexec, mpirun, restart
-from hpctrain.launch.stderr import say
+from hpctrain.launch.stderr import write_line
 from hpctrain.train import load_config
 
 COMMAND_FOLLOWS = {"allow_extra_args": True, "allow_interspersed_args": False}
@@ -83,7 +83,7 @@ class LaunchOptions:
 
 @app.command(context_settings=COMMAND_FOLLOWS)
 @takes(LaunchOptions, *horovodrun.PARAMETERS)
-def launch(asked: LaunchOptions, **of_horovodrun: Any) -> None:
+def launch(options: LaunchOptions, **of_horovodrun: Any) -> None:
     """Start a command on several ranks, with the mpirun of this installation.
 
     The command follows the options: `python x.py`, `x.py`, `hpctrain ...`, any program.
@@ -118,34 +118,34 @@ def launch(asked: LaunchOptions, **of_horovodrun: Any) -> None:
 
       hpctrain launch -n 4 --dry-run python train.py
     """
-    hosts, words = asked.hosts, asked.ctx.args
-    if hosts and asked.hostfile:
+    hosts, words = options.hosts, options.ctx.args
+    if hosts and options.hostfile:
         raise LaunchError(
-            f"hosts must be given once, got --hosts {hosts} and --hostfile {asked.hostfile}; "
-            "leave one out"
+            f"hosts must be given once, got --hosts {hosts} and --hostfile {options.hostfile}; "
+            "omit one"
         )
-    if asked.hostfile:
-        hosts = mpiexec.read_hostfile(asked.hostfile)
+    if options.hostfile:
+        hosts = mpiexec.read_hostfile(options.hostfile)
     check_configuration(words)
     variables = horovodrun.variables(of_horovodrun)
     started = restart.Launch(
         words=words,
-        num_ranks=asked.num_ranks,
-        mpirun=mpirun.find_mpirun(asked.mpirun),
-        nodes=asked.nodes,
+        num_ranks=options.num_ranks,
+        mpirun=mpirun.find_mpirun(options.mpirun),
+        nodes=options.nodes,
         hosts=hosts,
-        options=lambda hosts: asked.of_mpirun(hosts, variables),
+        options=lambda hosts: options.of_mpirun(hosts, variables),
     )
     line = shlex.join(started.line())
     if note := installed_horovod.without_horovod(words):
-        say(note)
-    if asked.dry_run:
+        write_line(note)
+    if options.dry_run:
         typer.echo(line)
         return
-    if asked.verbose:
-        say(line)
+    if options.verbose:
+        write_line(line)
     try:
-        code = started.run(restarts=asked.restart, timeout_s=asked.timeout)
+        code = started.run(restarts=options.restart, timeout_s=options.timeout)
     except KeyboardInterrupt:
         code = INTERRUPTED
     explain(code, words, hosts or "")
@@ -156,7 +156,7 @@ def explain(code: int, words: Sequence[str], hosts: str) -> None:
     """Print the reason why a launch has ended, if the ranks do not print a reason."""
     reports_itself = ("hpctrain", "train") in pairwise(words)
     if code == env.STOPPED and not reports_itself:
-        say(
+        write_line(
             f"the ranks have stopped with code {code} and saved their state; the same command "
             f"continues"
         )
@@ -165,7 +165,7 @@ def explain(code: int, words: Sequence[str], hosts: str) -> None:
         try:
             socket.getaddrinfo(host, None)
         except OSError:
-            say(
+            write_line(
                 f"every host of --hosts must have an address, but {host} is unknown here; correct "
                 f"the name, or define it in /etc/hosts or ~/.ssh/config"
             )
@@ -174,7 +174,8 @@ def explain(code: int, words: Sequence[str], hosts: str) -> None:
 def check_configuration(words: Sequence[str]) -> None:
     """Check the configuration of an ``hpctrain train`` command before the ranks start.
 
-    Raises ``ConfigError``: the file or an override of ``--set`` is not valid.
+    Raises:
+        ConfigError: the file or an override of ``--set`` is invalid.
     """
     rest = list(words[2:])
     if [*words[:2]] != ["hpctrain", "train"] or {"--init", "--explain", "--help", "-h"} & {*rest}:

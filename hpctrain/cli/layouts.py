@@ -136,31 +136,31 @@ class LayoutOptions(SharedOptions):
         names = [name for name, _ in self.fix or ()]
         if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
             raise ConfigError(
-                f"--fix must give a name once, got {', '.join(twice)} twice; leave one out"
+                f"--fix must give a name once, got {', '.join(twice)} twice; omit one value"
             )
         return dict(self.fix or ())
 
 
-def plan_layouts(asked: LayoutOptions) -> None:
+def plan_layouts(options: LayoutOptions) -> None:
     """Print the fastest layouts of a model."""
-    fixed = asked.of_fixed()
-    if asked.memory is not None and asked.memory < 2**20:
+    fixed = options.of_fixed()
+    if options.memory is not None and options.memory < 2**20:
         raise ConfigError(
-            f"--memory must be at least 1 MiB, got {asked.memory} bytes; say {asked.memory}GB"
+            f"--memory must be at least 1 MiB, got {options.memory} bytes; use {options.memory}GB"
         )
-    machine = asked.of_machine()
-    model, guessed = asked.of_model()
+    machine = options.of_machine()
+    model, guessed = options.of_model()
     rules = layout_search.LayoutRules(
-        batch=asked.batch or BATCH_OF_RANK * machine.num_ranks,
+        batch=options.batch or BATCH_OF_RANK * machine.num_ranks,
         fixed=fixed,
-        tp_across_nodes=bool(asked.tp_across_nodes),
+        tp_across_nodes=bool(options.tp_across_nodes),
     )
     advice = layout_search.best_layouts(machine, model, rules)
-    if asked.as_json:
+    if options.as_json:
         show_json(_as_dict(advice, machine, model, rules.batch))
         return
     sizes = ", ".join(f"{name} {getattr(model, name)}" for name in SIZES)
-    where = "" if asked.machine else "; assumed: --machine FILE sets them"
+    where = "" if options.machine else "; assumed: --machine FILE sets them"
     typer.echo(
         f"model    {model.parameters:,.0f} parameters: {sizes}"
         f"{'; assumed: ' * bool(guessed)}{', '.join(guessed)}\n"
@@ -172,7 +172,7 @@ def plan_layouts(asked: LayoutOptions) -> None:
         f"below, {machine.flops_per_s / 1e12:.4g} Tflop/s reached\n"
         f"links    {machine.node.bytes_per_s / 1e9:.4g} GB/s between GPUs of a node, "
         f"{machine.nics} x {machine.network.bytes_per_s / 1e9:.4g} GB/s between nodes{where}\n"
-        f"batch    {rules.batch} samples{'' if asked.batch else ', assumed: --batch sets it'}\n"
+        f"batch    {rules.batch} samples{'' if options.batch else ', assumed: --batch sets it'}\n"
     )
     _show(advice, machine, rules.batch)
 

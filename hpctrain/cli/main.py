@@ -105,7 +105,7 @@ class Command(TyperCommand):
         return found
 
     def make_context(self, info_name: Any, args: Any, parent: Any = None, **extra: Any) -> Any:
-        """Load the command and parse its arguments."""
+        """Load the command, and parse its arguments."""
         return self.loaded().make_context(info_name, args, parent, **extra)
 
 
@@ -182,9 +182,9 @@ def _without_mpi(error: Exception) -> LaunchError:
 
 
 def _report(error: Exception) -> None:
-    """Print the user's frames of an error in the user's code; log the whole traceback.
+    """Print the frames of user code of an error; write the complete traceback to the log.
 
-    Raises ``error`` itself if no frame of the traceback belongs to the user's code.
+    The function raises ``error`` again if no frame belongs to user code.
     """
     world = _world()
     folder = world.current().settings.log_dir if world is not None else None
@@ -199,7 +199,7 @@ def _report(error: Exception) -> None:
 
 
 def _stop(error: HpctrainError) -> None:
-    """Print an error that all ranks have once and exit; re-raise an error of a single rank."""
+    """Print an error that all ranks raise once, and exit; raise other errors again."""
     rank, is_joined = _rank()
     code = FAILED if isinstance(error, NotFiniteError | ReplicaError) else USAGE_ERROR
     if is_joined and not isinstance(error, MismatchError | NotFiniteError):

@@ -40,7 +40,7 @@ def flag(text: str, *names: str, default: Any = False, **settings: Any) -> Any:
 def takes(
     options: type, *others: inspect.Parameter
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator for a command that takes the dataclass ``options`` as its argument.
+    """Return a decorator for a command whose first argument is the dataclass ``options``.
 
     The fields of ``options`` become the options of the command. The command gets the options in
     ``others`` as keyword arguments.
@@ -83,7 +83,7 @@ def plural(number: int, noun: str) -> str:
 
 
 def require_name(path: Path | None, remedy: str) -> Path:
-    """Return ``path``. Raises ``ConfigError`` with the message ``remedy`` if ``path`` is None."""
+    """Return ``path``, or raise ``ConfigError`` with the message ``remedy`` if it is None."""
     if path is None:
         raise ConfigError(remedy)
     return path

@@ -90,15 +90,15 @@ class GoalOptions(SharedOptions):
         if missing := given.keys() - known.keys():
             options = ", ".join(sorted(map(_name, missing)))
             raise ConfigError(
-                f"a plan must have the model and the goal, but {options} are missing; give them, "
-                f"or the directory of a run"
+                f"a plan must have the model and the goal, but {options} are missing; use these "
+                f"options, or the directory of a run"
             )
         noise_scale, of_run = self.noise_scale, known.pop("noise_scale", math.inf)
         if self.gradient_norms is not None:
             if noise_scale is not None:
                 raise ConfigError(
                     f"the noise scale must be given once, got --noise-scale {noise_scale} and "
-                    f"--gradient-norms; leave one out"
+                    f"--gradient-norms; omit one"
                 )
             noise_scale = learning.noise_scale(*self.gradient_norms)
         goal = planner.Goal(
@@ -123,7 +123,8 @@ class PlanOptions(GoalOptions, LayoutOptions):
     def is_for_layouts(self) -> bool:
         """Return True if a layout is requested, False if a goal is requested.
 
-        Raises ``ConfigError``: both or neither are requested.
+        Raises:
+            ConfigError: both or neither are requested.
         """
         given = {each.name for each in fields(self) if getattr(self, each.name) is not None}
         shared = {each.name for each in fields(SharedOptions)} | {"max_local_steps"}
@@ -134,25 +135,25 @@ class PlanOptions(GoalOptions, LayoutOptions):
         if bool(goal) == bool(layout) and (goal or "parameters" not in given):
             raise ConfigError(
                 f"a plan must be for a goal (a run directory, or --samples) or for a layout "
-                f"(--params or --model on --nodes), got {', '.join(names) or 'neither'}; ask for "
-                f"one"
+                f"(--params or --model on --nodes), got {', '.join(names) or 'neither'}; request "
+                f"one of them"
             )
         return not goal
 
 
 @app.command()
 @takes(PlanOptions)
-def plan(asked: PlanOptions) -> None:
+def plan(options: PlanOptions) -> None:
     """Predict the fastest setup for a goal, or for a model larger than a GPU.
 
-    For a goal, a run or a number of samples: the nodes, batch, codec and local steps that reach it
-    soonest, the cost, and the bandwidth below which each codec is worthwhile. More nodes are
-    worthwhile as long as twice as many save a quarter of the time.
+    For a goal, a run or a number of samples: the nodes, batch, codec and local steps that reach
+    the goal first, the cost, and the bandwidth below which each codec is worthwhile. More nodes
+    are worthwhile as long as twice as many save a quarter of the time.
 
     For a layout: the five fastest layouts of a transformer by tensor, pipeline, data and context
     parallelism, ZeRO, micro-batches and recomputation, with memory, bubble and bytes, and the
     reasons against all others. Times are predicted by formulas from the figures of a machine file;
-    hpctrain guide plan lists the effects that they omit.
+    hpctrain guide plan lists the effects that the formulas omit.
 
     Examples:
       hpctrain plan runs/digits --machine machine.toml --target-loss 0.1
@@ -172,16 +173,14 @@ def plan(asked: PlanOptions) -> None:
 
       hpctrain plan --model mine:model --machine machine.toml --sequence 4096 --json
     """
-    if asked.is_for_layouts():
-        plan_layouts(asked)
+    if options.is_for_layouts():
+        plan_layouts(options)
         return
-    if asked.machine is None:
-        raise ConfigError(
-            "a goal must have a machine to reach it on, got none; give --machine with a file"
-        )
-    goal, trained = asked.of_goal()
-    advice = planner.advise(machines.Machine.read(asked.machine), trained, goal)
-    if asked.as_json:
+    if options.machine is None:
+        raise ConfigError("a plan for a goal must have a machine, got none; use --machine FILE")
+    goal, trained = options.of_goal()
+    advice = planner.advise(machines.Machine.read(options.machine), trained, goal)
+    if options.as_json:
         show_json(_as_dict(advice))
     else:
         _show(advice, trained)
@@ -227,9 +226,10 @@ def _show(advice: "Advice", model: "Model") -> None:
     ]
     title = f"codecs and local steps on {best.nodes} nodes with a batch of {best.batch}"
     screen.print(figures(title, ("codec", "H", "step", "saves", "worthwhile"), pays))
-    stop = f"not worthwhile beyond {advice.pays_up_to}: twice as many save less than a quarter"
+    most = f"up to {advice.pays_up_to}"
+    stop = f"worthwhile {most}: twice as many save less than a quarter of the time"
     if advice.pays_up_to == advice.by_nodes[-1].nodes:
-        stop = f"may help: up to {advice.pays_up_to}, twice as many save a quarter of the time"
+        stop = f"more may be worthwhile: {most}, twice as many save a quarter of the time"
     num_bytes, every_s = model.num_bytes, best.checkpoint_every_s
     sum_s, least_s = (
         format_seconds(load.seconds(machine))

@@ -82,14 +82,14 @@ def report(
 def compare(runs: Runs) -> None:
     """Compare runs: results, speed, configuration, environment.
 
-    One run of each does not prove that one is faster: hpctrain study measures that. The exit code
-    is 0 also where the runs differ.
+    Two runs do not prove a difference of speed; hpctrain study measures such differences. The exit
+    code is 0 also if the runs differ.
 
     Examples:
       hpctrain compare runs/a runs/b
     """
     if len(runs) < 2:
-        raise ConfigError(f"compare must get two runs or more, got {runs[0]}; name another run")
+        raise ConfigError(f"compare must get two runs or more, got {runs[0]}; add another run")
     console.make_console(shown=True).print(run_report.comparison(history.histories(runs)))
 
 

@@ -21,8 +21,11 @@ if TYPE_CHECKING:
 def ranks(verb: str) -> "Iterator[tuple[Communicator | None, ToolBar]]":
     """Connect the ranks of the launch; yield the communicator and a progress bar.
 
-    A single process gets None and loads no MPI. Raises ``MismatchError``: the block raised a
-    DataError on all ranks; rank 0 prints it, and no rank ends the others.
+    A single process gets None and does not load MPI.
+
+    Raises:
+        MismatchError: the block raised a ``DataError`` on all ranks; rank 0 prints the error, and
+            no rank ends the other ranks.
     """
     found = launched()
     comm = tool_ranks.join() if found is not None and found.size > 1 else None
@@ -39,7 +42,7 @@ class ToolBar(Bar):
     """Progress bar of rank 0. The other ranks have equal shares of the work."""
 
     def __init__(self, verb: str, comm: "Communicator | None") -> None:
-        """Show a bar without a length, because the amount of work is not known yet."""
+        # The amount of work is unknown before ``start``, so the bar has no length.
         super().__init__(
             make_console(shown=comm is None or comm.rank == 0),
             TextColumn(verb),

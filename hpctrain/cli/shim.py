@@ -56,7 +56,7 @@ def shim(
     if module is not None:
         become(["-m", module, *ctx.args])
     if not ctx.args:
-        raise ConfigError("shim must get a script, got none; say `hpctrain shim train.py`")
+        raise ConfigError("shim must get a script, got none; use `hpctrain shim train.py`")
     path = Path(ctx.args[0])
     if not path.is_file():
         raise LaunchError(

@@ -26,28 +26,28 @@ def status(
 ) -> None:
     """Print the state of a run: waiting, running, stopped or finished.
 
-    The last record of a run shows how it ended; for a script without hpctrain train, the exit
-    code of its last job. The exit code of a launcher is less reliable: it may be 0 after a node
-    was lost. Where Slurm is available, its queue shows since when a job waits or runs, the reason,
-    and the expected start.
+    The last record of a run shows the reason of its end; for a script without hpctrain train, the
+    exit code of the last job does. The exit code of a launcher is less reliable: it may be 0 after
+    a node was lost. If Slurm is available, its queue shows since when a job waits or runs, the
+    reason, and the expected start.
 
     The exit code is
 
       0   finished
 
-      1   failed: an error ended it
+      1   failed: an error ended the run
 
       3   waiting: a job of the run is in the queue, for the first time or again
 
       4   running: a job is running
 
-      5   killed: it ended without a record, or its node was lost
+      5   killed: the job ended without a record, or its node was lost
 
       6   missing: the run does not exist or has not started
 
-      85  stopped: its state is saved, and it can be continued
+      85  stopped: the state is saved, and the run can be continued
 
-    With --watch it is the exit code of the last state.
+    With --watch, the exit code is that of the last state.
 
     Examples:
       hpctrain status runs/digits

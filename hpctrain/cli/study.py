@@ -116,7 +116,7 @@ class StudyOptions:
     extra: Extra = None
 
     def of_study(self) -> "Study":
-        """Return the study of the file. Raises ``ConfigError``: file or options are not valid."""
+        """Return the study of the file. Raises ``ConfigError`` if file or options are invalid."""
         config = study_file.load(self.path)
         for word in shlex.split(config.command.run):
             if word.endswith((".py", ".toml")) and "{" not in word and not Path(word).exists():
@@ -129,7 +129,7 @@ class StudyOptions:
         if self.out is None and (Path(name).name != name or name in ("", "..")):
             raise ConfigError(
                 f"study.name of {self.path} must be the name of a directory, got {name!r}; change "
-                f"it, or give --out"
+                f"the name, or use --out"
             )
         if self.repeat is not None and self.repeat > last:
             raise ConfigError(
@@ -142,7 +142,7 @@ class StudyOptions:
 
 @app.command()
 @takes(StudyOptions)
-def run(asked: StudyOptions) -> None:
+def run(options: StudyOptions) -> None:
     """Measure all points of a scaling study, each several times, in random order.
 
     After a kill, the same command continues: recorded points are not measured again. A point that
@@ -159,14 +159,14 @@ def run(asked: StudyOptions) -> None:
 
       hpctrain study run strong.toml --slurm --time 1h --partition compute
     """
-    found = asked.of_study()
-    attempts = found.missing(repeat=asked.repeat, failed=asked.retry_failed)
-    if asked.dry_run:
-        _describe(found, attempts, asked.seconds_per_point)
+    found = options.of_study()
+    attempts = found.missing(repeat=options.repeat, failed=options.retry_failed)
+    if options.dry_run:
+        _describe(found, attempts, options.seconds_per_point)
         return
     found.prepare()
-    if asked.slurm:
-        _submit(found, attempts, asked)
+    if options.slurm:
+        _submit(found, attempts, options)
         return
     for number in (signal.SIGTERM, signal.SIGHUP):
         # An exception ends the ranks of the present point.
@@ -202,7 +202,7 @@ def report(
     """
     results = measured.StudyResults.read(directory)
     if machine is not None:
-        results = results.beside(machines.Machine.read(machine))
+        results = results.with_bound(machines.Machine.read(machine))
     make_console(shown=True).print(reports.summary_of(results))
     page, *figures = reports.write_report(results, out or directory)
     typer.echo(f"wrote {page}, and {len(figures)} figures into plots in the same directory")
@@ -265,7 +265,7 @@ def _describe(
     typer.echo(f"{len(attempts)} of {len(found.attempts)} are still to measure: {price}")
 
 
-def _submit(found: "Study", attempts: "list[PointRepeat]", asked: StudyOptions) -> None:
+def _submit(found: "Study", attempts: "list[PointRepeat]", options: StudyOptions) -> None:
     """Submit a job for each repeat, and a job that writes the report after these jobs."""
     if not attempts:
         typer.echo("everything is measured")
@@ -279,12 +279,12 @@ def _submit(found: "Study", attempts: "list[PointRepeat]", asked: StudyOptions) 
         directory=str(where),
         nodes=max(layout.nodes for layout in layouts),
         ntasks_per_node=max(layout.ranks_per_node for layout in layouts),
-        time=None if asked.time is None else scheduler.sbatch_time(asked.time),
+        time=None if options.time is None else scheduler.sbatch_time(options.time),
         output=f"{where}/slurm-%A_%a.out",
         array=repeats,
-        partition=asked.partition,
-        account=asked.account,
-        extra=tuple(asked.extra or ()),
+        partition=options.partition,
+        account=options.account,
+        extra=tuple(options.extra or ()),
     )
 
     def job(name: str, settings: "batch_script.BatchSettings") -> int:
@@ -329,7 +329,7 @@ class StudyBar(Bar):
         self._bar.update(self._task, completed=done, description=text)
 
     def ended(self, record: "PointRecord") -> None:
-        """Print the result of the attempt that ended."""
+        """Print the result of the attempt that has ended."""
         text = f"failed: {record.error}"
         if record.is_done:
             step = format_seconds(record.mean_step_s)

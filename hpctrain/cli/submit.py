@@ -84,8 +84,8 @@ class JobOptions:
         found = state.status(self.folder)
         if found.state == "finished":
             raise ConfigError(
-                f"{found.what}; submit another run with --name {self.name}-2, or delete the "
-                f"directory"
+                f"a job must have an unfinished run, but {found.what}; submit another run with "
+                f"--name {self.name}-2, or delete the directory"
             )
         named = re.findall(r"\d+", after)
         others = [job for job in scheduler.jobs_of(self.folder) if str(job) not in named]
@@ -96,8 +96,8 @@ class JobOptions:
                 f"`scancel {active[-1]}`, or submit another run with --name {self.name}-2"
             )
 
-    def how_to_watch(self, number: int, output: str) -> str:
-        """Return the commands that show the state and the output of a job.
+    def next_commands(self, number: int, output: str) -> str:
+        """Return the commands that show the state and the output of a job, one per line.
 
         ``output`` is the output file of the job, with patterns of Slurm.
         """
@@ -192,7 +192,7 @@ class SubmitOptions:
         elif words:
             raise ConfigError(
                 f"a job must have one program, got the configuration {config} and the command "
-                f"`{shlex.join(words)}`; leave one out"
+                f"`{shlex.join(words)}`; omit one"
             )
         else:
             # Only the job knows the values of its variables; the index of an array is a number.
@@ -236,12 +236,12 @@ class SubmitOptions:
 
 @app.command(cls=SubmitCommand)
 @takes(SubmitOptions)
-def submit(asked: SubmitOptions) -> None:
+def submit(options: SubmitOptions) -> None:
     """Write a batch script for Slurm, check it and submit it.
 
-    After -- follows your own command instead of a configuration. It finds the run directory in the
-    variable RUN_DIRECTORY; hpctrain.should_stop() returns True when it must save its state and
-    exit with code 85.
+    After -- follows your own command instead of a configuration. The command gets the run
+    directory in the variable RUN_DIRECTORY; hpctrain.should_stop() returns True when the command
+    must save its state and exit with code 85.
 
     The batch script is written into the run directory: output_dir of the configuration, or
     runs/NAME. A stopped run in that directory is continued. Before the job is queued, the script
@@ -266,35 +266,35 @@ def submit(asked: SubmitOptions) -> None:
 
       hpctrain submit --template requeue --print > my.sbatch
     """
-    if asked.template == LIST:
+    if options.template == LIST:
         _list_templates()
         return
-    if asked.config is None and not asked.ctx.args:
-        if asked.template is None or not asked.print_only:
+    if options.config is None and not options.ctx.args:
+        if options.template is None or not options.print_only:
             raise ConfigError(
                 "submit must get a configuration or a command, got none: hpctrain submit "
                 "CONFIG.toml, or hpctrain submit -- python train.py; "
                 "hpctrain submit --template NAME --print prints a template"
             )
-        typer.echo(batch_script.text(asked.template), nl=False)
+        typer.echo(batch_script.text(options.template), nl=False)
         return
-    job, words = asked.job_and_program()
-    settings = asked.settings(job, words)
-    script = batch_script.script(asked.template or _default_template(settings), settings)
-    if asked.print_only or asked.dry_run:
+    job, words = options.job_and_program()
+    settings = options.settings(job, words)
+    script = batch_script.script(options.template or _default_template(settings), settings)
+    if options.print_only or options.dry_run:
         typer.echo(script, nl=False)
-    if asked.print_only:
+    if options.print_only:
         return
     if note := installed_horovod.without_horovod(words):
         typer.echo(f"warning: horovod: {note}", err=True)
-    job.check_free(asked.after or "")
-    check(script, job.folder, needs_slurm=not asked.dry_run)
-    if asked.dry_run:
+    job.check_free(options.after or "")
+    check(script, job.folder, needs_slurm=not options.dry_run)
+    if options.dry_run:
         return
-    if asked.config is not None and not asked.no_check:
-        try_configuration(asked.config, asked.overrides or ())
+    if options.config is not None and not options.no_check:
+        try_configuration(options.config, options.overrides or ())
     number = scheduler.submit_in(job.folder, script)
-    typer.echo(job.how_to_watch(number, settings.output or ""))
+    typer.echo(job.next_commands(number, settings.output or ""))
 
 
 def _share_of_node(
@@ -337,7 +337,7 @@ def _command(words: Sequence[str], overrides: Sequence[str] | None) -> Sequence[
     script = next((word for word in found[1:] if word.endswith(".py")), None)
     if script is not None and "$" not in script and not Path(script).is_file():
         raise ConfigError(
-            f"a job must run a script that exists, but {script} does not; correct it"
+            f"a job must run a script that exists, but {script} does not; correct the path"
         )
     return ["python", *words] if words[0] == script else words
 
@@ -377,7 +377,7 @@ def try_configuration(config: Path, overrides: Sequence[str]) -> None:
     """Test a configuration in a separate process: build it, read a batch; exit with 1 on error."""
     if find_spec("torch") is None:
         typer.echo(
-            "note: torch is not installed here, so the configuration is not tried", err=True
+            "note: torch is not installed here, so the configuration is not tested", err=True
         )
         return
     line = [sys.executable, "-m", "hpctrain", "train", str(config), "--look"]
@@ -385,12 +385,13 @@ def try_configuration(config: Path, overrides: Sequence[str]) -> None:
         line += ["--set", override]
     environ = {**os.environ, "HPCTRAIN_ALONE": "1"}
     try:
-        done = program.ask(line, environ, timeout_s=TRY_S)
+        done = program.run_to_end(line, environ, timeout_s=TRY_S)
         code, text = done.returncode, done.stderr
     except (OSError, TimeoutError) as error:
-        code, text = FAILED, f"hpctrain: {config} could not be tried: {error}\n"
+        code = FAILED
+        text = f"hpctrain: {config} must pass a test before its submission, but: {error}\n"
     if code:
-        typer.echo(f"{text}--no-check submits it without this check", err=True)
+        typer.echo(f"{text}--no-check submits the job without this check", err=True)
         raise typer.Exit(FAILED)
 
 

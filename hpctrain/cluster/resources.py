@@ -13,10 +13,15 @@ MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def folders(controller: str, root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> list[Path]:
-    """Return the folders of this process's control group and its parents, in versions 2 and 1.
+    """Return the folders of the control group of this process and of its parent groups.
 
-    A limit of any of them applies. ``controller`` is a name of version 1, such as ``cpu`` or
-    ``memory``; version 2 has one tree.
+    The limits of all these groups apply.
+
+    Args:
+        controller: name in version 1 of control groups, such as ``cpu`` or ``memory``; version 2
+            has one tree for all controllers.
+        root: mount point of the control groups.
+        membership: file with the groups of this process.
     """
     found = []
     lines = membership.read_text().splitlines() if membership.exists() else []
@@ -55,10 +60,11 @@ def num_granted(
     membership: Path = MEMBERSHIP,
     siblings: Path = SIBLINGS,
 ) -> int:
-    """Return the number of cores (not hardware threads) of the job on this host, bound or not.
+    """Return the number of cores of the job on this host; hardware threads do not count.
 
-    Slurm sets a variable; for other schedulers this is the affinity mask; without a scheduler, all
-    cores of the container or the machine. A virtual node may claim more cores than exist.
+    The number is that of a variable of Slurm, that of the affinity mask in a job of another
+    scheduler, and that of the container or the machine without a scheduler. The result is at most
+    the number of cores that exist, because virtual nodes may claim more.
     """
     files = ("cpuset.cpus.effective", "cpuset.effective_cpus")  # versions 2 and 1
     sets = [
@@ -88,7 +94,7 @@ def _count(file: Path) -> int:
 
 
 def _words(folder: Path) -> list[str]:
-    """Return CPU limit and period in microseconds, as text; fewer than two words if unlimited."""
+    """Return the CPU limit and its period in microseconds; fewer than two words if unlimited."""
     try:
         if (folder / "cpu.max").exists():
             return (folder / "cpu.max").read_text().split()
@@ -122,7 +128,7 @@ ENTRY_FACTOR = 512  # a page of 4 KiB takes 8 bytes in the page table of every p
 class Room(NamedTuple):
     """Memory limit of a machine or control group, with the available bytes."""
 
-    key: tuple[int, int]  # the same in every process that allocates from it, in any namespace
+    key: tuple[int, int]  # equal in all processes to which the limit applies, in any namespace
     name: str
     left_bytes: int
 
@@ -145,10 +151,16 @@ def available_bytes(
 
 
 def shortage(rooms_of_ranks: Sequence[Iterable[Room]], num_bytes: int) -> str | None:
-    """Return an error text if the ranks of a node cannot each allocate ``num_bytes`` that all map.
+    """Return an error text if a node has too little memory for shared segments of its ranks.
 
-    Each rank needs its own bytes, and a page table for the bytes of all ranks. ``rooms_of_ranks``
-    is measured before the first rank allocates. None if there is enough memory.
+    Each rank allocates a segment, and needs a page table for the segments of all ranks.
+
+    Args:
+        rooms_of_ranks: memory limits of each rank, measured before the first rank allocates.
+        num_bytes: size of the segment of a rank.
+
+    Returns:
+        The text; None if there is enough memory.
     """
     each_bytes = num_bytes + num_bytes * len(rooms_of_ranks) // ENTRY_FACTOR + SPARE_BYTES
     shared: dict[tuple[int, int], list[Room]] = {}
@@ -160,11 +172,11 @@ def shortage(rooms_of_ranks: Sequence[Iterable[Room]], num_bytes: int) -> str | 
         if each_bytes * len(same) > left_bytes:
             needed_bytes, more_bytes = num_bytes * len(same), (each_bytes - num_bytes) * len(same)
             return (
-                f"the ranks of this node need {format_bytes(needed_bytes)} of shared memory "
-                f"({len(same)} x {format_bytes(num_bytes)}) and {format_bytes(more_bytes)} for "
-                f"page tables and other allocations, but {same[0].name} has "
+                f"a node must have {format_bytes(needed_bytes)} for the shared memory of its "
+                f"ranks ({len(same)} x {format_bytes(num_bytes)}) and {format_bytes(more_bytes)} "
+                f"for page tables and other allocations, but {same[0].name} has "
                 f"{format_bytes(left_bytes)} available; start fewer ranks per node, or request "
-                f"more memory"
+                "more memory"
             )
     return None
 
@@ -203,10 +215,10 @@ CLASSES = (Path("/sys/class/infiniband"), Path("/sys/class/cxi"))
 
 def num_cards(classes: tuple[Path, ...] = CLASSES) -> int:
     """Return the number of fast network adapters with an active port; 1 (Ethernet) if none."""
-    return max(1, len(live_cards(classes)))
+    return max(1, len(live_adapters(classes)))
 
 
-def live_cards(classes: tuple[Path, ...] = CLASSES) -> list[Path]:
+def live_adapters(classes: tuple[Path, ...] = CLASSES) -> list[Path]:
     """Return the folders of the fast network adapters with an active port, by name."""
     cards = [card for folder in classes if folder.exists() for card in folder.iterdir()]
     return sorted(filter(_is_live, cards))
@@ -216,13 +228,13 @@ NETWORK = Path("/sys/class/net")
 
 
 def links(classes: tuple[Path, ...] = CLASSES, network: Path = NETWORK) -> dict[str, str]:
-    """Return the active network devices of this host with their rates, as the system reports."""
+    """Return the active network devices of this host by name, with the rates of their ports."""
     found = {}
-    for card in live_cards(classes):
+    for card in live_adapters(classes):
         rates = [_read(path) for path in sorted(card.glob("ports/*/rate"))]
         found[card.name] = ", ".join(filter(None, rates)) or "unknown"
     for device in sorted(network.glob("*/device")):
-        speed = _read(device.parent / "speed")  # -1 where the device does not know
+        speed = _read(device.parent / "speed")  # -1 if the device does not report a speed
         if _read(device.parent / "operstate") == "up":
             found[device.parent.name] = f"{speed} Mbit/s" if speed.isdigit() else "unknown"
     return found

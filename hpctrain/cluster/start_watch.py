@@ -1,9 +1,9 @@
-"""Watch that ends all ranks if a rank dies before MPI has started on all ranks.
+"""Process that ends all ranks of a node if a rank dies before MPI has started on all ranks.
 
 Under ``hpctrain launch --recover`` the launcher does not end the other ranks when a rank dies, and
 ``MPI_Init`` waits without a limit, in a call that blocks all threads of the process. So each rank
-starts a small process that counts the ranks of the node: ``start_watch.py RANKS``, until its stdin
-is closed.
+starts a process ``start_watch.py RANKS``, which counts the ranks of the node until its stdin is
+closed.
 """
 
 import contextlib
@@ -18,15 +18,15 @@ from pathlib import Path
 
 FAILED = "a rank has died before all ranks had started"
 """Message of the lowest surviving rank."""
-LOOK_S = 0.3
+LOOK_S = 0.3  # interval of the counts
 GONE_S = 3.0  # time for ranks that have started MPI to close their stdin
-STARTED_S = 10.0  # a launcher has started all ranks of a node by then
-_A_RANK = b"OMPI_COMM_WORLD_RANK="  # only Open MPI recovers
+STARTED_S = 10.0  # time after which a launcher has started all ranks of a node
+_A_RANK = b"OMPI_COMM_WORLD_RANK="  # only Open MPI can continue after a rank died
 
 
 @contextlib.contextmanager
 def watched_start(num_ranks: int | None) -> Iterator[None]:
-    """Kill this rank inside this context if one of the ``num_ranks`` of its node dies."""
+    """Kill this rank inside this context if one of the ``num_ranks`` ranks of its node dies."""
     if not num_ranks or num_ranks == 1:
         yield
         return
@@ -37,7 +37,7 @@ def watched_start(num_ranks: int | None) -> Iterator[None]:
 
 def _watch(num_ranks: int) -> None:
     rank, launcher = os.getppid(), _parent(os.getppid())
-    limit = time.monotonic() + STARTED_S  # until when ranks may be missing
+    limit = time.monotonic() + STARTED_S  # ranks may be missing until this time
     while not select.select([sys.stdin], [], [], LOOK_S)[0]:
         alive, now = _ranks_below(launcher), time.monotonic()
         if len(alive) == num_ranks:
@@ -48,7 +48,7 @@ def _watch(num_ranks: int) -> None:
             left = f"{len(alive)} of {num_ranks} remain on {os.uname().nodename}"
             sys.stderr.write(f"hpctrain: {FAILED}, {left}; all ranks end\n")
         else:
-            time.sleep(1.0)  # the lowest rank kills all others, unless it is dead too
+            time.sleep(1.0)  # the lowest rank kills all other ranks, unless it is dead too
             alive = [rank]
         for one in alive:
             with contextlib.suppress(ProcessLookupError):
@@ -65,7 +65,7 @@ def _ranks_below(launcher: int) -> list[int]:
     found = []
     for listed in Path(f"/proc/{launcher}/task").glob("*/children"):
         for pid in listed.read_text().split():
-            with contextlib.suppress(OSError):  # it ends at this moment; a zombie has no such file
+            with contextlib.suppress(OSError):  # the process has ended; a zombie has no such file
                 if _A_RANK in Path(f"/proc/{pid}/environ").read_bytes():
                     found.append(int(pid))
     return found

@@ -20,7 +20,7 @@ class RankFacts:
     cores: tuple[int, ...]  # affinity mask
     cards: int = 1  # network adapters of the host
     devices: int = 0  # accelerators that this rank may use
-    visible: str = ""  # which ones, if an environment variable is set
+    visible: str = ""  # names of these accelerators, if an environment variable is set
     launcher: str = "alone"  # launcher of this rank, a name of ``cluster.env.LAUNCHERS``
     scheduler: str = ""  # scheduler of the job; empty outside of jobs
 
@@ -29,7 +29,7 @@ class RankFacts:
 class Topology:
     """Nodes and hosts of all ranks, and the position of this rank.
 
-    All fields are equal on all ranks except those documented as of this rank.
+    A field is equal on all ranks, unless its description begins with "of this rank".
     """
 
     rank: int  # of this rank: its number in the world
@@ -37,12 +37,12 @@ class Topology:
     nodes: tuple[tuple[int, ...], ...]
     """World ranks of each node, in rank order; nodes in the order of their lowest rank."""
     hosts: tuple[str, ...]
-    """Name of each node: the host's, or ``host#2`` for the second node declared on it."""
+    """Name of each node: of its host, or ``host#2`` for the second declared node of a host."""
     cards: int  # network adapters per node: the minimum of all nodes
     devices: int = 0  # accelerators per rank: the minimum of all ranks
     cores: tuple[int, ...]  # of this rank: its affinity mask
     core_peers: tuple[int, ...]
-    """Of this rank: ranks of its host with overlapping affinity masks, itself included."""
+    """Of this rank: itself and the ranks of its host with overlapping affinity masks."""
     num_peer_cores: int  # of this rank: cores of all ``core_peers``
     launcher: str  # launcher of this rank
     scheduler: str  # scheduler of the job; empty outside of jobs
@@ -66,7 +66,7 @@ class Topology:
         """
         if not 0 <= rank < len(facts):
             raise TopologyError(
-                f"rank must be one of the {len(facts)} ranks that gave facts, got {rank}"
+                f"rank must be one of the {len(facts)} ranks with facts, got {rank}"
             )
         if ranks_per_node is not None and ranks_per_node < 1:
             raise TopologyError(
@@ -106,7 +106,9 @@ class Topology:
             TopologyError: this rank is not in ``ranks``.
         """
         if self.rank not in ranks:
-            raise TopologyError(f"rank {self.rank} is not in the group {format_numbers(ranks)}")
+            raise TopologyError(
+                f"a group must contain this rank, got {format_numbers(ranks)} on rank {self.rank}"
+            )
         number = {rank: i for i, rank in enumerate(ranks)}
         nodes = sorted(
             (tuple(sorted(number[r] for r in members if r in number)), host)
@@ -139,7 +141,7 @@ class Topology:
 
     @property
     def local_rank(self) -> int:
-        """Number of this rank on its node."""
+        """Index of this rank among the ranks of its node."""
         return self.node_ranks.index(self.rank)
 
     @property
@@ -156,12 +158,12 @@ class Topology:
 
     @property
     def host_rank(self) -> int:
-        """Number of this rank on its host."""
+        """Index of this rank among the ranks of its host."""
         return self.host_ranks.index(self.rank)
 
     @property
     def cross_ranks(self) -> tuple[int, ...]:
-        """World ranks with the same local rank, one per node that has it; a rail."""
+        """World ranks with the local rank of this rank, one per node: the rail of this rank."""
         return tuple(
             ranks[self.local_rank] for ranks in self.nodes if len(ranks) > self.local_rank
         )
@@ -188,7 +190,7 @@ class Topology:
 
     @property
     def shared_cores(self) -> tuple[int, ...]:
-        """Ranks that share too few cores with this rank, itself included; else empty."""
+        """This rank and the ranks that share its cores; empty if each of them can have a core."""
         return self.core_peers if len(self.core_peers) > self.num_peer_cores else ()
 
     def describe(self) -> list[tuple[str, str]]:
@@ -214,7 +216,7 @@ class Topology:
 
 
 def _group(facts: Sequence[RankFacts]) -> dict[str, list[int]]:
-    """Map each host to its ranks; a node that a rank names counts as a host."""
+    """Return the ranks of each host; a named node of ``RankFacts`` counts as a host."""
     hosts: dict[str, list[int]] = {}
     for rank, fact in enumerate(facts):
         hosts.setdefault(fact.node or fact.host, []).append(rank)
@@ -224,7 +226,7 @@ def _group(facts: Sequence[RankFacts]) -> dict[str, list[int]]:
 def _declare(
     host: str, ranks: list[int], ranks_per_node: int | None
 ) -> list[tuple[str, tuple[int, ...]]]:
-    """Divide the ranks of one host into declared nodes."""
+    """Divide the ranks of a host into nodes of ``ranks_per_node`` ranks, and name the nodes."""
     if ranks_per_node is None or len(ranks) <= ranks_per_node:
         return [(host, tuple(ranks))]
     starts = range(0, len(ranks), ranks_per_node)

@@ -1,6 +1,6 @@
 """Models of the time of collectives, steps and runs on a machine.
 
-Names are imported at their first use.
+The modules of exported names are imported when a name is first used.
 """
 
 from hpctrain.core.lazy import exports

@@ -66,8 +66,10 @@ CODECS = {
 def codec_cost(name: str) -> CodecCost:
     """Return the cost of a codec: one of ``CODECS``, or ``NAME:BYTES:SECONDS``.
 
-    BYTES are per element, SECONDS are processor time per byte of the message. Raises
-    ``ConfigError``: the name has neither form.
+    BYTES are per element, SECONDS are processor time per byte of the message.
+
+    Raises:
+        ConfigError: the name has neither form.
     """
     if name in CODECS:
         return CODECS[name]
@@ -78,15 +80,19 @@ def codec_cost(name: str) -> CodecCost:
         found = CodecCost(0.0)
     if not (0 < found.bytes_per_element < math.inf and 0 <= found.s_per_byte < math.inf):
         raise ConfigError(
-            f"a codec must be one of {', '.join(CODECS)}, or NAME:BYTES:SECONDS such as "
-            f"int8:1:2e-10, bytes per element, seconds per byte, got {name!r}"
+            f"a codec must be one of {', '.join(CODECS)}, or NAME:BYTES:SECONDS with bytes per "
+            f"element and seconds per byte, such as int8:1:2e-10, got {name!r}"
         )
     return found
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """Algorithm, rails and codec of an all-reduce; raises ``ConfigError`` for unknown names."""
+    """Algorithm, rails and codec of an all-reduce.
+
+    Raises:
+        ConfigError: the name of the algorithm or of the codec is unknown.
+    """
 
     algorithm: str
     """A name of ``schedules.SCHEDULES``; on one node with rails also ``slices`` or ``direct``."""
@@ -114,9 +120,9 @@ ON_A_NODE = ("slices", "direct")
 def allreduce(machine: Machine, num_bytes: float, way: Way) -> Load:
     """Return the load of an all-reduce over all ranks; independent of the speed of links.
 
-    Ranks are numbered by node. Inside a node every rank sums a slice of the message, or the whole
-    message if ``direct``, in shared memory; only flat algorithms send messages there. Messages
-    that share a NIC are sent one after the other.
+    Ranks are numbered by node. Inside a node every rank sums a slice of the message in shared
+    memory, or the whole message with the algorithm ``direct``; only flat algorithms send messages
+    inside a node. Messages that share a NIC are sent one after the other.
     """
     before, after = around(machine, num_bytes, way)
     rails, sent = between_nodes(machine, num_bytes, way)
@@ -130,10 +136,7 @@ def allreduce(machine: Machine, num_bytes: float, way: Way) -> Load:
 
 
 def _in_rounds(num_bytes: float, algorithm: str, shape: MachineShape, rails: int) -> Load:
-    """Return the load of all rounds of a schedule.
-
-    Only the slowest of the concurrent messages of a round is counted.
-    """
+    """Return the load of an algorithm in rounds: the slowest message of each round counts."""
     each = _of_one_byte(algorithm, shape, rails)._asdict().items()
     return Load(*(many if "rounds" in name else many * num_bytes for name, many in each))
 
@@ -146,14 +149,18 @@ def _of_one_byte(algorithm: str, shape: MachineShape, rails: int) -> Load:
         for messages, num_pieces, combined, repeats in steps:
             part = repeats * num_pieces / num_parts
             width = float((messages.width * messages.crosses).max())
-            total += _asked(shape, rails, repeats, part, width, part * combined)
+            total += _load_of(shape, rails, repeats, part, width, part * combined)
     return total
 
 
-def _asked(
+def _load_of(
     shape: MachineShape, rails: int, rounds: float, num_bytes: float, width: float, combined: float
 ) -> Load:
-    """Return the load of ``rounds`` rounds; a width of 0 means that no message leaves a node."""
+    """Return the load of ``rounds`` rounds.
+
+    ``width`` is the slowdown of messages between nodes by concurrent messages on the same link; 0
+    if no message leaves a node.
+    """
     turns = shape.turns(rails or shape.ranks_per_node)
     both = Load(combined_bytes=turns * combined)
     if not width:
@@ -170,24 +177,22 @@ def _double_tree(num_bytes: float, algorithm: str, shape: MachineShape, rails: i
     # message from each child.
     up = 2 * depth * segment + 2 * min(2, size - 1) * (num_bytes / 2 - segment)
     width = math.ceil((rails or 1) / shape.nics) if shape.nodes > 1 else 0
-    return _asked(shape, rails, 4 * depth, 2 * up, width, up)
+    return _load_of(shape, rails, 4 * depth, 2 * up, width, up)
 
 
 def between_nodes(machine: Machine, num_bytes: float, way: Way) -> tuple[int, float]:
     """Return the number of rails per node, and the bytes that each rail reduces between nodes."""
     if way.algorithm in ON_A_NODE and machine.nodes > 1:
         raise ConfigError(
-            f"{way.algorithm} must run on one node, got {machine.nodes}; choose another algorithm"
+            f"{way.algorithm} can only run on one node, got {machine.nodes}; choose another "
+            "algorithm"
         )
     rails = min(way.rails, machine.ranks_per_node)
     return rails, codec_cost(way.codec).bytes_per_element / 4 * num_bytes / (rails or 1)
 
 
 def around(machine: Machine, num_bytes: float, way: Way) -> tuple[Load, Load]:
-    """Return the load before and the load after the messages between nodes.
-
-    This load consists of the codec and of the reduction in node memory.
-    """
+    """Return the loads of codec and node memory, before and after the messages between nodes."""
     local, codec, before, after = machine.ranks_per_node, codec_cost(way.codec), Load(), Load()
     rails = min(way.rails, local)
     if machine.nodes > 1 or (local > 1 and not rails):
@@ -204,7 +209,7 @@ def around(machine: Machine, num_bytes: float, way: Way) -> tuple[Load, Load]:
 
 
 def fastest(machine: Machine, num_bytes: float, codec: str = "none") -> Way:
-    """Return the fastest two-level algorithm and number of rails."""
+    """Return the fastest algorithm and number of rails between nodes; ``slices`` on one node."""
     local = machine.ranks_per_node
     if machine.nodes == 1:
         return Way("slices", rails=1)
@@ -214,7 +219,7 @@ def fastest(machine: Machine, num_bytes: float, codec: str = "none") -> Way:
 
 
 def bound(machine: Machine, num_bytes: float) -> Load:
-    """Return the lower bound of the load of all all-reduce algorithms.
+    """Return a lower bound of the load that every all-reduce algorithm has.
 
     Each of N nodes sends at least 2(N-1)/N of the message, in at least log2 N rounds. On one node,
     N is the number of ranks.
@@ -229,15 +234,15 @@ def bound(machine: Machine, num_bytes: float) -> Load:
 def parameter_server(
     machine: Machine, num_bytes: float, servers: int, *, largest: float = 0.0
 ) -> Load:
-    """Return the load of the busiest parameter server in one direction; both are equal.
+    """Return the load of the busiest parameter server; receive and send are equal.
 
     Every rank sends a share of the gradients to each server and receives as many bytes of
-    parameters. Servers run on nodes that also train, at most one on each; ``largest`` is the
-    largest tensor in bytes, which servers do not divide.
+    parameters. Servers run on nodes that also train, at most one per node; ``largest`` is the
+    largest tensor in bytes, because a tensor is stored on one server.
     """
     if not 1 <= servers <= machine.nodes:
         raise ConfigError(
-            f"servers must be at most one per node, got {servers} for {machine.nodes} nodes"
+            f"servers must be between 1 and the {machine.nodes} nodes, got {servers}"
         )
     share = max(num_bytes / servers, largest)
     sent = (machine.num_ranks - machine.ranks_per_node) * share

@@ -33,14 +33,14 @@ def daly(cost_s: float, mtbf_s: float) -> float:
 
 
 def goodput(interval_s: float, cost_s: float, restart_s: float, mtbf_s: float) -> float:
-    """Return the fraction of the time that is useful: spent on work that is kept (equation 20).
+    """Return the fraction of the time spent on work that no failure destroys (equation 20).
 
     ``mtbf_s`` refers to all nodes together, ``interval_s`` is the computation between two
     checkpoints. Failures are random, also during a checkpoint or a restart.
     """
     if math.isinf(mtbf_s):
         return 1.0 if math.isinf(interval_s) else interval_s / (interval_s + cost_s)
-    paid_s = interval_s + cost_s  # negative exponents: they underflow to 0 without progress
+    paid_s = interval_s + cost_s  # negative exponents underflow to 0 if no work is kept
     kept = math.exp(-(restart_s + paid_s) / mtbf_s) / -math.expm1(-paid_s / mtbf_s)
     return interval_s / mtbf_s * kept
 
@@ -59,11 +59,14 @@ def simulate_run(
 ) -> SimulatedRun:
     """Simulate a run of ``work_s`` seconds of work with a checkpoint after each ``interval_s``.
 
-    The same ``seed`` gives the same run. Raises ``ConfigError``: the interval is not above 0.
+    The same ``seed`` gives the same run.
+
+    Raises:
+        ConfigError: the interval is not above 0.
     """
     if not interval_s > 0:
         raise ConfigError(
-            f"the interval between checkpoints must be more than 0 s, got {interval_s}"
+            f"the interval between checkpoints must be longer than 0 s, got {interval_s}"
         )
     random = np.random.default_rng(seed)
     mean_s = machine.mtbf_s / machine.nodes
@@ -88,8 +91,10 @@ def simulate_run(
 def best_interval(machine: Machine, *, seed: int = 0) -> float:
     """Return the seconds of work between checkpoints that maximize the useful time.
 
-    The failures are simulated with the random ``seed``. Raises ``ConfigError``: nodes do not fail
-    or a checkpoint costs nothing, so no interval is optimal.
+    The failures are simulated with the random ``seed``.
+
+    Raises:
+        ConfigError: nodes do not fail or a checkpoint takes no time, so no interval is optimal.
     """
     if not (math.isfinite(machine.mtbf_s) and machine.checkpoint_s > 0):
         raise ConfigError(

@@ -19,7 +19,7 @@ from hpctrain.cost.machine import Link, Machine
 Vector = NDArray[np.float64]
 
 LEAST_POINTS = 4
-"""Minimum number of points for a fit of five parameters."""
+"""Minimum number of points for the fit, which has five parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,18 +34,21 @@ class Point(CheckedFields):
     ranks_per_node: Number
     nics: Number = 1  # network adapters per node
     algorithm: str
-    """Name in a plan: ``slices`` or ``direct`` on one node, otherwise the algorithm between the
-    nodes, or of all ranks if there are no rails."""
+    """Name of the algorithm in a plan.
+
+    On one node ``slices`` or ``direct``; otherwise the algorithm between the nodes, or of all
+    ranks if there are no rails.
+    """
     rails: Count  # 0 if the algorithm runs over all ranks
     codec: str = "none"
     ranks_per_core: Positive = 1.0
-    """Ranks per core; times of the processor are multiplied by this number."""
+    """Ranks per core, by which the times of the processor are multiplied."""
     num_bytes: Number  # bytes of the message before the codec
     seconds: Positive  # seconds of the slowest rank
 
     @property
     def way(self) -> Way:
-        """Algorithm of the all-reduce; raises ``ConfigError`` if no model describes it."""
+        """Algorithm of the all-reduce; raises ``ConfigError`` if there is no model for it."""
         return Way(self.algorithm, self.rails, self.codec)
 
     @property
@@ -59,19 +62,19 @@ class Point(CheckedFields):
         )
 
     def load(self) -> Load:
-        """Return the predicted load of links and processors."""
+        """Return the predicted load of the all-reduce on links and processors."""
         return allreduce(self.shape, self.num_bytes, self.way)
 
 
 def read_points(path: Path) -> list[Point]:
-    """Read points from a JSON file."""
+    """Read points from a JSON file. Raises ``ConfigError`` if the file does not contain points."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))["points"]
         return [Point(**values) for values in found]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{path} must contain points, but reading it failed: {error!r}; write points with "
-            f"hpctrain bench allreduce --json FILE, or perf/bench_cost.py"
+            f"{path} must be a JSON file with points, but reading failed: {error!r}; write points "
+            f"with hpctrain bench allreduce --json FILE, or perf/bench_cost.py"
         ) from None
 
 
@@ -148,21 +151,21 @@ def fit(points: Sequence[Point], *, seed: int = 0) -> Fit:
         )
     order = np.random.default_rng(seed).permutation(len(points))
     halves = [[points[k] for k in order[start::2]] for start in range(2)]
-    crossed = [Fit(tuple(b), _figures(a), 0.0) for a, b in (halves, halves[::-1])]
+    crossed = [Fit(tuple(b), _per_unit(a), 0.0) for a, b in (halves, halves[::-1])]
     held_out = np.median(np.abs([error for one in crossed for error in one.residuals]))
-    return Fit(tuple(points), _figures(points), float(held_out))
+    return Fit(tuple(points), _per_unit(points), float(held_out))
 
 
-def _figures(points: Sequence[Point]) -> Load:
+def _per_unit(points: Sequence[Point]) -> Load:
     """Return the fitted seconds per unit of each field of a load; 1 for ``codec_s``."""
     *loads, codec_s = np.array([point.load() for point in points]).T
     seconds = np.array([point.seconds for point in points]) - codec_s
     return Load(*robust(np.array(loads).T, seconds).tolist())._replace(codec_s=1.0)
 
 
-TURNS = 20
-NEAR = 1.345  # standard deviations; without outliers 95 % as efficient as least squares
-LEAST_SPREAD = 0.01  # relative; below it all points have equal weight
+NUM_ITERATIONS = 20
+NEAR = 1.345  # standard deviations, above which the weight of an error decreases
+LEAST_SPREAD = 0.01  # relative error below which all points have equal weight
 FARTHEST = 100.0  # largest factor by which a time may be underestimated
 
 
@@ -174,7 +177,7 @@ def robust(loads: Vector, seconds: Vector) -> Vector:
     """
     weights, scale = np.ones(len(seconds)), seconds
     found = np.zeros(loads.shape[1])
-    for _ in range(TURNS):
+    for _ in range(NUM_ITERATIONS):
         found = non_negative(loads * (weights / scale)[:, None], weights * seconds / scale)
         predicted = loads @ found
         scale = np.sqrt(seconds * np.maximum(predicted, seconds / FARTHEST))

@@ -109,22 +109,24 @@ class Group(NamedTuple):
 
 
 def inside(ranks_per_node: int, inner: int, size: int) -> int:
-    """Return how many of ``size`` consecutive blocks of ``inner`` ranks share a node, at least."""
+    """Return the least number of consecutive blocks of ``inner`` ranks that share a node.
+
+    A group has ``size`` such blocks.
+    """
     return math.gcd(ranks_per_node // inner, size) if ranks_per_node % inner == 0 else 1
 
 
 class Placed:
     """Cost model of a transformer on a machine, for layouts with the same parallel axes.
 
-    The methods take layouts with the axes of ``axes``. The product of the axes is the number of
-    ranks, and dp times the micro-batch divides the batch.
+    The layouts in method arguments must have the axes of ``axes``. The product of the axes must be
+    the number of ranks, and dp times the micro-batch must divide the batch.
 
     Args:
         machine: machine, with its number of ranks.
         model: the transformer.
         axes: layout with the parallel axes; its other fields are not used.
         batch: samples of a step, over all ranks.
-
     """
 
     def __init__(
@@ -165,13 +167,13 @@ class Placed:
         return (one.pp - 1) / (self.micro_batches(one) * one.virtual * thirds + one.pp - 1)
 
     def _in_flight(self, one: ParallelLayout) -> tuple[float, float]:
-        """Return the micro-batches whose activations the first and the last stage store."""
+        """Return the numbers of micro-batches whose activations the first and last stage store."""
         num_micro, pp, virtual = self.micro_batches(one), one.pp, one.virtual
         if one.schedule == "zero_bubble":
             return (min(num_micro, pp),) * 2
         if virtual == 1:
             return min(num_micro, pp), 1
-        last = (virtual - 1) * pp + 1  # stages of one layer group each; the first has more ahead
+        last = (virtual - 1) * pp + 1  # layer groups in flight on the last stage
         return min(num_micro, (last + 2 * (pp - 1)) / virtual), min(num_micro, last / virtual)
 
     def memory(self, one: ParallelLayout) -> Memory:
@@ -200,33 +202,36 @@ class Placed:
         """Return the seconds of one operation per sample while all ranks of a node compute."""
         return self._turns * one.micro_batch / (self._shared * self.machine.flops_per_s)
 
-    def _exposed(self, seconds: float, beside_s: float, least_s: float = 0.0) -> float:
+    def _exposed(self, seconds: float, concurrent_s: float, least_s: float = 0.0) -> float:
         """Return the seconds of messages that a concurrent computation does not hide.
 
-        Messages take ``seconds``, the computation ``beside_s``, at least ``least_s`` is exposed.
+        Args:
+            seconds: time of the messages.
+            concurrent_s: time of the computation.
+            least_s: least exposed time.
         """
-        return max(seconds - beside_s, least_s) if self._turns == 1 else seconds
+        return max(seconds - concurrent_s, least_s) if self._turns == 1 else seconds
 
     def _layer(self, one: ParallelLayout) -> dict[str, float]:
         """Return the seconds of a layer per micro-batch, forward and backward, by term."""
         key = one.micro_batch, one.recompute  # many layouts have the same key
         if key not in self._of_layer:
-            self._of_layer[key] = self._layer_anew(one)
+            self._of_layer[key] = self._new_layer(one)
         return self._of_layer[key]
 
-    def _layer_anew(self, one: ParallelLayout) -> dict[str, float]:
+    def _new_layer(self, one: ParallelLayout) -> dict[str, float]:
         share_s = self._share_s(one)
         pass_s = self.machine.pass_s + (one.tp > 1) * self.machine.tensor_pass_s
         forward_s = self.model.layer_flops * share_s + self._turns * pass_s
         attention_s = self.model.attention_flops * share_s
         again_s = {"none": 0.0, "selective": attention_s, "full": forward_s}[one.recompute]
         tensor, context = (load.seconds(self.machine) for load in self._loads(one, 1))
-        beside_s = attention_s * (3 if one.recompute == "none" else 4)
+        concurrent_s = attention_s * (3 if one.recompute == "none" else 4)
         return {
             "compute_s": 3 * forward_s,
             "recompute_s": again_s,
             "tensor_s": tensor,
-            "context_s": self._exposed(context, beside_s),
+            "context_s": self._exposed(context, concurrent_s),
         }
 
     def _loads(self, one: ParallelLayout, layers: float) -> tuple[Load, Load]:
@@ -241,7 +246,7 @@ class Placed:
         ring = self.context.passed(2 * whole * steps / self._shared * context, steps * context)
         return self.tensor.moved(whole / one.cp, 4 * tensor), ring
 
-    def _handed(self, one: ParallelLayout, times: float) -> Load:
+    def _stage_messages(self, one: ParallelLayout, times: float) -> Load:
         """Return the load of ``times`` messages between stages, each with one micro-batch."""
         num_bytes = one.micro_batch * self.model.input_bytes / self._shared
         return self.stages.passed(times * num_bytes, times)
@@ -250,11 +255,13 @@ class Placed:
         """Return the predicted seconds of a step."""
         pp, num_micro, layer = one.pp, self.micro_batches(one), self._layer(one)
         output_s = 3 * self.model.output_flops * self._share_s(one)
-        hand_s = self._handed(one, 2 * one.virtual).seconds(self.machine) if pp > 1 else 0.0
+        stage_s = (
+            self._stage_messages(one, 2 * one.virtual).seconds(self.machine) if pp > 1 else 0.0
+        )
         layer_s = sum(layer.values())
         mean = {name: self.model.layers * each / pp for name, each in layer.items()}
         mean["compute_s"] += output_s / pp
-        mean_s = sum(mean.values()) + hand_s
+        mean_s = sum(mean.values()) + stage_s
         ends = (layers * layer_s + has_output * output_s for layers, _, has_output in self._ends)
         later_s = 0.0  # computation of weight gradients, which fills the bubble
         if one.schedule == "zero_bubble":
@@ -262,14 +269,14 @@ class Placed:
             flops = self.model.layers * flops + self.model.output_flops
             later_s = 2 * self._share_s(one) * flops / pp
         bubble_s = (pp - 1) * (mean_s - later_s) / one.virtual
-        imbalance_s = (num_micro - 1) * (max(ends) + hand_s - mean_s)
+        imbalance_s = (num_micro - 1) * (max(ends) + stage_s - mean_s)
         if self._turns > 1 and pp > 1:  # waiting ranks yield the core to other ranks
             waits_s = bubble_s + imbalance_s
             left_s = max(0.0, (num_micro * mean_s + waits_s) / self._turns - num_micro * mean_s)
             bubble_s, imbalance_s = (each * left_s / waits_s for each in (bubble_s, imbalance_s))
         return Terms(
             **{name: num_micro * each for name, each in mean.items()},
-            pipeline_s=num_micro * hand_s,
+            pipeline_s=num_micro * stage_s,
             bubble_s=bubble_s,
             imbalance_s=imbalance_s,
             data_s=self._data_s(one.zero, num_micro, layer) if self.data.size > 1 else 0.0,
@@ -289,8 +296,8 @@ class Placed:
             for size in (model.parameter_bytes, model.gradient_bytes)
         )
 
-        def exposed(seconds: float, beside_s: float) -> float:
-            return self._exposed(seconds, beside_s, seconds / most)
+        def exposed(seconds: float, concurrent_s: float) -> float:
+            return self._exposed(seconds, concurrent_s, seconds / most)
 
         if zero == 0:
             return exposed(2 * scatter_s, backward_s)
@@ -305,7 +312,7 @@ class Placed:
         num_micro, model, most = self.micro_batches(one), self.model, self._most
         tensor, context = self._loads(one, most * num_micro)
         times = 2 * one.virtual - (one.pp == 2) if one.pp > 1 else 0
-        found = tensor + context + self._handed(one, num_micro * times)
+        found = tensor + context + self._stage_messages(one, num_micro * times)
         gathers = {0: 0, 3: 2 * num_micro}.get(one.zero, 1)
         scatters = {0: 2, 1: 1}.get(one.zero, num_micro)
         size = gathers * model.parameter_bytes + scatters * model.gradient_bytes

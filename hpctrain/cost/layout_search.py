@@ -25,21 +25,28 @@ MOST_NODES = 1 << 14  # limit of the search for enough memory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutRules(CheckedFields):
-    """Constraints on the layouts of a search; raises ``ConfigError`` for invalid values."""
+    """Constraints on the layouts of a search.
+
+    Raises:
+        ConfigError: a value is invalid.
+    """
 
     batch: Number  # samples of a step, over all ranks
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Fixed values of a ``ParallelLayout``, by name."""
     tp_across_nodes: bool = False  # whether tensor parallel groups may span nodes
     memory_part: Annotated[float, Bounds(above=0)] = 0.9
-    """Fraction of a rank's memory for the modelled bytes; the rest is for libraries and gaps."""
+    """Fraction of the memory of a rank for the modelled bytes.
+
+    The remaining memory is for libraries and fragmentation.
+    """
 
     def check(self) -> None:
-        """Raise ``ConfigError`` if a fixed value has an unknown name or is not valid."""
+        """Raise ``ConfigError`` if a fixed value has an unknown name or is invalid."""
         keys = keys_of(ParallelLayout)
         for name, value in self.fixed.items():
             if name not in keys:
-                raise ConfigError(f"fixed values must be {', '.join(keys)}, got {name!r}")
+                raise ConfigError(f"a fixed value must be one of {', '.join(keys)}, got {name!r}")
             checked(name, value, keys[name].hint)
 
     def limit(self, machine: Machine) -> float:
@@ -86,21 +93,22 @@ def best_layouts(
     The result counts the reasons against the other layouts. Among equally fast layouts, the search
     prefers larger pieces, which processors compute faster, then less memory, then fewer divisions.
 
-    Raises ``ConfigError``: no layout obeys the rules, or no layout fits; the message has a remedy.
+    Raises:
+        ConfigError: no layout obeys the rules, or no layout fits into memory.
     """
     space = _Space(machine, model, rules)
     if not space.placed:
         counts = ", ".join(f"{name}: {number}" for name, number in space.broken.most_common())
         raise ConfigError(
-            f"a layout must obey all rules, got {space.broken.total()} divisions of "
-            f"{machine.num_ranks} ranks: {counts}; change batch, nodes or the fixed values"
+            f"a layout must obey all rules, but all {space.broken.total()} divisions of "
+            f"{machine.num_ranks} ranks break one: {counts}; change batch, nodes or fixed values"
         )
     found: list[LayoutChoice] = []
     num_layouts = 0
-    for placed, how, sizes in space.variants():
+    for placed, layout_of, sizes in space.variants():
         num_layouts += len(sizes)
         for size in sizes:
-            one = how(micro_batch=size)
+            one = layout_of(micro_batch=size)
             memory = placed.memory(one)
             if sum(memory) > rules.limit(machine):  # larger pieces need at least as much
                 break
@@ -129,22 +137,22 @@ def _order(one: LayoutChoice) -> tuple[float, ...]:
 
 
 def _rounded(value: float) -> float:
-    return float(f"{value:.9g}")  # equal for sums in another order
+    return float(f"{value:.9g}")  # sums in different orders become equal
 
 
 def _reason(terms: Terms, best: Terms) -> str:
     """Return the reason against a layout: the term that exceeds the best layout most."""
     if _rounded(sum(terms)) == _rounded(sum(best)):
-        return "as fast, of smaller pieces or more memory"
+        return "equally fast, with smaller pieces or more memory"
     more = {name: value - getattr(best, name) for name, value in terms._asdict().items()}
     return f"slower by {max(more, key=lambda name: more[name]).removesuffix('_s')}"
 
 
 class _Space:
-    """All meshes of the ranks of a machine, divided into meshes that obey the rules and others.
+    """Meshes of the ranks of a machine: divisions into tensor, pipeline, data, context axes.
 
-    ``placed`` has the meshes that obey the rules, ``broken`` counts the first violated rule of the
-    others.
+    ``placed`` contains the meshes that obey the rules. ``broken`` counts the other meshes by the
+    first violated rule.
     """
 
     def __init__(self, machine: Machine, model: Transformer, rules: LayoutRules) -> None:
@@ -163,26 +171,25 @@ class _Space:
         micro_batch, virtual = fixed.get("micro_batch", 1), fixed.get("virtual", 1)
         settled = {"tp", "pp", "dp", "cp"} & {*fixed}
         crosses = self.machine.ranks_per_node % one.tp
-        one_piece = "selective recomputation is for a backward in one piece"
+        one_piece = "selective recomputation with zero_bubble"
         broken = {
             "not as fixed": any(getattr(one, name) != fixed[name] for name in settled),
-            "tp does not stay inside nodes": crosses and not rules.tp_across_nodes,
+            "tp spans nodes": crosses and not rules.tp_across_nodes,
             "tp does not divide the heads": model.heads % one.tp,
             "more stages than layers": one.pp > model.layers,
             "tp x cp does not divide the sequence": model.sequence % (one.tp * one.cp),
             "dp x micro-batches does not divide the batch": rules.batch % (one.dp * micro_batch),
             "stages do not divide the layers": virtual > 1 and model.layers % (one.pp * virtual),
-            "no such schedule": not self._orders(one, micro_batch),
+            "schedule not possible": not self._orders(one, micro_batch),
             one_piece: (fixed.get("recompute"), fixed.get("schedule")) == NOT_TOGETHER,
         }
-        return next((rule for rule, is_so in broken.items() if is_so), "")
+        return next((rule for rule, is_broken in broken.items() if is_broken), "")
 
     def _orders(self, one: ParallelLayout, micro_batch: int) -> list[tuple[int, str]]:
         """Return the pairs of stages per rank and schedule that torch supports for the batch."""
         found, fixed, pp = [(1, "1f1b")], self.rules.fixed, one.pp
-        if (
-            pp > 1 and self.rules.batch // (one.dp * micro_batch) % pp == 0
-        ):  # torch interleaves in rounds of pp micro-batches
+        # torch interleaves in rounds of pp micro-batches.
+        if pp > 1 and self.rules.batch // (one.dp * micro_batch) % pp == 0:
             most = fixed.get("virtual", MOST_VIRTUAL)
             per_rank = [
                 v for v in range(1, most + 1) if v == 1 or self.model.layers % (v * pp) == 0
@@ -217,13 +224,14 @@ class _Space:
                     if (mode, schedule) == NOT_TOGETHER:
                         continue
                     order = {"virtual": virtual, "schedule": schedule}
-                    how = partial(replace, placed.axes, zero=zero, recompute=mode, **order)
-                    yield placed, how, some
+                    layout_of = partial(replace, placed.axes, zero=zero, recompute=mode, **order)
+                    yield placed, layout_of, some
 
     def smallest(self) -> tuple[Memory, ParallelLayout] | None:
         """Return the layout with the least memory, or None if no layout obeys the rules."""
         all_first = (
-            (placed, how(micro_batch=size)) for placed, how, (size, *_) in self.variants()
+            (placed, layout_of(micro_batch=size))
+            for placed, layout_of, (size, *_) in self.variants()
         )
         found = ((placed.memory(first), first) for placed, first in all_first)
         return min(found, key=lambda each: sum(each[0]), default=None)
@@ -249,18 +257,18 @@ def _too_large(space: _Space) -> str:
     (memory, layout), limit = least, rules.limit(machine)
     total = sum(memory)
     parts = ", ".join(f"{name} {size / 1e9:.3g}" for name, size in memory._asdict().items())
-    ways = [f"take GPUs of {math.ceil(total / rules.memory_part / 1e9)} GB"]
+    remedies = [f"use GPUs of {math.ceil(total / rules.memory_part / 1e9)} GB"]
     nodes = 2 * machine.nodes
     while nodes <= MOST_NODES:
         more = _Space(replace(machine, nodes=nodes), space.model, rules).smallest()
         if more is not None and sum(more[0]) <= limit:
-            ways = [f"take {nodes} nodes", *ways]
+            remedies = [f"use {nodes} nodes", *remedies]
             break
         nodes *= 2
-    ways += ["shorten the sequence"] * (memory.activations > limit / 2)
+    remedies += ["shorten the sequence"] * (memory.activations > limit / 2)
     return (
-        f"a rank has {limit / 1e9:.4g} GB for the modelled bytes ({rules.memory_part:.0%} of "
-        f"{machine.memory_bytes / 1e9:.4g}), but the smallest layout, {layout}, needs "
+        f"a layout must need at most {limit / 1e9:.4g} GB per rank ({rules.memory_part:.0%} of "
+        f"{machine.memory_bytes / 1e9:.4g} GB), but the smallest layout, {layout}, needs "
         f"{total / 1e9:.4g} GB, {(total - limit) / 1e9:.3g} GB too much ({parts}); "
-        f"{', or '.join(ways + ['fix less'] * bool(rules.fixed))}"
+        f"{', or '.join(remedies + ['fix fewer values'] * bool(rules.fixed))}"
     )

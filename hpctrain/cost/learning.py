@@ -34,7 +34,7 @@ def noise_scale(small: tuple[float, float], large: tuple[float, float]) -> float
     squared = (more * less - batch * norm) / (more - batch)
     if variance <= 0 or squared <= 0:
         raise ConfigError(
-            f"squared norms of gradients must decrease with the batch, but less than 1 / "
+            f"squared norms of gradients must decrease with the batch, and more slowly than 1 / "
             f"batch, got {norm:g} for {batch:g} samples and {less:g} for {more:g}; average over "
             f"more batches"
         )
@@ -44,9 +44,8 @@ def noise_scale(small: tuple[float, float], large: tuple[float, float]) -> float
 def samples_needed(samples: float, noise_scale: float, batch: float) -> float:
     """Return the samples that training with ``batch`` needs to reach a given loss.
 
-    Training with very small batches reaches that loss after ``samples`` samples.
-
-    The number doubles at a batch of ``noise_scale`` (equation 2.11).
+    Training with very small batches needs ``samples`` samples. The number doubles at a batch of
+    ``noise_scale`` (equation 2.11).
     """
     return samples * (1 + batch / noise_scale)
 
@@ -54,8 +53,8 @@ def samples_needed(samples: float, noise_scale: float, batch: float) -> float:
 def most_local_steps(num_steps: float, ranks: int, rank_batch: float) -> float:
     """Return the largest number of local steps with which local SGD converges as fast as SGD.
 
-    Order of magnitude, proved for smooth, strongly convex losses and identically distributed
-    samples on all ranks, but not for deep networks.
+    The result is an order of magnitude, proved for smooth, strongly convex losses and identically
+    distributed samples on all ranks, but not for deep networks.
     """
     return math.sqrt(num_steps / (ranks * rank_batch))
 
@@ -63,7 +62,7 @@ def most_local_steps(num_steps: float, ranks: int, rank_batch: float) -> float:
 def fewest_rounds(condition: float, accuracy: float) -> float:
     """Return a lower bound of the rounds in which ranks with different data minimize a loss.
 
-    Up to a constant factor, for smooth, strongly convex losses with this condition number, until
-    the excess loss has decreased by the factor ``accuracy``.
+    The bound holds up to a constant factor, for smooth, strongly convex losses with this condition
+    number, until the excess loss has decreased by the factor ``accuracy``.
     """
     return math.sqrt(condition) * math.log(1 / accuracy)

@@ -100,19 +100,25 @@ class MachineFailures(CheckedFields):
 class Machine(MachineFailures, MachineProcessors, MachineLinks, MachineShape):
     """A machine of identical nodes.
 
-    Links work in both directions at once. ``node`` is unused with one rank per node, ``network``
-    with one node. Raises ``ConfigError``: a value breaks the rule of its field.
+    Links transfer in both directions concurrently. ``node`` is not used with one rank per node,
+    and ``network`` is not used with one node.
+
+    Raises:
+        ConfigError: a value is out of the range of its field.
     """
 
     @classmethod
     def read(cls, path: str | Path) -> "Machine":
         """Read a machine from a TOML file: a key for each field, a table for each link.
 
-        Raises ``ConfigError``: the file cannot be read, a key is unknown or a value not valid.
+        Raises:
+            ConfigError: the file cannot be read, a key is unknown or a value is invalid.
         """
         values = TomlValues(cls)
-        way_out = "hpctrain bench fit --out writes one"
-        values.merge(read_toml(absolute(path), cls, way_out), f"file {path}")
+        remedy = "write a machine file with hpctrain bench fit --out"
+        values.merge(read_toml(absolute(path), cls, remedy), f"file {path}")
         if "nodes" not in values.origins:
-            raise ConfigError(f"file {path}: a machine must have nodes; add nodes = 64")
+            raise ConfigError(
+                f"file {path}: a machine must have nodes, but this key is missing; add nodes = 64"
+            )
         return values.build()

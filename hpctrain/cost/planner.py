@@ -26,7 +26,11 @@ SLOWEST, FASTEST = 1e3, 1e15  # bytes per second, limits of the search for the b
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal(CheckedFields):
-    """Goal of a training run, and limits of the planner; raises ``ConfigError`` if not valid."""
+    """Goal of a training run, and limits of the planner.
+
+    Raises:
+        ConfigError: a value is invalid.
+    """
 
     samples: Amount  # needed for the goal in batches of ``batch``
     batch: Number
@@ -87,7 +91,7 @@ class Payoff:
     local_steps: int
     step: StepTime
     saves: float  # fraction of the step time, negative for a loss
-    pays_below: float  # bytes per second of a NIC; 0 for none
+    pays_below: float  # bytes per second of a NIC below which the codec is faster; 0 if never
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +99,7 @@ class Advice:
     """Result of the planner: the best candidates, and the benefit of nodes and codecs."""
 
     best: Candidate
-    next_best: tuple[Candidate, ...]  # three others: first the best with another codec or method
+    next_best: tuple[Candidate, ...]  # three more: first the best with another codec or method
     by_nodes: tuple[Candidate, ...]  # the best on each number of nodes, fewest first
     pays_up_to: int  # largest worthwhile number of nodes
     payoffs: tuple[Payoff, ...]  # effect of each codec and of local steps
@@ -105,26 +109,26 @@ class Advice:
 def advise(machine: Machine, model: Model, goal: Goal) -> Advice:
     """Return the best configuration that reaches a goal, and its alternatives.
 
-    The planner tries combinations of nodes, batch size, codec and local steps.
+    The planner tries combinations of nodes, batch size, codec and local steps. Without a deadline,
+    the best candidate is the fastest on a worthwhile number of nodes (``PAYS``). With a deadline,
+    the best candidate has the fewest node-hours.
 
-    The best candidate is the fastest on a worthwhile number of nodes (``PAYS``), or the one with
-    the fewest node-hours within the deadline.
-
-    Raises ``ConfigError``: no candidate is within the deadline, no batch is large enough for the
-    ranks, or failures leave no time.
+    Raises:
+        ConfigError: no candidate ends before the deadline, no batch is large enough for the ranks,
+            or failures prevent progress.
     """
     found = list(_candidates(machine, model, goal))
     if not found:
         raise ConfigError(
             f"a batch must have at least one sample per rank, got {goal.batch} samples for the "
-            f"{machine.ranks_per_node} ranks of a node; give a larger batch"
+            f"{machine.ranks_per_node} ranks of a node; increase the batch"
         )
     candidates = [each for each in found if each.goodput > 0]
     if not candidates:
         raise ConfigError(
             f"a run must make progress between two failures, got "
-            f"mtbf_s={machine.mtbf_s:g} per node and restart_s={machine.restart_s:g}: no time "
-            f"remains to train; correct the machine file"
+            f"mtbf_s={machine.mtbf_s:g} per node and restart_s={machine.restart_s:g}; correct the "
+            f"machine file"
         )
     groups = groupby(candidates, key=attrgetter("nodes"))  # fewest nodes first
     by_nodes = [min(group, key=attrgetter("score")) for _, group in groups]
@@ -170,7 +174,7 @@ def _pays_up_to(by_nodes: list[Candidate]) -> int:
 
 
 def _candidates(machine: Machine, model: Model, goal: Goal) -> Iterator[Candidate]:
-    # Codecs with equal cost have equal predictions, so one of them is sufficient.
+    # Codecs with equal cost have equal predictions, so the planner tries one of these codecs.
     codecs = {codec_cost(name): name for name in ("none", *goal.codecs)}.values()
     for nodes in _numbers_of_nodes(machine.nodes):
         part = replace(machine, nodes=nodes)
@@ -195,7 +199,7 @@ def _fastest(machine: Machine, model: Model, codec: str) -> Way:
 
 
 def _local_steps(machine: Machine, goal: Goal, batch: int) -> list[int]:
-    """Return the numbers of local steps, powers of two, that converge as fast as one.
+    """Return the powers of two of local steps that converge as fast as one local step.
 
     The limit is ``most_local_steps``, which was proved for convex losses.
     """
@@ -213,22 +217,22 @@ def _payoffs(best: Candidate, model: Model, goal: Goal) -> Iterator[Payoff]:
         way = _fastest(machine, model, codec)
         return step_time(machine, model, share, way, local_steps=local_steps)
 
-    def saves(bytes_per_s: float, *how: Any) -> float:
-        return 1 - step(bytes_per_s, *how).total_s / step(bytes_per_s, "none", 1).total_s
+    def saves(bytes_per_s: float, *option: Any) -> float:
+        return 1 - step(bytes_per_s, *option).total_s / step(bytes_per_s, "none", 1).total_s
 
     rows = [(codec, 1) for codec in goal.codecs if codec != "none" and here.nodes > 1]
     rows += [("none", many) for many in _local_steps(here, goal, best.batch) if many > 1]
-    for how in rows:
+    for option in rows:
         low, high = SLOWEST, FASTEST
-        if saves(high, *how) > 0:
+        if saves(high, *option) > 0:
             low = math.inf
-        elif saves(low, *how) <= 0:
+        elif saves(low, *option) <= 0:
             low = 0.0
         while high > 1.005 * low > 0:
             middle = math.sqrt(low * high)
-            low, high = (middle, high) if saves(middle, *how) > 0 else (low, middle)
+            low, high = (middle, high) if saves(middle, *option) > 0 else (low, middle)
         rate = here.network.bytes_per_s
-        yield Payoff(*how, step(rate, *how), saves(rate, *how), low)
+        yield Payoff(*option, step(rate, *option), saves(rate, *option), low)
 
 
 def _numbers_of_nodes(most: int) -> list[int]:

@@ -29,8 +29,8 @@ class Step(NamedTuple):
 
     messages: Messages
     num_pieces: int
-    combined: bool
-    repeats: int
+    combined: bool  # whether receivers combine the pieces with their data
+    repeats: int  # number of rounds
 
 
 def members(machine: MachineShape, rails: int) -> Indices:
@@ -43,10 +43,12 @@ def members(machine: MachineShape, rails: int) -> Indices:
 def phases(
     schedule: Schedule, num_segments: int, machine: MachineShape, rails: int
 ) -> list[tuple[list[Step], int, bool]]:
-    """Return the steps, the lead and the waiting of each phase of a schedule.
+    """Return the phases of a schedule for the simulation.
 
-    An item is the list of steps, the lead, and whether a round waits for its sends. All rails
-    communicate concurrently.
+    All rails communicate concurrently.
+
+    Returns:
+        For each phase its steps, its ``lead``, and whether a round waits for its sends.
     """
     groups = members(machine, rails)
     size = groups.shape[1]
@@ -82,8 +84,8 @@ def _messages(source: Indices, groups: Indices, machine: MachineShape) -> Messag
         cards = machine.leaf_size * machine.nics / machine.oversubscription
         shared += [(leaf, climbs, cards) for leaf in leaves]
     width = np.ones(len(senders))
-    for way, used, cards in shared:
-        load = np.bincount(way[used], minlength=groups.size * machine.nics)[way]
+    for link, used, cards in shared:
+        load = np.bincount(link[used], minlength=groups.size * machine.nics)[link]
         width = np.maximum(width, np.where(used, load / cards, 0))
-    everybody = None if len(to) == groups.shape[1] else receivers
-    return Messages(senders, everybody, 1.0 * crosses, 1.0 * climbs, width)
+    receivers_or_none = None if len(to) == groups.shape[1] else receivers
+    return Messages(senders, receivers_or_none, 1.0 * crosses, 1.0 * climbs, width)

@@ -1,7 +1,7 @@
 """All-reduce algorithms between nodes as schedules of messages, for execution and for simulation.
 
-``rank`` is the number of one rank, which executes the rounds
-(``hpctrain.comm.rail.algorithms``), or an array of all ranks, for ``hpctrain.cost.simulate``.
+Arguments ``rank`` are the number of one rank, for the execution in
+``hpctrain.comm.rail.algorithms``, or an array of all ranks, for ``hpctrain.cost.simulate``.
 Docstrings state times for N ranks, a message of m bytes, a latency of a seconds and b seconds per
 byte. Not collective.
 
@@ -53,11 +53,12 @@ class Phase(NamedTuple):
     ahead: int = 1
     """Number of receives that are posted in advance."""
     window: float = 0
-    """Number of sends that may be in flight during a combination; 0 if a combination writes
-    memory that sends read."""
+    """Number of sends that may be in flight during a combination.
+
+    0 if a combination writes memory that sends read.
+    """
     runs: Sequence[tuple[Round, int]] = ()
-    """Groups of consecutive rounds that differ only in their pieces: one round, and the number
-    of rounds."""
+    """Groups of consecutive rounds that differ only in their pieces: a round, and their number."""
 
     def timed(self) -> Iterable[tuple[Round, int]]:
         """Return each round with its number of repetitions, for the simulation."""
@@ -102,7 +103,7 @@ class Fold(NamedTuple):
 
     power: int
     num_pairs: int
-    """Number of pairs at the start; the even rank of a pair participates for the odd rank too."""
+    """Number of pairs, which are the lowest ranks; the even rank participates for both ranks."""
     place: Each  # index among the participating ranks, or ``NOBODY``
     other: Each  # other rank of the pair, or ``NOBODY``
 
@@ -129,8 +130,8 @@ def _choose(condition: Any, yes: Each, no: Each) -> Each:
 def _doubling(rank: Each, size: int) -> Iterator[Round]:
     """Yield recursive doubling: in round k partners at distance 2^k exchange their partial sums.
 
-    Takes about log2(N) (a + m b), and two more rounds if N is not a power of two. Both partners
-    combine the data of the lower rank first, so their results are bitwise equal.
+    The time is about log2(N) (a + m b), and two more rounds if N is not a power of two. Both
+    partners combine the data of the lower rank first, so their results are bitwise equal.
     """
     folded = fold(rank, size)
     out = folded.place == NOBODY
@@ -149,9 +150,9 @@ def _doubling(rank: Each, size: int) -> Iterator[Round]:
 def _halving(rank: Each, size: int) -> Iterator[Round]:
     """Yield a reduce-scatter by recursive halving, then an all-gather in the reverse order.
 
-    Takes about 2 log2(N) a + 2(N-1)/N m b for N a power of two, which is the minimum of bytes. For
-    other N, pairs add 3 rounds and up to 3/2 m b, to combine the data of the odd ranks and to send
-    them the result.
+    The time is about 2 log2(N) a + 2(N-1)/N m b for N a power of two, which is the minimum of
+    bytes. For other N, pairs add 3 rounds and up to 3/2 m b, to combine the data of the odd ranks
+    and to send them the result.
     """
     folded = fold(rank, size)
     out = folded.place == NOBODY
@@ -162,16 +163,16 @@ def _halving(rank: Each, size: int) -> Iterator[Round]:
         yield Round(folded.other, given, folded.other, kept, half, COMBINE)
         yield Round(leaves, half, stays, half, half, COPY)
     start, distance = 0 * rank, 1
-    way_back = []
+    reversed_rounds = []
     while distance < folded.power:
         partner = _choose(out, NOBODY, folded.rank_at(folded.place ^ distance))
         is_upper = (folded.place & distance) != 0
         kept = _choose(is_upper, start + half, start)
         given = 2 * start + half - kept
         yield Round(partner, given, partner, kept, half, COMBINE)
-        way_back.append(Round(partner, kept, partner, given, half, COPY))
+        reversed_rounds.append(Round(partner, kept, partner, given, half, COPY))
         start, half, distance = kept, half // 2, 2 * distance
-    yield from reversed(way_back)
+    yield from reversed(reversed_rounds)
     if folded.num_pairs:
         yield Round(stays, 0, leaves, 0, folded.power, COPY)
 
@@ -179,8 +180,8 @@ def _halving(rank: Each, size: int) -> Iterator[Round]:
 def _ring(rank: Each, size: int, num_segments: int) -> Iterator[Phase]:
     """Yield a ring: part p of N is sent around from rank p, first combined and then copied.
 
-    Part p is complete on rank p-1. Takes about 2(N-1) a + 2(N-1)/N m b. 16-bit floats are rounded
-    at each of the N-1 combinations.
+    Part p is complete on rank p-1. The time is about 2(N-1) a + 2(N-1)/N m b. 16-bit floats are
+    rounded at each of the N-1 combinations.
 
     Differs: a rank sends each segment of a part immediately after its combination.
     """
@@ -208,8 +209,8 @@ def _ring_step(rank: Each, size: int, num_segments: int, step: int) -> Iterator[
 def _tree(rank: Each, size: int) -> Iterator[Round]:
     """Yield a binomial tree: children are at distances 1, 2, 4, ... below the lowest set bit.
 
-    The parent combines the subtrees in order of distance. Takes about 2 log2(N) (a + m b), which
-    is slower than doubling on an idle network, but sends only 2(N-1) messages in total.
+    The parent combines the subtrees in order of distance. The time is about 2 log2(N) (a + m b),
+    which is slower than doubling on an idle network, but sends only 2(N-1) messages in total.
     """
     distances = [1 << level for level in range((size - 1).bit_length())]
     for action in (COMBINE, COPY):

@@ -23,7 +23,7 @@ from hpctrain.cost.schedules import SCHEDULES
 Times = NDArray[np.float64]
 """Seconds, one value per rank."""
 
-_LOOK_EACH = 32  # rounds between two checks whether equal rounds have become steady
+_LOOK_EACH = 32  # number of rounds between two checks for a constant duration of equal rounds
 
 
 def allreduce_times(
@@ -31,18 +31,24 @@ def allreduce_times(
 ) -> Times:
     """Return the time at which each rank has the sum over all ranks.
 
-    The work before and after the messages takes as long as in closed form
-    (``collectives.around``); ranks of a node synchronize there.
+    Codec and node memory, before and after the messages, take the time of the formula in
+    ``collectives.around``; ranks of a node synchronize before and after the messages.
 
     Args:
-        way: algorithm.
+        way: algorithm, rails and codec.
         num_bytes: length of the message.
         machine: ranks and links.
-        start: time at which each rank enters; 0 by default.
+        start: time in seconds at which each rank calls; 0 by default.
+
+    Returns:
+        The time in seconds for each rank.
+
+    Raises:
+        ConfigError: ``start`` does not have a time for each rank.
     """
     rails, sent = between_nodes(machine, num_bytes, way)
     before, after = (each.seconds(machine) for each in around(machine, num_bytes, way))
-    times = _met(_started(start, machine), machine, rails) + before
+    times = _synchronized(_started(start, machine), machine, rails) + before
     groups = members(machine, rails)
     if (size := groups.shape[1]) > 1 and sent:
         schedule = SCHEDULES[way.algorithm]
@@ -53,7 +59,7 @@ def allreduce_times(
         for steps, lead, waits in phases(schedule, num_segments, machine, rails):
             clocks.take(steps, lead, waits=waits)
         times[groups] = clocks.ready.reshape(groups.shape)
-    return _met(times, machine, rails) + after
+    return _synchronized(times, machine, rails) + after
 
 
 def _started(start: Times | None, machine: Machine) -> Times:
@@ -66,8 +72,8 @@ def _started(start: Times | None, machine: Machine) -> Times:
     return np.asarray(start, dtype=np.float64)
 
 
-def _met(times: Times, machine: Machine, rails: int) -> Times:
-    """Synchronize the ranks of each node if there are rails."""
+def _synchronized(times: Times, machine: Machine, rails: int) -> Times:
+    """Return the latest time of each node for its ranks if there are rails, else ``times``."""
     if not rails:
         return times
     return np.repeat(times.reshape(machine.nodes, -1).max(axis=1), machine.ranks_per_node)
@@ -85,7 +91,7 @@ class _Clocks:
         self._machine, self._turns = machine, turns
 
     def take(self, steps: list[Step], lead: int, *, waits: bool) -> None:
-        """Advance the clocks of all ranks by a phase."""
+        """Advance the clocks of all ranks by the rounds of a phase."""
         past = deque([self.ready] * lead, maxlen=lead)
         for step in steps:
             self._repeat(step, past, waits=waits)
@@ -103,8 +109,8 @@ class _Clocks:
         sending_s = num_bytes * np.where(crosses, across_s, within_s)
         combining_s = num_bytes * turns / machine.reduce_bytes_per_s if step.combined else 0.0
         # A port sends its next message after the previous one.
-        everybody, ready = messages.receivers is None, self.ready
-        to: Any = slice(None) if everybody else messages.receivers
+        all_receive, ready = messages.receivers is None, self.ready
+        to: Any = slice(None) if all_receive else messages.receivers
         arrived = np.maximum(self._sent[senders] + latency_s, self._received[to])
         for left in reversed(range(step.repeats)):
             looks = left % _LOOK_EACH == 1 and len(past) == 1 and left < step.repeats - 1
@@ -115,7 +121,7 @@ class _Clocks:
             arrived += sending_s
             if len(past) > 1:
                 ready = ready.copy()
-            if everybody:
+            if all_receive:
                 np.maximum(ready, arrived, out=ready)
                 ready += combining_s
             else:
@@ -134,9 +140,9 @@ class _Clocks:
 
 
 def _growth(pairs: Iterable[tuple[Times, Times]]) -> float | None:
-    """Return the increase of all times in a round if uniform, else None.
+    """Return the increase of the times in a round if it is equal for all times, else None.
 
-    After a uniform increase, all later equal rounds take the same time.
+    After an equal increase, all later rounds of this kind take the same time.
     """
     grown = [now - before for now, before in pairs]
     least, most = (float(f([f(each) for each in grown])) for f in (np.min, np.max))

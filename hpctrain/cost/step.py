@@ -26,8 +26,7 @@ class Model(CheckedFields):
     parameters: Amount
     samples_per_s: Amount  # throughput of a rank that computes alone
     rank_batch: Annotated[int, Bounds(above=0)] = 32
-    """Largest batch of a rank; a larger share is computed in several batches, whose gradients
-    are accumulated."""
+    """Largest batch of a rank; for more samples, gradients of several batches are accumulated."""
     bytes_per_parameter: Positive = 4.0
     bucket_bytes: Positive = 25 * MIB  # largest message with gradients
     overlap: bool = True  # whether gradients are sent during backward
@@ -119,8 +118,8 @@ def simulate_steps(  # noqa: PLR0913 - the arguments of ``step_time``, and the n
 
     A rank starts a step when it has the sums of the previous step; the number of steps is rounded
     up to a multiple of ``local_steps``. Buckets are sent one after another. The computing time of
-    a rank is drawn for each step from the machine's ``jitter``, and multiplied by ``slow_factor``
-    on slow nodes. The same ``seed`` returns the same times.
+    a rank in a step is a random number with the ``jitter`` of the machine, and multiplied by
+    ``slow_factor`` on slow nodes. The same ``seed`` returns the same times.
     """
     if num_steps < 1:
         raise ConfigError(f"num_steps must be at least 1, got {num_steps}")
@@ -152,13 +151,13 @@ def least_step_s(
 ) -> float:
     """Return a lower bound of the seconds of a step that moves the given bytes.
 
-    Assumes complete overlap of communication and computation, the number of rounds of ``bound``,
-    and that all links of a level are busy at the same time. Gradients of m bytes move at least
+    The bound assumes complete overlap of communication and computation, the rounds of ``bound``,
+    and links that are all busy concurrently. Gradients of m bytes move at least
     2 (N - 1) m between N nodes.
     """
     between, inside = bound(machine, 0.0), bound(replace(machine, nodes=1), 0.0)
-    asked = (
+    loads = (
         between._replace(network_bytes=network_bytes / machine.nodes / machine.nics),
         inside._replace(node_bytes=node_bytes / machine.num_ranks),
     )
-    return max(compute_s, *(load.seconds(machine) for load in asked))
+    return max(compute_s, *(load.seconds(machine) for load in loads))

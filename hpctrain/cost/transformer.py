@@ -59,8 +59,8 @@ class Transformer(CheckedFields):
     def of(cls, parameters: float | None = None, **sizes: Any) -> "Transformer":
         """Return a transformer, with missing sizes estimated from typical large models.
 
-        Assumes 12 ``hidden**2`` parameters per layer, a hidden size of about 128 per layer, and
-        heads of at most 128 elements.
+        The estimate assumes 12 ``hidden**2`` parameters per layer, a hidden size of about 128 per
+        layer, and heads of at most 128 elements.
 
         Raises:
             ConfigError: neither ``parameters`` nor both ``layers`` and ``hidden`` are given.

@@ -27,29 +27,29 @@ from hpctrain.core.config import cache_folder
 from hpctrain.core.errors import LaunchError
 from hpctrain.core.units import GIB
 from hpctrain.launch.pmi import TIMEOUT_S, Mpi, load
-from hpctrain.launch.program import ask, start
+from hpctrain.launch.program import run_to_end, start
 
-Say = Callable[[str], None]  # receives progress, one line per call
+Report = Callable[[str], None]  # receives progress, one line per call
 
 VERSION = "0.28.1"
 SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
-"""Of ``horovod-0.28.1.tar.gz``, the last one published; pip refuses any other file."""
+"""Hash of ``horovod-0.28.1.tar.gz``, the last release; pip refuses any other file."""
 
-STANDARD = 20  # of C++, that the headers of torch 2.13 need; Horovod's sources ask for 14
+STANDARD = 20  # C++ standard that torch 2.13 needs; the sources of Horovod select 14
 PATCHED = ("CMakeLists.txt", "horovod/torch/CMakeLists.txt")
-"""Files that name a C++ standard for what includes torch's headers."""
+"""Files that select the C++ standard of sources with headers of torch."""
 
 PACKAGES = ("setuptools>=70.1", "packaging", "cffi>=1.4", "cloudpickle", "psutil", "pyyaml")
 """Packages that Horovod's setup.py imports or requires."""
 
-JOB_BYTES = 7 * GIB // 4  # what one compiler takes at most; measured with g++ 12: 1.5 GiB
+JOB_BYTES = 7 * GIB // 4  # largest memory of a compiler; measured with g++ 12: 1.5 GiB
 
-LOG = "build.log"  # everything that the last build of a folder has printed
+LOG = "build.log"  # output of the last build, in the folder of the wheel
 
-_RECIPE = 1  # counts changes in how it is built: a wheel of an older recipe is not used again
-_OTHER_WISHES = re.compile(r"HOROVOD_|MAKE|MFLAGS|CMAKE_GENERATOR")
-"""Variables that would build something else, or speak to a make further up."""
-_WISHES = {
+_RECIPE = 1  # number of the build method: wheels of an older method are not reused
+_REMOVED_VARIABLES = re.compile(r"HOROVOD_|MAKE|MFLAGS|CMAKE_GENERATOR")
+"""Variables that would change the build, or connect the build to an enclosing make."""
+_VARIABLES = {
     "HOROVOD_WITH_MPI": "1",
     "HOROVOD_WITH_PYTORCH": "1",
     "HOROVOD_WITHOUT_GLOO": "1",
@@ -63,7 +63,7 @@ _WISHES = {
 _BUILD = (
     "import sys; from setuptools.build_meta import __legacy__ as b; b.build_wheel(sys.argv[1])"
 )
-"""What pip does with a package that has a setup.py and nothing else."""
+"""Build of a wheel as by pip, for a package with setup.py only."""
 _IMPORT = """
 import json
 import horovod.torch as hvd
@@ -73,7 +73,7 @@ _STANDARD = re.compile(r"^[ \t]*set\(CMAKE_CXX_STANDARD (\d+)\)", re.MULTILINE)
 
 
 def build(
-    say: Say,
+    report: Report,
     *,
     jobs: int | None = None,
     install: bool = True,
@@ -82,9 +82,21 @@ def build(
 ) -> Path:
     """Install a wheel for the installed torch and MPI; build the wheel unless it exists already.
 
-    Not collective: a single process builds. ``jobs`` limits the number of concurrent compilers,
-    by default to the number that cores and memory allow. Wheels are stored in ``wheel_dir``, by
-    default the user's cache, in one folder for each set of versions.
+    Not collective: a single process builds.
+
+    Args:
+        report: receives each line about the progress.
+        jobs: number of concurrent compilers; by default as many as cores and memory allow.
+        install: whether the wheel is installed into this environment.
+        wheel_dir: directory of the wheels, with a folder for each set of versions; by default in
+            the cache of the user.
+        force: build also if a wheel of these versions exists.
+
+    Returns:
+        Path of the wheel.
+
+    Raises:
+        LaunchError: the build is impossible or failed.
     """
     found = launched()
     if found is not None and found.size > 1:
@@ -95,7 +107,7 @@ def build(
     mpi, torch = load(), _torch()
     cache = wheel_dir or (cache_folder() or Path.cwd()) / "horovod"
     folder = (cache / key_of(mpi, torch)).absolute()
-    say(f"Horovod {VERSION} for torch {torch}, {mpi.name} {mpi.version} ({mpi.library})")
+    report(f"Horovod {VERSION} for torch {torch}, {mpi.name} {mpi.version} ({mpi.library})")
     wheel = None if force else max(folder.glob("horovod-*.whl"), default=None)
     kind = "built" if wheel is None else "built before, --force rebuilds it"
     if wheel is None:
@@ -107,17 +119,17 @@ def build(
                 f"the folder of wheels must be writable, but {folder} cannot be written: "
                 f"{reason_of(error)}; choose another with --wheel-dir"
             ) from None
-        wheel = _make(mpi, folder, say, jobs)
+        wheel = _make(mpi, folder, report, jobs)
     if install:
-        say("installing")
+        report("installing")
         _install(wheel, folder / LOG)
-        say(f"installed: horovod.torch imports, and uses {check_import(mpi)}")
-    say(f"wheel: {wheel} ({kind})")
+        report(f"installed: horovod.torch imports, and uses {check_import(mpi)}")
+    report(f"wheel: {wheel} ({kind})")
     return wheel
 
 
 def check(mpi: Mpi) -> None:
-    """Check for compilers, headers and pip. Raises ``LaunchError`` with a list of missing ones."""
+    """Raise ``LaunchError`` with the missing compilers, headers and tools of the build, if any."""
     header = Path(sysconfig.get_path("include")) / "Python.h"
     table = (
         (
@@ -143,15 +155,15 @@ def check(mpi: Mpi) -> None:
     )
     missing = [f"  {what}\n    do: {do}" for is_there, what, do in table if not is_there]
     if missing:
-        count = "one thing is" if len(missing) == 1 else f"{len(missing)} things are"
-        first = f"Horovod {VERSION} cannot be built here, {count} missing:"
+        count = "one requirement is" if len(missing) == 1 else f"{len(missing)} requirements are"
+        first = f"Horovod {VERSION} cannot be built here, because {count} missing:"
         raise LaunchError("\n".join([first, *missing]))
 
 
 def mpicxx_of(mpi: Mpi) -> Path | None:
     """Return the ``mpicxx`` of an MPI library, from its installation or else from PATH."""
     above = mpi.library.resolve().parents[:-1]
-    # Debian's names of the programs in /usr/bin: the plain names are links.
+    # Names of Debian in /usr/bin, such as mpicxx.openmpi; the plain names are links.
     folders = [*(folder / "bin" for folder in above), *map(Path, os.get_exec_path())]
     names = (f"mpicxx.{mpi.vendor}", "mpicxx", "mpic++")
     programs = (folder / name for folder in folders for name in names)
@@ -159,7 +171,7 @@ def mpicxx_of(mpi: Mpi) -> Path | None:
 
 
 def key_of(mpi: Mpi, torch: str) -> str:
-    """Return the folder name of a wheel, with all versions that the wheel depends on."""
+    """Return the name of the folder of a wheel: all versions that the wheel depends on."""
     library = mpi.library.resolve()
     is_own = library.is_relative_to(Path(sys.prefix).resolve())
     # Distinguishes MPI libraries of a site, and libraries without a version.
@@ -182,7 +194,7 @@ def patch(sources: Path) -> list[str]:
             lines = ", ".join(match[0].strip() for match in found) or "no such line"
             raise LaunchError(
                 f"{name} of Horovod {VERSION} must have one line set(CMAKE_CXX_STANDARD 14), "
-                f"but it has {lines}, so the required change is not known; let pip download "
+                f"got {lines}, for which the change of the standard is unknown; let pip download "
                 f"the unchanged sdist of {VERSION}"
             )
         after = found[0][0].replace("14", str(STANDARD))
@@ -195,13 +207,17 @@ def patch(sources: Path) -> list[str]:
 
 
 def check_import(mpi: Mpi) -> Path:
-    """Import the installed package in a separate process; return the MPI library it loads."""
-    done = ask([sys.executable, "-P", "-c", _IMPORT], timeout_s=4 * TIMEOUT_S)
-    again = "`hpctrain horovod build --force` rebuilds it"
+    """Import Horovod in a separate process, and return the MPI library that Horovod loads.
+
+    Raises:
+        LaunchError: the import failed, or Horovod loads another MPI library than ranks do.
+    """
+    done = run_to_end([sys.executable, "-P", "-c", _IMPORT], timeout_s=4 * TIMEOUT_S)
+    again = "rebuild Horovod with `hpctrain horovod build --force`"
     if done.returncode:
-        said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        error = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise LaunchError(
-            f"horovod.torch must import in {sys.prefix}, but its import failed: {said}; {again}"
+            f"horovod.torch must import in {sys.prefix}, but its import failed: {error}; {again}"
         )
     is_built, maps = json.loads(done.stdout.strip().splitlines()[-1])
     libraries = [path.resolve() for path in distinct(libmpi_of(maps))]
@@ -210,7 +226,7 @@ def check_import(mpi: Mpi) -> Path:
         named = ", ".join(map(str, libraries)) or "none"
         raise LaunchError(
             f"Horovod must use the MPI library that ranks load, {wanted}, but it loads "
-            f"{named}: take that out of LD_LIBRARY_PATH and LD_PRELOAD, or {again}"
+            f"{named}; remove that library from LD_LIBRARY_PATH and LD_PRELOAD, or {again}"
         )
     return wanted
 
@@ -232,43 +248,43 @@ def _compiler(environ: Mapping[str, str] = os.environ) -> str | None:
     program = "#include <concepts>\nint main() { return 0; }\n"
     line = [found or "", f"-std=c++{STANDARD}", "-fsyntax-only", "-x", "c++", "-"]
     with suppress(OSError):
-        if found and ask(line, text=program, timeout_s=TIMEOUT_S).returncode == 0:
+        if found and run_to_end(line, text=program, timeout_s=TIMEOUT_S).returncode == 0:
             return found
     return None
 
 
-def _make(mpi: Mpi, folder: Path, say: Say, jobs: int | None) -> Path:
+def _make(mpi: Mpi, folder: Path, report: Report, jobs: int | None) -> Path:
     """Download, patch and compile the sources; return the path of the wheel in ``folder``."""
-    online = "use a machine that reaches a package index, or set an index in pip.conf"
+    online = "use a machine with access to a package index, or set an index in pip.conf"
     log = folder / LOG
     log.write_text("", encoding="utf-8")
     with tempfile.TemporaryDirectory(prefix="hpctrain-horovod-") as name:
         scratch = Path(name)
         python, environ = _environment(scratch)
-        say("fetching sources and tools")
+        report("downloading sources and tools")
         tools = [each for each in ("cmake", "ninja") if shutil.which(each) is None]
         pip = [python, "-m", "pip"]
-        failure = f"pip could not fetch the build tools; {online}"
+        failure = f"pip must download the build tools, but failed; {online}"
         run_logged(log, [*pip, "install", *PACKAGES, *tools], scratch, environ, failure)
         wanted = scratch / "wanted.txt"
         wanted.write_text(f"horovod=={VERSION} --hash=sha256:{SHA256}\n", encoding="utf-8")
-        # pip asks a sdist for its name, by setup.py: that takes the packages from above.
+        # pip runs setup.py of a sdist to get its name, which needs the packages installed above.
         words = [*pip, "download", "--no-deps", "--no-build-isolation", "--no-binary", ":all:"]
-        failure = f"pip could not fetch the sources of Horovod {VERSION}; {online}"
+        failure = f"pip must download the sources of Horovod {VERSION}, but failed; {online}"
         run_logged(log, [*words, "--dest", name, "-r", str(wanted)], scratch, environ, failure)
         sources = scratch / f"horovod-{VERSION}"
         shutil.unpack_archive(f"{sources}.tar.gz", scratch)  # pip has checked the hash
         for change in patch(sources):
-            say(f"changed {change}")
+            report(f"changed {change}")
         memory, num_cores = available_bytes(), len(affinity())
         fit = num_cores if memory is None else max(1, memory // JOB_BYTES)
         jobs = jobs or min(num_cores, fit)
-        say(f"compiling, {jobs} at a time; all output: {log}")
+        report(f"compiling with {jobs} concurrent compilers; all output: {log}")
         failure = (
             f"Horovod {VERSION} did not compile; if memory was exhausted, use --jobs "
             f"{jobs // 2 or 1}"
         )
-        environ |= _wishes(scratch, mpi, jobs)
+        environ |= _build_variables(scratch, mpi, jobs)
         run_logged(log, [python, "-c", _BUILD, str(scratch / "dist")], sources, environ, failure)
         (wheel,) = (scratch / "dist").glob("horovod-*.whl")
         with publishing(folder / wheel.name) as part:
@@ -277,9 +293,9 @@ def _make(mpi: Mpi, folder: Path, say: Say, jobs: int | None) -> Path:
 
 
 def _environment(scratch: Path) -> tuple[str, dict[str, str]]:
-    """Create a virtual environment that also imports the packages of this Python.
+    """Create a virtual environment for build tools; return its Python and environment variables.
 
-    Build tools are installed there, so that this environment stays unchanged.
+    The environment also imports the packages of this Python, which stays unchanged.
     """
     tree = scratch / "python"
     venv.create(tree, with_pip=False, symlinks=True)
@@ -287,17 +303,17 @@ def _environment(scratch: Path) -> tuple[str, dict[str, str]]:
     seen = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
     lines = [f"import site; site.addsitedir({path!r})\n" for path in seen]
     (Path(places["purelib"]) / "hpctrain.pth").write_text("".join(lines), encoding="utf-8")
-    kept = {k: v for k, v in os.environ.items() if not _OTHER_WISHES.match(k)}
+    kept = {k: v for k, v in os.environ.items() if not _REMOVED_VARIABLES.match(k)}
     here = (str(tree / "bin"), str(Path(sys.executable).parent), *os.get_exec_path())
     path = os.pathsep.join(here)
-    return str(tree / "bin" / "python"), {**kept, **_WISHES, "PATH": path}
+    return str(tree / "bin" / "python"), {**kept, **_VARIABLES, "PATH": path}
 
 
-def _wishes(scratch: Path, mpi: Mpi, jobs: int) -> dict[str, str]:
-    """Write a wrapper of cmake that adds options; return the variables that setup.py reads.
+def _build_variables(scratch: Path, mpi: Mpi, jobs: int) -> dict[str, str]:
+    """Write a wrapper of cmake with additional options; return the variables of setup.py.
 
     The options set a relative rpath for torch and MPI, so that the wheel can be installed into
-    another environment, and omit debug information, 45 of 50 MB.
+    another environment, and omit the debug information, which takes 45 of 50 MB.
     """
     where = mpi.library.resolve().parent
     if where.is_relative_to(Path(sys.prefix).resolve()):
@@ -305,7 +321,7 @@ def _wishes(scratch: Path, mpi: Mpi, jobs: int) -> dict[str, str]:
         where = Path("$ORIGIN") / os.path.relpath(where, module)
     options = [
         f"-DMPI_CXX_COMPILER={mpicxx_of(mpi)}",
-        "-DCMAKE_CXX_FLAGS_RELWITHDEBINFO=-O2 -DNDEBUG",  # its CMakeLists.txt makes it -O3
+        "-DCMAKE_CXX_FLAGS_RELWITHDEBINFO=-O2 -DNDEBUG",  # CMakeLists.txt of Horovod sets -O3
         "-DCMAKE_BUILD_WITH_INSTALL_RPATH=ON",
         f"-DCMAKE_INSTALL_RPATH=$ORIGIN/../../torch/lib;{where}",
     ]
@@ -327,14 +343,14 @@ def _wishes(scratch: Path, mpi: Mpi, jobs: int) -> dict[str, str]:
 def _install(wheel: Path, log: Path) -> None:
     """Install the wheel, replacing any installed Horovod, then its dependencies."""
     pip = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check"]
-    failure = f"{wheel} could not be installed into {sys.prefix}"
+    failure = f"pip must install {wheel} into {sys.prefix}, but failed"
     for words in (["--force-reinstall", "--no-deps"], []):
         run_logged(log, [*pip, *words, str(wheel)], wheel.parent, dict(os.environ), failure)
 
 
-LAST_LINES = 12  # of a log in the message of a failure
+LAST_LINES = 12  # number of lines of the log in an error
 
-_TELLING = re.compile(
+_ERROR = re.compile(
     r"\berror\b|undefined reference|No space left|Killed|No matching distribution|not find|HASHES",
     re.IGNORECASE,
 )
@@ -345,7 +361,18 @@ def run_logged(
 ) -> None:
     """Run a program to its end, and append its output to ``log``.
 
-    An exception during the wait, such as ``KeyboardInterrupt``, kills the program's process group.
+    An exception during the wait, such as ``KeyboardInterrupt``, kills the process group of the
+    program.
+
+    Args:
+        log: file of the output.
+        words: the command line.
+        folder: working directory.
+        environ: environment variables.
+        failure: first words of the error.
+
+    Raises:
+        LaunchError: the exit code is not 0.
     """
     with log.open("a+", encoding="utf-8", errors="replace") as file:
         file.write(f"$ {shlex.join(words)}\n")
@@ -361,12 +388,12 @@ def run_logged(
                 raise
         if code:
             file.seek(begin)
-            said = file.read().splitlines()
-            lines = telling(said) or [f"exit code {code}, it has printed nothing"]
+            printed = file.read().splitlines()
+            lines = error_lines(printed) or [f"exit code {code} without output"]
             raise LaunchError(f"{failure}; {log} ends with:\n" + "\n".join(lines))
 
 
-def telling(lines: list[str]) -> list[str]:
-    """Return the last lines that mention an error; without such lines, the last lines."""
-    errors = [line for line in lines if _TELLING.search(line)]
+def error_lines(lines: list[str]) -> list[str]:
+    """Return the last lines of a log that mention an error, or else the last lines."""
+    errors = [line for line in lines if _ERROR.search(line)]
     return (errors or [line for line in lines if line.strip()])[-LAST_LINES:]

@@ -7,7 +7,7 @@ from importlib import metadata
 from pathlib import Path
 
 Find = Callable[[str], metadata.Distribution]
-"""Finds an installed package by name; PackageNotFoundError where it is not installed."""
+"""Function that finds an installed package by name, or raises ``PackageNotFoundError``."""
 
 _MODULE = re.compile(r"horovod/torch/mpi_lib_v2\.[^/]*so")
 _LIBMPI = re.compile(rb"\0(libmpi(?:ch|_\w+)?(?:_\d+)?\.so\.\d+)\0")
@@ -30,7 +30,7 @@ _HOROVOD = re.compile(r"^[ \t]*(?:import|from)[ \t]+horovod\b", re.MULTILINE)
 
 
 def without_horovod(argv: Sequence[str]) -> str:
-    """Return a message if a command runs a script that imports Horovod, which is not installed."""
+    """Return a note if a command runs a script with Horovod, and Horovod is not installed."""
     script = next((word for word in argv if word.endswith(".py")), "")
     try:
         text = Path(script).read_text(encoding="utf-8") if script else ""
@@ -40,13 +40,13 @@ def without_horovod(argv: Sequence[str]) -> str:
     if is_shim or not _HOROVOD.search(text) or needed_mpi() is not None:
         return ""
     return (
-        f"{script} imports horovod, which is not installed; `hpctrain shim {script}` in place of "
-        f"`python {script}` runs it unchanged"
+        f"horovod must be installed for {script}, but is not; run the unchanged script with "
+        f"`hpctrain shim {script}` instead of `python {script}`"
     )
 
 
 def needed_by(module: Path) -> str:
-    """Return the name of the MPI library that a module is linked with; empty without one."""
+    """Return the name of the MPI library that a compiled module needs; empty if it needs none."""
     try:
         with module.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as view:
             match = _LIBMPI.search(view)

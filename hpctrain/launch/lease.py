@@ -1,7 +1,8 @@
-"""Lease on a directory, so that only one job at a time writes there, on any file system.
+"""Lease on a directory, so that only one job at a time writes into it, on any file system.
 
-The lease needs neither file locks nor synchronized clocks: a file is created exclusively, or
-replaced atomically, and a waiting process checks by its own clock whether a counter still changes.
+The lease needs neither file locks nor synchronized clocks: the lease file is created exclusively,
+or replaced atomically, and a waiting process measures with its own clock how long the counter of
+the holder has not changed.
 """
 
 import json
@@ -34,26 +35,26 @@ class Times:
 
     beat_s: float = 5.0  # between two heartbeats of the holder
     stale_s: float = 30.0
-    """Time without a heartbeat after which a holder counts as dead."""
+    """Time without a heartbeat after which another process may take the lease."""
     wait_s: float = 60.0  # maximum wait for a holder that is alive
     look_s: float = 1.0
-    """Interval of checks of the lease; a holder may write after a check that is no older."""
+    """Interval of the checks of the lease; a holder may write for this time after a check."""
     settle_s: float = 2.0
-    """Time from taking over to the first write, in which a living holder checks the lease."""
+    """Wait of a new holder before its first write; a living holder detects the loss meanwhile."""
 
 
 TIMES = Times()
 
 
-class WaysOut(NamedTuple):
+class LeaseRemedies(NamedTuple):
     """Remedies for errors about a lease of another process."""
 
-    held: str  # the holder lives
-    gone: str
-    taken: str
+    held: str  # the holder is alive
+    gone: str  # the lease file of this process is missing
+    taken: str  # another process has taken the lease of this process
 
 
-OF_RUN = WaysOut(
+OF_RUN = LeaseRemedies(
     held=(
         "wait for its end, choose another folder with --set output_dir=…, or end it with "
         "--force and resume from its last checkpoint"
@@ -61,13 +62,13 @@ OF_RUN = WaysOut(
     gone=(
         "hpctrain status shows the state of the run, --resume continues from its last checkpoint"
     ),
-    taken="to continue both, choose another folder for one with --set output_dir=…",
+    taken="to continue both jobs, choose another folder for one of them with --set output_dir=…",
 )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Holder:
-    """Process that holds a lease, as written to the lease file."""
+    """Process that holds a lease: the content of the lease file."""
 
     host: str
     job: str  # id of the job; empty outside of jobs
@@ -81,7 +82,7 @@ class Holder:
 
     @classmethod
     def here(cls) -> Self:
-        """Return this process, with a new token."""
+        """Return the facts of this process, with a new token."""
         return cls(
             host=node(),
             job=job_id(),
@@ -94,14 +95,14 @@ class Holder:
 
     @classmethod
     def read(cls, folder: Path) -> Self | None:
-        """Return the holder of the lease of a directory; None if free or not readable."""
+        """Return the holder of the lease on a directory; None without a valid lease file."""
         with suppress(OSError):
             return cls.parse((folder / NAME).read_bytes())
         return None
 
     @classmethod
     def parse(cls, text: bytes) -> Self | None:
-        """Parse the file of a lease; None for another file."""
+        """Parse the content of a lease file; None if the content is invalid."""
         try:
             found = json.loads(text)
             boot, number = found["namespace"]
@@ -112,12 +113,12 @@ class Holder:
             return None
 
     def is_gone(self, seen_by: "Holder") -> bool:
-        """Return True if this process is known to be dead; False if unknown."""
+        """Return True if the holder has certainly ended, from the view of ``seen_by``."""
         if self.namespace == seen_by.namespace and self.born is not None:
             try:
                 os.kill(self.pid, 0)
             except PermissionError:
-                return False  # of another user, possibly hidden in /proc
+                return False  # a process of another user, possibly hidden in /proc
             except OSError:
                 return True
             return birth(self.pid) != self.born
@@ -131,10 +132,11 @@ class Holder:
 
 
 class Silence:
-    """Measures the time since the last heartbeat of another process, on the local clock.
+    """Measures the time since the last heartbeat of another process, with the local clock.
 
-    The time between two checks adds at most ``longest_s``: if more time has passed, the file
-    system or this process was blocked, and perhaps the other process, too.
+    Args:
+        longest_s: largest time that two consecutive checks add. If more time has passed, the file
+            system or this process was blocked, and possibly the other process too.
     """
 
     def __init__(self, longest_s: float) -> None:
@@ -144,12 +146,12 @@ class Silence:
         self.quiet_s = self.waited_s = 0.0
 
     def passed(self) -> float:
-        """Return the seconds since the last call, at most ``longest_s``; 0 for the first call."""
+        """Return the seconds since the last call, at most ``longest_s``; 0 in the first call."""
         before, self._looked_at = self._looked_at, time.monotonic()
         return min(self._looked_at - (before or self._looked_at), self._longest_s)
 
     def look(self, sign: object, passed_s: float) -> bool:
-        """Return True if ``sign`` has changed; else add ``passed_s`` to ``quiet_s``."""
+        """Return True if the heartbeat ``sign`` changed; else add ``passed_s`` to ``quiet_s``."""
         is_alive = sign != self._sign
         self._sign, self.quiet_s = sign, 0.0 if is_alive else self.quiet_s + passed_s
         self.waited_s += passed_s
@@ -157,15 +159,22 @@ class Silence:
 
 
 class Lease:
-    """Lease on a directory, from the view of one process.
+    """Lease of this process on a directory.
 
-    A thread of the holder increments a counter in a separate file, so that a holder that counted
-    as dead never overwrites the lease of another process. The thread continues while the main
-    thread hangs: such a holder counts as alive until its launcher ends it.
+    A thread of the holder increments a counter in a separate file: a holder that has lost its
+    lease without notice never overwrites the lease of another process. The thread continues while
+    the main thread hangs: the holder keeps the lease until its launcher ends the process.
+
+    Args:
+        folder: the directory.
+        times: intervals and limits.
+        remedies: remedies in the errors, for the kind of directory.
     """
 
-    def __init__(self, folder: Path, times: Times = TIMES, *, ways_out: WaysOut = OF_RUN) -> None:
-        self._folder, self._times, self._ways_out = folder, times, ways_out
+    def __init__(
+        self, folder: Path, times: Times = TIMES, *, remedies: LeaseRemedies = OF_RUN
+    ) -> None:
+        self._folder, self._times, self._remedies = folder, times, remedies
         self._file = folder / NAME
         self._me = Holder.here()
         self._mine = (json.dumps(asdict(self._me), indent=2) + "\n").encode()
@@ -185,12 +194,20 @@ class Lease:
         return self._me.token
 
     def attempt(self, *, force: bool = False) -> str:
-        """Try to take the lease; succeeds if the lease is free or its holder is dead.
+        """Try to take the lease, which succeeds if the lease is free or its holder is dead.
 
-        At most twice ``look_s`` counts between two calls, see ``Silence``. ``force`` takes the
-        lease once from a living holder. Returns a text about the holder, empty once this process
-        holds the lease. Raises ``ConfigError``: the holder is alive after ``wait_s``. ``OSError``:
-        the directory cannot be written.
+        The caller repeats the call every ``look_s`` seconds: longer pauses count as twice
+        ``look_s``, see ``Silence``.
+
+        Args:
+            force: take the lease also from a living holder, once.
+
+        Returns:
+            A text about the holder; empty if this process holds the lease.
+
+        Raises:
+            ConfigError: the holder is alive after ``wait_s``.
+            OSError: the directory cannot be written.
         """
         if self._create():
             return self._begin()
@@ -207,7 +224,7 @@ class Lease:
     def _judge(self, found: bytes, passed_s: float, *, force: bool) -> str:
         """Take the lease from a dead holder, return a text about a living holder, or raise."""
         holder = Holder.parse(found)
-        who = "a job whose lease is not readable" if holder is None else holder.describe()
+        who = "a job with an invalid lease file" if holder is None else holder.describe()
         beat = self._folder / f"lease-{holder.token if holder else ''}{BEAT}"
         silence = self._silence
         is_alive = silence.look((found, self._read(beat)), passed_s)
@@ -220,8 +237,8 @@ class Lease:
             return f"the lease of {who} is taken over"
         if is_alive and silence.waited_s >= self._times.wait_s:
             raise ConfigError(
-                f"{self._folder} must be written by one job at a time, but {who} still does "
-                f"so after {silence.waited_s:.0f} s; {self._ways_out.held}"
+                f"{self._folder} must be written by one job at a time, but {who} still writes to "
+                f"it after {silence.waited_s:.0f} s; {self._remedies.held}"
             )
         return (
             f"{who} holds {self._folder}: waiting {self._times.wait_s:.0f} s for its end, or "
@@ -247,7 +264,7 @@ class Lease:
 
     def _begin(self) -> str:
         self._count(0)
-        for path in self._folder.glob(f"lease-*{BEAT}*"):  # of former holders
+        for path in self._folder.glob(f"lease-*{BEAT}*"):  # files of former holders
             if path != self._counter:
                 path.unlink(missing_ok=True)
         self._held_at = time.monotonic()
@@ -257,16 +274,18 @@ class Lease:
 
     @property
     def is_lost(self) -> bool:
-        """Whether this process has detected the loss of its lease; no file access."""
+        """True if this process has detected the loss of its lease; reads no file."""
         return bool(self._loss)
 
     def is_held(self, *, looks: bool = False) -> bool:
-        """Return True if this process holds the lease; call this before each write.
+        """Return True if this process holds the lease. The caller checks before each write.
 
         A missing file is a lost lease and is not restored: another job may have taken the lease,
         finished and released it while this process was stopped. If the file cannot be read for
         another reason, the last result is kept, with a warning: the file system may recover.
-        ``looks`` reads the file also if the last check is less than ``look_s`` ago.
+
+        Args:
+            looks: read the file also if the last check is less than ``look_s`` ago.
         """
         with self._lock:
             now = time.monotonic()
@@ -280,35 +299,35 @@ class Lease:
                 warn_once(f"the lease {self._file} cannot be read: {error}")
                 return True
             if found != self._mine:
-                self._loss = self._described_loss(found)
+                self._loss = self._loss_text(found)
                 return False
             self._held_at = now
             return True
 
     def check(self) -> None:
-        """Read the file. Raises ``CheckpointError``: this process has lost the lease."""
+        """Read the lease file. Raises ``CheckpointError`` if this process has lost the lease."""
         if not self.is_held(looks=True):
             raise CheckpointError(self.loss())
 
     def loss(self) -> str:
-        """Return the reason for a lost lease."""
-        return self._loss or self._described_loss(None)
+        """Return the reason for the loss of the lease, as an error text."""
+        return self._loss or self._loss_text(None)
 
-    def _described_loss(self, found: bytes | None) -> str:
+    def _loss_text(self, found: bytes | None) -> str:
         if found is None:
             return (
                 f"{self._folder} must be written by one job at a time, but the {NAME} of this "
-                f"one is gone: another job wrote there while this job wrote no heartbeat, or "
+                f"job is missing: another job wrote there while this job wrote no heartbeat, or "
                 f"the file was removed; this job stops and writes no more; "
-                f"{self._ways_out.gone}"
+                f"{self._remedies.gone}"
             )
         holder = Holder.parse(found)
         return (
             f"{self._folder} must be written by one job at a time, but "
-            f"{'another job' if holder is None else holder.describe()} has taken it over, "
+            f"{'another job' if holder is None else holder.describe()} has taken the lease "
             f"with --force or because this job wrote no heartbeat for "
             f"{self._times.stale_s:.0f} s; this job stops and writes no more; "
-            f"{self._ways_out.taken}"
+            f"{self._remedies.taken}"
         )
 
     def release(self) -> None:
@@ -329,7 +348,10 @@ class Lease:
             try:
                 self._count(count)
             except OSError as error:
-                warn_once(f"no sign of life can be written into {self._folder}: {error}")
+                warn_once(
+                    f"the heartbeat must be written into {self._folder}, but this failed: "
+                    f"{error}; other jobs may take the lease"
+                )
 
     def _count(self, count: int) -> None:
         part = self._counter.with_name(self._counter.name + PART)

@@ -19,9 +19,9 @@ from hpctrain.launch.program import with_home
 
 DECLARED, RECOVER, SPARES = map(variable_of, ("ranks_per_node", "recover", "spares"))
 RECOVERING = ("--with-ft", "ulfm", "--mca", "async_mpi_finalize", "1")
-"""Options with which Open MPI survives the death of a rank.
+"""Options with which Open MPI continues after the death of a rank.
 
-Without ``async_mpi_finalize`` PMIx waits at the end for dead ranks.
+Without ``async_mpi_finalize`` PMIx waits for dead ranks in ``MPI_Finalize``.
 """
 
 FORWARDED = (
@@ -35,7 +35,10 @@ FORWARDED = (
     "NCCL_",
     "GLOO_",
 )
-"""Prefixes of variables that ranks on other hosts get, in addition to PATH and LD_LIBRARY_PATH."""
+"""Prefixes of variables that mpirun passes to ranks of other hosts.
+
+PATH and LD_LIBRARY_PATH are passed, too.
+"""
 
 LOOPBACK = "lo"
 
@@ -45,28 +48,28 @@ OUTER = (
 )
 """Prefixes of variables that a launcher sets for its ranks.
 
-They are removed before a nested launch, whose launcher would otherwise read them.
+A nested launch gets none of these variables, because its launcher would read the values.
 """
 
 OF_TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Variables that torchrun sets for its ranks, and ``hpctrain launch`` too."""
+"""Variables that torchrun and ``hpctrain launch`` set for their ranks."""
 
 INSIDE = (
     *("PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK"),
     *("TORCHELASTIC_RUN_ID", "CROSS_SIZE"),
 )
-"""Variables of which every rank of a launcher has at least one."""
+"""Variables that identify a rank: each launcher sets at least one of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """Options of a launch other than its number of ranks, nodes and hosts."""
+    """Options of a launch, except the numbers of ranks and nodes, and the hosts."""
 
     binding: Literal["auto", "none"] = "auto"
     """``auto`` binds each rank to one core if there are as many ranks as cores."""
     tag_output: bool = False  # each line of output names its rank
     allocated: bool = False
-    """Whether a scheduler allocated the hosts; this process sees the cores of its host only."""
+    """Whether a scheduler allocated the hosts: then the cores of other hosts are unknown."""
     interfaces: tuple[str, ...] = ()
     """Network interfaces between the hosts; by default the MPI library chooses."""
     recover: bool = False  # the remaining ranks continue when a rank dies
@@ -119,8 +122,8 @@ def command(
         if not options.recover or num_ranks < 2:
             raise LaunchError(
                 f"--spares must be used with --recover and two or more ranks, got {num_ranks} "
-                f"ranks {'with' if options.recover else 'without'} --recover; add them, or omit "
-                f"--spares"
+                f"ranks {'with' if options.recover else 'without'} --recover; add --recover or "
+                "ranks, or omit --spares"
             )
         declared[SPARES] = str(options.spares)
     if nodes:
@@ -144,12 +147,12 @@ _BY_HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 def as_rank(argv: Sequence[str], *, is_openmpi: bool, spares: int = 0) -> list[str]:
     """Wrap the command of a rank in a shell that sets the variables of torchrun.
 
-    The shell takes a millisecond and is replaced by the command. ``WORLD_SIZE`` excludes spares.
+    The command replaces the shell after a millisecond. ``WORLD_SIZE`` does not count spares.
     """
-    said = [f"OMPI_COMM_WORLD_{name}" for name in _BY_OPENMPI] if is_openmpi else _BY_HYDRA
-    values = [f"${variable}" for variable in said]
+    names = [f"OMPI_COMM_WORLD_{name}" for name in _BY_OPENMPI] if is_openmpi else _BY_HYDRA
+    values = [f"${variable}" for variable in names]
     if spares:
-        values[1] = f"$(({said[1]} - {spares}))"
+        values[1] = f"$(({names[1]} - {spares}))"
     words = " ".join(f"{name}={value}" for name, value in zip(OF_TORCH, values, strict=False))
     return ["sh", "-c", f'export {words}; exec "$@"', "rank", *argv]
 
@@ -157,7 +160,9 @@ def as_rank(argv: Sequence[str], *, is_openmpi: bool, spares: int = 0) -> list[s
 def rendezvous(
     hosts: str | None, environ: Mapping[str, str] = os.environ, *, allocated: bool = False
 ) -> dict[str, str]:
-    """Return ``MASTER_ADDR`` and ``MASTER_PORT``; variables in ``environ`` have priority.
+    """Return ``MASTER_ADDR`` and ``MASTER_PORT`` for programs that use ``torch.distributed``.
+
+    Values in ``environ`` have priority.
 
     The port is free on this host at the time of the call. hpctrain itself uses neither variable.
     """
@@ -172,9 +177,9 @@ def rendezvous(
 def environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the environment for ``mpirun``, without the variables of an enclosing launch.
 
-    The pseudo-terminals that Open MPI gives to ranks have no width, so ``COLUMNS`` is set to that
-    of this process. If the output is a file or a pipe, ``TERM=dumb`` disables colours and progress
-    bars.
+    The pseudo-terminals that Open MPI gives to ranks have no width, so ``COLUMNS`` is set to the
+    width of the terminal of this process. If the output is a file or a pipe, ``TERM=dumb``
+    disables colours and progress bars.
     """
     inside = any(name in environ for name in INSIDE)
     kept = {k: v for k, v in with_home(environ).items() if not (inside and marks_rank(k))}
@@ -231,17 +236,15 @@ def _openmpi(
     if options.tag_output:
         line += ["--output", "tag"] if mpirun.flavour == "openmpi5" else ["--tag-output"]
     if mpirun.flavour == "openmpi5" and on_terminal():
-        line += [
-            "--stream-buffering",
-            "0",
-        ]  # otherwise a progress bar appears only at the end of its line
+        # With buffers, a progress bar appears only at the end of its line.
+        line += ["--stream-buffering", "0"]
     for name, value in declared.items():
         line += ["-x", f"{name}={value}"]
     return line + ([] if local else _forwards(declared))
 
 
 def _transports(options: Options, *, local: bool) -> list[str]:
-    """Return the options that select the transports, unless ``options.extra`` selects them."""
+    """Return the options that select transports, unless ``options.extra`` selects BTLs."""
     is_open = "btl" not in options.extra
     if options.recover:  # these transports support the death of a rank
         named = ["--mca", "pml", "ob1", "--mca", "btl", "self,sm,tcp"]
@@ -272,13 +275,15 @@ def _through(mpirun: Mpirun, interfaces: Sequence[str]) -> list[str]:
     names = ",".join(interfaces)
     if mpirun.flavour == "openmpi5":
         line = ["--mca", "btl_tcp_if_include", names]
-        # The launcher refuses the loopback interface, and needs no interface on one host.
+        # prterun rejects the loopback interface, and needs no interface on one host.
         cards = ",".join(name for name in interfaces if name != LOOPBACK)
         return line + (["--prtemca", "prte_if_include", cards] if cards else [])
     if mpirun.flavour == "openmpi4":
         return ["--mca", "btl_tcp_if_include", names, "--mca", "oob_tcp_if_include", names]
     if len(interfaces) > 1:
-        raise LaunchError(f"{mpirun.path} must get one network interface, got {names}; choose one")
+        raise LaunchError(
+            f"{mpirun.path} can only use one network interface, got {names}; choose one"
+        )
     return ["-iface", names, "-genv", "FI_TCP_IFACE", names]
 
 
@@ -289,7 +294,7 @@ def _forwards(declared: Mapping[str, str]) -> list[str]:
 
 
 def num_cores(cpus: Path = Path("/sys/devices/system/cpu")) -> int:
-    """Count the cores of this process's affinity mask; two hardware threads are one core."""
+    """Count the cores in the affinity mask of this process; hardware threads do not count."""
     cores = set()
     for cpu in os.sched_getaffinity(0):
         siblings = cpus / f"cpu{cpu}/topology/thread_siblings_list"
@@ -321,7 +326,7 @@ def check_hosts(hosts: str | None, num_ranks: int, nodes: int | None) -> None:
         return
     if nodes:
         raise LaunchError(
-            f"--nodes and --hosts must not be combined, got --nodes {nodes} and --hosts {hosts}; "
+            f"--nodes and --hosts cannot be combined, got --nodes {nodes} and --hosts {hosts}; "
             "omit one"
         )
     places = 0
@@ -329,7 +334,8 @@ def check_hosts(hosts: str | None, num_ranks: int, nodes: int | None) -> None:
         host, _, ranks = entry.partition(":")
         if not host or not (ranks or "1").isdigit():
             raise LaunchError(
-                f"--hosts must be host:ranks,host:ranks,..., got {entry!r} in {hosts}"
+                f"--hosts must be host:ranks,host:ranks,..., got {entry!r} in {hosts}; use a "
+                "form such as a:2,b:2"
             )
         places += int(ranks or "1")
     if places < num_ranks:
@@ -357,7 +363,7 @@ def read_hostfile(file: Path) -> str:
         if text and match is None:
             raise LaunchError(
                 f"lines of a host file must be `host slots=N`, got {text!r} in line {number} of "
-                f"{file}; correct it, or use --hosts a:2,b:2"
+                f"{file}; correct the line, or use --hosts a:2,b:2"
             )
         if match is not None:
             hosts.append(f"{match['host']}:{match['slots'] or match['places'] or '1'}")
@@ -367,13 +373,16 @@ def read_hostfile(file: Path) -> str:
 
 
 def check_interfaces(interfaces: Sequence[str]) -> None:
-    """Raise ``LaunchError`` if this host lacks an interface; networks are not checked."""
+    """Raise ``LaunchError`` if a named interface does not exist on this host.
+
+    Networks such as ``10.0.0.0/8`` are not checked.
+    """
     here = [name for _, name in socket.if_nameindex()]
     for name in interfaces:
         if name not in here and "/" not in name:
             raise LaunchError(
                 f"a network interface must exist on every host, but {name!r} does not exist on "
-                f"this host, which has {', '.join(here)}; use another, or omit the option"
+                f"this host, which has {', '.join(here)}; choose one of these, or omit the option"
             )
 
 

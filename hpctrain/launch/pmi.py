@@ -1,4 +1,4 @@
-"""Detection of the MPI library that ranks load, and of the type that ``srun --mpi=`` needs."""
+"""Detection of the MPI library that ranks load, and of the ``srun --mpi=`` that it needs."""
 
 import re
 import sys
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hpctrain.cluster.libraries import libmpi_of, srun_type
 from hpctrain.core.errors import LaunchError
-from hpctrain.launch.program import ask
+from hpctrain.launch.program import run_to_end
 
 TIMEOUT_S = 60.0  # a first import from a shared file system may take long
 
@@ -30,7 +30,7 @@ _VENDORS = {
     "mvapich": ("MVAPICH", r"MVAPICH2? Version\s*:\s*([\w.]+)"),
     "mpich": ("MPICH", r"MPICH Version:\s*([\w.]+)"),
 }
-"""Name, and pattern of the version in ``MPI_Get_library_version``."""
+"""Name of each implementation, and the pattern of its version in ``MPI_Get_library_version``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,14 +48,18 @@ class Mpi:
 
     @property
     def name(self) -> str:
-        """Name of the vendor's MPI for messages."""
+        """Name of the MPI implementation for messages."""
         return _VENDORS.get(self.vendor, ("MPI",))[0]
 
 
 def needed_pmi(library: Path | None = None) -> str:
-    """Return the type for ``srun --mpi=`` that an MPI library needs, by default that of ranks.
+    """Return the value for ``srun --mpi=`` that an MPI library needs.
 
-    Raises ``LaunchError`` if no MPI library is found.
+    Args:
+        library: the MPI library; by default the one that ranks load.
+
+    Raises:
+        LaunchError: no MPI library was found.
     """
     return srun_type(library or load().library)
 
@@ -63,17 +67,17 @@ def needed_pmi(library: Path | None = None) -> str:
 def load(environ: Mapping[str, str] | None = None) -> Mpi:
     """Return the MPI library that mpi4py loads in a process with this environment.
 
-    A separate process loads the library, so that this process does not.
+    A separate process loads the library, so that this process stays without MPI.
 
     Raises:
-        LaunchError: mpi4py is not installed, or there is no library for it.
+        LaunchError: mpi4py is not installed, or finds no MPI library.
     """
     try:
-        done = ask([sys.executable, "-c", _LOAD], environ, timeout_s=TIMEOUT_S)
+        done = run_to_end([sys.executable, "-c", _LOAD], environ, timeout_s=TIMEOUT_S)
     except TimeoutError:
         raise LaunchError(
-            f"loading the MPI library must take at most {TIMEOUT_S:.0f} s, but did not end; check "
-            f"the file system of {sys.prefix}"
+            f"loading the MPI library must take at most {TIMEOUT_S:.0f} s, but takes longer; "
+            f"check the file system of {sys.prefix}"
         ) from None
     if done.returncode:
         raise LaunchError(
@@ -86,7 +90,7 @@ def load(environ: Mapping[str, str] | None = None) -> Mpi:
     if not found:
         raise LaunchError(
             f"mpi4py of {sys.prefix} must load a file named libmpi, but its memory maps have "
-            f"none; pass the interface yourself, such as `srun --mpi=pmix`"
+            f"none; select the interface manually, such as `srun --mpi=pmix`"
         )
     vendor, number = parse_version(version)
     return Mpi(library=found[0], vendor=vendor, version=number)

@@ -11,14 +11,20 @@ from typing import Any
 from hpctrain.cluster.libraries import missing_home
 from hpctrain.core.errors import LaunchError
 
-Said = subprocess.CompletedProcess[str]  # output and exit code of a program
+CompletedProgram = subprocess.CompletedProcess[str]  # output and exit code of a program
 
 
 def resolve(argv: Sequence[str]) -> list[str]:
-    """Return a command that ranks can run with any PATH.
+    """Return a command line that ranks can run with any PATH.
 
-    ``python`` and ``hpctrain`` resolve to this environment; a Python script runs in this
-    interpreter. Raises ``LaunchError``: the command is empty, or its program does not exist.
+    ``python`` and ``hpctrain`` become the programs of this environment; a Python script runs with
+    this interpreter.
+
+    Args:
+        argv: command line of a user.
+
+    Raises:
+        LaunchError: the command line is empty, or its program does not exist.
     """
     if not argv:
         raise LaunchError(
@@ -46,16 +52,18 @@ def with_home(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     return {**missing_home(environ), **environ}
 
 
-def ask(
+def run_to_end(
     line: Sequence[str | Path],
     environ: Mapping[str, str] | None = None,
     *,
     text: str = "",
     timeout_s: float,
-) -> Said:
-    """Run a program to its end, whatever its exit code; ``text`` is its standard input.
+) -> CompletedProgram:
+    """Run a program to its end with the standard input ``text``, and return output and exit code.
 
-    Raises ``OSError`` if the program cannot be run, ``TimeoutError`` after ``timeout_s``.
+    Raises:
+        OSError: the program cannot be started.
+        TimeoutError: the program runs longer than ``timeout_s``.
     """
     try:
         return subprocess.run(  # noqa: S603 - a program of the user
@@ -72,6 +80,6 @@ def ask(
 
 
 def start(line: Sequence[str | Path], **options: Any) -> subprocess.Popen[bytes]:
-    """Start a program in its own session, without standard input unless ``options`` give one."""
+    """Start a program in its own session, with options of ``subprocess.Popen``."""
     options = {"stdin": subprocess.DEVNULL, "start_new_session": True, **options}
     return subprocess.Popen(line, **options)  # noqa: S603 - a program of the user

@@ -15,17 +15,17 @@ from hpctrain.core.errors import LaunchError
 from hpctrain.launch import mpiexec
 from hpctrain.launch.mpirun import Mpirun
 from hpctrain.launch.program import resolve, start
-from hpctrain.launch.stderr import say
+from hpctrain.launch.stderr import write_line
 from hpctrain.launch.supervise import TIMED_OUT, LaunchEnd, session, supervise
 
-MISTAKE = 2  # exit code of a wrong option or configuration, which stays wrong
+MISTAKE = 2  # exit code of a wrong option or configuration; a restart would fail again
 
-ANSWER_S = 10.0  # a host on which nothing has run by then is taken for lost
-NUM_ROUNDS = 3  # of questions, while no host answers at all
-MOST_AT_ONCE = 64  # hosts that are asked at the same time
+ANSWER_S = 10.0  # a host on which no program starts within this time is lost
+NUM_ROUNDS = 3  # number of probes of all hosts while no host answers
+MOST_AT_ONCE = 64  # number of hosts that are probed concurrently
 HERE = "hpctrain: this host is there"
 PROBE = ("sh", "-c", f"echo '{HERE}'; exec sleep {ANSWER_S:g}")
-"""Its output is sufficient: Open MPI's launcher may hang if a program ends at once."""
+"""Program of a probe. It sleeps, because mpirun may hang if a program ends at once."""
 _PIPED = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
 
 
@@ -41,7 +41,7 @@ class Launch:
     options: Callable[[str | None], mpiexec.Options]  # by hosts
 
     def line(self) -> list[str]:
-        """Return the command line of mpirun. Raises ``LaunchError`` as ``mpiexec.command``."""
+        """Return the command line of mpirun; raises as ``mpiexec.command``."""
         return mpiexec.command(
             resolve(self.words),
             num_ranks=self.num_ranks,
@@ -67,14 +67,13 @@ class Launch:
             if end.is_wanted or end.code in (0, STOPPED, MISTAKE):
                 break
             launch = launch.again()
-            say(
+            write_line(
                 f"the launch failed with code {end.code}; {launch.num_ranks} ranks start "
-                f"again on {launch.hosts or 'the same hosts'}, with {left} more restarts "
-                f"allowed"
+                f"again on {launch.hosts or 'the same hosts'}, and {left} restarts remain"
             )
             end = launch.run_once(limit)
         if end == (TIMED_OUT, True):
-            say(f"the launch was ended after {timeout_s:g} s, the limit of --timeout")
+            write_line(f"the launch was ended after {timeout_s:g} s, the limit of --timeout")
         return end.code
 
     def again(self) -> "Launch":
@@ -94,7 +93,7 @@ class Launch:
         return replace(self, words=words, hosts=",".join(hosts), num_ranks=num_ranks)
 
     def run_once(self, limit: float | None) -> LaunchEnd:
-        """Run the command once, until ``limit`` on the monotonic clock at most."""
+        """Run the command once; end the launch at the time ``limit`` of the monotonic clock."""
         rest_s = None if limit is None else max(limit - time.monotonic(), 1e-3)
         return supervise(self.line(), environ=mpiexec.environment(), timeout_s=rest_s)
 
@@ -114,7 +113,7 @@ class Launch:
         host = entry.partition(":")[0]
         options = replace(self.options(host), recover=False, spares=0)
         probe = replace(self, words=PROBE, num_ranks=1, hosts=host, options=lambda _: options)
-        limit, said = time.monotonic() + ANSWER_S, b""
+        limit, output = time.monotonic() + ANSWER_S, b""
         with (
             session(mpiexec.environment()) as environ,
             start(probe.line(), env=environ, **_PIPED) as process,
@@ -122,9 +121,9 @@ class Launch:
             assert process.stdout is not None
             while select.select([process.stdout], [], [], max(limit - time.monotonic(), 0))[0]:
                 piece = os.read(process.stdout.fileno(), 4096)
-                said += piece
-                if not piece or HERE.encode() in said:
+                output += piece
+                if not piece or HERE.encode() in output:
                     break
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-        return HERE.encode() in said
+        return HERE.encode() in output

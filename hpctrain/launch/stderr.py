@@ -17,69 +17,73 @@ from typing import IO, TextIO
 from hpctrain.cluster.env import BEGUN, ENDED, ENDING, STOPPED
 from hpctrain.cluster.start_watch import FAILED
 
-_RULE = re.compile(rb"\s*[-=]{60,}\s*")  # above and below a message of a launcher
+_RULE = re.compile(rb"\s*[-=]{60,}\s*")  # line above and below a message of a launcher
 _NOISE = re.compile(
     rb"MPI_ABORT was invoked|prterun has exited due to process|BAD TERMINATION|"
     rb"one or more processes exited with non-zero|application called MPI_Abort|"
     rb"mpirun has exited due to process|mpiexec has exited due to process"
 )
-"""Messages of launchers about a rank that ended all others."""
-_SILENT = re.compile(rb"exiting\s+improperly")  # about a rank that ended without a message
-_TOLD = re.compile(
+"""Messages of launchers about a rank that ended all other ranks."""
+_SILENT = re.compile(
+    rb"exiting\s+improperly"
+)  # in messages about a rank that ended without an error text
+_ERRORS = re.compile(
     rb"\[rank \d+\] |Traceback \(most|"
     rb"^hpctrain: (?!all ranks have )(?!.* \[(all \d+ ranks|ranks? \d[^]]*)\]$)",
     re.MULTILINE,
 )
-"""Messages of ranks about their end: a traceback, or an error that all ranks have in common.
+"""Errors of ranks: a traceback, or a line of hpctrain.
 
 Merged warnings, which end with the numbers of ranks, do not match.
 """
-_RECENT_S = 1.0  # older output of a rank is not about its end
+_RECENT_S = 1.0  # older output of a rank is not the reason of its end
 
 _CODE = re.compile(rb"%s(\d+)" % ENDING.encode())
 
-LOST = "a node is lost"  # counted if a launcher reports the loss
+LOST = "a node is lost"  # key of the count of losses that a launcher reported
 _LOSSES = re.compile(rb"lost communication with a remote daemon|daemon failed to report back")
 """Messages of Open MPI 5 about a lost node; its mpirun may then return 0, or hang."""
-KILLED = "a signal has ended a rank"  # number of the signal, reported by Hydra
+KILLED = "a signal has ended a rank"  # key of the number of the signal, which Hydra reports
 _SIGNAL = re.compile(rb"EXIT STRING: .*\(signal (\d+)\)|KILLED BY SIGNAL: (\d+)")
-_LONGEST = 30  # largest number of lines of a launcher's message
+_LONGEST = 30  # largest number of lines of a message of a launcher
 
 _TRACEBACK = b"Traceback (most recent call last):"
 _BEGIN = re.compile(
     rb"Traceback \(most recent|[Uu]sage: |[\w./-]*python[\d.]*: |(rank|sh): \d+: |sh: line \d+: "
 )
-"""First lines of errors that all ranks may raise before ``MPI_Init``: of a script, of its
-arguments, of the interpreter and of the shell."""
+"""First lines of errors that all ranks may print before ``MPI_Init``.
+
+The errors are of a script, its arguments, the interpreter or the shell.
+"""
 _WITHOUT_HOROVOD = (
-    b"hpctrain: Horovod is not installed; `hpctrain shim SCRIPT` in place of `python SCRIPT` runs "
-    b"the script unchanged, `hpctrain shim -m MODULE` a module\n"
+    b"hpctrain: Horovod must be installed for this script, but is not; run the unchanged script "
+    b"with `hpctrain shim SCRIPT` instead of `python SCRIPT`, or `hpctrain shim -m MODULE`\n"
 )
-_QUIET_S = 0.3  # silence after which the error of all ranks is complete
+_QUIET_S = 0.3  # time without output after which the error of all ranks is complete
 _MOST_LINES = 10_000  # limit of the buffered lines of an error
 
 
-def say(text: str) -> None:
+def write_line(text: str) -> None:
     """Write a line to stderr; ignore a closed stderr, such as a terminal after SIGHUP."""
     _write(sys.stderr, f"hpctrain: {text}\n".encode())
 
 
-def fold(process: subprocess.Popen[bytes], heard: Counter[str]) -> None:
+def fold(process: subprocess.Popen[bytes], counts: Counter[str]) -> None:
     """Copy stderr of mpirun to stderr of this process, without redundant messages.
 
-    Messages of the launcher about a failed rank are dropped if a rank wrote its error itself, or
-    if all ranks stopped on request. A traceback that several ranks write, as of a script that
-    fails before ``MPI_Init``, is written once.
+    Messages of the launcher about a failed rank are dropped if a rank printed the reason, or if
+    all ranks stopped on request. A traceback that several ranks write, such as that of a script
+    that fails before ``MPI_Init``, is written once.
 
     Args:
         process: mpirun, with a pipe as stderr; this call waits for its end.
-        heard: receives the numbers of lines ``BEGUN``, ``ENDED``, ``FAILED`` and ``LOST``, the
+        counts: receives the numbers of lines ``BEGUN``, ``ENDED``, ``FAILED`` and ``LOST``, the
             exit code that a rank reported (``ENDING``), and the signal that ended a rank
             (``KILLED``).
     """
     box: list[bytes] = []
     held = b""  # launcher messages, which may precede the error of a rank
-    has_told, spoke_at, sink = False, -math.inf, sys.stderr
+    has_error, spoke_at, sink = False, -math.inf, sys.stderr
     for part in _once(_lines(process.stderr)) if process.stderr is not None else ():
         is_rule = _RULE.fullmatch(part) is not None
         if box or is_rule:
@@ -88,85 +92,88 @@ def fold(process: subprocess.Popen[bytes], heard: Counter[str]) -> None:
                 continue
         text, box = b"".join(box) or part, []
         if found := _SIGNAL.search(text):
-            heard[KILLED] = int(found[1] or found[2])
+            counts[KILLED] = int(found[1] or found[2])
         if _NOISE.search(text):
             held += text
             continue
-        heard.update({said: text.count(said.encode()) for said in (BEGUN, ENDED, FAILED)})
-        heard[LOST] += _LOSSES.search(text) is not None
-        if ENDING not in heard and (code := _CODE.search(text)):
-            heard[ENDING] = int(code[1])
+        counts.update({line: text.count(line.encode()) for line in (BEGUN, ENDED, FAILED)})
+        counts[LOST] += _LOSSES.search(text) is not None
+        if ENDING not in counts and (code := _CODE.search(text)):
+            counts[ENDING] = int(code[1])
         if text.strip() and not is_rule:
-            has_told, spoke_at = has_told or bool(_TOLD.search(text)), time.monotonic()
+            has_error, spoke_at = has_error or bool(_ERRORS.search(text)), time.monotonic()
         _write(sink, text)
     has_spoken = time.monotonic() - spoke_at < _RECENT_S and not _SILENT.search(held)
-    is_known = has_told or has_spoken or process.wait() == STOPPED
+    is_known = has_error or has_spoken or process.wait() == STOPPED
     _write(sink, b"".join(box) + (b"" if is_known else held))
     if process.stderr is not None:
         process.stderr.close()
 
 
 def _once(lines: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield lines at their arrival, and the lines of an error together, after a silence.
+    """Yield lines as they arrive, and each error of several ranks once, when it is complete.
 
     If a rank that started late writes the same error again, only a note is yielded.
     """
     error: list[bytes] = []
-    told = set[bytes]()
+    reported = set[bytes]()
     for line in lines:
         is_other = not line or _RULE.fullmatch(line) or _NOISE.search(line)
         if error and (is_other or len(error) > _MOST_LINES):
-            yield _new(error, told)
+            yield _new(error, reported)
             error = []
         if (error or _BEGIN.match(line)) and not is_other:
             error.append(line)
         elif line:
             yield line
     if error:
-        yield _new(error, told)
+        yield _new(error, reported)
 
 
-def _new(error: Sequence[bytes], told: set[bytes]) -> bytes:
+def _new(error: Sequence[bytes], reported: set[bytes]) -> bytes:
     text, num_ranks = merged(error)
-    is_new = text not in told
-    told.add(text)
+    is_new = text not in reported
+    reported.add(text)
     if is_new and b"No module named 'horovod" in text:
         text += _WITHOUT_HOROVOD
     if is_new and num_ranks == 1:
         return text
     ranks = "1 rank has" if num_ranks == 1 else f"{num_ranks} ranks have"
-    note = f"hpctrain: {ranks} told this{'' if is_new else ' again'}\n"
+    note = f"hpctrain: {ranks} reported this{'' if is_new else ' again'}\n"
     return (text if is_new else b"") + note.encode()
 
 
 def merged(lines: Iterable[bytes]) -> tuple[bytes, int]:
-    """Return the text of an error that several ranks wrote interleaved, and the number of ranks.
+    """Merge the lines of one error that several ranks wrote interleaved.
 
     All different lines are kept. The output of a rank that was killed may be incomplete.
+
+    Returns:
+        The text of the error, and the number of ranks that wrote the error.
     """
-    told: list[bytes] = []
+    different: list[bytes] = []
     at: list[int] = []  # number of lines that each rank wrote
     for line in lines:
-        behind = (rank for rank, n in enumerate(at) if n < len(told) and told[n] == line)
+        behind = (rank for rank, n in enumerate(at) if n < len(different) and different[n] == line)
         rank = next(behind, None)
         if rank is not None:
             at[rank] += 1
             continue
         # In a chain of exceptions, an empty line precedes the second traceback.
-        if not told or (line == told[0] and told[-1].strip()):
+        if not different or (line == different[0] and different[-1].strip()):
             at.append(1)
-            if told:
+            if different:
                 continue
         else:
-            at[at.index(len(told))] += 1
-        told.append(line)
-    return b"".join(told), len(at)
+            at[at.index(len(different))] += 1
+        different.append(line)
+    return b"".join(different), len(at)
 
 
 def _lines(source: IO[bytes]) -> Iterator[bytes]:
-    """Yield lines and, without delay, incomplete lines that cannot begin a launcher message.
+    """Yield the lines of ``source``, and an empty line after ``_QUIET_S`` without output.
 
-    Yields an empty line after a silence.
+    Incomplete lines are yielded without delay, unless a message of a launcher may begin there.
     """
     rest, is_quiet = b"", True
     while True:

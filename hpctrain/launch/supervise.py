@@ -23,22 +23,22 @@ from hpctrain.core.errors import LaunchError
 from hpctrain.core.units import format_ranks
 from hpctrain.launch.mpiexec import is_guard
 from hpctrain.launch.program import start
-from hpctrain.launch.stderr import KILLED, LOST, fold, say
+from hpctrain.launch.stderr import KILLED, LOST, fold, write_line
 
 FOLDER = "PRTE_MCA_prte_local_tmpdir_base"
-"""Folder for session files of mpirun of Open MPI 5; other launchers ignore it."""
+"""Variable with the folder for session files of mpirun; only Open MPI 5 reads the variable."""
 
-GRACE_S = 5.0  # time that ranks get after a signal, and again after the SIGTERM that follows it
+GRACE_S = 5.0  # time between a signal and SIGTERM, and between SIGTERM and SIGKILL
 
 SAVE_S = 60.0
-"""Time that ranks get to save their state after a request, before anything else is sent."""
+"""Time for ranks to save their state after a request, before the next signal."""
 
 LOOK_S, ORPHANED_S = 1.0, 5.0
-"""Interval of checks of mpirun's children, and the time that mpirun may outlive the last child."""
+"""Interval of checks of the children of mpirun; longest life of mpirun after the last child."""
 
-FEW_S = 3.0  # how long ranks may wait in MPI_Init for one that has ended
+FEW_S = 3.0  # limit of the wait of ranks in MPI_Init for a rank that has ended
 
-TIMED_OUT = 124  # exit code of a launch that ran past its limit, as ``timeout`` has it
+TIMED_OUT = 124  # exit code of a launch that exceeded its time limit, as of ``timeout``
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGTSTP)
 
@@ -47,7 +47,7 @@ class LaunchEnd(NamedTuple):
     """Result of a launch."""
 
     code: int  # exit code
-    is_wanted: bool  # whether a signal or the time limit ended it
+    is_wanted: bool  # whether a signal to this process, or the time limit, ended the launch
 
 
 def supervise(
@@ -60,20 +60,29 @@ def supervise(
 ) -> LaunchEnd:
     """Run a command line of ``mpiexec.command`` to its end.
 
-    SIGINT, SIGTERM and SIGHUP are sent to mpirun's process group; remaining processes
-    ``grace_s`` seconds later get SIGTERM, then SIGKILL, ranks included. A second signal kills at
-    once. If all ranks handle requests to stop, SIGUSR1 is sent instead, and the signals above
-    follow ``save_s`` seconds later: Open MPI's mpirun kills ranks as it ends, saved or not.
-    SIGUSR1 is sent to mpirun alone, which sends it to the ranks: they stop in their own time.
+    SIGINT, SIGTERM and SIGHUP are sent to the process group of mpirun; processes and ranks that
+    remain get SIGTERM after ``grace_s`` seconds, and SIGKILL after ``grace_s`` more seconds. A
+    second signal kills at once. If all ranks handle requests to stop, they get SIGUSR1 first, and
+    the signals above ``save_s`` seconds later, because mpirun of Open MPI kills the ranks when it
+    ends. SIGUSR1 is sent to mpirun only, which forwards the signal to the ranks.
 
-    The exit code is that of mpirun, with these exceptions. A launch that a signal has ended
-    returns 128 plus the number of the signal, as a shell does, unless the ranks stopped with
-    another code; one that took longer than ``timeout_s`` returns 124. A launch that has lost
-    a rank returns 87: SIGKILL has ended the rank, its node is lost, or the others wait for it in
-    ``MPI_Init``, or longer than ``HPCTRAIN_TIMEOUT`` in ``MPI_Init`` or ``MPI_Finalize``. So does
-    one that would return 0 after its ranks have reported, see ``WATCHED``, that they have begun
-    and not that they have ended. Another signal that ends a rank gives 128 plus its number. A rank
-    of a world that recovers, and that ends all, reports its code.
+    The exit code is that of mpirun, except in these cases:
+
+    - 124: the launch exceeded ``timeout_s``.
+    - 128 plus the number of a signal, as in a shell: this process received the signal, and the
+      ranks did not stop with another code; or the signal ended a rank.
+    - 87: the launch lost a rank. SIGKILL ended the rank, its node is lost, other ranks wait for an
+      ended rank in ``MPI_Init``, or ranks wait longer than ``HPCTRAIN_TIMEOUT`` in ``MPI_Init`` or
+      ``MPI_Finalize``. Also 87 if mpirun returned 0, but the ranks reported their start and not
+      their end, see ``WATCHED``.
+    - The code that a rank reports when it ends all ranks of a world that can recover.
+
+    Args:
+        line: the command line.
+        environ: environment variables of mpirun.
+        timeout_s: time limit of the launch; None for no limit.
+        grace_s: time between two signals.
+        save_s: time for ranks to save their state.
 
     Raises:
         LaunchError: the program cannot be started.
@@ -81,10 +90,10 @@ def supervise(
     """
     with session(environ) as own:
         process = _started(line, own)
-        heard = Counter[str]()
-        ending = _Ending(process, own.get(ASKED), heard, grace_s=grace_s, save_s=save_s)
-        told = threading.Thread(target=fold, args=(process, heard), daemon=True, name="stderr")
-        told.start()
+        counts = Counter[str]()
+        ending = _Ending(process, own.get(ASKED), counts, grace_s=grace_s, save_s=save_s)
+        reader = threading.Thread(target=fold, args=(process, counts), daemon=True, name="stderr")
+        reader.start()
         if timeout_s:
             ending.after(timeout_s, ending.on_timeout)
         try:
@@ -92,30 +101,32 @@ def supervise(
                 code = ending.wait()
         finally:
             ending.close()
-            told.join(LOOK_S)  # a process that a rank left behind may hold the pipe for ever
+            reader.join(LOOK_S)  # a process that outlives its rank may hold the pipe open
     if ending.timed_out:
         return LaunchEnd(TIMED_OUT, is_wanted=True)
     if ending.first_signal is not None and code not in (0, STOPPED) and not ending.is_granted:
-        say(f"the launch was ended by {signal.Signals(ending.first_signal).name}")
+        write_line(f"the launch was ended by {signal.Signals(ending.first_signal).name}")
         if ending.first_signal == signal.SIGINT:
             raise KeyboardInterrupt
         return LaunchEnd(128 + ending.first_signal, is_wanted=True)
-    code = _meant(code, heard)
+    code = _meant(code, counts)
     return LaunchEnd(code if code >= 0 else 128 - code, is_wanted=ending.first_signal is not None)
 
 
-def _meant(code: int, heard: Counter[str]) -> int:
-    """Convert the exit code of mpirun to the exit code of the launch; see ``supervise``."""
-    if code == heard[KILLED] != 0:
-        code += 128  # as Open MPI and shells write it
-    if heard[ENDING] and code not in (0, STOPPED):
-        return heard[ENDING]
-    has_hung = heard[LOST] and code == -signal.SIGKILL  # mpirun, after it has lost a node
-    if heard[FAILED] or has_hung or code == 128 + signal.SIGKILL:
-        return RANK_LOST  # as the other ranks report it where they find that first
-    if code == 0 and (heard[LOST] or heard[BEGUN] > heard[ENDED]):
-        why = "a node is lost" if heard[LOST] else "the ranks have not completed"
-        say(f"{why}: the run has failed")
+def _meant(code: int, counts: Counter[str]) -> int:
+    """Return the exit code of the launch for the exit code of mpirun; see ``supervise``."""
+    if code == counts[KILLED] != 0:
+        code += 128  # as in Open MPI and shells
+    if counts[ENDING] and code not in (0, STOPPED):
+        return counts[ENDING]
+    has_hung = (
+        counts[LOST] and code == -signal.SIGKILL
+    )  # mpirun hung after the loss of a node, and was killed
+    if counts[FAILED] or has_hung or code == 128 + signal.SIGKILL:
+        return RANK_LOST  # the exit code of ranks that detect the loss themselves
+    if code == 0 and (counts[LOST] or counts[BEGUN] > counts[ENDED]):
+        why = "a node is lost" if counts[LOST] else "the ranks have not completed"
+        write_line(f"{why}: the run has failed")
         return RANK_LOST
     return code
 
@@ -140,17 +151,19 @@ def session(environ: Mapping[str, str]) -> Iterator[dict[str, str]]:
 
 
 def _started(line: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start mpirun, and forward the input of a terminal."""
+    """Start mpirun, and forward the input of the terminal to mpirun."""
     terminal = sys.__stdin__ is not None and sys.__stdin__.isatty()
     try:
-        # mpirun would read a file or pipe that belongs to the script around it. In its own session
-        # mpirun gets no Ctrl-C of the terminal, at which it kills ranks that could save.
+        # mpirun would read a file or pipe that belongs to the calling script. In its own session,
+        # mpirun gets no Ctrl-C of the terminal, after which it kills ranks that could save.
         stdin = subprocess.PIPE if terminal else subprocess.DEVNULL
         process = start(line, env=environ, stdin=stdin, stderr=subprocess.PIPE)
     except OSError as error:
-        raise LaunchError(f"{line[0]} cannot be started: {error}") from None
+        raise LaunchError(
+            f"{line[0]} must be a program that starts, but failed: {error}"
+        ) from None
     if process.stdin is not None:
-        hand_on_input(process.stdin)
+        forward_input(process.stdin)
     return process
 
 
@@ -161,16 +174,16 @@ class _Ending:
         self,
         process: subprocess.Popen[bytes],
         note: str | None,
-        heard: Counter[str],
+        counts: Counter[str],
         *,
         grace_s: float,
         save_s: float,
     ) -> None:
-        self.process, self.note, self.heard = process, note, heard
+        self.process, self.note, self.counts = process, note, counts
         self.grace_s, self.save_s = grace_s, save_s
-        self.timeout_s = Settings.from_env().timeout  # of waits of ranks for each other
+        self.timeout_s = Settings.from_env().timeout  # limit of waits of ranks for each other
         self.timed_out = False
-        self.is_granted = False  # the ranks were asked to stop, and nothing was done to them since
+        self.is_granted = False  # the ranks got a request to stop, and no other signal after it
         self.first_signal: int | None = None
         self.timers: list[threading.Timer] = []
 
@@ -187,33 +200,33 @@ class _Ending:
             try:
                 return self.process.wait(LOOK_S)
             except subprocess.TimeoutExpired:
-                if self.heard[FAILED]:  # ranks of other nodes wait for ever
+                if self.counts[FAILED]:  # ranks of other nodes wait forever
                     self.kill()
-                has_lost = bool(self.heard[LOST])
+                has_lost = bool(self.counts[LOST])
                 is_over = has_lost or has_only_dead_children(self.process.pid)
                 orphaned_s = orphaned_s + LOOK_S if is_over else 0
             if orphaned_s >= ORPHANED_S:
-                what = "it has lost a node" if has_lost else "its ranks have ended"
-                say(f"mpirun hangs after {what}; it is killed")
+                what = "the loss of a node" if has_lost else "its ranks have ended"
+                write_line(f"mpirun hangs after {what}, and is killed")
                 self.kill()
             gone = gone_before_init(self.process.pid)
             few_s = few_s + LOOK_S if gone else 0
             if few_s >= FEW_S:
-                say(
-                    f"{gone} ended before MPI_Init, where the others wait for it: all are killed; "
-                    f"start every rank identically, and let no rank exit with 0 before"
+                write_line(
+                    f"all ranks must call MPI_Init, but {gone} ended before MPI_Init, in which "
+                    f"the other ranks wait: all ranks are killed; let no rank exit before MPI_Init"
                 )
-                self.heard[FAILED] += 1
+                self.counts[FAILED] += 1
                 self.kill()
             late = late_in_mpi(self.process.pid)
             late_s = late_s + LOOK_S if late else 0
             if late_s > self.timeout_s:
-                say(
-                    f"ranks have waited longer {late} than HPCTRAIN_TIMEOUT={self.timeout_s:g} "
-                    f"allows: all are killed; see what those ranks do, or set HPCTRAIN_TIMEOUT to "
-                    f"more seconds"
+                write_line(
+                    f"ranks must wait at most HPCTRAIN_TIMEOUT={self.timeout_s:g} s for each "
+                    f"other, but have waited longer in {late}: all ranks are killed; find the "
+                    f"cause there, or raise HPCTRAIN_TIMEOUT"
                 )
-                self.heard[FAILED] += 1
+                self.counts[FAILED] += 1
                 self.kill()
 
     @contextlib.contextmanager
@@ -223,7 +236,7 @@ class _Ending:
             yield
             return
         before = {number: signal.getsignal(number) for number in SIGNALS}
-        # nohup and a shell's `&` ignore some: these stay ignored.
+        # nohup and `&` of a shell ignore some signals, which stay ignored.
         taken = [n for n, old in before.items() if old not in (signal.SIG_IGN, None)]
         for number in taken:
             signal.signal(number, self.on_signal)
@@ -236,58 +249,58 @@ class _Ending:
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
         """Stop the ranks after the first signal, and kill the ranks after the second."""
         if number == signal.SIGUSR1:
-            self.tell(number)
+            self.send_to_mpirun(number)
         elif number == signal.SIGTSTP:
             self.pause()
         elif self.first_signal is not None:
             self.kill()
         else:
             self.first_signal = number
-            is_willing = stop_when_asked(self.process.pid)
-            if is_willing:
-                self.ask(number)
-            self.end(number, after_s=self.save_s if is_willing else 0.0)
+            can_stop = can_stop_on_request(self.process.pid)
+            if can_stop:
+                self.request_stop(number)
+            self.end(number, after_s=self.save_s if can_stop else 0.0)
 
     def on_timeout(self) -> None:
         """End a launch that ran past its limit."""
         self.timed_out = True
         self.end(signal.SIGTERM)
 
-    def ask(self, number: int) -> None:
+    def request_stop(self, number: int) -> None:
         """Request all ranks to stop with SIGUSR1, and write the reason for ranks on this host."""
         self.is_granted = True
         if self.note is not None:
             with contextlib.suppress(OSError):
                 Path(self.note).write_text(signal.Signals(number).name, encoding="ascii")
-        self.tell(signal.SIGUSR1)
-        say(
-            f"the ranks are asked to save their state and stop, and have {self.save_s:.0f} s; a "
-            f"second signal kills them at once"
+        self.send_to_mpirun(signal.SIGUSR1)
+        write_line(
+            f"the ranks are requested to save their state and stop within {self.save_s:.0f} s; a "
+            f"second signal kills the ranks at once"
         )
 
     def end(self, number: int, *, after_s: float = 0.0) -> None:
         """Send a signal, then SIGTERM, then SIGKILL, ``grace_s`` seconds apart."""
-        rungs = (lambda: self.send(number), lambda: self.send(signal.SIGTERM), self.kill)
-        for i, rung in enumerate(rungs):
-            self.after(after_s + i * self.grace_s, rung)
+        steps = (lambda: self.send(number), lambda: self.send(signal.SIGTERM), self.kill)
+        for i, step in enumerate(steps):
+            self.after(after_s + i * self.grace_s, step)
 
-    def after(self, seconds: float, rung: Callable[[], object]) -> None:
-        """Call ``rung`` on another thread after ``seconds``, unless ``close`` is called first."""
-        timer = threading.Timer(seconds, rung)
+    def after(self, seconds: float, step: Callable[[], object]) -> None:
+        """Call ``step`` in another thread after ``seconds``, unless ``close`` is called first."""
+        timer = threading.Timer(seconds, step)
         timer.daemon = True
         timer.start()
         self.timers.append(timer)
 
-    def tell(self, number: int) -> None:
+    def send_to_mpirun(self, number: int) -> None:
         """Send a signal to mpirun only; mpirun forwards the signal to all ranks."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process.pid, number)
 
     def pause(self) -> None:
         """Suspend the ranks and this process after Ctrl-Z, until this process is continued."""
-        self.tell(signal.SIGTSTP)
+        self.send_to_mpirun(signal.SIGTSTP)
         os.kill(os.getpid(), signal.SIGSTOP)
-        self.tell(signal.SIGCONT)
+        self.send_to_mpirun(signal.SIGCONT)
 
     def send(self, number: int) -> None:
         """Send a signal to the process group of mpirun."""
@@ -315,7 +328,7 @@ RANK_VARIABLES = (b"OMPI_COMM_WORLD_RANK", b"PMI_RANK", b"PMIX_RANK")
 """Variables in which launchers set the rank of a process; launcher processes have none."""
 
 
-def stop_when_asked(pid: int) -> bool:
+def can_stop_on_request(pid: int) -> bool:
     """Return True if all ranks below ``pid`` on this host handle SIGUSR1 and SIGTERM.
 
     A program that handles both can stop at a point of its choice. Other programs end at SIGUSR1,
@@ -324,8 +337,8 @@ def stop_when_asked(pid: int) -> bool:
     ranks: dict[bytes, bool] = {}
     for below, rank, _ in _ranks(descendants(pid)):
         with contextlib.suppress(OSError):
-            is_willing = {signal.SIGUSR1, signal.SIGTERM} <= catches(below)
-            ranks[rank] = ranks.get(rank, False) or is_willing
+            can_stop = {signal.SIGUSR1, signal.SIGTERM} <= catches(below)
+            ranks[rank] = ranks.get(rank, False) or can_stop
     return bool(ranks) and all(ranks.values())
 
 
@@ -345,16 +358,16 @@ SIZES = (b"OMPI_COMM_WORLD_SIZE", b"PMI_SIZE")
 
 
 def gone_before_init(pid: int) -> str:
-    """Return the ranks on this host that ended while others below ``pid`` are in ``MPI_Init``.
+    """Return the ranks on this host that ended while ranks below ``pid`` wait in ``MPI_Init``.
 
-    Empty if no rank or all ranks are in it. No rank ends normally while another rank is in
-    ``MPI_Init``: ``MPI_Finalize`` waits for it.
+    The text is empty if there are none. A rank cannot end normally while another rank is in
+    ``MPI_Init``, because ``MPI_Finalize`` waits for all ranks.
     """
     below = list(_below(pid))
     if not any(name_of(each) == JOINING for each in below):
         return ""
     if not all(os.access(f"/proc/{each}/environ", os.R_OK) for each in below):
-        return ""  # such as a container that starts: it may be a rank
+        return ""  # a process that starts, such as a container, may be a rank
     living, num_here, size = set[int](), 0, 0
     for _, rank, variables in _ranks(below):
         living.add(int(rank))
@@ -372,7 +385,7 @@ def gone_before_init(pid: int) -> str:
 def late_in_mpi(pid: int) -> str:
     """Describe the MPI call in which ranks below ``pid`` wait, and the ranks that are missing.
 
-    Empty if no rank waits in ``MPI_Init`` or ``MPI_Finalize``. Ranks of other hosts are not seen.
+    Empty if no rank waits in ``MPI_Init`` or ``MPI_Finalize``. Ranks of other hosts are unknown.
     """
     names = {each: name_of(each) for each in _below(pid)}
     call = next((name for name in IN_MPI if name in names.values()), "")
@@ -396,7 +409,7 @@ def _below(pid: int) -> Iterator[int]:
 
 
 def _children(pid: int) -> list[int]:
-    """List the children of a process; empty if it ends meanwhile, or without /proc."""
+    """List the children of a process; empty if the process has ended, or without /proc."""
     children: list[str] = []
     with contextlib.suppress(OSError):
         for listed in Path(f"/proc/{pid}/task").glob("*/children"):
@@ -406,9 +419,10 @@ def _children(pid: int) -> list[int]:
 
 
 def catches(pid: int) -> set[int]:
-    """Return the numbers of the signals that a process handles itself.
+    """Return the numbers of the signals for which a process has a handler.
 
-    Raises ``OSError``: there is no such process, or no /proc.
+    Raises:
+        OSError: the process does not exist, or there is no /proc.
     """
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     mask = next((int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")), 0)
@@ -433,10 +447,10 @@ def descendants(pid: int) -> list[int]:
     return below
 
 
-TRY_AGAIN_S = 0.5  # between two tries to read while another program has the terminal
+RETRY_S = 0.5  # interval of attempts to read while another program has the terminal
 
 
-def hand_on_input(sink: IO[bytes]) -> None:
+def forward_input(sink: IO[bytes]) -> None:
     """Forward the input of the terminal to ``sink`` in a thread; close ``sink`` at its end.
 
     The thread is a daemon, so the process does not wait for it.
@@ -444,19 +458,19 @@ def hand_on_input(sink: IO[bytes]) -> None:
     source = sys.__stdin__
     assert source is not None
 
-    def hand_on() -> None:
-        # To read a terminal from the background stops a process, unless it blocks the signal.
+    def forward() -> None:
+        # A background process that reads the terminal is stopped, unless the signal is blocked.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTIN})
         with contextlib.suppress(OSError), sink:  # a pipe without a reader
             while True:
                 try:
                     typed = os.read(source.fileno(), 4096)
-                except OSError:  # in the background, or the terminal is gone
-                    time.sleep(TRY_AGAIN_S)
+                except OSError:  # this process is in the background, or the terminal is closed
+                    time.sleep(RETRY_S)
                     continue
                 if not typed:
                     return
                 sink.write(typed)
                 sink.flush()
 
-    threading.Thread(target=hand_on, daemon=True, name="what is typed").start()
+    threading.Thread(target=forward, daemon=True, name="terminal input").start()

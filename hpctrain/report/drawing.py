@@ -21,7 +21,9 @@ def draw_files(figures: list[Figure], folder: Path, about: str = "") -> list[Pat
 
     ``about`` is the caption below each figure.
 
-    Raises ``ConfigError``: matplotlib is not installed. ``OSError``: the file cannot be written.
+    Raises:
+        ConfigError: matplotlib is not installed.
+        OSError: a file cannot be written.
     """
     paths = []
     with _canvases() as new_canvas:
@@ -39,7 +41,11 @@ def draw_files(figures: list[Figure], folder: Path, about: str = "") -> list[Pat
 def draw_panels(figures: Sequence[Figure], path: Path, title: str, about: str = "") -> None:
     """Draw figures into one file in two columns, with a title above and ``about`` below.
 
-    The suffix of ``path`` selects the format. Raises the errors of ``draw_files``.
+    The suffix of ``path`` selects the format.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+        OSError: the file cannot be written.
     """
     num_rows = max(1, (len(figures) + 1) // 2)
     with _canvases() as new_canvas:
@@ -55,9 +61,9 @@ def draw_panels(figures: Sequence[Figure], path: Path, title: str, about: str = 
 
 
 def missing(name: str) -> ConfigError:
-    """Return the error for a missing library; the message has the command to install it."""
+    """Return the error for a missing library, with the command that installs the library."""
     return ConfigError(
-        f"a figure or a report needs {name}, which is not installed; pip install 'hpctrain[plots]'"
+        f"{name} must be installed to draw, but is missing; pip install 'hpctrain[plots]'"
     )
 
 
@@ -151,7 +157,7 @@ def _draw_points(axes: Any, series: Series, x: list[Any]) -> None:
 
 
 def _draw_areas(axes: Any, areas: list[Series]) -> None:
-    """Draw stacked areas with a common x."""
+    """Draw stacked areas over the same values of x."""
     if areas and areas[0].x:
         style = {"labels": [each.name for each in areas], "colors": list(map(_colour, areas))}
         axes.stackplot(areas[0].x, *(each.y for each in areas), **style)

@@ -43,7 +43,7 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """Values of a figure that are drawn together; ``marks`` are vertical lines at x."""
+    """Series of a figure: values (x, y), and ``marks``, the x of vertical lines."""
 
     name: str
     kind: Kind

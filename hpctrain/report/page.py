@@ -28,7 +28,8 @@ Cell = str | tuple[str, float]
 def page(title: str, parts: Iterable[str], figures: list[Figure]) -> str:
     """Return an HTML page from fragments of HTML, in which the caller has escaped all names.
 
-    Raises ``ConfigError``: plotly is not installed.
+    Raises:
+        ConfigError: plotly is not installed.
     """
     try:
         from plotly.offline import get_plotlyjs  # noqa: PLC0415 - an optional package
@@ -53,7 +54,7 @@ def page(title: str, parts: Iterable[str], figures: list[Figure]) -> str:
 
 
 def write_page(path: Path, text: str) -> Path:
-    """Write a page atomically. Raises ``ConfigError``: the file system refuses."""
+    """Write a page atomically. Raises ``ConfigError`` if the file cannot be written."""
     try:
         make_folder(path.parent)
         with publishing(path) as part:
@@ -61,7 +62,8 @@ def write_page(path: Path, text: str) -> Path:
             part.write_text(text, encoding="utf-8", errors="replace")
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be written: {refusal(error, 'name another file with --out')}"
+            f"the page must be writable, but {path} cannot be written: "
+            f"{refusal(error, 'name another file with --out')}"
         ) from None
     return path
 
@@ -77,7 +79,7 @@ def figures_html(figures: list[Figure]) -> str:
 
 
 def table(name: str, heads: Sequence[str], rows: Iterable[Sequence[Cell]]) -> str:
-    """Return an HTML table with the id ``name``; a click on a head sorts the rows."""
+    """Return an HTML table with the id ``name``, whose heads sort the rows on a click."""
     head = "".join(f'<th><button type="button">{escape(each)}</button></th>' for each in heads)
     lines = "\n".join(f"<tr>{''.join(map(_html, row))}</tr>" for row in rows)
     return (

@@ -62,13 +62,13 @@ def clear(folder: StudyFolder, attempt: PointRepeat) -> Path:
     """Remove files and processes of an interrupted repeat; return the path of its folder."""
     place = folder.attempts / attempt.name
     if place.exists():
-        _kill_left_over(place / RECORDS)
+        _kill_remaining(place / RECORDS)
         shutil.rmtree(place)
     return place
 
 
 def _run(config: StudyConfig, attempt: PointRepeat, place: Path) -> None:
-    """Start the ranks and wait until they end. Raises ``HpctrainError``: the ranks failed."""
+    """Start the ranks and wait for their end. Raises ``DataError`` if the command fails."""
     launcher, command, variables = config.filled(attempt.names(config.study.mode, place))
     words = [*(resolve(launcher) if launcher else ()), *resolve(command)]
     records = str((place / RECORDS).absolute())
@@ -76,10 +76,11 @@ def _run(config: StudyConfig, attempt: PointRepeat, place: Path) -> None:
     code = _wait(words, environ, place / OUTPUT, seconds(config.study.timeout))
     if code is None:
         raise DataError(
-            f"the command must end within study.timeout = {config.study.timeout}, but took longer"
+            f"the command must end within study.timeout = {config.study.timeout}, but ran "
+            "longer; raise this limit, or use smaller factors"
         )
     if code:
-        raise DataError(f"it ended with exit code {code}")
+        raise DataError(f"the command ended with exit code {code}")
 
 
 def _wait(
@@ -100,13 +101,13 @@ def _wait(
                     process.terminate()
                     with contextlib.suppress(subprocess.TimeoutExpired):
                         process.wait(patience_s)
-            _kill_left_over(Path(environ[_VARIABLE]))
+            _kill_remaining(Path(environ[_VARIABLE]))
             if process is not None:
                 process.wait()
 
 
-def _left_over(records: Path) -> list[int]:
-    """Return the process ids of a repeat on this host, found by a variable of the environment."""
+def _remaining_processes(records: Path) -> list[int]:
+    """Return the ids of the processes of a repeat on this host, which have a variable set."""
     mark = f"{_VARIABLE}={records.absolute()}".encode()
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
@@ -116,10 +117,10 @@ def _left_over(records: Path) -> list[int]:
     return found
 
 
-def _kill_left_over(records: Path) -> None:
+def _kill_remaining(records: Path) -> None:
     """Kill the processes of a repeat and wait until they have ended."""
-    give_up = time.monotonic() + _GRACE_S
-    while (pids := _left_over(records)) and time.monotonic() < give_up:
+    limit = time.monotonic() + _GRACE_S
+    while (pids := _remaining_processes(records)) and time.monotonic() < limit:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -45,8 +45,8 @@ def verdicts(results: StudyResults) -> list[Verdict]:
 def _base(results: StudyResults) -> str:
     sizes = [each.ranks for each in results.summaries if each.step_s and not each.oversubscribed]
     if not sizes:
-        return "nothing was measured that could be it"
-    return "" if min(sizes) == 1 else f"the smallest point has {min(sizes)} ranks"
+        return "no point with a core for each rank was measured"
+    return "" if min(sizes) == 1 else f"the smallest measured point has {min(sizes)} ranks"
 
 
 def _complete(results: StudyResults) -> str:
@@ -67,7 +67,7 @@ def _batch(results: StudyResults) -> str:
         if max(found) > 1.05 * min(found):  # the last batch of an epoch may be smaller
             whose = "all ranks" if mode == "strong" else "a rank"
             least, most = (shown_batch(each(found)) for each in (min, max))
-            return f"{whose} took {least} samples in a step, and {most}"
+            return f"{whose} processed {least} samples in a step, and {most} in another step"
     return _nothing(results)
 
 
@@ -80,13 +80,15 @@ def _interleaved(results: StudyResults) -> str:
     points = [record.point for record in results.records]  # in order of measurement
     changes = sum(one != other for one, other in pairwise(points))
     kinds = len(results.summaries)
-    is_in_a_row = 1 < kinds < len(points) and changes < kinds
-    return "all repeats of a point were measured in a row" * is_in_a_row or _nothing(results)
+    is_consecutive = 1 < kinds < len(points) and changes < kinds
+    return "all repeats of a point were measured one after the other" * is_consecutive or _nothing(
+        results
+    )
 
 
 def _setup(results: StudyResults) -> str:
     if (found := results.environment) is None:
-        return "there is no environment.json"
+        return "environment.json is missing"
     names = ("versions", "cpu", "cores", "host", "topology", "plan", "pinning")
     missing = [name for name in names if not found.get(name)]
     missing += ["command"] * (not results.config.command.run)
@@ -98,9 +100,9 @@ def _cores(results: StudyResults) -> str:
     table = results.config.study
     for record in results.done:
         if record.is_oversubscribed(table.cores, table.hosts) and not record.oversubscribed:
-            return f"{results.label(record.point)} has more ranks than cores, and is not marked"
+            return f"{results.label(record.point)} has more ranks than cores, but is not marked"
     fit = {each.ranks for each in results.summaries if each.efficiency}
-    return "" if len(fit) > 1 else f"{len(fit)} sizes have a core for each rank"
+    return "" if len(fit) > 1 else f"the number of sizes with a core for each rank is {len(fit)}"
 
 
 def _quiet(results: StudyResults) -> str:
@@ -117,12 +119,12 @@ def _quiet(results: StudyResults) -> str:
 
 def _target(results: StudyResults) -> str:
     if not results.config.study.target:
-        return "no target is stated"
+        return "the study has no target"
     return _lacking(lambda record: record.time_to_target_s is None, "not reached")(results)
 
 
 def _lacking(is_bare: Callable[[PointRecord], bool], what: str) -> _Fault:
-    """Return a check that no measured repeat satisfies the condition ``is_bare``."""
+    """Return a check that finds the measured repeats for which ``is_bare`` is true."""
 
     def fault(results: StudyResults) -> str:
         return _named(results, list(filter(is_bare, results.done)), what) or _nothing(results)
@@ -131,7 +133,7 @@ def _lacking(is_bare: Callable[[PointRecord], bool], what: str) -> _Fault:
 
 
 def _unknown(*names: str) -> _Fault:
-    """Return a check that every measured repeat has the fields."""
+    """Return a check that finds the measured repeats without a value for one of the fields."""
     return _lacking(
         lambda record: any(getattr(record, name) is None for name in names),
         f"no {', '.join(names)}",
@@ -156,11 +158,13 @@ _FAULTS: dict[str, _Fault] = {
     "rates": _lacking(lambda each: not (each.samples and each.seconds), "no samples or seconds"),
     "repeats": _repeats,
     "interleaved": _interleaved,
-    "steps": _lacking(lambda each: len(each.step_s) != each.num_steps, "not each step"),
+    "steps": _lacking(
+        lambda each: len(each.step_s) != each.num_steps, "not every step was recorded"
+    ),
     "setup": _setup,
     "bytes": _unknown("node_bytes", "rail_bytes"),
-    "warm_up": _lacking(lambda each: not each.warm_up_steps, "no step dropped"),
-    "bound": lambda results: "" if results.bound else "no model of the machine",
+    "warm_up": _lacking(lambda each: not each.warm_up_steps, "no step was dropped as warm-up"),
+    "bound": lambda results: "" if results.bound else "the report has no model of the machine",
     "parts": _unknown("compute_s", "communication_s", "idle_s"),
     "cores": _cores,
     "quiet": _quiet,

@@ -19,10 +19,12 @@ class StudyComparison:
     At each point an exact rank-sum test decides whether the difference is significant; then the
     interval of the ratio excludes 1. The probability of a false difference at any point
     is at most ``alpha`` (Bonferroni correction).
+
+    Raises:
+        DataError: the studies have no common point.
     """
 
     def __init__(self, first: StudyResults, second: StudyResults, alpha: float) -> None:
-        """Compare two studies. Raises ``DataError``: the studies have no common point."""
         before, after = (
             {key_of(each.point): each for each in study.summaries} for study in (first, second)
         )
@@ -30,7 +32,7 @@ class StudyComparison:
         shared = [key for key in labels if all(key in s and s[key].done for s in (before, after))]
         if not shared:
             raise DataError(
-                "two compared studies must share measured points, but these share none; compare "
+                "two compared studies must share measured points, but share none; compare "
                 "studies with equal factors"
             )
         confidence = 1 - alpha / len(shared)

@@ -20,16 +20,16 @@ _INTERVALS = "with intervals, whose confidence is in the table."
 _LINES: dict[Kind, str] = {"dashed": "ideal", "dotted": "bound of the machine"}
 _MANY = "more ranks than cores"
 _ABOUT = {
-    EFFICIENCY: "None where ranks outnumber cores.",
-    SPEED_UP: "None where ranks outnumber cores.",
-    "core-hours": "With a core for each rank.",
-    "time-to-target": "From the begin of the first step. Only where every repeat reached it.",
+    EFFICIENCY: "No value if ranks outnumber cores.",
+    SPEED_UP: "No value if ranks outnumber cores.",
+    "core-hours": "Only points with a core for each rank.",
+    "time-to-target": "From the start of the first step. Only if every repeat reached the target.",
 }
 _NOTES = {
     "repeats": "Small dots are the repeats.",
-    "hollow": "Hollow: more ranks than cores, which shows that it works, not how fast.",
+    "hollow": "Hollow: more ranks than cores, so that the time is not a measure of speed.",
     "dashed": "Dashed: ideal, from the smallest point that has a core for each rank.",
-    "dotted": "Dotted: what the model of the machine allows.",
+    "dotted": "Dotted: bound by the model of the machine.",
 }
 """Notes of a figure, by the kinds of its series."""
 
@@ -106,9 +106,9 @@ def _by_point(results: StudyResults) -> list[Figure]:
     return [
         Figure(
             name="breakdown",
-            title="Where the time of a step went",
+            title="Parts of the time of a step",
             y_label="seconds",
-            note="Medians of repeats. Exposed communication is what computing did not hide.",
+            note="Medians of repeats. Exposed communication is not hidden by computation.",
             series=_bars(results, PARTS),
             is_stacked=True,
         ),
@@ -122,8 +122,8 @@ def _by_point(results: StudyResults) -> list[Figure]:
         Figure(
             name="learning",
             title="Learning curves",
-            x_label="seconds from the begin of the first step",
-            note="A line for each repeat, by one rank; a point where only its end is known.",
+            x_label="seconds from the start of the first step",
+            note="A line for each repeat, from one rank; a point if only the end is known.",
             series=learned,
             **how,
         ),
@@ -131,7 +131,7 @@ def _by_point(results: StudyResults) -> list[Figure]:
             name="learned-by-bytes",
             title="Learning by bytes sent",
             x_label="bytes between nodes, of all ranks and steps",
-            note="A point for each repeat, at its end. On one node nothing is sent.",
+            note="A point for the end of each repeat. On one node no bytes are sent.",
             series=sent,
             **how,
         ),

@@ -32,15 +32,15 @@ def measure(
 ) -> dict[str, Any]:
     """Return the measured fields of a ``PointRecord`` from the files of all ranks in ``folder``.
 
-    Raises ``DataError``: ranks are missing, a record is impossible, or no step remains after the
-    warm-up.
+    Raises:
+        DataError: ranks are missing, a record is impossible, or no step remains after the warm-up.
     """
     lines = [read(path, key="at") for path in sorted(folder.glob("*.jsonl"))]
     if len(lines) != ranks:
         raise DataError(
             f"every rank must call hpctrain.record(step=..., samples=...), but {len(lines)} of "
-            f"{ranks} ranks did; call it on every rank, and pass HPCTRAIN_RECORDS to all "
-            f"ranks"
+            f"{ranks} ranks did; call hpctrain.record on every rank, and pass HPCTRAIN_RECORDS to "
+            f"all ranks"
         )
     of_ranks = [_steps(each) for each in lines]
     steps = sorted(set.intersection(*(set(each) for each in of_ranks)))
@@ -64,7 +64,8 @@ def measure(
     if not (step_s.min() > 0 <= samples.min() and largest < math.inf):
         raise DataError(
             f"a step must have a duration above 0 and samples, got {step_s.min():g} to "
-            f"{step_s.max():g} s, and {samples.sum():g} samples; fix the calls of hpctrain.record"
+            f"{step_s.max():g} s, and {samples.sum():g} samples; correct the arguments of "
+            "hpctrain.record"
         )
     parts = {name: column(name)[dropped:] for name in (*_PARTS, *_BYTES)}
     known = _known(parts, step_s.mean())
@@ -93,7 +94,8 @@ def _known(
 ) -> dict[str, npt.NDArray[np.float64]]:
     """Return the parts of steps that every rank recorded.
 
-    Raises ``DataError``: a part is negative, or longer than the step.
+    Raises:
+        DataError: a part is negative, or longer than the step.
     """
     known = {name: part for name, part in parts.items() if np.isfinite(part).all()}
     for name, part in known.items():
@@ -101,8 +103,8 @@ def _known(
         if not 0 <= means.min() <= means.max() <= MOST_PART * longest:
             raise DataError(
                 f"a part of a step must be at least 0 and at most the step, got {name} of "
-                f"{means.min():g} to {means.max():g} in steps of {mean_s:g} s; fix the calls of "
-                f"hpctrain.record"
+                f"{means.min():g} to {means.max():g} in steps of {mean_s:g} s; correct the "
+                "arguments of hpctrain.record"
             )
     return known
 
@@ -125,8 +127,9 @@ def _steps(lines: _Lines) -> dict[int, dict[str, Any]]:
         if "samples" in line:
             if found and line["step"] <= (last := next(reversed(found))):
                 raise DataError(
-                    f"the step numbers of a rank must increase over all epochs, but step "
-                    f"{line['step']} followed step {last}; pass growing numbers to record"
+                    "the step numbers of a rank must increase over all epochs, but step "
+                    f"{line['step']} followed step {last}; pass increasing step numbers to "
+                    "hpctrain.record"
                 )
             found[line["step"]] = {"seconds": line["at"] - before, **line}
         before = line["at"]
@@ -159,7 +162,7 @@ def _reached(
     losses: npt.NDArray[np.float64],
     target: Mapping[str, float],
 ) -> dict[str, Any]:
-    """Return seconds and number of steps until the target is reached; empty if not reached.
+    """Return the fields with seconds and number of steps to the target; empty if not reached.
 
     The time starts with the first step and includes tests.
     """

@@ -83,7 +83,7 @@ class HostRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class PointRecord(HostRecord, LearningRecord, StepRecord, PointRepeat):
-    """Result of one repeat of one point; a line of ``points-REPEAT.jsonl``."""
+    """Result of a repeat of a point: a line of ``points-REPEAT.jsonl``."""
 
     status: Literal["done", "failed"]
     oversubscribed: bool  # more ranks than cores: a test of function, not of speed
@@ -143,8 +143,9 @@ class StudyFolder:
                     record = PointRecord(**values)
                 except TypeError as error:
                     raise DataError(
-                        f"{path} was written by another version of hpctrain: {error}; measure "
-                        f"again into another folder, or read it with that version"
+                        f"{path} must have records of this version of hpctrain, but reading "
+                        f"failed: {error}; measure again into another folder, or read the "
+                        "file with the version that wrote it"
                     ) from None
                 found[record.order] = record
         return [found[order] for order in sorted(found)]

@@ -90,8 +90,9 @@ def attempts_of(config: StudyConfig) -> list[PointRepeat]:
     all points equally. The order of a repeat depends only on the seed and the points, so that
     repeats can be added later.
 
-    Raises ``ConfigError``: the factors of every point contradict each other, or the batch of a
-    point is not a multiple of its ranks.
+    Raises:
+        ConfigError: the factors of every point contradict each other, or the batch of a point is
+            not a multiple of its ranks.
     """
     combinations = (
         dict(zip(config.factors, values, strict=True))
@@ -101,7 +102,7 @@ def attempts_of(config: StudyConfig) -> list[PointRepeat]:
     if not points:
         raise ConfigError(
             f"a point must have at least as many ranks as nodes, and nodes x ranks_per_node ranks "
-            f"if all three are factors, but no combination has: got {dict(config.factors)}"
+            f"if all three are factors, got {dict(config.factors)}; add such a combination"
         )
     found: list[PointRepeat] = []
     for repeat in range(config.study.repeats):

@@ -57,7 +57,8 @@ _METHOD = (
 def write_report(results: StudyResults, directory: Path) -> list[Path]:
     """Write ``report.html`` and ``plots/`` with the figures into a directory; return their paths.
 
-    Raises ``ConfigError``: plotly or matplotlib is not installed, or the file system refuses.
+    Raises:
+        ConfigError: plotly or matplotlib is not installed, or a file cannot be written.
     """
     figures = figures_of(results)
     written = write_page(directory / "report.html", study_page(results, figures))
@@ -65,7 +66,7 @@ def write_report(results: StudyResults, directory: Path) -> list[Path]:
 
 
 def study_page(results: StudyResults, figures: list[Figure]) -> str:
-    """Return the page of a study. Raises ``ConfigError``: plotly is not installed."""
+    """Return the HTML page of a study. Raises ``ConfigError`` if plotly is not installed."""
     judged = verdicts(results)
     kept = sum(not verdict.fault for verdict in judged)
     cards = [*_cards(results), (f"{kept} of {len(judged)}", "rules of the checklist are kept")]
@@ -98,7 +99,7 @@ def study_page(results: StudyResults, figures: list[Figure]) -> str:
 
 
 def summary_of(results: StudyResults) -> RenderableType:
-    """Return the report for a terminal."""
+    """Return the summary of the report for a terminal."""
     judged = verdicts(results)
     missing = [each for each in judged if each.fault]
     lines = [
@@ -137,9 +138,9 @@ def point_cells(results: StudyResults, summary: PointSummary) -> list[Cell]:
 
 
 def _without_extremes(times: Sequence[float | None]) -> float | None:
-    told = sorted(seconds for seconds in times if seconds is not None)
-    is_enough = len(told) == len(times) >= MIN_REPEATS
-    return sum(told[1:-1]) / (len(told) - 2) if is_enough else None
+    reached = sorted(seconds for seconds in times if seconds is not None)
+    is_enough = len(reached) == len(times) >= MIN_REPEATS
+    return sum(reached[1:-1]) / (len(reached) - 2) if is_enough else None
 
 
 def _cards(results: StudyResults) -> list[tuple[str, str]]:

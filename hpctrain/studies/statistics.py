@@ -1,6 +1,6 @@
 """Medians and ratios of medians, with confidence intervals that assume no distribution.
 
-A repeat is one sample, because steps of one run are not independent. Intervals are exact for any
+A repeat is one sample, because the steps of a run are not independent. Intervals are exact for any
 continuous distribution. Each interval states its confidence, which is below 95 % with few repeats.
 Sources: Hoefler and Belli, Scientific Benchmarking of Parallel Computing Systems, SC15; of the
 ratio, Mann and Whitney, The Annals of Mathematical Statistics 18 (1947), inverted as by Hodges and
@@ -49,11 +49,11 @@ def repeats_needed(confidence: float) -> int:
 def _estimate(
     value: float, candidates: Iterable[float], chances: Iterable[float], confidence: float
 ) -> Estimate:
-    """Return the estimate ``value`` with an interval between two of the candidates.
+    """Return the estimate ``value`` with an interval of the requested confidence.
 
-    The interval drops as many candidates at both ends as the confidence allows.
-
-    ``chances[k]`` is the probability that exactly k candidates are below the true value.
+    The bounds are two of the sorted ``candidates``: the interval drops as many candidates at both
+    ends as the confidence allows. ``chances[k]`` is the probability that exactly k candidates are
+    below the true value.
     """
     ordered, outside = sorted(candidates), 2 * np.cumsum(list(chances))
     cut = max(0, int(np.count_nonzero(outside <= 1 - confidence + 1e-12)) - 1)

@@ -55,8 +55,8 @@ class StudyTable(CheckedFields):
 class CommandTable(CheckedFields):
     """The command. In every text {NAME} is replaced by the value of a factor.
 
-    So are {ranks}, {nodes}, {ranks_per_node}, {global_batch} and {rank_batch}, and
-    {folder} and {repeat} of an attempt.
+    {ranks}, {nodes}, {ranks_per_node}, {global_batch} and {rank_batch} are replaced by values of
+    the point, {folder} and {repeat} by values of the attempt.
     """
 
     table: ClassVar = "command"
@@ -83,7 +83,7 @@ class StudyConfig(CheckedFields):
     command: CommandTable = field(default_factory=CommandTable)
 
     def check(self) -> None:
-        """Raise ``ConfigError`` if factors or texts are not valid."""
+        """Raise ``ConfigError`` if factors or texts are invalid."""
         for name, values in self.factors.items():
             is_list = isinstance(values, list) and 0 < len(values) == len(set(map(repr, values)))
             require(is_list, f"factors.{name} must be a list of different values", values)
@@ -159,11 +159,12 @@ class StudyConfig(CheckedFields):
 def load(path: Path) -> StudyConfig:
     """Return the configuration of a study from its file.
 
-    Raises ``ConfigError``: the file or a value is not valid.
+    Raises:
+        ConfigError: the file or a value is invalid.
     """
     values = TomlValues(StudyConfig)
-    way_out = f"hpctrain study init {path} writes one"
-    values.merge(read_toml(path, StudyConfig, way_out), f"file {path}")
+    remedy = f"write a study file with hpctrain study init {path}"
+    values.merge(read_toml(path, StudyConfig, remedy), f"file {path}")
     config = values.build()
     require(
         bool(config.command.run), f"file {path}: command.run must be the command to measure", ""

@@ -91,7 +91,7 @@ class PointSummary:
 
     @property
     def ideal_s(self) -> float | None:
-        """Ideal step time: the step time if the point had the efficiency of the base."""
+        """Ideal step time: the step time at the efficiency of the base."""
         return median(self.base.times_s).value / self.growth if self.base else None
 
     def median_of(self, name: str) -> Estimate | None:
@@ -147,7 +147,7 @@ class StudyResults:
 
     @classmethod
     def read(cls, directory: Path) -> "StudyResults":
-        """Read the folder of a study."""
+        """Read the results from the folder of a study. Raises ``ConfigError`` without a study."""
         folder = StudyFolder(directory)
         if not folder.file.exists():
             raise DataError(
@@ -206,8 +206,8 @@ class StudyResults:
         )
         return "\n".join(shown(line, MAX_CAPTION) for line in (what, where))
 
-    def beside(self, machine: Machine) -> "StudyResults":
-        """Return the results with a lower bound of the step times on a machine.
+    def with_bound(self, machine: Machine) -> "StudyResults":
+        """Return the results, with a lower bound of the step times on a machine.
 
         The bound is the maximum of the ideal compute time and the time in which the links move the
         measured bytes; see ``hpctrain.cost.least_step_s``.

@@ -19,7 +19,7 @@ from hpctrain.core.logs import logger
 from hpctrain.core.provenance import processor, project, versions
 from hpctrain.core.records import Records
 from hpctrain.core.units import format_numbers
-from hpctrain.launch.lease import Lease, Times, WaysOut
+from hpctrain.launch.lease import Lease, LeaseRemedies, Times
 from hpctrain.studies.attempt import RECORDS, carry_out, clear
 from hpctrain.studies.point_records import Environment, PointRecord, StudyFolder
 from hpctrain.studies.points import PointRepeat, attempts_of
@@ -27,14 +27,19 @@ from hpctrain.studies.study_file import StudyConfig, load
 
 TIMES = Times(wait_s=6.0)  # shorter than a repeat
 
-_WAY_OUT = "run this command again after the end of that one, or choose another folder with --out"
+_REMEDY = "run this command again after the end of that job, or choose another folder with --out"
 
 
 class Study:
-    """A study that is measured in a folder, with all repeats of its points."""
+    """Study in a folder, with all repeats of its points.
+
+    The constructor writes no file.
+
+    Raises:
+        ConfigError: the study has no point.
+    """
 
     def __init__(self, config: StudyConfig, path: Path, times: Times = TIMES) -> None:
-        """List the repeats; write no file. Raises ``ConfigError``: the study has no point."""
         cores = config.study.cores or num_granted()
         self.config = replace(config, study=replace(config.study, cores=cores))
         self.folder, self._times = StudyFolder(path), times
@@ -43,7 +48,7 @@ class Study:
     def missing(self, *, repeat: int | None = None, failed: bool = False) -> list[PointRepeat]:
         """Return the repeats that have no record yet, in the order of measurement.
 
-        ``repeat`` selects one repeat, ``failed`` includes failed repeats.
+        ``repeat`` selects one repeat; ``failed`` includes the failed repeats.
         """
         records = self.folder.read_points()
         known = {each.order for each in records if not (failed and each.status == "failed")}
@@ -75,8 +80,8 @@ class Study:
             changed = self.config.changes(load(folder.file)) if folder.file.exists() else []
             if changed:
                 raise ConfigError(
-                    f"only repeats and limits of a study may change, but {folder.path} contains a "
-                    f"study with another {', '.join(changed)}; choose another folder with --out"
+                    f"a study can only change its repeats and limits, but {folder.path} contains "
+                    f"a study with another {', '.join(changed)}; choose another folder with --out"
                 )
             folder.write(folder.file, render(self.config))
 
@@ -89,9 +94,16 @@ class Study:
     ) -> None:
         """Measure attempts one after the other; write each record before the next begins.
 
-        Each repeat has its own lease and file, so that several jobs may measure a study. ``begun``
-        and ``ended`` are called for each attempt. Raises ``ConfigError``: another process measures
-        the same repeat, or the folder cannot be written.
+        Each repeat has its own lease and file, so that several jobs may measure a study
+        concurrently.
+
+        Args:
+            attempts: repeats of points to measure.
+            begun: called at the start of each attempt.
+            ended: called with the record of each attempt.
+
+        Raises:
+            ConfigError: another process measures the same repeat, or the folder cannot be written.
         """
         for repeat, found in groupby(attempts, lambda each: each.repeat):
             of_repeat = list(found)
@@ -114,10 +126,10 @@ class Study:
 
     @contextmanager
     def _held(self, repeat: int) -> Iterator[Lease]:
-        """Hold the lease of a repeat in the block; wait until the lease of a dead process ends."""
+        """Hold the lease of a repeat inside the block; wait while another process may hold it."""
         place = self.folder.path / "leases" / str(repeat)
         make_folder(place)
-        lease, is_first = Lease(place, self._times, ways_out=WaysOut(*3 * [_WAY_OUT])), True
+        lease, is_first = Lease(place, self._times, remedies=LeaseRemedies(*3 * [_REMEDY])), True
         try:
             while waits_for := lease.attempt():
                 if is_first:
@@ -137,9 +149,9 @@ class Study:
         for name in ("versions", "cpu", "cores", "commit"):
             if before.get(name) != now[name]:
                 logger.warning(
-                    f"{self.folder.path} was begun with {name} {before.get(name)} and continues "
-                    f"with {now[name]}: its points may not be comparable; choose another folder "
-                    f"with --out, unless the change makes no difference"
+                    f"a study must have one environment, but {name} was {before.get(name)} at "
+                    f"the start and is {now[name]} now: its points may not be comparable; choose "
+                    "another folder with --out, unless the change makes no difference"
                 )
 
     def _keep_plan(self, attempt: PointRepeat) -> None:

@@ -174,7 +174,7 @@ def test_one_rank_is_measured_and_says_so():
     result = CliRunner().invoke(app, words)
     hpctrain.shutdown()
     assert result.exit_code == 0
-    assert "one rank: nothing moves" in result.output
+    assert "one rank: no data are sent" in result.output
     rows = [line.split()[0] for line in result.output.splitlines() if line[:1] == " "]
     assert rows == ["bytes", "8", "32", "128", "512", "1024"]
 

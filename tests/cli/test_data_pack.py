@@ -75,8 +75,8 @@ def test_classes_are_counted(run, tmp_path):
     [
         (["--field", "x"], "--field must be NAME=SOURCE", ConfigError),
         (["--field", "x=x", "--field", "x=y"], "given once", ConfigError),
-        (["--resize", "2by2"], "got '2by2'; say such as 224x224", ConfigError),
-        (["--samples-per-shard", "2", "--shard-size", "1MB"], "leave one out", ConfigError),
+        (["--resize", "2by2"], "got '2by2'; use such as 224x224", ConfigError),
+        (["--samples-per-shard", "2", "--shard-size", "1MB"], "omit one", ConfigError),
         (["--shard-size", "much"], 'such as "25 MiB"', ConfigError),
         (["--resize", "3", "--encoded"], "--resize 3x3 and --encoded", DataError),
         (["--encoded"], "--encoded must be used with tar, folder", DataError),

@@ -125,8 +125,8 @@ def test_faults_of_memory_and_directories_are_named_together(tmp_path):
 @pytest.mark.parametrize(
     ("call", "check", "text"),
     [
-        ("memfd_create", "node memory", "anonymous shared memory cannot be had"),
-        ("process_vm_readv", "copies between ranks", "process_vm_readv is refused"),
+        ("memfd_create", "node memory", "anonymous shared memory is not available"),
+        ("process_vm_readv", "copies between ranks", "process_vm_readv, but refuses it"),
     ],
 )
 def test_operations_forbidden_in_a_container_are_reported(call, check, text):

@@ -127,7 +127,10 @@ def test_a_terminal_gets_formatted_text(monkeypatch, capsys):
 
 @pytest.mark.parametrize(("word", "text"), [("dta", "did you mean data?"), ("?", "there are ")])
 def test_unknown_topic_raises_with_a_remedy(word, text):
-    with pytest.raises(ConfigError, match=re.escape(f'there is no guide "{word}"; {text}')):
+    with pytest.raises(
+        ConfigError,
+        match=re.escape(f'a topic must be one of the listed guides, got "{word}"; {text}'),
+    ):
         CliRunner().invoke(app, ["guide", word], catch_exceptions=False)
 
 

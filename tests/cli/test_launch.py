@@ -118,7 +118,7 @@ def test_options_of_horovodrun_set_the_variable_that_has_their_meaning(words, va
     [
         (["-np", "5", "-H", "a:2,b:2", "python"], "5 ranks and 4 slots"),
         (["-np", "2", "--hostfile", "/nowhere/hosts", "python"], "/nowhere/hosts"),
-        (["-np", "2", "--hostfile", "x", "-H", "a:2", "python"], "leave one out"),
+        (["-np", "2", "--hostfile", "x", "-H", "a:2", "python"], "omit one"),
         (["-np", "2", "--network-interface", "eth99", "python"], "'eth99'"),
         (["-np", "2", "--cycle-time-ms", "-1", "python"], "--cycle-time-ms -1"),
         (["-np", "2", "--fusion-threshold-mb", "x", "python"], "--fusion-threshold-mb x"),
@@ -194,7 +194,7 @@ def test_a_script_that_imports_a_missing_horovod_raises_with_the_shim_as_remedy(
     script.write_text("import sys\nimport horovod.torch as hvd\n")
     monkeypatch.setattr(installed_horovod, "needed_mpi", lambda: None)
     words = ["-n", "2", "--dry-run", "python", str(script)]
-    assert f"`hpctrain shim {script}` in place of `python {script}`" in here(*words).stderr
+    assert f"`hpctrain shim {script}` instead of `python {script}`" in here(*words).stderr
     assert here(*words[:3], "hpctrain", "shim", str(script)).stderr == ""
     script.write_text("horovod = 'import horovod'\n")
     assert here(*words).stderr == ""
@@ -272,7 +272,7 @@ def test_launch_beyond_its_limit_reports_it():
 def test_an_error_of_all_ranks_before_the_world_is_printed_once(words):
     done = hpctrain("launch", "-n", "3", "--", *words)
     assert done.returncode == 2
-    assert "told this" in done.stderr
+    assert "reported this" in done.stderr
     assert done.stderr.count(words[-1]) == 1, done.stderr
 
 
@@ -281,7 +281,7 @@ def test_a_module_that_imports_a_missing_horovod_raises_with_the_shim_as_remedy(
     (tmp_path / "inner.py").write_text("import horovod.torch\n")
     code = "import sys; sys.path = [sys.argv[1]]; import inner"  # no installed packages
     done = hpctrain("launch", "-n", "2", "--", "python", "-S", "-c", code, str(tmp_path))
-    assert done.stderr.count("`hpctrain shim SCRIPT` in place of `python SCRIPT`") == 1
+    assert done.stderr.count("`hpctrain shim SCRIPT` instead of `python SCRIPT`") == 1
 
 
 def test_a_host_without_an_address_is_named_after_a_failure_only(capsys):

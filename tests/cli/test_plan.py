@@ -98,7 +98,7 @@ def test_two_gradient_norms_give_a_noise_scale(ask):
     told = ask("--json", "--noise-scale", str(scale), **GIVEN).output
     assert ask(*words, **GIVEN).output == told
     assert math.isfinite(json.loads(told)["best"]["seconds"])
-    assert "leave one out" in str(ask(*words, "--noise-scale", "9", **GIVEN).exception)
+    assert "omit one" in str(ask(*words, "--noise-scale", "9", **GIVEN).exception)
 
 
 def test_the_plan_of_a_run_uses_its_last_noise_scale(ask, run):

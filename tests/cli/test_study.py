@@ -134,7 +134,7 @@ def test_a_run_reports_each_point_and_exits_with_1_if_some_failed():
     result = run("run", "study.toml", "--out", "here")
     assert result.exit_code == 1
     assert result.stdout.count("depth=1  repeat 2: 2.00 s a step, 4 samples/s") == 1
-    assert result.stdout.count("failed: it ended with exit code 7") == 3
+    assert result.stdout.count("failed: the command ended with exit code 7") == 3
     assert "3 of 6 measured, 3 failed; `hpctrain study report here`" in result.stdout
     assert "--retry-failed measures the failed points again" in result.stdout
     assert len(StudyFolder(Path("here")).read_points()) == 6

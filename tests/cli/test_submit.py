@@ -60,7 +60,7 @@ def options(script):
     return [line.removeprefix("#SBATCH ") for line in script.splitlines() if "#SBATCH" in line]
 
 
-def test_submit_writes_checks_and_submits_a_script_and_prints_how_to_watch():
+def test_submit_writes_checks_and_submits_a_script_and_prints_the_next_commands():
     result = run(
         "my.toml", "--nodes", 2, "--tasks", 4, "--time", "90min", "-p", "main", "-A", "me"
     )
@@ -111,7 +111,10 @@ def test_a_dry_run_checks_and_submits_nothing():
     result = run("my.toml", "--dry-run", "--tasks", 3, "--gpus", 2)
     assert result.exit_code == 0
     assert Path("tested").read_text() == result.stdout
-    assert "warning: tasks and GPUs: 3 ranks on a node share 2 GPUs" in result.stderr
+    assert (
+        "warning: tasks and GPUs: each rank must have its own GPU, but 3 share 2 GPUs"
+        in result.stderr
+    )
     assert "do: #SBATCH --ntasks-per-node=2" in result.stderr
     assert not Path("submitted").exists()
     assert not Path("runs").exists()
@@ -172,7 +175,7 @@ def test_a_configuration_with_unknown_names_is_not_queued(tmp_path):
     result = run(tmp_path / "my.toml")
     assert result.exit_code == 1
     assert 'model.target = "digits:model": there is no module digits' in result.stderr
-    assert "--no-check submits it without this check" in result.stderr
+    assert "--no-check submits the job without this check" in result.stderr
     assert not Path("submitted").exists()
 
 
@@ -180,7 +183,7 @@ def test_rejection_by_slurm_is_shown_and_no_files_are_left():
     Path("refuse").touch()
     result = run("my.toml")
     assert result.exit_code == 1
-    assert "Slurm would not take this job; it says: no" in result.stderr
+    assert "Slurm must accept the job, but sbatch reports: no" in result.stderr
     assert not Path("runs").exists()
 
 
@@ -188,7 +191,10 @@ def test_a_warning_of_the_checks_is_printed(monkeypatch):
     monkeypatch.setenv("MPI_TYPE", "pmi2")
     result = run("my.toml")
     assert result.exit_code == 0  # the script sources a file that may change the environment
-    assert "srun with --mpi=pmi2, but the MPI of this environment needs pmix" in result.stderr
+    assert (
+        "srun must use --mpi=pmix, which the MPI of this environment needs, but --mpi=pmi2"
+        in result.stderr
+    )
 
 
 def test_an_error_of_the_checks_stops_the_submission(monkeypatch):
@@ -245,7 +251,7 @@ def test_a_dry_run_without_slurm_prints_the_script_and_ends_well(monkeypatch, tm
     assert (result.exit_code, "note: Slurm has not checked" in result.stderr) == (0, True)
     result = run("my.toml")
     assert result.exit_code == 1
-    assert "its commands are installed here, but reach no controller" in result.stderr
+    assert "its commands are installed, but do not reach its controller" in result.stderr
     assert (
         "set SLURM_CONF to its slurm.conf; without Slurm, --print shows the script"
         in result.stderr
@@ -287,7 +293,7 @@ def test_ranks_share_the_cores_of_their_node_by_default(tmp_path):
         (["--"], LaunchError, "must have a command"),
         (["--", "python", "no.py"], ConfigError, "but no.py does not"),
         (["--set", "a=1", "--", "python", "my.py"], ConfigError, "pass arguments to the script"),
-        (["my.toml", "--", "python", "x.py"], ConfigError, "leave one out"),
+        (["my.toml", "--", "python", "x.py"], ConfigError, "omit one"),
         (["--template", "gpu"], ConfigError, "--template NAME --print"),
         (
             ["--template", "nope", "--print"],

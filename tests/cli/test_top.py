@@ -149,13 +149,13 @@ def test_a_single_reading_uses_the_time_of_the_heartbeat(run):
     long_ago = time.time() - 100
     os.utime(hold(run), (long_ago, long_ago))
     said = " ".join(top(run).output.split())
-    assert re.search(r"has given no sign of life for 1 min 4\d s", said)
+    assert re.search(r"has written no heartbeat for 1 min 4\d s", said)
 
 
 def test_top_does_not_wait_for_dead_or_finished_jobs(run):
     with subprocess.Popen([sys.executable, "-c", ""]) as dead:
         hold(run, pid=dead.pid)
-    assert "and that is dead" in " ".join(top(run).output.split())
+    assert "but has ended" in " ".join(top(run).output.split())
     (run / NAME).unlink()
     told = " ".join(top(run, "--interval", 100).output.split())
     assert "ended without a last record after step 20" in told
@@ -198,7 +198,7 @@ def test_a_folder_without_a_run_raises_with_a_remedy(tmp_path):
         RunWatch(tmp_path / "nothing").look()
     hold(tmp_path)  # a job that is about to start
     assert RunWatch(tmp_path).look().life == "alive"
-    assert "at work" in top(tmp_path).output
+    assert "running: " in top(tmp_path).output
 
 
 def test_a_run_is_watched_without_torch_and_mpi(run):

@@ -79,5 +79,5 @@ def test_a_slow_link_and_a_wrong_clock_are_named_with_their_nodes(fast_clock):
         findings = findings_of(cluster, "sh", "-c", ON_N2, fast_clock)
     assert len(wrong(findings)) == 2, findings
     link, clock = wrong(findings)
-    assert link.startswith("links: slow link: n1 reaches every other node only with ")
+    assert link.startswith("links: slow link: n1 reaches all other nodes with only ")
     assert re.search(r"clocks: .* differ: n2 is (39|40)\.\d\d s ahead", clock)

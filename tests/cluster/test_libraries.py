@@ -20,7 +20,7 @@ from hpctrain.cluster.libraries import (
     loaded_libmpi,
     may_spare_ofi,
     mismatch,
-    mpirun_beside,
+    mpirun_of,
     settings_of_mpi,
 )
 from hpctrain.cluster.preflight import (
@@ -105,9 +105,9 @@ def test_the_harness_has_loaded_one_mpi_and_a_python_without_it_none():
 def test_mpirun_is_searched_in_the_tree_of_the_library(tmp_path):
     (tmp_path / "bin").mkdir()
     (tmp_path / "lib/openmpi").mkdir(parents=True)
-    assert mpirun_beside(Path("/nowhere/lib/libmpi.so.40")) is None
+    assert mpirun_of(Path("/nowhere/lib/libmpi.so.40")) is None
     (tmp_path / "bin/mpirun").touch()
-    assert mpirun_beside(tmp_path / "lib/libmpi.so.40") == tmp_path / "bin/mpirun"
+    assert mpirun_of(tmp_path / "lib/libmpi.so.40") == tmp_path / "bin/mpirun"
 
 
 @pytest.mark.launches
@@ -148,7 +148,7 @@ def test_mismatch_is_reported_with_the_remedy(found, library, needed):
     what, remedy = mismatch(found, library)
     assert bool(what) == bool(remedy) == bool(needed)
     if what:
-        assert f"srun --mpi={found.pmi or 'none'} started 4 ranks" in what
+        assert f"started 4 ranks with --mpi={found.pmi or 'none'}" in what
         assert str(library) in what
         assert f"`srun --mpi={needed} ...`, or inside the job with `hpctrain launch ...`" in remedy
 
@@ -286,27 +286,27 @@ def test_ranks_that_share_cores_are_warned_with_the_mask_and_in_the_same_words()
     assert {core_warning(topology) for topology in world((0, 1), (0, 1))} == {None}
 
 
-def told_of_accelerators(*seen: str, devices: int = 1, host: str = "vm") -> set[str | None]:
+def accelerator_warnings(*seen: str, devices: int = 1, host: str = "vm") -> set[str | None]:
     facts = [RankFacts(host=host, cores=(0,), devices=devices, visible=one) for one in seen]
     elsewhere = RankFacts(host="elsewhere", cores=(0,), devices=devices, visible="7")
     return {accelerator_warning([*facts, elsewhere], rank) for rank in range(len(facts))}
 
 
 def test_ranks_that_cannot_reach_each_others_accelerators_are_warned_in_the_same_words():
-    (text,) = told_of_accelerators("0", "1", "2")
+    (text,) = accelerator_warnings("0", "1", "2")
     assert "ranks of vm see different accelerators (0; 1; 2)" in text
     assert "srun --gpu-bind=none" in text
-    assert told_of_accelerators("0,1", "0,1", devices=2) == {None}
-    assert told_of_accelerators("0,1", "1,0", devices=2) == {None}
-    assert told_of_accelerators("0") == {None}
-    assert told_of_accelerators("", "", devices=0) == {None}
+    assert accelerator_warnings("0,1", "0,1", devices=2) == {None}
+    assert accelerator_warnings("0,1", "1,0", devices=2) == {None}
+    assert accelerator_warnings("0") == {None}
+    assert accelerator_warnings("", "", devices=0) == {None}
 
 
 def test_ranks_that_share_accelerators_are_warned():
-    (text,) = told_of_accelerators("", "")
-    assert text.startswith("2 ranks of vm share 1 accelerator, ")
-    (text,) = told_of_accelerators(*["0,1"] * 3, devices=2)
-    assert "share 2 accelerators, which is slow; start 2 on a node" in text
+    (text,) = accelerator_warnings("", "")
+    assert "but 2 ranks of vm share 1 accelerator;" in text
+    (text,) = accelerator_warnings(*["0,1"] * 3, devices=2)
+    assert "share 2 accelerators; start 2 on a node" in text
 
 
 @pytest.mark.parametrize(

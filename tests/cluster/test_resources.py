@@ -231,7 +231,7 @@ def test_the_ranks_of_a_node_take_together():
     ranks = [[machine_of(8 * GIB)]] * 4
     assert shortage(ranks, GIB) is None
     text = shortage(ranks, 2 * GIB)
-    assert "need 8.0 GiB" in text
+    assert "must have 8.0 GiB" in text
     assert "4 x 2.0 GiB" in text
     assert "this machine has 8.0 GiB available" in text
 

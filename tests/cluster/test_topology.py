@@ -160,5 +160,5 @@ def test_group_keeps_nodes_and_renumbers_ranks():
     assert group.nodes == ((0,), (1, 3), (2,))
     assert group.hosts == ("c", "b", "a")
     assert (group.node, group.local_rank, group.core_peers) == (1, 0, (1, 3))
-    with pytest.raises(TopologyError, match="rank 3 is not in the group 0-1"):
+    with pytest.raises(TopologyError, match="must contain this rank, got 0-1 on rank 3"):
         Topology.from_facts(facts, 3).of_group([0, 1])

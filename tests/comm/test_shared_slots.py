@@ -213,7 +213,7 @@ def test_bucket_lives_as_long_as_its_tensor(world):
 
 @pytest.mark.ranks(2, 3, 4)
 def test_too_large_a_bucket_is_an_error_on_every_rank(node):
-    with pytest.raises(NodeMemoryError, match=r"need .* of shared memory .* available"):
+    with pytest.raises(NodeMemoryError, match=r"must have .* for the shared memory .* available"):
         node.new_bucket(1 << 48, torch.uint8)
     node.barrier()
 

@@ -151,8 +151,8 @@ def test_points_and_machines_survive_their_files(tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "must contain points"),
-        ("[]", "must contain points"),
+        ("", "must be a JSON file with points"),
+        ("[]", "must be a JSON file with points"),
         ('{"points": [3]}', "must be a mapping"),
         ('{"points": [{"nodes": 1}]}', "missing .* 'ranks_per_node'"),
         (json.dumps({"points": [asdict(made()[0]) | {"nodes": "1"}]}), "nodes must be an integer"),
@@ -163,7 +163,7 @@ def test_a_file_without_points_is_refused_by_name(tmp_path, text, said):
     (tmp_path / "wrong.json").write_text(text)
     with pytest.raises(ConfigError, match=said):
         read_points(tmp_path / "wrong.json")
-    with pytest.raises(ConfigError, match="must contain points"):
+    with pytest.raises(ConfigError, match="must be a JSON file with points"):
         read_points(tmp_path / "none.json")
 
 

@@ -189,7 +189,7 @@ def test_a_layout_that_is_fixed_is_kept_and_nothing_faster_is_hidden():
     assert sum(found.best[0].terms) >= sum(free.best[0].terms)
     more = {"pp": 2, "cp": 1, "virtual": 3, "schedule": "zero_bubble"}
     both = {"recompute": "selective", "schedule": "zero_bubble"}
-    with pytest.raises(ConfigError, match="is for a backward in one piece: "):
+    with pytest.raises(ConfigError, match="selective recomputation with zero_bubble: "):
         best_layouts(CLUSTER, MODEL, replace(RULES, fixed=both))
     (only,) = best_layouts(CLUSTER, MODEL, replace(RULES, fixed=fixed | more)).best
     assert axes(only) == (4, 2, 8, 1)
@@ -225,13 +225,13 @@ def test_model_that_fits_nowhere_raises_with_the_missing_memory():
     with pytest.raises(ConfigError) as caught:
         best_layouts(small, Transformer.of(70e9), RULES)
     told = str(caught.value)
-    assert "a rank has 72 GB for the modelled bytes (90% of 80)" in told
+    assert "a layout must need at most 72 GB per rank (90% of 80 GB)" in told
     least, missing = (
         float(re.search(rf"([\d.]+) GB{word}", told)[1]) for word in (", ", " too much")
     )
     assert missing == pytest.approx(least - 72, abs=0.1)
     nodes, gigabytes = (
-        int(re.search(rule, told)[1]) for rule in (r"take (\d+) nodes", r"GPUs of (\d+) GB")
+        int(re.search(rule, told)[1]) for rule in (r"use (\d+) nodes", r"GPUs of (\d+) GB")
     )
     for enough in (replace(small, nodes=nodes), replace(small, memory_bytes=gigabytes * 1e9)):
         assert best_layouts(enough, Transformer.of(70e9), RULES).best
@@ -247,7 +247,7 @@ def test_violations_are_counted_if_no_layout_is_valid():
     prime = Machine(nodes=7, ranks_per_node=1)
     model = Transformer.of(layers=2, hidden=64)
     with pytest.raises(
-        ConfigError, match=r"4 divisions of 7 ranks: .*does not divide the batch: 1"
+        ConfigError, match=r"4 divisions of 7 ranks break one: .*does not divide the batch: 1"
     ):
         best_layouts(prime, model, LayoutRules(batch=1))
     assert axes(best_layouts(prime, model, LayoutRules(batch=7)).best[0]) == (1, 1, 7, 1)

@@ -231,7 +231,7 @@ def test_sixteen_thousand_ranks_are_simulated(name):
 
 
 def test_invalid_requests_raise():
-    with pytest.raises(ConfigError, match="slices must run on one node, got 4"):
+    with pytest.raises(ConfigError, match="slices can only run on one node, got 4"):
         allreduce_times(Way("slices", 1), 10, flat(4))
     with pytest.raises(ConfigError, match="got 3 for 4 ranks"):
         allreduce_times(Way("ring"), 10, flat(4), np.zeros(3))

@@ -9,7 +9,7 @@ from hpctrain.cluster.resources import Room
 from hpctrain.core.units import GIB
 from hpctrain.doctor.checks.check import named
 from hpctrain.doctor.checks.facts import (
-    Card,
+    Adapter,
     CoreFacts,
     Facts,
     GpuFacts,
@@ -22,8 +22,8 @@ from hpctrain.doctor.checks.facts import (
 LIBRARY = Path("/venv/lib/libmpi.so.40")
 SITE = Path("/opt/openmpi/lib/libmpi.so.40.30.6")
 MPICH = Path("/opt/mpich/lib/libmpi.so.12.5.0")
-INFINIBAND = Card(name="mlx5_0", family="infiniband", is_live=True)
-SLINGSHOT = Card(name="cxi0", family="cxi", is_live=True)
+INFINIBAND = Adapter(name="mlx5_0", family="infiniband", is_live=True)
+SLINGSHOT = Adapter(name="cxi0", family="cxi", is_live=True)
 
 HEALTHY = Facts(
     environ={},

@@ -73,14 +73,14 @@ def test_a_directory_that_is_read_only_is_a_warning(tmp_path):
 def test_a_file_system_without_locks_is_a_warning(tmp_path):
     (found,) = findings(tmp_path, sys.executable, REFUSE, "flock", "ENOLCK")
     assert found["level"] == "warning"
-    assert "no locks" in found["what"]
+    assert "no file locks" in found["what"]
     assert "HDF5_USE_FILE_LOCKING=FALSE" in found["do"]
 
 
 def test_a_lock_that_hangs_is_an_error_that_does_not_hang(tmp_path):
     (found,) = findings(tmp_path, sys.executable, REFUSE, "flock", "hang", limit_s=6)
     assert found["level"] == "error"
-    assert "taking a lock hangs" in found["what"]
+    assert "request of a file lock hangs" in found["what"]
     assert list(tmp_path.iterdir()) == []
 
 

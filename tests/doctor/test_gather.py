@@ -25,7 +25,7 @@ def test_horovod_is_loaded_if_ranks_use_it(monkeypatch):
     monkeypatch.setattr(module, "check_import", Mock(side_effect=refusal))
     monkeypatch.setattr(module, "version_of", lambda _: None)
     assert module._horovod_error({}) == ""
-    assert "not installed; hpctrain horovod build" in module._horovod_error(wanted)
+    assert "but is not; hpctrain horovod build" in module._horovod_error(wanted)
     monkeypatch.setattr(module, "version_of", lambda _: "0.28.1")
     assert module._horovod_error(wanted) == str(refusal)
 

@@ -10,7 +10,7 @@ from hpctrain.core.finding import Finding
 from hpctrain.core.units import GIB, MIB
 from hpctrain.doctor.checks import environment, gpus, job, network, node
 from hpctrain.doctor.checks.check import few, merge
-from hpctrain.doctor.checks.facts import Card, DirectoryFacts, Reached
+from hpctrain.doctor.checks.facts import Adapter, DirectoryFacts, Reached
 from hpctrain.doctor.checks.table import examine
 from tests.doctor.healthy import (
     ALONE,
@@ -30,7 +30,7 @@ from tests.doctor.healthy import (
     with_,
 )
 
-DOWN = Card(name="mlx5_0", family="infiniband", is_live=False)
+DOWN = Adapter(name="mlx5_0", family="infiniband", is_live=False)
 MPIRUN = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "6"}
 EIGHT = {"SLURM_STEP_TASKS_PER_NODE": "8(x2)"}
 REFUSED = "[Errno 1] Operation not permitted"
@@ -47,8 +47,8 @@ def threads(facts):
     return node.check_threads([facts])
 
 
-def cards(*found, **more):
-    return {"network": {"cards": found, **more}}
+def adapters(*found, **more):
+    return {"network": {"adapters": found, **more}}
 
 
 def mask(*numbers, granted=8, **more):
@@ -80,7 +80,7 @@ TABLE = {
     environment.check_versions: [
         ({}, {}, "ok", "python 3.11.7, hpctrain 0.1.0, torch 2.13.0, mpi4py 4.1.2"),
         ({}, {"versions": {"torch": "2.13.0", "h5py": None}}, "error", "pip install h5py"),
-        ({}, {"versions": {"hpctrain": None}}, "note", "runs from a folder"),
+        ({}, {"versions": {"hpctrain": None}}, "note", "must be importable on all nodes"),
     ],
     environment.check_library: [
         ({}, {}, "ok", f"{LIBRARY}; under Slurm it needs `srun --mpi=pmix`"),
@@ -88,7 +88,12 @@ TABLE = {
         ({}, {"mpi": {"error": "none; load a module"}}, "error", "none do: load a module"),
         ({}, beside((SITE, "LD_LIBRARY_PATH")), "warning", f"the pip package's {LIBRARY}"),
         ({}, beside((MPICH, "LD_LIBRARY_PATH")), "warning", f"MPI4PY_LIBMPI={MPICH}"),
-        ({"MPI4PY_LIBMPI": "x"}, beside((SITE, "LD_LIBRARY_PATH")), "note", "two MPI libraries"),
+        (
+            {"MPI4PY_LIBMPI": "x"},
+            beside((SITE, "LD_LIBRARY_PATH")),
+            "note",
+            "must load one MPI library",
+        ),
         ({}, beside(MODULE), "warning", "/opt/openmpi/bin/mpirun, belongs to"),
         ({}, beside(MODULE, (SITE, "LD_LIBRARY_PATH")), "warning", "hpctrain launch"),
         ({}, beside(SYSTEM), "note", "/usr/bin/mpirun"),
@@ -123,7 +128,7 @@ TABLE = {
         (SRUN | {"SLURM_CPUS_PER_TASK": "4"}, {}, "ok", ""),
     ],
     job.check_launcher: [
-        ({}, {}, "ok", "alone"),
+        ({}, {}, "ok", "the only rank"),
         (SRUN, {}, "ok", "srun: rank 0 of 8 (SLURM_STEP_NUM_TASKS)"),
         (BATCH, {"mpi": {"srun_types": ("none", "pmi2", "pmix_v4")}}, "ok", "srun --mpi=pmix"),
         (BATCH, {"mpi": {"srun_types": ("pmi2", "cray_shasta")}}, "warning", "hpctrain launch"),
@@ -132,9 +137,9 @@ TABLE = {
     ],
     masks: [
         ({}, {}, "ok", "8 for each rank"),
-        ({}, mask(5), "warning", "this process may use 1 of 8 cores (mask 5), 8 are there for"),
+        ({}, mask(5), "warning", "its 8 cores, but this process may use 1 of 8 cores (mask 5)"),
         ({}, mask(4, 5), "note", "2 of 8 cores"),
-        (SRUN, mask(5), "warning", "2 are there for each do: srun --cpus-per-task"),
+        (SRUN, mask(5), "warning", "use 1 of 8 cores (mask 5) do: srun --cpus-per-task"),
         (SRUN, mask(4, 5), "ok", ""),
         (SRUN | EIGHT, mask(5), "ok", ""),
         ({}, mask(5, granted=1), "ok", ""),
@@ -147,11 +152,16 @@ TABLE = {
         (SRUN, {}, "ok", "2 for each rank"),
         (SRUN | {"OMP_NUM_THREADS": "2"}, {}, "ok", ""),
         (SRUN | {"OMP_NUM_THREADS": "8"}, {}, "warning", "export OMP_NUM_THREADS=2, or unset it"),
-        (SRUN | {"OMP_NUM_THREADS": "8,2"}, {}, "warning", "take turns"),
-        (SRUN | {"MKL_NUM_THREADS": "3"}, {}, "warning", "MKL_NUM_THREADS=3 and a rank has 2"),
-        (SRUN | {"OMP_NUM_THREADS": "1"}, {}, "note", "1 of them idle"),
+        (SRUN | {"OMP_NUM_THREADS": "8,2"}, {}, "warning", "threads would wait"),
+        (
+            SRUN | {"MKL_NUM_THREADS": "3"},
+            {},
+            "warning",
+            "MKL_NUM_THREADS must be at most the cores of a rank, 2, got 3",
+        ),
+        (SRUN | {"OMP_NUM_THREADS": "1"}, {}, "note", "1 would be idle"),
         (SRUN | {"OMP_NUM_THREADS": "auto"}, {}, "ok", ""),
-        (SRUN | {"OMP_NUM_THREADS": "4"}, mask(4, 5), "warning", "a rank has 2 cores"),
+        (SRUN | {"OMP_NUM_THREADS": "4"}, mask(4, 5), "warning", "cores of a rank, 2, got 4"),
         (SRUN | EIGHT | {"OMP_NUM_THREADS": "1"}, {}, "ok", ""),
         ({"OMP_NUM_THREADS": "4"}, {"cores": {"quota": 2.5}}, "warning", "=2, or unset"),
         (
@@ -169,17 +179,17 @@ TABLE = {
             "error",
             "_DEVICES=0,1",
         ),
-        (BATCH | {"SLURM_GPUS_ON_NODE": "2"}, {}, "warning", "4 tasks on this node share 2 GPUs"),
-        (BATCH | {"SLURM_JOB_GPUS": "0,1,2"}, {}, "warning", "share 3 GPUs"),
+        (BATCH | {"SLURM_GPUS_ON_NODE": "2"}, {}, "warning", "but 4 on this node share 2"),
+        (BATCH | {"SLURM_JOB_GPUS": "0,1,2"}, {}, "warning", "share 3"),
         (BATCH | {"CUDA_VISIBLE_DEVICES": "0,1"}, {}, "warning", "--ntasks-per-node=2"),
         (BATCH | {"SLURM_GPUS_ON_NODE": "4"}, {}, "ok", ""),
-        (BATCH | {"SLURM_GPUS_ON_NODE": "8"}, {}, "note", "some idle"),
+        (BATCH | {"SLURM_GPUS_ON_NODE": "8"}, {}, "note", "some are idle"),
         (SRUN | {"SLURM_GPUS_ON_NODE": "1"}, {}, "ok", ""),  # ranks compare these themselves
         (
             {},
             torch("2.13.0+cpu", gpus={"num_devices": 4}),
             "warning",
-            "torch 2.13.0+cpu cannot use them",
+            "the 4 GPUs, got 2.13.0+cpu",
         ),
         ({}, torch("2.13.0+cpu"), "ok", ""),
         ({}, torch("2.13.0+cu130", gpus={"num_devices": 4}), "ok", ""),
@@ -194,46 +204,56 @@ TABLE = {
         ({}, smi(), "ok", "4 in this machine, driver 570.86.15 for CUDA up to 12.8"),
         ({}, smi(runtime="12.6.77"), "ok", ""),
         ({}, smi(runtime="13.0.48"), "error", "torch for CUDA 12"),
-        ({}, smi() | torch("2.13.0+cu130"), "error", "is built for CUDA 13, and the driver 570"),
-        ({}, smi(cuda="", driver="", error="NVML: mismatch"), "warning", "NVML: mismatch do: w"),
+        ({}, smi() | torch("2.13.0+cu130"), "error", "needs CUDA 13, and the driver 570"),
+        ({}, smi(cuda="", driver="", error="NVML: mismatch"), "warning", "NVML: mismatch do: a"),
     ],
     gpus.check_gpu_links: [
         ({}, {}, "ok", "no GPUs"),
         ({}, {"gpus": {"num_devices": 1}}, "ok", "nvidia-smi does not report them"),
-        ({}, smi(), "ok", "between GPUs NVLink; to the nearest network card a PCIe switch (2 "),
+        ({}, smi(), "ok", "between GPUs NVLink; to the nearest network adapter a PCIe switch (2 "),
         ({}, smi(), "ok", "and the link between the sockets (2 of 4); GPUDirect"),
         ({}, smi(topology=PCIE), "ok", "between GPUs PCIe through the processor; GPUDirect RDMA"),
         ({}, smi(topology=OLD), "ok", "a PCIe switch (1 of 3) and PCIe through the pro"),
         ({}, smi(has_peermem=True), "ok", "nvidia_peermem loaded"),
-        ({}, smi(topology=ALONE), "ok", "GPUDirect RDMA: nvidia_peermem not loaded, nor needed"),
+        (
+            {},
+            smi(topology=ALONE),
+            "ok",
+            "GPUDirect RDMA: nvidia_peermem not loaded, and not needed",
+        ),
     ],
     node.check_room: [
         (SRUN, room(2 * GIB), "ok", "/job_7"),
-        (SRUN, room(2 * GIB - 1), "warning", "2.0 GiB left in /job_7 for 4 ranks"),
+        (SRUN, room(2 * GIB - 1), "warning", "2.0 GiB available in /job_7 for 4 ranks"),
         ({}, {"memory": {"rooms": ()}}, "ok", "memory is unknown"),
     ],
-    node.check_ways: [
+    node.check_shared_memory: [
         ({}, shm(64 * MIB), "warning", "--shm-size"),  # one rank for each of eight cores
         ({}, shm(128 * MIB), "ok", "memfd"),
         (SRUN, shm(64 * MIB), "ok", ""),
-        (SRUN, shm(63 * MIB), "warning", "4 ranks put up to 64.0 MiB there"),
+        (SRUN, shm(63 * MIB), "warning", "64.0 MiB for the messages of 4 ranks"),
         (SRUN, shm(16 * MIB) | {"mpi": {"library": MPICH}}, "ok", ""),
         (SRUN, shm(0), "warning", "SIGBUS"),
         (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "1"}, shm(0), "ok", ""),
-        ({}, shm(GIB, memfd_error=REFUSED), "warning", f"{REFUSED}; gradients go flat"),
+        ({}, shm(GIB, memfd_error=REFUSED), "warning", f"{REFUSED}: MPI sends the gradients"),
         ({"HPCTRAIN_SHARED_MEMORY": "memfd"}, shm(GIB, memfd_error="no"), "error", "=auto"),
-        ({"HPCTRAIN_SHARED_MEMORY": "off"}, {}, "note", "plain MPI"),
+        ({"HPCTRAIN_SHARED_MEMORY": "off"}, {}, "note", "are sent by MPI"),
         ({"HPCTRAIN_SHARED_MEMORY": "?"}, {}, "ok", ""),  # covered by another check
     ],
-    network.check_cards: [
+    network.check_adapters: [
         ({}, {}, "ok", "TCP is used"),
         ({"OMPI_MCA_pml": "ob1"}, {}, "ok", ""),
-        ({}, cards(INFINIBAND), "ok", "mlx5_0 are active"),
-        ({"OMPI_MCA_pml": "ob1"}, cards(DOWN), "note", "no port of mlx5_0 is active"),
-        ({"OMPI_MCA_pml": "ob1"}, cards(INFINIBAND), "warning", "OMPI_MCA_pml=ob1 makes MPI use"),
-        ({"UCX_TLS": "tcp,sm"}, cards(INFINIBAND), "warning", "do: unset UCX_TLS"),
-        ({}, cards(SLINGSHOT), "warning", "cxi0 is a Slingshot adapter"),
-        ({}, cards(SLINGSHOT) | {"mpi": {"is_wheel": False}}, "ok", ""),
+        ({}, adapters(INFINIBAND), "ok", "mlx5_0 are active"),
+        ({"OMPI_MCA_pml": "ob1"}, adapters(DOWN), "note", "but mlx5_0 has none"),
+        (
+            {"OMPI_MCA_pml": "ob1"},
+            adapters(INFINIBAND),
+            "warning",
+            "OMPI_MCA_pml=ob1 makes MPI use",
+        ),
+        ({"UCX_TLS": "tcp,sm"}, adapters(INFINIBAND), "warning", "do: unset UCX_TLS"),
+        ({}, adapters(SLINGSHOT), "warning", "the Slingshot adapter cxi0"),
+        ({}, adapters(SLINGSHOT) | {"mpi": {"is_wheel": False}}, "ok", ""),
     ],
     network.check_copies: [
         ({}, {}, "ok", ""),
@@ -247,9 +267,9 @@ TABLE = {
         ({}, directory(steps={"list": "ENOENT"}), "error", "mkdir -p"),
         ({}, directory(steps={"list": "", "write": "EROFS"}), "warning", "another directory"),
         ({}, directory(steps={"lock": "no", "hdf5 locked": "no"}), "warning", "USE_FILE_LOCKING"),
-        ({}, directory(steps={"hdf5": "OSError: bad"}), "error", "HDF5 does not work there"),
-        ({}, directory(hung="lock"), "error", "taking a lock hangs"),
-        ({}, directory(hung="list"), "error", "the step list does not end"),
+        ({}, directory(steps={"hdf5": "OSError: bad"}), "error", "HDF5 fails"),
+        ({}, directory(hung="lock"), "error", "request of a file lock hangs"),
+        ({}, directory(hung="list"), "error", "the step list hangs"),
     ],
 }
 
@@ -325,7 +345,7 @@ def test_variable_without_effect_is_reported():
         HEALTHY,
         with_(SRUN),
         with_(BATCH),
-        with_(SRUN, network={"cards": (INFINIBAND,)}),
+        with_(SRUN, network={"adapters": (INFINIBAND,)}),
         with_(mpi={"srun_types": ("none", "pmi2", "pmix", "pmix_v4")}),
     ],
 )
@@ -343,7 +363,7 @@ def test_every_fault_has_a_remedy():
         mpi={"error": "no library; load a module"},
         cores={"mask": (3,)},
         memory={"shm_free_bytes": 1, "memfd_error": "refused", "rooms": ()},
-        network={"cards": (INFINIBAND,), "copy_error": "no"},
+        network={"adapters": (INFINIBAND,), "copy_error": "no"},
     )
     wrong = [each for each in examine(broken) if each.is_wrong]
     assert len(wrong) >= 8
@@ -383,5 +403,5 @@ def test_a_fault_of_many_nodes_lists_a_few_nodes():
     assert few([finding("error")] * 4) == [finding("error")] * 4
     assert [each.what for each in few([finding("error")] * 9)][3:] == [
         "x",
-        "the same 5 times more",
+        "5 more findings of this kind",
     ]

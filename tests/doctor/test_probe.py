@@ -80,7 +80,7 @@ def test_setting_of_one_rank_is_reported_with_the_rank(world, monkeypatch):
         monkeypatch.setenv("HPCTRAIN_TIMEOUT", "soon")
     invalid, different = told(probe(seconds=0.0), "settings")
     assert invalid.startswith("error: HPCTRAIN_TIMEOUT must be ")
-    assert "HPCTRAIN_TIMEOUT differs between ranks" in different
+    assert "HPCTRAIN_TIMEOUT must be identical on all ranks, but differs" in different
     assert "soon (rank 1)" in different
 
 
@@ -99,7 +99,7 @@ def test_an_unreadable_plan_is_an_error_and_other_checks_continue(monkeypatch):
 def test_disabled_node_memory_is_not_a_fault(monkeypatch):
     monkeypatch.setenv("HPCTRAIN_SHARED_MEMORY", "off")
     assert told(probe(seconds=0.0), "node memory") == [
-        "note: HPCTRAIN_SHARED_MEMORY=off: gradients of a node go through plain MPI",
+        "note: HPCTRAIN_SHARED_MEMORY=off: gradients of a node are sent by MPI",
         "note: HPCTRAIN_SHARED_MEMORY=off: node memory is none",
     ]
 

@@ -71,8 +71,8 @@ def carried(host, *, interface=0, card=0, sent=100 << 20, cards=("mlx5_0",)):
         host=host,
         sent_bytes=sent,
         by_interface={"lo": 1000, "ib0": interface},
-        by_card={"mlx5_0": card},
-        fast_cards=cards,
+        by_adapter={"mlx5_0": card},
+        fast_adapters=cards,
     )
 
 
@@ -123,7 +123,7 @@ TABLE = {
         (
             world(bound("a", 3), bound("a", 3)),
             "warning",
-            "ranks 0-1 on a take turns on 1 core (mask 3)",
+            "ranks 0-1 on a share 1 core (mask 3)",
         ),
         (
             world(bound("a", 3), *[bound("b", 0, 1, 2, 3)] * 2),
@@ -140,15 +140,19 @@ TABLE = {
         (
             world(bound("a", 0, 1, omp=3), bound("a", 2, 3, omp=1)),
             "warning note",
-            "OMP_NUM_THREADS=1 and a rank has 2 cores (rank 1)",
+            "OMP_NUM_THREADS=1, but a rank has 2 cores (rank 1)",
         ),
-        (world(*[bound("a", 0, 1, omp=2)] * 2), "warning", "a rank has 1 core:"),
+        (world(*[bound("a", 0, 1, omp=2)] * 2), "warning", "the cores of a rank, 1, got 2"),
         (
             world(*[bound("a", 0, 1, omp=1)] * 3),
             "ok",
             "",
         ),  # too many ranks are covered by another check
-        (world(*[bound("a", 0, 1, 2, 3, omp=4, quota=2.0)] * 1), "warning", "has 2 cores"),
+        (
+            world(*[bound("a", 0, 1, 2, 3, omp=4, quota=2.0)] * 1),
+            "warning",
+            "cores of a rank, 2, got 4",
+        ),
         (world(bound("a", 0), bound("a", 0)), "ok", ""),
     ],
     gpus.check_nccl: [
@@ -168,24 +172,24 @@ TABLE = {
         (world(seeing(), seeing()), "ok", "no rank sees a GPU"),
         (world(seeing("0"), seeing("1")), "note", "torch sees none"),
         (world(seeing("0", "1"), seeing("0", "1")), "note", "gives 2 GPUs"),  # by local rank
-        (world(seeing("0"), seeing("0")), "warning", "as the environment numbers them"),
-        (world(*[seeing("0", "1")] * 3), "warning", "ranks 0,2 on a take the same GPU 0"),
-        (world(seeing("0"), seeing()), "warning", "rank 1 on a see no GPU"),
+        (world(seeing("0"), seeing("0")), "warning", "by the numbers in the environment"),
+        (world(*[seeing("0", "1")] * 3), "warning", "ranks 0,2 on a use GPU 0"),
+        (world(seeing("0"), seeing()), "warning", "rank 1 on a see none"),
         (
             world(*(seeing("GPU-7", host=host, by_torch=True) for host in "aabb")),
             "error error",
-            "ranks 2-3 on b take the same GPU GPU-7",
+            "ranks 2-3 on b use GPU GPU-7",
         ),
         (world(*(seeing("GPU-7", host=host, by_torch=True) for host in "ab")), "ok", "own"),
         (
             world(seeing("a", by_torch=True), seeing("b", by_torch=True)),
             "warning",
-            "ranks 0-1 on a see other GPUs each and reach no other memory: the host sums",
+            "ranks 0-1 on a see different GPUs: the host sums",
         ),
         (
             world(*[seeing("a", "b", by_torch=True, no_peers=((0, 1),))] * 2),
             "warning",
-            "1 pair of GPUs on a (0-1) share no memory",
+            "but 1 pair on a (0-1) cannot",
         ),
         (world(near(0, 1), near(2, 3), near(4, 5), near(6, 7)), "ok", "its own GPU"),
         (
@@ -196,28 +200,28 @@ TABLE = {
         (
             world(*(seeing("0", host=f"n{number // 2}") for number in range(20))),
             "warning warning warning warning warning",
-            "the same 6 times more",
+            "6 more findings of this kind",
         ),
     ],
     environment.check_equal_versions: [
         (
             world(*(rank(versions={"torch": text}) for text in "1221")),
             "error",
-            "torch differs: 1 (ranks 0,3), 2 (ranks 1-2)",
+            "but differs: 1 (ranks 0,3), 2 (ranks 1-2)",
         ),
-        (world(*"ab"), "ok", "the same on all ranks: python 3.11.7"),
+        (world(*"ab"), "ok", "identical on all ranks: python 3.11.7"),
     ],
     environment.check_equal_settings: [
         (world(*"ab"), "ok", ""),
         (
             world(rank(environ={"HPCTRAIN_PROBE": "off"}), "b"),
             "warning",
-            "HPCTRAIN_PROBE differs between ranks, off (rank 0), not set (rank 1)",
+            "must be identical on all ranks, but differs: off (rank 0), not set (rank 1)",
         ),
         (world(rank(environ={"HPCTRAIN_LOG_DIR": "x"}), "b"), "ok", ""),
-        (world(rank(environ={"UCX_TLS": "tcp"}), "b"), "note", "UCX_TLS differs"),
+        (world(rank(environ={"UCX_TLS": "tcp"}), "b"), "note", "UCX_TLS must be identical"),
     ],
-    node.check_way: [
+    node.check_node_memory: [
         (world("a"), "ok", "one rank"),
         (world(*"aa", node_memory="memfd"), "ok", "by memfd"),
         (world(*"aa", node_memory="none", notes=["no room"]), "warning", "no room do: run all"),
@@ -228,12 +232,12 @@ TABLE = {
         ),
         (world(*"aa", engine="horovod"), "note", "Horovod moves the tensors"),
     ],
-    network.check_ways: [
+    network.check_interfaces: [
         (world("a", carried=[carried("a")]), "ok", "one node"),
         (
             world(*"ab", **sent(interface=110 << 20)),
             "warning",
-            "messages leave a, b by ib0 (TCP), while mlx5_0 is there",
+            "but leave a, b by ib0 (TCP), although mlx5_0 is active",
         ),
         (
             world(*"ab", **sent(card=110 << 20)),
@@ -245,7 +249,7 @@ TABLE = {
             "note",
             "leave by ib0, TCP (2 nodes)",
         ),
-        (world(*"ab", **sent(sent=1)), "note", "too little was sent"),
+        (world(*"ab", **sent(sent=1)), "note", "too few bytes were sent"),
     ],
     network.check_links: [
         *((world(*"abcdefg"[:n], between=between(n)), "note", "pair") for n in (2, 3, 7)),
@@ -258,7 +262,7 @@ TABLE = {
                     ),
                 ),
                 "note warning",
-                "slow link: b reaches every other node only with",
+                "slow link: b reaches all other nodes with only",
             )
             for n in (3, 4, 8)
         ),
@@ -280,7 +284,7 @@ TABLE = {
         (
             world(*"abc", between=[clock(1, -40.0), clock(2, 0.1)]),
             "warning",
-            "the clocks of the nodes differ: b is 40.00 s behind (within 10.00 ms)",
+            "clocks of nodes must agree within 1 s, but b is 40.00 s behind (within 10.00 ms)",
         ),
         (world(*"abc", between=[clock(2, 0.1)]), "ok", "differ by 100.00 ms at most"),
     ],
@@ -309,7 +313,7 @@ def test_a_wheel_below_the_wrong_interface_is_refused(library, pmi, is_refused):
     assert (finding is not None) == is_refused
     if finding is not None:
         assert finding.level == "error"
-        assert f"srun --mpi={pmi} started 4 ranks" in finding.what
+        assert f"started 4 ranks with --mpi={pmi}" in finding.what
         assert "srun --mpi=pm" in finding.do
 
 

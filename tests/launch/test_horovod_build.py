@@ -19,9 +19,9 @@ from hpctrain.launch.horovod_build import (
     LAST_LINES,
     PATCHED,
     VERSION,
+    error_lines,
     patch,
     run_logged,
-    telling,
 )
 from hpctrain.launch.installed_horovod import needed_by, needed_mpi
 from hpctrain.launch.pmi import Mpi, load
@@ -50,7 +50,7 @@ def test_one_line_of_each_file_is_changed_and_reported(tmp_path):
 
 @pytest.mark.parametrize("other", ["", PUBLISHED.replace("14", "17"), 2 * PUBLISHED])
 def test_unknown_sources_are_rejected_and_not_changed(tmp_path, other):
-    with pytest.raises(LaunchError, match=rf"{PATCHED[1]} of Horovod .* is not known; let pip"):
+    with pytest.raises(LaunchError, match=rf"{PATCHED[1]} of Horovod .* is unknown; let pip"):
         patch(sources(tmp_path, PUBLISHED, other))
     assert (tmp_path / PATCHED[0]).read_text() == PUBLISHED
 
@@ -82,7 +82,7 @@ def test_the_compiler_next_to_the_library_is_preferred(tmp_path, monkeypatch, na
     [
         ("echo fine; echo 'x.cc:3: error: no'; echo make: stop; exit 2", "x.cc:3: error: no"),
         ("echo first; echo; echo last; exit 1", "first\nlast"),
-        ("exit 3", "exit code 3, it has printed nothing"),
+        ("exit 3", "exit code 3 without output"),
     ],
 )
 def test_a_failure_reports_the_errors_in_the_log(tmp_path, program, said):
@@ -95,7 +95,7 @@ def test_a_failure_reports_the_errors_in_the_log(tmp_path, program, said):
         f"of the step before: error\n$ sh -c {shlex.quote(program)}\n"
     )
     errors = [f"error {number}" for number in range(100)]
-    assert telling(errors) == errors[-LAST_LINES:]
+    assert error_lines(errors) == errors[-LAST_LINES:]
 
 
 @pytest.fixture
@@ -163,10 +163,10 @@ def test_the_installed_package_is_imported_in_a_separate_process(monkeypatch):
         recipe.check_import(MPI)
     text = str(caught.value)
     assert "must use the MPI library that ranks load, /opt/mpi" in text
-    assert f"it loads {mpi.library.resolve()}: take that out" in text
+    assert f"it loads {mpi.library.resolve()}; remove that library" in text
     said = f'[true, ["- - - - - {mpi.library}"]]\n'
     done = subprocess.CompletedProcess((), 0, said, "")
-    monkeypatch.setattr(recipe, "ask", lambda *_, **__: done)
+    monkeypatch.setattr(recipe, "run_to_end", lambda *_, **__: done)
     assert recipe.check_import(mpi) == mpi.library.resolve()
 
 
@@ -189,7 +189,10 @@ def test_missing_requirements_are_one_error_before_the_compilation(tmp_path):
     words = ["build", "--force", "--wheel-dir", str(tmp_path)]
     done = ended([sys.executable, "-m", "hpctrain", "horovod", *words], env=environ)
     assert done.returncode == 2
-    for text in ("cannot be built here, one thing is missing", "apt-get install g++"):
+    for text in (
+        "cannot be built here, because one requirement is missing",
+        "apt-get install g++",
+    ):
         assert text in done.stderr
     assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []

@@ -75,7 +75,7 @@ def test_a_missing_mpirun_raises_an_error_with_a_remedy(tmp_path, monkeypatch):
 
 
 def test_the_output_of_an_unknown_program_is_quoted(tmp_path):
-    with pytest.raises(LaunchError, match=r"Open MPI's .* says 'hello'"):
+    with pytest.raises(LaunchError, match=r"Open MPI's .* prints 'hello'"):
         identify(program(tmp_path, "hello"))
 
 
@@ -95,7 +95,7 @@ def test_this_environment_has_an_mpirun():
     [
         (
             "#!/bin/sh\necho libprrte.so.3 is missing >&2; exit 127",
-            "code 127 and said 'libprrte.so.3",
+            "code 127 and printed 'libprrte.so.3",
         ),
         ("#!/bin/sh\nkill -11 $$", "ended with code -11"),
         ("#!/nowhere/sh", "its interpreter is missing"),

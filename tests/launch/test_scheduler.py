@@ -119,9 +119,13 @@ def test_a_rejection_contains_each_message_of_slurm_once(command):
         "sbatch: error: Invalid account\\nsbatch: error: Invalid account\\nallocation failure: x"
     )
     environ = command("sbatch", f"printf '{said}' >&2; exit 1")
-    with pytest.raises(LaunchError, match=r"it says: Invalid account; allocation failure: x$"):
+    with pytest.raises(
+        LaunchError, match=r"sbatch reports: Invalid account; allocation failure: x$"
+    ):
         try_out("#!/bin/sh\n", environ)
-    with pytest.raises(LaunchError, match=r"not taken a\.sbatch; it says: Invalid account; all"):
+    with pytest.raises(
+        LaunchError, match=r"must accept a\.sbatch, but sbatch reports: Invalid account; all"
+    ):
         submit("a.sbatch", environ)
 
 
@@ -148,7 +152,7 @@ def test_a_job_finds_the_hpctrain_command_of_this_environment(command, tmp_path,
 
 
 def test_output_without_a_job_id_is_an_error(command):
-    with pytest.raises(LaunchError, match="it says: fine"):
+    with pytest.raises(LaunchError, match="sbatch reports: fine"):
         submit("a.sbatch", command("sbatch", "echo fine"))
 
 

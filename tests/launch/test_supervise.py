@@ -277,7 +277,7 @@ def test_ctrl_c_on_a_terminal_lets_ranks_save_and_leaves_no_process(tmp_path, sa
     os.write(terminal, b"\x03")
     code, text = code_of(pid, terminal)
     assert code == expected, text
-    assert ("asked to save" in text) == saves
+    assert ("requested to save" in text) == saves
     assert ranks_are_gone(tmp_path)
 
 

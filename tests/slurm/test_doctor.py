@@ -40,8 +40,8 @@ def test_a_correct_job_has_no_finding_and_planted_faults_are_found(slurm):
 
     faults = wrong(told["one GPU, one core"][1])
     assert faults["GPUs"].startswith("ranks 0-1 on n")
-    assert "take the same GPU 0" in faults["GPUs"]
-    assert "take turns on 1 core (mask 0)" in faults["cores"]
+    assert "use GPU 0" in faults["GPUs"]
+    assert "share 1 core (mask 0)" in faults["cores"]
 
     alone = told["another interface"][1]
     (world,) = (f for f in alone if f["check"] in ("world", "launcher") and f["do"])

@@ -40,7 +40,7 @@ def of_points(keep):
     return generated.complete(config=generated.config(factors), records=records)
 
 
-def in_a_row():
+def consecutive():
     records = sorted(generated.records(), key=lambda each: (str(each.point), each.repeat))
     return generated.complete(
         records=[replace(each, order=order) for order, each in enumerate(records)]
@@ -64,19 +64,22 @@ def test_a_complete_study_satisfies_every_rule():
 FAILED = {"status": "failed", "step_s": [], "num_steps": 0}
 
 REMOVED = {
-    "base": (lambda: of_points(lambda point: point["ranks"] > 1), "smallest point has 2 ranks"),
+    "base": (
+        lambda: of_points(lambda point: point["ranks"] > 1),
+        "smallest measured point has 2 ranks",
+    ),
     "complete": (
         lambda: asking(repeats=6),
         "8 of 48 repeats have neither",
     ),
-    "batch": (with_growing_batch, "all ranks took 64 samples in a step, and 512"),
+    "batch": (with_growing_batch, "all ranks processed 64 samples in a step, and 512"),
     "rates": (lambda: with_one(samples=0), "no samples or seconds: repeat"),
     "repeats": (
         lambda: with_one(place=3, **FAILED, error="exit code 1"),
         "4 at ranks",
     ),
-    "interleaved": (in_a_row, "in a row"),
-    "steps": (lambda: with_one(step_s=[0.1]), "not each step: repeat"),
+    "interleaved": (consecutive, "one after the other"),
+    "steps": (lambda: with_one(step_s=[0.1]), "not every step was recorded: repeat"),
     "quiet": (lambda: with_records(other_cores=2.0), "other processes used 2.0 of 4 cores"),
     "setup": (lambda: with_environment(plan=None), "not recorded: plan"),
     "bytes": (lambda: with_records(rail_bytes=None), "no node_bytes, rail_bytes: repeat"),
@@ -85,9 +88,9 @@ REMOVED = {
     "parts": (lambda: with_records(idle_s=None), "idle_s: repeat"),
     "cores": (
         lambda: with_records(oversubscribed=False),
-        "has more ranks than cores, and is not marked",
+        "has more ranks than cores, but is not marked",
     ),
-    "target": (lambda: asking(target={}), "no target is stated"),
+    "target": (lambda: asking(target={}), "the study has no target"),
     "input": (lambda: with_records(input_s=None), "no input_s"),
 }
 
@@ -108,11 +111,15 @@ def test_removed_data_violate_their_rule_with_reason_and_remedy(name):
     ("results", "name", "reason"),
     [
         (with_one(**FAILED, error=None), "complete", "no reason: repeat"),
-        (generated.complete(environment=None), "setup", "no environment.json"),
+        (generated.complete(environment=None), "setup", "environment.json is missing"),
         (with_environment(commit="1a2d1ae+"), "setup", "changes beyond the commit"),
         (with_environment(commit=None, versions={}), "setup", "not recorded: versions"),
         (with_records(time_to_target_s=None), "target", "not reached: repeat"),
-        (of_points(lambda point: point["ranks"] in (1, 8)), "cores", "1 sizes have a core"),
+        (
+            of_points(lambda point: point["ranks"] in (1, 8)),
+            "cores",
+            "with a core for each rank is 1",
+        ),
     ],
 )
 def test_other_violations_of_a_rule_are_reported(results, name, reason):

@@ -61,9 +61,9 @@ def test_the_ideal_line_contains_the_base_point(mode, growth):
 def test_the_bound_follows_the_links_and_is_never_below_the_ideal():
     results = generated.complete(bound=None)
     ideal = [each.ideal_s for each in results.summaries]
-    fast = results.beside(Machine(nodes=8))
+    fast = results.with_bound(Machine(nodes=8))
     assert [fast.bound(each.point) for each in results.summaries] == ideal
-    slow = results.beside(Machine(nodes=8, network=Link(0, 8e6), node=Link(0, 70e6)))
+    slow = results.with_bound(Machine(nodes=8, network=Link(0, 8e6), node=Link(0, 70e6)))
     bound = [slow.bound(each.point) for each in results.summaries][:4]
     # 4e6 bytes per rank but the first through its memory, and 4e6 bytes through one network
     # adapter.

@@ -64,5 +64,5 @@ def test_a_truncated_line_is_ignored_and_the_next_record_is_read(tmp_path):
 def test_files_of_another_version_are_an_error_with_the_field(tmp_path):
     folder = StudyFolder(tmp_path)
     folder.points_file(0).write_text('{"status": "done", "size": 3}\n')
-    with pytest.raises(DataError, match=r"another version.*size"):
+    with pytest.raises(DataError, match=r"this version.*size"):
         folder.read_points()

@@ -128,7 +128,9 @@ def test_the_checklist_of_the_page_names_missing_data():
     _, page = page_of(generated.complete(bound=None))
     missing = [row for row in page.rows("checklist") if row[0][1] == "0"]
     [(_, _, (advice, _), _)] = missing
-    assert advice.startswith("no model of the machine; give a file of the machine: hpctrain study")
+    assert advice.startswith(
+        "the report has no model of the machine; give a file of the machine: hpctrain study"
+    )
     assert len(page.rows("checklist")) == 16
 
 
@@ -224,7 +226,9 @@ def test_impossible_reports_raise_errors_with_a_remedy(tmp_path, results, monkey
     with pytest.raises(ConfigError, match=r"pip install 'hpctrain\[plots\]'"):
         draw_files([], tmp_path)
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    with pytest.raises(ConfigError, match=r"needs plotly.*pip install 'hpctrain\[plots\]'"):
+    with pytest.raises(
+        ConfigError, match=r"plotly must be installed.*pip install 'hpctrain\[plots\]'"
+    ):
         page_of(results)
 
 

@@ -95,7 +95,7 @@ def test_a_study_resumed_in_another_environment_warns_of_the_difference(tmp_path
     study.folder.write(study.folder.environment, {**environment, "cores": 999})
     study.measure(study.missing()[:1])
     [message] = caplog.messages
-    assert "was begun with cores 999" in message
+    assert "one environment, but cores was 999" in message
     assert len(points(tmp_path)) == 2
 
 
@@ -108,7 +108,7 @@ def test_a_failed_point_is_recorded_with_its_error_and_the_study_continues(tmp_p
     for record in records:
         assert record.status == ("failed" if record.point["ranks"] == 2 else "done")
         if record.status == "failed":
-            assert record.error == "it ended with exit code 3\n  out of memory"
+            assert record.error == "the command ended with exit code 3\n  out of memory"
     assert study.missing() == []
     assert [a.point["ranks"] for a in study.missing(failed=True)] == [2, 2]
 
@@ -155,7 +155,7 @@ def test_a_repeat_is_measured_by_one_process_and_others_concurrently(tmp_path):
 
     def also(_attempt):
         for attempts in (study.missing(repeat=0), study.missing()):
-            with pytest.raises(ConfigError, match=r"still does so.*run this command again"):
+            with pytest.raises(ConfigError, match=r"still writes.*run this command again"):
                 Study(config(), tmp_path, times).measure(attempts)
         Study(config(), tmp_path, times).measure(study.missing(repeat=1))
 
@@ -171,7 +171,7 @@ def test_a_process_that_lost_its_repeat_writes_no_records(tmp_path):
         [lease] = (tmp_path / "leases").glob("*/lease.json")
         lease.write_text(lease.read_text().replace('"token": "', '"token": "a'))
 
-    with pytest.raises(CheckpointError, match=r"has taken it over.*run this command again"):
+    with pytest.raises(CheckpointError, match=r"has taken the lease.*run this command again"):
         study.measure(study.missing(), begun=take)
     assert study.folder.read_points() == []
 

@@ -147,7 +147,7 @@ def test_two_overlapping_jobs_leave_one_consistent_run(tmp_path, seed):
     folder.check_finished()
     if is_forced:
         assert first.returncode == 2, told
-        assert len(re.findall(r"process \d+ on .* has taken it over", told)) == 1
+        assert len(re.findall(r"process \d+ on .* has taken the lease", told)) == 1
         assert "Traceback" not in told
         assert re.search(rf"--force takes .*process {holder.pid} on .* are lost: its last", said)
     elif event == "is killed":
@@ -169,7 +169,7 @@ def test_a_job_that_loses_its_lease_at_its_last_record_fails(tmp_path, monkeypat
 
     monkeypatch.setattr(StepExchange, "hash", taken)  # called for the last record
     try:
-        with pytest.raises(MismatchError, match=r"lease\.json of this one is gone"):
+        with pytest.raises(MismatchError, match=r"lease\.json of this job is missing"):
             run(load(folder.config, ["train.epochs=1"]), {}, RunOptions())
     finally:
         hpctrain.shutdown()
@@ -186,7 +186,7 @@ def test_a_second_job_waits_and_then_fails_with_the_name_of_the_first(tmp_path):
         with folder.job() as second:
             said = output(second)
         assert second.returncode == 2
-        assert f"{holder.describe()} still does so after 6" in said
+        assert f"{holder.describe()} still writes to it after 6" in said
         first.send_signal(signal.SIGUSR1)
         assert first.wait(60) == STOPPED
     folder.check_whole()

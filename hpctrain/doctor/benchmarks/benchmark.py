@@ -44,15 +44,15 @@ class BenchmarkRequest:
     """Timed calls per size; None for the number that takes half a second, between 5 and 1000."""
 
     def __post_init__(self) -> None:
-        """Raise ``ConfigError`` if a field is not valid."""
+        """Raise ``ConfigError`` if a field is invalid."""
         if self.operation not in OPERATIONS:
             raise ConfigError(
                 f"an operation must be one of {', '.join(OPERATIONS)}, got {self.operation!r}"
             )
         if not 1 <= self.min_bytes <= self.max_bytes:
             raise ConfigError(
-                f"sizes must go from 1 byte or more upwards, got --min-bytes {self.min_bytes} and "
-                f"--max-bytes {self.max_bytes}"
+                "--min-bytes must be at least 1 and at most --max-bytes, got --min-bytes "
+                f"{self.min_bytes} and --max-bytes {self.max_bytes}"
             )
         for option, given in (("--bucket", self.in_bucket), ("--peers", self.peers)):
             if given and self.operation != "allreduce":
@@ -73,7 +73,7 @@ class BenchmarkRequest:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Torch type of the elements; raises ``ConfigError`` if not supported."""
+        """Torch type of the elements; raises ``ConfigError`` for an unknown type."""
         found = getattr(torch, self.dtype, None)
         with suppress(CommError):
             if isinstance(found, torch.dtype) and found not in UNCHECKABLE:
@@ -93,8 +93,8 @@ class BenchmarkRequest:
 
 
 ALONE = (
-    "one rank: nothing moves, so these are the costs of the calls alone; "
-    "for more: hpctrain launch -n 4 hpctrain bench "
+    "one rank: no data are sent, so the times include only the calls; "
+    "start several ranks: hpctrain launch -n 4 hpctrain bench "
 )
 
 BUDGET_S = 0.5  # time per size if the number of iterations is not given
@@ -142,7 +142,7 @@ def run(
     comm = here.comm
     if request.operation == "send" and comm.size == 1:
         raise ConfigError(
-            "send must have at least two ranks, got one; run for example: hpctrain launch -n 2 "
+            "send must have at least two ranks, got one; use hpctrain launch -n 2 "
             "hpctrain bench send"
         )
     if request.peers:
@@ -153,32 +153,40 @@ def run(
     _describe(console, here, request)
     meter = LoadMeter()
     rows = _measure_all(comm, request, console)
-    _tell_load(console, here, comm.allgather_object(meter.read()))
+    _print_load(console, here, comm.allgather_object(meter.read()))
     if json is not None and comm.rank == 0:
         points = list(_points(rows, request, here))
         write_points(json, points)
         if left := len(rows) - len(points):
-            console.print(f"# {left} sizes used an algorithm without a model: not in {json}")
+            console.print(
+                f"# {left} sizes are not in {json}, because their algorithm has no model"
+            )
     num_wrong = sum(row.num_wrong for row in rows)
     if num_wrong:
-        console.print(f"{num_wrong} wrong values: the results of this world cannot be trusted")
+        console.print(f"{num_wrong} wrong values: results of collectives on these ranks are wrong")
     return num_wrong == 0
 
 
-def _tell_load(console: Console, here: World, loads: Sequence[MachineLoad | None]) -> None:
-    """Print the load by other processes on the host of rank 0; ``loads`` are by rank."""
+def _print_load(console: Console, here: World, loads: Sequence[MachineLoad | None]) -> None:
+    """Print the load by other processes on the host of rank 0.
+
+    ``loads`` has the load that each rank measured.
+    """
     hosts = {r: h for h, ranks in zip(here.topology.hosts, here.topology.nodes, strict=True)
              for r in ranks}  # fmt: skip
     first, *others = (load for rank, load in enumerate(loads) if hosts[rank] == hosts[0])
     if first is not None:
         found = first.without(filter(None, others))
-        console.print(f"# {found.describe()}{': the times are disturbed' * found.is_busy}")
+        console.print(
+            f"# {found.describe()}{', which makes the measured times too long' * found.is_busy}"
+        )
 
 
 def _check_modelled(request: BenchmarkRequest, here: World, folder: Path) -> None:
     if not folder.is_dir():
         raise ConfigError(
-            f"--json must name a file in an existing folder, but there is no {folder}; create it"
+            f"--json must name a file in an existing folder, but {folder} does not exist; create "
+            "it"
         )
     sizes = {len(ranks) for ranks in here.topology.nodes}
     if request.operation != "allreduce" or request.dtype != "float32" or len(sizes) > 1:
@@ -242,13 +250,13 @@ _COLUMNS = (
 
 
 def head(*, peers: bool) -> str:
-    """Return the names of the columns."""
+    """Return the head of the table: the names of the columns."""
     shown = _COLUMNS if peers else _COLUMNS[:-2]
     return " ".join(f"{name:>{form.partition('.')[0]}}" for name, form, _ in shown)
 
 
 def line(row: Row) -> str:
-    """Return the line of the table for one size."""
+    """Return the line of the table for a message size."""
     values = ((form, getattr(row, name)) for _, form, name in _COLUMNS)
     return " ".join(format(value, f">{form}") for form, value in values if value is not None)
 

@@ -31,13 +31,13 @@ def combined(size: int, dtype: torch.dtype) -> Tensor:
 
 
 def write(target: Tensor, period: Tensor, start: int = 0) -> None:
-    """Fill the flat ``target`` with repetitions of ``period``, from element ``start`` of it on."""
+    """Fill the flat ``target`` with repetitions of ``period`` from element ``start`` of it on."""
     for chunk, tile in _tiles(target, period, start):
         chunk.copy_(tile)
 
 
 def num_wrong(values: Tensor, period: Tensor, start: int = 0) -> int:
-    """Return the number of elements of flat ``values`` that differ from those ``write`` writes."""
+    """Return the number of elements of ``values`` that differ from repetitions of ``period``."""
     return sum(
         int((chunk != tile).any(dim=1).sum()) for chunk, tile in _tiles(values, period, start)
     )
@@ -74,7 +74,7 @@ def _tiles(flat: Tensor, period: Tensor, start: int) -> Iterator[tuple[Tensor, T
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setup:
-    """A message: size, type and memory."""
+    """Message of a benchmark: size, type and memory."""
 
     num_bytes: int
     """Requested size, rounded down to whole elements per rank, at least one element."""
@@ -98,7 +98,7 @@ class ExpectedTensor(NamedTuple):
     """Expected number of elements; all elements of a tensor of another length count as wrong."""
 
     def num_wrong(self) -> int:
-        """Return the number of wrong elements."""
+        """Return the number of elements that differ from the expected content."""
         if self.numel is not None and self.values.shape != (self.numel,):
             return max(self.numel, 1)
         return num_wrong(self.values, self.period, self.start)
@@ -106,7 +106,7 @@ class ExpectedTensor(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """An operation on a message, on this rank."""
+    """Operation on a message: its call and the expected values on this rank."""
 
     numel: int  # elements of the message, as the bandwidth counts it
     call: Callable[[], Any]  # runs the operation once. Collective

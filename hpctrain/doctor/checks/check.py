@@ -14,7 +14,7 @@ Found = Finding | Iterable[Finding]
 
 
 def named(check: str, found: Found) -> list[Finding]:
-    """Return the findings of a check, with the name of the check unless a finding has a name."""
+    """Return the findings of a check; findings without a name get the name of the check."""
     several = [found] if isinstance(found, Finding) else found
     return [replace(each, check=check or each.check) for each in several]
 
@@ -37,11 +37,11 @@ def listed(names: Sequence[str]) -> str:
 
 
 def few(findings: Sequence[Finding]) -> list[Finding]:
-    """Return the first of several similar findings, and one with the number of the others."""
+    """Return the first ``SHOWN`` findings, and a finding with the number of the others."""
     rest = len(findings) - SHOWN
     if rest <= 0:
         return list(findings)
-    return [*findings[:SHOWN], replace(findings[SHOWN], what=f"the same {rest} times more")]
+    return [*findings[:SHOWN], replace(findings[SHOWN], what=f"{rest} more findings of this kind")]
 
 
 def merge(findings: Sequence[Sequence[Finding]], hosts: Sequence[str]) -> list[Finding]:
@@ -64,5 +64,5 @@ def merge(findings: Sequence[Sequence[Finding]], hosts: Sequence[str]) -> list[F
         else replace(finding, what=f"{listed(list(own))}: {finding.what}")
         for finding, own in found.items()
     ]
-    order = {finding.check: place for place, finding in reversed(list(enumerate(findings[0])))}
+    order = {finding.check: index for index, finding in reversed(list(enumerate(findings[0])))}
     return sorted(first + named, key=lambda each: order.get(each.check, len(order)))

@@ -29,16 +29,21 @@ def check_equal_versions(world: WorldFacts) -> Found:
         "start all ranks from one environment, on a file system that all nodes see, or staged to "
         "each node from one archive; check modules and PATH in the start files of the nodes"
     )
-    found = [error(f"{name} differs: {told}", do) for name, told in differences(versions)]
-    told = ", ".join(f"{name} {version}" for name, version in versions[0].items())
-    return found or ok(f"the same on all ranks: {told}")
+    found = [
+        error(f"{name} must be identical on all ranks, but differs: {values}", do)
+        for name, values in differences(versions)
+    ]
+    text = ", ".join(f"{name} {version}" for name, version in versions[0].items())
+    return found or ok(f"identical on all ranks: {text}")
 
 
 def _missing(name: str) -> Finding:
     if name == "hpctrain":
-        what = "hpctrain runs from a folder and is not installed: ranks elsewhere may not find it"
+        what = (
+            "hpctrain must be importable on all nodes, but is not installed and runs from a folder"
+        )
         return note(what, "pip install -e .")
-    return error(f"{name} is not installed in this environment", f"pip install {name}")
+    return error(f"{name} must be installed, but is missing", f"pip install {name}")
 
 
 _SYSTEM = Path("/usr")  # contains packages of the system, not of a module
@@ -57,9 +62,9 @@ def check_library(facts: Facts) -> Found:
     for each in mpi.reached:
         if not _is_same(each.library, library.resolve()):
             others.setdefault((each.library.parent, family(each.library)), each)
-    hidden = [_hidden(facts, library, each) for each in others.values()]
+    findings = [_other_library(facts, library, each) for each in others.values()]
     text = f"{library}; under Slurm it needs `srun --mpi={srun_type(library)}`"
-    return [each for each in hidden if each] or [ok(text)]
+    return [each for each in findings if each] or [ok(text)]
 
 
 def _is_same(a: Path, b: Path) -> bool:
@@ -71,29 +76,27 @@ def _is_same(a: Path, b: Path) -> bool:
     return is_one_tree and family(a) == family(b)
 
 
-def _hidden(facts: Facts, library: Path, other: Reached) -> Finding | None:
+def _other_library(facts: Facts, library: Path, other: Reached) -> Finding | None:
     """Return the finding about an MPI library that other programs load, but ranks do not."""
     is_chosen = bool(chosen_library(facts.environ))
     use = f"export MPI4PY_LIBMPI={other.library}"
     if other.by == "mpirun":
-        if (
-            launched(facts.environ) is not None
-        ):  # the ranks are started already, so mpirun does not matter
+        if launched(facts.environ) is not None:  # mpirun in PATH did not start these ranks
             return None
         is_site = other.program is not None and not other.program.is_relative_to(_SYSTEM)
         find = warning if is_site and not is_chosen else note
         return find(
-            f"the first mpirun of PATH, {other.program}, belongs to {other.library}, but ranks "
-            f"load {library}: each of its ranks would be alone in its world",
-            f"start ranks with `hpctrain launch -n N ...`, or use that MPI: {use}",
+            f"mpirun must belong to the MPI library that ranks load, {library}, but the first "
+            f"mpirun of PATH, {other.program}, belongs to {other.library}: each rank that this "
+            f"mpirun starts would be a separate world",
+            f"start ranks with `hpctrain launch -n N ...`, or load the MPI of mpirun: {use}",
         )
     wheel = "the pip package's " if facts.mpi.is_wheel else ""
     find = note if is_chosen else warning
     return find(
-        f"two MPI libraries are in reach: ranks load {wheel}{library}, and {other.by} leads to "
-        f"{other.library}",
-        f"to use the latter: {use}; to use the former: take {other.library.parent} out of "
-        f"{other.by}",
+        f"all programs must load one MPI library, but ranks load {wheel}{library}, and other "
+        f"programs load {other.library} by {other.by}",
+        f"{use}, or remove {other.library.parent} from {other.by}",
     )
 
 
@@ -110,10 +113,10 @@ def check_engines(facts: Facts) -> Found:
 OWN_TO_A_NODE = ("log_dir", "stage_dir")
 """Settings that name folders, which may differ between nodes."""
 
-_MEND = "correct the variable, or unset it"
+_FIX = "correct the variable, or unset it"
 _FOR_ALL = (
-    "set it for all of them: mpirun -x NAME for Open MPI, mpiexec -genv for MPICH; srun passes on "
-    "the whole environment unless --export says less"
+    "set the variable for all ranks: mpirun -x NAME for Open MPI, mpiexec -genv for MPICH; srun "
+    "passes the whole environment unless --export selects variables"
 )
 
 
@@ -122,7 +125,7 @@ def check_settings(facts: Facts) -> Found:
     try:
         given = config.read(facts.environ)
     except ConfigError as refusal:
-        return error(str(refusal), _MEND)
+        return error(str(refusal), _FIX)
     found = []
     for text in config.unknown_variables(facts.environ):
         what, _, hint = text.partition("; ")
@@ -132,9 +135,9 @@ def check_settings(facts: Facts) -> Found:
         found.append(note(what, hint))
     defaults = Settings()
     for field in fields(Settings):
-        said = given.get(field.name)
-        value = getattr(defaults, field.name) if said is None else said.value
-        origin = "the default" if said is None else f"from {said.variable}"
+        setting = given.get(field.name)
+        value = getattr(defaults, field.name) if setting is None else setting.value
+        origin = "the default" if setting is None else f"from {setting.variable}"
         found.append(ok(f"{field.name} = {value}, {origin}"))
     return found
 
@@ -146,10 +149,10 @@ def check_equal_settings(world: WorldFacts) -> Found:
     found = []
     for values, find in ((ours, warning), (theirs, note)):
         found += [
-            find(f"{name} differs between ranks, {told}", _FOR_ALL)
-            for name, told in differences(values)
+            find(f"{name} must be identical on all ranks, but differs: {texts}", _FOR_ALL)
+            for name, texts in differences(values)
         ]
-    return found or ok("the same on all ranks")
+    return found or ok("identical on all ranks")
 
 
 def _ours(environ: Mapping[str, str]) -> dict[str, str]:
@@ -182,7 +185,7 @@ def _judge(facts: DirectoryFacts) -> list[Finding]:
         kinds = {"lock" in step: step for step in reversed(failed)}
         return [_failed(where, step, failed[step]) for step in kinds.values()]
     if facts.free_bytes < FULL_BYTES:
-        what = f"{where} has {format_bytes(facts.free_bytes)} left"
+        what = f"{where} has {format_bytes(facts.free_bytes)} of free space"
         return [note(what, "remove old files, such as runs and their checkpoints")]
     free = format_bytes(facts.free_bytes)
     return [ok(f"{where}: files, locks and HDF5 work, {free} free")]
@@ -190,19 +193,20 @@ def _judge(facts: DirectoryFacts) -> list[Finding]:
 
 def _hung(where: str, step: str) -> Finding:
     if "lock" in step:
-        return error(f"{where}: taking a lock hangs (step {step})", _WITHOUT_LOCKS)
-    what = f"{where}: the step {step} does not end; the file server is slow or away"
-    return error(what, "ask the site, and use another file system meanwhile")
+        return error(f"{where}: the request of a file lock hangs (step {step})", _WITHOUT_LOCKS)
+    what = f"{where}: the step {step} hangs; the file server is slow or unreachable"
+    return error(what, "report this to the site, and use another file system until then")
 
 
 def _failed(where: str, step: str, refusal: str) -> Finding:
     if step == "list":
-        do = "check the path; make it with `mkdir -p`, or get the right to read it"
-        return error(f"{where} cannot be read: {refusal}", do)
+        do = "check the path; create the directory with `mkdir -p`, or get permission to read"
+        return error(f"a directory must be readable, but {where} cannot be read: {refusal}", do)
     if step == "write":
-        do = "data sets can be read from there; give runs and checkpoints another directory"
-        return warning(f"{where} cannot be written to: {refusal}", do)
+        do = "choose another directory for runs and checkpoints; data sets may stay in this one"
+        rule = "a directory of runs must be writable"
+        return warning(f"{rule}, but {where} cannot be written: {refusal}", do)
     if "lock" in step:
-        return warning(f"{where}: no locks: {refusal}", _WITHOUT_LOCKS)
+        return warning(f"{where} has no file locks: {refusal}", _WITHOUT_LOCKS)
     do = "pip install --force-reinstall h5py, or use another file system"
-    return error(f"{where}: HDF5 does not work there, even without locks: {refusal}", do)
+    return error(f"{where}: HDF5 fails, also without locks: {refusal}", do)

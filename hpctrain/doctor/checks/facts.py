@@ -16,7 +16,7 @@ from hpctrain.doctor.checks.check import listed
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reached:
-    """An MPI library that a program in this environment would load."""
+    """MPI library that other programs in this environment would load."""
 
     library: Path  # resolved path
     by: str  # the origin: ``LD_LIBRARY_PATH`` or ``mpirun``
@@ -85,7 +85,7 @@ class VisibleGpus:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Card:
+class Adapter:
     """A fast network adapter."""
 
     name: str  # such as ``mlx5_0``
@@ -103,7 +103,7 @@ class Card:
 class NetworkFacts:
     """Fast network adapters, and kernel features that MPI uses."""
 
-    cards: tuple[Card, ...] = ()
+    adapters: tuple[Adapter, ...] = ()
     copy_error: str = ""  # why the kernel refuses process_vm_readv; empty if it permits the call
 
 
@@ -169,8 +169,8 @@ class Carried:
     host: str
     sent_bytes: int  # approximate bytes of messages of this program to other nodes
     by_interface: Mapping[str, int]  # bytes sent by interfaces of the kernel, such as Ethernet
-    by_card: Mapping[str, int]  # bytes sent by InfiniBand and similar adapters
-    fast_cards: tuple[str, ...] = ()  # fast adapters of the host, with or without counters
+    by_adapter: Mapping[str, int]  # bytes sent by InfiniBand and similar adapters
+    fast_adapters: tuple[str, ...] = ()  # fast adapters of the host, with or without counters
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -220,7 +220,7 @@ def by_host(ranks: Sequence[Facts]) -> dict[str, list[int]]:
 
 
 def differences(values: Sequence[Mapping[str, str | None]]) -> Iterator[tuple[str, str]]:
-    """Yield each name whose value differs between ranks, and a text of values and ranks."""
+    """Yield the names whose values differ between ranks, each with a text of values and ranks."""
     for name in dict.fromkeys(name for of_rank in values for name in of_rank):
         ranks_of: dict[str, list[int]] = {}
         for rank, of_rank in enumerate(values):

@@ -48,19 +48,18 @@ def check_own_gpus(world: WorldFacts) -> Found:
         ]
         blind = [rank for rank in members if not ranks[rank].visible.names]
         if 0 < len(blind) < len(members):
-            what = f"{format_ranks(blind)} on {host} see no GPU, the other ranks there do"
-            found.append(warning(what, "ask for a GPU for every rank: #SBATCH --gpus-per-node"))
-        found += _unreached(members, host, ranks)
+            rule = "all ranks of a node must see a GPU, or none"
+            what = f"{rule}, but {format_ranks(blind)} on {host} see none"
+            found.append(warning(what, "request a GPU for each rank: #SBATCH --gpus-per-node"))
+        found += _separate(members, host, ranks)
         found += _far(members, host, ranks)
     if found:
         return few(found)
     counts = sorted(len(facts.visible.names) for facts in ranks)
     seen_by = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
     if not any(facts.visible.by_torch for facts in ranks):
-        return note(
-            f"the environment gives {seen_by} GPUs to each rank, and torch sees none of them"
-        )
-    return ok(f"each rank has its own GPU among the {seen_by} it sees")
+        return note(f"the environment gives {seen_by} GPUs to each rank, but torch sees none")
+    return ok(f"each rank has its own GPU, and sees {seen_by}")
 
 
 def check_nccl(world: WorldFacts) -> Found:
@@ -95,8 +94,8 @@ def _given_twice(facts: Facts) -> list[Finding]:
     if not twice:
         return []
     what = (
-        f"{_VISIBLE}={facts.environ[_VISIBLE]} names device {twice[0]} twice: two ranks would "
-        "take the same GPU"
+        f"{_VISIBLE} must name each GPU once, got {facts.environ[_VISIBLE]}, in which two ranks "
+        f"would use GPU {twice[0]}"
     )
     return [error(what, f"export {_VISIBLE}={','.join(dict.fromkeys(devices))}")]
 
@@ -116,30 +115,34 @@ def _too_few(facts: Facts) -> list[Finding]:
     as_many = f"#SBATCH --ntasks-per-node={devices}"
     if ranks < devices:
         return [
-            note(f"{devices} GPUs on this node for {plural(ranks, 'task')}: some idle", as_many)
+            note(
+                f"{devices} GPUs on this node for {plural(ranks, 'task')}: some are idle", as_many
+            )
         ]
-    what = f"{ranks} tasks on this node share {plural(devices, 'GPU')}: some devices get two ranks"
-    return [warning(what, f"{as_many}, or as many --gpus-per-node as tasks")]
+    what = f"each task must have its own GPU, but {ranks} on this node share {devices}"
+    return [warning(what, f"{as_many}, or #SBATCH --gpus-per-node={ranks}")]
 
 
 def _unused(facts: Facts) -> list[Finding]:
     torch = facts.versions.get("torch") or ""
     if facts.gpus.num_devices and torch.endswith("+cpu"):
-        what = f"{facts.gpus.num_devices} GPUs are here, and torch {torch} cannot use them"
+        what = (
+            f"torch must be built for CUDA to use the {facts.gpus.num_devices} GPUs, got {torch}"
+        )
         do = "install the build of torch for CUDA: https://pytorch.org/get-started/locally"
         return [warning(what, do)]
     if facts.gpus.num_devices and facts.environ.get(_VISIBLE) in ("", "-1"):
         what = f"{_VISIBLE} hides all {facts.gpus.num_devices} GPUs of this machine"
         return [note(what, f"unset {_VISIBLE}")]
     if facts.gpus.error:
-        what = f"nvidia-smi does not report the GPUs: {facts.gpus.error}"
-        do = "where the driver was updated, reload its module or reboot; else ask the site"
+        what = f"nvidia-smi must report the GPUs, but failed: {facts.gpus.error}"
+        do = "after an update of the driver, reload its module or reboot; else ask the site"
         return [warning(what, do)]
     needs = re.search(r"\+cu(\d+)\d$", torch) or re.match(r"(\d+)\.", facts.gpus.runtime)
     if needs and facts.gpus.cuda and int(needs[1]) > float(facts.gpus.cuda):
         what = (
-            f"torch {torch} is built for CUDA {needs[1]}, and the driver {facts.gpus.driver} runs "
-            f"CUDA up to {facts.gpus.cuda}: the GPUs cannot be used"
+            f"the driver must support the CUDA of torch, but torch {torch} needs CUDA {needs[1]}, "
+            f"and the driver {facts.gpus.driver} supports CUDA up to {facts.gpus.cuda}"
         )
         old = facts.gpus.cuda.partition(".")[0]
         do = f"install the build of torch for CUDA {old}: https://pytorch.org/get-started/locally"
@@ -149,27 +152,30 @@ def _unused(facts: Facts) -> list[Finding]:
 
 def _shared(device: str, members: Sequence[int], host: str, ranks: Sequence[Facts]) -> Finding:
     certain = all(ranks[rank].visible.by_torch for rank in members)
-    source = "" if certain else ", as the environment numbers them"
-    what = f"{format_ranks(members)} on {host} take the same GPU {device}{source}"
+    source = "" if certain else ", by the numbers in the environment"
+    rule = "each rank must have its own GPU"
+    what = f"{rule}, but {format_ranks(members)} on {host} use GPU {device}{source}"
     do = (
-        "start as many ranks on a node as there are GPUs, and let all of them see all: #SBATCH "
+        "start one rank for each GPU of a node, and let each rank see all GPUs: #SBATCH "
         "--gpus-per-node, or the same CUDA_VISIBLE_DEVICES"
     )
     return error(what, do) if certain else warning(what, do)
 
 
-def _unreached(members: Sequence[int], host: str, ranks: Sequence[Facts]) -> Iterator[Finding]:
+def _separate(members: Sequence[int], host: str, ranks: Sequence[Facts]) -> Iterator[Finding]:
     """Report GPUs of a node that cannot access each other's memory."""
     if not all(ranks[rank].visible.by_torch for rank in members):
         return
     if len({frozenset(ranks[rank].visible.names) for rank in members}) > 1:
-        what = f"{format_ranks(members)} on {host} see other GPUs each and reach no other memory"
+        rule = "ranks of a node must see the same GPUs to access their memory"
+        what = f"{rule}, but {format_ranks(members)} on {host} see different GPUs"
         do = "#SBATCH --gpus-per-node without --gpus-per-task, or srun --gpu-bind=none"
         yield warning(f"{what}: the host sums their gradients", do)
     if pairs := sorted({pair for rank in members for pair in ranks[rank].visible.no_peers}):
         shown = ", ".join(f"{one}-{other}" for one, other in pairs[:_SHOWN])
-        what = f"{plural(len(pairs), 'pair')} of GPUs on {host} ({shown}) share no memory"
-        do = "`nvidia-smi topo -p2p rw` says why; often an IOMMU or ACS that the site can turn off"
+        pairs_text = f"{plural(len(pairs), 'pair')} on {host} ({shown})"
+        what = f"GPUs must access each other's memory, but {pairs_text} cannot"
+        do = "`nvidia-smi topo -p2p rw` shows the reason; often the site can turn off IOMMU or ACS"
         yield warning(f"{what}: the host sums their gradients", do)
 
 
@@ -190,14 +196,16 @@ def _far(members: Sequence[int], host: str, ranks: Sequence[Facts]) -> Iterator[
         mask, cores = format_numbers(ranks[rank].cores.mask), format_numbers(links.cores[gpu])
         nodes = ",".join(links.numa_nodes.get(gpu, "?") for gpu in sorted(links.cores))
         what = (
-            f"{format_ranks([*far])} on {host} compute far from their GPUs, as rank {rank} on "
-            f"cores {mask}, and GPU {gpu} is at {cores}: copies cross the sockets"
+            f"a rank must use the cores next to its GPU, but {format_ranks([*far])} on {host} do "
+            f"not, such as rank {rank} with cores {mask} and GPU {gpu} next to cores {cores}"
         )
-        yield warning(what, f"place ranks as their GPUs are: srun --cpu-bind=map_ldom:{nodes}")
+        yield warning(
+            what, f"bind ranks to the NUMA nodes of their GPUs: srun --cpu-bind=map_ldom:{nodes}"
+        )
 
 
 def _index(name: str, gpus: GpuFacts) -> int | None:
-    """Return the index of a GPU in nvidia-smi, or None if unknown."""
+    """Return the index of a GPU in nvidia-smi; None if the GPU is unknown."""
     if name.isdigit():
         return int(name)
     uuids = [uuid.removeprefix("GPU-") for uuid in gpus.uuids]
@@ -206,7 +214,7 @@ def _index(name: str, gpus: GpuFacts) -> int | None:
 
 
 _SHOWN = 4  # number of pairs in a message
-_WAYS = {
+_CONNECTIONS = {
     "NV": "NVLink",
     "PIX": "a PCIe switch",
     "PXB": "several PCIe switches",
@@ -225,7 +233,7 @@ class GpuLinks:
 
     @cached_property
     def _rows(self) -> dict[str, dict[str, str]]:
-        """Cells of the matrix, by name of the row and name of the column."""
+        """Cells of the matrix, by the name of the row and the name of the column."""
         lines = [line for line in self.text.splitlines() if line.strip()]
         head = next((line for line in lines if line.lstrip().startswith("GPU0")), "")
         names = re.split(r"\t+|\s{2,}", head.strip())
@@ -246,9 +254,9 @@ class GpuLinks:
         }
 
     @property
-    def cards(self) -> dict[int, str]:
+    def to_adapters(self) -> dict[int, str]:
         """Connection of each GPU with its nearest NIC, if the machine has one."""
-        order = [*_WAYS]
+        order = [*_CONNECTIONS]
         found = {}
         for name, cells in self._rows.items():
             ways = [way for card, way in cells.items() if card.startswith(("NIC", "mlx"))]
@@ -276,7 +284,7 @@ class GpuLinks:
 
 
 def _kind(way: str) -> str:
-    return "NV" if way.startswith("NV") else way if way in _WAYS else "SYS"
+    return "NV" if way.startswith("NV") else way if way in _CONNECTIONS else "SYS"
 
 
 def _numbers(text: str) -> Iterator[int]:
@@ -292,14 +300,18 @@ def check_gpu_links(facts: Facts) -> Found:
     links = GpuLinks(facts.gpus.topology)
     if not facts.gpus.num_devices or not facts.gpus.topology:
         return ok("no GPUs" if not facts.gpus.num_devices else "nvidia-smi does not report them")
-    module = "loaded" if facts.gpus.has_peermem else "not loaded, nor needed"
+    module = "loaded" if facts.gpus.has_peermem else "not loaded, and not needed"
     texts = []
     for title, ways in (
         ("between GPUs", [*links.between_gpus.values()]),
-        ("to the nearest network card", [*links.cards.values()]),
+        ("to the nearest network adapter", [*links.to_adapters.values()]),
     ):
         kinds = Counter(map(_kind, ways))
-        words = [f"{_WAYS[kind]}{_of(kinds[kind], len(ways))}" for kind in _WAYS if kinds[kind]]
+        words = [
+            f"{_CONNECTIONS[kind]}{_of(kinds[kind], len(ways))}"
+            for kind in _CONNECTIONS
+            if kinds[kind]
+        ]
         texts += [f"{title} {' and '.join(words)}"] if words else []
     texts += [f"GPUDirect RDMA: nvidia_peermem {module}"]
     return ok("; ".join(texts))

@@ -31,9 +31,9 @@ def check_job(facts: Facts) -> Found:
     cores = slurm_number("cpus_per_task", environ) or 1
     # srun 22.05 and newer do not give the cores of an allocation to its tasks.
     if launched(environ) is None and cores > 1 and not srun_passes_cores(environ):
-        what = f"the job has {cores} cores for each task, but srun does not pass that on"
+        what = f"srun must get --cpus-per-task itself, but only the job has it, with {cores} cores"
         do = (
-            "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK, or say "
+            "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK, or use "
             "`srun --cpus-per-task=$SLURM_CPUS_PER_TASK`"
         )
         found.append(note(what, do))
@@ -46,14 +46,14 @@ def check_launcher(facts: Facts) -> Found:
     if found := launched(facts.environ):
         return ok(f"{found.name}: rank {found.rank} of {found.size} ({found.size_variable})")
     if not offered or library is None:
-        return ok("no launcher: this process is alone")
+        return ok("no launcher: this process is the only rank")
     needed = srun_type(library)
     if any(each.startswith(needed) for each in offered):
         return ok(f"no launcher: start ranks with `srun --mpi={needed}` or `hpctrain launch -n N`")
     return warning(
-        f"{library} needs `srun --mpi={needed}`, and this Slurm offers {', '.join(offered)}: "
-        "under srun every rank would be alone, or end at once",
-        "start ranks by mpirun inside the job: `hpctrain launch -n N ...`, or "
+        f"srun must offer --mpi={needed} for {library}, but offers {', '.join(offered)}: ranks "
+        "that srun starts would be separate worlds, or fail",
+        "start ranks with mpirun inside the job: `hpctrain launch -n N ...`, or "
         "`hpctrain submit --template mpirun`",
     )
 
@@ -61,16 +61,16 @@ def check_launcher(facts: Facts) -> Found:
 def check_world(world: WorldFacts) -> Found:
     """Report a difference between the world of MPI and the variables of the launcher."""
     topology, found = world.topology, world.launched
-    told = f"{plural(topology.size, 'rank')} on {plural(topology.num_nodes, 'node')}"
+    size = f"{plural(topology.size, 'rank')} on {plural(topology.num_nodes, 'node')}"
     if found is None:
-        return ok(f"{told}, no launcher")
+        return ok(f"{size}, no launcher")
     if found.size in (topology.size, topology.local_size):
-        return ok(f"one world of {told}, started by {_by(found)}, {world.mpi}")
+        return ok(f"one world of {size}, started by {_by(found)}, {world.mpi}")
     return warning(
-        f"{_by(found)} says {found.size} ranks ({found.size_variable}={found.size}), the "
-        f"world of {world.mpi} has {told}",
-        f"start one program on all ranks; if another launch left {found.size_variable} "
-        "behind, unset it",
+        f"all ranks of a launch must form one world, but {_by(found)} started {found.size} "
+        f"ranks ({found.size_variable}={found.size}), and the world of {world.mpi} has {size}",
+        f"start one program on all ranks; if {found.size_variable} is from another "
+        "launch, unset it",
     )
 
 
@@ -82,8 +82,8 @@ def check_nodes(world: WorldFacts) -> Found:
         return ok(f"{sizes[0]} on every node")
     few = [host for host, size in zip(topology.hosts, sizes, strict=True) if size == min(sizes)]
     return warning(
-        f"nodes hold {min(sizes)} to {max(sizes)} ranks, fewest on {listed(few)}: links and "
-        "memory are used unevenly",
+        f"nodes must have equal numbers of ranks for full speed, got {min(sizes)} to "
+        f"{max(sizes)} ranks, fewest on {listed(few)}",
         "set the number: srun --ntasks-per-node=N, mpirun --map-by ppr:N:node",
     )
 
@@ -95,15 +95,15 @@ def check_level(world: WorldFacts) -> Found:
     if not low:
         return ok("MPI_THREAD_MULTIPLE is granted")
     return warning(
-        f"MPI grants MPI_THREAD_{levels[low[0]]} to {format_ranks(low)}, "
-        "but MPI_THREAD_MULTIPLE was requested: no thread can send gradients during backward "
-        f"(this plan: {world.overlap})",
+        f"MPI must provide MPI_THREAD_MULTIPLE to send gradients during backward, but provides "
+        f"MPI_THREAD_{levels[low[0]]} to {format_ranks(low)}: the plan sends with overlap = "
+        f"{world.overlap}",
         "do not lower mpi4py.rc.thread_level or MPICH_MAX_THREAD_SAFETY, or use an MPI that "
-        "was built with MPI_THREAD_MULTIPLE; HPCTRAIN_OVERLAP=end works with this one",
+        "was built with MPI_THREAD_MULTIPLE; HPCTRAIN_OVERLAP=end works with this MPI",
     )
 
 
-def tell_plan(world: WorldFacts) -> list[Finding]:
+def report_plan(world: WorldFacts) -> list[Finding]:
     """Report the plan and its origin."""
     return [note(text) for text in world.plan]
 

@@ -12,30 +12,30 @@ from hpctrain.doctor.checks.facts import Carried, Facts, MeasuredLink, WorldFact
 
 _FAST_UCX = ("all", "rc", "dc", "ud", "ib")
 _SLOW_PROVIDERS = ("tcp", "sockets", "udp")
-MOST_OF_IT = 0.5  # an interface has carried the messages if it counts such a share of them
-FEWEST_BYTES = 1 << 18  # fewer bytes drown in what else leaves a host
+MOST_OF_IT = 0.5  # an interface carries the messages if it counts this share of their bytes
+FEWEST_BYTES = 1 << 18  # fewer bytes are not visible among other traffic of a host
 
 
-def check_cards(facts: Facts) -> Found:
+def check_adapters(facts: Facts) -> Found:
     """Report a fast adapter that is down, disabled by a variable, or unknown to MPI."""
-    cards = facts.network.cards
-    live = [card for card in cards if card.is_live]
-    if not cards:
+    adapters = facts.network.adapters
+    live = [adapter for adapter in adapters if adapter.is_live]
+    if not adapters:
         return ok("no InfiniBand, Omni-Path or Slingshot: TCP is used")
-    names = ", ".join(card.name for card in live or cards)
+    names = ", ".join(adapter.name for adapter in live or adapters)
     if not live:
-        what = f"no port of {names} is active: messages go by TCP"
-        return note(what, "ask the site; `ibstat` shows the ports")
+        what = f"an adapter must have an active port, but {names} has none: messages use TCP"
+        return note(what, "report this to the site; `ibstat` shows the ports")
     if slow := slow_settings(facts.environ):
-        what = f"{names} would carry messages, but {{}} makes MPI use TCP"
+        what = f"MPI must be free to use {names}, but {{}} makes MPI use TCP"
         return [warning(what.format(each), f"unset {each.partition('=')[0]}") for each in slow]
-    slingshot = [card.name for card in live if card.family == "cxi"]
+    slingshot = [adapter.name for adapter in live if adapter.family == "cxi"]
     if slingshot and facts.mpi.is_wheel:
         what = (
-            f"{slingshot[0]} is a Slingshot adapter, unknown to the MPI of a pip package: "
-            "messages between nodes go by TCP"
+            f"MPI must support the Slingshot adapter {slingshot[0]}, but this MPI is a Python "
+            "package, which does not: messages between nodes use TCP"
         )
-        do = "load the site's MPI module and export MPI4PY_LIBMPI=.../libmpi.so of it"
+        do = "load the MPI module of the site, and export MPI4PY_LIBMPI=.../libmpi.so of that MPI"
         return warning(what, do)
     return ok(f"{names} are active")
 
@@ -60,44 +60,46 @@ def slow_settings(environ: Mapping[str, str]) -> list[str]:
 def check_copies(facts: Facts) -> Found:
     """Report whether MPI can copy memory between processes by ``process_vm_readv``."""
     if not facts.network.copy_error:
-        return ok("ranks of a node may read each other's memory")
+        return ok("ranks of a node may read the memory of each other")
     return warning(
-        f"process_vm_readv is refused ({facts.network.copy_error}): messages between ranks of a "
-        "node are copied twice; MPI programs without hpctrain may fail",
+        "the kernel must permit process_vm_readv, but refuses it "
+        f"({facts.network.copy_error}): messages between ranks of a node are copied twice, and "
+        "MPI programs without hpctrain may fail",
         "docker run --cap-add=SYS_PTRACE, or for programs without hpctrain "
         + " and ".join(f"export {name}={value}" for name, value in COPIES_OFF.items()),
     )
 
 
-def check_ways(world: WorldFacts) -> Found:
+def check_interfaces(world: WorldFacts) -> Found:
     """Report the interfaces that send messages between nodes, and unused fast networks."""
     carried = world.traffic.carried
     if len(carried) < 2:
-        return ok("one node: nothing goes over a network")
-    if idle := [node for node in carried if node.fast_cards and _by_tcp(node)]:
+        return ok("one node: no messages over a network")
+    if idle := [node for node in carried if node.fast_adapters and _by_tcp(node)]:
         what = (
-            f"messages leave {listed([node.host for node in idle])} by {_by_tcp(idle[0])} (TCP), "
-            f"while {', '.join(idle[0].fast_cards)} is there and live"
+            f"messages must use the fast adapters, but leave "
+            f"{listed([node.host for node in idle])} by {_by_tcp(idle[0])} (TCP), although "
+            f"{', '.join(idle[0].fast_adapters)} is active"
         )
         do = (
-            "use an MPI that is built for this network, such as the site's module (hpctrain takes "
+            "use an MPI that is built for this network, such as the site's module (hpctrain loads "
             "it by MPI4PY_LIBMPI=/path/to/libmpi.so); with Open MPI and UCX try "
             "OMPI_MCA_pml=ucx, with MPICH FI_PROVIDER=verbs, psm3 or cxi"
         )
         return warning(what, do)
-    ways = Counter(map(_way, carried))
-    told = "; ".join(f"{way} ({plural(number, 'node')})" for way, number in ways.items())
-    return note(f"messages between nodes leave by {told}")
+    interfaces = Counter(map(_interface, carried))
+    text = "; ".join(f"{name} ({plural(number, 'node')})" for name, number in interfaces.items())
+    return note(f"messages between nodes leave by {text}")
 
 
-def _way(node: Carried) -> str:
+def _interface(node: Carried) -> str:
     if interface := _by_tcp(node):
         return f"{interface}, TCP"
-    if card := _main(node.by_card, node.sent_bytes):
-        return card
+    if adapter := _main(node.by_adapter, node.sent_bytes):
+        return adapter
     if node.sent_bytes < FEWEST_BYTES:
-        return "an interface that was not found out: too little was sent"
-    return "an interface whose counters do not show it"
+        return "an unknown interface: too few bytes were sent"
+    return "an interface without matching counters"
 
 
 def _by_tcp(node: Carried) -> str:
@@ -119,13 +121,15 @@ def _is_slow_ucx(words: list[str]) -> bool:
 
 
 SLOWER = 3.0
-"""A link is slow if its bandwidth is below the usual bandwidth divided by this number. The
-bandwidths of healthy links differ by up to a factor of two."""
+"""A link is slow if its bandwidth is below the usual bandwidth divided by this number.
+
+The bandwidths of healthy links differ by up to a factor of two.
+"""
 LATER, LATER_S = 4.0, 300e-6
 """A link is slow if its latency exceeds the usual latency by this factor and by this time."""
 SLOWEST_BYTES_PER_S, LONGEST_S = 12e6, 5e-3
-"""Limits that every network for computing reaches; gigabit Ethernet carries 118e6 bytes/s."""
-WRONG_S = 1.0  # clocks that are kept by NTP differ by milliseconds
+"""Limits for every network between nodes; gigabit Ethernet has 118e6 bytes/s."""
+WRONG_S = 1.0  # clocks that NTP synchronizes differ by milliseconds
 
 
 def check_links(world: WorldFacts) -> list[Finding]:
@@ -136,7 +140,7 @@ def check_links(world: WorldFacts) -> list[Finding]:
     if world.traffic.between:
         pairs = plural(len(world.traffic.between), "pair")
         found.append(note(f"between nodes: {_spreads(world.traffic.between)}, by {pairs}"))
-        found += _blame(slow(world.traffic.between), world)
+        found += _slow_links(slow(world.traffic.between), world)
     return found
 
 
@@ -149,44 +153,44 @@ def slow(links: Sequence[MeasuredLink]) -> list[MeasuredLink]:
     return [link for link in links if _is_slow(link, *_usual(links))]
 
 
-def _blame(bad: Sequence[MeasuredLink], world: WorldFacts) -> list[Finding]:
+def _slow_links(bad: Sequence[MeasuredLink], world: WorldFacts) -> list[Finding]:
     """Return findings about nodes whose links are all slow, and about other slow links."""
     if not bad:
         return []
     links, host_of = world.traffic.between, world.host_of
     mine = {r: [link for link in links if r in link.ranks] for r in sorted(host_of)}
-    guilty = [
+    slow_ranks = [
         rank
         for rank, own in mine.items()
         if len(own) > 1 and all(link in bad for link in own) and len(bad) < len(links)
     ]
     latency_s, bytes_per_s = _usual(links)
     usual = f"usual here is {format_seconds(latency_s)}, {_rate(bytes_per_s)}"
-    look = "ask the site to check its cable, switch port and adapter"
+    look = "ask the site to check cable, switch port and adapter"
     nodes = [
         warning(
-            f"slow link: {host_of[rank]} reaches every other node only with "
+            f"slow link: {host_of[rank]} reaches all other nodes with only "
             f"{_figures(mine[rank])}; {usual}",
-            f"{look}; until then leave it out: sbatch --exclude={host_of[rank]}",
+            f"{look}; until then exclude the node: sbatch --exclude={host_of[rank]}",
         )
-        for rank in guilty
+        for rank in slow_ranks
     ]
     compared = usual if len(links) > 1 else "a gigabit carries 112 MiB/s"
     pairs = [
         warning(
             f"slow link: between {' and '.join(host_of[rank] for rank in link.ranks)} with "
             f"{_figures([link])}; {compared}",
-            "find out whether messages take the network that is meant for them (see network); "
-            f"if they do, {look}",
+            "see the finding network: messages may use the wrong interface; if they use the right "
+            f"interface, {look}",
         )
         for link in bad
-        if not set(guilty) & set(link.ranks)
+        if not set(slow_ranks) & set(link.ranks)
     ]
     return [*few(nodes), *few(pairs)]
 
 
 def _usual(links: Sequence[MeasuredLink]) -> tuple[float, float]:
-    """Return the medians over nodes of the best latency and the best bandwidth of a node."""
+    """Return the usual latency and bandwidth: medians over nodes of the best link of a node."""
     nodes = {rank for link in links for rank in link.ranks}
     own = [[link for link in links if rank in link.ranks] for rank in nodes]
     return (
@@ -236,10 +240,10 @@ def check_clocks(world: WorldFacts) -> Found:
         if abs(ahead - middle) - error_s > WRONG_S
     ]
     if wrong:
-        what = f"the clocks of the nodes differ: {listed(wrong)}"
+        what = f"clocks of nodes must agree within {WRONG_S:g} s, but {listed(wrong)}"
         do = (
-            "let chrony or ntpd keep the clocks (chronyc tracking shows the state): times in "
-            "logs, ages of files and the end of a job are wrong until then"
+            "synchronize the clocks with chrony or ntpd (chronyc tracking shows the state); until "
+            "then, times in logs, ages of files and the end of a job are wrong"
         )
         return warning(what, do)
     most = max(abs(ahead - middle) for ahead, _ in found.values())

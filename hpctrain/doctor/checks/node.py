@@ -17,7 +17,7 @@ from hpctrain.doctor.checks.facts import Facts, WorldFacts, by_host
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 _GIVE = (
-    "srun --cpus-per-task=N (srun does not take it from sbatch), or --cpu-bind=none, mpirun "
+    "srun --cpus-per-task=N (srun ignores the value of sbatch), or --cpu-bind=none, mpirun "
     "--bind-to none, or `hpctrain launch -n N ...`; in a container --cpuset-cpus; no taskset"
 )
 
@@ -32,21 +32,23 @@ def check_masks(ranks: Sequence[Facts]) -> Found:
         if crowded := _crowded(members, ranks):
             mask = {core for rank in crowded for core in ranks[rank].cores.mask}
             what = (
-                f"{format_ranks(crowded)} on {host} take turns on {plural(len(mask), 'core')} "
-                f"(mask {format_numbers(mask)})"
+                f"each rank must have its own core, but {format_ranks(crowded)} on {host} share "
+                f"{plural(len(mask), 'core')} (mask {format_numbers(mask)})"
             )
-            found.append(warning(what, f"start fewer ranks, or give each its own core: {_GIVE}"))
+            found.append(
+                warning(what, f"start fewer ranks, or give each rank its own core: {_GIVE}")
+            )
         else:
             found += _narrow(host, members, ranks)
     counts = sorted({len(facts.cores.mask) for facts in ranks})
-    told = "-".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+    text = "-".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
     quota = ranks[0].cores.quota
     time = "" if quota is None else f", time for {quota:g} of them"
-    return few(found) or ok(f"{told} for each rank, enough for all{time}")
+    return few(found) or ok(f"{text} for each rank, enough for all{time}")
 
 
 def _narrow(host: str, members: Sequence[int], ranks: Sequence[Facts]) -> list[Finding]:
-    """Return findings about ranks of a host that have fewer cores than their share of the job."""
+    """Return findings about ranks of a host with fewer cores than an equal share of the job."""
     each = ranks[members[0]].cores.num_granted // _num_sharing(members, ranks)
     narrow = [rank for rank in members if len(ranks[rank].cores.mask) < each]
     if not narrow:
@@ -58,8 +60,9 @@ def _narrow(host: str, members: Sequence[int], ranks: Sequence[Facts]) -> list[F
     # A mask of several cores may be intended.
     is_wrong = len(cores.mask) <= cores.num_siblings or len(cores.mask) < min(asked, each)
     what = (
-        f"{who} may use {len(cores.mask)} of {plural(cores.num_granted, 'core')} (mask "
-        f"{format_numbers(cores.mask)}), {each} are there for each"
+        f"a rank must be able to use its {plural(each, 'core')}, but {who} may use "
+        f"{len(cores.mask)} of {plural(cores.num_granted, 'core')} (mask "
+        f"{format_numbers(cores.mask)})"
     )
     return [warning(what, _GIVE) if is_wrong else note(what, _GIVE)]
 
@@ -69,8 +72,8 @@ def check_load(facts: Facts) -> Found:
     if facts.load is None:  # the load is unknown, or this process is a rank of a launch
         return ()
     if facts.load.is_busy:
-        what = f"{facts.load.describe()}: measured times will be too long"
-        return warning(what, "top shows what runs; wait, or take nodes of your own")
+        what = f"the node must be idle for measurements, but {facts.load.describe()}"
+        return warning(what, "top shows the processes; wait for their end, or request whole nodes")
     return ok(facts.load.describe())
 
 
@@ -88,13 +91,14 @@ def check_threads(ranks: Sequence[Facts]) -> Found:
                 asked.setdefault((name, threads, num_cores[rank]), []).append(rank)
     found = []
     for (name, threads, each), who in asked.items():
-        told = f" ({format_ranks(who)})" if len(who) < len(ranks) else ""
-        what = f"{name}={threads} and a rank has {plural(each, 'core')}{told}"
-        do = f"export {name}={each}, or unset it: hpctrain then takes what fits"
+        where = f" ({format_ranks(who)})" if len(who) < len(ranks) else ""
+        what = f"{name} must be at most the cores of a rank, {each}{where}, got {threads}"
+        do = f"export {name}={each}, or unset it: hpctrain then sets {each}"
         if threads > each:
-            found.append(warning(f"{what}: threads take turns and wait for each other", do))
+            found.append(warning(f"{what}: threads would wait for each other", do))
         else:
-            found.append(note(f"{what}: {each - threads} of them idle", do))
+            what = f"{name}={threads}, but a rank has {plural(each, 'core')}{where}"
+            found.append(note(f"{what}: {each - threads} would be idle", do))
     return found or ok(f"{format_numbers(set(num_cores))} for each rank")
 
 
@@ -125,7 +129,7 @@ def _peers(rank: int, members: Sequence[int], ranks: Sequence[Facts]) -> list[in
 
 
 def _crowded(members: Sequence[int], ranks: Sequence[Facts]) -> list[int]:
-    """Return the ranks of a host that share fewer cores than the number of these ranks."""
+    """Return the ranks of a host that share cores and are more than these cores."""
     found: set[int] = set()
     for rank in members:
         peers = _peers(rank, members, ranks)
@@ -146,26 +150,26 @@ def check_room(facts: Facts) -> Found:
     if room is None:
         return ok("the available memory is unknown")
     ranks = ranks_per_node(facts.environ) or 1
-    what = f"{format_bytes(room.left_bytes)} left in {room.name}"
+    what = f"{format_bytes(room.left_bytes)} available in {room.name}"
     if room.left_bytes >= ranks * RANK_BYTES:
         return ok(what)
     return warning(
-        f"{what} for {plural(ranks, 'rank')}; each takes about {format_bytes(RANK_BYTES)} "
-        "before there is a model",
-        "ask for more: #SBATCH --mem=..., docker run --memory=..., or start fewer ranks "
+        f"each rank must have {format_bytes(RANK_BYTES)} of memory for Python, torch and MPI, got "
+        f"{what} for {plural(ranks, 'rank')}",
+        "request more: #SBATCH --mem=..., docker run --memory=..., or start fewer ranks "
         "on each node",
     )
 
 
-def check_ways(facts: Facts) -> Found:
-    """Report obstacles to memory that the ranks of this node share."""
+def check_shared_memory(facts: Facts) -> Found:
+    """Report obstacles to shared memory of the ranks of this node."""
     try:
         settings = Settings.from_env(facts.environ)
     except ConfigError:  # another check reports this error
         settings = Settings()
     way, refusal = settings.shared_memory, facts.memory.memfd_error
     if way == "off":
-        what = "HPCTRAIN_SHARED_MEMORY=off: gradients of a node go through plain MPI"
+        what = "HPCTRAIN_SHARED_MEMORY=off: gradients of a node are sent by MPI"
         return note(what, "unset HPCTRAIN_SHARED_MEMORY")
     found = [_no_memfd(refusal, way)] if refusal else []
     found += _small_shm(facts)
@@ -177,8 +181,8 @@ def check_ways(facts: Facts) -> Found:
     return found or ok(f"memfd; {room}; {sums}")
 
 
-def check_way(world: WorldFacts) -> Found:
-    """Report how the ranks of a node share memory, or the reason why not."""
+def check_node_memory(world: WorldFacts) -> Found:
+    """Report the method by which the ranks of a node share memory, or an obstacle."""
     way, wanted = world.node_memory, world.settings.shared_memory
     if world.engine == "horovod" and world.topology.size > 1:
         return note("not used: Horovod moves the tensors")
@@ -191,19 +195,19 @@ def check_way(world: WorldFacts) -> Found:
     crowded = preflight.core_warning(world.topology)
     reason = "; ".join(text for text in world.notes if text != crowded)
     return warning(
-        reason or "the ranks of a node share no memory: gradients go flat over MPI",
+        reason or "the ranks of a node must share memory, but do not: MPI sends the gradients",
         "run all ranks of a node in one container, or give them one /proc (--pid=host), and "
         "enough memory",
     )
 
 
 def _no_memfd(refusal: str, way: str) -> Finding:
-    what = f"anonymous shared memory cannot be had: {refusal}"
+    what = f"anonymous shared memory is not available: {refusal}"
     if way == "memfd":
-        do = "set HPCTRAIN_SHARED_MEMORY=auto, which then takes plain MPI"
-        return error(f"HPCTRAIN_SHARED_MEMORY=memfd, but {what}", do)
+        do = "set HPCTRAIN_SHARED_MEMORY=auto, which then uses MPI"
+        return error(f"HPCTRAIN_SHARED_MEMORY=memfd must have memfd, but {what}", do)
     do = "allow memfd_create and fallocate: a container's seccomp profile may forbid them"
-    return warning(f"{what}; gradients go flat over MPI", do)
+    return warning(f"{what}: MPI sends the gradients of a node", do)
 
 
 def _small_shm(facts: Facts) -> list[Finding]:
@@ -216,11 +220,11 @@ def _small_shm(facts: Facts) -> list[Finding]:
         return []
     return [
         warning(
-            f"{SHM} has {format_bytes(facts.memory.shm_free_bytes)} free of "
-            f"{format_bytes(facts.memory.shm_bytes)}; {ranks} ranks put up to "
-            f"{format_bytes(needed_bytes)} there, each {format_bytes(segment_bytes)} of messages: "
-            f"a rank that finds it full dies of SIGBUS",
-            f"enlarge it: docker run --shm-size=1g, apptainer: bind a larger {SHM}, else "
-            f"mount -o remount,size=1g {SHM}; or remove files there",
+            f"{SHM} must have {format_bytes(needed_bytes)} for the messages of {ranks} ranks, "
+            f"{format_bytes(segment_bytes)} each, but {format_bytes(facts.memory.shm_free_bytes)} "
+            f"of {format_bytes(facts.memory.shm_bytes)} are free: a rank without space ends with "
+            f"SIGBUS",
+            f"enlarge {SHM}: docker run --shm-size=1g, apptainer: bind a larger {SHM}, else "
+            f"mount -o remount,size=1g {SHM}; or remove files in it",
         )
     ]

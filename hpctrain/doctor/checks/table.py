@@ -18,8 +18,8 @@ OF_PROCESS: tuple[tuple[str, Callable[[Facts], Found]], ...] = (
     ("GPU links", gpus.check_gpu_links),
     ("load", node.check_load),
     ("memory", node.check_room),
-    ("node memory", node.check_ways),
-    ("network cards", network.check_cards),
+    ("node memory", node.check_shared_memory),
+    ("network adapters", network.check_adapters),
     ("copies between ranks", network.check_copies),
     ("settings", environment.check_settings),
     ("directory", environment.check_directories),
@@ -36,12 +36,12 @@ OF_WORLD: tuple[tuple[str, Callable[[WorldFacts], Found]], ...] = (
     ("threads", lambda world: node.check_threads(world.ranks)),
     ("GPUs", gpus.check_own_gpus),
     ("NCCL", gpus.check_nccl),
-    ("node memory", node.check_way),
+    ("node memory", node.check_node_memory),
     ("", lambda world: world.obstacles),
     ("links", network.check_links),
-    ("network", network.check_ways),
+    ("network", network.check_interfaces),
     ("clocks", network.check_clocks),
-    ("plan", job.tell_plan),
+    ("plan", job.report_plan),
 )
 """Checks of all ranks."""
 
@@ -58,7 +58,7 @@ def examine(facts: Facts) -> list[Finding]:
 def examine_all(world: WorldFacts, local: list[list[Finding]]) -> list[Finding]:
     """Return the findings of all checks of a launch.
 
-    ``local`` has the findings of each rank about its own process.
+    ``local`` has for each rank the findings about its process.
     """
     merged = merge(local, [facts.host for facts in world.ranks])
     found = (each for name, judge in OF_WORLD for each in named(name, judge(world)))

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.core.atomic import sync
 from hpctrain.doctor.checks.facts import DirectoryFacts
-from hpctrain.launch.program import ask, start
+from hpctrain.launch.program import run_to_end, start
 
 if TYPE_CHECKING:
     import h5py
@@ -34,7 +34,7 @@ _VALUE = b"hpctrain doctor"
 def try_directory(path: Path, limit_s: float = TRIAL_S) -> DirectoryFacts:
     """Try to write, lock and read files in a directory as hpctrain and HDF5 do.
 
-    The files are removed. A trial that takes longer than ``limit_s`` counts as hanging.
+    The trial removes its files. A trial that takes longer than ``limit_s`` counts as hanging.
     """
     name = f".hpctrain-doctor-{uuid.uuid4().hex[:8]}"
     line = [sys.executable, "-m", __name__, str(path), name]
@@ -81,7 +81,7 @@ def facts_of(path: Path, lines: Iterable[str], *, hung: bool) -> DirectoryFacts:
 
 
 def _remove(folder: Path) -> None:
-    """Remove the files of a killed trial, in a separate process, because that may hang too."""
+    """Remove the files of a killed trial in a separate process, because the removal may hang."""
     remover = start(["/bin/rm", "-rf", "--", folder], stderr=subprocess.DEVNULL)
     with suppress(subprocess.TimeoutExpired):
         remover.wait(_GRACE_S)
@@ -92,13 +92,13 @@ def file_system_of(path: Path) -> str:
     """Return the type of the file system of a path, such as ``xfs`` or ``lustre``."""
     line = ["stat", "--file-system", "--format=%T", "--", str(path)]
     try:
-        return ask(line, timeout_s=TRIAL_S).stdout.strip()
+        return run_to_end(line, timeout_s=TRIAL_S).stdout.strip()
     except OSError:
         return ""
 
 
 def take_steps(directory: Path, name: str) -> None:
-    """Run the steps of the trial and print each result; create all files below ``name``."""
+    """Run the steps of the trial, and print each result; all files are in the folder ``name``."""
     try:
         free_bytes = shutil.disk_usage(directory).free
     except OSError:
@@ -156,7 +156,7 @@ def _hdf5(path: Path, *, locking: bool) -> None:
         file["value"] = list(_VALUE)
     with _opened(path, "r", locking=locking) as file:
         if bytes(file["value"][:].tolist()) != _VALUE:
-            raise ValueError(f"{path.name} does not contain the written value")
+            raise ValueError(f"{path.name} must contain the written value, but does not")
 
 
 def _opened(path: Path, mode: str, *, locking: bool) -> "h5py.File":

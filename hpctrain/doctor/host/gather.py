@@ -15,13 +15,13 @@ from hpctrain.cluster import resources
 from hpctrain.cluster.env import launched
 from hpctrain.cluster.libraries import MPI_WHEELS, copy_error, family, libmpi_of
 from hpctrain.cluster.machine_load import measured_for
-from hpctrain.cluster.resources import CLASSES, live_cards, rooms
+from hpctrain.cluster.resources import CLASSES, live_adapters, rooms
 from hpctrain.comm.node import kernel
 from hpctrain.core import config
 from hpctrain.core.errors import ConfigError, LaunchError
 from hpctrain.core.provenance import version_of
 from hpctrain.doctor.checks.facts import (
-    Card,
+    Adapter,
     CoreFacts,
     Facts,
     GpuFacts,
@@ -36,7 +36,7 @@ from hpctrain.doctor.checks.node import SHM
 from hpctrain.doctor.host.directory_trial import TRIAL_S, try_directory
 from hpctrain.launch.horovod_build import check_import
 from hpctrain.launch.pmi import load
-from hpctrain.launch.program import ask
+from hpctrain.launch.program import run_to_end
 from hpctrain.launch.slurm import scheduler
 
 PACKAGES = ("hpctrain", "torch", "numpy", "mpi4py", "h5py")
@@ -103,14 +103,15 @@ def _mpi(environ: Mapping[str, str]) -> MpiFacts:
 
 
 def _horovod_error(environ: Mapping[str, str]) -> str:
-    """Load Horovod in a separate process if it is the engine; return the error."""
+    """Return the error of loading Horovod in a separate process, if Horovod is the engine."""
     try:
         if config.setting("engine", environ) != "horovod":
             return ""
     except ConfigError:  # the check of settings reports it
         return ""
     if version_of("horovod") is None:
-        return "HPCTRAIN_ENGINE=horovod, and Horovod is not installed; hpctrain horovod build"
+        what = "Horovod must be installed for HPCTRAIN_ENGINE=horovod, but is not"
+        return f"{what}; hpctrain horovod build"
     try:
         check_import(load(environ))
     except LaunchError as failed:
@@ -151,13 +152,15 @@ def gpus_of(environ: Mapping[str, str]) -> GpuFacts:
         return GpuFacts(runtime=runtime)
     asked: list[list[str]] = [[], ["topo", "-m"], ["--query-gpu=uuid", "--format=csv,noheader"]]
     try:
-        said = [ask([program, *words], environ, timeout_s=SMI_TIMEOUT_S) for words in asked]
+        outputs = [
+            run_to_end([program, *words], environ, timeout_s=SMI_TIMEOUT_S) for words in asked
+        ]
     except (LaunchError, OSError) as failed:
         return GpuFacts(runtime=runtime, error=str(failed))
-    table, topology, uuids = (each.stdout if each.returncode == 0 else "" for each in said)
+    table, topology, uuids = (each.stdout if each.returncode == 0 else "" for each in outputs)
     found = re.search(r"Driver Version: (\S+)\s+CUDA Version: ([\d.]+)", table)
     if not found:
-        words = (said[0].stdout + said[0].stderr).strip().splitlines()
+        words = (outputs[0].stdout + outputs[0].stderr).strip().splitlines()
         return GpuFacts(runtime=runtime, error=words[0] if words else "no output")
     return GpuFacts(
         driver=found[1],
@@ -189,7 +192,7 @@ def _memory(environ: Mapping[str, str]) -> MemoryFacts:
 
 
 def _memfd_error() -> str:
-    """Create a page of anonymous shared memory, as ranks do; return the error, if any."""
+    """Create anonymous shared memory as ranks do; return the error, or an empty text."""
     try:
         descriptor = os.memfd_create("hpctrain-doctor", os.MFD_CLOEXEC)
         try:
@@ -202,25 +205,25 @@ def _memfd_error() -> str:
 
 
 def _network() -> NetworkFacts:
-    live = live_cards()
+    live = live_adapters()
     return NetworkFacts(
-        cards=tuple(
-            Card(
-                name=card.name,
+        adapters=tuple(
+            Adapter(
+                name=adapter.name,
                 family=folder.name,
-                is_live=card in live,
-                speaks_ethernet=_speaks_ethernet(card),
+                is_live=adapter in live,
+                speaks_ethernet=_speaks_ethernet(adapter),
             )
             for folder in CLASSES
             if folder.exists()
-            for card in sorted(folder.iterdir())
+            for adapter in sorted(folder.iterdir())
         ),
         copy_error=copy_error(),
     )
 
 
-def _speaks_ethernet(card: Path) -> bool:
-    layers = [file.read_text().strip() for file in card.glob("ports/*/link_layer")]
+def _speaks_ethernet(adapter: Path) -> bool:
+    layers = [file.read_text().strip() for file in adapter.glob("ports/*/link_layer")]
     return bool(layers) and all(layer == "Ethernet" for layer in layers)
 
 

@@ -69,17 +69,17 @@ def probe(facts: Facts, *, seconds: float = 5.0) -> list[Finding]:
             # Some checks use local values of the rank: the findings of rank 0 apply to all ranks.
             return comm.broadcast_object(findings)
     except LaunchError as error:
-        what, _, way_out = str(error).partition("; ")
-        return [*local, Finding("world", "error", what, way_out)]
+        what, _, remedy = str(error).partition("; ")
+        return [*local, Finding("world", "error", what, remedy)]
 
 
 def wrong_interface(
     launched: Launched | None, library: Path | None, prefix: str = sys.prefix
 ) -> Finding | None:
-    """Return an error if MPI cannot connect the ranks, because MPI would end the process.
+    """Return an error if MPI cannot connect the ranks; MPI itself would end the process.
 
-    The function checks only libraries of wheels in the Python environment ``prefix``, because the
-    PMI of other libraries is not known.
+    Only libraries of Python packages in the environment ``prefix`` are checked, because the
+    process management interface of other libraries is unknown.
     """
     if library is None or not library.is_relative_to(prefix):
         return None
@@ -94,7 +94,7 @@ def _world_of(
     comm, topology = found.comm, found.topology
     launched, settings, notes = comm.broadcast_object((env.launched(), settings, found.notes))
     inside = links_inside(comm, topology)
-    fast = [card.name for card in ranks[comm.rank].network.cards if card.is_fast]
+    fast = [adapter.name for adapter in ranks[comm.rank].network.adapters if adapter.is_fast]
     between, carried = links_between(comm, topology, tuple(fast), seconds)
     return WorldFacts(
         ranks=ranks,
@@ -167,11 +167,7 @@ def _connected(settings: Settings) -> Iterator[tuple[Connection, list[Finding]]]
     obstacles: list[Finding] = []
     try:
         found = connect(ranks, settings)
-    except (
-        ConfigError,
-        NodeMemoryError,
-        LaunchError,
-    ) as error:  # LaunchError: Horovod does not load
+    except (ConfigError, NodeMemoryError, LaunchError) as error:  # the last if Horovod fails
         obstacles = [_obstacle(error)]
         engine = "hpctrain" if isinstance(error, LaunchError) else settings.engine
         settings = replace(settings, plan=None, shared_memory="auto", engine=engine)
@@ -195,7 +191,7 @@ def _obstacle(error: ConfigError | NodeMemoryError | LaunchError) -> Finding:
 
 
 def _in_sentences(found: Connection) -> list[str]:
-    """Return sentences about the plan, its origin and its measurements."""
+    """Return sentences about the plan of a connection, its origin and its measurements."""
     rows = [f"{name} {text}" for name, text in found.plan.describe()]
     sentences = [f"{'; '.join(rows)}; chosen by {found.plan_origin}"]
     for what, where in (("rail", "between nodes"), ("tensors", "over all ranks")):

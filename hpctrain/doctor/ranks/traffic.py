@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from hpctrain.cluster.resources import live_cards
+from hpctrain.cluster.resources import live_adapters
 from hpctrain.cluster.topology import Topology
 from hpctrain.comm.communicator import Communicator
 from hpctrain.core.units import KIB, MIB
@@ -38,7 +38,7 @@ def links_inside(comm: Communicator, topology: Topology) -> list[MeasuredLink]:
 
 
 def links_between(
-    comm: Communicator, topology: Topology, fast_cards: tuple[str, ...], seconds: float
+    comm: Communicator, topology: Topology, fast_adapters: tuple[str, ...], seconds: float
 ) -> tuple[list[MeasuredLink], list[Carried]]:
     """Measure links between the first ranks of nodes. Collective.
 
@@ -49,7 +49,7 @@ def links_between(
         The links, and the bytes that each node sent during the measurements.
 
     """
-    before = interface_bytes(), card_bytes()
+    before = interface_bytes(), adapter_bytes()
     links: list[MeasuredLink] = []
     end = time.monotonic() + seconds
     for number, pairs in enumerate(rounds([ranks[0] for ranks in topology.nodes]), start=1):
@@ -63,13 +63,13 @@ def links_between(
         for doubt in doubts:
             again = measure(comm, [doubt.ranks])[0]
             links[links.index(doubt)] = doubt.with_best_of(again)
-    after = interface_bytes(), card_bytes()
+    after = interface_bytes(), adapter_bytes()
     mine = Carried(
         host=topology.hosts[topology.node],
         sent_bytes=sum(link.sent_bytes for link in links if comm.rank in link.ranks),
         by_interface=difference(before[0], after[0]),
-        by_card=difference(before[1], after[1]),
-        fast_cards=fast_cards,
+        by_adapter=difference(before[1], after[1]),
+        fast_adapters=fast_adapters,
     )
     nodes = comm.allgather_object(mine if topology.local_rank == 0 else None)
     return links, [node for node in nodes if node is not None]
@@ -85,16 +85,16 @@ def interface_bytes(table: Path = COUNTED) -> dict[str, int]:
     return {name.strip(): int(counters.split()[8]) for name, counters in pairs}
 
 
-def card_bytes() -> dict[str, int]:
+def adapter_bytes() -> dict[str, int]:
     """Return the number of bytes that each fast adapter has sent."""
     found: dict[str, int] = {}
-    for card in live_cards():
-        for file in card.glob("ports/*/counters/port_xmit_data"):
+    for adapter in live_adapters():
+        for file in adapter.glob("ports/*/counters/port_xmit_data"):
             try:
                 words = int(file.read_text())
             except (OSError, ValueError):
                 continue
-            found[card.name] = found.get(card.name, 0) + words * _WORD_BYTES
+            found[adapter.name] = found.get(adapter.name, 0) + words * _WORD_BYTES
     return found
 
 
@@ -115,9 +115,9 @@ def measure(
     mine: MeasuredLink | None = None
     for first, second in pairs:
         if comm.rank == first:
-            mine = _ask(comm, second, clock)
+            mine = _request(comm, second, clock)
         elif comm.rank == second:
-            _answer(comm, first, clock)
+            _reply(comm, first, clock)
     found = {link.ranks: link for link in comm.allgather_object(mine) if link is not None}
     return [found[pair] for pair in pairs]
 
@@ -136,8 +136,8 @@ def rounds(ranks: Sequence[int]) -> list[list[tuple[int, int]]]:
     return [pairs for pairs in found if pairs]
 
 
-def _ask(comm: Communicator, partner: int, clock: Clock) -> MeasuredLink:
-    """Measure the link to ``partner``, which executes ``_answer``.
+def _request(comm: Communicator, partner: int, clock: Clock) -> MeasuredLink:
+    """Measure the link to ``partner``, which executes ``_reply``.
 
     Each request is a small message to the partner.
     """
@@ -170,7 +170,7 @@ def _ping(comm: Communicator, partner: int, clock: Clock) -> tuple[float, float]
 
 
 def _large(comm: Communicator, partner: int) -> tuple[float, int, int]:
-    """Return seconds and size of the largest measured message, and the sum of bytes sent."""
+    """Return seconds and bytes of the largest measured message, and the sum of bytes sent."""
     sent_bytes = 0
     num_bytes = FIRST_BYTES
     while True:
@@ -194,8 +194,8 @@ def _round_trip(comm: Communicator, partner: int, num_bytes: int) -> float:
     return time.perf_counter() - start
 
 
-def _answer(comm: Communicator, partner: int, clock: Clock) -> None:
-    """Reply to the requests of ``partner`` until the request STOP."""
+def _reply(comm: Communicator, partner: int, clock: Clock) -> None:
+    """Reply to requests of ``partner`` until the request STOP arrives."""
     message = torch.empty(2, dtype=torch.int64)
     while True:
         comm.recv_(message, partner)

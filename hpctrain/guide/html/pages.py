@@ -90,7 +90,7 @@ class Pages:
         )
 
     def write(self) -> None:
-        """Write all pages."""
+        """Write all pages of the manual into the folder."""
         for topic, text_of in self._guides.items():
             self._put(Path("guide", f"{topic}.md"), self._converted(text_of(), GUIDES))
         for source in (ROOT / "examples").rglob("*.md"):
@@ -161,7 +161,7 @@ class Pages:
         )
 
     def _to_page(self, found: re.Match[str], folder: Path) -> str:
-        """Return a link with the page of an example, or the chart, as target, or unchanged."""
+        """Return a link to an example or a chart with its page as target; else the same link."""
         target = (folder / found[1]).resolve()
         if target.suffix == ".png" and target.is_relative_to(ROOT):
             return f"](/{target.relative_to(ROOT)})"
@@ -184,8 +184,8 @@ class Pages:
             example.suffix == ".py" and example.parent.name in ("tour", "studies")
         )
         if command and is_short and self._with_output:
-            told, figure = output_of(command)
-            lines += ["", "## Output", "", "```text", told.rstrip(), "```"]
+            output, figure = output_of(command)
+            lines += ["", "## Output", "", "```text", output.rstrip(), "```"]
             if figure is not None:
                 self._put(example.with_name(f"{name}.png"), figure)
                 lines += ["", f"![what {name} has drawn]({name}.png)"]
@@ -228,7 +228,8 @@ def command_of(example: Path) -> str:
 def output_of(command: str) -> tuple[str, bytes | None]:
     """Run the command of an example in a new folder; return the output and the figure, if any.
 
-    Raises ``SystemExit``: the command has failed.
+    Raises:
+        SystemExit: the command failed.
     """
     with tempfile.TemporaryDirectory(prefix="hpctrain-docs-") as name:
         folder = Path(name)
@@ -247,7 +248,10 @@ def output_of(command: str) -> tuple[str, bytes | None]:
             check=False,
         )
         if done.returncode:
-            raise SystemExit(f"{command} has failed:\n{done.stdout}{done.stderr}")
+            raise SystemExit(
+                f"the command of an example must succeed, but {command} "
+                f"failed:\n{done.stdout}{done.stderr}"
+            )
         figures = sorted(folder.glob("runs/*/plots/*.png"))
         figure = figures[0].read_bytes() if figures else None
         return done.stdout.replace(f"{folder}/", ""), figure
@@ -265,9 +269,9 @@ def cells_of(notebook: Path, *, is_run: bool) -> Iterator[str]:
     for cell in found.cells:
         is_code = cell.cell_type == "code"
         yield f"```python\n{cell.source}\n```\n" if is_code else f"{cell.source}\n"
-        told = [each.text for each in cell.get("outputs", ()) if each.get("name") == "stdout"]
-        if told:
-            yield f"```text\n{''.join(told)}```\n"
+        output = [each.text for each in cell.get("outputs", ()) if each.get("name") == "stdout"]
+        if output:
+            yield f"```text\n{''.join(output)}```\n"
 
 
 # --- public names -------------------------------------------------------------------------------
@@ -320,7 +324,9 @@ def _entry(full: str, value: Any, package: str) -> list[str]:
         return [f".. autofunction:: {full}", ""]
     text = _comment(name, _places(package).get(name, package))
     if not text:
-        raise SystemExit(f"{full} has neither a docstring nor a comment at its assignment")
+        raise SystemExit(
+            f"{full} must have a docstring or a comment at its assignment, but has none"
+        )
     return [f".. py:data:: {full}", "", *(f"   {line}" for line in text), ""]
 
 

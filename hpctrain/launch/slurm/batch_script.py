@@ -19,7 +19,7 @@ _TRAIN = re.compile(
     r'(hpctrain|"\$\{hpctrain\[@\]\}") train "\$config".*?(?="(\$@|\$\{options\[@\]\})")',
     re.DOTALL,
 )
-"""Command that a template starts on the ranks, up to the arguments of the script."""
+"""Matches the command that a template starts on the ranks, without the script arguments."""
 _JUDGED = re.compile(r"^( *)(?=# The last record of the run)", re.MULTILINE)
 _AGAIN = re.compile(r'echo "to continue: .*"')
 _OPPOSITE = {"--requeue": "--no-requeue", "--no-requeue": "--requeue"}
@@ -61,7 +61,7 @@ class SbatchOptions:
             if not re.fullmatch(r"--[a-z][a-z-]*(=.*)?", option):
                 raise ConfigError(
                     f"an additional option of sbatch must be --name or --name=value, got "
-                    f"{option!r}"
+                    f"{option!r}; write such as --qos=high"
                 )
             name, mark, value = option.partition("=")
             found[name] = f"{name}={_word(name, value)}" if mark else name
@@ -75,11 +75,15 @@ class BatchSettings(SbatchOptions):
     config: str | None = None
     """TOML file to train; by default the value of the job's variable CONFIG."""
     directory: str | None = None
-    """Folder of the run, with variables of Slurm such as ``$SLURM_ARRAY_TASK_ID``; by default the
-    value of the variable RUN_DIRECTORY, or a folder named after the job."""
+    """Folder of the run, with variables of Slurm such as ``$SLURM_ARRAY_TASK_ID``.
+
+    By default the value of the variable RUN_DIRECTORY, or a folder named after the job.
+    """
     program: tuple[str, ...] = ()
-    """Command that runs instead of ``hpctrain train``, with variables of Slurm. RUN_DIRECTORY
-    holds the folder of the run, where the exit code is stored."""
+    """Command that runs instead of ``hpctrain train``, with variables of Slurm.
+
+    RUN_DIRECTORY is the folder of the run, where the exit code is stored.
+    """
     overrides: tuple[str, ...] = ()
     """``KEY=VALUE`` for ``hpctrain train --set``, with variables of Slurm."""
 
@@ -100,8 +104,14 @@ def text(name: str) -> str:
 def script(name: str, settings: BatchSettings) -> str:
     """Return the text of a template with the given settings.
 
-    An option of the template is replaced; other options follow the last one. Raises
-    ``ConfigError``: no template has this name, or a script cannot contain a setting.
+    An option of the template is replaced; other options are added after the last directive.
+
+    Args:
+        name: name of the template.
+        settings: options of sbatch, and the command of the job.
+
+    Raises:
+        ConfigError: no template has this name, or a script cannot contain a setting.
     """
     options = settings.lines()
     lines = [_in_time(line, settings.time) for line in text(name).splitlines()]
@@ -127,7 +137,7 @@ def script(name: str, settings: BatchSettings) -> str:
 
 
 def _starting(whole: str, program: tuple[str, ...]) -> str:
-    """Replace the training in a script by a program, and store its exit code."""
+    """Replace ``hpctrain train`` in a script by a program, and store its exit code."""
     words = " ".join(_quoted(word) if "$" in word else shlex.quote(word) for word in program)
     whole = _CONFIG.sub(lambda _: f"program=({words})", whole, count=1)
     begin = (
@@ -145,7 +155,7 @@ def _folder() -> Traversable:
 
 
 def _in_time(line: str, limit: str | None) -> str:
-    """Limit the lead time of the warning signal to a quarter of the job's time limit."""
+    """Limit the lead time of the signal in ``--signal`` to a quarter of the time limit."""
     signal, mark, margin_s = line.partition("USR1@")
     limit_s = time_limit_s(limit or "")
     if not mark or limit_s is None or not line.startswith("#SBATCH --signal="):
@@ -159,11 +169,11 @@ def _word(name: str, value: str | int) -> str:
     if not text or not text.isprintable() or '"' in text or "\\" in text:
         raise ConfigError(
             f'{name} must be one line without " and \\, and not empty, because sbatch cannot '
-            f"read other values in a script, got {text!r}; change it"
+            f"read other values in a script, got {text!r}; change the value"
         )
     return f'"{text}"' if re.search(r"[\s#;'$`]", text) else text
 
 
 def _quoted(text: str) -> str:
-    """Quote a text for the shell, which still expands variables."""
+    """Quote a text for the shell, so that the shell expands variables and nothing else."""
     return '"' + re.sub(r'(["\\`])', r"\\\1", text) + '"'

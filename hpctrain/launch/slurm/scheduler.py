@@ -1,4 +1,4 @@
-"""Calls of Slurm's commands, about the current job and to submit jobs."""
+"""Calls of the commands of Slurm: queries about jobs, and submission of jobs."""
 
 import os
 import re
@@ -13,11 +13,11 @@ from hpctrain.cluster.env import slurm, slurm_number
 from hpctrain.core.atomic import publishing, refusal
 from hpctrain.core.errors import ConfigError, LaunchError
 from hpctrain.core.units import parse_seconds
-from hpctrain.launch.program import Said, ask
+from hpctrain.launch.program import CompletedProgram, run_to_end
 
 NO_ANSWER = "Slurm does not answer"
 ANSWER_S = 10.0
-"""Time limit of a question; a run asks once, at its start."""
+"""Time limit of a query; a run calls Slurm once, at its start."""
 
 SUBMIT_S = 120.0  # time limit of commands that submit and manage jobs
 
@@ -72,21 +72,21 @@ def job_end(environ: Mapping[str, str] = os.environ) -> float | None:
     """Return the end of this job in seconds since 1970, or None without a job or a limit.
 
     Reads ``SLURM_JOB_END_TIME`` of newer versions, and calls ``squeue`` otherwise. Not collective:
-    call it on one rank only, because thousands of calls overload the controller.
+    only one rank should call, because thousands of calls overload the controller of Slurm.
     """
     end = slurm("job_end_time", environ)
     if end.isdigit():
         return float(end)
     if not (job := slurm("job_id", environ)):
         return None
-    asked = time.time()  # before the call, so that an error is to the safe side
+    queried = time.time()  # before the call, so that the result is not too late
     done = run(["squeue", "-h", "-j", job, "-t", "running", "-o", "%A %L"], environ)
     if done.returncode:
         raise no_answer(done.stderr)
     # The first number of a job array selects all its tasks, each of which has a line.
     lines = dict(line.split(maxsplit=1) for line in done.stdout.splitlines() if " " in line)
     seconds = time_limit_s(lines.get(job, ""))
-    return None if seconds is None else asked + seconds
+    return None if seconds is None else queried + seconds
 
 
 def time_limit_s(text: str) -> float | None:
@@ -117,15 +117,15 @@ def sbatch_time(text: str) -> str:
         minutes, rest = divmod(parse_seconds(text), 60)
     except ConfigError:
         raise ConfigError(
-            f'a time limit must be one of Slurm, such as "01:30:00" or "1-12", or a duration '
-            f'such as "90min", got {text!r}'
+            f'a time limit must be in a format of Slurm, such as "01:30:00" or "1-12", or a '
+            f'duration such as "90min", got {text!r}'
         ) from None
     hours, minutes = divmod(int(minutes) + (rest > 0), 60)  # Slurm rounds to minutes
     return f"{hours:02d}:{minutes:02d}:00"
 
 
 def restart_count(environ: Mapping[str, str] = os.environ) -> int:
-    """Return how often Slurm restarted this job; 0 outside of jobs."""
+    """Return the number of restarts of this job by Slurm; 0 outside of jobs."""
     return slurm_number("restart_count", environ) or 0
 
 
@@ -135,7 +135,7 @@ def run(
     *,
     text: str = "",
     timeout_s: float | None = None,
-) -> Said:
+) -> CompletedProgram:
     """Run a command of Slurm; the caller checks its exit code.
 
     Args:
@@ -153,29 +153,31 @@ def run(
             f"Slurm's {line[0]} must be in PATH, but was not found; load the Slurm module"
         )
     try:
-        return ask([program, *line[1:]], environ, text=text, timeout_s=timeout_s or ANSWER_S)
+        return run_to_end(
+            [program, *line[1:]], environ, text=text, timeout_s=timeout_s or ANSWER_S
+        )
     except OSError as error:
         raise no_answer(str(error)) from None
 
 
-def no_answer(said: str) -> LaunchError:
-    """Return the error for a command that reached no controller; ``said`` is its output."""
+def no_answer(output: str) -> LaunchError:
+    """Return the error for a command of Slurm that did not reach the controller."""
     return LaunchError(
-        f"{NO_ANSWER}: its commands are installed here, but reach no controller; use a login node "
-        f"of the cluster, or set SLURM_CONF to its slurm.conf; {WITHOUT_SLURM}; Slurm reports: "
-        f"{_words(said).rpartition('fatal: ')[2]}"
+        f"{NO_ANSWER}: its commands are installed, but do not reach its controller; use a login "
+        f"node of the cluster, or set SLURM_CONF to its slurm.conf; {WITHOUT_SLURM}; Slurm "
+        f"reports: {_words(output).rpartition('fatal: ')[2]}"
     )
 
 
 def find_sbatch(environ: Mapping[str, str] = os.environ) -> str:
-    """Return the path of sbatch."""
+    """Return the path of sbatch. Raises ``LaunchError`` if this machine has no sbatch."""
     path = environ.get("PATH")
     if found := shutil.which("sbatch", path=path):
         return found
     for command, name in _OTHERS.items():
         if shutil.which(command, path=path):
             raise LaunchError(
-                f"hpctrain submit must find Slurm's sbatch, but this machine has {name} "
+                f"hpctrain submit must find sbatch of Slurm, but this machine has {name} "
                 f"({command}); in a job of {name}, `hpctrain launch -n RANKS -- COMMAND` starts "
                 f"the ranks on the nodes of the job"
             )
@@ -186,37 +188,37 @@ def find_sbatch(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def try_out(script: str, environ: Mapping[str, str] = os.environ) -> str:
-    """Return Slurm's estimate of the start of a job, without submitting the job.
+    """Return the estimated start of a job, from ``sbatch --test-only``, without submission.
 
     Raises:
         RefusedJobError: Slurm refuses the job.
         LaunchError: Slurm does not answer.
     """
     done = run([find_sbatch(environ), "--test-only"], environ, text=script, timeout_s=SUBMIT_S)
-    said = _words(done.stderr)
-    if re.search("configuration source|contact slurm controller", said, re.IGNORECASE):
+    output = _words(done.stderr)
+    if re.search("configuration source|contact slurm controller", output, re.IGNORECASE):
         raise no_answer(done.stderr)
     if done.returncode:
-        raise RefusedJobError(f"Slurm would not take this job; it says: {said}")
-    return re.sub(r"Job \d+ to start", "the job would start", said)
+        raise RefusedJobError(f"Slurm must accept the job, but sbatch reports: {output}")
+    return re.sub(r"Job \d+ to start", "the job would start", output)
 
 
 def submit(path: Path, environ: Mapping[str, str] = os.environ) -> int:
     """Submit a script and return the number of the job.
 
-    PATH of the job begins with the directory of the current ``hpctrain``, also if its environment
-    is not activated.
+    PATH of the job begins with the directory of the running ``hpctrain``, also if its Python
+    environment is not activated.
 
     Raises:
-        LaunchError: sbatch was not found, or Slurm refuses the job; contains the output of Slurm.
+        LaunchError: sbatch was not found, or Slurm rejects the job; has the output of sbatch.
     """
     done = run(
         [find_sbatch(environ), "--parsable", str(path)], _with_ours(environ), timeout_s=SUBMIT_S
     )
     match = re.match(r"\d+", done.stdout)
     if done.returncode or match is None:
-        said = _words(done.stderr or done.stdout)
-        raise LaunchError(f"Slurm has not taken {path}; it says: {said}")
+        output = _words(done.stderr or done.stdout)
+        raise LaunchError(f"Slurm must accept {path}, but sbatch reports: {output}")
     return int(match[0])
 
 
@@ -236,8 +238,8 @@ def submit_in(folder: Path, script: str, environ: Mapping[str, str] = os.environ
             file.write(f"{number}\n")
     except OSError as error:
         raise ConfigError(
-            f"the folder {folder} cannot be written: "
-            f"{refusal(error, 'choose another with --name')}"
+            f"the folder of a job must be writable, but {folder} cannot be written: "
+            f"{refusal(error, 'choose another folder with --name')}"
         ) from None
     return number
 
@@ -245,10 +247,10 @@ def submit_in(folder: Path, script: str, environ: Mapping[str, str] = os.environ
 def in_queue(jobs: Iterable[int], environ: Mapping[str, str] = os.environ) -> dict[int, str]:
     """Return a human-readable status of each job that is pending or running.
 
-    For example ``PENDING, Priority, since 2026-11-25T09:12:40``; begins with the state of Slurm.
+    A status begins with the state: ``PENDING, Priority, since 2026-11-25T09:12:40``.
     """
     squeue = Path(find_sbatch(environ)).with_name("squeue")
-    # squeue fails if a number is unknown, as of an old job; so list all jobs of this user.
+    # squeue fails for numbers of old jobs, so this call lists all jobs of the user.
     done = run(
         [str(squeue), "-h", "-u", str(os.getuid()), "-o", "%A %F %T %V %S %r"],
         environ,
@@ -264,7 +266,7 @@ def in_queue(jobs: Iterable[int], environ: Mapping[str, str] = os.environ) -> di
         since = queued if waits else start
         more += f", since {since}" if since[:1].isdigit() else ""
         more += f", expected to start {start}" if waits and start[:1].isdigit() else ""
-        # The number of a job array stands for all its tasks; report a running task, if any.
+        # The number of a job array selects all its tasks; a running task has priority.
         for name in {number, whole} if number.isdigit() and whole.isdigit() else ():
             if found.get(int(name), "PENDING").startswith("PENDING"):
                 found[int(name)] = f"{state}{more}"
@@ -272,15 +274,15 @@ def in_queue(jobs: Iterable[int], environ: Mapping[str, str] = os.environ) -> di
 
 
 def state_of(job: int, environ: Mapping[str, str] = os.environ) -> str:
-    """Return the state of a job in Slurm's terms; empty if Slurm no longer knows the job.
+    """Return the state of a job, such as ``COMPLETED``; empty if Slurm no longer has a record.
 
     Raises:
         LaunchError: Slurm does not answer.
     """
     if text := in_queue([job], environ).get(job):
         return text.partition(",")[0]
-    told = run(["scontrol", "--oneliner", "show", "job", str(job)], environ, timeout_s=SUBMIT_S)
-    match = re.search(r"JobState=(\w+)", told.stdout)
+    shown = run(["scontrol", "--oneliner", "show", "job", str(job)], environ, timeout_s=SUBMIT_S)
+    match = re.search(r"JobState=(\w+)", shown.stdout)
     return match[1] if match else ""
 
 
@@ -300,7 +302,7 @@ def jobs_of(folder: Path) -> list[int]:
 
 
 def dependency(text: str) -> str:
-    """Return the value of ``--dependency`` for job numbers, or for a condition of Slurm."""
+    """Return the value of ``sbatch --dependency`` for ``--after``: job numbers or a condition."""
     text = text.strip()
     if re.fullmatch(r"\d+(_\d+)?([,:]\d+(_\d+)?)*", text):
         return "afterok:" + text.replace(",", ":")
@@ -313,7 +315,7 @@ def dependency(text: str) -> str:
 
 
 def _with_ours(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment with the current ``hpctrain`` first in PATH."""
+    """Return the environment with the folder of the running ``hpctrain`` first in PATH."""
     ours = Path(sys.executable).parent / "hpctrain"
     path = environ.get("PATH", os.defpath)
     if not ours.exists() or shutil.which("hpctrain", path=path) == str(ours):

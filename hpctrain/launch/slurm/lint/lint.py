@@ -52,18 +52,18 @@ _BY_GPU = ("ntasks-per-gpu", "gpus-per-task", "ntasks-per-socket", "gpus-per-soc
 
 
 def _header(script: BatchScript) -> Iterator[Fault]:
-    """Find directives that sbatch ignores, or whose variables it does not expand."""
+    """Find directives that sbatch ignores, and directives with variables."""
     for line in script.late:
-        what = f"line {line}: #SBATCH after the first command: sbatch does not read it"
-        yield "warning", what, "move it to the top"
+        what = f"line {line}: #SBATCH must precede all commands, but this line follows a command"
+        yield "warning", what, "move the line above the first command"
     for line in script.commented:
-        what = f"line {line}: # SBATCH with a space is a comment: sbatch does not read it"
-        yield "note", what, "#SBATCH, or ##SBATCH where it is meant to be left out"
+        what = f"line {line}: sbatch reads #SBATCH, but this line has # SBATCH, which is a comment"
+        yield "note", what, "write #SBATCH, or ##SBATCH to comment the option out"
     for name, value in script.options.items():
         if re.search(r"\$\w|\$\{", value):
-            what = f"#SBATCH --{name}={value}: sbatch expands no variables"
+            what = f"#SBATCH --{name} must not contain variables, which sbatch keeps, got {value}"
             do = f'sbatch --{name}="..." SCRIPT'
-            yield "warning", what, f"write the value itself, or give it on the command line: {do}"
+            yield "warning", what, f"write the value itself, or pass it on the command line: {do}"
 
 
 # -- start of ranks -----------------------------------------------------------------------------
@@ -78,9 +78,10 @@ def _runs_once(script: BatchScript) -> Iterator[Fault]:
     if nodes > 1 and names & {"", "ssh", *OWN_LAUNCHERS} == {"torchrun"}:
         line = next(each.line for each in script.commands if each.name == "torchrun")
         what = (
-            f"line {line}: torchrun without srun runs on the first node alone, {nodes} are asked"
+            f"line {line}: srun must start torchrun on all {nodes} nodes, but torchrun without "
+            "srun runs on the first node only"
         )
-        yield "error", f"{what} for", f"srun --ntasks-per-node=1 torchrun --nnodes={nodes} ..."
+        yield "error", what, f"srun --ntasks-per-node=1 torchrun --nnodes={nodes} ..."
     if names & {"", *OWN_LAUNCHERS}:
         return  # unknown commands may start ranks
     if script.has_unread_sources:
@@ -90,49 +91,49 @@ def _runs_once(script: BatchScript) -> Iterator[Fault]:
         is_script = command.name.startswith("python") and any(w.endswith(".py") for w in words)
         if is_script or words[:2] == ("hpctrain", "train"):
             what = (
-                f"line {command.line}: {command.name} without srun runs once, on the first node, "
-                f"and {tasks - 1} of {tasks} tasks do nothing"
+                f"line {command.line}: srun must start the {tasks} tasks of the job, but "
+                f"{command.name} without srun runs once, on the first node"
             )
             yield "error", what, f"srun --kill-on-bad-exit=1 {' '.join(words[:2])} ..."
 
 
-def _not_waited_for(script: BatchScript) -> Iterator[Fault]:
+def _no_wait(script: BatchScript) -> Iterator[Fault]:
     if any(command.name == "wait" for command in script.commands):
         return
     for command in script.commands:
         if command.is_background and (command.name == "srun" or launcher_of(command)):
             what = (
-                f"line {command.line}: {command.name} in the background, and the script ends "
-                "without a wait: the job and its ranks end with it"
+                f"line {command.line}: a script must wait for programs in the background, but "
+                f"this script ends without waiting for {command.name}, which ends the ranks"
             )
-            yield "error", what, "leave the & out, or add a line: wait"
+            yield "error", what, "remove the &, or add a line: wait"
 
 
 def _nested(script: BatchScript) -> Iterator[Fault]:
-    """Find nested launchers such as ``srun mpirun``, and several torchrun on a node."""
+    """Find nested launchers such as ``srun mpirun``, and steps with several torchrun on a node."""
     for step in script.steps:
         for found in filter(None, map(launcher_of, step.programs)):
             what = (
-                f"line {step.line}: srun starts {found}, once for each task, and each of them "
-                "starts ranks"
+                f"line {step.line}: one launcher must start the ranks, but srun starts {found} in "
+                "each task, which starts all ranks again"
             )
-            do = f"one launcher: srun --mpi=... PROGRAM, or {found} ... without srun"
+            do = f"use one launcher: srun --mpi=... PROGRAM, or {found} ... without srun"
             yield "error", what, do
         own = str(step.options.get("ntasks-per-node", script.number("ntasks-per-node")) or 1)
         if step.does_own_launching and own.isdigit() and int(own) > 1:
             what = (
-                f"line {step.line}: srun starts torchrun or its like {own} times on each node, "
-                "and each of them starts ranks for all GPUs"
+                f"line {step.line}: srun must start a launcher such as torchrun once on each "
+                f"node, because it starts a rank for each GPU, but starts it {own} times"
             )
-            do = "srun --ntasks-per-node=1 torchrun ..., or srun PROGRAM without torchrun"
+            do = "use srun --ntasks-per-node=1 torchrun ..., or srun PROGRAM without torchrun"
             yield "error", what, do
     for launcher in filter(_runs_srun, script.launchers):
         name = launcher_of(launcher)
         what = (
-            f"line {launcher.line}: {name} starts srun, once for each rank, and each of them "
-            "starts tasks"
+            f"line {launcher.line}: one launcher must start the ranks, but {name} starts srun in "
+            "each rank, which starts all tasks again"
         )
-        yield "error", what, f"one launcher: srun --mpi=... PROGRAM, or {name} ... PROGRAM"
+        yield "error", what, f"use one launcher: srun --mpi=... PROGRAM, or {name} ... PROGRAM"
 
 
 def _runs_srun(launcher: Command) -> bool:
@@ -148,8 +149,8 @@ def _mpi(script: BatchScript) -> Iterator[Fault]:
     if script.facts.has_mpi_package and _takes_mpi_of_site(script):
         return
     for step in script.rank_steps if needed else ():
-        said = step.option("mpi", "SLURM_MPI_TYPE")
-        offered = script.facts.default_pmi if said is None else said
+        option = step.option("mpi", "SLURM_MPI_TYPE")
+        offered = script.facts.default_pmi if option is None else option
         do = f"srun --mpi={needed} ..."
         if script.facts.has_mpi_package:
             do += (
@@ -159,14 +160,14 @@ def _mpi(script: BatchScript) -> Iterator[Fault]:
         fits = "$" in offered or offered == needed or offered.startswith(f"{needed}_")
         if step.does_own_launching or (fits and offered) or _is_foreign(step, script):
             continue
-        needs = f"the MPI of this environment needs {needed}"
+        rule = f"srun must use --mpi={needed}, which the MPI of this environment needs"
         if offered:
-            shown = f"--mpi={said}" if said is not None else f"MpiDefault={offered}"
+            shown = f"--mpi={option}" if option is not None else f"MpiDefault={offered}"
             alone = "each rank would be a separate world"
             level: Level = "error" if _is_certain(step, script) else "warning"
-            yield level, f"line {step.line}: srun with {shown}, but {needs}: {alone}", do
+            yield level, f"line {step.line}: {rule}, but {shown} is set: {alone}", do
         else:
-            what = f"line {step.line}: srun without --mpi takes what the site has chosen; {needs}"
+            what = f"line {step.line}: {rule}, but has no --mpi and uses the default of the site"
             yield "note", what, do
 
 
@@ -174,7 +175,7 @@ _MPI_MODULE = re.compile(r"mpi|mpt|mvapich|PrgEnv|cray", re.IGNORECASE)
 
 
 def _takes_mpi_of_site(script: BatchScript) -> bool:
-    """Return True if the job uses the MPI of the site, by modules or on a Cray."""
+    """Return True if the job loads the MPI of the site by a module, or runs on a Cray."""
     loads = (command for command in script.commands if command.name in ("module", "ml"))
     words = (word for command in loads for word in command.words[1:])
     is_cray = any(name.startswith(("CRAY_MPICH", "CRAYPE_")) for name in script.facts.environ)
@@ -197,13 +198,13 @@ def _is_certain(step: ScriptStep, script: BatchScript) -> bool:
     return any(word.rpartition("/")[2] == "hpctrain" for word in words)
 
 
-def _waits_for_the_dead(script: BatchScript) -> Iterator[Fault]:
+def _no_kill(script: BatchScript) -> Iterator[Fault]:
     for step in script.rank_steps:
-        is_said = step.option("kill-on-bad-exit", "SLURM_KILL_BAD_EXIT") is not None
-        if not is_said and "no-kill" not in {*step.options, *script.options}:
+        is_set = step.option("kill-on-bad-exit", "SLURM_KILL_BAD_EXIT") is not None
+        if not is_set and "no-kill" not in {*step.options, *script.options}:
             what = (
-                f"line {step.line}: srun without --kill-on-bad-exit=1: when one rank dies, the "
-                "others wait for it until the time of the job is over"
+                f"line {step.line}: srun must end all ranks when one rank dies, but without "
+                "--kill-on-bad-exit=1 the other ranks wait for it until the time limit"
             )
             yield "warning", what, "srun --kill-on-bad-exit=1 ..."
 
@@ -213,8 +214,8 @@ def _one_core(script: BatchScript) -> Iterator[Fault]:
     for step in script.rank_steps if cores not in (None, 1) else ():
         if step.option("cpus-per-task", "SRUN_CPUS_PER_TASK") is None:
             what = (
-                f"line {step.line}: --cpus-per-task={cores} holds for sbatch; srun does not take "
-                "it over since Slurm 22.05, so that a rank computes on one core"
+                f"line {step.line}: srun must get --cpus-per-task itself since Slurm 22.05, but "
+                f"only sbatch gets --cpus-per-task={cores}: a rank computes on one core"
             )
             yield "warning", what, "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK"
 
@@ -227,7 +228,7 @@ def _uneven_tasks(script: BatchScript) -> Iterator[Fault]:
     spread = {"ntasks-per-node", "ntasks-per-gpu", "ntasks-per-socket", "distribution"}
     steps = script.rank_steps
     if tasks and nodes and tasks < nodes and (script.steps or script.launchers):
-        what = f"--ntasks={tasks} on --nodes={nodes}: {nodes - tasks} of the nodes would be idle"
+        what = f"every node must have a task, got --ntasks={tasks} for --nodes={nodes}"
         yield "warning", what, f"#SBATCH --nodes={nodes} --ntasks-per-node=1"
         return
     if tasks in (None, 1) or nodes == 1 or not (steps or script.launchers):
@@ -240,8 +241,8 @@ def _uneven_tasks(script: BatchScript) -> Iterator[Fault]:
     if tasks and nodes and tasks % nodes == 0:
         even = f"--nodes={nodes} --ntasks-per-node={tasks // nodes}"
     what = (
-        f"--ntasks={tasks} without --ntasks-per-node: Slurm fills one node after the other, and "
-        "the last one has fewer ranks"
+        f"nodes must have equal numbers of ranks, but with --ntasks={tasks} and without "
+        "--ntasks-per-node Slurm fills node after node, and the last node has fewer ranks"
     )
     yield "warning", what, f"#SBATCH {even}"
 
@@ -252,11 +253,12 @@ def _unequal_gpus(script: BatchScript) -> Iterator[Fault]:
         return
     do = f"#SBATCH --ntasks-per-node={gpus}"
     if tasks > gpus:
-        what = f"{tasks} ranks on a node share {gpus} GPU{'s' * (gpus != 1)}, each needs its own"
+        what = f"each rank must have its own GPU, but {tasks} share {gpus} GPU{'s' * (gpus != 1)}"
         yield "warning", what, f"{do}, or --gpus-per-node={tasks}"
     else:
-        ranks = f"{tasks} rank{'s' * (tasks != 1)} on a node of {gpus} GPUs"
-        yield "warning", f"{ranks}: a rank uses one, so {gpus - tasks} would be idle", do
+        of = f"{tasks} rank{'s' * (tasks != 1)} for {gpus} GPUs of a node"
+        what = f"each GPU must have a rank, but with {of} {gpus - tasks} would be idle"
+        yield "warning", what, do
 
 
 def _isolated_gpus(script: BatchScript) -> Iterator[Fault]:
@@ -268,8 +270,8 @@ def _isolated_gpus(script: BatchScript) -> Iterator[Fault]:
         if "gpus-per-task" in options or bound:
             name = "gpu-bind" if bound else "gpus-per-task"
             what = (
-                f"--{name}={options[name]}: a rank sees its own GPU alone and reaches no other's "
-                f"memory, so gradients on a node's GPUs are summed by the host"
+                "a rank must see all GPUs of its node to access their memory, but with "
+                f"--{name}={options[name]} a rank sees its own GPU only: the host sums gradients"
             )
             yield "warning", what, "#SBATCH --gpus-per-node=N instead, or srun --gpu-bind=none"
 
@@ -282,8 +284,8 @@ def _binds_none(script: BatchScript) -> bool:
 def _gpus_per_node(script: BatchScript) -> int | None:
     if (text := script.options.get("gpus-per-node")) is not None:
         return _num_gpus(text.split(","))
-    asked = script.options.get("gres", "").split(",")
-    if gpus := [each for each in asked if re.match(r"(gres[:/])?gpu\b", each)]:
+    gres = script.options.get("gres", "").split(",")
+    if gpus := [each for each in gres if re.match(r"(gres[:/])?gpu\b", each)]:
         return _num_gpus(gpus)
     return _share(_num_gpus(script.options.get("gpus", "").split(",")), script.number("nodes"))
 
@@ -331,20 +333,20 @@ def _share(whole: int | None, nodes: int | None) -> int | None:
 # -- end and continuation ------------------------------------------------------------------------
 
 
-def _not_told_to_save(script: BatchScript) -> Iterator[Fault]:
-    said = script.options.get("signal")
-    if said is None and script.is_requeued:
-        what = "the job may be requeued, but no --signal requests the run to save its state"
+def _no_save_request(script: BatchScript) -> Iterator[Fault]:
+    target = script.options.get("signal")
+    if target is None and script.is_requeued:
+        what = "a job that may be requeued must request its run to save, but --signal is missing"
         yield "warning", what, "#SBATCH --signal=USR1@120"
     is_replaced = re.search(r"^\s*exec\s+\w*run\b", script.text, re.MULTILINE)
     has_trap = any(command.name == "trap" for command in script.commands)
     is_known = not (is_replaced or has_trap or script.has_unread_sources)
-    if said is not None and re.match(r"R?B", said) and is_known:
+    if target is not None and re.match(r"R?B", target) and is_known:
         what = (
-            f"--signal={said} goes to the batch shell alone, which has no trap for it and ends "
-            "by it"
+            f"--signal must reach the ranks, but --signal={target} is sent to the batch shell "
+            "only, which has no trap and is ended by the signal"
         )
-        do = "#SBATCH --signal=USR1@120 reaches the ranks; or a trap that hands it on"
+        do = "#SBATCH --signal=USR1@120 reaches the ranks; or add a trap that forwards the signal"
         yield "warning", what, do
 
 
@@ -352,27 +354,24 @@ def _output(script: BatchScript) -> Iterator[Fault]:
     """Find an output file in a missing folder, or one that a requeued job truncates."""
     facts, options = script.facts, script.options
     if script.is_requeued and not options.get("open-mode", "").lower().startswith("a"):
-        what = "the job may be queued again, and each run empties the output of those before"
-        yield "warning", f"{what}, without --open-mode=append", "#SBATCH --open-mode=append"
+        what = "a job that may be requeued must append to its output, got no --open-mode=append"
+        yield "warning", what, "#SBATCH --open-mode=append"
     for name in ("output", "error") if facts.directory and "chdir" not in options else ():
         folder = Path(options.get(name, "")).parent
         is_there = folder == facts.made or ((facts.directory or Path()) / folder).is_dir()
         if not re.search(r"[%$]", str(folder)) and not is_there:
-            what = f"--{name} is in {folder}, which is no folder: Slurm makes none"
-            yield "error", f"{what}, and the job fails without a word", f"mkdir -p {folder}"
+            what = f"--{name} must be in an existing folder, but {folder} does not exist"
+            yield "error", what, f"mkdir -p {folder}"
 
 
 def _endless_requeue(script: BatchScript) -> Iterator[Fault]:
     lines = script.requeues
     if lines and "no-requeue" in script.options:
-        what = f"line {lines[0]}: scontrol requeue, which Slurm refuses to a job with --no-requeue"
+        what = f"line {lines[0]}: scontrol requeue must be allowed, got a job with --no-requeue"
         yield "warning", what, "#SBATCH --requeue"
     code = script.code
     if lines and "SLURM_RESTART_COUNT" not in code and not _COUNTS.search(code):
-        what = (
-            f"line {lines[0]}: scontrol requeue without a bound: a job that always stops early "
-            "is queued for ever"
-        )
+        what = f"line {lines[0]}: scontrol requeue must have a bound, got a call without a counter"
         do = 'if [ "${SLURM_RESTART_COUNT:-0}" -lt 20 ]; then scontrol requeue "$SLURM_JOB_ID"; fi'
         yield "warning", what, do
 
@@ -384,19 +383,18 @@ def _time(script: BatchScript) -> Iterator[Fault]:
     if limit_s is None:
         return
     for command in script.commands:
-        every, is_said = _every(command, script.facts.directory)
+        every, is_set = _every(command, script.facts.directory)
         try:
             every_s = parse_seconds(every) if isinstance(every, str) else 0.0
         except ConfigError:  # none, auto, or an invalid value that the run will report
             continue
         if limit_s < every_s:
             what = (
-                f"line {command.line}: the job ends after {format_seconds(limit_s)}, and its run "
-                f"saves a checkpoint every {format_seconds(every_s)}: when it breaks off, all is "
-                "lost"
+                f"line {command.line}: a run must save a checkpoint before the time limit of "
+                f"{format_seconds(limit_s)}, but saves one every {format_seconds(every_s)}"
             )
             do = f"--set checkpoint.every={max(1, round(limit_s / 240))}min, or a longer --time"
-            yield "warning" if is_said else "note", what, do
+            yield "warning" if is_set else "note", what, do
 
 
 def _every(command: Command, directory: Path | None) -> tuple[Any, bool]:
@@ -406,8 +404,8 @@ def _every(command: Command, directory: Path | None) -> tuple[Any, bool]:
     starts = [at for at, pair in enumerate(pairwise(names), 2) if pair == ("hpctrain", "train")]
     rest = words[starts[0] :] if starts and "--dry-run" not in words else ()
     text = " ".join(rest)
-    if said := re.search(r"--set[= ]checkpoint\.every=(\S+)", text):
-        value = said[1].strip("\"'")
+    if match := re.search(r"--set[= ]checkpoint\.every=(\S+)", text):
+        value = match[1].strip("\"'")
         return (None if "$" in value else value), True
     names = re.sub(r"--(set|explain)(=|\s+)\S+", "", text).split()
     config = next((word for word in names if not word.startswith("-")), "$")
@@ -426,33 +424,33 @@ def _every(command: Command, directory: Path | None) -> tuple[Any, bool]:
 RULES: dict[str, Callable[[BatchScript], Iterator[Fault]]] = {
     "script": _header,
     "start of the ranks": _runs_once,
-    "background": _not_waited_for,
+    "background": _no_wait,
     "nested launchers": _nested,
     "srun --mpi": _mpi,
-    "kill on bad exit": _waits_for_the_dead,
+    "kill on bad exit": _no_kill,
     "cores of a task": _one_core,
     "tasks per node": _uneven_tasks,
     "tasks and GPUs": _unequal_gpus,
     "GPUs of a rank": _isolated_gpus,
-    "signal": _not_told_to_save,
+    "signal": _no_save_request,
     "output": _output,
     "requeue": _endless_requeue,
     "time limit": _time,
     **surroundings.RULES,
 }
-"""Checks by the names of their findings, in the order of the output."""
+"""Checks of a script, by the names of their findings, in the order of the output."""
 
 
 def lint(script: str, *, facts: LintFacts | None = None) -> list[Finding]:
-    """Return the findings about a batch script, or one ``ok`` finding. Does not run the script.
+    """Return the findings about the text of a batch script; one ``ok`` finding without a fault.
 
-    The ``#SBATCH`` lines are read as by sbatch; other lines are split into words. The
-    configuration of the run is read for the interval between checkpoints.
+    The script is not run: ``#SBATCH`` lines are read as by sbatch, other lines are split into
+    words. The function reads the configuration of the run for the interval between checkpoints.
     """
     known = BatchScript(script, facts or LintFacts())
     found = [Finding(name, *fault) for name, find in RULES.items() for fault in find(known)]
     unique = list(dict.fromkeys(found))  # the text of ``bash -c`` is checked twice
-    return unique or [Finding("script", "ok", f"{len(RULES)} checks found nothing wrong")]
+    return unique or [Finding("script", "ok", f"{len(RULES)} checks found no fault")]
 
 
 def gather(
@@ -461,12 +459,12 @@ def gather(
     *,
     made: Path | None = None,
 ) -> LintFacts:
-    """Return facts about this machine for ``lint``; takes about a second.
+    """Collect the facts about this machine that ``lint`` needs; takes about a second.
 
     Args:
         directory: working directory of sbatch; by default the current one.
         environ: environment variables of the script.
-        made: a folder that will be created before the job starts.
+        made: a folder that ``hpctrain submit`` creates before the job starts.
     """
     try:
         needed = needed_pmi()

@@ -1,7 +1,7 @@
 """Parser of batch scripts: ``#SBATCH`` lines, steps and launchers.
 
-The script is split into words, line by line, and never parsed or run. A word with a ``$`` in it
-is a value that only a run knows, and a rule is silent about such words.
+The script is split into words, line by line; it is not run. The value of a word with a ``$`` is
+unknown before the run, and no check reports such a word.
 """
 
 import re
@@ -13,10 +13,10 @@ from itertools import pairwise
 from pathlib import Path
 
 MPIRUNS = ("mpirun", "mpiexec", "mpiexec.hydra", "mpirun.mpich", "mpirun.openmpi", "orterun")
-"""Programs that start ranks; ``hpctrain launch`` is one more."""
+"""Programs that start ranks, in addition to ``hpctrain launch``."""
 
 OWN_LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "ray", "torch.distributed.run", "pdsh")
-"""Start several processes in a task and need no MPI."""
+"""Launchers that start several processes in a task, without MPI."""
 
 _SHELLS = ("bash", "sh", "dash", "zsh", "ksh")
 
@@ -27,7 +27,7 @@ _WRAPPERS = frozenset(
         *("taskset", "builtin", "setsid", "export", "declare"),
     )
 )
-"""Words in front of a command: keywords of the shell, and programs that start another one."""
+"""Words before a command: keywords of the shell, and programs that start another program."""
 
 _WRAPPER_WORD = re.compile(r"-.*|\d+[smhd]?|0x\w+", re.DOTALL)
 _ASSIGNMENT = re.compile(r"(\w+)(\[.*?\])?(\+?)=(.*)", re.DOTALL)
@@ -48,7 +48,7 @@ _UTILITIES = frozenset(
         *("conda-unpack", "stat", "sync", "umask", "unset", "pigz", "scontrol", "squeue"),
     )
 )
-"""Programs that no rank waits for: a step of these needs no care of an MPI program's."""
+"""Programs whose tasks do not wait for each other, unlike the ranks of an MPI program."""
 
 _TOOLS_OF_PYTHON = ("pip", "venv", "zipfile", "tarfile", "compileall", "ensurepip")
 
@@ -66,10 +66,10 @@ SHORT = {
     "t": "time",
     "W": "wait",
 }
-"""One-letter options that a check asks for, by their long names; others keep their letter."""
+"""Long names of the one-letter options that checks read; other options keep their letter."""
 
 ALIASES = {"tasks-per-node": "ntasks-per-node", "tasks": "ntasks"}
-"""Other spellings that Slurm takes."""
+"""Other names of options that Slurm accepts."""
 
 FLAGS = frozenset(
     (
@@ -103,23 +103,23 @@ class LintFacts:
     needed_pmi: str = ""
     """Value of ``srun --mpi=`` for the installed MPI; empty if unknown."""
     has_mpi_package: bool = False
-    """Whether that MPI is a Python package, not the MPI of the site."""
+    """Whether the installed MPI is a Python package, not the MPI of the site."""
     default_pmi: str = ""
     """MpiDefault of Slurm, which srun uses without ``--mpi``; empty if unknown."""
     environ: Mapping[str, str] = field(default_factory=dict)
     """Environment variables of the script."""
     directory: Path | None = None
-    """Directory of the call of sbatch, for relative names; None to read no other file."""
+    """Directory in which sbatch is called, for relative names; None if no other file is read."""
     made: Path | None = None  # a folder that exists before the job starts
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """Simple command, without wrappers such as ``timeout 60`` and ``env X=1``."""
+    """Simple command of a script, without wrappers such as ``timeout 60`` and ``env X=1``."""
 
     line: int
     words: tuple[str, ...]
-    environ: Mapping[str, str]  # variables set in front of it, or by it
+    environ: Mapping[str, str]  # variables set before the command, or by an assignment
     is_background: bool = False
 
     @property
@@ -129,7 +129,7 @@ class Command:
 
     @property
     def inner(self) -> list["Command"]:
-        """Commands in the text of ``bash -c "..."``, and the command that ``"$@"`` runs there."""
+        """Commands in the text of ``bash -c "..."``, and the command of ``"$@"`` in that text."""
         for at, (flag, text) in enumerate(pairwise(self.words[1:]), 2):
             if self.name in _SHELLS and re.fullmatch(r"-\w*c", flag):
                 after = self.words[at + 2 :] if '"$@"' in text or text.startswith("$") else ()
@@ -148,12 +148,12 @@ class ScriptStep:
     """Programs of each task: one, or all commands of ``bash -c "..."``."""
     is_complete: bool  # whether all options are known
     num_tasks: int | None  # None if unknown
-    environ: Mapping[str, str]  # variables that the script sets for it
-    does_own_launching: bool  # whether it runs torchrun or a similar launcher
+    environ: Mapping[str, str]  # variables that the script sets for the step
+    does_own_launching: bool  # whether the step runs torchrun or a similar launcher
 
     @property
     def are_ranks(self) -> bool:
-        """Whether the tasks of this step wait for each other."""
+        """True if the tasks of this step wait for each other, as ranks do."""
         return self.num_tasks != 1 and (not self.programs or any(map(is_rank, self.programs)))
 
     def option(self, name: str, variable: str) -> str | None:
@@ -167,10 +167,14 @@ class ScriptStep:
 
 
 class BatchScript:
-    """Batch script, split into directives, commands and steps."""
+    """Batch script, split into directives, commands and steps.
+
+    Args:
+        text: the script.
+        facts: facts about the machine.
+    """
 
     def __init__(self, text: str, facts: LintFacts) -> None:
-        """Read the directives of a script and split its lines into commands."""
         self.text = text
         self.facts = facts
         self.options, self.late = _directives(text)
@@ -183,9 +187,9 @@ class BatchScript:
         self.environ |= {name: value for name, equals, value in exported if equals}
         first: dict[str, str] = {}
         self.assigned: dict[str, int] = {}
-        """The last line that sets a variable for the commands after it."""
+        """Number of the last line that sets a variable, by name of the variable."""
         self._known = dict(self.environ)
-        """Variables with one value, as far as known; a second value makes a variable unknown."""
+        """Values of variables; ``$`` for a variable that is set to two values."""
         for command in found:
             own = {name: self._expanded(value) for name, value in command.environ.items()}
             if not command.words:
@@ -200,7 +204,7 @@ class BatchScript:
         self.launchers = [each for each in self.commands if launcher_of(each)]
 
     def _expanded(self, word: str) -> str:
-        """Replace variables whose value is known and a single word."""
+        """Replace the variables in a word whose values are known and single words."""
 
         def value(match: re.Match[str]) -> str:
             known = self._known.get(match[1] or match[2], "")
@@ -232,13 +236,13 @@ class BatchScript:
 
     @cached_property
     def requeues(self) -> list[int]:
-        """Numbers of lines that queue the job again."""
+        """Numbers of lines with ``scontrol requeue``."""
         lines = enumerate(self.text.splitlines(), 1)
         return [at for at, line in lines if re.match(r"[^#]*\bscontrol\s+requeue\b", line)]
 
     @property
     def is_requeued(self) -> bool:
-        """Whether the job is meant to be queued again."""
+        """True if the job may be queued again."""
         return "requeue" in self.options or bool(self.requeues)
 
     def number(self, name: str) -> int | None:
@@ -309,7 +313,7 @@ def is_rank(command: Command) -> bool:
 
 
 def commands(text: str, first_line: int = 1) -> Iterator[Command]:
-    """Split a script into simple commands, without following its variables and functions."""
+    """Split a script into simple commands; variables and functions are not expanded."""
     for line, words in _logical_lines(text, first_line):
         start = 0
         for at, word in enumerate([*words, ";"]):
@@ -363,7 +367,7 @@ def _split_words(text: str) -> list[str] | None:
 
 
 def _command(line: int, words: Sequence[str], *, is_background: bool = False) -> Command:
-    """Return a command without redirections, assignments and wrappers in front of it."""
+    """Return the command in ``words``, without redirections, assignments and wrappers."""
     environ: dict[str, str] = {}
     redirected = [at for at, word in enumerate(words) if re.fullmatch(r"[<>&|]+", word)]
     rest = [word for at, word in enumerate(words) if not {at, at - 1} & {*redirected}]
@@ -382,12 +386,14 @@ def _command(line: int, words: Sequence[str], *, is_background: bool = False) ->
 def _directives(text: str) -> tuple[dict[str, str], list[int]]:
     options: dict[str, str] = {}
     late: list[int] = []
-    is_over = is_other = False
+    is_after_command = is_other = False
     for at, line in enumerate(text.splitlines(), 1):
-        is_over = is_over or bool(line.strip() and not line.lstrip().startswith("#"))
+        is_after_command = is_after_command or bool(
+            line.strip() and not line.lstrip().startswith("#")
+        )
         if not line.startswith("#SBATCH"):
             continue
-        if is_over:
+        if is_after_command:
             late.append(at)
             continue
         try:
@@ -396,7 +402,7 @@ def _directives(text: str) -> tuple[dict[str, str], list[int]]:
             words = line.split()[1:]
         found, rest, _ = parse(words, is_sbatch=True)
         is_other = is_other or bool({"hetjob", "packjob"} & {*rest})
-        if not is_other:  # what follows is another part of a heterogeneous job
+        if not is_other:  # options of other parts of a heterogeneous job are ignored
             options |= found
     return options, late
 
@@ -406,10 +412,13 @@ def parse(
 ) -> tuple[Options, tuple[str, ...], bool]:
     """Split the words after ``srun`` or ``#SBATCH`` into options and the program after them.
 
-    The last value is False where a word is not known, so that more options may hide there.
+    The option ``--wait`` is a flag of sbatch, and has a value in srun.
 
-    ``--wait`` is a flag of sbatch, and takes a value of
-    srun. Source: ``sbatch --help`` and ``srun --help`` of Slurm 22.05, and the manual of 24.11.
+    Returns:
+        The options, the words of the program, and whether all words are known: unknown words may
+        contain more options.
+
+    Source: ``sbatch --help`` and ``srun --help`` of Slurm 22.05, and the manual of 24.11.
     """
     flags = FLAGS | {"wait"} if is_sbatch else FLAGS
     options: dict[str, str] = {}
@@ -436,7 +445,7 @@ def parse(
 
 
 def _split(word: str, flags: frozenset[str], options: dict[str, str]) -> tuple[str, str | None]:
-    """Return the last option of a word and its value, None for no value; keep flags before it."""
+    """Return the last option of a word and its value, or None; store the flags before it."""
     if word.startswith("--"):
         name, equals, text = word[2:].partition("=")
         return ALIASES.get(name, name), text if equals else None

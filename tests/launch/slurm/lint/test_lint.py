@@ -168,7 +168,7 @@ def test_ranks_that_see_all_gpus_of_their_node_have_no_finding():
     script = HEALTHY.replace("--gpus-per-node=4", "--gpus-per-task=1")
     assert wrong(script.replace("srun ", "srun --gpu-bind=none ")) == set()
     (found,) = lint(script, facts=FACTS)
-    assert "--gpus-per-task=1: a rank sees its own GPU alone" in found.what
+    assert "with --gpus-per-task=1 a rank sees its own GPU only" in found.what
     assert "srun --gpu-bind=none" in found.do
 
 

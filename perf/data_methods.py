@@ -1,6 +1,6 @@
 """Methods that read samples in random order with numpy, h5py and torch only.
 
-A ``Way`` writes its files once and then iterates over epochs. Each batch is a pair of torch
+A ``Method`` writes its files once and then iterates over epochs. Each batch is a pair of torch
 tensors ``(samples, labels)``; the label of a sample is its number, to check the sample.
 """
 
@@ -27,7 +27,7 @@ SHARDS = 4
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Samples of one shape, of bytes."""
+    """Shape and number of the samples of a data set; elements are bytes."""
 
     name: str
     shape: tuple[int, ...]
@@ -48,8 +48,8 @@ class Kind:
         return np.memmap(path, np.uint8, "r", shape=(self.num_samples, *self.shape))
 
 
-class Way(ABC):
-    """One contestant; a fresh object knows nothing of the files yet."""
+class Method(ABC):
+    """Base of the methods; a new object has not opened the files."""
 
     name: str
     """In the table."""
@@ -59,7 +59,7 @@ class Way(ABC):
     """Whether an epoch is always read to its end: it is fast, or a later one builds on it."""
 
     def __init__(self, kind: Kind, folder: Path, batch: int) -> None:
-        """Choose what to read: ``kind`` under ``folder``, in batches of ``batch`` samples."""
+        """Store the options: samples ``kind`` in ``folder``, in batches of ``batch`` samples."""
         self.kind = kind
         self.batch = batch
         self.path = folder / self.form
@@ -88,8 +88,8 @@ class Way(ABC):
             yield order[start : start + self.batch]
 
 
-class Memmap(Way):
-    """np.memmap of a raw file, np.take into a buffer that all batches share."""
+class Memmap(Method):
+    """np.memmap of a raw file, and np.take into a buffer that all batches share."""
 
     name = "raw np.memmap"
     form = "raw"
@@ -98,10 +98,10 @@ class Memmap(Way):
 
     @classmethod
     def write(cls, kind: Kind, samples: NDArray[np.uint8], path: Path) -> None:
-        """Write one file; the samples are that file where they were made."""
+        """No-op: ``samples`` are a map of the file."""
 
     def epoch(self) -> Epoch:
-        """Read an epoch; the first one opens the map and has its page faults."""
+        """Read an epoch; the first epoch opens the map, and includes its page faults."""
         if self._data is None:
             self._data = self.kind.map(self.path)
         labels = np.arange(self.kind.num_samples)
@@ -114,7 +114,7 @@ class Memmap(Way):
             yield torch.from_numpy(x[:some]), torch.from_numpy(y[:some])
 
 
-class Hdf5(Way):
+class Hdf5(Method):
     """A contiguous HDF5 file, ``dataset[i]`` for each sample, np.stack; labels from memory."""
 
     name = "h5py, sample by sample"
@@ -158,7 +158,7 @@ class Hdf5Samples(Dataset[Any]):
 
 
 class Stock(Hdf5):
-    """torch's DataLoader over the same, with its own collation, in this process."""
+    """DataLoader of torch over ``Hdf5Samples``, with its default collation, in this process."""
 
     name = "DataLoader over h5py, 0 workers"
     num_workers = 0
@@ -170,7 +170,7 @@ class Stock(Hdf5):
 
 
 class StockWorkers(Stock):
-    """The same with two worker processes."""
+    """``Stock`` with two worker processes."""
 
     name = "DataLoader over h5py, 2 workers"
     num_workers = 2
