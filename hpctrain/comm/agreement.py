@@ -115,8 +115,8 @@ def require_equal_by(
     rows = zip_longest(*columns, fillvalue="none")
     number, seen = next((i, row) for i, row in enumerate(rows) if len(set(row)) > 1)
     raise MismatchError(
-        f"{what} must be the same on every rank, but number {number} differs: {by_rank(seen)}; "
-        f"{way_out}"
+        f"{what} must be the same on every rank, but entry {number}, counted from 0, differs: "
+        f"{by_rank(seen)}; {way_out}"
     )
 
 

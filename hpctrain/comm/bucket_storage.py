@@ -130,8 +130,8 @@ def _made_by_nccl(make: Callable[[ReduceBackend], T], refusal: str) -> T:
         except CommError as error:
             refusal, cause = str(error), error
     raise CommError(
-        f"HPCTRAIN_DEVICE_SUMS=nccl, and NCCL cannot sum these gradients: {refusal}; or set "
-        f"HPCTRAIN_DEVICE_SUMS=auto"
+        f"HPCTRAIN_DEVICE_SUMS=nccl can only be set if NCCL can sum the gradients, but NCCL "
+        f"cannot: {refusal}; otherwise set HPCTRAIN_DEVICE_SUMS=auto"
     ) from cause
 
 
@@ -152,7 +152,7 @@ def _why_by_host(comm: Communicator, devices: Collection[torch.device]) -> str:
     for device in devices:
         there = device_of(device)
         if there is None or there.keeps_apart:
-            return f"{device.type}: {there.keeps_apart if there else 'it is the host'}"
+            return f"{device.type}: {there.keeps_apart if there else 'parameters are on the host'}"
     if config.setting("device_sums") == "host":
         return "HPCTRAIN_DEVICE_SUMS=host"
     return "" if comm.node is not None else "the ranks of a node do not share its memory"

@@ -129,8 +129,8 @@ class HorovodCommunicator(MpiCommunicator):
             return self._hvd.synchronize(handle)
         except (self._hvd.HorovodInternalError, ValueError) as error:
             raise CommError(
-                f"an operation of Horovod {self._library.version} failed: {error}; see its "
-                f"output, or set HPCTRAIN_ENGINE=hpctrain"
+                f"an operation of Horovod {self._library.version} failed: {error}; read the "
+                f"output of Horovod, or set HPCTRAIN_ENGINE=hpctrain"
             ) from error
 
 
@@ -212,9 +212,9 @@ def join(
         here = library()
         if here.torch.is_initialized():
             refusal = (
-                "Horovod must not be initialized twice in a process, but it already is; remove "
-                "the program's own call of Horovod's init(), shut the other world down first, "
-                "or set HPCTRAIN_ENGINE=hpctrain"
+                "Horovod must not be initialized twice in a process, but is already initialized; "
+                "remove the program's own call of Horovod's init(), shut the other world down "
+                "first, or set HPCTRAIN_ENGINE=hpctrain"
             )
     except LaunchError as error:
         refusal = str(error)
@@ -295,8 +295,8 @@ def _problem() -> str:
 
 def _remedy(what: str) -> str:
     return (
-        f"{what}, but the engine horovod requires it; run `hpctrain horovod build`, or set "
-        f"HPCTRAIN_ENGINE=hpctrain"
+        f"the engine horovod must have a Horovod for this PyTorch and MPI, but {what}; run "
+        f"`hpctrain horovod build`, or set HPCTRAIN_ENGINE=hpctrain"
     )
 
 

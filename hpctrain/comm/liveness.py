@@ -74,9 +74,9 @@ class Liveness:
         if not self._reports.is_open:
             if time.monotonic() - self._end_s > CLOSE_S:
                 raise RankLostError(
-                    f"all ranks had reached the end of the program, but rank {self._rank} has "
-                    f"waited {CLOSE_S:g} s for another one, which may have ended by an error; see "
-                    f"its output"
+                    f"all ranks must exit within {CLOSE_S:g} s after all have reached the end of "
+                    f"the program, but rank {self._rank} still waits for another rank, which may "
+                    f"have ended by an error; read the output of the other ranks"
                 )
             return
         self.processes.check()
@@ -85,14 +85,16 @@ class Liveness:
         except MPI.Exception as error:
             if not is_loss(error):
                 raise
-            raise RankLostError(f"rank {self._rank} stops waiting: {error}") from error
+            raise RankLostError(
+                f"rank {self._rank} has stopped waiting, because a rank died: {error}"
+            ) from error
         self.blocks.check()
         if left := sorted(self._left if partners is None else self._left & {*partners}):
             raise RankLostError(
-                f"{format_ranks(left)} left the program while rank {self._rank} waits for "
-                f"{'it' if len(left) == 1 else 'them'}; every rank must make the same calls: "
-                f"search for a call under `if rank == 0`, for sys.exit, return or break, and for "
-                f"a rank with fewer batches"
+                f"every rank must make the same calls, but {format_ranks(left)} left the program "
+                f"while rank {self._rank} waits for {'it' if len(left) == 1 else 'them'}; search "
+                f"for a call under `if rank == 0`, for sys.exit, return or break, and for a rank "
+                f"with fewer batches"
             )
 
     @property
@@ -214,12 +216,17 @@ class Liveness:
         """Return the error message that names the ranks that have not called ``farewell``."""
         stopped = self.processes.stopped()
         missing = sorted({*self._reports.receivers()} - self._left) or stopped
-        whom = format_ranks(missing) if missing else "the other ranks, which have arrived as well"
+        whom = (
+            format_ranks(missing)
+            if missing
+            else "the other ranks, which have reached the end as well"
+        )
         state = f"; {format_ranks(stopped)} of this node stopped by a signal" if stopped else ""
         return (
             f"all ranks must reach the end of the program within HPCTRAIN_TIMEOUT="
             f"{self._timeout_s:g} s of each other, but rank {self._rank} has waited that long for "
-            f"{whom}{state}; see what they do, or set HPCTRAIN_TIMEOUT to more seconds"
+            f"{whom}{state}; read the output of the late ranks, or set HPCTRAIN_TIMEOUT to more "
+            f"seconds"
         )
 
     def _hear_of_failures(self) -> None:

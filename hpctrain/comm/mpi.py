@@ -237,7 +237,10 @@ class MpiCommunicator(Communicator):
         """
         self._owner.check()
         if not self.is_open:
-            raise CommError("this communicator was closed; make a new one")
+            raise CommError(
+                "a communicator must be open when it is used, but this one was closed; create a "
+                "new one"
+            )
         meet(self._comm, call_of(call), self._watch)
 
     @in_step

@@ -57,8 +57,8 @@ class NodeProcesses:
             if born is None or birth(pid) != born:
                 raise RankLostError(
                     f"rank {rank} (process {pid} of this node) died while rank "
-                    f"{self._rank} waits for it; its last output says why, and the "
-                    f"kernel's log if it ran out of memory"
+                    f"{self._rank} waits for it; read its last output, and the kernel log "
+                    f"if it ran out of memory"
                 )
 
     def stopped(self) -> dict[int, int]:

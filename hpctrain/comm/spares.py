@@ -111,7 +111,10 @@ class Spares:
         """Kill the spares of this host that are stopped by SIGSTOP. Not collective."""
         for rank, pid in self._processes.stopped().items():
             if rank >= self._num_workers:
-                logger.warning("a spare rank, process %d of this host, is stopped: it ends", pid)
+                logger.warning(
+                    "process %d of this host, a spare rank, was stopped by a signal and is killed",
+                    pid,
+                )
                 with suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
 

@@ -83,7 +83,10 @@ def remake(left: "MpiComm", make: "Callable[[MpiComm], object]") -> None:
             end_waits()
         size, left = left.size, shrink(left)
         if left.size == size:
-            raise error or CommError("making the world has failed on another rank, see its error")
+            raise error or CommError(
+                "the surviving ranks must create a new world, but another rank failed; see the "
+                "error of that rank"
+            )
 
 
 def lost(before: "MpiComm", left: "MpiComm") -> list[int]:

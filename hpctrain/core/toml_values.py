@@ -112,7 +112,9 @@ def _with(table: Mapping[str, Any], name: str, value: Any) -> dict[str, Any]:
     first, _, rest = name.partition(".")
     inner = table.get(first, {})
     if rest and not isinstance(inner, Mapping):
-        raise ConfigError(f"{first} holds {inner!r}, so {name} cannot be set; set {first} itself")
+        raise ConfigError(
+            f"{first} has the value {inner!r}, so {name} cannot be set; set {first} itself"
+        )
     return {**table, first: _with(inner, rest, value) if rest else value}
 
 

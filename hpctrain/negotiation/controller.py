@@ -213,6 +213,6 @@ class Controller:
         """Close the controller without other ranks, which may be lost. Not collective."""
         self._is_open = False
         self._refusal = self._refusal or HorovodInternalError(
-            "a named operation needs all ranks of its process set, but some are lost"
+            "a named operation must have all ranks of its process set, but some ranks are lost"
         )
         self._driver.end()

@@ -112,7 +112,7 @@ def _outlook(question: Question, abort_s: float) -> str:
     ends = "HPCTRAIN_STALL_ABORT_S=SECONDS ends such a run"
     if math.isfinite(abort_s):
         ends = f"in {left_s:.0f} s all ranks end, because of HPCTRAIN_STALL_ABORT_S={abort_s:g}"
-    return f"the ranks continue to wait; {ends}; HPCTRAIN_STALL_S=SECONDS reports it later"
+    return f"the ranks continue to wait; {ends}; HPCTRAIN_STALL_S=SECONDS delays this report"
 
 
 def _operations(inquiry: Inquiry, members: Sequence[SetMember], silent: list[int]) -> list[str]:

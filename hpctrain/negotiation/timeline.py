@@ -58,7 +58,11 @@ class Timelines:
         try:
             self.current = Timeline(path, self._rank, self._size, mark_cycles=mark_cycles)
         except OSError as error:
-            _LOG.warning("the timeline file must be writable, got: %s; choose another", error)
+            _LOG.warning(
+                "the timeline file must be writable, but opening it failed: %s; choose another "
+                "file",
+                error,
+            )
             return
         atexit.register(self.stop)
 

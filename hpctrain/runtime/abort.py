@@ -170,9 +170,9 @@ class FailureHooks:
             rank = f"rank {self._rank}"
             self.end(
                 RankLostError(
-                    f"all ranks must complete each call, but {rank} is still inside a call of MPI "
-                    f"that it has given up, so that MPI cannot end; the error of that call on "
-                    f"{rank} gives the reason"
+                    f"all ranks must complete each call, but {rank} is still inside an MPI call "
+                    f"whose wait has failed, so that MPI cannot be finalized; the error of that "
+                    f"wait on {rank} gives the reason"
                 )
             )
 
@@ -261,9 +261,9 @@ _MPI_RULE = (
 
 
 _OUTSIDE_RULE = (
-    "under launch --recover the others continue after a death inside the function of "
-    "hpctrain.elastic.run, or while hpctrain train trains, but this was outside; communicate "
-    "inside, or restart from a checkpoint by launch --restart N"
+    "under launch --recover the other ranks can only continue if a rank dies inside the function "
+    "of hpctrain.elastic.run, or while hpctrain train trains, but this loss was outside; "
+    "communicate inside the function, or restart from a checkpoint by launch --restart N"
 )
 
 

@@ -69,7 +69,10 @@ class Job:
         give_up = None if timeout_s is None else time.monotonic() + timeout_s
         while not self.done():
             if give_up is not None and time.monotonic() > give_up:
-                raise TimeoutError(f"job {self.id} is {self.state} after {timeout_s:g} s")
+                raise TimeoutError(
+                    f"job {self.id} must end within {timeout_s:g} s, but is {self.state}; pass a "
+                    f"larger timeout_s"
+                )
             time.sleep(POLL_S)
 
     def result(self, timeout_s: float | None = None) -> Any:

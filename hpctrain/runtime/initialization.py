@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
 SPARES_RULE = (
     "with --spares only DistributedOptimizer may communicate before elastic.run, which must be "
-    "called once, because a spare runs this part alone; move the call into the function, or leave "
-    "out --spares"
+    "called once, because a spare runs that part of the program alone; move the call into the "
+    "function of elastic.run, or omit --spares"
 )
 
 
@@ -163,14 +163,15 @@ def _spares_of(settings: Settings, chosen: object) -> "Spares":
     if chosen is not None:
         raise ConfigError(
             "the world must have all ranks of the launch with --spares, but init got comm; call "
-            "it without comm, or leave out --spares"
+            "init without comm, or omit --spares"
         )
     from hpctrain.comm.spares import Spares  # noqa: PLC0415 - a world of one needs no MPI
 
     with start_guard(settings):
         if (whole := find_world(timeout_s=settings.timeout)) is None:
             raise ConfigError(
-                "--spares needs at least two other ranks, but this one is alone; start more ranks"
+                "--spares must be used with at least two other ranks, but this rank is alone; "
+                "start more ranks"
             )
         return Spares(whole, settings.spares, settings.timeout)
 

@@ -320,7 +320,7 @@ class ProcessSets:
         if new and known is not None:
             raise ConfigError(
                 f"process sets must have different ranks, but {list(ranks)} already are set "
-                f"{known.number}; use that one{', or remove it first' if known.number else ''}"
+                f"{known.number}; use that set{', or remove it first' if known.number else ''}"
             )
         if known is None and len(ranks) > 1 and not calls_from_threads():
             raise ConfigError(

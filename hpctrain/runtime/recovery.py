@@ -71,7 +71,10 @@ def attempt(function: Callable[[], T], *, moves: bool = True) -> Attempt:
         return Attempt(result, [], None)
     lost = _shrink(lambda ranks: initialization.go_on(ranks, moves=moves))
     if not lost:  # no rank is lost: an ordinary error
-        raise error or CommError("all ranks must succeed, but another one failed; see its error")
+        raise error or CommError(
+            "all ranks must complete the function, but another rank failed; see the error of that "
+            "rank"
+        )
     return Attempt(None, lost, error)
 
 
@@ -213,7 +216,7 @@ def _limited(limit_s: float) -> Iterator[None]:
         logger.error(
             "the survivors must agree within %g s, but %s; all ranks end",
             limit_s,
-            f"a signal has stopped {format_ranks(stopped)} of this node"
+            f"a signal stopped {format_ranks(stopped)} of this node"
             if stopped
             else "a rank is stopped, or has exited with its own exit code",
         )

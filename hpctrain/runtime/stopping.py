@@ -209,8 +209,9 @@ class StopRequests:
 
 
 _NOT_IN_MAIN = (
-    "stop signals can only be taken by the main thread, but the first should_stop() was called in "
-    "thread {}; call should_stop() once in the main thread of every rank before the thread starts"
+    "stop signals can only be received by the main thread, but the first should_stop() was called "
+    "in thread {}; call should_stop() once in the main thread of every rank before the thread "
+    "starts"
 )
 
 
@@ -270,7 +271,9 @@ class CommonStop:
         try:
             ends = job_end()
         except LaunchError as error:
-            logger.warning(f"ranks cannot stop by themselves before the job ends: {error}")
+            logger.warning(
+                f"the ranks cannot save and stop before the time limit of the job: {error}"
+            )
         end = deadline(self._started, self._budget_s, ends, MARGIN_S)
         return StopRequests(stop_file=folder and folder / "STOP", deadline=end)
 

@@ -33,7 +33,7 @@ def register() -> None:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
     except (AttributeError, KeyError) as error:
         version = import_module("torch").__version__
-        logger.warning(f"torch {version} has no backend hpctrain: {error!r}")
+        logger.warning(f"hpctrain cannot register its backend in torch {version}: {error!r}")
         return
 
     def meet(url: str, timeout: timedelta = default, **options: Any) -> Iterator[Any]:

@@ -94,6 +94,6 @@ def _communicator(comm: Any, ranks: list[int], limit: Limit, purpose: str) -> Co
     try:
         made: Communicator = comm.group_by_members(ranks, purpose=purpose, limit=limit)
     except RankLostError as error:
-        text = f"a group of ranks {ranks} was not made on rank {comm.rank}: {error}"
+        text = f"a group of ranks {ranks} was not created on rank {comm.rank}: {error}"
         raise GroupRankLostError(text) from error
     return made

@@ -66,7 +66,7 @@ def current() -> World:
     """
     if _world is None:
         raise NotInitializedError(
-            "a world must exist for this call, got none; call hpctrain.init() first"
+            "hpctrain must be initialized before this call, but is not; call hpctrain.init() first"
         )
     return _world
 

@@ -225,7 +225,12 @@ def stored_with(**changes):
         (stored_with(num_rails=3), TWO, "memfd", "3 rails, and this world supports 1 to 2"),
         (stored_with(num_rails=0), TWO, "memfd", "0 rails"),
         (stored_with(num_rails=1), TWO, "memfd", ""),
-        (stored_with(rail=SizeTable(((0, "magic"),))), TWO, "memfd", "its table rail has magic"),
+        (
+            stored_with(rail=SizeTable(((0, "magic"),))),
+            TWO,
+            "memfd",
+            "table rail of the plan has magic",
+        ),
         (stored_with(tensors=tensors_rule(1, "memfd", 5)), TWO, "memfd", "direct, slices"),
         (StoredPlan.of(ONE, plan_for(4)), ONE, "memfd", ""),
         (StoredPlan.of(ONE, replace(plan_for(4), rail=rail_rule(4))), ONE, "memfd", "rail"),

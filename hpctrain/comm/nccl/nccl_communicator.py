@@ -162,7 +162,10 @@ class NcclCommunicator:
         with self._lock:
             handle, self._handle = self._handle, None
         if handle is not None:  # not aborted by the thread
-            self._failure = "this communicator was closed; make a new one"
+            self._failure = (
+                "a communicator must be open when it is used, but this one was closed; create a "
+                "new one"
+            )
             self._free(handle, in_time=in_time)
         self._sign.take_down()
 
@@ -211,7 +214,7 @@ class NcclCommunicator:
                 f"network (NCCL_SOCKET_IFNAME, NCCL_DEBUG=INFO), or use HPCTRAIN_DEVICE_SUMS=auto"
             )
         if code != nccl.SUCCESS:
-            raise CommError(f"NCCL fails {what}: {self._library.describe(code)}")
+            raise CommError(f"NCCL failed {what}: {self._library.describe(code)}")
 
     def _watch(self) -> None:
         """Abort if NCCL reports an error or a rank is lost; runs until the communicator ends."""
@@ -237,7 +240,7 @@ class NcclCommunicator:
 
     def _raise_in_trainer(self, reason: str) -> None:
         """Raise an error in the training thread, which may wait for a stream."""
-        _LOG.error("sums of NCCL are aborted: %s", reason)
+        _LOG.error("sums by NCCL were aborted: %s", reason)
         members = {"__str__": lambda _: reason, "__module__": RankLostError.__module__}
         error = type(RankLostError.__name__, (RankLostError,), members)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(

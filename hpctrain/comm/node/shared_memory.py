@@ -295,8 +295,8 @@ class SharedMemory:
         """Raise ``CommError`` if closed or failed on a rank. Not collective."""
         if self._is_closed:
             raise CommError(
-                "this communicator was closed, or its world shut down; call init() and make its "
-                "buckets and optimizers again"
+                "a communicator must be open when it is used, but this one was closed, for "
+                "example by shutdown(); call init() and create the buckets and optimizers again"
             )
         self._watch.require_in_step()
 

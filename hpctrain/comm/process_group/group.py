@@ -266,11 +266,14 @@ class HpctrainGroup(OrderedGroup):
         if not sizes and length % size:
             raise ValueError(
                 f"the first dimension must be divisible by {size} ranks in all_to_all_single "
-                f"without split sizes, got {length}; pass split sizes"
+                f"without split sizes, got {length} rows; pass split sizes"
             )
         cut = list(sizes) or [length // size] * size
         if len(cut) != size or sum(cut) != length:
-            raise ValueError(f"split sizes must give {size} ranks {length} rows in all, got {cut}")
+            raise ValueError(
+                f"split sizes must be {size} numbers, one per rank, with the sum {length}, the "
+                f"number of rows, got {cut}"
+            )
         parts: tuple[Tensor, ...] = tensor.detach().split(cut)
         return parts
 
@@ -386,14 +389,14 @@ class HpctrainGroup(OrderedGroup):
             whose = "each" if are_alike else "the rank's own"
             self._refuse(
                 f"{name} must have a list of {self.comm.size} tensors, {whose} with "
-                f"{one.numel()} elements as the single tensor, got {numels}"
+                f"{one.numel()} elements like the single tensor, got {numels} elements"
             )
 
     def _check_whole(self, name: str, whole: Tensor, part: Tensor) -> None:
         if whole.numel() != part.numel() * self.comm.size:
             self._refuse(
                 f"{name} must have a tensor for all ranks with {self.comm.size} times the "
-                f"elements of the tensor of each rank, "
+                f"elements of the tensor of one rank, "
                 f"got {whole.numel()} and {part.numel()} elements"
             )
         if whole.dtype != part.dtype:

@@ -74,8 +74,8 @@ def on_cpu(method: Method) -> Method:
                 return getattr(other, name)(given, *args, **options)
             if first.is_quantized:
                 raise GroupError(
-                    f"tensors must not be quantized, got {first.dtype}; send int_repr() "
-                    f"and the scale"
+                    f"tensors must not be quantized, got {first.dtype}; send int_repr(), the "
+                    f"scale and the zero point"
                 )
         return method(self, given, *args, **options)
 
@@ -316,7 +316,8 @@ class OrderedGroup(Base):  # type: ignore[misc]
             return self
         if device.type not in {one.type for one in self._device_types}:  # for torch 2.6
             raise GroupError(
-                f"a group of backend hpctrain on this host has no backend for {device}"
+                f"tensors of a group of backend hpctrain must be on the CPU, or on CUDA if torch "
+                f"has NCCL, got {device}; move them first"
             )
         return backend_of(self.group_of(device), device)
 
@@ -355,11 +356,17 @@ class OrderedGroup(Base):  # type: ignore[misc]
         self._store = HashStore()
         self._others.clear()
         if not self._limit.broken_off:
-            self._limit.broken_off = "this group was destroyed; make a new one"
+            self._limit.broken_off = (
+                "a group must be open when it is used, but this one was destroyed; create a new "
+                "one"
+            )
             self.comm.close()
 
     def abort(self) -> None:
         """Make all waits of this rank raise, without freeing resources. Not collective."""
-        self._limit.broken_off = "this group was aborted on this rank; destroy it and make another"
+        self._limit.broken_off = (
+            "a group must be open when it is used, but this one was aborted on this rank; destroy "
+            "it and create a new one"
+        )
         for other in self._others.values():
             other.abort()
