@@ -1,4 +1,7 @@
-"""Blocks of code that all ranks must leave together, and the errors if a rank does not."""
+"""Blocks of a program that all ranks leave together, such as ``with`` blocks of local SGD.
+
+If a rank leaves a block by an error, or waits at its end after fewer steps, the other ranks raise.
+"""
 
 import math
 import threading
@@ -84,7 +87,7 @@ class Block(NamedTuple):
     """A block of the program that all ranks leave together."""
 
     name: str  # for messages
-    count_steps: Callable[[], int]  # steps that this rank has begun in it
+    count_steps: Callable[[], int]  # steps that this rank has begun in the block
 
 
 class Blocks:
@@ -98,11 +101,11 @@ class Blocks:
         self._num_entered = 0
         self._within = {_WORLD: Block("the program", lambda: 0)}
         self._broken: dict[int, tuple[float, str]] = {}
-        """By block: when another rank reported that it left by an error, and the error."""
+        """By block: time of a report that another rank has left it by an error, and the error."""
         self._ending: tuple[int, float] | None = None
-        """Block at whose end this rank waits, and since when; infinite after this was reported."""
+        """Block at whose end this rank waits, and start of the wait; infinite once reported."""
         self._ends: dict[int, tuple[float, int, int]] = {}
-        """By block: when a rank reported that it waits at the end, that rank, and its steps."""
+        """By block: time of a report that a rank waits at the end, the rank, and its steps."""
         self._ended: dict[int, int] = {}  # steps after which all ranks ended a block
         self._broke_off_s = -math.inf  # when this rank has left a block by an error
 

@@ -120,7 +120,8 @@ def plan_buckets(
         specs: the tensors.
         bucket_bytes: largest bucket in bytes, without marks; None for one bucket per dtype and
             device.
-        marks_per_tensor: elements reserved per tensor after the last tensor of a bucket.
+        marks_per_tensor: number of marks per tensor: elements after the last tensor of a bucket,
+            in which a rank records that it has a gradient.
         groups: number of the group of each tensor, None for no group; empty without groups.
 
     Returns:

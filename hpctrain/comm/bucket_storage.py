@@ -52,7 +52,7 @@ def new_storage(
         comm: ranks that sum the bucket.
         device: device of the gradients.
         numel: number of elements.
-        num_marks: number of additional elements, on the host.
+        num_marks: number of marks, see ``plan_buckets``.
         dtype: dtype of elements and marks.
         backend: backend that sums elements on an accelerator.
 

@@ -27,7 +27,7 @@ from hpctrain.core.errors import RankLostError
 from hpctrain.core.pickles import unpickled
 
 _ASKING = BY_MPI._replace(yield_s=200e-6, shortest_s=50e-6, longest_s=1e-3)
-"""Pace of waits for servers, which sleep themselves."""
+"""Pace of waits for the reply of a server, whose thread sleeps between requests."""
 
 
 class Message(NamedTuple):
@@ -57,7 +57,7 @@ class Channel:
         comm: the ranks. No other code may use ``tag`` and ``tag + 1`` of this communicator.
         tag: tag of the messages; tensors have the tag ``tag + 1``.
         fence: on arm64, orders data in node memory before a message that announces them.
-        doorbells: doorbells of ranks of this node, rung after each message.
+        doorbells: semaphores of the ranks of this node, posted after each message.
     """
 
     def __init__(

@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 from hpctrain.core.units import format_ranks
 
 NUM_CALLS = 256
-TEXT_CHARS = 200  # of a collective that ranks report to each other
+TEXT_CHARS = 200  # longest description of a collective in reports to other ranks
 LATE_S = 1.0  # shorter waits are not reported
 
 _SHIFT_S = time.monotonic() - time.perf_counter()
@@ -88,7 +88,7 @@ class FlightRecorder:
         return found
 
     def lacks(self, name: str) -> bool:
-        """Return whether this process takes part in collective ``name`` but has not started it."""
+        """Return whether this rank takes part in collective ``name`` but has not started it."""
         match = _NAME.match(name)
         stream = None if match is None else self._streams.get(match[2])
         return match is not None and stream is not None and stream.number < int(match[1])

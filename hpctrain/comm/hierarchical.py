@@ -86,7 +86,7 @@ class HierarchicalCommunicator(MpiCommunicator):
     def use(self, plan: Plan) -> None:
         """Replace the plan by ``plan``, which must have the same number of rails.
 
-        All ranks must call it between the same two operations.
+        All ranks must call this method between the same two operations.
         """
         self.plan = plan
         if self._rail is not None:

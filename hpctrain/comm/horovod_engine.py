@@ -157,7 +157,7 @@ class _Levels(NamedTuple):
 
 @dataclass
 class Sums:
-    """Table with the algorithm for each size, shared by a communicator and its groups."""
+    """Algorithm of sums for each size, in a table that a communicator shares with its groups."""
 
     table: SizeTable
     """``flat`` or ``two-level``; all ranks must change it between the same two operations."""

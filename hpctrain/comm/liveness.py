@@ -33,7 +33,7 @@ class Liveness:
 
     The ranks of a node check each other's processes, and so detect a rank that died. A rank that
     leaves the program early reports this to the others. Waiting loops call ``check()``
-    repeatedly, which raises in both cases. Ranks send no messages while all are in time.
+    repeatedly, which raises in both cases. Ranks send no messages while no rank is late.
 
     Args:
         control: a duplicate of the world on which only this class sends; ``farewell`` frees it.
@@ -200,7 +200,7 @@ class Liveness:
         return [bytes(joined[end - n : end]) for n, end in zip(counts, ends, strict=True)]
 
     def _look_late(self, waited_s: float) -> None:
-        if waited_s > GRACE_S:  # before that, a rank that is gone may just have ended earlier
+        if waited_s > GRACE_S:  # a process that ended earlier may have ended normally
             self.processes.check()
 
     def _wait_until(self, done: Callable[[], bool], look: Callable[[float], None]) -> None:

@@ -179,10 +179,10 @@ _UNSIGNED_ORDER: dict[Op, _Function] = {
 
 
 def scaled_when(scale: float | None, how: Combination) -> tuple[float | None, float | None]:
-    """Return ``scale`` for use before, or after, the sum over nodes; the other factor is None.
+    """Return the factors of the sum within a node, and of the sum over nodes.
 
-    The sum of a node in 16 bits may overflow although the average does not, so that sum is scaled
-    before it is stored.
+    One factor is ``scale``, the other is None. The sum of a node may overflow in 16 bits although
+    the average does not, so that sum is scaled before it is stored.
     """
     could_overflow = how.op is Op.SUM and how.accumulate_dtype is not how.storage_dtype
     return (scale, None) if could_overflow else (None, scale)

@@ -18,10 +18,10 @@ _AT_REST_S = 10.0  # polling interval if each request rings the doorbell
 
 
 class Polled(NamedTuple):
-    """Result of one poll."""
+    """Numbers of requests that one poll of a service has received."""
 
     num_near: int = 0  # requests from ranks of this node that have arrived
-    num_far: int = 0
+    num_far: int = 0  # requests from ranks of other nodes
     is_over: bool = False  # whether no more requests can arrive
 
 
@@ -52,8 +52,8 @@ class _Schedule:
 class RequestThread:
     """Polls all services of this process, and sleeps while no rank sends requests.
 
-    Ranks of this node ring the doorbell of the process for each request. MPI wakes no
-    thread, so the thread polls for requests of other nodes, with an interval of 2 % of the time
+    Ranks of this node ring the doorbell of the process, a semaphore, for each request. MPI wakes
+    no thread, so the thread polls for requests of other nodes, with an interval of 2 % of the time
     since the last request and at most 0.5 s. Idle services are polled together. The thread ends
     with the last service.
     """

@@ -74,9 +74,9 @@ def postponed(package: str, but: str) -> Iterator[None]:
 
 
 class _Postponing:
-    """Imports a placeholder instead of each module whose name begins with ``prefix``, not ``but``.
+    """Import hook: loads placeholders for modules whose names begin with ``prefix``, not ``but``.
 
-    It has the methods of a finder and of a loader, but not their base classes, because
+    The class has the methods of a finder and of a loader, but not their base classes, because
     ``importlib.abc`` imports 20 modules, which would double the time of ``import hpctrain``.
     ``withdraw`` removes the placeholders from ``sys.modules``: libraries that inspect
     ``sys.modules`` read attributes, and would load a module whose imports may be incomplete.

@@ -64,7 +64,7 @@ class Controller:
         self._driver = EngineDriver(self._progress, cycle_s, timeout_s)
         self._stalls, self._is_open = stalls, True
         self._refusal: HorovodInternalError | None = None
-        """Error of new operations on this rank; other ranks may not have it yet."""
+        """Error that new operations raise on this rank; other ranks may still accept some."""
         self._repeated: dict[str, Repeated] = {}
         self._owner = Owner()
 
@@ -156,7 +156,7 @@ class Controller:
         return self._progress.broken is not None
 
     def give_up(self) -> None:
-        """Shut down without a final operation. Collective."""
+        """Fail all operations, without synchronizing the ranks by a final one. Collective."""
         self._progress.shut_down()
 
     def close(self) -> None:

@@ -220,7 +220,7 @@ class EngineDriver:
             raise
 
     def _pass_on(self, *, drives: bool) -> None:
-        """Wake a caller or the thread to drive, unless another does. The caller holds the lock."""
+        """Wake a waiting caller or the background thread, unless one drives. Needs the lock."""
         if drives:
             self._is_driven = self._is_asleep = False
         if self._is_driven:

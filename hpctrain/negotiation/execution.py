@@ -297,7 +297,7 @@ class Executor:
     def _together(
         self, given: list[Tensor], taken: list[Tensor], request: Request, phases: Phases
     ) -> None:
-        """Reduce ``given``, of one dtype, as ``request`` specifies; store it in ``taken``."""
+        """Reduce ``given``, of one dtype, as ``request`` specifies; write to ``taken``."""
         how = recipe_of(request.signature, self._comm.size, given[0].dtype)
         if request.signature.op is ReduceOp.ADASUM:
             self._adasum(given, taken, how, phases)

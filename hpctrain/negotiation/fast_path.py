@@ -73,7 +73,7 @@ _NUMBER_BITS = 20
 _NOTHING, _WAITS, _ABORTED = 0, -1, -2  # words of ranks that have prepared nothing
 
 _VOTE_ALGORITHM = "doubling"
-"""It sends as many messages for any size: a node that refuses does not know the size."""
+"""The number of its messages does not depend on the size, which a node that refuses lacks."""
 _REFUSED = -1
 _CALL = b""  # sent by a node that receives before it sends
 _NUMBER_BYTES = 8

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 class QuestionRelay:
     """Sends questions of any rank to all ranks, and their answers to the root.
 
+    A question is, for example, whether a rank has submitted an operation that others wait for.
     Questions pass through the root, which determines their order, so the order is the same on all
     ranks. Questions and answers may be any picklable objects. Any thread may append to ``asked``;
     everything else is not thread-safe.
@@ -223,7 +224,7 @@ class Negotiator:
     # -- the root ---------------------------------------------------------------------------
 
     def _decide(self) -> None:
-        """Decide on all ready operations as one batch, in the order of announcement here."""
+        """Send all ready operations down the tree, in the order in which the root announced them."""
         all_joined = self._joins and False not in self._tally.joined
         join_over = self._joins[-1] if all_joined else None
         self._is_changed = False

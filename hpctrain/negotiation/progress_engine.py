@@ -62,7 +62,7 @@ class ProgressEngine:
             self.fast_path = FastPath(comm, self.post, self._negotiator.cache)
         self._prepared: tuple[Handle, Known] | None = None
         """Operation that waits for rank 0 to commit or abort it."""
-        self._aborted: Handle | None = None  # the last aborted one: uses control messages
+        self._aborted: Handle | None = None  # last aborted operation: uses control messages
         self.closing: Handle | None = None
         """Operation after which this rank announces no other."""
         self._is_closed = False  # by the other ranks, while this rank has joined
@@ -105,7 +105,7 @@ class ProgressEngine:
                 return is_done
 
     def start(self, handle: Handle) -> None:
-        """Prepare a repeated operation, and try to complete it, if no other is in flight."""
+        """Run ``handle`` on the fast path as far as possible, if no other is in flight."""
         queue, submitted = self.queue, self.queue.submitted
         if len(submitted) != 1 or submitted[0] is not handle:
             return

@@ -121,7 +121,7 @@ class Timeline:
         self._owner = os.getpid()
 
     def begin(self, name: str, title: str, num_bytes: int | None = None) -> None:
-        """Record that a slice of operation ``name`` begins; ``num_bytes`` is its size here."""
+        """Record that a slice of operation ``name`` begins; ``num_bytes`` is its size."""
         self._add("B", name, title, num_bytes)
 
     def end(self, name: str, moved: Traffic | None = None) -> None:

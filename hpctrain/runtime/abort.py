@@ -44,7 +44,7 @@ STAGGER_S, LONGEST_STAGGER_S = 1.0, 1.5
 def leave(
     presence: "Liveness", hooks: "FailureHooks", compare: "Callable[[Gather], str]" = lambda _: ""
 ) -> str:
-    """Wait until every rank has reached its end; end all ranks if that is impossible.
+    """Wait until every rank has reached the end of the program; after an error, end all ranks.
 
     Collective. Called by ``shutdown()`` and at exit of the interpreter, before any resource is
     freed.

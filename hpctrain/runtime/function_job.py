@@ -183,7 +183,7 @@ def _sent(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Job:
-    """Write the call and its script into a folder, and submit it to Slurm."""
+    """Write the function call and a batch script to a folder, and submit the script to Slurm."""
     folder.mkdir(parents=True, exist_ok=True)
     settings = replace(
         settings,

@@ -37,7 +37,7 @@ A method of the steps of an optimizer, or of a model that is sharded over ranks.
 class LastStates:
     """States of models or optimizers after the last step, with the ranks that compare them.
 
-    The steps call ``keep`` when they are deleted, as a program may delete a model before its end.
+    An optimizer or model that is deleted before the end of the program calls ``keep``.
     """
 
     def __init__(self) -> None:
@@ -47,14 +47,17 @@ class LastStates:
         self._owner = Owner()
 
     def enter(self, ranks: tuple[int, ...], state_of: StateOf) -> str:
-        """Register steps and return their name; same order on all of ``ranks``. Local."""
+        """Register a model or optimizer and return a name for it. Local.
+
+        All of ``ranks`` make their calls in the same order.
+        """
         name = f"{ranks} {self._num_of[ranks]}"
         self._num_of[ranks] += 1
         self._living[name] = ranks, weakref.WeakMethod(state_of)
         return name
 
     def keep(self, name: str, state_of: StateOf) -> None:
-        """Store the state of steps that are about to be deleted; the last 16 are kept.
+        """Store the state of a model or optimizer that is being deleted; the last 16 are kept.
 
         During a garbage collection only the numbers of steps are stored, since each rank collects
         at a different time.

@@ -138,7 +138,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:  # noqa: 
     Args:
         file_path: file of rank 0, the only rank that records. If the path contains ``{rank}``,
             each calling rank writes a file, with its rank in the name.
-        mark_cycles: whether to mark the begin of each cycle of the controller.
+        mark_cycles: whether to mark the start of each cycle of the controller.
 
     Raises:
         NotInitializedError: ``init`` was not called; a ``ValueError``.

@@ -93,9 +93,9 @@ def _place(ranks: list[int], rank: int) -> tuple[int | None, tuple[int, ...]]:
 
 
 class NodeChannel(NamedTuple):
-    """Shared memory with which ranks of a node agree without messages.
+    """Words in node memory by which the ranks of a node commit operations without messages.
 
-    ``negotiation.fast_path`` uses it.
+    ``negotiation.fast_path`` documents the protocol.
     """
 
     words: memoryview  # ``WORDS`` int64 zeros per rank, mapped by all ranks
@@ -116,7 +116,7 @@ class Mailbox:
     ``ring``, which any thread may call.
 
     Args:
-        tree: place of this rank.
+        tree: parent and children of this rank.
         edges: rings to and from each neighbour on this node, by rank.
         doorbell: wakes this process.
         network: sends messages to neighbours on other nodes; None without them.

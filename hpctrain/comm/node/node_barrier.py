@@ -86,7 +86,7 @@ class NodeBarrier:
 
     @contextmanager
     def busy(self, work: "InFlight") -> Iterator[None]:
-        """Poll ``work`` while this rank waits for others in the barrier. Not collective."""
+        """Poll the reductions ``work`` while this rank waits in the barrier. Not collective."""
         self._meanwhile = work
         try:
             yield

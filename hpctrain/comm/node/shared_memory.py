@@ -123,7 +123,7 @@ class SharedMemory:
             raise self._disagreement(call, of_node=of_node)
 
     def end_turn(self, num_bytes: int) -> None:
-        """Switch to the other cell and slot and count ``num_bytes``. Not collective.
+        """Make ``turn`` select the other cell and slot; count ``num_bytes``. Not collective.
 
         Called after all ranks of the node have synchronized.
         """
@@ -378,9 +378,10 @@ MOST_SEEN = 256  # cached views: creating a view costs as much as a small sum
 class SharedSlots:
     """Reduces tensors that are not buckets, through the staging buffers of ``node``.
 
-    Methods that synchronize are collective over the node. Each rank writes its own two slots
-    alternately. Before the rank writes a slot again, all readers of the slot have passed the
-    barrier of the operation between, so one barrier per operation is enough.
+    Methods that synchronize are collective over the node. The staging buffer of a rank has two
+    slots, which the rank writes alternately. Before the rank writes a slot again, all readers of
+    the slot have passed the barrier of the operation between, so one barrier per operation is
+    enough.
     """
 
     def __init__(self, node: SharedMemory) -> None:
@@ -461,7 +462,7 @@ class SharedSlots:
         return bucket
 
     def _bucket(self, values: Tensor, first: int) -> Bucket:
-        """Return the stages from byte ``first`` as a bucket for ``values``; count a copy."""
+        """Return the stages from byte ``first`` as a bucket for ``values``; count one copy."""
         self._node.count(values.nbytes)
         return self._bucket_of(values.dtype, values.shape, first)
 
@@ -480,7 +481,7 @@ class SharedSlots:
         self._node.count(values.nbytes)
 
     def views(self, dtype: torch.dtype, shape: torch.Size, turn: int) -> Slots:
-        """Return the slots of a turn as tensors of this dtype and shape. Not collective."""
+        """Return slot ``turn`` of each rank as a tensor of this dtype and shape. Local."""
         return self._views(dtype, shape, turn * self._num_bytes)
 
     def _make_views(self, dtype: torch.dtype, shape: torch.Size, first: int) -> Slots:

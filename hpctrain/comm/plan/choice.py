@@ -15,9 +15,9 @@ from hpctrain.core.units import KIB, MIB
 
 STEP_BYTES = 64 * KIB  # smaller steps of a ring are dominated by latency
 DIRECT_RANKS = 4
-"""Up to this number of ranks per node, each rank sums all tensors: this costs one barrier less."""
+"""Up to this number of ranks per node, each rank sums whole tensors, which saves a barrier."""
 DIRECT_BYTES = 64 * KIB
-"""With more ranks, each rank sums all tensors if it reads at most this many bytes from the ranks
+"""With more ranks, each rank sums whole tensors if it reads at most this many bytes from the ranks
 other than itself and one peer."""
 TURNS_BYTES = 256 * KIB
 """If ranks share cores, tensors of this size or more are summed by slices, since a rank waits for
@@ -33,8 +33,8 @@ GAIN = 0.15
 
 SMALL_BYTES = 16 * KIB
 """Below this size tensors between nodes use ``levels``, and rails the algorithm of the rule. MPI
-collectives, before which ranks synchronize asleep, are not faster. Named tensors of this size are
-sent with the votes of the nodes and need bitwise identical results."""
+collectives are not faster, because ranks synchronize by a sleeping wait before them. Named tensors
+of this size are sent with the votes of the nodes and need bitwise identical results."""
 ON_A_NODE: tuple[str, ...] = ("direct", "slices", "library")
 BETWEEN_NODES: tuple[str, ...] = ("levels", "library")
 BY_HOROVOD: tuple[str, ...] = ("flat", "two-level")

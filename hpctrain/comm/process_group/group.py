@@ -346,14 +346,14 @@ class HpctrainGroup(OrderedGroup):
         return self.recv(tensors, None, tag)
 
     def _take(self, values: Tensor, tensor: Tensor) -> None:
-        assert self._watch is not None, "there is a rank that has sent it"
+        assert self._watch is not None, "a group that receives has a watch"
         self._watch.confirm()
         _put_back(values, tensor)
 
     def _message(
         self, transfer: Any, tensors: Sequence[Tensor], what: str, after: Callable[[], object]
     ) -> dist.Work:
-        assert self._wire is not None, "the message goes over it"
+        assert self._wire is not None, "a group that sends has a wire"
         named = functools.partial(self._named, what)
         work = Message(self._wire, transfer, tensors, after=after, lock=self._asking, named=named)
         if self._coalesced is not None:

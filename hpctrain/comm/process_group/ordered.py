@@ -237,7 +237,7 @@ class OrderedGroup(Base):  # type: ignore[misc]
             cast("MpiCommunicator", self.comm).meet(call)
 
     def _refuse(self, reason: str) -> NoReturn:
-        """Raise on all ranks, also on ranks that have begun a different call."""
+        """Raise on all ranks: ``MismatchError`` on ranks that have begun a different call."""
         self._meet(f"nothing: {reason}")
         raise RefusedError(reason)
 
