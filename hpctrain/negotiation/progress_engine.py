@@ -98,10 +98,10 @@ class ProgressEngine:
                 for batch in batches:
                     self._carry_out(batch)
                 is_done = True
-            talked = self._talk()
+            has_answered = self._answer_questions()
             if self.broken is not None:
                 return True
-            if not talked and not batches and not is_committed:
+            if not has_answered and not batches and not is_committed:
                 return is_done
 
     def start(self, handle: Handle) -> None:
@@ -120,7 +120,7 @@ class ProgressEngine:
     def check_stalls(self) -> None:
         """Log finished stall reports, and ask other ranks about operations that wait for long."""
         now = time.monotonic()
-        self._stalls.tell(now)
+        self._stalls.log_reports(now)
         question = self._stalls.due(now, self.queue.oldest())
         if question is not None:
             self.to_ask.append(question)
@@ -306,7 +306,7 @@ class ProgressEngine:
         self.queue.let_go()
         return found
 
-    def _talk(self) -> bool:
+    def _answer_questions(self) -> bool:
         """Answer questions of other ranks; on the root rank, store the answers."""
         relay, queue = self._negotiator.relay, self.queue
         questions = relay.take_questions()
@@ -318,9 +318,9 @@ class ProgressEngine:
             else:
                 assert isinstance(question, Question)
                 now, joined = time.monotonic(), bool(queue.joining)
-                relay.answer(self._stalls.heard(now, question, queue.oldest(), joined=joined))
+                relay.answer(self._stalls.answer_to(now, question, queue.oldest(), joined=joined))
         for number, answer in relay.take_answers() if self._negotiator.is_root else ():
             assert isinstance(answer, Answer)
             self._stalls.take(number, answer)
-            self._stalls.tell(time.monotonic())
+            self._stalls.log_reports(time.monotonic())
         return bool(questions)

@@ -271,7 +271,7 @@ class StallWatch:
         self._asked: dict[str, tuple[float, float]] = {}
         """Time of submission of each operation, and its age at the next question."""
         self._num_questions = 0
-        self._unheard: dict[tuple[int, int], tuple[Question, float]] = {}
+        self._unanswered: dict[tuple[int, int], tuple[Question, float]] = {}
         self._inquiries: dict[tuple[int, int], Inquiry] = {}
 
     def due(self, now: float, oldest: Mapping[str, float]) -> Question | None:
@@ -299,10 +299,10 @@ class StallWatch:
         self._num_questions += 1
         is_final = max(ages_s.values()) >= self._abort_s
         question = Question((self._number, self._num_questions), ages_s, is_final)
-        self._unheard[question.key] = (question, now + self.answer_s)
+        self._unanswered[question.key] = (question, now + self.answer_s)
         return question
 
-    def heard(
+    def answer_to(
         self, now: float, question: Question, oldest: Mapping[str, float], *, joined: bool = False
     ) -> Answer:
         """Return the answer to a question, also to this rank's own question.
@@ -312,7 +312,7 @@ class StallWatch:
         """
         oldest = {**oldest, **self._recorder.waiting()}
         self._mark(question.ages_s, oldest)
-        self._unheard.pop(question.key, None)
+        self._unanswered.pop(question.key, None)
         names = question.ages_s
         if self._number == 0 and not self._is_known(question):
             self._inquiries[question.key] = Inquiry(question, until=now + self.answer_s)
@@ -354,7 +354,7 @@ class StallWatch:
         if answer.key in self._inquiries:
             self._inquiries[answer.key].answers[number] = answer
 
-    def tell(self, now: float) -> None:
+    def log_reports(self, now: float) -> None:
         """Log the finished reports; after a final report, end all ranks."""
         for text, is_final in self.reports(now):
             _LOG.log(logging.ERROR if is_final else logging.WARNING, "%s", text)
@@ -367,9 +367,9 @@ class StallWatch:
         On the root, a report is finished when all ranks have answered or its deadline is over. On
         any rank, a question that the root has not forwarded in time gives a report.
         """
-        lost = [question for question, until in self._unheard.values() if now >= until]
+        lost = [question for question, until in self._unanswered.values() if now >= until]
         for question in lost:
-            del self._unheard[question.key]
+            del self._unanswered[question.key]
         over = [
             key
             for key, inquiry in self._inquiries.items()
