@@ -70,7 +70,7 @@ class EngineDriver:
         self._comm, self._progress, self._post = progress.comm, progress, progress.post
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._given_up = threading.Condition(self._lock)
+        self._changed = threading.Condition(self._lock)
         """Notified when the driver stops and when an operation is complete."""
         self._may_drive = True
         self._is_driven = self._is_asleep = False
@@ -78,7 +78,7 @@ class EngineDriver:
         self._next_look = time.monotonic() + TICK_S
         self._timer: SubmissionTimer | None = None
         self._thread = threading.Thread(
-            target=self._drive_for_nobody, name="hpctrain-named", daemon=True
+            target=self._drive_in_background, name="hpctrain-named", daemon=True
         )
         if self._comm.size > 1 and calls_from_threads():
             self._timer = SubmissionTimer(cycle_s)
@@ -116,33 +116,33 @@ class EngineDriver:
                 )
             return handle.is_done
 
-        with self._given_up:
+        with self._changed:
             self._num_callers += 1
         drives = False
         try:
-            with self._given_up:
+            with self._changed:
                 while self._is_driven and not is_over():
                     self._post.ring()
-                    self._given_up.wait(TICK_S)
+                    self._changed.wait(TICK_S)
                 if not is_over():
                     self._is_driven = drives = True
             if drives:
                 self._drive(is_over)
         finally:
-            with self._given_up:
+            with self._changed:
                 self._num_callers -= 1
                 self._pass_on(drives=drives)
 
     def look(self) -> None:
         """Execute operations without waiting, if there is no background thread."""
-        with self._given_up:
+        with self._changed:
             if self._is_driven or self._timer is not None:
                 return
             self._is_driven = True
         try:
             self._drive(lambda: True)
         finally:
-            with self._given_up:
+            with self._changed:
                 self._pass_on(drives=True)
 
     def nudge(self) -> None:
@@ -177,7 +177,7 @@ class EngineDriver:
     def end(self) -> None:
         """Fail pending operations, wait until no thread drives, and prevent later driving."""
         self._progress.shut_down()
-        with self._given_up:
+        with self._changed:
             self._may_drive = False
             self._num_callers += 1  # the driver notifies only if there are callers
         self._post.ring()
@@ -186,10 +186,10 @@ class EngineDriver:
             self._thread.join()
             self._timer.close()
         end = time.monotonic() + CLOSE_S
-        with self._given_up:
+        with self._changed:
             while self._is_driven and time.monotonic() < end:
                 self._post.ring()
-                self._given_up.wait(TICK_S)
+                self._changed.wait(TICK_S)
             self._is_driven = True
 
     # -- called by the thread that has set _is_driven ---------------------------------------
@@ -203,8 +203,8 @@ class EngineDriver:
         try:
             while True:
                 if progress.turn() and self._num_callers > 1:
-                    with self._given_up:
-                        self._given_up.notify_all()
+                    with self._changed:
+                        self._changed.notify_all()
                 if time.monotonic() >= self._next_look:
                     self._next_look = time.monotonic() + TICK_S
                     progress.check_stalls()
@@ -226,7 +226,7 @@ class EngineDriver:
         if self._is_driven:
             return
         if self._num_callers:
-            self._given_up.notify_all()
+            self._changed.notify_all()
             return
         timer = self._timer
         if timer is None or timer.is_set or not self._may_drive:
@@ -236,7 +236,7 @@ class EngineDriver:
 
     # -- the thread -------------------------------------------------------------------------
 
-    def _drive_for_nobody(self) -> None:
+    def _drive_in_background(self) -> None:
         timer, progress, went_off = self._timer, self._progress, False
         assert timer is not None
         while self._may_drive and progress.broken is None:

@@ -66,7 +66,7 @@ class ProgressEngine:
         self.closing: Handle | None = None
         """Operation after which this rank announces no other."""
         self._is_closed = False  # by the other ranks, while this rank has joined
-        self._in_hand: list[Handle] = []
+        self._executing: list[Handle] = []
         self._timelines, self._stalls = timelines, stalls
 
     def has_work(self) -> bool:
@@ -86,14 +86,14 @@ class ProgressEngine:
             for source, message in post.receive():
                 negotiator.receive(source, message)
             is_done |= self._announce_submitted()
-            is_committed = self._look_at_prepared()
+            is_committed = self._poll_prepared()
             is_done |= is_committed
-            self._tell_if_busy()
+            self._publish_busy()
             for to, message in negotiator.outbox(decide=self.broken is None):
                 post.send(to, message)
             batches = negotiator.decided()
             if batches:
-                self._tell_if_busy()
+                self._publish_busy()
                 post.flush(down=True)  # the ranks below need the decision to take part
                 for batch in batches:
                     self._carry_out(batch)
@@ -135,8 +135,8 @@ class ProgressEngine:
             )
         self.comm.fail()
         self.broken = error
-        in_hand, self._in_hand = self._in_hand, []
-        for handle in in_hand:
+        executing, self._executing = self._executing, []
+        for handle in executing:
             if not handle.is_done:
                 handle.fail(error)
         self.fail_all(error)
@@ -214,7 +214,7 @@ class ProgressEngine:
         self._prepared = handle, known
         return True
 
-    def _look_at_prepared(self) -> bool:
+    def _poll_prepared(self) -> bool:
         """Execute the prepared operation if it is committed; announce it if it is aborted.
 
         Returns True if it was executed.
@@ -259,7 +259,7 @@ class ProgressEngine:
         except Exception as error:  # ``wait`` raises the error
             handle.fail(error)
 
-    def _tell_if_busy(self) -> None:
+    def _publish_busy(self) -> None:
         if self.fast_path is not None:
             self.fast_path.commit.set_busy(busy=self._negotiator.takes_part)
 
@@ -271,7 +271,7 @@ class ProgressEngine:
                 timeline.end(entry.name)
         handles = self._of_this_rank(batch)
         if handles:
-            self._in_hand = handles
+            self._executing = handles
             if known is not None and known.slots:
                 phases = Phases(self.comm, timeline, handles)
                 phases.enter("MPI_ALLREDUCE")
@@ -279,7 +279,7 @@ class ProgressEngine:
                 phases.end()
             else:
                 self._executor.carry_out(handles, timeline, batch)
-            self._in_hand = []
+            self._executing = []
             self._stalls.last_call.note(handles[-1].request.kind.value, handles[-1].name)
         if batch.join_over is not None:
             for handle in self.queue.end_join():
