@@ -143,7 +143,7 @@ class Controller:
         A new controller can use the same communicator, see ``abandon``.
         """
         self._refusal = HorovodInternalError(reason)
-        self._progress.to_ask.append(BreakOff(reason))
+        self._progress.questions.append(BreakOff(reason))
         self._driver.nudge()
 
     def refuse(self, reason: str) -> None:

@@ -212,7 +212,7 @@ class EngineDriver:
                 if is_over():
                     return
                 self._is_asleep = True  # from here on ``submit`` rings the doorbell
-                if not (progress.queue.submitted or progress.to_ask):
+                if not (progress.queue.submitted or progress.questions):
                     post.sleep(TICK_S)
                 self._is_asleep = False
         except BaseException as error:  # messages may be lost, so no later operation is safe

@@ -30,7 +30,7 @@ class BreakOff(NamedTuple):
 class ProgressEngine:
     """Runs the operations of this rank from announcement to completion.
 
-    The constructor is collective. Any thread may use ``queue`` and ``to_ask``; one thread at a
+    The constructor is collective. Any thread may use ``queue`` and ``questions``; one thread at a
     time calls the other methods.
 
     Args:
@@ -55,7 +55,7 @@ class ProgressEngine:
         self.comm, self.post = comm, comm.new_mailbox()  # the mailbox of the control messages
         self._executor = Executor(comm, fusion_bytes=fusion_bytes)
         self._negotiator = Negotiator(self.post.tree)
-        self.to_ask = self._negotiator.relay.asked  # questions for all ranks
+        self.questions = self._negotiator.relay.asked  # questions for all ranks
         if self.post.channel is not None:
             from hpctrain.negotiation.fast_path import FastPath  # noqa: PLC0415 - one rank needs no MPI
 
@@ -72,7 +72,7 @@ class ProgressEngine:
     def has_work(self) -> bool:
         """Return True if this rank has pending operations or questions."""
         queue = self.queue
-        return bool(queue.in_flight or queue.joining or queue.submitted or self.to_ask)
+        return bool(queue.in_flight or queue.joining or queue.submitted or self.questions)
 
     def turn(self) -> bool:
         """Process control messages and execute decided operations, until there are none.
@@ -111,7 +111,7 @@ class ProgressEngine:
             return
         if len(queue.in_flight) != 1 or queue.held:
             return
-        if self.to_ask or self.broken or self._timelines.current or not self._prepare(handle):
+        if self.questions or self.broken or self._timelines.current or not self._prepare(handle):
             return
         assert self.fast_path is not None
         submitted.remove(handle)
@@ -123,7 +123,7 @@ class ProgressEngine:
         self._stalls.log_reports(now)
         question = self._stalls.due(now, self.queue.oldest())
         if question is not None:
-            self.to_ask.append(question)
+            self.questions.append(question)
 
     def break_down(self, error: BaseException) -> None:
         """Fail all pending and later operations with ``error``. Called by the driving thread."""
