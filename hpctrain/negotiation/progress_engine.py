@@ -7,7 +7,7 @@ from hpctrain.core.errors import CommError, HorovodInternalError, OperationMisma
 from hpctrain.negotiation.execution import Executor, Phases
 from hpctrain.negotiation.messages import OperationBatch
 from hpctrain.negotiation.negotiator import Negotiator
-from hpctrain.negotiation.reducing import stand_in
+from hpctrain.negotiation.reducing import neutral_request
 from hpctrain.negotiation.request import Handle, Kind
 from hpctrain.negotiation.stall import Answer, Question, StallWatch
 from hpctrain.negotiation.submission_queue import CLOSE, JOIN, SubmissionQueue
@@ -298,7 +298,7 @@ class ProgressEngine:
                 if handle is not None:
                     handle.fail(OperationMismatchError(entry.error))
             elif handle is None:  # this rank has joined
-                request = stand_in(entry.signature, self.comm.size)
+                request = neutral_request(entry.signature, self.comm.size)
                 found.append(Handle(None, request, entry.name))
                 self._is_closed |= entry.name == CLOSE
             else:

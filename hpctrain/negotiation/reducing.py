@@ -141,7 +141,7 @@ def _divide_uint64_(values: Tensor, divisor: int) -> None:
     signed.copy_(quotient)
 
 
-def stand_in(signature: Signature, size: int) -> Request:
+def neutral_request(signature: Signature, size: int) -> Request:
     """Return a request that a joined rank contributes, without effect on other ranks' results.
 
     The request has neutral elements for reductions, no rows for all-gather and all-to-all, and an
