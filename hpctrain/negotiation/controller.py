@@ -155,7 +155,7 @@ class Controller:
         """Whether the operations of this rank have failed; other ranks may not have failed yet."""
         return self._progress.broken is not None
 
-    def give_up(self) -> None:
+    def shut_down(self) -> None:
         """Fail all operations, without synchronizing the ranks by a final one. Collective."""
         self._progress.shut_down()
 

@@ -66,9 +66,9 @@ class Job:
 
         Raises ``TimeoutError``: the job has not ended after ``timeout_s`` seconds.
         """
-        give_up = None if timeout_s is None else time.monotonic() + timeout_s
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
         while not self.done():
-            if give_up is not None and time.monotonic() > give_up:
+            if end_s is not None and time.monotonic() > end_s:
                 raise TimeoutError(
                     f"job {self.id} must end within {timeout_s:g} s, but is {self.state}; pass a "
                     f"larger timeout_s"
@@ -87,9 +87,9 @@ class Job:
         results. ``TimeoutError``: the job has not ended after ``timeout_s`` seconds.
         """
         self.wait(timeout_s)
-        give_up = time.monotonic() + (VISIBLE_S if self.state == "COMPLETED" else POLL_S)
+        end_s = time.monotonic() + (VISIBLE_S if self.state == "COMPLETED" else POLL_S)
         while len(found := results_in(self.folder, self._num_ranks)) < self._num_ranks:
-            if time.monotonic() > give_up:
+            if time.monotonic() > end_s:
                 last = "\n".join(self.stdout().splitlines()[-20:])
                 raise LaunchError(
                     f"every rank must return from the function, but job {self.id} is {self.state} "

@@ -106,7 +106,7 @@ def compare(
     The states of a rank that handles an exception count as missing. If named operations have
     failed on some rank, they are shut down on all ranks.
     """
-    sets.give_up_broken(gather)
+    sets.shut_down_broken(gather)
     ranks = sets.by_number()
     mine: dict[str, Left] = {
         f"{number}.{optimizer}": (ranks[number], values)

@@ -282,7 +282,7 @@ class ProcessSets:
             if isinstance(one.comm, ThreadedCommunicator):
                 one.comm.drop()
 
-    def give_up_broken(self, gather: "Gather") -> None:
+    def shut_down_broken(self, gather: "Gather") -> None:
         """Shut down all controllers if one has failed on some rank, which cannot participate.
 
         Collective over the world.
@@ -290,7 +290,7 @@ class ProcessSets:
         mine = any(controller.is_broken for controller in self.controllers())
         if b"broken" in gather(b"broken" if mine else b"well"):
             for controller in self.controllers():
-                controller.give_up()
+                controller.shut_down()
 
     def close(self) -> None:
         """Close all sets. Collective over the world."""
