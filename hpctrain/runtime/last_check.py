@@ -69,7 +69,7 @@ class LastStates:
             while len(self._kept) > _MAX_KEPT:
                 del self._kept[next(iter(self._kept))]
 
-    def hand_over(self) -> dict[str, Left]:
+    def take_all(self) -> dict[str, Left]:
         """Return all states by name; called once, at the end. Not collective."""
         living, self._living = self._living, {}
         found = {name: (ranks, method()) for name, (ranks, method) in living.items()}
@@ -112,9 +112,9 @@ def compare(
         f"{number}.{optimizer}": (ranks[number], values)
         for number, comm in sets.communicators().items()
         if comm in step_checks and (states := step_checks[comm].last_states)
-        for optimizer, (_, values) in states.hand_over().items()
+        for optimizer, (_, values) in states.take_all().items()
     }
-    mine |= last_states.hand_over()
+    mine |= last_states.take_all()
     if sys.exc_info()[0] is not None:
         mine = {}
     is_strict = check_weights == "error"
