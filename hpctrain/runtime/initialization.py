@@ -200,9 +200,9 @@ def _make(
     found = connect(ranks, settings, threads)
     here = found.topology
     if ranks:
-        arrival.take_place(found)
+        arrival.configure_torch(found)
     if settings.recover:
-        arrival.tell_place(here)
+        arrival.update_torchrun_variables(here)
     # The setting of rank 0 holds for all ranks, as statistics are collective.
     statistics = Statistics(found.comm) if found.settings.stats else None
     inside = observed(found.comm, trace if settings.trace else None, statistics)
@@ -252,7 +252,7 @@ def _begin(made: World, found: Connection) -> None:
     if made.origin.is_first and config.setting("watched") and rank == 0:
         sys.stderr.write(f"{BEGUN}\n")
     if settings.records is not None and rank == 0:
-        arrival.tell_study(settings.records, found)
+        arrival.write_plan(settings.records, found)
     if mine.hooks is not None:
         mine.hooks.last_words.append(mine.timelines.stop)
         mine.hooks.communicates = made.last_call.was_on
@@ -319,14 +319,14 @@ def _leave(leaving: World, *, raises: bool) -> None:
     if mine.before_finalize is not None:
         mine.before_finalize.close()
     is_well = not fault and sys.exc_info()[0] is None and not hasattr(sys, "last_value")
-    _tell_end(leaving, is_well=is_well)
+    _report_end(leaving, is_well=is_well)
     if fault:
         raise ReplicaError(fault)  # the hooks remain installed, for an uncaught error
     if mine.hooks is not None and sys.exc_info()[0] is None:
         mine.hooks.uninstall()  # an error that is being handled needs the hooks to end all ranks
 
 
-def _tell_end(leaving: World, *, is_well: bool) -> None:
+def _report_end(leaving: World, *, is_well: bool) -> None:
     if leaving.origin.spares is not None:
         leaving.origin.spares.end()
     if config.setting("watched") and is_well and leaving.topology.rank == 0:

@@ -246,7 +246,7 @@ class CommonStop:
                 raise_if_any([text or None for text in faults], CommError)
                 self._is_over = True
                 if self._comm.rank == 0:
-                    self._tell(", ".join(sorted({*reasons} - {""})))
+                    self._log_stop(", ".join(sorted({*reasons} - {""})))
         return self._is_over
 
     def _is_any(self, *, is_mine: bool) -> bool:
@@ -278,7 +278,7 @@ class CommonStop:
         return StopRequests(stop_file=folder and folder / "STOP", deadline=end)
 
     @staticmethod
-    def _tell(reason: str) -> None:
+    def _log_stop(reason: str) -> None:
         logger.warning(f"asked to stop by {reason}: the ranks save, and end with code {STOPPED}")
         if folder := run_directory():
             with suppress(OSError):
