@@ -150,7 +150,7 @@ def join(settings: Settings, chosen: object = None) -> None:
 
     def make(ranks: "MpiComm") -> None:
         if is_initialized():  # again: a rank died before all ranks had created this world
-            go_on(ranks)
+            replace_world(ranks)
         else:
             _join(settings, ranks, Origin(given=None, spares=spares, is_first=False))
 
@@ -334,7 +334,7 @@ def _report_end(leaving: World, *, is_well: bool) -> None:
         sys.stderr.flush()
 
 
-def go_on(ranks: "MpiComm", *, moves: bool = True) -> None:
+def replace_world(ranks: "MpiComm", *, moves: bool = True) -> None:
     """Replace a world with lost ranks by a world of the survivors. Collective.
 
     After an error this rank is in the previous world, and the caller may try again.

@@ -69,7 +69,7 @@ def attempt(function: Callable[[], T], *, moves: bool = True) -> Attempt:
         error = caught
     if _all_are_well(am_well=error is None):
         return Attempt(result, [], None)
-    lost = _shrink(lambda ranks: initialization.go_on(ranks, moves=moves))
+    lost = _shrink(lambda ranks: initialization.replace_world(ranks, moves=moves))
     if not lost:  # no rank is lost: an ordinary error
         raise error or CommError(
             "all ranks must complete the function, but another rank failed; see the error of that "
@@ -98,7 +98,7 @@ def survive(error: Exception, allows: Callable[[list[int]], object]) -> list[int
             raise RankLostError(_died(lost)) from error
 
     def make(ranks: "MpiComm") -> None:
-        initialization.go_on(ranks)
+        initialization.replace_world(ranks)
         world.current().rebuild.move()
 
     if not (lost := _shrink(make, check)):
