@@ -292,17 +292,17 @@ class HpctrainGroup(OrderedGroup):
         """
         limit, before = self._limit, (self._limit.timeout_s, self._limit.name)
         if timeout is not None:
-            told = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-            limit.timeout_s, limit.name = told, "timeout"
+            timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+            limit.timeout_s, limit.name = timeout_s, "timeout"
 
-        def meet() -> None:
-            self._tell_that_we_wait(
-                math.inf
-            )  # at once: a late rank must find the reports of all others
+        def wait_for_all() -> None:
+            self._report_wait(math.inf)  # at once: a late rank must find the reports of all others
             self.comm.barrier()
 
         try:
-            self._start("monitored_barrier", meet, [], SimpleNamespace(asyncOp=False)).wait()
+            self._start(
+                "monitored_barrier", wait_for_all, [], SimpleNamespace(asyncOp=False)
+            ).wait()
         except GroupRankLostError as error:
             missing, me = self._missing(), self._ranks[self.comm.rank]
             named = missing if wait_all_ranks else missing[:1]
@@ -324,7 +324,7 @@ class HpctrainGroup(OrderedGroup):
     def send(self, tensors: Any, dest: int, tag: int = 0) -> dist.Work:
         """Start sending a tensor to rank ``dest``."""
         (tensor,), wire = _listed(tensors), self._messages(tag)
-        with self._asking:
+        with self._wire_lock:
             transfer = wire.start_send(_flat_of(tensor), dest, tag)
         what = f"send of {tensor.numel()} {name_of(tensor.dtype)} to {self._ranks[dest]}"
         return self._message(transfer, [tensor], f"{what}, tag {tag},", lambda: None)
@@ -334,7 +334,7 @@ class HpctrainGroup(OrderedGroup):
         """Start receiving a tensor from rank ``source``; None means any rank."""
         (tensor,), wire = _listed(tensors), self._messages(tag)
         values = _flat_of(tensor)
-        with self._asking:
+        with self._wire_lock:
             transfer = wire.start_receive(values, source, tag)
         sender = "any" if source is None else self._ranks[source]
         what = f"recv of {tensor.numel()} {name_of(tensor.dtype)} from {sender}, tag {tag},"
@@ -355,7 +355,9 @@ class HpctrainGroup(OrderedGroup):
     ) -> dist.Work:
         assert self._wire is not None, "a group that sends has a wire"
         named = functools.partial(self._named, what)
-        work = Message(self._wire, transfer, tensors, after=after, lock=self._asking, named=named)
+        work = Message(
+            self._wire, transfer, tensors, after=after, lock=self._wire_lock, named=named
+        )
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work

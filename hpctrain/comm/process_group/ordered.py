@@ -104,7 +104,7 @@ def _refusal(name: str, result: Any, *, averages: bool) -> str:
     return ""
 
 
-TELL_S = 1.0  # a rank that waits longer reports this in the store, for messages of other ranks
+REPORT_S = 1.0  # a rank that waits longer reports this in the store, for messages of other ranks
 _MOST_S = 1e6  # unlimited, for other backends
 
 
@@ -147,11 +147,11 @@ class OrderedGroup(Base):  # type: ignore[misc]
         if comm.size > 1:
             ranks_of_mpi = cast("MpiCommunicator", comm)
             self._watch, self._wire = ranks_of_mpi.watch, ranks_of_mpi.new_wire()
-        self._asking = threading.Lock()
+        self._wire_lock = threading.Lock()
         self.queue = OperationQueue(f"hpctrain group {name}", has_thread=has_thread)
         self._num_started = 0
         self._current: Operation | None = None  # the operation that runs now
-        limit.on_late = self._tell_that_we_wait
+        limit.on_late = self._report_wait
         self._coalesced: list[dist.Work] | None = None
         self._others: dict[str, Any] = {}
 
@@ -241,18 +241,22 @@ class OrderedGroup(Base):  # type: ignore[misc]
         self._meet(f"nothing: {reason}")
         raise RefusedError(reason)
 
-    def _tell_that_we_wait(self, waited_s: float) -> None:
+    def _report_wait(self, waited_s: float) -> None:
         """Report in the store that this rank waits, before other ranks can reach their limit."""
         current = self._current
-        if current and not current.is_told and waited_s > min(TELL_S, self._limit.timeout_s / 2):
-            current.is_told = True
+        if (
+            current
+            and not current.has_reported
+            and waited_s > min(REPORT_S, self._limit.timeout_s / 2)
+        ):
+            current.has_reported = True
             with contextlib.suppress(RuntimeError):  # rank 0, which serves the store, has ended
                 self._store.set(f"waits/{current.number}/{self.comm.rank}", current.name)
 
     def _missing(self) -> list[int]:
         """Return the ranks that have not reported that they wait in the current operation."""
         current = self._current
-        if current is None or not current.is_told:
+        if current is None or not current.has_reported:
             return []
         with contextlib.suppress(RuntimeError):
             keys = {rank: f"waits/{current.number}/{rank}" for rank in range(self.comm.size)}

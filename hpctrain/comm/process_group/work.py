@@ -41,7 +41,7 @@ class Operation(Base):  # type: ignore[misc]
     __slots__ = ("__dict__", "_guard", "_result", "function", "name", "number")
     error: BaseException | None = None
     queue: "OperationQueue | None" = None  # the queue, while the operation waits in it
-    is_told = False  # whether this rank has reported that it waits
+    has_reported = False  # whether this rank has reported that it waits
     _over: threading.Event | None = None
     _end: "Future[None] | None" = None  # completes with the operation, then ``_future``
     _future: "Future[Any] | None" = None
