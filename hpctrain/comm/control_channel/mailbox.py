@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 _FLUSH_S = 1e-3  # interval of the tests whether large messages have been sent
 
-_WAY_BYTES = HEAD_BYTES + RING_BYTES
+_LINK_BYTES = HEAD_BYTES + RING_BYTES
 _UP = 2 * LINE_BYTES
-_DOWN = _UP + _WAY_BYTES
-BOX_BYTES = _DOWN + _WAY_BYTES
+_DOWN = _UP + _LINK_BYTES
+BOX_BYTES = _DOWN + _LINK_BYTES
 """Node memory per rank: the doorbell, a semaphore for fences, and the rings to and from the
 parent."""
 
@@ -139,8 +139,8 @@ class Mailbox:
         self.tree = tree
         self.channel = channel
         self._outlets = {rank: outlet for rank, (outlet, _) in edges.items()}
-        self._ways_out = tuple(self._outlets.values())
-        self._ways_down = tuple(
+        self._all_outlets = tuple(self._outlets.values())
+        self._child_outlets = tuple(
             outlet for rank, outlet in self._outlets.items() if rank in tree.children
         )
         self._inlets = [(rank, inlet.receive) for rank, (_, inlet) in edges.items()]
@@ -240,7 +240,7 @@ class Mailbox:
             self._network = None
 
     def _is_sending(self, *, down: bool) -> bool:
-        for outlet in self._ways_down if down else self._ways_out:
+        for outlet in self._child_outlets if down else self._all_outlets:
             if outlet.is_stuck:
                 return True
         if self._network is None:
@@ -248,7 +248,7 @@ class Mailbox:
         return self._network.is_sending(self.tree.children if down else None)
 
     def _push(self) -> None:
-        for outlet in self._ways_out:
+        for outlet in self._all_outlets:
             if outlet.is_stuck:
                 outlet.push()
 
@@ -347,7 +347,7 @@ def _edges(tree: Tree, boxes: dict[int, Segment], fence: Fence) -> dict[int, tup
 
 
 def _part(box: Segment, offset: int) -> memoryview:
-    return np.frombuffer(memoryview(box), np.uint8, _WAY_BYTES, offset).data
+    return np.frombuffer(memoryview(box), np.uint8, _LINK_BYTES, offset).data
 
 
 def _private_doorbell() -> Semaphore:
