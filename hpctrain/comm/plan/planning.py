@@ -118,7 +118,7 @@ class StoredPlan:
                 f"{most}"
             )
         for name, table, known in (
-            ("tensors", plan.tensors, _ways(topology, node_memory, engine)),
+            ("tensors", plan.tensors, _algorithms(topology, node_memory, engine)),
             ("rail", plan.rail, tuple(ALGORITHMS) if plan.num_rails else ("library",)),
         ):
             if unknown := sorted({algorithm for _, algorithm in table.steps} - {*known}):
@@ -153,8 +153,8 @@ def memory_wanted(settings: Settings, stored: StoredPlan | None) -> str:
     """Return the method of sharing memory in the settings or, if ``auto``, in the plan."""
     if stored is None or settings.shared_memory != "auto":
         return settings.shared_memory
-    way = stored.plan.node_memory
-    return "off" if way in ("none", "alone") else way
+    method = stored.plan.node_memory
+    return "off" if method in ("none", "alone") else method
 
 
 def decide(
@@ -294,7 +294,7 @@ def _nodes(sizes: Sequence[int]) -> str:
     return f"{len(sizes)} node{plural} of {per_node} rank{'s' * (per_node != '1')}"
 
 
-def _ways(topology: Topology, node_memory: str, engine: str) -> tuple[str, ...]:
+def _algorithms(topology: Topology, node_memory: str, engine: str) -> tuple[str, ...]:
     if engine == "horovod" and node_memory != "alone":
         return BY_HOROVOD if has_equal_nodes(topology) else BY_HOROVOD[:1]
     if node_memory in ("none", "alone"):
