@@ -85,12 +85,12 @@ class Spares:
             if self.is_worker:
                 make(self.workers)
 
-        with self._nobody_stopped():
+        with self._without_stopped():
             revoke(self._whole)
             remake(shrink(self._whole), arranged)
 
     @contextmanager
-    def _nobody_stopped(self) -> Iterator[None]:
+    def _without_stopped(self) -> Iterator[None]:
         """On a worker, kill stopped spares of this host during the block."""
         is_over, end_stopped = threading.Event(), self._end_stopped if self.is_worker else bool
 

@@ -115,7 +115,7 @@ FindLost = Callable[[Collection[int] | None], None]
 _LOG = logging.getLogger(__name__)
 
 
-def _nobody_is_lost(ranks: Collection[int] | None) -> None:
+def _assume_no_loss(ranks: Collection[int] | None) -> None:
     """No-op, for communicators without detection of lost ranks."""
 
 
@@ -201,7 +201,7 @@ class Watch:
 
     def __init__(  # noqa: PLR0913 - the ranks, the limit, and the reports
         self,
-        find_lost: FindLost = _nobody_is_lost,
+        find_lost: FindLost = _assume_no_loss,
         *,
         hosts: Mapping[int, str] | None = None,
         rank: int = 0,
