@@ -156,12 +156,12 @@ class Blocks:
         block = _WORLD if isinstance(error, RankLostError) else number
         self._reports.send(BROKE_OFF, f"{block} {reason}")
 
-    def hear_of_error(self, text: str) -> None:
+    def record_error(self, text: str) -> None:
         """Store another rank's report that this other rank has left a block by an error."""
         number, reason = text.split(" ", 1)
         self._broken.setdefault(int(number), (time.monotonic(), reason))
 
-    def hear_of_end(self, rank: int, text: str) -> None:
+    def record_end(self, rank: int, text: str) -> None:
         """Store the report that ``rank`` waits at the end of a block."""
         number, steps = map(int, text.split())
         self._ends[number] = time.monotonic(), rank, steps

@@ -81,7 +81,7 @@ class Liveness:
             return
         self.processes.check()
         try:
-            self._hear()
+            self._receive_reports()
         except MPI.Exception as error:
             if not is_loss(error):
                 raise
@@ -122,7 +122,7 @@ class Liveness:
         """Return a rank on which a communicator has failed, and the reason; see ``Notices``."""
         if self._reports.is_open:
             try:
-                self._hear_of_failures()
+                self._receive_failures()
             except MPI.Exception as error:
                 if not is_loss(error):
                     raise
@@ -204,12 +204,12 @@ class Liveness:
             self.processes.check()
 
     def _wait_until(self, done: Callable[[], bool], look: Callable[[float], None]) -> None:
-        def done_and_heard() -> bool:
+        def done_and_received() -> bool:
             is_done = done()
-            self._hear()
+            self._receive_reports()
             return is_done
 
-        if not wait_until(done_and_heard, look, _FAREWELL, timeout_s=self._timeout_s):
+        if not wait_until(done_and_received, look, _FAREWELL, timeout_s=self._timeout_s):
             raise RankLostError(self._overdue())
 
     def _overdue(self) -> str:
@@ -229,13 +229,13 @@ class Liveness:
             f"seconds"
         )
 
-    def _hear_of_failures(self) -> None:
+    def _receive_failures(self) -> None:
         while notice := self._control.Improbe(tag=blocks.FAILED):
             rank, text = _receive(notice)
             number, reason = text.split(" ", 1)
             self._failed.setdefault(int(number), (rank, reason))
 
-    def _hear(self) -> None:
+    def _receive_reports(self) -> None:
         # A matched probe, because two threads of this rank may receive at the same time.
         while notice := self._control.Improbe(tag=blocks.CALL):
             rank, text = _receive(notice)
@@ -244,10 +244,10 @@ class Liveness:
         while notice := self._control.Improbe(tag=blocks.LEFT):
             self._left.add(_receive(notice)[0])
         while notice := self._control.Improbe(tag=blocks.BROKE_OFF):
-            self.blocks.hear_of_error(_receive(notice)[1])
+            self.blocks.record_error(_receive(notice)[1])
         while notice := self._control.Improbe(tag=blocks.AT_END):
-            self.blocks.hear_of_end(*_receive(notice))
-        self._hear_of_failures()
+            self.blocks.record_end(*_receive(notice))
+        self._receive_failures()
 
 
 def _receive(notice: MPI.Message) -> tuple[int, str]:
