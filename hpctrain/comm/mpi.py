@@ -14,7 +14,7 @@ from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.call_check import call_of, meet, tensor_call
 from hpctrain.comm.communicator import GATHER, Communicator
 from hpctrain.comm.control_channel import mailbox
-from hpctrain.comm.member_meeting import MemberMeeting
+from hpctrain.comm.member_sync import MemberSync
 from hpctrain.comm.mpi_start import MPI
 from hpctrain.comm.operation_result import FINISHED, Traffic, Work
 from hpctrain.comm.ops import Combination, Op, combination, finish
@@ -91,7 +91,7 @@ class MpiCommunicator(Communicator):
         self._calls = WatchedCalls(comm, self._watch)
         if self._watch.number is None:
             self._watch.number = self._calls.bcast(_new_number(self._world_ranks[self.rank]))
-        self._meeting = MemberMeeting()
+        self._member_sync = MemberSync()
         self._make_group = make_group or self._make_flat_group
         self._library_bytes = 0
         self._num_buckets = 0
@@ -270,7 +270,7 @@ class MpiCommunicator(Communicator):
         tag = zlib.crc32(f"{purpose} {ranks}".encode()) % NUM_TAGS
         had_left = self._has_left_messages
         self._has_left_messages = True
-        attempt = self._meeting.meet(wire, watch, ranks, tag)
+        attempt = self._member_sync.wait_for_members(wire, watch, ranks, tag)
         ours = self._comm.Get_group()
         chosen = ours.Incl(list(ranks))
         # The tag depends on the attempt: the call of an earlier attempt may still be in progress.
