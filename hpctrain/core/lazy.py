@@ -98,7 +98,7 @@ class _Postponing:
         return ModuleSpec(fullname, self)  # type: ignore[arg-type]
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return _StandIn(spec.name, self.withdraw)
+        return _Placeholder(spec.name, self.withdraw)
 
     def exec_module(self, module: ModuleType) -> None:
         """No-op: the placeholder loads the module later."""
@@ -111,7 +111,7 @@ class _Postponing:
             delattr(sys.modules[parent], name)
 
 
-class _StandIn(ModuleType):
+class _Placeholder(ModuleType):
     """A placeholder for a module, which loads the module when an attribute is read."""
 
     def __init__(self, name: str, withdraw: Callable[[], None]) -> None:
