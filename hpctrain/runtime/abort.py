@@ -156,7 +156,7 @@ class FailureHooks:
         own = ""
         with contextlib.suppress(Exception):  # ``repr`` of a user's object may raise
             own = folded(error, self._log)
-        self._say(summary or (f"{where}{own}" if own else details))
+        self._print(summary or (f"{where}{own}" if own else details))
         self.abort(code)
 
     def end_blocked(self) -> None:
@@ -183,12 +183,12 @@ class FailureHooks:
         with contextlib.suppress(Exception):  # without free file descriptors there is no timer
             nowhere = os.open(os.devnull, os.O_WRONLY)
             faulthandler.dump_traceback_later(ABORT_S, exit=True, file=nowhere)
-        for say in (*self.last_words, sys.stdout.flush):
+        for function in (*self.last_words, sys.stdout.flush):
             with contextlib.suppress(Exception):
-                say()
+                function()
         try:
             if self._recovers:  # MPI_Abort would end this rank only
-                self._say(f"{ENDING}{code}")
+                self._print(f"{ENDING}{code}")
                 end_launch()
             else:
                 self._world.Abort(code)
@@ -203,7 +203,7 @@ class FailureHooks:
             log.flush()
             os.fsync(log.fileno())
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         with contextlib.suppress(Exception):
             # One write keeps the lines of a rank together. The hook of torch.distributed replaces
             # stderr by a buffer that it prints too late, after this process has ended.
@@ -235,7 +235,7 @@ class FailureHooks:
         details = f"{where}{''.join(traceback.format_exception(args.exc_value))}"
         details += "the thread neither computes nor communicates: the ranks continue without it\n"
         self._write_log(details)
-        self._say(details)
+        self._print(details)
         if self._previous_thread is not threading.__excepthook__:  # the user's own
             self._previous_thread(args)
 
@@ -287,7 +287,7 @@ def _verdict(error: BaseException, world: "MpiComm", *, recovers: bool) -> tuple
     return RANK_LOST, "\n".join([*lines, f"{text}; {rule}{'; ' if rule else ''}all ranks end"])
 
 
-FAREWELL_S = 1.0  # longest wait for the end of the tagger after its pipe is closed
+TAGGER_END_S = 1.0  # longest wait for the end of the tagger after its pipe is closed
 
 
 class CrashReport:
@@ -325,7 +325,7 @@ class CrashReport:
             self._tagger.stdin.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 # A forked child may keep the pipe open; the tagger then ends with the child.
-                self._tagger.wait(FAREWELL_S)
+                self._tagger.wait(TAGGER_END_S)
         self._tagger = None
 
 
