@@ -182,7 +182,7 @@ class ProgressEngine:
                 if handle is self.closing:
                     continue  # a rank that has joined counts as having announced it
                 queue.in_flight.pop(handle.name, None)
-                queue.let_go()
+                queue.submit_held()
                 handle.fail(error)
                 has_failed = True
         if timeline is not None:
@@ -249,7 +249,7 @@ class ProgressEngine:
         del queue.in_flight[handle.name]
         self._reduce(handle, known)
         if queue.held:
-            queue.let_go()
+            queue.submit_held()
         self._stalls.last_call.note(_ALLREDUCE, handle.name)
 
     def _reduce(self, handle: Handle, known: "Known") -> None:
@@ -303,7 +303,7 @@ class ProgressEngine:
                 self._is_closed |= entry.name == CLOSE
             else:
                 found.append(handle)
-        self.queue.let_go()
+        self.queue.submit_held()
         return found
 
     def _answer_questions(self) -> bool:
