@@ -83,7 +83,7 @@ def require_equal(
     comm: "Communicator",
     lines: Sequence[str],
     what: str,
-    way_out: str = "build the same model on every rank",
+    remedy: str = "build the same model on every rank",
 ) -> None:
     """Raise unless ``lines`` are the same on every rank. Collective.
 
@@ -93,19 +93,19 @@ def require_equal(
         comm: the ranks.
         lines: texts of this rank, such as a name and a shape of each parameter.
         what: subject of the texts, for the message.
-        way_out: remedy, for the message.
+        remedy: remedy, for the message.
 
     Raises:
         MismatchError: texts differ; the message has the first differing text of each rank.
     """
-    require_equal_by(comm.allgather_object, lines, what, way_out)
+    require_equal_by(comm.allgather_object, lines, what, remedy)
 
 
 def require_equal_by(
     gather: Callable[[Any], list[Any]],
     lines: Sequence[str],
     what: str,
-    way_out: str = "build the same model on every rank",
+    remedy: str = "build the same model on every rank",
 ) -> None:
     """Raise as ``require_equal`` does; ``gather`` returns the objects of all ranks. Collective."""
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
@@ -116,7 +116,7 @@ def require_equal_by(
     number, seen = next((i, row) for i, row in enumerate(rows) if len(set(row)) > 1)
     raise MismatchError(
         f"{what} must be the same on every rank, but entry {number}, counted from 0, differs: "
-        f"{by_rank(seen)}; {way_out}"
+        f"{by_rank(seen)}; {remedy}"
     )
 
 

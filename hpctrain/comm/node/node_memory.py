@@ -113,14 +113,14 @@ def allocate_by(
     try:
         descriptor = reserve(num_bytes)
     except OSError as error:
-        way_out = (
+        remedy = (
             "give the job more memory, let its container call memfd_create and fallocate, or set "
             "HPCTRAIN_SHARED_MEMORY=off"
         )
         failure = (
             f"local rank {node.rank} cannot reserve {format_bytes(num_bytes)} of "
             f"{reserve if is_file else 'node memory'}: "
-            f"{refusal(error, 'name another folder') if is_file else f'{error}; {way_out}'}"
+            f"{refusal(error, 'name another folder') if is_file else f'{error}; {remedy}'}"
         )
     try:
         answers = node.allgather(failure or _offer(descriptor))
