@@ -83,8 +83,8 @@ def test_on_one_node_every_rank_reads_all_values_only_of_small_tensors(num_ranks
 
 def test_ranks_that_share_cores_sum_large_tensors_by_slices():
     for num_ranks in (2, 4):
-        in_turns = plan_for(num_ranks, num_cores=num_ranks // 2).tensors
-        assert (in_turns.at(64 * KIB), in_turns.at(MIB)) == ("direct", "slices")
+        oversubscribed = plan_for(num_ranks, num_cores=num_ranks // 2).tensors
+        assert (oversubscribed.at(64 * KIB), oversubscribed.at(MIB)) == ("direct", "slices")
         assert plan_for(num_ranks).tensors == SizeTable(((0, "direct"),))
 
 

@@ -13,7 +13,7 @@ from hpctrain.core.libc import Segment
 if TYPE_CHECKING:
     from hpctrain.comm.rail.rail import InFlight
 
-IN_TURNS = IN_NODE._replace(spin_s=0.0, yield_s=200e-6)
+OVERSUBSCRIBED = IN_NODE._replace(spin_s=0.0, yield_s=200e-6)
 """Pace if ranks outnumber cores: a rank that yields its core resumes sooner than one asleep."""
 
 
@@ -37,7 +37,7 @@ class NodeBarrier:
     def __init__(
         self, segments: Sequence[Segment], rank: int, first_byte: int, watch: Watch, *, spin: bool
     ) -> None:
-        self.pace = IN_NODE if spin else IN_TURNS
+        self.pace = IN_NODE if spin else OVERSUBSCRIBED
         self._watch = watch
         self._meanwhile: InFlight | None = None
         size = len(segments)

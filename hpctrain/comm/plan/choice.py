@@ -19,7 +19,7 @@ DIRECT_RANKS = 4
 DIRECT_BYTES = 64 * KIB
 """With more ranks, each rank sums whole tensors if it reads at most this many bytes from the ranks
 other than itself and one peer."""
-TURNS_BYTES = 256 * KIB
+OVERSUBSCRIBED_BYTES = 256 * KIB
 """If ranks share cores, tensors of this size or more are summed by slices, since a rank waits for
 the work of the others and slices are less work in total."""
 SIZES: dict[str, tuple[int, ...]] = {
@@ -61,7 +61,7 @@ def choose_plan(
         free_core = topology.devices > 0 or topology.num_peer_cores >= num_busy
         overlap = "thread" if free_core else "end"
     one_level = topology.num_nodes == 1 or node_memory == "none"
-    tensors = _tensors_of(topology, node_memory, in_turns=bool(topology.shared_cores))
+    tensors = _tensors_of(topology, node_memory, oversubscribed=bool(topology.shared_cores))
     if settings.engine == "horovod" and node_memory != "alone":
         tensors = SizeTable(((0, BY_HOROVOD[has_equal_nodes(topology)]),))
     return Plan(
@@ -83,7 +83,7 @@ def has_equal_nodes(topology: Topology) -> bool:
 
 
 def tensors_rule(
-    num_nodes: int, node_memory: str, local_size: int, *, in_turns: bool = False
+    num_nodes: int, node_memory: str, local_size: int, *, oversubscribed: bool = False
 ) -> SizeTable:
     """Choose the algorithms for tensors that are not buckets, by rule.
 
@@ -91,14 +91,16 @@ def tensors_rule(
         num_nodes: number of nodes.
         node_memory: method of sharing memory.
         local_size: number of ranks on the largest node.
-        in_turns: whether ranks outnumber cores.
+        oversubscribed: whether ranks outnumber cores.
     """
     if node_memory in ("none", "alone"):
         return SizeTable(((0, "library"),))
     if num_nodes > 1:
         return SizeTable(((0, "levels"),))
     if local_size <= DIRECT_RANKS:
-        return SizeTable(((0, "direct"), *([(TURNS_BYTES, "slices")] if in_turns else [])))
+        return SizeTable(
+            ((0, "direct"), *([(OVERSUBSCRIBED_BYTES, "slices")] if oversubscribed else []))
+        )
     return SizeTable(((0, "direct"), (max(DIRECT_BYTES // (local_size - 2), 1), "slices")))
 
 
@@ -123,9 +125,11 @@ def rail_rule(num_nodes: int) -> SizeTable:
     return SizeTable(((0, "doubling"), (DOUBLING_BYTES, "halving"), (ring_from, "ring")))
 
 
-def _tensors_of(topology: Topology, node_memory: str, *, in_turns: bool = False) -> SizeTable:
+def _tensors_of(
+    topology: Topology, node_memory: str, *, oversubscribed: bool = False
+) -> SizeTable:
     local_size = max(map(len, topology.nodes))
-    return tensors_rule(topology.num_nodes, node_memory, local_size, in_turns=in_turns)
+    return tensors_rule(topology.num_nodes, node_memory, local_size, oversubscribed=oversubscribed)
 
 
 def plan_for_group(plan: Plan, topology: Topology) -> Plan:
@@ -142,7 +146,7 @@ def plan_for_group(plan: Plan, topology: Topology) -> Plan:
     return replace(
         plan,
         num_rails=num_rails,
-        # ``in_turns`` is not used: a rank knows only its own cores, and all need the same table.
+        # ``oversubscribed`` is not used: a rank knows only its own cores, and all need the same table.
         tensors=_tensors_of(topology, plan.node_memory),
         rail=rail_rule(topology.num_nodes),
         measured=(),
