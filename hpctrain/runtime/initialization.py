@@ -28,7 +28,7 @@ from hpctrain.runtime import arrival, lazy_dynamo, torch_backend
 from hpctrain.runtime.abort import FailureHooks, leave, start_guard
 from hpctrain.runtime.attachments import Attachments, Origin
 from hpctrain.runtime.last_check import compare
-from hpctrain.runtime.process_set_table import Controllers, ProcessSets, beside
+from hpctrain.runtime.process_set_table import Controllers, ProcessSets, with_thread
 from hpctrain.runtime.process_sets import numbers_of
 from hpctrain.runtime.rebuild import Rebuild, RebuildStage
 from hpctrain.runtime.stopping import CommonStop
@@ -206,7 +206,7 @@ def _make(
     # The setting of rank 0 holds for all ranks, as statistics are collective.
     statistics = Statistics(found.comm) if found.settings.stats else None
     inside = observed(found.comm, trace if settings.trace else None, statistics)
-    comm = beside(inside, found.plan)
+    comm = with_thread(inside, found.plan)
     controllers = Controllers(
         topology=here,
         plan=found.plan,

@@ -154,12 +154,12 @@ class ProcessSets:
 
     def controllers(self) -> list[Controller]:
         """Return the controllers of all sets of this rank; the set of all ranks first."""
-        found = [one.controller for one in self._in_turn()]
+        found = [one.controller for one in self._by_number()]
         return [controller for controller in found if controller is not None]
 
     def communicators(self) -> dict[int, Communicator]:
         """Return the communicators for buckets of all sets of this rank, by number of the set."""
-        return {one.number: one.comm for one in self._in_turn() if one.comm is not None}
+        return {one.number: one.comm for one in self._by_number() if one.comm is not None}
 
     def communicator(self, process_set: Registrable | None) -> Communicator:
         """Return the communicator of a set for buckets, which its controller does not use.
@@ -257,7 +257,7 @@ class ProcessSets:
 
         Not collective; the operations fail on all ranks of these sets.
         """
-        for one in self._in_turn():
+        for one in self._by_number():
             if one.controller is not None:
                 one.controller.break_off(reason)
 
@@ -266,7 +266,7 @@ class ProcessSets:
 
         No rank may wait for a named operation. Numbers and ranks of the sets do not change.
         """
-        for one in self._in_turn():
+        for one in self._by_number():
             if one.controller is not None:
                 one.controller.abandon()
                 one.controller = self._controllers.make(one.controller.comm, one.ranks)
@@ -275,7 +275,7 @@ class ProcessSets:
 
     def drop(self) -> None:
         """Close all sets without the other ranks, which may be lost. Not collective."""
-        for one in self._in_turn():
+        for one in self._by_number():
             one.is_open = False
             if one.controller is not None:
                 one.controller.drop()
@@ -294,10 +294,10 @@ class ProcessSets:
 
     def close(self) -> None:
         """Close all sets. Collective over the world."""
-        for one in reversed(self._in_turn()):
+        for one in reversed(self._by_number()):
             self._close(one)
 
-    def _in_turn(self) -> list[Registered]:
+    def _by_number(self) -> list[Registered]:
         return [self._sets[number] for number in sorted(self._sets)]
 
     def _in_order(self, function: Callable[[Communicator], T]) -> T:
@@ -338,7 +338,7 @@ class ProcessSets:
             made.inside = self._in_order(lambda inside: inside.group(ranks))
             if made.inside is not None:
                 made.controller = self._controller_over(made.inside, ranks)
-                made.comm = beside(made.inside, self._controllers.plan)
+                made.comm = with_thread(made.inside, self._controllers.plan)
         except NodeMemoryError as error:
             # Raised on every rank of the set; ``agree`` reports it to the ranks outside.
             refusal = str(error)
@@ -364,7 +364,7 @@ class ProcessSets:
             one.comm.close()
 
 
-def beside(comm: Communicator, plan: Plan) -> Communicator:
+def with_thread(comm: Communicator, plan: Plan) -> Communicator:
     """Return ``comm`` with a thread for all optimizers, if the plan overlaps by threads."""
     if plan.overlap != "thread":
         return comm
