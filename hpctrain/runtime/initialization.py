@@ -318,18 +318,18 @@ def _leave(leaving: World, *, raises: bool) -> None:
     leaving.comm.close()
     if mine.before_finalize is not None:
         mine.before_finalize.close()
-    is_well = not fault and sys.exc_info()[0] is None and not hasattr(sys, "last_value")
-    _report_end(leaving, is_well=is_well)
+    is_normal = not fault and sys.exc_info()[0] is None and not hasattr(sys, "last_value")
+    _report_end(leaving, is_normal=is_normal)
     if fault:
         raise ReplicaError(fault)  # the hooks remain installed, for an uncaught error
     if mine.hooks is not None and sys.exc_info()[0] is None:
         mine.hooks.uninstall()  # an error that is being handled needs the hooks to end all ranks
 
 
-def _report_end(leaving: World, *, is_well: bool) -> None:
+def _report_end(leaving: World, *, is_normal: bool) -> None:
     if leaving.origin.spares is not None:
         leaving.origin.spares.end()
-    if config.setting("watched") and is_well and leaving.topology.rank == 0:
+    if config.setting("watched") and is_normal and leaving.topology.rank == 0:
         sys.stderr.write(f"{ENDED}\n")
         sys.stderr.flush()
 

@@ -67,7 +67,7 @@ def attempt(function: Callable[[], T], *, moves: bool = True) -> Attempt:
         if not _may_be_loss(caught):
             raise
         error = caught
-    if _all_are_well(am_well=error is None):
+    if _have_all_succeeded(has_succeeded=error is None):
         return Attempt(result, [], None)
     lost = _shrink(lambda ranks: initialization.replace_world(ranks, moves=moves))
     if not lost:  # no rank is lost: an ordinary error
@@ -148,20 +148,22 @@ def _is_of_loss(error: BaseException) -> bool:
 
     The results of a collective in which a rank dies are undefined and may cause any error.
     """
-    return isinstance(error, RankLostError) or is_loss(error) or survivors.knows_of_loss(_ranks())
+    return (
+        isinstance(error, RankLostError) or is_loss(error) or survivors.has_detected_loss(_ranks())
+    )
 
 
-def _all_are_well(*, am_well: bool) -> bool:
+def _have_all_succeeded(*, has_succeeded: bool) -> bool:
     """Return True if no rank has failed or is lost; the same on all survivors. Collective.
 
     If this rank has failed, ranks that wait in this world raise an error. All ranks end with exit
     code 87 after ``HPCTRAIN_TIMEOUT`` seconds: MPI does not detect ranks that are stopped, or that
     have exited with their own exit code.
     """
-    if not am_well:
+    if not has_succeeded:
         _end_waits()
     with _limited(world.current().settings.timeout):
-        return bool(survivors.agree(_ranks(), am_well=am_well))
+        return bool(survivors.agree(_ranks(), has_succeeded=has_succeeded))
 
 
 def _shrink(
