@@ -224,7 +224,7 @@ class Negotiator:
     # -- the root ---------------------------------------------------------------------------
 
     def _decide(self) -> None:
-        """Send all ready operations down the tree, in the order in which the root announced them."""
+        """Send all ready operations down the tree, in the order of the root's announcements."""
         all_joined = self._joins and False not in self._tally.joined
         join_over = self._joins[-1] if all_joined else None
         self._is_changed = False

@@ -146,7 +146,7 @@ def plan_for_group(plan: Plan, topology: Topology) -> Plan:
     return replace(
         plan,
         num_rails=num_rails,
-        # ``oversubscribed`` is not used: a rank knows only its own cores, and all need the same table.
+        # Not ``oversubscribed``: a rank knows only its own cores, and all need the same table.
         tensors=_tensors_of(topology, plan.node_memory),
         rail=rail_rule(topology.num_nodes),
         measured=(),
