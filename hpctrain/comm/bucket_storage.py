@@ -101,16 +101,16 @@ def by_first_backend(
     is_there = any(device_of(device) is not None for device in devices)
     against_nccl = refusal or ("" if is_there else "parameters are on the host")
     against_peers = refusal or _why_by_host(comm, devices)
-    told = comm.allgather_object(
+    offers = comm.allgather_object(
         (config.setting("device_sums"), is_there, against_nccl, against_peers)
     )
-    asked, are_there, why_not_nccl, why_not_peers = zip(*told, strict=True)
+    asked, are_there, why_not_nccl, why_not_peers = zip(*offers, strict=True)
     if "nccl" in asked and comm.size > 1 and any(are_there):
         if len({*asked}) > 1:
             raise MismatchError(
                 f"HPCTRAIN_DEVICE_SUMS=nccl must be set on all ranks or none, got {by_rank(asked)}"
             )
-        return _made_by_nccl(make, by_rank([said or None for said in why_not_nccl]))
+        return _made_by_nccl(make, by_rank([reason or None for reason in why_not_nccl]))
     refusal = next(filter(None, why_not_peers), "")
     if not refusal:
         try:

@@ -84,11 +84,11 @@ class ObservedCommunicator:
             result = method(*args, **kwargs)
             seconds = time.perf_counter() - start
             moved = self._inside.traffic().since(before)
-            heard = ObservedCall(
+            observation = ObservedCall(
                 self._inside.rank, self._prefix + name, _num_bytes(args), seconds, moved
             )
             for listener in self._listeners:
-                listener(heard)
+                listener(observation)
             return result
 
         return call

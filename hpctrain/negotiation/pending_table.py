@@ -193,8 +193,8 @@ class PendingTable:
             else:
                 return None
         first = found[0][1][0]
-        alike = all(ranks is None and signature == first for _, (signature, ranks) in found)
-        if alike and not lacking:
+        are_equal = all(ranks is None and signature == first for _, (signature, ranks) in found)
+        if are_equal and not lacking:
             return [(first, None)]
         return self._by_description(found)
 

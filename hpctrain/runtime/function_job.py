@@ -49,8 +49,8 @@ class Job:
         For a job that Slurm no longer knows, the state is derived from the exit code that its
         batch script wrote. Raises ``LaunchError``: Slurm does not answer.
         """
-        if said := scheduler.state_of(self.id):
-            return said
+        if state := scheduler.state_of(self.id):
+            return state
         try:
             code = int((self.folder / EXIT_CODE_FILE).read_text(encoding="ascii"))
         except (OSError, ValueError):

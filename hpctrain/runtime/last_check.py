@@ -133,10 +133,10 @@ def _difference(
     missing on some rank is skipped. Costs one small message per rank if all states are equal.
     """
     digests = {one: hashlib.sha256(_packed(left)).hexdigest()[:16] for one, left in mine.items()}
-    heard = [json.loads(text) for text in gather(_packed([is_strict, digests]))]
-    is_error, told = any(strict for strict, _ in heard), [digests for _, digests in heard]
-    optimizers = sorted({one for digests in told for one in digests})
-    suspects = [o for o in optimizers if len({digests.get(o) for digests in told} - {None}) > 1]
+    received = [json.loads(text) for text in gather(_packed([is_strict, digests]))]
+    is_error, by_rank = any(strict for strict, _ in received), [digests for _, digests in received]
+    optimizers = sorted({one for digests in by_rank for one in digests})
+    suspects = [o for o in optimizers if len({digests.get(o) for digests in by_rank} - {None}) > 1]
     if not suspects:
         return "", is_error
     for stream in (sys.stdout, sys.stderr):  # an error may end all ranks at once
@@ -144,8 +144,8 @@ def _difference(
             stream.flush()
     own = {one: left for one, left in mine.items() if one in suspects}
     every = [json.loads(text) for text in gather(_packed(own))]
-    parted = (_differing([of_rank.get(one) for of_rank in every]) for one in suspects)
-    found = next(filter(None, parted), {})
+    different = (_differing([of_rank.get(one) for of_rank in every]) for one in suspects)
+    found = next(filter(None, different), {})
     if not found:
         return "", is_error
     name, which = next(iter(found.items()))
