@@ -194,6 +194,7 @@ class Blocks:
             if mine > steps and now - since > BREAK_S:
                 raise RankLostError(
                     f"all ranks must take the same number of steps in a block of {block.name}, "
-                    f"but rank {rank} waits at its end after {steps} steps and rank {self._rank} "
-                    f"is in step {mine}; call skip_step() on a rank that has no batch for a step"
+                    f"but rank {rank} waits at the end of the block after {steps} steps and rank "
+                    f"{self._rank} is in step {mine}; call skip_step() on a rank that has no "
+                    f"batch for a step"
                 )

@@ -63,7 +63,7 @@ def share_memory(
     if wanted != "auto":
         raise NodeMemoryError(
             f"node memory {wanted} must be available if HPCTRAIN_SHARED_MEMORY or the plan of "
-            f"HPCTRAIN_PLAN selects it, but {reason}; remove that setting"
+            f"HPCTRAIN_PLAN selects it, but {reason}; unset these variables"
         )
     return None, reason
 

@@ -179,8 +179,8 @@ class HierarchicalCommunicator(MpiCommunicator):
         if bucket.owner is not self.node:
             raise CommError(
                 f"a bucket must be reduced by the communicator that created it, got a bucket of "
-                f"{bucket.numel} elements of another one; create it with new_bucket() of this "
-                f"communicator, or pass its tensor"
+                f"{bucket.numel} elements of another communicator; create it with new_bucket() of "
+                f"this communicator, or pass its tensor"
             )
 
     def _allreduce_bucket(self, bucket: Bucket, how: Combination, scale: float | None) -> None:

@@ -86,7 +86,7 @@ class Liveness:
             if not is_loss(error):
                 raise
             raise RankLostError(
-                f"rank {self._rank} has stopped waiting, because a rank died: {error}"
+                f"rank {self._rank} has stopped waiting, because MPI reports a lost rank: {error}"
             ) from error
         self.blocks.check()
         if left := sorted(self._left if partners is None else self._left & {*partners}):

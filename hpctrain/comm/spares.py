@@ -149,7 +149,8 @@ class Spares:
         lost = MPI.Group.Intersection(workers, self._whole.Get_failed())
         if lost.size == self._num_workers:
             raise RankLostError(
-                f"all {lost.size} workers died while this spare waited; see their last output"
+                f"all {lost.size} workers died while this spare waited; read the last output of "
+                f"the workers"
             )
 
     def end(self) -> None:

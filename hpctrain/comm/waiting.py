@@ -457,8 +457,8 @@ class Watch:
             limit.on_late(waited_s)
         if waited_s > limit.timeout_s:
             raise RankLostError(
-                f"{self._who(waited_s, partner, over)}, longer than {limit.name}="
-                f"{limit.timeout_s:g} allows; check that rank and the link, "
+                f"a wait for other ranks must end within {limit.name}={limit.timeout_s:g} s, but "
+                f"{self._who(waited_s, partner, over)}; check that rank and the link, "
                 f"or set {limit.name} to more seconds"
             )
         if partner is not None and over and waited_s > LATE_S and partner not in self._named:

@@ -129,7 +129,7 @@ class _Recorder:
         except OSError as error:
             raise ConfigError(
                 f"the folder of HPCTRAIN_RECORDS must be writable, but {folder} is not: "
-                f"{refusal(error, 'name another one, or unset it')}"
+                f"{refusal(error, 'name another folder, or unset HPCTRAIN_RECORDS')}"
             ) from None
         atexit.register(self.flush)
 

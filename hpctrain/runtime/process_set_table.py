@@ -185,7 +185,7 @@ class ProcessSets:
         if found.rank is None:
             raise ConfigError(
                 f"a rank must be in the process set that it uses, but rank {self._me} is not in "
-                f"{process_set}; call this on its ranks only"
+                f"{process_set}; call this function only on the ranks of the set"
             )
         return found
 

@@ -130,8 +130,8 @@ def give_up(error: Exception) -> NoReturn:
 def _died(lost: list[int]) -> str:
     who = f"{format_ranks(lost)} of {world.size()}" if lost else f"one of {world.size()} ranks"
     return (
-        f"{who} died, and the others cannot continue without the lost state; restart from the "
-        f"last commit or checkpoint"
+        f"{who} died, and the other ranks cannot continue without the lost state; restart from "
+        f"the last commit or checkpoint"
     )
 
 

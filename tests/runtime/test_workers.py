@@ -23,8 +23,8 @@ SPAWNING = """
 def test_a_worker_that_executes_init_on_import_is_rejected(method, tmp_path):
     outcome = run_ranks(tmp_path, SPAWNING.format(method=method))
     assert outcome.code != 0
-    assert "was started by one of them through multiprocessing" in outcome.err
-    assert 'guard init() and all that trains by `if __name__ == "__main__":`' in outcome.err
+    assert "was started by a rank through multiprocessing" in outcome.err
+    assert 'guard init() and all code that trains by `if __name__ == "__main__":`' in outcome.err
 
 
 COLLECTIVES = {

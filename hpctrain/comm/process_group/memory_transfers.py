@@ -215,7 +215,8 @@ class NodeExchange:
                     raise MismatchError(
                         f"both ends of all_to_all must have the same size, but rank {rank} sends "
                         f"{given[other]} bytes to rank {other}, which expects "
-                        f"{taken[self._size + rank]}; compare the split sizes of the two"
+                        f"{taken[self._size + rank]}; compare the split sizes of the two "
+                        f"ranks"
                     )
         return max(size for given in sizes for size in given)
 
