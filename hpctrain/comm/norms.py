@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from hpctrain.core.torch_compat import foreach_norm
 
-_LEAST_SUM = 2.0**-100
+_MIN_SUM = 2.0**-100
 """Powers that underflow are negligible in a sum above this value."""
 
 
@@ -87,7 +87,7 @@ def clip_grad_norm_(
 
 def _doubtful(found: Tensor, order: float = 2.0) -> Tensor:
     """Return True for each norm that is not finite, or may have lost powers by underflow."""
-    least = _LEAST_SUM ** (1.0 / order) if 0.0 < order < math.inf else 0.0
+    least = _MIN_SUM ** (1.0 / order) if 0.0 < order < math.inf else 0.0
     return ~((found >= least) & found.isfinite())
 
 

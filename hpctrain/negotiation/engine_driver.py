@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hpctrain.negotiation.progress_engine import ProgressEngine
 
 TICK_S = 1.0  # interval of the stall checks, and of the checks for questions of other ranks
-_BURST_S, _MOST_PAUSES = 100e-6, 6
+_BURST_S, _MAX_PAUSES = 100e-6, 6
 """Maximum interval between two operations of a burst, and maximum number of pauses in a burst,
 each twice as long as the one before."""
 _LONGEST_S = 2e-3
@@ -263,7 +263,7 @@ class EngineDriver:
 
     def _let_burst_pass(self, pause_s: float) -> None:
         """Wait until the burst of submissions ends, since the program needs the GIL to submit."""
-        for number in range(_MOST_PAUSES):
+        for number in range(_MAX_PAUSES):
             last = [*self._progress.queue.submitted][-1:]
             if not last or self._is_driven or self._num_callers:
                 return

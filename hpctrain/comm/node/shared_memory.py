@@ -372,7 +372,7 @@ NUM_PLACES = 11
 """Number of chunks of a tensor in the stage: those in flight between nodes, one being copied in,
 one being copied out, and one that another rank may still copy out."""
 _PLACE_ALIGN = 4096
-MOST_SEEN = 256  # cached views: creating a view costs as much as a small sum
+MAX_VIEWS = 256  # cached views: creating a view costs as much as a small sum
 
 
 class SharedSlots:
@@ -388,8 +388,8 @@ class SharedSlots:
         self._node = node
         self._num_bytes = len(node.stage[0]) // 2
         self._place_bytes = len(node.stage[0]) // NUM_PLACES // _PLACE_ALIGN * _PLACE_ALIGN
-        self._views = lru_cache(MOST_SEEN)(self._make_views)
-        self._bucket_of = lru_cache(MOST_SEEN)(self._make_bucket)
+        self._views = lru_cache(MAX_VIEWS)(self._make_views)
+        self._bucket_of = lru_cache(MAX_VIEWS)(self._make_bucket)
 
     def numel(self, dtype: torch.dtype) -> int:
         """Return the number of elements of ``dtype`` that fit a slot."""

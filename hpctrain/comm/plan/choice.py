@@ -187,10 +187,10 @@ def refine(rule: SizeTable, measured: Sequence[Measurement], sizes: Sequence[int
     return SizeTable(tuple(steps))
 
 
-def faster(measured: Mapping[str, Measurement], default: str, least_gain: float = GAIN) -> str:
+def faster(measured: Mapping[str, Measurement], default: str, min_gain: float = GAIN) -> str:
     """Return the fastest algorithm that is clearly faster than ``default``, else ``default``.
 
-    The median must be at least ``least_gain`` shorter, and each of several runs shorter than each
+    The median must be at least ``min_gain`` shorter, and each of several runs shorter than each
     run of ``default``, so that other load on the machine does not determine the plan. The first
     of equally fast algorithms is returned, and ``default`` if it was not measured.
     """
@@ -200,7 +200,7 @@ def faster(measured: Mapping[str, Measurement], default: str, least_gain: float 
     gain = [
         m
         for m in measured.values()
-        if m.seconds <= (1 - least_gain) * rule.seconds
+        if m.seconds <= (1 - min_gain) * rule.seconds
         and len(m.runs) > 1
         and max(m.runs) < min(rule.runs)
     ]

@@ -105,7 +105,7 @@ def _refusal(name: str, result: Any, *, averages: bool) -> str:
 
 
 REPORT_S = 1.0  # a rank that waits longer reports this in the store, for messages of other ranks
-_MOST_S = 1e6  # unlimited, for other backends
+_MAX_S = 1e6  # unlimited, for other backends
 
 
 class OrderedGroup(Base):  # type: ignore[misc]
@@ -340,7 +340,7 @@ class OrderedGroup(Base):  # type: ignore[misc]
         return self._others["cuda"]
 
     def _by_nccl(self) -> dist.ProcessGroup:
-        timeout = timedelta(seconds=min(self._limit.timeout_s, _MOST_S))
+        timeout = timedelta(seconds=min(self._limit.timeout_s, _MAX_S))
         store = PrefixStore("cuda/", self._store)
         return group_by_nccl(store, self.comm.rank, self.comm.size, timeout)
 
