@@ -60,7 +60,7 @@ def wait_until(
     look: Callable[[float], object],
     pace: Pace,
     *,
-    nap: Callable[[float], object] = time.sleep,
+    sleep: Callable[[float], object] = time.sleep,
     timeout_s: float = math.inf,
 ) -> bool:
     """Wait until ``done()`` is true and return True; return False after ``timeout_s``.
@@ -69,7 +69,7 @@ def wait_until(
         done: tested repeatedly.
         look: called ten times per second with the seconds waited; may raise to end the wait.
         pace: durations of spinning, yielding and sleeping; sleeps grow with the wait.
-        nap: sleeps for the given seconds; returns True if the wait is over.
+        sleep: sleeps for the given seconds; returns True if the wait is over.
         timeout_s: longest wait.
     """
     start = now = time.perf_counter()
@@ -88,7 +88,7 @@ def wait_until(
     next_look = start + LOOK_S
     while now < end:
         longest_s = min(pace.longest_s, end - now)
-        if nap(min(max(NAP_SHARE * (now - start), pace.shortest_s), longest_s)) or done():
+        if sleep(min(max(NAP_SHARE * (now - start), pace.shortest_s), longest_s)) or done():
             return True
         now = time.perf_counter()
         if now >= next_look:
@@ -265,7 +265,7 @@ class Watch:
         done: Callable[[], object],
         pace: Pace = BY_MPI,
         *,
-        nap: Callable[[float], object] = time.sleep,
+        sleep: Callable[[float], object] = time.sleep,
         partner: int | None = None,
         over: str = "",
     ) -> None:
@@ -276,7 +276,7 @@ class Watch:
         Args:
             done: tested repeatedly.
             pace: durations of spinning, yielding and sleeping.
-            nap: sleeps for the given seconds; returns True if the wait is over.
+            sleep: sleeps for the given seconds; returns True if the wait is over.
             partner: rank that is waited for; None for all.
             over: name of the link to ``partner``, such as ``rail 0``; empty within a node.
 
@@ -293,7 +293,7 @@ class Watch:
         if self.calls is not None:
             self.calls.waits_since_s = start
         try:
-            wait_until(done, partial(self.look_in_step, partner, over), pace, nap=nap)
+            wait_until(done, partial(self.look_in_step, partner, over), pace, sleep=sleep)
         except BaseException as error:  # the others may continue with data of this rank
             self.fail(error)
             raise

@@ -219,7 +219,7 @@ class Mailbox:
         start = time.perf_counter()
         look = partial(self._watch.look_in_step, None, "")
         came = wait_until(
-            self._something_came, look, self.pace, nap=self._nap, timeout_s=timeout_s
+            self._something_came, look, self.pace, sleep=self._sleep_once, timeout_s=timeout_s
         )
         self._watch.waited_s += time.perf_counter() - start
         return came
@@ -258,7 +258,7 @@ class Mailbox:
             return True
         return self._network is not None and self._network.look()
 
-    def _nap(self, seconds: float) -> bool:
+    def _sleep_once(self, seconds: float) -> bool:
         if not self._doorbell.wait(seconds):
             return False
         self._something_came()

@@ -145,10 +145,10 @@ class Kernel:
         what = call, turn, dtype, address, numel, scale or 0.0, scale is not None
         return int(function(self._state, *what, in_slices))
 
-    def is_over(self, nap_s: float = 0.0) -> bool:
+    def is_over(self, sleep_s: float = 0.0) -> bool:
         """Continue a call that has returned ``LATE``; return whether the call is complete.
 
-        The method first sleeps for at most ``nap_s``. ``code`` is the result of the call.
+        The method first sleeps for at most ``sleep_s``. ``code`` is the result of the call.
         """
-        self.code = self._resume(self._state, nap_s)
+        self.code = self._resume(self._state, sleep_s)
         return self.code != LATE

@@ -73,7 +73,7 @@ class NodeBarrier:
             CommError: the communicator of ``watch`` has failed on a rank of the node.
         """
         if code == LATE and (kernel := self.kernel) is not None:
-            self._watch.wait(kernel.is_over, self.pace.after(SPIN_S), nap=kernel.is_over)
+            self._watch.wait(kernel.is_over, self.pace.after(SPIN_S), sleep=kernel.is_over)
             code = kernel.code
         if code == FAILED:
             self._watch.require_in_step()
@@ -108,10 +108,10 @@ class NodeBarrier:
             if mine.try_wait():
                 continue
             if meanwhile is None:
-                self._watch.wait(mine.try_wait, self.pace, nap=mine.wait)
+                self._watch.wait(mine.try_wait, self.pace, sleep=mine.wait)
             else:
                 poll = partial(_polled, meanwhile, mine)
-                self._watch.wait(poll, meanwhile.pace(), nap=mine.wait)
+                self._watch.wait(poll, meanwhile.pace(), sleep=mine.wait)
         # A rank that failed in the barrier may have changed its bucket afterwards.
         if self._watch.sign[0]:
             self._watch.require_in_step()

@@ -39,7 +39,7 @@ BATCHING_SHARE = 0.3  # additional fraction of the budget, for fusion parameters
 BATCHING_RUNS = 9  # runs per size, of which the shortest is used
 RUNS = 3  # timed runs of a candidate
 RUN_S = 1e-3  # intended time of a run, in which short calls are repeated
-MAX_CALLS = 8  # most calls in a run
+MAX_CALLS = 8  # largest number of calls in a run
 FIRST_SHARE = 1 / 3
 """Fraction of the time of a table for its smallest size, where the gain is smallest."""
 
