@@ -10,7 +10,7 @@ import torch
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.node.segments import LINE_BYTES, Fence, Semaphore, fence_of
-from hpctrain.comm.waiting import NAP_SHARE
+from hpctrain.comm.waiting import SLEEP_SHARE
 from hpctrain.core.libc import memory_at
 
 _SHORTEST_S, _LONGEST_S = 100e-6, 0.5
@@ -45,7 +45,7 @@ class _Schedule:
 
     def plan(self, now_s: float) -> None:
         """Set the time of the next poll, after a poll at ``now_s``."""
-        pause_s = min(max(NAP_SHARE * (now_s - self.asked_s), _SHORTEST_S), _LONGEST_S)
+        pause_s = min(max(SLEEP_SHARE * (now_s - self.asked_s), _SHORTEST_S), _LONGEST_S)
         self.early_s, self.due_s = now_s + pause_s / 2, now_s + pause_s
 
 
@@ -152,7 +152,7 @@ class RequestThread:
         """Return the time until the next poll."""
         now_s = time.perf_counter()
         if self._num_due > 0:
-            return min(max(NAP_SHARE * (now_s - self._rung_s), _SHORTEST_S), _LONGEST_S)
+            return min(max(SLEEP_SHARE * (now_s - self._rung_s), _SHORTEST_S), _LONGEST_S)
         if not self._has_far:
             return _AT_REST_S
         return max(min(one.due_s for one in self._services.values()) - now_s, 0.0)

@@ -22,7 +22,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 SPIN_S = 50e-6  # peers with equal work arrive within this time; a sleep costs about as much
 LOOK_S = 0.1  # between two checks for lost ranks
-NAP_SHARE = 0.02
+SLEEP_SHARE = 0.02
 """Length of a sleep as a fraction of the time waited so far; bounds the relative delay."""
 COMPARE_S = 1.0
 """After this wait in a collective, ranks of several nodes compare their calls."""
@@ -44,7 +44,7 @@ class Pace(NamedTuple):
 
     def after(self, waited_s: float) -> "Pace":
         """Return the pace for the rest of a wait that has lasted ``waited_s``."""
-        shortest_s = min(max(NAP_SHARE * waited_s, self.shortest_s), self.longest_s)
+        shortest_s = min(max(SLEEP_SHARE * waited_s, self.shortest_s), self.longest_s)
         if waited_s < self.spin_s + self.yield_s:
             return self._replace(shortest_s=shortest_s)
         return Pace(0.0, 0.0, shortest_s, self.longest_s)
@@ -88,7 +88,7 @@ def wait_until(
     next_look = start + LOOK_S
     while now < end:
         longest_s = min(pace.longest_s, end - now)
-        if sleep(min(max(NAP_SHARE * (now - start), pace.shortest_s), longest_s)) or done():
+        if sleep(min(max(SLEEP_SHARE * (now - start), pace.shortest_s), longest_s)) or done():
             return True
         now = time.perf_counter()
         if now >= next_look:
