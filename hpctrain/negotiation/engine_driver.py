@@ -73,7 +73,7 @@ class EngineDriver:
         self._changed = threading.Condition(self._lock)
         """Notified when the driver stops and when an operation is complete."""
         self._may_drive = True
-        self._is_driven = self._is_asleep = False
+        self._is_driven = self._is_sleeping = False
         self._num_callers = 0
         self._next_look = time.monotonic() + TICK_S
         self._timer: SubmissionTimer | None = None
@@ -148,7 +148,7 @@ class EngineDriver:
     def nudge(self) -> None:
         """Ensure that some thread executes a submitted operation, without waiting."""
         if self._is_driven:
-            if self._is_asleep:
+            if self._is_sleeping:
                 self._post.ring()
         elif self._timer is None:
             self.look()
@@ -211,10 +211,10 @@ class EngineDriver:
                     continue
                 if is_over():
                     return
-                self._is_asleep = True  # from here on ``submit`` rings the doorbell
+                self._is_sleeping = True  # from here on ``submit`` rings the doorbell
                 if not (progress.queue.submitted or progress.questions):
                     post.sleep(TICK_S)
-                self._is_asleep = False
+                self._is_sleeping = False
         except BaseException as error:  # messages may be lost, so no later operation is safe
             progress.break_down(error)
             raise
@@ -222,7 +222,7 @@ class EngineDriver:
     def _pass_on(self, *, drives: bool) -> None:
         """Wake a waiting caller or the background thread, unless one drives. Needs the lock."""
         if drives:
-            self._is_driven = self._is_asleep = False
+            self._is_driven = self._is_sleeping = False
         if self._is_driven:
             return
         if self._num_callers:
@@ -243,7 +243,7 @@ class EngineDriver:
             if self._is_driven or self._num_callers or not progress.queue.is_awaited:
                 went_off = timer.wait(TICK_S)
             timer.is_set = False
-            self._let_burst_pass(timer.burst_s)
+            self._wait_for_burst(timer.burst_s)
             with self._lock:
                 is_free = not (self._is_driven or self._num_callers)
                 is_needed = is_free and progress.has_work()
@@ -261,7 +261,7 @@ class EngineDriver:
                 with self._lock:
                     self._pass_on(drives=True)
 
-    def _let_burst_pass(self, pause_s: float) -> None:
+    def _wait_for_burst(self, pause_s: float) -> None:
         """Wait until the burst of submissions ends, since the program needs the GIL to submit."""
         for number in range(_MAX_PAUSES):
             last = [*self._progress.queue.submitted][-1:]

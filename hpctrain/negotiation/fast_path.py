@@ -414,7 +414,7 @@ class FastPath:
         ballot = partial(self._ballot, known) if self._num_nodes > 1 else None
         self.commit.prepare(known.number, ballot)
 
-    def poll_awake(self) -> bool | None:
+    def poll_spinning(self) -> bool | None:
         """Poll, while this rank may spin or yield, until the operation is committed or aborted.
 
         Returns the last result of ``commit.poll``.

@@ -115,7 +115,7 @@ class ProgressEngine:
             return
         assert self.fast_path is not None
         submitted.remove(handle)
-        self._settle(verdict=self.fast_path.poll_awake())
+        self._settle(verdict=self.fast_path.poll_spinning())
 
     def check_stalls(self) -> None:
         """Log finished stall reports, and ask other ranks about operations that wait for long."""

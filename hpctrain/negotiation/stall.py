@@ -78,18 +78,18 @@ def describe(inquiry: Inquiry, members: Sequence[SetMember], abort_s: float = ma
     lines = _operations(inquiry, members, silent)
     if not lines:
         return ""
-    doing: dict[Hashable, list[int]] = {}
+    by_activity: dict[Hashable, list[int]] = {}
     for number, answer in sorted(inquiry.answers.items()):
         if answer.lacking:
-            doing.setdefault((answer.last, answer.others, answer.stack), []).append(number)
-    groups = list(doing.values())
+            by_activity.setdefault((answer.last, answer.others, answer.stack), []).append(number)
+    groups = list(by_activity.values())
     for numbers in groups[:MAX_LINES]:
-        lines += _doing(numbers, inquiry.answers, members)
+        lines += _activity(numbers, inquiry.answers, members)
     if rest := list(chain.from_iterable(groups[MAX_LINES:])):
-        lines.append(f"  {_who(rest, members)}: at other places, which are not shown")
+        lines.append(f"  {_ranks_on_hosts(rest, members)}: at other places, which are not shown")
     if silent:
-        lines.append(f"  {_who(silent, members)}: no answer; {_SILENT}")
-    lines.append(_outlook(inquiry.question, abort_s))
+        lines.append(f"  {_ranks_on_hosts(silent, members)}: no answer; {_SILENT}")
+    lines.append(_consequence(inquiry.question, abort_s))
     return "\n".join(lines)
 
 
@@ -99,13 +99,13 @@ def unanswered(
     """Return the report of a rank whose question the root has not forwarded."""
     eldest = max(question.ages_s, key=question.ages_s.__getitem__)
     return (
-        f'"{eldest}" has waited {question.ages_s[eldest]:.0f} s on {_who([number], members)}; '
-        f"the ranks that lack it are unknown, because {_who([0], members)}, or a rank between "
-        f"them, does not answer: {_SILENT}\n{_outlook(question, abort_s)}"
+        f'"{eldest}" has waited {question.ages_s[eldest]:.0f} s on {_ranks_on_hosts([number], members)}; '
+        f"the ranks that lack it are unknown, because {_ranks_on_hosts([0], members)}, or a rank between "
+        f"them, does not answer: {_SILENT}\n{_consequence(question, abort_s)}"
     )
 
 
-def _outlook(question: Question, abort_s: float) -> str:
+def _consequence(question: Question, abort_s: float) -> str:
     if question.is_final:
         return "all ranks end now, because of HPCTRAIN_STALL_ABORT_S"
     left_s = abort_s - max(question.ages_s.values())
@@ -124,19 +124,19 @@ def _operations(inquiry: Inquiry, members: Sequence[SetMember], silent: list[int
         if waiting and lacking:
             lines.append(
                 f'"{name}" has waited {age_s:.0f} s: submitted by '
-                f"{_ranks(waiting, members)}, not by {_who(lacking, members)}"
+                f"{_ranks(waiting, members)}, not by {_ranks_on_hosts(lacking, members)}"
             )
     if len(lines) > MAX_LINES:
         lines[MAX_LINES:] = [f"and {len(lines) - MAX_LINES} more operations"]
     return lines
 
 
-def _doing(
+def _activity(
     numbers: Sequence[int], answers: Mapping[int, Answer], members: Sequence[SetMember]
 ) -> list[str]:
     """Return the lines about a group of ranks with the same stack."""
     answer = answers[numbers[0]]
-    text = f"  {_who(numbers, members)}: last collective: {answer.last}"
+    text = f"  {_ranks_on_hosts(numbers, members)}: last collective: {answer.last}"
     if answer.last_ago_s is not None:
         text += f", {answer.last_ago_s:.0f} s ago"
     if answer.others:
@@ -151,7 +151,7 @@ def _ranks(numbers: Iterable[int], members: Sequence[SetMember]) -> str:
     return format_ranks(sorted(members[number].rank for number in numbers))
 
 
-def _who(numbers: Sequence[int], members: Sequence[SetMember]) -> str:
+def _ranks_on_hosts(numbers: Sequence[int], members: Sequence[SetMember]) -> str:
     hosts = sorted({members[number].host for number in numbers})
     where = ", ".join(hosts[:4]) + (f" and {len(hosts) - 4} more hosts" if len(hosts) > 4 else "")
     return f"{_ranks(numbers, members)} on {where}"
