@@ -107,7 +107,7 @@ class Blocks:
         self._ends: dict[int, tuple[float, int, int]] = {}
         """By block: time of a report that a rank waits at the end, the rank, and its steps."""
         self._ended: dict[int, int] = {}  # steps after which all ranks ended a block
-        self._broke_off_s = -math.inf  # when this rank has left a block by an error
+        self._error_s = -math.inf  # when this rank has left a block by an error
 
     @property
     def innermost(self) -> str:
@@ -119,7 +119,7 @@ class Blocks:
 
         An error is recent if it occurred after ``since_s``, by ``time.perf_counter()``.
         """
-        return self._broke_off_s > since_s or self._ending is not None
+        return self._error_s > since_s or self._ending is not None
 
     def enter(self, block: Block) -> int:
         """Enter a block and return its number."""
@@ -151,7 +151,7 @@ class Blocks:
         name = self._within.pop(number).name
         if error is None or not self._reports.may_send:
             return
-        self._broke_off_s = time.perf_counter()
+        self._error_s = time.perf_counter()
         reason = f"rank {self._rank} has left a block of {name} by {type(error).__name__}: {error}"
         block = _WORLD if isinstance(error, RankLostError) else number
         self._reports.send(BROKE_OFF, f"{block} {reason}")

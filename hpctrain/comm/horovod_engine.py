@@ -269,7 +269,7 @@ def library() -> Library:
     """
     if problem := _problem():
         raise LaunchError(_remedy(problem))
-    with _unveiled():
+    with _without_emulation():
         try:
             package = importlib.import_module("horovod")
             return Library(package.__version__, importlib.import_module("horovod.torch"))
@@ -301,7 +301,7 @@ def _remedy(what: str) -> str:
 
 
 @contextmanager
-def _unveiled() -> Iterator[None]:
+def _without_emulation() -> Iterator[None]:
     """Hide modules that emulate Horovod during the block.
 
     If there are such modules, modules loaded in the block are removed from ``sys.modules``

@@ -331,7 +331,7 @@ class Watch:
         if not self.sign[0]:
             requests.free(comm)
 
-    def fail_halfway(self, error: BaseException, number: int) -> None:
+    def fail_if_begun(self, error: BaseException, number: int) -> None:
         """Fail the communicator if ``error`` has interrupted a collective on this rank.
 
         Args:
@@ -350,7 +350,7 @@ class Watch:
         try:
             function()
         except BaseException as error:
-            self.fail_halfway(error, number)
+            self.fail_if_begun(error, number)
             raise
 
     def require_in_step(self) -> None:
@@ -458,17 +458,17 @@ class Watch:
         if waited_s > limit.timeout_s:
             raise RankLostError(
                 f"a wait for other ranks must end within {limit.name}={limit.timeout_s:g} s, but "
-                f"{self._who(waited_s, partner, over)}; check that rank and the link, "
+                f"{self._wait_text(waited_s, partner, over)}; check that rank and the link, "
                 f"or set {limit.name} to more seconds"
             )
         if partner is not None and over and waited_s > LATE_S and partner not in self._named:
             self._named.add(partner)
             _LOG.warning(
                 "%s; that rank is busy, or the link does not respond",
-                self._who(waited_s, partner, over),
+                self._wait_text(waited_s, partner, over),
             )
 
-    def _who(self, waited_s: float, partner: int | None, over: str) -> str:
+    def _wait_text(self, waited_s: float, partner: int | None, over: str) -> str:
         me = self._name(self.rank)
         whom = "the other ranks" if partner is None else self._name(partner)
         return f"{me} has waited {waited_s:.0f} s for {whom}{' over ' if over else ''}{over}"
@@ -494,7 +494,7 @@ def in_step(method: Method) -> Method:
         try:
             return method(self, *args, **options)
         except BaseException as error:
-            self._watch.fail_halfway(error, number)
+            self._watch.fail_if_begun(error, number)
             raise
 
     return cast("Method", call)

@@ -75,7 +75,7 @@ class EngineDriver:
         self._may_drive = True
         self._is_driven = self._is_sleeping = False
         self._num_callers = 0
-        self._next_look = time.monotonic() + TICK_S
+        self._next_check = time.monotonic() + TICK_S
         self._timer: SubmissionTimer | None = None
         self._thread = threading.Thread(
             target=self._drive_in_background, name="hpctrain-named", daemon=True
@@ -205,8 +205,8 @@ class EngineDriver:
                 if progress.turn() and self._num_callers > 1:
                     with self._changed:
                         self._changed.notify_all()
-                if time.monotonic() >= self._next_look:
-                    self._next_look = time.monotonic() + TICK_S
+                if time.monotonic() >= self._next_check:
+                    self._next_check = time.monotonic() + TICK_S
                     progress.check_stalls()
                     continue
                 if is_over():
@@ -248,7 +248,7 @@ class EngineDriver:
                 is_free = not (self._is_driven or self._num_callers)
                 is_needed = is_free and progress.has_work()
                 timer.adapt(was_needed=is_needed)
-                is_early = went_off and time.monotonic() < self._next_look
+                is_early = went_off and time.monotonic() < self._next_check
                 if not is_free or (is_early and not is_needed):
                     continue
                 self._is_driven = True

@@ -86,9 +86,9 @@ def describe(inquiry: Inquiry, members: Sequence[SetMember], abort_s: float = ma
     for numbers in groups[:MAX_LINES]:
         lines += _activity(numbers, inquiry.answers, members)
     if rest := list(chain.from_iterable(groups[MAX_LINES:])):
-        lines.append(f"  {_ranks_on_hosts(rest, members)}: at other places, which are not shown")
+        lines.append(f"  {_on_hosts(rest, members)}: at other places, which are not shown")
     if silent:
-        lines.append(f"  {_ranks_on_hosts(silent, members)}: no answer; {_SILENT}")
+        lines.append(f"  {_on_hosts(silent, members)}: no answer; {_SILENT}")
     lines.append(_consequence(inquiry.question, abort_s))
     return "\n".join(lines)
 
@@ -99,8 +99,8 @@ def unanswered(
     """Return the report of a rank whose question the root has not forwarded."""
     eldest = max(question.ages_s, key=question.ages_s.__getitem__)
     return (
-        f'"{eldest}" has waited {question.ages_s[eldest]:.0f} s on {_ranks_on_hosts([number], members)}; '
-        f"the ranks that lack it are unknown, because {_ranks_on_hosts([0], members)}, or a rank between "
+        f'"{eldest}" has waited {question.ages_s[eldest]:.0f} s on {_on_hosts([number], members)}; '
+        f"the ranks that lack it are unknown, because {_on_hosts([0], members)}, or a rank between "
         f"them, does not answer: {_SILENT}\n{_consequence(question, abort_s)}"
     )
 
@@ -124,7 +124,7 @@ def _operations(inquiry: Inquiry, members: Sequence[SetMember], silent: list[int
         if waiting and lacking:
             lines.append(
                 f'"{name}" has waited {age_s:.0f} s: submitted by '
-                f"{_ranks(waiting, members)}, not by {_ranks_on_hosts(lacking, members)}"
+                f"{_ranks(waiting, members)}, not by {_on_hosts(lacking, members)}"
             )
     if len(lines) > MAX_LINES:
         lines[MAX_LINES:] = [f"and {len(lines) - MAX_LINES} more operations"]
@@ -136,7 +136,7 @@ def _activity(
 ) -> list[str]:
     """Return the lines about a group of ranks with the same stack."""
     answer = answers[numbers[0]]
-    text = f"  {_ranks_on_hosts(numbers, members)}: last collective: {answer.last}"
+    text = f"  {_on_hosts(numbers, members)}: last collective: {answer.last}"
     if answer.last_ago_s is not None:
         text += f", {answer.last_ago_s:.0f} s ago"
     if answer.others:
@@ -151,7 +151,7 @@ def _ranks(numbers: Iterable[int], members: Sequence[SetMember]) -> str:
     return format_ranks(sorted(members[number].rank for number in numbers))
 
 
-def _ranks_on_hosts(numbers: Sequence[int], members: Sequence[SetMember]) -> str:
+def _on_hosts(numbers: Sequence[int], members: Sequence[SetMember]) -> str:
     hosts = sorted({members[number].host for number in numbers})
     where = ", ".join(hosts[:4]) + (f" and {len(hosts) - 4} more hosts" if len(hosts) > 4 else "")
     return f"{_ranks(numbers, members)} on {where}"

@@ -49,7 +49,7 @@ class Sign:
         self.path = f"/proc/{os.getpid()}/fd/{self._file}"
         self.text = str(Path(self.path).readlink())
 
-    def take_down(self) -> None:
+    def remove(self) -> None:
         """Close the file, so that other processes see that this rank has ended."""
         file, self._file = self._file, None
         if file is not None:
@@ -147,7 +147,7 @@ class NcclCommunicator:
             self._failure = reason
             handle, self._handle = self._handle, None
         self._is_over.set()
-        self._sign.take_down()
+        self._sign.remove()
         if handle is not None:
             self._library.abort(handle)
 
@@ -167,7 +167,7 @@ class NcclCommunicator:
                 "new one"
             )
             self._free(handle, in_time=in_time)
-        self._sign.take_down()
+        self._sign.remove()
 
     def _free(self, handle: int, *, in_time: bool) -> None:
         library = self._library
@@ -206,7 +206,7 @@ class NcclCommunicator:
 
         def look(waited_s: float) -> None:
             if waited_s > LOOK_S and not self._watcher.is_alive() and (lost := self._lost()):
-                raise RankLostError(f"{_gone(lost)} while NCCL started on rank {self._rank}")
+                raise RankLostError(f"{_loss_of(lost)} while NCCL started on rank {self._rank}")
 
         if not wait_until(is_settled, look, _PACE, timeout_s=START_S):
             raise CommError(
@@ -222,7 +222,7 @@ class NcclCommunicator:
         while not self._is_over.wait(LOOK_S):
             reason, lost = self._error(), self._lost()
             if not reason and lost and lost == missed:
-                reason = f"{_gone(lost)} while rank {self._rank} waits for a sum"
+                reason = f"{_loss_of(lost)} while rank {self._rank} waits for a sum"
             missed = lost
             # Ranks that end normally have completed the queued operations, and so will this one.
             if reason and not self._is_done():
@@ -273,7 +273,7 @@ def asked_over(comm: Communicator, device: Device) -> tuple[str, str]:
     """
     sign = Sign()
     offers = comm.allgather_object(_offer(device, sign))
-    sign.take_down()
+    sign.remove()
     return str(nccl.library()) if offers[comm.rank].version else "", why_not(offers)
 
 
@@ -293,7 +293,7 @@ def _joined(comm: Communicator, device: Device) -> NcclCommunicator:
     if made is None or refusal:
         if made is not None:
             made.break_off(refusal)
-        sign.take_down()
+        sign.remove()
         raise CommError(refusal)
     return made
 
@@ -342,7 +342,7 @@ def why_not(offers: Sequence[Offer]) -> str:
     )
 
 
-def _gone(lost: Sequence[int]) -> str:
+def _loss_of(lost: Sequence[int]) -> str:
     return f"{format_ranks(lost)} died, or failed,"
 
 

@@ -78,7 +78,7 @@ class Kernel:
         library: the compiled functions.
         rank: local rank.
         size: number of ranks of the node.
-        awake_s: seconds for which a call spins, and then yields the core, before it returns
+        phases_s: seconds for which a call spins, and then yields the core, before it returns
             ``LATE``.
         addresses: addresses of the cells, of the sign, of the slots of each rank, and, for each
             round of a barrier, of the semaphore to wait for and the semaphore to post.
@@ -90,7 +90,7 @@ class Kernel:
         library: Library,
         rank: int,
         size: int,
-        awake_s: tuple[float, float],
+        phases_s: tuple[float, float],
         addresses: Sequence[int],
         slot_bytes: int,
     ) -> None:
@@ -99,7 +99,7 @@ class Kernel:
         self._state = ctypes.byref(state)
         given = (ctypes.c_int64 * len(addresses))(*addresses)
         self.code: int = calls.hpctrain_prepare(
-            self._state, rank, size, *awake_s, slot_bytes, given
+            self._state, rank, size, *phases_s, slot_bytes, given
         )
         """Result of the last call; at first ``DONE``, or ``FAILED`` with too many ranks."""
         self._barrier, self._resume = instant.hpctrain_barrier, calls.hpctrain_resume
@@ -119,7 +119,7 @@ class Kernel:
         numel: int,
         scale: float | None,
         *,
-        looks: bool,
+        checks_finite: bool,
     ) -> int:
         """Begin to sum the buckets at ``addresses`` in place; return the code.
 
@@ -127,7 +127,7 @@ class Kernel:
         """
         function = self._bucket[numel > _INSTANT_NUMEL]
         what = call, turn, dtype, addresses, numel, scale or 0.0, scale is not None
-        return int(function(self._state, *what, looks))
+        return int(function(self._state, *what, checks_finite))
 
     def sum_values(  # noqa: PLR0913 - those of the function in C
         self,

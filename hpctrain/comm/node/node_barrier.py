@@ -61,9 +61,9 @@ class NodeBarrier:
         """
         functions = None if why_off() else library()
         if functions is not None:
-            size, awake_s = len(memory) - 2, (self.pace.spin_s, self.pace.yield_s)
+            size, phases_s = len(memory) - 2, (self.pace.spin_s, self.pace.yield_s)
             rounds = [semaphore.address for pair in self._rounds for semaphore in pair]
-            kernel = Kernel(functions, rank, size, awake_s, [*memory, *rounds], slot_bytes)
+            kernel = Kernel(functions, rank, size, phases_s, [*memory, *rounds], slot_bytes)
             self.kernel = kernel if kernel.code == DONE else None
 
     def finish(self, code: int) -> int:

@@ -61,7 +61,7 @@ class SharedMemory:
         """Index, alternately 0 and 1, of the cell and the slot that the next call uses. Other
         ranks may read a cell or slot until its owner begins the call after the next."""
         self.num_bytes = 0  # bytes read and written by this rank in node memory
-        self._looks = False  # whether sums of buckets are checked for non-finite values
+        self._checks_finite = False  # whether sums of buckets are checked for non-finite values
         self._node, self._watched = node, WatchedCalls(node, watch)
         self._num_buckets = 0
         self._is_closed = False
@@ -160,7 +160,9 @@ class SharedMemory:
         if kernel is not None and is_plain and number >= 0:
             self.begin(call)
             what = number, bucket.addresses, bucket.numel, scale
-            code = kernel.sum_bucket(call.number, self.turn, *what, looks=self._looks)
+            code = kernel.sum_bucket(
+                call.number, self.turn, *what, checks_finite=self._checks_finite
+            )
             self._finish(code, call)
             self.end_turn(2 * bucket.flat.nbytes)
             return
@@ -212,11 +214,11 @@ class SharedMemory:
         The result is the same on all ranks of the node: each rank checks its slice while the slice
         is in the cache, and the barrier that ends a reduction publishes the result.
         """
-        before, self._looks = self._calls[_UNFINITE::_CELLS].tolist(), True
+        before, self._checks_finite = self._calls[_UNFINITE::_CELLS].tolist(), True
         try:
             reduce()
         finally:
-            self._looks = False
+            self._checks_finite = False
         return self._calls[_UNFINITE::_CELLS].tolist() == before
 
     def sum_slice(self, bucket: Bucket, combination: Combination, scale: float | None) -> None:
@@ -305,7 +307,7 @@ class SharedMemory:
 
         The sum of a chunk is only a first test, since it may overflow for finite values.
         """
-        if self._looks:
+        if self._checks_finite:
             wide = torch.float32 if total.itemsize < 4 else None
             if not math.isfinite(total.sum(dtype=wide)) and not total.isfinite().all():
                 self._calls[self.local_rank * _CELLS + _UNFINITE] += 1
