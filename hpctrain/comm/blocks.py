@@ -58,7 +58,7 @@ class Reports:
         method concurrently.
         """
         message = text.encode()
-        with self._updating, suppress(MPI.Exception):  # of a rank that has died
+        with self._updating, suppress(MPI.Exception):  # the receiver has died
             for rank in self.receivers(members):
                 last, request = self._latest.get(rank, (b"", None))
                 if last != message and (request is None or request.Test()):

@@ -27,7 +27,7 @@ class Bucket:
     """The slice that this rank sums, in chunks that fit the cache, each with one view per peer."""
     number: int = 0
     """Number of the bucket in its communicator, which ranks compare before a reduction."""
-    owner: object = None  # the ``SharedMemory`` that created it; None in private memory
+    owner: object = None  # ``SharedMemory`` that created the bucket, or None
 
     @cached_property
     def addresses(self) -> Any:

@@ -33,7 +33,7 @@ class CallStream:
 
     def __init__(self, name: str, calls: "deque[tuple[CallStream, int, str, float]]") -> None:
         self.name = name
-        self.number = 0  # of the last collective, from 1
+        self.number = 0  # number of the last collective, from 1
         self.compared = 0  # number of the last collective that all ranks have compared
         self.text = ""  # description of the last collective
         self.waits_since_s: float | None = None

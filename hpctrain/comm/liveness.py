@@ -115,7 +115,7 @@ class Liveness:
         """
         members = ranks or range(self._control.size if self._reports.is_open else 0)
         if self._reports.may_send and (is_own or len(members) > blocks.NEAR_SIZE):
-            with suppress(MPI.Exception):  # of a rank that has died
+            with suppress(MPI.Exception):  # the receiver has died
                 self._reports.send(blocks.FAILED, f"{number} {reason}", members)
 
     def failure(self, number: int) -> tuple[int, str] | None:

@@ -27,7 +27,7 @@ class Op(enum.Enum):
     __hash__ = object.__hash__  # faster than ``Enum.__hash__``, which is a Python function
 
 
-_Function = Callable[..., Tensor]  # of two tensors, with ``out``
+_Function = Callable[..., Tensor]  # function of two tensors, with the argument ``out``
 
 _ARITHMETIC: dict[Op, _Function] = {Op.SUM: torch.add, Op.PRODUCT: torch.mul}
 _ORDER: dict[Op, _Function] = {Op.MIN: torch.minimum, Op.MAX: torch.maximum}
@@ -77,7 +77,7 @@ class Combination:
     """dtype of intermediate results, which are rounded once; ``storage_dtype`` if a wider dtype
     is not more accurate."""
     function: _Function = field(repr=False)  # of two tensors of ``accumulate_dtype``
-    kernel_number: int = -1  # of the sum of ``storage_dtype`` in ``kernel.c``; -1 without one
+    kernel_number: int = -1  # number of this sum in ``kernel.c``; -1 if none
 
     def view(self, flat: Tensor) -> Tensor:
         """Return a 1-D tensor viewed as ``storage_dtype``."""

@@ -70,7 +70,7 @@ def remake(left: "MpiComm", make: "Callable[[MpiComm], object]") -> None:
     """
     while True:
         error: Exception | None = None
-        # No rank revokes it until all have it: MPI crashes on a rank that is still creating it.
+        # A rank must not revoke ``left`` before all ranks have created it: MPI would crash.
         if agree(left, has_succeeded=True):
             try:
                 make(left)
@@ -116,6 +116,6 @@ def has_detected_loss(ranks: "MpiComm") -> bool:
         if ranks.Is_revoked() or failed(ranks):
             return True
         time.sleep(0.02)
-        with suppress(mpi_start.MPI.Exception):  # of a rank that has died since
+        with suppress(mpi_start.MPI.Exception):  # a rank has died since
             ranks.Iprobe()
     return False

@@ -294,7 +294,7 @@ class Watch:
             self.calls.waits_since_s = start
         try:
             wait_until(done, partial(self.look_in_step, partner, over), pace, sleep=sleep)
-        except BaseException as error:  # the others may continue with data of this rank
+        except BaseException as error:  # other ranks may continue with data of this rank
             self.fail(error)
             raise
         finally:

@@ -100,7 +100,7 @@ class WatchedCalls:
 
     def split(self, color: int, key: int = 0) -> MPI.Intracomm | None:
         """Return a communicator of the ranks of one ``color``; None for ``MPI.UNDEFINED``."""
-        self.barrier()  # sleeps until all ranks are here; ``Split`` spins
+        self.barrier()  # sleeps until all ranks have arrived; ``Split`` spins
         made = self.block(lambda: self._comm.Split(color, key))
         return None if made == MPI.COMM_NULL else self._created_by_all(cast("MPI.Intracomm", made))
 

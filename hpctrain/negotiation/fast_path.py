@@ -122,7 +122,7 @@ class NodeVotes(Wire):
         self.is_open, self._number = True, number
         self._steps, sent = allreduce_steps(_VOTE_ALGORITHM, self, *ballot), self.num_bytes_sent
         self._awaited = next(self._steps, None)
-        if self.num_bytes_sent == sent:  # the peer does not wait yet, and must learn of the vote
+        if self.num_bytes_sent == sent:  # the peer does not wait yet: announce the vote
             self._network.send(self._leaders[self._awaited[1]], _CALL, is_vote=True)
 
     def outcome(self) -> bool | None:

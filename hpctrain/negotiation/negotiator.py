@@ -80,12 +80,12 @@ class Negotiator:
         self.relay = QuestionRelay(tree.rank)
         """Questions to all ranks; their answers remain on the root."""
         self._pending = PendingTable(tree.rank, len(tree.children), self.cache)
-        self._announced: dict[str, int] = {}  # in order of announcement; the number, or -1
-        self._own_slots: list[int] = []  # announced, not added to the table
+        self._announced: dict[str, int] = {}  # numbers, or -1, in the order of announcement
+        self._own_slots: list[int] = []  # numbers announced but not yet in the table
         self._is_changed = False
         self._out: list[tuple[int, bytes]] = []
         self._batches: list[OperationBatch] = []
-        self._joins: list[int] = []  # at the root all, elsewhere not reported
+        self._joins: list[int] = []  # all joined ranks on the root, else those not yet reported
         self._is_join_reported = False
         self._is_introduced = False
 

@@ -65,7 +65,7 @@ class ProgressEngine:
         self._aborted: Handle | None = None  # last aborted operation: uses control messages
         self.closing: Handle | None = None
         """Operation after which this rank announces no other."""
-        self._is_closed = False  # by the other ranks, while this rank has joined
+        self._is_closed = False  # whether other ranks closed the set after this rank joined
         self._executing: list[Handle] = []
         self._timelines, self._stalls = timelines, stalls
 

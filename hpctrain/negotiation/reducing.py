@@ -38,7 +38,7 @@ class Recipe(NamedTuple):
     """Factor that the communicator applies in its last pass, if floating point or complex."""
     after: float | None
     """Factor of an integer result, computed in float64 and rounded towards zero."""
-    divisor: int  # of an integer result, rounded towards zero; 1 for none
+    divisor: int  # divisor of an integer result, rounded towards zero; 1 for none
     is_plain: bool  # whether the communicator performs all steps
 
 

@@ -35,7 +35,7 @@ class Question(NamedTuple):
     """A question to all ranks whether they have submitted some operations."""
 
     key: tuple[int, int]  # asking rank, and number of its question
-    ages_s: dict[str, float]  # how long that rank has waited for each
+    ages_s: dict[str, float]  # seconds for which that rank has waited, by operation
     is_final: bool  # whether all ranks end after the report
 
 
@@ -99,9 +99,11 @@ def unanswered(
     """Return the report of a rank whose question the root has not forwarded."""
     eldest = max(question.ages_s, key=question.ages_s.__getitem__)
     return (
-        f'"{eldest}" has waited {question.ages_s[eldest]:.0f} s on {_on_hosts([number], members)}; '
-        f"the ranks that lack it are unknown, because {_on_hosts([0], members)}, or a rank between "
-        f"them, does not answer: {_SILENT}\n{_consequence(question, abort_s)}"
+        f'"{eldest}" has waited {question.ages_s[eldest]:.0f} s on '
+        f"{_on_hosts([number], members)}; "
+        f'the ranks that have not submitted "{eldest}" are unknown, because '
+        f"{_on_hosts([0], members)}, or a rank between the two in the tree of ranks, does not "
+        f"answer: {_SILENT}\n{_consequence(question, abort_s)}"
     )
 
 

@@ -78,7 +78,7 @@ class _Row(NamedTuple):
     """The row of one operation in the file."""
 
     number: int
-    open: list[int]  # begin of each open slice in ns, outermost first
+    open: list[int]  # start of each open slice in ns, outermost first
 
 
 class Timeline:

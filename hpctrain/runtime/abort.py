@@ -36,7 +36,7 @@ FAILED = 1
 INTERRUPTED = 130
 
 ABORT_S = 2.0  # longest wait for ``MPI_Abort`` before the process exits
-ROOT_SPEAKS_S = 5.0  # for rank 0 to print an error, and its launcher to end the other ranks
+ROOT_PRINTS_S = 5.0  # time for rank 0 to print an error and for its launcher to end all
 STAGGER_S, LONGEST_STAGGER_S = 1.0, 1.5
 """Delays in rank order before an error is printed: the first abort ends all other ranks."""
 
@@ -94,7 +94,7 @@ def _print_once(own: LaunchError) -> None:
             previous(kind, value, trace)
             return
         if launched is not None and launched.rank:
-            time.sleep(ROOT_SPEAKS_S)
+            time.sleep(ROOT_PRINTS_S)
         sys.stderr.write(f"hpctrain: {value}\n")
 
     sys.excepthook = hook

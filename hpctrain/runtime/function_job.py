@@ -17,7 +17,7 @@ from hpctrain.runtime.run import environment_of_ranks, results_in, write_call
 
 POLL_S = 1.0  # between two requests to Slurm while a program waits for a job
 
-VISIBLE_S = 10.0  # until a file that a node has written is visible here on a shared file system
+VISIBLE_S = 10.0  # longest delay until a file of another node is visible here
 
 _ENDS = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE")
 """States in which a job has ended."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Left = tuple[Sequence[int], Mapping[str, str]]
 """Ranks of an optimizer, and its state after the last step on this rank, as text by name."""
-_MAX_KEPT = 16  # states of models that no longer exist
+_MAX_KEPT = 16  # number of states of deleted models
 
 
 StateOf = Callable[..., Mapping[str, str]]

@@ -67,7 +67,7 @@ def held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-_entered: "list[StopRequests]" = []  # the entered ones, in order
+_entered: "list[StopRequests]" = []  # entered contexts, in order
 
 
 def _leave_signals_to_parent() -> None:

@@ -191,7 +191,9 @@ def test_a_rank_reports_and_aborts_itself_if_the_root_does_not_answer(now, is_fi
     assert watch.reports(now + 0.9 * watch.answer_s) == []
     ((text, ends),) = watch.reports(now + watch.answer_s)
     assert f'"a" has waited {now:.0f} s on rank 1 on node0' in text
-    assert "rank 0 on node0, or a rank between them, does not answer" in text
+    assert (
+        "rank 0 on node0, or a rank between the two in the tree of ranks, does not answer" in text
+    )
     assert ends is is_final
     assert watch.reports(now + 2 * watch.answer_s) == []
 

@@ -56,7 +56,7 @@ class Tree:
     rank: int
     parent: int | None  # None at the root
     children: tuple[int, ...]  # children on other nodes first
-    num_nodes: int = 1  # of the whole tree
+    num_nodes: int = 1  # number of nodes of the whole tree
 
     @property
     def neighbours(self) -> tuple[int, ...]:
@@ -99,13 +99,13 @@ class NodeChannel(NamedTuple):
     """
 
     words: memoryview  # ``WORDS`` int64 zeros per rank, mapped by all ranks
-    tree: Tree  # of the ranks of the node
+    tree: Tree  # tree of the ranks of the node
     doorbells: Sequence[Callable[[], object]]  # wakes a rank, by local rank
     fence: Fence  # orders loads and stores; None if not needed
     plan: "Plan"
-    network: "Network | None" = None  # to the other nodes
+    network: "Network | None" = None  # sends messages to other nodes
     rank: int = 0  # this rank, in the communicator
-    leaders: Sequence[int] = ()  # first ranks of the nodes, on these ranks and if several
+    leaders: Sequence[int] = ()  # first rank of each node, if several; empty on other ranks
     count_sent: Callable[[int], object] = int  # counts bytes sent to other nodes
 
 

@@ -29,7 +29,7 @@ class Network:
         """Received messages with their senders; the reader empties this list."""
         self.votes: dict[int, deque[bytes]] = defaultdict(deque)
         """Received votes by sender; see ``negotiation.fast_path``."""
-        self.has_new_votes = False  # since the last ``read_votes``
+        self.has_new_votes = False  # whether votes have arrived since ``read_votes``
 
     def send(self, to: int, message: bytes, *, is_vote: bool = False) -> None:
         """Start sending a message."""

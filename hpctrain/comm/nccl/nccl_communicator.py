@@ -62,9 +62,9 @@ class Offer:
 
     refusal: str  # why this rank cannot use NCCL; empty if it can
     version: int
-    card: str  # unique name of its GPU
+    card: str  # unique name of the GPU of the rank
     may_share: bool  # whether NCCL accepts several ranks per GPU
-    path: str  # of its ``Sign``
+    path: str  # path of the ``Sign`` of the rank
     text: str  # target of the link at ``path``
 
     @property
