@@ -128,7 +128,7 @@ class _Combining:
             comm.send(flat, other, _TAG)
 
     def _combine_half(self, span: _Span, partner: _Partner) -> tuple[_Span, _Span]:
-        """Combine half of ``span`` with the partner's; return the kept and the sent half."""
+        """Combine half of ``span`` with the partner's half; return the kept and the sent half."""
         is_upper = partner.rank < self._comm.rank
         kept, given = span.halves(is_upper=is_upper)
         theirs = self._inbox[: kept.stop - kept.start]

@@ -68,7 +68,7 @@ class Reports:
         return requests.start(self._control, self._control.Issend, message, rank, tag)
 
     def receivers(self, members: Sequence[int] = ()) -> list[int]:
-        """Return the members to which this rank reports; ``()`` means all ranks."""
+        """Return the ranks among ``members`` to which this rank reports; ``()``: all ranks."""
         members = members or range(self._control.size)
         size, here = len(members), members.index(self._control.rank)
         distances: set[int] = set(range(1, size))
@@ -157,7 +157,7 @@ class Blocks:
         self._reports.send(BROKE_OFF, f"{block} {reason}")
 
     def record_error(self, text: str) -> None:
-        """Store another rank's report that this other rank has left a block by an error."""
+        """Store the report that another rank has left a block by an error."""
         number, reason = text.split(" ", 1)
         self._broken.setdefault(int(number), (time.monotonic(), reason))
 

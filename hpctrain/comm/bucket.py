@@ -74,7 +74,7 @@ def slice_bounds(numel: int, num_parts: int, part: int, unit: int = ALIGN) -> sl
 def chunks_of(
     peers: Sequence[Tensor], local_rank: int, num_bytes: int = CHUNK_BYTES
 ) -> tuple[tuple[Tensor, ...], ...]:
-    """Divide this rank's slice of a bucket into chunks, each with one view per peer."""
+    """Divide slice ``local_rank`` of ``peers`` into chunks, each with one view per peer."""
     own = slice_bounds(peers[0].numel(), len(peers), local_rank)
     if own.start == own.stop:
         return ()

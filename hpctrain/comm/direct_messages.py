@@ -90,7 +90,7 @@ class Channel:
             self._doorbells[to].post()
 
     def prune(self) -> None:
-        """Free completed sends. Called by the sending thread, or after it has ended."""
+        """Free requests of completed sends. Called by the sending thread, or after its end."""
         self._leaving = [one for one in self._leaving if not one.Test()]
 
     def receive(self) -> list[Message]:

@@ -103,7 +103,7 @@ class FlightRecorder:
         return self.calls()[-1] if self._calls else ("none so far", None)
 
     def report(self) -> str:
-        """Return one line per collective, the oldest first."""
+        """Return a text with one line per recorded collective, the oldest first."""
         return "".join(f"{ago_s:10.3f} s ago  {name}\n" for name, ago_s in self.calls())
 
 

@@ -85,7 +85,7 @@ class MemberSync:
 
 
 class _Messages:
-    """Sends and receives pairs of numbers."""
+    """Sends and receives messages of two numbers between members."""
 
     def __init__(self, wire: "MpiWire", watch: "Watch", tag: int) -> None:
         self._wire, self._watch, self._tag = wire, watch, tag

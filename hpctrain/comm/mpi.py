@@ -342,7 +342,7 @@ class MpiCommunicator(Communicator):
     def _reduce_scatter_flat(
         self, values: Tensor, parts: Sequence[int], how: Combination
     ) -> Tensor:
-        """Return this rank's part, in ``how.storage_dtype`` or ``how.accumulate_dtype``."""
+        """Return this rank's reduced part, of the dtype for storage or for accumulation."""
         lanes = values.itemsize // how.storage_dtype.itemsize  # per element
         counts = [numel * lanes for numel in parts]
         values = how.view(values)

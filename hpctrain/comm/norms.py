@@ -92,7 +92,7 @@ def _needs_float64(found: Tensor, order: float = 2.0) -> Tensor:
 
 
 def exact_sum(values: Iterable[float]) -> float:
-    """Return the sum, rounded once; NaN on overflow, or for infinities of both signs."""
+    """Return the sum of ``values``, rounded once; NaN on overflow or for inf - inf."""
     try:
         return math.fsum(values)
     except (OverflowError, ValueError):

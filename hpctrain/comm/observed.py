@@ -124,7 +124,7 @@ class Count:
     waited_s: float = 0.0
 
     def add(self, call: ObservedCall) -> None:
-        """Add the figures of one call."""
+        """Add the bytes and seconds of ``call``."""
         self.calls += 1
         self.num_bytes += call.num_bytes or 0
         self.node_bytes += call.traffic.node_bytes

@@ -70,7 +70,7 @@ class RequestThread:
         self._num_due, self._rung_s = 0, 0.0  # requests that have rung but not arrived
 
     def connect(self, comm: Communicator, mates: Sequence[int]) -> None:
-        """Create the doorbells once. Collective; ``mates`` are the ranks of this node."""
+        """Create missing doorbells. Collective; ``mates`` are the ranks of this node."""
         if self.doorbells:
             return
         self._memory = comm.new_bucket(2 * LINE_BYTES // 8, torch.int64)

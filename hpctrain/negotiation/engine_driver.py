@@ -175,7 +175,7 @@ class EngineDriver:
                 self._pass_on(drives=True)
 
     def end(self) -> None:
-        """Fail pending operations, wait until no thread drives, and prevent later driving."""
+        """Fail pending operations, and stop driving the engine. Waits for the driving thread."""
         self._progress.shut_down()
         with self._changed:
             self._may_drive = False

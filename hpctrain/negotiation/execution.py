@@ -120,7 +120,7 @@ class FusionBuffer:
         return bucket
 
     def _enough(self, num_bytes: int) -> Bucket:
-        """Return the memory of the buffer, with at least ``num_bytes`` bytes."""
+        """Return the memory of the buffer, enlarged to ``num_bytes`` bytes if necessary."""
         if self._memory is None or self._memory.numel < num_bytes:
             self._buckets.clear()  # they are views of the memory that is freed
             self._num_views = 0

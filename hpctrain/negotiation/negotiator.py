@@ -37,15 +37,15 @@ class QuestionRelay:
         """Questions from the root."""
 
     def answer(self, answer: object) -> None:
-        """Add the answer of this rank."""
+        """Store the answer of this rank, to send it to the root."""
         self.answers.append((self._rank, answer))
 
     def take_asked(self) -> list[object]:
-        """Remove and return the questions to send."""
+        """Remove and return the questions to send to the root."""
         return [self.asked.popleft() for _ in range(len(self.asked))]  # other threads may append
 
     def take_answers(self) -> list[tuple[int, object]]:
-        """Remove and return the answers."""
+        """Remove and return the stored answers."""
         answers, self.answers = self.answers, []
         return answers
 

@@ -11,7 +11,7 @@ _MOST_BATCHES = 16  # cached batches
 
 
 class Numbers(NamedTuple):
-    """The numbers of some operations, by name and as a bit vector."""
+    """Numbers of several operations, by name and as a bit vector."""
 
     slots: dict[str, int]  # by name
     bits: int
@@ -133,7 +133,7 @@ class PendingTable:
         self._touched.update(dict.fromkeys(self._parts))
 
     def unjoin(self) -> None:
-        """End the join of all sources."""
+        """Treat no source as joined any longer."""
         self.joined = [False] * len(self.joined)
 
     def take(self) -> tuple[int, list[tuple[str, list[Part]]]]:

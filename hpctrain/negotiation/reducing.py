@@ -111,7 +111,7 @@ def reduce_scatter(
 
 
 def multiply_(values: Tensor, factor: float | None) -> None:
-    """Multiply in place; integers are multiplied in float64 and rounded towards zero."""
+    """Multiply ``values`` in place; integers in float64, rounded towards zero."""
     if factor is None:
         return
     if values.is_floating_point() or values.is_complex():

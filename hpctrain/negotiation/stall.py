@@ -32,7 +32,7 @@ _SILENT = "stopped, or in code that holds the GIL"
 
 
 class Question(NamedTuple):
-    """A question to all ranks whether they have submitted some operations."""
+    """A question to all ranks whether they have submitted the operations in ``ages_s``."""
 
     key: tuple[int, int]  # asking rank, and number of its question
     ages_s: dict[str, float]  # seconds for which that rank has waited, by operation

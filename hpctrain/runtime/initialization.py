@@ -113,7 +113,7 @@ def _communicators(comm: object) -> list[object]:
 
 
 def _register(comms: Sequence[object], process_sets: "Sequence[ProcessSet]") -> None:
-    """Register the process sets passed to ``init``, and bind the objects. Collective."""
+    """Register the process sets passed to ``init``, and bind each to its entry. Collective."""
     if current().origin.spares is not None:
         raise ConfigError(f"{SPARES_RULE}; register process sets by add_process_set()")
     of_comms = [(numbers_of(one), True) for one in comms]

@@ -37,7 +37,7 @@ def is_on() -> bool:
 
 
 class Attempt(NamedTuple):
-    """Outcome of a collective attempt."""
+    """Outcome of ``attempt`` on this rank."""
 
     result: Any  # result of the function; None if ranks were lost
     lost: list[int]  # ranks of the previous world

@@ -32,7 +32,7 @@ class Network:
         self.has_new_votes = False  # whether votes have arrived since ``read_votes``
 
     def send(self, to: int, message: bytes, *, is_vote: bool = False) -> None:
-        """Start sending a message."""
+        """Start sending ``message`` to rank ``to``."""
         comm, tag = self._comm, _VOTE if is_vote else _MAIL
         request = requests.start(comm, comm.Isend, [message, MPI.BYTE], to, tag)
         if not request.Test():

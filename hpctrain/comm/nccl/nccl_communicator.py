@@ -313,7 +313,7 @@ def _offer(device: Device, sign: Sign) -> Offer:
 
 @contextmanager
 def _refusals() -> Iterator[list[str]]:
-    """Store the text of a ``CommError`` in the block, so that this rank can send the text."""
+    """Catch a ``CommError`` in the block, and store its text in the yielded list, for sending."""
     found: list[str] = []
     try:
         yield found

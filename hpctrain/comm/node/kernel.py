@@ -107,7 +107,7 @@ class Kernel:
         self._values = instant.hpctrain_values, calls.hpctrain_values
 
     def barrier(self) -> int:
-        """Begin a barrier; return the code."""
+        """Begin a barrier; return the result, such as ``DONE``."""
         return int(self._barrier(self._state))
 
     def sum_bucket(  # noqa: PLR0913 - those of the function in C
@@ -121,7 +121,7 @@ class Kernel:
         *,
         checks_finite: bool,
     ) -> int:
-        """Begin to sum the buckets at ``addresses`` in place; return the code.
+        """Begin to sum the buckets at ``addresses`` in place; return the result.
 
         ``dtype`` is the ``kernel_number`` of a combination.
         """
@@ -140,7 +140,7 @@ class Kernel:
         *,
         in_slices: bool,
     ) -> int:
-        """Begin to sum contiguous values in place, through the slots; return the code."""
+        """Begin to sum contiguous values in place, through the slots; return the result."""
         function = self._values[numel > _INSTANT_NUMEL]
         what = call, turn, dtype, address, numel, scale or 0.0, scale is not None
         return int(function(self._state, *what, in_slices))

@@ -81,7 +81,7 @@ class NodeBarrier:
 
     @staticmethod
     def num_bytes(num_ranks: int) -> int:
-        """Return the bytes of the semaphores of one rank."""
+        """Return the size of the semaphores of one rank in bytes."""
         return (num_ranks - 1).bit_length() * LINE_BYTES
 
     @contextmanager

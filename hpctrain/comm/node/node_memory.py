@@ -169,7 +169,7 @@ def _map(
 
 
 class _Offer(NamedTuple):
-    """Data with which a peer opens the memory of a rank, and verifies that it is that memory."""
+    """Data with which a peer opens and identifies the memory of a rank."""
 
     pid: int
     descriptor: int

@@ -88,7 +88,7 @@ class SharedMemory:
         self.slots = SharedSlots(self)
 
     def barrier(self) -> None:
-        """Wait until all ranks of the node have called this; raise as ``require_usable`` does."""
+        """Wait until all ranks of the node have called this method. Calls ``require_usable``."""
         self.require_usable()
         self.waits.wait()
 
@@ -243,7 +243,7 @@ class SharedMemory:
     def publish_chunk(
         self, parts: Sequence[Tensor], combination: Combination, scale: float | None
     ) -> None:
-        """Write one chunk as ``publish`` does; a barrier must follow before it is read."""
+        """Write one chunk as ``publish`` does. A barrier must precede reads of the chunk."""
         spread(combine(parts[:1], combination, scale), parts, combination)
         self._count(parts)
         self._look(combination.view(parts[0]))
@@ -317,7 +317,7 @@ class SharedMemory:
         self.num_bytes += num_bytes
 
     def _count(self, parts: Sequence[Tensor], passes: int = 1) -> None:
-        """Count the bytes of passes over the chunks of all ranks."""
+        """Count the bytes of ``passes`` passes over the chunks ``parts`` of all ranks."""
         self.count(passes * len(parts) * parts[0].nbytes)
 
 

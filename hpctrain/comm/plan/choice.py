@@ -154,7 +154,7 @@ def plan_for_group(plan: Plan, topology: Topology) -> Plan:
 
 
 def candidates(what: str, num_bytes: int, plan: Plan) -> tuple[str, ...]:
-    """Return the algorithms to measure at a size, first the algorithm of the plan."""
+    """Return the algorithms to measure for ``num_bytes``, the plan's algorithm first."""
     if plan.engine == "horovod":
         sensible = BY_HOROVOD
     elif what == "tensors" and plan.num_rails:

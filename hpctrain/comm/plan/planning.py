@@ -221,7 +221,7 @@ def measured(
     topology: Topology,
     watch: "Watch",
 ) -> PlanDecision:
-    """If ``decision`` has a key, measure, use the fastest plan, and store it. Collective."""
+    """If ``decision`` has a key, measure, then use and store the fastest plan. Collective."""
     if not decision.key:
         return decision
     from hpctrain.comm.plan import probe  # noqa: PLC0415 - needs MPI

@@ -136,7 +136,7 @@ def measure(
 def _table(
     what: str, plan: Plan, run_by: RunBy, stopwatch: "Stopwatch", until_s: float
 ) -> list[Measurement]:
-    """Measure the candidates for all sizes until ``until_s`` of the stopwatch. Collective."""
+    """Measure the algorithms of table ``what`` until ``until_s`` of the stopwatch. Collective."""
     times: dict[str, dict[int, float]] = {}
     measured: list[Measurement] = []
     failed: set[str] = set()
@@ -192,7 +192,7 @@ def _shortest(
 def _chunk_bytes(
     comm: HierarchicalCommunicator, plan: Plan, stopwatch: "Stopwatch", times: Mapping[int, float]
 ) -> int:
-    """Measure the chunk sizes, interleaved; return the best one, 0 for none. Collective."""
+    """Measure the chunk sizes alternately; return the fastest, 0 for no chunks. Collective."""
     sizes = chunk_sizes(times)
     if len(sizes) < 2:
         return sum(sizes)

@@ -205,7 +205,7 @@ class OperationQueue:
         self._thread_id: int | None = None
 
     def begin(self) -> bool:
-        """Block the queue until ``end`` and return True; return False if it is not idle."""
+        """Block the queue until ``end`` and return True; return False if the queue is not idle."""
         # On the queue's thread ``_num_waiting`` counts the operation whose callbacks run.
         return self._num_waiting == 0 and self._turn.acquire(False)  # noqa: FBT003 - twice as fast
 
@@ -344,7 +344,7 @@ class Message(Base):  # type: ignore[misc]
         return future
 
     def result(self) -> Any:
-        """Return the tensors."""
+        """Return the tensors that were sent or received."""
         return self._tensors
 
     def synchronize(self) -> None:
