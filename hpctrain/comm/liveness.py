@@ -25,7 +25,7 @@ CLOSE_S = 30.0
 Gather = Callable[[bytes], list[bytes]]
 """Returns the bytes of all ranks, by rank. Collective."""
 
-_FAREWELL = Pace(spin_s=0.0, shortest_s=50e-6, longest_s=20e-3)
+_END_PACE = Pace(spin_s=0.0, shortest_s=50e-6, longest_s=20e-3)
 
 
 class Liveness:
@@ -36,9 +36,9 @@ class Liveness:
     repeatedly, which raises in both cases. Ranks send no messages while no rank is late.
 
     Args:
-        control: a duplicate of the world on which only this class sends; ``farewell`` frees it.
+        control: a duplicate of the world on which only this class sends; ``wait_for_end`` frees it.
         processes: processes of the ranks of this node.
-        timeout_s: limit of each wait in ``farewell``.
+        timeout_s: limit of each wait in ``wait_for_end``.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Liveness:
         return self._reports.is_open
 
     def abandon(self) -> None:
-        """Stop checking other ranks, and skip the farewell. Not collective."""
+        """Stop checking other ranks, and make ``wait_for_end`` a no-op. Not collective."""
         self._reports.is_open = False
 
     def report_failure(
@@ -143,7 +143,7 @@ class Liveness:
         self._reports.update(blocks.CALL, f"{number} {call[0]} {call[1]}", ranks or ())
         return dict(self._calls[number])
 
-    def farewell(self, compare: Callable[[Gather], str] = lambda _: "") -> str:
+    def wait_for_end(self, compare: Callable[[Gather], str] = lambda _: "") -> str:
         """Wait until every rank of the world has called this method. Collective.
 
         This rank sleeps during the wait. After a second, this rank reports to the others that it
@@ -152,7 +152,7 @@ class Liveness:
         no-op the second time and in forked children.
 
         Args:
-            compare: called when all ranks have arrived; may exchange texts by its argument.
+            compare: called when all ranks have arrived, with a collective that gathers bytes.
 
         Returns:
             The result of ``compare``.
@@ -182,7 +182,7 @@ class Liveness:
         notices = requests.pending(control)
         self._wait_until(lambda: all(n.Test() for n in notices), lambda _: self.processes.check())
         found = compare(self._gather)
-        self._wait_until(requests.start(control, control.Ibarrier).Test, self._look_late)
+        self._wait_until(requests.start(control, control.Ibarrier).Test, self._check_if_late)
         self._end_s = time.monotonic()
         requests.free(control)
         return found
@@ -191,15 +191,15 @@ class Liveness:
         control = self._control
         lengths = array("q", [0] * control.size)
         request = requests.start(control, control.Iallgather, array("q", [len(text)]), lengths)
-        self._wait_until(request.Test, self._look_late)
+        self._wait_until(request.Test, self._check_if_late)
         joined, counts = bytearray(sum(lengths)), lengths.tolist()
         buffers = [text, MPI.BYTE], [joined, counts, MPI.BYTE]
         request = requests.start(control, control.Iallgatherv, *buffers)
-        self._wait_until(request.Test, self._look_late)
+        self._wait_until(request.Test, self._check_if_late)
         ends = list(accumulate(counts))
         return [bytes(joined[end - n : end]) for n, end in zip(counts, ends, strict=True)]
 
-    def _look_late(self, waited_s: float) -> None:
+    def _check_if_late(self, waited_s: float) -> None:
         if waited_s > GRACE_S:  # a process that ended earlier may have ended normally
             self.processes.check()
 
@@ -209,11 +209,11 @@ class Liveness:
             self._receive_reports()
             return is_done
 
-        if not wait_until(done_and_received, look, _FAREWELL, timeout_s=self._timeout_s):
+        if not wait_until(done_and_received, look, _END_PACE, timeout_s=self._timeout_s):
             raise RankLostError(self._overdue())
 
     def _overdue(self) -> str:
-        """Return the error message that names the ranks that have not called ``farewell``."""
+        """Return the error message that names the ranks that have not called ``wait_for_end``."""
         stopped = self.processes.stopped()
         missing = sorted({*self._reports.receivers()} - self._left) or stopped
         whom = (

@@ -60,7 +60,7 @@ def leave(
     with contextlib.suppress(Exception):  # a rank may be killed while it waits
         sys.stdout.flush()
     try:
-        return presence.farewell(compare)
+        return presence.wait_for_end(compare)
     except BaseException as error:  # at exit Python would only print the error
         hooks.end(error)
 
