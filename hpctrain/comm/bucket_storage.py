@@ -110,7 +110,7 @@ def by_first_backend(
             raise MismatchError(
                 f"HPCTRAIN_DEVICE_SUMS=nccl must be set on all ranks or none, got {by_rank(asked)}"
             )
-        return _made_by_nccl(make, by_rank([reason or None for reason in why_not_nccl]))
+        return _make_by_nccl(make, by_rank([reason or None for reason in why_not_nccl]))
     refusal = next(filter(None, why_not_peers), "")
     if not refusal:
         try:
@@ -122,7 +122,7 @@ def by_first_backend(
     return make("host")
 
 
-def _made_by_nccl(make: Callable[[ReduceBackend], T], refusal: str) -> T:
+def _make_by_nccl(make: Callable[[ReduceBackend], T], refusal: str) -> T:
     cause = None
     if not refusal:
         try:

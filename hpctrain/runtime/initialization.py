@@ -188,7 +188,7 @@ def _join(settings: Settings, chosen: object, origin: Origin) -> None:
     except BaseException:
         if hooks is not None and not origin.is_first:  # the survivors may try again
             if (begun := replace_current(None)) is not None:
-                _depart(begun)
+                _stop_activity(begun)
             hooks.uninstall()
         raise
 
@@ -350,7 +350,7 @@ def replace_world(ranks: "MpiComm", *, moves: bool = True) -> None:
     assert before.presence is not None
     assert hooks is not None
     if before.presence.is_open:  # closed if another rank has died in an earlier attempt
-        _depart(before)
+        _stop_activity(before)
     hooks.uninstall()
     try:
         _join(before.settings, ranks, replace(before.origin, given=None, is_first=False))
@@ -362,7 +362,7 @@ def replace_world(ranks: "MpiComm", *, moves: bool = True) -> None:
         current().rebuild.follow(before.rebuild.leave())
 
 
-def _depart(leaving: World) -> None:
+def _stop_activity(leaving: World) -> None:
     """Stop all activity of a world with lost ranks. Not collective."""
     atexit.unregister(_shut_down)
     if leaving.presence is not None:

@@ -180,7 +180,7 @@ def _shrink(
     before, ranks = world.current(), _ranks()
     lost: list[int] = []
 
-    def remade(left: "MpiComm") -> None:
+    def make_world(left: "MpiComm") -> None:
         nonlocal lost
         lost = survivors.lost(ranks, left)
         check(lost)
@@ -193,9 +193,9 @@ def _shrink(
             return []
         check(survivors.lost(ranks, left))
         if before.origin.spares is None:
-            survivors.remake(left, remade)
+            survivors.remake(left, make_world)
         else:
-            before.origin.spares.replace(remade)
+            before.origin.spares.replace(make_world)
     if world.rank() == 0:
         num_spares = world.size() - before.topology.size + len(lost)
         logger.warning(

@@ -214,12 +214,12 @@ class Mailbox:
             RankLostError: a rank is lost, or the sleep exceeds the limit of waits.
         """
         self._push()
-        if self._something_came() or self._inbox:
+        if self._has_received() or self._inbox:
             return True
         start = time.perf_counter()
         look = partial(self._watch.look_in_step, None, "")
         came = wait_until(
-            self._something_came, look, self.pace, sleep=self._sleep_once, timeout_s=timeout_s
+            self._has_received, look, self.pace, sleep=self._sleep_once, timeout_s=timeout_s
         )
         self._watch.waited_s += time.perf_counter() - start
         return came
@@ -252,7 +252,7 @@ class Mailbox:
             if outlet.is_stuck:
                 outlet.push()
 
-    def _something_came(self) -> bool:
+    def _has_received(self) -> bool:
         if self._try_wait():
             self.drain()  # one test handles all rings
             return True
@@ -261,7 +261,7 @@ class Mailbox:
     def _sleep_once(self, seconds: float) -> bool:
         if not self._doorbell.wait(seconds):
             return False
-        self._something_came()
+        self._has_received()
         return True
 
 

@@ -122,7 +122,7 @@ class SharedMemory:
         if calls.count(call.number) != self.local_size:
             raise self._disagreement(call, of_node=of_node)
 
-    def end_turn(self, num_bytes: int) -> None:
+    def switch_slots(self, num_bytes: int) -> None:
         """Make ``turn`` select the other cell and slot; count ``num_bytes``. Not collective.
 
         Called after all ranks of the node have synchronized.
@@ -164,7 +164,7 @@ class SharedMemory:
                 call.number, self.turn, *what, checks_finite=self._checks_finite
             )
             self._finish(code, call)
-            self.end_turn(2 * bucket.flat.nbytes)
+            self.switch_slots(2 * bucket.flat.nbytes)
             return
         self.meet(call)
         for parts in bucket.chunks:
