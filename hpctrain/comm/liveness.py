@@ -36,7 +36,7 @@ class Liveness:
     repeatedly, which raises in both cases. Ranks send no messages while no rank is late.
 
     Args:
-        control: a duplicate of the world on which only this class sends; freed by ``wait_for_end``.
+        control: duplicate of the world on which only this class sends; freed by ``wait_for_end``.
         processes: processes of the ranks of this node.
         timeout_s: limit of each wait in ``wait_for_end``.
     """
