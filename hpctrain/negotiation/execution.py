@@ -1,4 +1,4 @@
-"""Execution of decided operations: small reductions in one message, others one by one."""
+"""Execution of operations that all ranks have submitted; small reductions share a message."""
 
 import math
 from collections import OrderedDict

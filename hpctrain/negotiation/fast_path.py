@@ -89,7 +89,7 @@ messages delay each other on slow links."""
 
 
 class Ballot(NamedTuple):
-    """Values of a node that a vote combines with those of other nodes; flat and contiguous."""
+    """Flat, contiguous values of a node that a vote combines with the values of other nodes."""
 
     values: Tensor
     how: Combination

@@ -1,4 +1,4 @@
-"""Table of the operations that this rank and the ranks below it have announced."""
+"""Table of the operations that this rank and the ranks below it in the tree have announced."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, cast

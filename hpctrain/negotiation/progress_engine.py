@@ -129,9 +129,9 @@ class ProgressEngine:
         """Fail all pending and later operations with ``error``. Called by the driving thread."""
         if not isinstance(error, CommError):
             error = HorovodInternalError(
-                f"named operations must not be interrupted, but {error!r} was raised in those of "
-                f"rank {self.comm.rank}; end the program, or call hpctrain.shutdown() and "
-                f"hpctrain.init() on every rank"
+                f"named operations must not be interrupted, but {error!r} was raised in an "
+                f"operation of rank {self.comm.rank}; end the program, or call "
+                f"hpctrain.shutdown() and hpctrain.init() on every rank"
             )
         self.comm.fail()
         self.broken = error

@@ -45,7 +45,7 @@ class Timelines:
 
         Args:
             path: file to write. Only rank 0 records, unless ``path`` contains ``{rank}``, which
-                stands for the number of the rank.
+                is replaced by the number of the rank.
             mark_cycles: mark each cycle of the controller.
         """
         name = str(absolute(path))

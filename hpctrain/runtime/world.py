@@ -1,4 +1,4 @@
-"""The world of this process: the only module of hpctrain with mutable global state."""
+"""The world, that is, all ranks that have called ``init``, and its state in this process."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
