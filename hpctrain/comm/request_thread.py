@@ -14,7 +14,7 @@ from hpctrain.comm.waiting import SLEEP_SHARE
 from hpctrain.core.libc import memory_at
 
 _SHORTEST_S, _LONGEST_S = 100e-6, 0.5
-_AT_REST_S = 10.0  # polling interval if each request rings the doorbell
+_IDLE_S = 10.0  # polling interval if each request rings the doorbell
 
 
 class Polled(NamedTuple):
@@ -154,5 +154,5 @@ class RequestThread:
         if self._num_due > 0:
             return min(max(SLEEP_SHARE * (now_s - self._rung_s), _SHORTEST_S), _LONGEST_S)
         if not self._has_far:
-            return _AT_REST_S
+            return _IDLE_S
         return max(min(one.due_s for one in self._services.values()) - now_s, 0.0)

@@ -7,7 +7,7 @@ from hpctrain.negotiation.messages import Entry, OperationBatch, Part, bits_of, 
 from hpctrain.negotiation.request import Repeated, Signature
 
 NUM_SLOTS = 16384  # maximum number of numbered names; a bit vector of them has 2 KiB
-_MOST_BATCHES = 16  # cached batches
+_MAX_BATCHES = 16  # cached batches
 
 
 class Numbers(NamedTuple):
@@ -75,7 +75,7 @@ class ResponseCache:
         """Return the batch of a decision; a repeated decision returns the same object."""
         batch = self._batches.get(decision)
         if batch is None:
-            if len(self._batches) >= _MOST_BATCHES:
+            if len(self._batches) >= _MAX_BATCHES:
                 self._batches.clear()
             entries = tuple([self.entries[slot] for slot in slots])
             batch = OperationBatch(entries, bits=bits_of(slots))

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _CELLS = LINE_BYTES // 8  # int64 numbers in the cache line of each rank
-_UNFINITE = 4
+_NONFINITE = 4
 """Index in the cache line of the number of chunks so far whose sum was not finite."""
 
 
@@ -170,7 +170,7 @@ class SharedMemory:
         for parts in bucket.chunks:
             spread(combine(parts, combination, scale), parts, combination)
             self._count(parts, passes=2)
-            self._look(combination.view(parts[0]))
+            self._count_nonfinite(combination.view(parts[0]))
         self.barrier()
 
     def reduce_values(
@@ -214,12 +214,12 @@ class SharedMemory:
         The result is the same on all ranks of the node: each rank checks its slice while the slice
         is in the cache, and the barrier that ends a reduction publishes the result.
         """
-        before, self._checks_finite = self._calls[_UNFINITE::_CELLS].tolist(), True
+        before, self._checks_finite = self._calls[_NONFINITE::_CELLS].tolist(), True
         try:
             reduce()
         finally:
             self._checks_finite = False
-        return self._calls[_UNFINITE::_CELLS].tolist() == before
+        return self._calls[_NONFINITE::_CELLS].tolist() == before
 
     def sum_slice(self, bucket: Bucket, combination: Combination, scale: float | None) -> None:
         """Store the sum of this rank's slice, times ``scale``, in the first rank's bucket."""
@@ -246,7 +246,7 @@ class SharedMemory:
         """Write one chunk as ``publish`` does. A barrier must precede reads of the chunk."""
         spread(combine(parts[:1], combination, scale), parts, combination)
         self._count(parts)
-        self._look(combination.view(parts[0]))
+        self._count_nonfinite(combination.view(parts[0]))
 
     def new_region(
         self, num_bytes: int, reserve: Callable[[int], int] = node_memory.reserve
@@ -302,7 +302,7 @@ class SharedMemory:
             )
         self._watch.require_in_step()
 
-    def _look(self, total: Tensor) -> None:
+    def _count_nonfinite(self, total: Tensor) -> None:
         """Count the chunk if it has non-finite values.
 
         The sum of a chunk is only a first test, since it may overflow for finite values.
@@ -310,7 +310,7 @@ class SharedMemory:
         if self._checks_finite:
             wide = torch.float32 if total.itemsize < 4 else None
             if not math.isfinite(total.sum(dtype=wide)) and not total.isfinite().all():
-                self._calls[self.local_rank * _CELLS + _UNFINITE] += 1
+                self._calls[self.local_rank * _CELLS + _NONFINITE] += 1
 
     def count(self, num_bytes: int) -> None:
         """Add to the bytes that this rank has read or written in node memory. Not collective."""
