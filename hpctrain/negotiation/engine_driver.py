@@ -202,7 +202,7 @@ class EngineDriver:
             return
         try:
             while True:
-                if progress.turn() and self._num_callers > 1:
+                if progress.advance() and self._num_callers > 1:
                     with self._changed:
                         self._changed.notify_all()
                 if time.monotonic() >= self._next_check:

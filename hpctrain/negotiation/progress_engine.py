@@ -74,7 +74,7 @@ class ProgressEngine:
         queue = self.queue
         return bool(queue.in_flight or queue.joining or queue.submitted or self.questions)
 
-    def turn(self) -> bool:
+    def advance(self) -> bool:
         """Process control messages and execute decided operations, until there are none.
 
         Returns:
@@ -238,7 +238,7 @@ class ProgressEngine:
             self.queue.submitted.appendleft(handle)
             return False
         self._carry_out_known(handle, known)
-        self.post.drain()  # clears the doorbell; the next turn receives all messages
+        self.post.drain()  # clears the doorbell; the next ``advance`` receives all messages
         return True
 
     def _carry_out_known(self, handle: Handle, known: "Known") -> None:
@@ -312,7 +312,7 @@ class ProgressEngine:
         questions = relay.take_questions()
         for question in questions:
             if isinstance(question, BreakOff):
-                self.post.flush(down=True)  # no later turn sends the message
+                self.post.flush(down=True)  # no later ``advance`` sends the message
                 self.broken = HorovodInternalError(question.reason)
                 self.fail_all(self.broken)
             else:

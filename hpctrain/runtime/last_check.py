@@ -42,7 +42,7 @@ class LastStates:
 
     def __init__(self) -> None:
         self._num_of = Counter[tuple[int, ...]]()
-        self._living: dict[str, tuple[tuple[int, ...], weakref.WeakMethod[StateOf]]] = {}
+        self._registered: dict[str, tuple[tuple[int, ...], weakref.WeakMethod[StateOf]]] = {}
         self._kept: dict[str, Left] = {}
         self._owner = Owner()
 
@@ -53,7 +53,7 @@ class LastStates:
         """
         name = f"{ranks} {self._num_of[ranks]}"
         self._num_of[ranks] += 1
-        self._living[name] = ranks, weakref.WeakMethod(state_of)
+        self._registered[name] = ranks, weakref.WeakMethod(state_of)
         return name
 
     def keep(self, name: str, state_of: StateOf) -> None:
@@ -62,8 +62,8 @@ class LastStates:
         During a garbage collection only the numbers of steps are stored, since each rank collects
         at a different time.
         """
-        if name in self._living and self._owner.is_here:  # not in a forked child
-            ranks, _ = self._living.pop(name)
+        if name in self._registered and self._owner.is_here:  # not in a forked child
+            ranks, _ = self._registered.pop(name)
             has_weights = not collection.is_running
             self._kept[name] = ranks, state_of(ranks, has_weights=has_weights)
             while len(self._kept) > _MAX_KEPT:
@@ -71,8 +71,8 @@ class LastStates:
 
     def take_all(self) -> dict[str, Left]:
         """Return all states by name; called once, at the end. Not collective."""
-        living, self._living = self._living, {}
-        found = {name: (ranks, method()) for name, (ranks, method) in living.items()}
+        registered, self._registered = self._registered, {}
+        found = {name: (ranks, method()) for name, (ranks, method) in registered.items()}
         states = {name: (ranks, of(ranks)) for name, (ranks, of) in found.items() if of}
         return self._kept | states
 

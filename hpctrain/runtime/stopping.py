@@ -108,7 +108,7 @@ class StopRequests:
     ) -> None:
         self._stop_file, self._deadline = stop_file, deadline
         self._look_s, self._clock = look_s, clock
-        self._looked_at = float("-inf")
+        self._checked_at = float("-inf")
         self._reason = ""
         self._before: dict[int, object] = {}
         self._read, self._write, self._fd_before = -1, -1, -1
@@ -118,15 +118,15 @@ class StopRequests:
     def reason(self) -> str:
         """Reason of a request to stop: ``SIGTERM``, ``budget``, ...; empty without one."""
         if not self._reason:
-            self._reason = self._look()
+            self._reason = self._find_reason()
         return self._reason
 
-    def _look(self) -> str:
+    def _find_reason(self) -> str:
         now = self._clock()
         if self._deadline is not None and now >= self._deadline:
             return "budget"
-        if self._stop_file is not None and now - self._looked_at >= self._look_s:
-            self._looked_at = now
+        if self._stop_file is not None and now - self._checked_at >= self._look_s:
+            self._checked_at = now
             if self._stop_file.exists():
                 return f"file {self._stop_file.name}"
         return ""
@@ -236,7 +236,7 @@ class CommonStop:
         fault = ""
         if self._requests is None:
             if threading.current_thread() is threading.main_thread():
-                self._requests = self._look().__enter__()
+                self._requests = self._new_requests().__enter__()
             else:
                 fault = _NOT_IN_MAIN.format(threading.current_thread().name)
         if not self._is_over:
@@ -264,7 +264,7 @@ class CommonStop:
             self._requests.__exit__()
             self._requests = None
 
-    def _look(self) -> StopRequests:
+    def _new_requests(self) -> StopRequests:
         if self._comm.rank:
             return StopRequests()
         folder, ends = run_directory(), None
