@@ -173,12 +173,12 @@ def describe(counts_by_rank: Sequence[Mapping[str, Count]]) -> str:
     names = {name: None for counts in counts_by_rank for name in counts}
     lines = [(name, [counts.get(name, Count()) for counts in counts_by_rank]) for name in names]
     lines.sort(key=lambda line: -sum(count.seconds for count in line[1]))
-    heads = ["operation", "calls", "given", "node memory", "sent"]
+    heads = ["operation", "calls", "input", "node memory", "sent"]
     heads += ["time min", "avg", "max", "waited min", "avg", "max", "bandwidth"]
     rows = [heads] + [_row(name, counts) for name, counts in lines]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     size = len(counts_by_rank)
-    text = [f"hpctrain: what {size} rank{'s' * (size > 1)} communicated, per rank"]
+    text = [f"hpctrain: communication of {size} rank{'s' * (size > 1)}, means per rank"]
     for name, *cells in rows:
         padded = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
         text.append("  ".join([name.ljust(widths[0]), *padded]).rstrip())

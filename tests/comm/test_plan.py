@@ -164,9 +164,9 @@ def test_the_description_names_path_and_algorithms():
     cut = replace(MEASURED, chunk_bytes=128 * KIB)
     assert dict(cut.describe())["between nodes"] == f"{rows['between nodes']}, 128.0 KiB at a time"
     assert rows["other tensors"] == "levels"
-    assert rows["small ones"] == "fused up to 64.0 MiB"
+    assert rows["small operations"] == "fused up to 64.0 MiB"
     waiting = replace(MEASURED, fusion_bytes=256 * KIB, cycle_s=2e-3)
-    assert dict(waiting.describe())["small ones"] == "fused up to 256.0 KiB, after 2.00 ms"
+    assert dict(waiting.describe())["small operations"] == "fused up to 256.0 KiB, after 2.00 ms"
     assert "between nodes" not in dict(plan_for(4).describe())
 
 

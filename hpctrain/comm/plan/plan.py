@@ -145,7 +145,7 @@ class Plan:
                 else []
             ),
             *([("other tensors", _in_words(self.tensors))] if self.engine == "hpctrain" else []),
-            ("small ones", f"fused up to {format_bytes(self.fusion_bytes)}{self._pause()}"),
+            ("small operations", f"fused up to {format_bytes(self.fusion_bytes)}{self._pause()}"),
             ("threads per rank", str(self.threads)),
         ]
 
