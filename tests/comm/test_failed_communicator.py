@@ -68,11 +68,11 @@ def test_member_that_timed_out_does_not_count_as_present(world):
         size, is_last = dist.get_world_size(), dist.get_rank() == dist.get_world_size() - 1
         start = time.monotonic()
         if is_last:  # the last rank calls alone, then the others call alone
-            with pytest.raises(RankLostError, match="was not made"):
+            with pytest.raises(RankLostError, match="was not created"):
                 dist.new_group(range(size), timeout=soon)
         world.Barrier()
         if not is_last:
-            with pytest.raises(RankLostError, match="was not made"):
+            with pytest.raises(RankLostError, match="was not created"):
                 dist.new_group(range(size), timeout=soon)
         world.Barrier()
         assert time.monotonic() - start < 60
