@@ -91,7 +91,7 @@ def test_new_world_is_not_confused_with_a_new_group(world, per_node):
                 alarm.during(0.1, lambda: dist.new_group(range(size)))
         else:
             time.sleep(0.3)
-            with pytest.raises(RankLostError, match=r"was not made.*waited"):
+            with pytest.raises(RankLostError, match=r"was not created.*waited"):
                 dist.new_group(range(size), timeout=timedelta(seconds=0.5))
         dist.destroy_process_group()
         dist.init_process_group("hpctrain")
