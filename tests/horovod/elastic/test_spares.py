@@ -105,7 +105,7 @@ REFUSED = {
     "twice": {
         "before": "number = 0",
         "after": "train(elastic.ObjectState(step=0))",
-        "said": "leave out --spares; got barrier",
+        "said": "omit --spares; got barrier",
     },
     "process sets": {
         "before": "hvd.init(process_sets=[hvd.ProcessSet([0])])",
