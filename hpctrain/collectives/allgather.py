@@ -95,7 +95,7 @@ def grouped_allgather_async(
 
 
 def _rows(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Check the tensors; return them with at least one dimension each."""
+    """Check ``tensors``; return them, with a tensor of one row for each scalar."""
     for tensor in tensors:
         check_tensor(tensor)
     return [tensor if tensor.dim() else tensor.reshape(1) for tensor in tensors]

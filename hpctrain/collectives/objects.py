@@ -145,7 +145,7 @@ def _broadcast_bytes(
 def broadcast_tensors_(
     tensors: list[Tensor], root_rank: int, name: str, process_set: ProcessSet | None
 ) -> None:
-    """Replace tensors by those of ``root_rank``, in one named operation. Collective.
+    """Replace tensors by the tensors of ``root_rank``, in one named operation. Collective.
 
     Args:
         tensors: dense, on any device, with the same shapes and dtypes on every rank.

@@ -44,7 +44,7 @@ def controller_of(process_set: ProcessSet | None) -> Controller:
 
 
 def named(kind: Kind, name: str | None) -> str | None:
-    """Return the name with its kind as prefix, since names are separate for each kind."""
+    """Return ``name`` with a prefix for ``kind``: operations of two kinds may have one name."""
     return None if name is None else f"{_PREFIX[kind]}{name}"
 
 
@@ -114,7 +114,7 @@ def shares_elements(tensor: Tensor) -> bool:
 
 
 def check_values(tensor: Tensor) -> None:
-    """Raise ``ConfigError`` for a meta tensor."""
+    """Raise ``ConfigError`` for a tensor on device ``meta``, which has no values."""
     if tensor.is_meta:
         raise ConfigError(
             f"operations must get tensors that have values, got one on {tensor.device}; move the "
@@ -222,7 +222,7 @@ class CarriedOut(torch.autograd.Function):
     def forward(
         ctx: Any, request: Request, process_set: ProcessSet | None, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        """Execute ``request``; ``tensors`` are its tensors, which autograd must see."""
+        """Execute ``request``, whose ``tensors`` are passed separately for autograd."""
         ctx.signature, ctx.process_set = request.signature, process_set
         ctx.rows = [len(tensor) if tensor.dim() else 1 for tensor in tensors]
         return tuple(controller_of(process_set).run(request))

@@ -69,9 +69,9 @@ class _Partner(NamedTuple):
     """Rank with which this rank combines vectors at one level of the tree."""
 
     rank: int
-    weight: float  # of this rank's side; that of the partner is 1 - weight
+    weight: float  # weight of this rank's vector; the partner's has 1 - weight
     group: tuple[int, ...]
-    """Ranks with which products are exchanged, in this order, to sum them over both vectors."""
+    """Ranks with which this rank exchanges and sums dot products, in this order."""
 
 
 class _Span(NamedTuple):
@@ -128,7 +128,7 @@ class _Combining:
             comm.send(flat, other, _TAG)
 
     def _combine_half(self, span: _Span, partner: _Partner) -> tuple[_Span, _Span]:
-        """Combine half of ``span`` with the partner's; return the kept and the sent half."""
+        """Combine half of ``span`` with the partner's half; return the kept and the sent half."""
         is_upper = partner.rank < self._comm.rank
         kept, given = span.halves(is_upper=is_upper)
         theirs = self._inbox[: kept.stop - kept.start]
@@ -197,9 +197,9 @@ class _Combining:
 
 
 def _partner(folded: Fold, distance: int) -> _Partner:
-    """Return the partner at the level at which partners are ``distance`` places apart.
+    """Return this rank's partner at the level where partners are ``distance`` positions apart.
 
-    Each of the first ``num_pairs`` places represents two ranks, so it has twice the weight.
+    Each of the first ``num_pairs`` positions represents two ranks and has twice the weight.
     """
     place, num_pairs = folded.place, folded.num_pairs
 

@@ -49,8 +49,8 @@ def on_root(
 ) -> T:
     """Call ``action`` on rank 0; return its result on every rank. Collective.
 
-    If ``action`` raises ``HpctrainError`` or ``OSError``, every rank raises ``error`` with its
-    message.
+    If ``action`` raises ``HpctrainError`` or ``OSError``, every rank raises ``error`` with the
+    message of that exception.
     """
     result, refusal = None, None
     if comm.rank == 0:
@@ -83,7 +83,7 @@ def require_equal(
     comm: "Communicator",
     lines: Sequence[str],
     what: str,
-    way_out: str = "build the same model on every rank",
+    remedy: str = "build the same model on every rank",
 ) -> None:
     """Raise unless ``lines`` are the same on every rank. Collective.
 
@@ -91,23 +91,23 @@ def require_equal(
 
     Args:
         comm: the ranks.
-        lines: the lines of this rank.
-        what: subject of the lines, for the message.
-        way_out: remedy, for the message.
+        lines: texts of this rank, such as a name and a shape of each parameter.
+        what: subject of the texts, for the message.
+        remedy: remedy, for the message.
 
     Raises:
-        MismatchError: a line differs; names the first one by rank.
+        MismatchError: texts differ; the message has the first differing text of each rank.
     """
-    require_equal_by(comm.allgather_object, lines, what, way_out)
+    require_equal_by(comm.allgather_object, lines, what, remedy)
 
 
 def require_equal_by(
     gather: Callable[[Any], list[Any]],
     lines: Sequence[str],
     what: str,
-    way_out: str = "build the same model on every rank",
+    remedy: str = "build the same model on every rank",
 ) -> None:
-    """Check as ``require_equal`` does; ``gather`` returns the objects of all ranks."""
+    """Raise as ``require_equal`` does; ``gather`` returns the objects of all ranks. Collective."""
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     if len(set(gather(digest))) == 1:
         return
@@ -115,8 +115,8 @@ def require_equal_by(
     rows = zip_longest(*columns, fillvalue="none")
     number, seen = next((i, row) for i, row in enumerate(rows) if len(set(row)) > 1)
     raise MismatchError(
-        f"{what} must be the same on every rank, but number {number} differs: {by_rank(seen)}; "
-        f"{way_out}"
+        f"{what} must be the same on every rank, but entry {number}, counted from 0, differs: "
+        f"{by_rank(seen)}; {remedy}"
     )
 
 

@@ -1,4 +1,7 @@
-"""Blocks of code that all ranks must leave together, and the errors if a rank does not."""
+"""Blocks of a program that all ranks leave together, such as ``with`` blocks of local SGD.
+
+If a rank leaves a block by an error, or waits at its end after fewer steps, the other ranks raise.
+"""
 
 import math
 import threading
@@ -55,7 +58,7 @@ class Reports:
         method concurrently.
         """
         message = text.encode()
-        with self._updating, suppress(MPI.Exception):  # of a rank that has died
+        with self._updating, suppress(MPI.Exception):  # the receiver has died
             for rank in self.receivers(members):
                 last, request = self._latest.get(rank, (b"", None))
                 if last != message and (request is None or request.Test()):
@@ -65,7 +68,7 @@ class Reports:
         return requests.start(self._control, self._control.Issend, message, rank, tag)
 
     def receivers(self, members: Sequence[int] = ()) -> list[int]:
-        """Return the members to which this rank reports; ``()`` means all ranks."""
+        """Return the ranks among ``members`` to which this rank reports; ``()``: all ranks."""
         members = members or range(self._control.size)
         size, here = len(members), members.index(self._control.rank)
         distances: set[int] = set(range(1, size))
@@ -84,7 +87,7 @@ class Block(NamedTuple):
     """A block of the program that all ranks leave together."""
 
     name: str  # for messages
-    count_steps: Callable[[], int]  # steps that this rank has begun in it
+    count_steps: Callable[[], int]  # steps that this rank has begun in the block
 
 
 class Blocks:
@@ -98,13 +101,13 @@ class Blocks:
         self._num_entered = 0
         self._within = {_WORLD: Block("the program", lambda: 0)}
         self._broken: dict[int, tuple[float, str]] = {}
-        """By block: when another rank reported that it left by an error, and the error."""
+        """By block: time of a report that another rank has left it by an error, and the error."""
         self._ending: tuple[int, float] | None = None
-        """Block at whose end this rank waits, and since when; infinite after this was reported."""
+        """Block at whose end this rank waits, and start of the wait; infinite once reported."""
         self._ends: dict[int, tuple[float, int, int]] = {}
-        """By block: when a rank reported that it waits at the end, that rank, and its steps."""
+        """By block: time of a report that a rank waits at the end, the rank, and its steps."""
         self._ended: dict[int, int] = {}  # steps after which all ranks ended a block
-        self._broke_off_s = -math.inf  # when this rank has left a block by an error
+        self._error_s = -math.inf  # when this rank has left a block by an error
 
     @property
     def innermost(self) -> str:
@@ -116,7 +119,7 @@ class Blocks:
 
         An error is recent if it occurred after ``since_s``, by ``time.perf_counter()``.
         """
-        return self._broke_off_s > since_s or self._ending is not None
+        return self._error_s > since_s or self._ending is not None
 
     def enter(self, block: Block) -> int:
         """Enter a block and return its number."""
@@ -148,17 +151,17 @@ class Blocks:
         name = self._within.pop(number).name
         if error is None or not self._reports.may_send:
             return
-        self._broke_off_s = time.perf_counter()
+        self._error_s = time.perf_counter()
         reason = f"rank {self._rank} has left a block of {name} by {type(error).__name__}: {error}"
         block = _WORLD if isinstance(error, RankLostError) else number
         self._reports.send(BROKE_OFF, f"{block} {reason}")
 
-    def hear_of_error(self, text: str) -> None:
-        """Store another rank's report that this other rank has left a block by an error."""
+    def record_error(self, text: str) -> None:
+        """Store the report that another rank has left a block by an error."""
         number, reason = text.split(" ", 1)
         self._broken.setdefault(int(number), (time.monotonic(), reason))
 
-    def hear_of_end(self, rank: int, text: str) -> None:
+    def record_end(self, rank: int, text: str) -> None:
         """Store the report that ``rank`` waits at the end of a block."""
         number, steps = map(int, text.split())
         self._ends[number] = time.monotonic(), rank, steps
@@ -191,6 +194,7 @@ class Blocks:
             if mine > steps and now - since > BREAK_S:
                 raise RankLostError(
                     f"all ranks must take the same number of steps in a block of {block.name}, "
-                    f"but rank {rank} waits at its end after {steps} steps and rank {self._rank} "
-                    f"is in step {mine}; call skip_step() on a rank that has no batch for a step"
+                    f"but rank {rank} waits at the end of the block after {steps} steps and rank "
+                    f"{self._rank} is in step {mine}; call skip_step() on a rank that has no "
+                    f"batch for a step"
                 )

@@ -27,7 +27,7 @@ class Bucket:
     """The slice that this rank sums, in chunks that fit the cache, each with one view per peer."""
     number: int = 0
     """Number of the bucket in its communicator, which ranks compare before a reduction."""
-    owner: object = None  # the ``SharedMemory`` that created it; None in private memory
+    owner: object = None  # ``SharedMemory`` that created the bucket, or None
 
     @cached_property
     def addresses(self) -> Any:
@@ -74,7 +74,7 @@ def slice_bounds(numel: int, num_parts: int, part: int, unit: int = ALIGN) -> sl
 def chunks_of(
     peers: Sequence[Tensor], local_rank: int, num_bytes: int = CHUNK_BYTES
 ) -> tuple[tuple[Tensor, ...], ...]:
-    """Divide this rank's slice of a bucket into chunks, each with one view per peer."""
+    """Divide slice ``local_rank`` of ``peers`` into chunks, each with one view per peer."""
     own = slice_bounds(peers[0].numel(), len(peers), local_rank)
     if own.start == own.stop:
         return ()
@@ -120,7 +120,8 @@ def plan_buckets(
         specs: the tensors.
         bucket_bytes: largest bucket in bytes, without marks; None for one bucket per dtype and
             device.
-        marks_per_tensor: elements reserved per tensor after the last tensor of a bucket.
+        marks_per_tensor: number of marks per tensor: elements after the last tensor of a bucket,
+            in which a rank records that it has a gradient.
         groups: number of the group of each tensor, None for no group; empty without groups.
 
     Returns:

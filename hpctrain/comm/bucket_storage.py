@@ -52,7 +52,7 @@ def new_storage(
         comm: ranks that sum the bucket.
         device: device of the gradients.
         numel: number of elements.
-        num_marks: number of additional elements, on the host.
+        num_marks: number of marks, see ``plan_buckets``.
         dtype: dtype of elements and marks.
         backend: backend that sums elements on an accelerator.
 
@@ -101,16 +101,16 @@ def by_first_backend(
     is_there = any(device_of(device) is not None for device in devices)
     against_nccl = refusal or ("" if is_there else "parameters are on the host")
     against_peers = refusal or _why_by_host(comm, devices)
-    told = comm.allgather_object(
+    offers = comm.allgather_object(
         (config.setting("device_sums"), is_there, against_nccl, against_peers)
     )
-    asked, are_there, why_not_nccl, why_not_peers = zip(*told, strict=True)
+    asked, are_there, why_not_nccl, why_not_peers = zip(*offers, strict=True)
     if "nccl" in asked and comm.size > 1 and any(are_there):
         if len({*asked}) > 1:
             raise MismatchError(
                 f"HPCTRAIN_DEVICE_SUMS=nccl must be set on all ranks or none, got {by_rank(asked)}"
             )
-        return _made_by_nccl(make, by_rank([said or None for said in why_not_nccl]))
+        return _make_by_nccl(make, by_rank([reason or None for reason in why_not_nccl]))
     refusal = next(filter(None, why_not_peers), "")
     if not refusal:
         try:
@@ -122,7 +122,7 @@ def by_first_backend(
     return make("host")
 
 
-def _made_by_nccl(make: Callable[[ReduceBackend], T], refusal: str) -> T:
+def _make_by_nccl(make: Callable[[ReduceBackend], T], refusal: str) -> T:
     cause = None
     if not refusal:
         try:
@@ -130,8 +130,8 @@ def _made_by_nccl(make: Callable[[ReduceBackend], T], refusal: str) -> T:
         except CommError as error:
             refusal, cause = str(error), error
     raise CommError(
-        f"HPCTRAIN_DEVICE_SUMS=nccl, and NCCL cannot sum these gradients: {refusal}; or set "
-        f"HPCTRAIN_DEVICE_SUMS=auto"
+        f"HPCTRAIN_DEVICE_SUMS=nccl can only be set if NCCL can sum the gradients, but NCCL "
+        f"cannot: {refusal}; otherwise set HPCTRAIN_DEVICE_SUMS=auto"
     ) from cause
 
 
@@ -152,7 +152,7 @@ def _why_by_host(comm: Communicator, devices: Collection[torch.device]) -> str:
     for device in devices:
         there = device_of(device)
         if there is None or there.keeps_apart:
-            return f"{device.type}: {there.keeps_apart if there else 'it is the host'}"
+            return f"{device.type}: {there.keeps_apart if there else 'parameters are on the host'}"
     if config.setting("device_sums") == "host":
         return "HPCTRAIN_DEVICE_SUMS=host"
     return "" if comm.node is not None else "the ranks of a node do not share its memory"

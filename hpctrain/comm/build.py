@@ -63,7 +63,7 @@ def share_memory(
     if wanted != "auto":
         raise NodeMemoryError(
             f"node memory {wanted} must be available if HPCTRAIN_SHARED_MEMORY or the plan of "
-            f"HPCTRAIN_PLAN selects it, but {reason}; remove that setting"
+            f"HPCTRAIN_PLAN selects it, but {reason}; unset these variables"
         )
     return None, reason
 
@@ -143,6 +143,6 @@ def _group(  # noqa: PLR0913 - arguments of one group, and of all groups
     inside = topology.of_group(ranks)
     of_world = [world_ranks[rank] for rank in ranks]
     watch = watch.of_group(of_world, limit)
-    way = "off" if plan.node_memory == "none" else plan.node_memory
-    node, _ = share_memory(members, inside, way, watch)
+    method = "off" if plan.node_memory == "none" else plan.node_memory
+    node, _ = share_memory(members, inside, method, watch)
     return join(members, node, inside, plan_for_group(plan, inside), watch, of_world)

@@ -61,7 +61,7 @@ class Communicator(Protocol):
     nodes compare calls only within each node; between nodes, a difference that leaves the
     message sizes equal is not detected.
 
-    A codec replaces the second step of a bucket's all-reduce::
+    A codec, which compresses gradients, replaces the second step of a bucket's all-reduce::
 
         part = comm.reduce_node(bucket)       # sum of this rank's slice over its node
         if comm.internode is not None:
@@ -233,7 +233,8 @@ class Communicator(Protocol):
         """Raise on every rank unless ``ok`` is true on every rank.
 
         Raises:
-            MismatchError: ``ok`` is false on some ranks; the text has their ranks and messages.
+            MismatchError: ``ok`` is false on some ranks; the error lists these ranks and their
+                messages.
         """
 
     def group(self, ranks: Sequence[int]) -> "Communicator | None":

@@ -220,11 +220,11 @@ class CudaDevice(Device):
             )
             return
 
-        def let_go() -> None:
+        def unpin() -> None:
             last.synchronize()
             runtime.cudaHostUnregister(address)
 
-        weakref.finalize(owner, let_go).atexit = False
+        weakref.finalize(owner, unpin).atexit = False
 
     def card(self) -> str:
         """Return the UUID of the device."""

@@ -26,8 +26,8 @@ from hpctrain.comm.watched_calls import WatchedCalls
 from hpctrain.core.errors import RankLostError
 from hpctrain.core.pickles import unpickled
 
-_ASKING = BY_MPI._replace(yield_s=200e-6, shortest_s=50e-6, longest_s=1e-3)
-"""Pace of waits for servers, which sleep themselves."""
+_REPLY_PACE = BY_MPI._replace(yield_s=200e-6, shortest_s=50e-6, longest_s=1e-3)
+"""Pace of waits for the reply of a server, whose thread sleeps between requests."""
 
 
 class Message(NamedTuple):
@@ -57,7 +57,7 @@ class Channel:
         comm: the ranks. No other code may use ``tag`` and ``tag + 1`` of this communicator.
         tag: tag of the messages; tensors have the tag ``tag + 1``.
         fence: on arm64, orders data in node memory before a message that announces them.
-        doorbells: doorbells of ranks of this node, rung after each message.
+        doorbells: semaphores of the ranks of this node, posted after each message.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Channel:
         doorbells: Mapping[int, Semaphore] | None = None,
     ) -> None:
         self._comm, self._tag, self._doorbells, self._fence = comm, tag, doorbells or {}, fence
-        self._leaving: list[MpiRequest] = []
+        self._sending: list[MpiRequest] = []
         self._arriving: defaultdict[int, deque[_Arriving]] = defaultdict(deque)
 
     def send(self, to: int, content: object, tensors: Sequence[Tensor] = ()) -> None:
@@ -90,8 +90,8 @@ class Channel:
             self._doorbells[to].post()
 
     def prune(self) -> None:
-        """Free completed sends. Called by the sending thread, or after it has ended."""
-        self._leaving = [one for one in self._leaving if not one.Test()]
+        """Free requests of completed sends. Called by the sending thread, or after its end."""
+        self._sending = [one for one in self._sending if not one.Test()]
 
     def receive(self) -> list[Message]:
         """Return the messages that have arrived, without waiting, in the order of each sender."""
@@ -113,12 +113,12 @@ class Channel:
     @property
     def is_quiet(self) -> bool:
         """Whether no message was in flight on this rank at the last ``prune`` and ``receive``."""
-        return not self._leaving and not any(self._arriving.values())
+        return not self._sending and not any(self._arriving.values())
 
     def _send(self, buffer: list[object], to: int, tag: int, memory: Tensor | None = None) -> None:
         request = requests.start(self._comm, self._comm.Isend, buffer, to, tag, memory=memory)
         if not request.Test():
-            self._leaving.append(request)
+            self._sending.append(request)
 
     def _is_whole(self, one: _Arriving) -> bool:
         """Advance the next message of a sender; return whether it is complete."""
@@ -173,7 +173,7 @@ class DirectMessages:
         """
         before = self._watch.waited_s
         if not done():
-            self._watch.wait(done, _ASKING)
+            self._watch.wait(done, _REPLY_PACE)
         return self._watch.waited_s - before
 
     def serve(self, work: Callable[[Sequence[Message]], bool]) -> None:

@@ -133,8 +133,8 @@ def _together(
         engine = import_module("hpctrain.comm.horovod_engine")  # imports Horovod
         comm = engine.join(world, topology, decision.plan, settings, watch)
     else:
-        way = planning.memory_wanted(settings, stored)
-        node, refusal = build.share_memory(world, topology, way, watch)
+        method = planning.memory_wanted(settings, stored)
+        node, refusal = build.share_memory(world, topology, method, watch)
         decision = decide(node_memory="memfd" if node else "none")
         comm = build.join(world, node, topology, decision.plan, watch)
         notes.append(refusal and f"gradients go flat over MPI: {refusal}")

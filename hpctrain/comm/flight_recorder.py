@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 from hpctrain.core.units import format_ranks
 
 NUM_CALLS = 256
-TEXT_CHARS = 200  # of a collective that ranks report to each other
+TEXT_CHARS = 200  # longest description of a collective in reports to other ranks
 LATE_S = 1.0  # shorter waits are not reported
 
 _SHIFT_S = time.monotonic() - time.perf_counter()
@@ -33,7 +33,7 @@ class CallStream:
 
     def __init__(self, name: str, calls: "deque[tuple[CallStream, int, str, float]]") -> None:
         self.name = name
-        self.number = 0  # of the last collective, from 1
+        self.number = 0  # number of the last collective, from 1
         self.compared = 0  # number of the last collective that all ranks have compared
         self.text = ""  # description of the last collective
         self.waits_since_s: float | None = None
@@ -88,7 +88,7 @@ class FlightRecorder:
         return found
 
     def lacks(self, name: str) -> bool:
-        """Return whether this process takes part in collective ``name`` but has not started it."""
+        """Return whether this rank takes part in collective ``name`` but has not started it."""
         match = _NAME.match(name)
         stream = None if match is None else self._streams.get(match[2])
         return match is not None and stream is not None and stream.number < int(match[1])
@@ -103,7 +103,7 @@ class FlightRecorder:
         return self.calls()[-1] if self._calls else ("none so far", None)
 
     def report(self) -> str:
-        """Return one line per collective, the oldest first."""
+        """Return a text with one line per recorded collective, the oldest first."""
         return "".join(f"{ago_s:10.3f} s ago  {name}\n" for name, ago_s in self.calls())
 
 

@@ -67,11 +67,11 @@ class HierarchicalCommunicator(MpiCommunicator):
         self._one_node = plan.num_rails == 0
         if self._one_node:
             self._watch.number = None  # ranks of one node read failures from node memory
-        self._ways: dict[str, Callable[[Tensor, Combination, float | None], None]] = {
+        self._algorithms: dict[str, Callable[[Tensor, Combination, float | None], None]] = {
             "levels": self._levels_
         }
         if self._one_node:
-            self._ways = {"direct": node.slots.direct_, "slices": node.slots.slices_}
+            self._algorithms = {"direct": node.slots.direct_, "slices": node.slots.slices_}
 
     @property
     def internode(self) -> Rail | None:
@@ -86,7 +86,7 @@ class HierarchicalCommunicator(MpiCommunicator):
     def use(self, plan: Plan) -> None:
         """Replace the plan by ``plan``, which must have the same number of rails.
 
-        All ranks must call it between the same two operations.
+        All ranks must call this method between the same two operations.
         """
         self.plan = plan
         if self._rail is not None:
@@ -114,23 +114,23 @@ class HierarchicalCommunicator(MpiCommunicator):
             self._check_owned(tensor)
             self._allreduce_bucket(tensor, combination(tensor.flat.dtype, op), scale)
             return FINISHED
-        way = self.plan.tensors.at(tensor.numel() * tensor.itemsize)
-        return self.allreduce_by(way, tensor, op=op, scale=scale)
+        algorithm = self.plan.tensors.at(tensor.numel() * tensor.itemsize)
+        return self.allreduce_by(algorithm, tensor, op=op, scale=scale)
 
     def allreduce_by(
-        self, way: str, tensor: Tensor, *, op: Op = Op.SUM, scale: float | None = None
+        self, algorithm: str, tensor: Tensor, *, op: Op = Op.SUM, scale: float | None = None
     ) -> Work:
-        """Reduce a tensor by the algorithm ``way``, one of those in the docstring of the class."""
+        """Reduce a tensor by ``algorithm``, which the docstring of the class lists."""
         check_scale(tensor, scale)
         how = combination(tensor.dtype, op)
-        if way == "library":
+        if algorithm == "library":
             if not self._one_node:  # a rank with another algorithm waits here, too
                 numel = tensor.numel() * tensor.itemsize // how.storage_dtype.itemsize
                 self.node.meet(tensor_call(op, how.storage_dtype, numel, scale))
             return super().allreduce_(tensor, op=op, scale=scale)
         values = flat_of(tensor)
         stored = values if values.dtype is how.storage_dtype else how.view(values)
-        self._ways[way](stored, how, scale)
+        self._algorithms[algorithm](stored, how, scale)
         put_back(values, tensor)
         return FINISHED
 
@@ -179,8 +179,8 @@ class HierarchicalCommunicator(MpiCommunicator):
         if bucket.owner is not self.node:
             raise CommError(
                 f"a bucket must be reduced by the communicator that created it, got a bucket of "
-                f"{bucket.numel} elements of another one; create it with new_bucket() of this "
-                f"communicator, or pass its tensor"
+                f"{bucket.numel} elements of another communicator; create it with new_bucket() of "
+                f"this communicator, or pass its tensor"
             )
 
     def _allreduce_bucket(self, bucket: Bucket, how: Combination, scale: float | None) -> None:

@@ -129,8 +129,8 @@ class HorovodCommunicator(MpiCommunicator):
             return self._hvd.synchronize(handle)
         except (self._hvd.HorovodInternalError, ValueError) as error:
             raise CommError(
-                f"an operation of Horovod {self._library.version} failed: {error}; see its "
-                f"output, or set HPCTRAIN_ENGINE=hpctrain"
+                f"an operation of Horovod {self._library.version} failed: {error}; read the "
+                f"output of Horovod, or set HPCTRAIN_ENGINE=hpctrain"
             ) from error
 
 
@@ -157,7 +157,7 @@ class _Levels(NamedTuple):
 
 @dataclass
 class Sums:
-    """Table with the algorithm for each size, shared by a communicator and its groups."""
+    """Algorithm of sums for each size, in a table that a communicator shares with its groups."""
 
     table: SizeTable
     """``flat`` or ``two-level``; all ranks must change it between the same two operations."""
@@ -212,9 +212,9 @@ def join(
         here = library()
         if here.torch.is_initialized():
             refusal = (
-                "Horovod must not be initialized twice in a process, but it already is; remove "
-                "the program's own call of Horovod's init(), shut the other world down first, "
-                "or set HPCTRAIN_ENGINE=hpctrain"
+                "Horovod must not be initialized twice in a process, but is already initialized; "
+                "remove the program's own call of Horovod's init(), shut the other world down "
+                "first, or set HPCTRAIN_ENGINE=hpctrain"
             )
     except LaunchError as error:
         refusal = str(error)
@@ -269,7 +269,7 @@ def library() -> Library:
     """
     if problem := _problem():
         raise LaunchError(_remedy(problem))
-    with _unveiled():
+    with _without_emulation():
         try:
             package = importlib.import_module("horovod")
             return Library(package.__version__, importlib.import_module("horovod.torch"))
@@ -295,13 +295,13 @@ def _problem() -> str:
 
 def _remedy(what: str) -> str:
     return (
-        f"{what}, but the engine horovod requires it; run `hpctrain horovod build`, or set "
-        f"HPCTRAIN_ENGINE=hpctrain"
+        f"the engine horovod must have a Horovod for this PyTorch and MPI, but {what}; run "
+        f"`hpctrain horovod build`, or set HPCTRAIN_ENGINE=hpctrain"
     )
 
 
 @contextmanager
-def _unveiled() -> Iterator[None]:
+def _without_emulation() -> Iterator[None]:
     """Hide modules that emulate Horovod during the block.
 
     If there are such modules, modules loaded in the block are removed from ``sys.modules``

@@ -25,7 +25,7 @@ CLOSE_S = 30.0
 Gather = Callable[[bytes], list[bytes]]
 """Returns the bytes of all ranks, by rank. Collective."""
 
-_FAREWELL = Pace(spin_s=0.0, shortest_s=50e-6, longest_s=20e-3)
+_END_PACE = Pace(spin_s=0.0, shortest_s=50e-6, longest_s=20e-3)
 
 
 class Liveness:
@@ -33,12 +33,12 @@ class Liveness:
 
     The ranks of a node check each other's processes, and so detect a rank that died. A rank that
     leaves the program early reports this to the others. Waiting loops call ``check()``
-    repeatedly, which raises in both cases. Ranks send no messages while all are in time.
+    repeatedly, which raises in both cases. Ranks send no messages while no rank is late.
 
     Args:
-        control: a duplicate of the world on which only this class sends; ``farewell`` frees it.
+        control: duplicate of the world on which only this class sends; freed by ``wait_for_end``.
         processes: processes of the ranks of this node.
-        timeout_s: limit of each wait in ``farewell``.
+        timeout_s: limit of each wait in ``wait_for_end``.
     """
 
     def __init__(
@@ -74,25 +74,27 @@ class Liveness:
         if not self._reports.is_open:
             if time.monotonic() - self._end_s > CLOSE_S:
                 raise RankLostError(
-                    f"all ranks had reached the end of the program, but rank {self._rank} has "
-                    f"waited {CLOSE_S:g} s for another one, which may have ended by an error; see "
-                    f"its output"
+                    f"all ranks must exit within {CLOSE_S:g} s after all have reached the end of "
+                    f"the program, but rank {self._rank} still waits for another rank, which may "
+                    f"have ended by an error; read the output of the other ranks"
                 )
             return
         self.processes.check()
         try:
-            self._hear()
+            self._receive_reports()
         except MPI.Exception as error:
             if not is_loss(error):
                 raise
-            raise RankLostError(f"rank {self._rank} stops waiting: {error}") from error
+            raise RankLostError(
+                f"rank {self._rank} has stopped waiting, because MPI reports a lost rank: {error}"
+            ) from error
         self.blocks.check()
         if left := sorted(self._left if partners is None else self._left & {*partners}):
             raise RankLostError(
-                f"{format_ranks(left)} left the program while rank {self._rank} waits for "
-                f"{'it' if len(left) == 1 else 'them'}; every rank must make the same calls: "
-                f"search for a call under `if rank == 0`, for sys.exit, return or break, and for "
-                f"a rank with fewer batches"
+                f"every rank must make the same calls, but {format_ranks(left)} left the program "
+                f"while rank {self._rank} waits for {'it' if len(left) == 1 else 'them'}; search "
+                f"for a call under `if rank == 0`, for sys.exit, return or break, and for a rank "
+                f"with fewer batches"
             )
 
     @property
@@ -101,7 +103,7 @@ class Liveness:
         return self._reports.is_open
 
     def abandon(self) -> None:
-        """Stop checking other ranks, and skip the farewell. Not collective."""
+        """Stop checking other ranks, and make ``wait_for_end`` a no-op. Not collective."""
         self._reports.is_open = False
 
     def report_failure(
@@ -113,14 +115,14 @@ class Liveness:
         """
         members = ranks or range(self._control.size if self._reports.is_open else 0)
         if self._reports.may_send and (is_own or len(members) > blocks.NEAR_SIZE):
-            with suppress(MPI.Exception):  # of a rank that has died
+            with suppress(MPI.Exception):  # the receiver has died
                 self._reports.send(blocks.FAILED, f"{number} {reason}", members)
 
     def failure(self, number: int) -> tuple[int, str] | None:
         """Return a rank on which a communicator has failed, and the reason; see ``Notices``."""
         if self._reports.is_open:
             try:
-                self._hear_of_failures()
+                self._receive_failures()
             except MPI.Exception as error:
                 if not is_loss(error):
                     raise
@@ -141,7 +143,7 @@ class Liveness:
         self._reports.update(blocks.CALL, f"{number} {call[0]} {call[1]}", ranks or ())
         return dict(self._calls[number])
 
-    def farewell(self, compare: Callable[[Gather], str] = lambda _: "") -> str:
+    def wait_for_end(self, compare: Callable[[Gather], str] = lambda _: "") -> str:
         """Wait until every rank of the world has called this method. Collective.
 
         This rank sleeps during the wait. After a second, this rank reports to the others that it
@@ -150,7 +152,7 @@ class Liveness:
         no-op the second time and in forked children.
 
         Args:
-            compare: called when all ranks have arrived; may exchange texts by its argument.
+            compare: called when all ranks have arrived, with a collective that gathers bytes.
 
         Returns:
             The result of ``compare``.
@@ -180,7 +182,7 @@ class Liveness:
         notices = requests.pending(control)
         self._wait_until(lambda: all(n.Test() for n in notices), lambda _: self.processes.check())
         found = compare(self._gather)
-        self._wait_until(requests.start(control, control.Ibarrier).Test, self._look_late)
+        self._wait_until(requests.start(control, control.Ibarrier).Test, self._check_if_late)
         self._end_s = time.monotonic()
         requests.free(control)
         return found
@@ -189,46 +191,51 @@ class Liveness:
         control = self._control
         lengths = array("q", [0] * control.size)
         request = requests.start(control, control.Iallgather, array("q", [len(text)]), lengths)
-        self._wait_until(request.Test, self._look_late)
+        self._wait_until(request.Test, self._check_if_late)
         joined, counts = bytearray(sum(lengths)), lengths.tolist()
         buffers = [text, MPI.BYTE], [joined, counts, MPI.BYTE]
         request = requests.start(control, control.Iallgatherv, *buffers)
-        self._wait_until(request.Test, self._look_late)
+        self._wait_until(request.Test, self._check_if_late)
         ends = list(accumulate(counts))
         return [bytes(joined[end - n : end]) for n, end in zip(counts, ends, strict=True)]
 
-    def _look_late(self, waited_s: float) -> None:
-        if waited_s > GRACE_S:  # before that, a rank that is gone may just have ended earlier
+    def _check_if_late(self, waited_s: float) -> None:
+        if waited_s > GRACE_S:  # a process that ended earlier may have ended normally
             self.processes.check()
 
     def _wait_until(self, done: Callable[[], bool], look: Callable[[float], None]) -> None:
-        def done_and_heard() -> bool:
+        def done_and_received() -> bool:
             is_done = done()
-            self._hear()
+            self._receive_reports()
             return is_done
 
-        if not wait_until(done_and_heard, look, _FAREWELL, timeout_s=self._timeout_s):
+        if not wait_until(done_and_received, look, _END_PACE, timeout_s=self._timeout_s):
             raise RankLostError(self._overdue())
 
     def _overdue(self) -> str:
-        """Return the error message that names the ranks that have not called ``farewell``."""
+        """Return the error message that names the ranks that have not called ``wait_for_end``."""
         stopped = self.processes.stopped()
         missing = sorted({*self._reports.receivers()} - self._left) or stopped
-        whom = format_ranks(missing) if missing else "the other ranks, which have arrived as well"
+        whom = (
+            format_ranks(missing)
+            if missing
+            else "the other ranks, which have reached the end as well"
+        )
         state = f"; {format_ranks(stopped)} of this node stopped by a signal" if stopped else ""
         return (
             f"all ranks must reach the end of the program within HPCTRAIN_TIMEOUT="
             f"{self._timeout_s:g} s of each other, but rank {self._rank} has waited that long for "
-            f"{whom}{state}; see what they do, or set HPCTRAIN_TIMEOUT to more seconds"
+            f"{whom}{state}; read the output of the late ranks, or set HPCTRAIN_TIMEOUT to more "
+            f"seconds"
         )
 
-    def _hear_of_failures(self) -> None:
+    def _receive_failures(self) -> None:
         while notice := self._control.Improbe(tag=blocks.FAILED):
             rank, text = _receive(notice)
             number, reason = text.split(" ", 1)
             self._failed.setdefault(int(number), (rank, reason))
 
-    def _hear(self) -> None:
+    def _receive_reports(self) -> None:
         # A matched probe, because two threads of this rank may receive at the same time.
         while notice := self._control.Improbe(tag=blocks.CALL):
             rank, text = _receive(notice)
@@ -237,10 +244,10 @@ class Liveness:
         while notice := self._control.Improbe(tag=blocks.LEFT):
             self._left.add(_receive(notice)[0])
         while notice := self._control.Improbe(tag=blocks.BROKE_OFF):
-            self.blocks.hear_of_error(_receive(notice)[1])
+            self.blocks.record_error(_receive(notice)[1])
         while notice := self._control.Improbe(tag=blocks.AT_END):
-            self.blocks.hear_of_end(*_receive(notice))
-        self._hear_of_failures()
+            self.blocks.record_end(*_receive(notice))
+        self._receive_failures()
 
 
 def _receive(notice: MPI.Message) -> tuple[int, str]:

@@ -14,7 +14,7 @@ from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.call_check import call_of, meet, tensor_call
 from hpctrain.comm.communicator import GATHER, Communicator
 from hpctrain.comm.control_channel import mailbox
-from hpctrain.comm.member_meeting import MemberMeeting
+from hpctrain.comm.member_sync import MemberSync
 from hpctrain.comm.mpi_start import MPI
 from hpctrain.comm.operation_result import FINISHED, Traffic, Work
 from hpctrain.comm.ops import Combination, Op, combination, finish
@@ -91,7 +91,7 @@ class MpiCommunicator(Communicator):
         self._calls = WatchedCalls(comm, self._watch)
         if self._watch.number is None:
             self._watch.number = self._calls.bcast(_new_number(self._world_ranks[self.rank]))
-        self._meeting = MemberMeeting()
+        self._member_sync = MemberSync()
         self._make_group = make_group or self._make_flat_group
         self._library_bytes = 0
         self._num_buckets = 0
@@ -237,7 +237,10 @@ class MpiCommunicator(Communicator):
         """
         self._owner.check()
         if not self.is_open:
-            raise CommError("this communicator was closed; make a new one")
+            raise CommError(
+                "a communicator must be open when it is used, but this one was closed; create a "
+                "new one"
+            )
         meet(self._comm, call_of(call), self._watch)
 
     @in_step
@@ -267,7 +270,7 @@ class MpiCommunicator(Communicator):
         tag = zlib.crc32(f"{purpose} {ranks}".encode()) % NUM_TAGS
         had_left = self._has_left_messages
         self._has_left_messages = True
-        attempt = self._meeting.meet(wire, watch, ranks, tag)
+        attempt = self._member_sync.wait_for_members(wire, watch, ranks, tag)
         ours = self._comm.Get_group()
         chosen = ours.Incl(list(ranks))
         # The tag depends on the attempt: the call of an earlier attempt may still be in progress.
@@ -339,7 +342,7 @@ class MpiCommunicator(Communicator):
     def _reduce_scatter_flat(
         self, values: Tensor, parts: Sequence[int], how: Combination
     ) -> Tensor:
-        """Return this rank's part, in ``how.storage_dtype`` or ``how.accumulate_dtype``."""
+        """Return this rank's reduced part, of the dtype for storage or for accumulation."""
         lanes = values.itemsize // how.storage_dtype.itemsize  # per element
         counts = [numel * lanes for numel in parts]
         values = how.view(values)

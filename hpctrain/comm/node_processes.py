@@ -29,8 +29,8 @@ class NodeProcesses:
         self._rank = rank
         can_check = birth(os.getpid()) is not None  # without /proc no process can be checked
         self._born = {r: (p, birth(p)) for r, p in pids.items() if r != rank and can_check}
-        self._to_look: list[int] = []
-        self._next_look = 0.0
+        self._to_check: list[int] = []
+        self._next_check = 0.0
 
     @classmethod
     def of(cls, calls: "WatchedCalls") -> Self:
@@ -46,19 +46,19 @@ class NodeProcesses:
             RankLostError: a process has ended, also if a new process has its id.
         """
         now = time.monotonic()
-        if now < self._next_look:
+        if now < self._next_check:
             return
-        self._next_look = now + LOOK_S
-        if not self._to_look:
-            self._to_look = list(self._born)
-        now_due, self._to_look = self._to_look[:PEERS_PER_LOOK], self._to_look[PEERS_PER_LOOK:]
+        self._next_check = now + LOOK_S
+        if not self._to_check:
+            self._to_check = list(self._born)
+        now_due, self._to_check = self._to_check[:PEERS_PER_LOOK], self._to_check[PEERS_PER_LOOK:]
         for rank in now_due:
             pid, born = self._born[rank]
             if born is None or birth(pid) != born:
                 raise RankLostError(
                     f"rank {rank} (process {pid} of this node) died while rank "
-                    f"{self._rank} waits for it; its last output says why, and the "
-                    f"kernel's log if it ran out of memory"
+                    f"{self._rank} waits for it; read its last output, and the kernel log "
+                    f"if it ran out of memory"
                 )
 
     def stopped(self) -> dict[int, int]:

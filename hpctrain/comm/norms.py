@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from hpctrain.core.torch_compat import foreach_norm
 
-_LEAST_SUM = 2.0**-100
+_MIN_SUM = 2.0**-100
 """Powers that underflow are negligible in a sum above this value."""
 
 
@@ -22,7 +22,7 @@ def norms(tensors: Sequence[Tensor]) -> Tensor:
     """Return the Euclidean norms of tensors of one device and dtype, in float64 on the CPU."""
     wide = torch.float32 if tensors[0].dtype.itemsize < 4 else None
     found = torch.stack(foreach_norm([*tensors], 2, wide)).to("cpu", torch.float64)
-    for index in _doubtful(found).nonzero().flatten().tolist():
+    for index in _needs_float64(found).nonzero().flatten().tolist():
         found[index] = torch.linalg.vector_norm(tensors[index], dtype=torch.float64)
     return found
 
@@ -30,7 +30,7 @@ def norms(tensors: Sequence[Tensor]) -> Tensor:
 def row_norms(rows: Tensor) -> Tensor:
     """Return the Euclidean norm of each row in float64."""
     found: Tensor = torch.linalg.vector_norm(rows, dim=1).double()
-    doubtful = _doubtful(found)
+    doubtful = _needs_float64(found)
     if doubtful.any():
         found[doubtful] = torch.linalg.vector_norm(rows[doubtful], dim=1, dtype=torch.float64)
     return found
@@ -55,7 +55,7 @@ def total_norm(
         The norm, in the dtype of the gradients if it fits, otherwise in float64.
     """
     found = whole(get_total_norm(gradients, order))
-    if not gradients or not _doubtful(found, order):
+    if not gradients or not _needs_float64(found, order):
         return found
     each = [whole(get_total_norm([gradient.double()], order)).cpu() for gradient in gradients]
     exact: Tensor = torch.linalg.vector_norm(torch.stack(each), order)
@@ -85,14 +85,14 @@ def clip_grad_norm_(
     return total
 
 
-def _doubtful(found: Tensor, order: float = 2.0) -> Tensor:
+def _needs_float64(found: Tensor, order: float = 2.0) -> Tensor:
     """Return True for each norm that is not finite, or may have lost powers by underflow."""
-    least = _LEAST_SUM ** (1.0 / order) if 0.0 < order < math.inf else 0.0
+    least = _MIN_SUM ** (1.0 / order) if 0.0 < order < math.inf else 0.0
     return ~((found >= least) & found.isfinite())
 
 
 def exact_sum(values: Iterable[float]) -> float:
-    """Return the sum, rounded once; NaN on overflow, or for infinities of both signs."""
+    """Return the sum of ``values``, rounded once; NaN on overflow or for inf - inf."""
     try:
         return math.fsum(values)
     except (OverflowError, ValueError):

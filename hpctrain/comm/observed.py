@@ -84,11 +84,11 @@ class ObservedCommunicator:
             result = method(*args, **kwargs)
             seconds = time.perf_counter() - start
             moved = self._inside.traffic().since(before)
-            heard = ObservedCall(
+            observation = ObservedCall(
                 self._inside.rank, self._prefix + name, _num_bytes(args), seconds, moved
             )
             for listener in self._listeners:
-                listener(heard)
+                listener(observation)
             return result
 
         return call
@@ -124,7 +124,7 @@ class Count:
     waited_s: float = 0.0
 
     def add(self, call: ObservedCall) -> None:
-        """Add the figures of one call."""
+        """Add the bytes and seconds of ``call``."""
         self.calls += 1
         self.num_bytes += call.num_bytes or 0
         self.node_bytes += call.traffic.node_bytes
@@ -173,12 +173,12 @@ def describe(counts_by_rank: Sequence[Mapping[str, Count]]) -> str:
     names = {name: None for counts in counts_by_rank for name in counts}
     lines = [(name, [counts.get(name, Count()) for counts in counts_by_rank]) for name in names]
     lines.sort(key=lambda line: -sum(count.seconds for count in line[1]))
-    heads = ["operation", "calls", "given", "node memory", "sent"]
+    heads = ["operation", "calls", "input", "node memory", "sent"]
     heads += ["time min", "avg", "max", "waited min", "avg", "max", "bandwidth"]
     rows = [heads] + [_row(name, counts) for name, counts in lines]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     size = len(counts_by_rank)
-    text = [f"hpctrain: what {size} rank{'s' * (size > 1)} communicated, per rank"]
+    text = [f"hpctrain: communication of {size} rank{'s' * (size > 1)}, means per rank"]
     for name, *cells in rows:
         padded = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
         text.append("  ".join([name.ljust(widths[0]), *padded]).rstrip())

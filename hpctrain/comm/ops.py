@@ -27,7 +27,7 @@ class Op(enum.Enum):
     __hash__ = object.__hash__  # faster than ``Enum.__hash__``, which is a Python function
 
 
-_Function = Callable[..., Tensor]  # of two tensors, with ``out``
+_Function = Callable[..., Tensor]  # function of two tensors, with the argument ``out``
 
 _ARITHMETIC: dict[Op, _Function] = {Op.SUM: torch.add, Op.PRODUCT: torch.mul}
 _ORDER: dict[Op, _Function] = {Op.MIN: torch.minimum, Op.MAX: torch.maximum}
@@ -77,7 +77,7 @@ class Combination:
     """dtype of intermediate results, which are rounded once; ``storage_dtype`` if a wider dtype
     is not more accurate."""
     function: _Function = field(repr=False)  # of two tensors of ``accumulate_dtype``
-    kernel_number: int = -1  # of the sum of ``storage_dtype`` in ``kernel.c``; -1 without one
+    kernel_number: int = -1  # number of this sum in ``kernel.c``; -1 if none
 
     def view(self, flat: Tensor) -> Tensor:
         """Return a 1-D tensor viewed as ``storage_dtype``."""
@@ -179,10 +179,10 @@ _UNSIGNED_ORDER: dict[Op, _Function] = {
 
 
 def scaled_when(scale: float | None, how: Combination) -> tuple[float | None, float | None]:
-    """Return ``scale`` for use before, or after, the sum over nodes; the other factor is None.
+    """Return the factors of the sum within a node, and of the sum over nodes.
 
-    The sum of a node in 16 bits may overflow although the average does not, so that sum is scaled
-    before it is stored.
+    One factor is ``scale``, the other is None. The sum of a node may overflow in 16 bits although
+    the average does not, so that sum is scaled before it is stored.
     """
     could_overflow = how.op is Op.SUM and how.accumulate_dtype is not how.storage_dtype
     return (scale, None) if could_overflow else (None, scale)

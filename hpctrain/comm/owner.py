@@ -37,7 +37,7 @@ class Owner:
         """Raise ``CommError`` in a forked child, which would send messages as its parent."""
         if _process.pid != self._pid:
             raise CommError(
-                f"only the process that has called init(), {self._pid}, may communicate, but this "
-                f"is {os.getpid()}, a child forked from it, such as a worker of a DataLoader; "
+                f"only process {self._pid}, which has called init(), may communicate, but this is "
+                f"process {os.getpid()}, a forked child, such as a worker of a DataLoader; "
                 "communicate in the training loop, and let workers only prepare samples"
             )

@@ -10,18 +10,18 @@ import torch
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.node.segments import LINE_BYTES, Fence, Semaphore, fence_of
-from hpctrain.comm.waiting import NAP_SHARE
+from hpctrain.comm.waiting import SLEEP_SHARE
 from hpctrain.core.libc import memory_at
 
 _SHORTEST_S, _LONGEST_S = 100e-6, 0.5
-_AT_REST_S = 10.0  # polling interval if each request rings the doorbell
+_IDLE_S = 10.0  # polling interval if each request rings the doorbell
 
 
 class Polled(NamedTuple):
-    """Result of one poll."""
+    """Numbers of requests that one poll of a service has received."""
 
     num_near: int = 0  # requests from ranks of this node that have arrived
-    num_far: int = 0
+    num_far: int = 0  # requests from ranks of other nodes
     is_over: bool = False  # whether no more requests can arrive
 
 
@@ -45,15 +45,15 @@ class _Schedule:
 
     def plan(self, now_s: float) -> None:
         """Set the time of the next poll, after a poll at ``now_s``."""
-        pause_s = min(max(NAP_SHARE * (now_s - self.asked_s), _SHORTEST_S), _LONGEST_S)
+        pause_s = min(max(SLEEP_SHARE * (now_s - self.asked_s), _SHORTEST_S), _LONGEST_S)
         self.early_s, self.due_s = now_s + pause_s / 2, now_s + pause_s
 
 
 class RequestThread:
     """Polls all services of this process, and sleeps while no rank sends requests.
 
-    Ranks of this node ring the doorbell of the process for each request. MPI wakes no
-    thread, so the thread polls for requests of other nodes, with an interval of 2 % of the time
+    Ranks of this node ring the doorbell of the process, a semaphore, for each request. MPI wakes
+    no thread, so the thread polls for requests of other nodes, with an interval of 2 % of the time
     since the last request and at most 0.5 s. Idle services are polled together. The thread ends
     with the last service.
     """
@@ -70,7 +70,7 @@ class RequestThread:
         self._num_due, self._rung_s = 0, 0.0  # requests that have rung but not arrived
 
     def connect(self, comm: Communicator, mates: Sequence[int]) -> None:
-        """Create the doorbells once. Collective; ``mates`` are the ranks of this node."""
+        """Create missing doorbells. Collective; ``mates`` are the ranks of this node."""
         if self.doorbells:
             return
         self._memory = comm.new_bucket(2 * LINE_BYTES // 8, torch.int64)
@@ -152,7 +152,7 @@ class RequestThread:
         """Return the time until the next poll."""
         now_s = time.perf_counter()
         if self._num_due > 0:
-            return min(max(NAP_SHARE * (now_s - self._rung_s), _SHORTEST_S), _LONGEST_S)
+            return min(max(SLEEP_SHARE * (now_s - self._rung_s), _SHORTEST_S), _LONGEST_S)
         if not self._has_far:
-            return _AT_REST_S
+            return _IDLE_S
         return max(min(one.due_s for one in self._services.values()) - now_s, 0.0)

@@ -85,12 +85,12 @@ class Spares:
             if self.is_worker:
                 make(self.workers)
 
-        with self._nobody_stopped():
+        with self._without_stopped():
             revoke(self._whole)
             remake(shrink(self._whole), arranged)
 
     @contextmanager
-    def _nobody_stopped(self) -> Iterator[None]:
+    def _without_stopped(self) -> Iterator[None]:
         """On a worker, kill stopped spares of this host during the block."""
         is_over, end_stopped = threading.Event(), self._end_stopped if self.is_worker else bool
 
@@ -111,7 +111,10 @@ class Spares:
         """Kill the spares of this host that are stopped by SIGSTOP. Not collective."""
         for rank, pid in self._processes.stopped().items():
             if rank >= self._num_workers:
-                logger.warning("a spare rank, process %d of this host, is stopped: it ends", pid)
+                logger.warning(
+                    "process %d of this host, a spare rank, was stopped by a signal and is killed",
+                    pid,
+                )
                 with suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
 
@@ -146,7 +149,8 @@ class Spares:
         lost = MPI.Group.Intersection(workers, self._whole.Get_failed())
         if lost.size == self._num_workers:
             raise RankLostError(
-                f"all {lost.size} workers died while this spare waited; see their last output"
+                f"all {lost.size} workers died while this spare waited; read the last output of "
+                f"the workers"
             )
 
     def end(self) -> None:

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from hpctrain.comm.mpi_start import MpiComm
 
 
-def agree(ranks: "MpiComm", *, am_well: bool) -> bool:
-    """Return whether every rank exists and has ``am_well`` true; equal on all survivors.
+def agree(ranks: "MpiComm", *, has_succeeded: bool) -> bool:
+    """Return whether every rank exists and has ``has_succeeded`` true; equal on all survivors.
 
     Collective over the surviving ranks, also on a revoked communicator. Only for a world that
     recovers.
     """
     try:
-        return bool(ranks.Agree(int(am_well)))
+        return bool(ranks.Agree(int(has_succeeded)))
     except mpi_start.MPI.Exception as error:
         if not is_loss(error):
             raise
@@ -70,20 +70,23 @@ def remake(left: "MpiComm", make: "Callable[[MpiComm], object]") -> None:
     """
     while True:
         error: Exception | None = None
-        # No rank revokes it until all have it: MPI crashes on a rank that is still creating it.
-        if agree(left, am_well=True):
+        # A rank must not revoke ``left`` before all ranks have created it: MPI would crash.
+        if agree(left, has_succeeded=True):
             try:
                 make(left)
             except Exception as caught:
                 error = caught
                 revoke(left)
                 end_waits()
-            if agree(left, am_well=error is None):
+            if agree(left, has_succeeded=error is None):
                 return
             end_waits()
         size, left = left.size, shrink(left)
         if left.size == size:
-            raise error or CommError("making the world has failed on another rank, see its error")
+            raise error or CommError(
+                "the surviving ranks must create a new world, but another rank failed; see the "
+                "error of that rank"
+            )
 
 
 def lost(before: "MpiComm", left: "MpiComm") -> list[int]:
@@ -104,7 +107,7 @@ def failed(ranks: "MpiComm") -> list[int]:
     return sorted(numbers)
 
 
-def knows_of_loss(ranks: "MpiComm") -> bool:
+def has_detected_loss(ranks: "MpiComm") -> bool:
     """Return whether this rank has detected a dead rank, or that ``ranks`` was revoked.
 
     Not collective. The test is repeated, because MPI detects a death only during its calls.
@@ -113,6 +116,6 @@ def knows_of_loss(ranks: "MpiComm") -> bool:
         if ranks.Is_revoked() or failed(ranks):
             return True
         time.sleep(0.02)
-        with suppress(mpi_start.MPI.Exception):  # of a rank that has died since
+        with suppress(mpi_start.MPI.Exception):  # a rank has died since
             ranks.Iprobe()
     return False

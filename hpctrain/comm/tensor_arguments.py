@@ -57,7 +57,8 @@ def part_numels(numel: int, size: int, numels: Sequence[int] | None) -> list[int
         return [numel // size + (rank < numel % size) for rank in range(size)]
     if len(numels) != size or min(numels) < 0 or sum(numels) != numel:
         raise CommError(
-            f"numels must give {size} ranks {numel} elements in all, got {list(numels)}"
+            f"numels must be {size} integers of at least 0, one per rank, with the sum {numel}, "
+            f"got {list(numels)}"
         )
     return list(numels)
 

@@ -85,7 +85,7 @@ def _strided_as(part: Tensor, tensor: Tensor) -> Tensor:
 
 
 class BucketStorage:
-    """Storage of the elements of a bucket, without its marks.
+    """Storage of the elements of a bucket; ``TensorBucket`` adds the marks.
 
     Subclasses store elements on accelerators. This base class is for elements in host memory,
     which are part of the bucket.
@@ -102,7 +102,7 @@ class BucketStorage:
         self.summed = flat  # the same elements, where they are summed
 
     def depart(self) -> None:
-        """Start the transfer after all work queued on the caller's stream. Not collective."""
+        """Permit the sum to start after all work queued on the caller's stream. Not collective."""
 
     def weigh(self, factor: float) -> None:
         """Multiply the elements of this rank by ``factor`` before the sum. Not collective."""
@@ -126,10 +126,10 @@ class TensorBucket(PackedTensors):
     """Packs tensors that are summed over the ranks as one message.
 
     Args:
-        bucket: host memory. The marks are after the elements that the host sums.
+        bucket: host memory of the elements that the host sums, followed by the marks.
         tensors: the tensors to pack, of one dtype and device.
         offsets: see ``PackedTensors``.
-        num_marks: elements that each rank sends in addition to the tensors.
+        num_marks: number of marks, see ``plan_buckets``.
         storage: the elements of the tensors; None if they are in ``bucket``.
         keeps_strides: see ``PackedTensors``.
     """

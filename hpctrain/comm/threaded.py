@@ -141,7 +141,7 @@ class ThreadedCommunicator:
         self.end_thread()
         for work in self._works:
             if not work.is_awaited and (error := work.error()) is not None:
-                _LOG.error("an operation without a wait has failed: %s", error)
+                _LOG.error("an operation failed, and its wait() was not called: %s", error)
         self._works = []
 
     def drop(self) -> None:

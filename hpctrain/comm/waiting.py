@@ -22,7 +22,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 SPIN_S = 50e-6  # peers with equal work arrive within this time; a sleep costs about as much
 LOOK_S = 0.1  # between two checks for lost ranks
-NAP_SHARE = 0.02
+SLEEP_SHARE = 0.02
 """Length of a sleep as a fraction of the time waited so far; bounds the relative delay."""
 COMPARE_S = 1.0
 """After this wait in a collective, ranks of several nodes compare their calls."""
@@ -44,7 +44,7 @@ class Pace(NamedTuple):
 
     def after(self, waited_s: float) -> "Pace":
         """Return the pace for the rest of a wait that has lasted ``waited_s``."""
-        shortest_s = min(max(NAP_SHARE * waited_s, self.shortest_s), self.longest_s)
+        shortest_s = min(max(SLEEP_SHARE * waited_s, self.shortest_s), self.longest_s)
         if waited_s < self.spin_s + self.yield_s:
             return self._replace(shortest_s=shortest_s)
         return Pace(0.0, 0.0, shortest_s, self.longest_s)
@@ -60,7 +60,7 @@ def wait_until(
     look: Callable[[float], object],
     pace: Pace,
     *,
-    nap: Callable[[float], object] = time.sleep,
+    sleep: Callable[[float], object] = time.sleep,
     timeout_s: float = math.inf,
 ) -> bool:
     """Wait until ``done()`` is true and return True; return False after ``timeout_s``.
@@ -69,7 +69,7 @@ def wait_until(
         done: tested repeatedly.
         look: called ten times per second with the seconds waited; may raise to end the wait.
         pace: durations of spinning, yielding and sleeping; sleeps grow with the wait.
-        nap: sleeps for the given seconds; returns True if the wait is over.
+        sleep: sleeps for the given seconds; returns True if the wait is over.
         timeout_s: longest wait.
     """
     start = now = time.perf_counter()
@@ -88,7 +88,7 @@ def wait_until(
     next_look = start + LOOK_S
     while now < end:
         longest_s = min(pace.longest_s, end - now)
-        if nap(min(max(NAP_SHARE * (now - start), pace.shortest_s), longest_s)) or done():
+        if sleep(min(max(SLEEP_SHARE * (now - start), pace.shortest_s), longest_s)) or done():
             return True
         now = time.perf_counter()
         if now >= next_look:
@@ -115,7 +115,7 @@ FindLost = Callable[[Collection[int] | None], None]
 _LOG = logging.getLogger(__name__)
 
 
-def _nobody_is_lost(ranks: Collection[int] | None) -> None:
+def _assume_no_loss(ranks: Collection[int] | None) -> None:
     """No-op, for communicators without detection of lost ranks."""
 
 
@@ -201,7 +201,7 @@ class Watch:
 
     def __init__(  # noqa: PLR0913 - the ranks, the limit, and the reports
         self,
-        find_lost: FindLost = _nobody_is_lost,
+        find_lost: FindLost = _assume_no_loss,
         *,
         hosts: Mapping[int, str] | None = None,
         rank: int = 0,
@@ -265,7 +265,7 @@ class Watch:
         done: Callable[[], object],
         pace: Pace = BY_MPI,
         *,
-        nap: Callable[[float], object] = time.sleep,
+        sleep: Callable[[float], object] = time.sleep,
         partner: int | None = None,
         over: str = "",
     ) -> None:
@@ -276,7 +276,7 @@ class Watch:
         Args:
             done: tested repeatedly.
             pace: durations of spinning, yielding and sleeping.
-            nap: sleeps for the given seconds; returns True if the wait is over.
+            sleep: sleeps for the given seconds; returns True if the wait is over.
             partner: rank that is waited for; None for all.
             over: name of the link to ``partner``, such as ``rail 0``; empty within a node.
 
@@ -293,8 +293,8 @@ class Watch:
         if self.calls is not None:
             self.calls.waits_since_s = start
         try:
-            wait_until(done, partial(self.look_in_step, partner, over), pace, nap=nap)
-        except BaseException as error:  # the others may continue with data of this rank
+            wait_until(done, partial(self.look_in_step, partner, over), pace, sleep=sleep)
+        except BaseException as error:  # other ranks may continue with data of this rank
             self.fail(error)
             raise
         finally:
@@ -331,7 +331,7 @@ class Watch:
         if not self.sign[0]:
             requests.free(comm)
 
-    def fail_halfway(self, error: BaseException, number: int) -> None:
+    def fail_if_begun(self, error: BaseException, number: int) -> None:
         """Fail the communicator if ``error`` has interrupted a collective on this rank.
 
         Args:
@@ -350,7 +350,7 @@ class Watch:
         try:
             function()
         except BaseException as error:
-            self.fail_halfway(error, number)
+            self.fail_if_begun(error, number)
             raise
 
     def require_in_step(self) -> None:
@@ -457,18 +457,18 @@ class Watch:
             limit.on_late(waited_s)
         if waited_s > limit.timeout_s:
             raise RankLostError(
-                f"{self._who(waited_s, partner, over)}, longer than {limit.name}="
-                f"{limit.timeout_s:g} allows; check that rank and the link, "
+                f"a wait for other ranks must end within {limit.name}={limit.timeout_s:g} s, but "
+                f"{self._wait_text(waited_s, partner, over)}; check that rank and the link, "
                 f"or set {limit.name} to more seconds"
             )
         if partner is not None and over and waited_s > LATE_S and partner not in self._named:
             self._named.add(partner)
             _LOG.warning(
                 "%s; that rank is busy, or the link does not respond",
-                self._who(waited_s, partner, over),
+                self._wait_text(waited_s, partner, over),
             )
 
-    def _who(self, waited_s: float, partner: int | None, over: str) -> str:
+    def _wait_text(self, waited_s: float, partner: int | None, over: str) -> str:
         me = self._name(self.rank)
         whom = "the other ranks" if partner is None else self._name(partner)
         return f"{me} has waited {waited_s:.0f} s for {whom}{' over ' if over else ''}{over}"
@@ -494,7 +494,7 @@ def in_step(method: Method) -> Method:
         try:
             return method(self, *args, **options)
         except BaseException as error:
-            self._watch.fail_halfway(error, number)
+            self._watch.fail_if_begun(error, number)
             raise
 
     return cast("Method", call)

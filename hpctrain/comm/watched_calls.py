@@ -96,15 +96,15 @@ class WatchedCalls:
             return request
 
         wait_request(requests.start(self._comm, start), self._watch)
-        return self._had_by_all(made[0])
+        return self._created_by_all(made[0])
 
     def split(self, color: int, key: int = 0) -> MPI.Intracomm | None:
         """Return a communicator of the ranks of one ``color``; None for ``MPI.UNDEFINED``."""
-        self.barrier()  # sleeps until all ranks are here; ``Split`` spins
+        self.barrier()  # sleeps until all ranks have arrived; ``Split`` spins
         made = self.block(lambda: self._comm.Split(color, key))
-        return None if made == MPI.COMM_NULL else self._had_by_all(cast("MPI.Intracomm", made))
+        return None if made == MPI.COMM_NULL else self._created_by_all(cast("MPI.Intracomm", made))
 
-    def _had_by_all(self, made: MPI.Intracomm) -> MPI.Intracomm:
+    def _created_by_all(self, made: MPI.Intracomm) -> MPI.Intracomm:
         """Return ``made`` after all its ranks have created it.
 
         Open MPI crashes if a rank revokes a communicator that another rank has not yet created.

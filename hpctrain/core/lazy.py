@@ -74,9 +74,9 @@ def postponed(package: str, but: str) -> Iterator[None]:
 
 
 class _Postponing:
-    """Imports a placeholder instead of each module whose name begins with ``prefix``, not ``but``.
+    """Import hook: loads placeholders for modules whose names begin with ``prefix``, not ``but``.
 
-    It has the methods of a finder and of a loader, but not their base classes, because
+    The class has the methods of a finder and of a loader, but not their base classes, because
     ``importlib.abc`` imports 20 modules, which would double the time of ``import hpctrain``.
     ``withdraw`` removes the placeholders from ``sys.modules``: libraries that inspect
     ``sys.modules`` read attributes, and would load a module whose imports may be incomplete.
@@ -98,7 +98,7 @@ class _Postponing:
         return ModuleSpec(fullname, self)  # type: ignore[arg-type]
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return _StandIn(spec.name, self.withdraw)
+        return _Placeholder(spec.name, self.withdraw)
 
     def exec_module(self, module: ModuleType) -> None:
         """No-op: the placeholder loads the module later."""
@@ -111,7 +111,7 @@ class _Postponing:
             delattr(sys.modules[parent], name)
 
 
-class _StandIn(ModuleType):
+class _Placeholder(ModuleType):
     """A placeholder for a module, which loads the module when an attribute is read."""
 
     def __init__(self, name: str, withdraw: Callable[[], None]) -> None:

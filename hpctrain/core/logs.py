@@ -138,14 +138,14 @@ class _Holder(logging.Handler):
             self.messages.append(record.getMessage())
             self._records.append(record)
         else:
-            self._hand_on(record)
+            self._forward(record)
 
     def log_all(self) -> None:
         """Log the collected warnings."""
         for record in self._records:
-            self._hand_on(record)
+            self._forward(record)
 
-    def _hand_on(self, record: logging.LogRecord) -> None:
+    def _forward(self, record: logging.LogRecord) -> None:
         for handler in self.handlers:
             if record.levelno >= handler.level:
                 handler.handle(record)

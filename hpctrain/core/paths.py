@@ -40,8 +40,8 @@ def absolute(path: str | os.PathLike[str], *, base: str | None = None) -> Path:
         return Path(name)
     if (start := base or _current()) is None:
         raise ConfigError(
-            f"the relative path {name!r} needs a current directory, but that was removed; change "
-            f"to another directory or give an absolute path"
+            f"the current directory must exist for the relative path {name!r}, but was removed; "
+            f"change to another directory, or give an absolute path"
         )
     return Path(start, name)
 

@@ -1,4 +1,4 @@
-"""The running Python: names that 3.10 lacks or has in another module, and its collector."""
+"""Names that Python 3.10 lacks or has in another module; state of the garbage collector."""
 
 import gc
 import sys

@@ -90,8 +90,8 @@ def record(
 ) -> None:
     """Record a finished step for a scaling study; a no-op outside of a study.
 
-    Every rank calls it at the end of each step. Not collective, and needs neither MPI nor
-    ``init``: each process appends to its own file, in the folder ``HPCTRAIN_RECORDS``, which
+    Every rank calls this function at the end of each step. Not collective, and needs neither MPI
+    nor ``init``: each process appends to its own file, in the folder ``HPCTRAIN_RECORDS``, which
     ``hpctrain study run`` sets. A step lasts from one call to the next, on the slowest rank.
 
     Args:
@@ -129,7 +129,7 @@ class _Recorder:
         except OSError as error:
             raise ConfigError(
                 f"the folder of HPCTRAIN_RECORDS must be writable, but {folder} is not: "
-                f"{refusal(error, 'name another one, or unset it')}"
+                f"{refusal(error, 'name another folder, or unset HPCTRAIN_RECORDS')}"
             ) from None
         atexit.register(self.flush)
 

@@ -14,7 +14,7 @@ from hpctrain.core.errors import ConfigError, HpctrainError
 
 NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
-_MOST_NAMED = 40  # largest number of valid names in a message
+_MAX_NAMED = 40  # largest number of valid names in a message
 
 
 def make_importable(folder: Path) -> None:
@@ -125,5 +125,5 @@ def hint(name: str, valid: Iterable[str]) -> str:
     close = difflib.get_close_matches(name.lower(), by_lower, n=1)
     if close:
         return f"; did you mean {by_lower[close[0]]}?"
-    few = 0 < len(by_lower) <= _MOST_NAMED
+    few = 0 < len(by_lower) <= _MAX_NAMED
     return f"; there are {', '.join(sorted(by_lower.values()))}" if few else ""

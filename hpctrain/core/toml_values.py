@@ -72,12 +72,12 @@ class TomlValues(Generic[C]):
         raise ConfigError(unknown_key(self._cls, name))
 
 
-def read_toml(path: Path, cls: Any, way_out: str) -> Iterator[tuple[str, Any]]:
+def read_toml(path: Path, cls: Any, remedy: str) -> Iterator[tuple[str, Any]]:
     """Yield dotted names and values of a TOML file for the configuration class ``cls``."""
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"there is no file {path}; {way_out}") from None
+        raise ConfigError(f"there is no file {path}; {remedy}") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path} cannot be read as TOML: {error}") from None
     for name, value in document.items():
@@ -112,7 +112,9 @@ def _with(table: Mapping[str, Any], name: str, value: Any) -> dict[str, Any]:
     first, _, rest = name.partition(".")
     inner = table.get(first, {})
     if rest and not isinstance(inner, Mapping):
-        raise ConfigError(f"{first} holds {inner!r}, so {name} cannot be set; set {first} itself")
+        raise ConfigError(
+            f"{first} has the value {inner!r}, so {name} cannot be set; set {first} itself"
+        )
     return {**table, first: _with(inner, rest, value) if rest else value}
 
 

@@ -367,7 +367,7 @@ def drop_gathered(unit: Any) -> None:
 
 
 def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Return a mesh with one axis that joins all axes of ``mesh``; first call collective."""
+    """Return a mesh whose one axis joins all axes of ``mesh``. The first call is collective."""
     return mesh._flatten(name)
 
 

@@ -39,17 +39,17 @@ def folded(error: BaseException, log: Path | None) -> str:
     is_fault = bool(frames) and frames[-1][0].f_code.co_filename.startswith(_OURS)
     if not is_explained and (is_fault or not lines):
         return ""
-    said = "".join(traceback.format_exception_only(error)).rstrip().splitlines()
+    message = "".join(traceback.format_exception_only(error)).rstrip().splitlines()
     is_ours = isinstance(error, HpctrainError)  # never cut: it ends with the remedy
-    said = [line if is_ours else _cut(line) for line in said if line.strip()]
+    message = [line if is_ours else _cut(line) for line in message if line.strip()]
     last = (
         f"the whole traceback: {_short(str(log))}"
         if log
         else "HPCTRAIN_LOG_DIR=FOLDER keeps all frames"
     )
     left = MAX_LINES - len(lines) - 1
-    del said[len(said) - len(notes) :], notes[left - 1 :]
-    return "\n".join([*lines, *said[: left - len(notes)], *notes, last])
+    del message[len(message) - len(notes) :], notes[left - 1 :]
+    return "\n".join([*lines, *message[: left - len(notes)], *notes, last])
 
 
 def _cut(line: str) -> str:

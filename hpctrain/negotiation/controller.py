@@ -64,7 +64,7 @@ class Controller:
         self._driver = EngineDriver(self._progress, cycle_s, timeout_s)
         self._stalls, self._is_open = stalls, True
         self._refusal: HorovodInternalError | None = None
-        """Error of new operations on this rank; other ranks may not have it yet."""
+        """Error that new operations raise on this rank; other ranks may still accept some."""
         self._repeated: dict[str, Repeated] = {}
         self._owner = Owner()
 
@@ -166,7 +166,7 @@ class Controller:
         A new controller can use the same communicator, see ``abandon``.
         """
         self._refusal = HorovodInternalError(reason)
-        self._progress.to_ask.append(BreakOff(reason))
+        self._progress.questions.append(BreakOff(reason))
         self._driver.nudge()
 
     def refuse(self, reason: str) -> None:
@@ -178,8 +178,8 @@ class Controller:
         """Whether the operations of this rank have failed; other ranks may not have failed yet."""
         return self._progress.broken is not None
 
-    def give_up(self) -> None:
-        """Shut down without a final operation. Collective."""
+    def shut_down(self) -> None:
+        """Fail all operations, without synchronizing the ranks by a final one. Collective."""
         self._progress.shut_down()
 
     def close(self) -> None:
@@ -236,6 +236,6 @@ class Controller:
         """Close the controller without other ranks, which may be lost. Not collective."""
         self._is_open = False
         self._refusal = self._refusal or HorovodInternalError(
-            "a named operation needs all ranks of its process set, but some are lost"
+            "a named operation must have all ranks of its process set, but some ranks are lost"
         )
         self._driver.end()

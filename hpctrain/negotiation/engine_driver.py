@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hpctrain.negotiation.progress_engine import ProgressEngine
 
 TICK_S = 1.0  # interval of the stall checks, and of the checks for questions of other ranks
-_BURST_S, _MOST_PAUSES = 100e-6, 6
+_BURST_S, _MAX_PAUSES = 100e-6, 6
 """Maximum interval between two operations of a burst, and maximum number of pauses in a burst,
 each twice as long as the one before."""
 _LONGEST_S = 2e-3
@@ -72,15 +72,15 @@ class EngineDriver:
         self._comm, self._progress, self._post = progress.comm, progress, progress.post
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._given_up = threading.Condition(self._lock)
+        self._changed = threading.Condition(self._lock)
         """Notified when the driver stops and when an operation is complete."""
         self._may_drive = True
-        self._is_driven = self._is_asleep = False
+        self._is_driven = self._is_sleeping = False
         self._num_callers = 0
-        self._next_look = time.monotonic() + TICK_S
+        self._next_check = time.monotonic() + TICK_S
         self._timer: SubmissionTimer | None = None
         self._thread = threading.Thread(
-            target=self._drive_for_nobody, name="hpctrain-named", daemon=True
+            target=self._drive_in_background, name="hpctrain-named", daemon=True
         )
         if self._comm.size > 1 and calls_from_threads():
             self._timer = SubmissionTimer(cycle_s)
@@ -134,39 +134,39 @@ class EngineDriver:
                 )
             return handle.is_done
 
-        with self._given_up:
+        with self._changed:
             self._num_callers += 1
         drives = False
         try:
-            with self._given_up:
+            with self._changed:
                 while self._is_driven and not is_over():
                     self._post.ring()
-                    self._given_up.wait(TICK_S)
+                    self._changed.wait(TICK_S)
                 if not is_over():
                     self._is_driven = drives = True
             if drives:
                 self._drive(is_over)
         finally:
-            with self._given_up:
+            with self._changed:
                 self._num_callers -= 1
                 self._pass_on(drives=drives)
 
     def look(self) -> None:
         """Execute operations without waiting, if there is no background thread."""
-        with self._given_up:
+        with self._changed:
             if self._is_driven or self._timer is not None:
                 return
             self._is_driven = True
         try:
             self._drive(lambda: True)
         finally:
-            with self._given_up:
+            with self._changed:
                 self._pass_on(drives=True)
 
     def nudge(self) -> None:
         """Ensure that some thread executes a submitted operation, without waiting."""
         if self._is_driven:
-            if self._is_asleep:
+            if self._is_sleeping:
                 self._post.ring()
         elif self._timer is None:
             self.look()
@@ -193,9 +193,9 @@ class EngineDriver:
                 self._pass_on(drives=True)
 
     def end(self) -> None:
-        """Fail pending operations, wait until no thread drives, and prevent later driving."""
+        """Fail pending operations, and stop driving the engine. Waits for the driving thread."""
         self._progress.shut_down()
-        with self._given_up:
+        with self._changed:
             self._may_drive = False
             self._num_callers += 1  # the driver notifies only if there are callers
         self._post.ring()
@@ -204,10 +204,10 @@ class EngineDriver:
             self._thread.join()
             self._timer.close()
         end = time.monotonic() + CLOSE_S
-        with self._given_up:
+        with self._changed:
             while self._is_driven and time.monotonic() < end:
                 self._post.ring()
-                self._given_up.wait(TICK_S)
+                self._changed.wait(TICK_S)
             self._is_driven = True
 
     # -- called by the thread that has set _is_driven ---------------------------------------
@@ -220,31 +220,31 @@ class EngineDriver:
             return
         try:
             while True:
-                if progress.turn() and self._num_callers > 1:
-                    with self._given_up:
-                        self._given_up.notify_all()
-                if time.monotonic() >= self._next_look:
-                    self._next_look = time.monotonic() + TICK_S
+                if progress.advance() and self._num_callers > 1:
+                    with self._changed:
+                        self._changed.notify_all()
+                if time.monotonic() >= self._next_check:
+                    self._next_check = time.monotonic() + TICK_S
                     progress.check_stalls()
                     continue
                 if is_over():
                     return
-                self._is_asleep = True  # from here on ``submit`` rings the doorbell
-                if not (progress.queue.submitted or progress.to_ask):
+                self._is_sleeping = True  # from here on ``submit`` rings the doorbell
+                if not (progress.queue.submitted or progress.questions):
                     post.sleep(TICK_S)
-                self._is_asleep = False
+                self._is_sleeping = False
         except BaseException as error:  # messages may be lost, so no later operation is safe
             progress.break_down(error)
             raise
 
     def _pass_on(self, *, drives: bool) -> None:
-        """Wake a caller or the thread to drive, unless another does. The caller holds the lock."""
+        """Wake a waiting caller or the background thread, unless one drives. Needs the lock."""
         if drives:
-            self._is_driven = self._is_asleep = False
+            self._is_driven = self._is_sleeping = False
         if self._is_driven:
             return
         if self._num_callers:
-            self._given_up.notify_all()
+            self._changed.notify_all()
             return
         timer = self._timer
         if timer is None or timer.is_set or not self._may_drive:
@@ -254,19 +254,19 @@ class EngineDriver:
 
     # -- the thread -------------------------------------------------------------------------
 
-    def _drive_for_nobody(self) -> None:
+    def _drive_in_background(self) -> None:
         timer, progress, went_off = self._timer, self._progress, False
         assert timer is not None
         while self._may_drive and progress.broken is None:
             if self._is_driven or self._num_callers or not progress.queue.is_awaited:
                 went_off = timer.wait(TICK_S)
             timer.is_set = False
-            self._let_burst_pass(timer.burst_s)
+            self._wait_for_burst(timer.burst_s)
             with self._lock:
                 is_free = not (self._is_driven or self._num_callers)
                 is_needed = is_free and progress.has_work()
                 timer.adapt(was_needed=is_needed)
-                is_early = went_off and time.monotonic() < self._next_look
+                is_early = went_off and time.monotonic() < self._next_check
                 if not is_free or (is_early and not is_needed):
                     continue
                 self._is_driven = True
@@ -279,9 +279,9 @@ class EngineDriver:
                 with self._lock:
                     self._pass_on(drives=True)
 
-    def _let_burst_pass(self, pause_s: float) -> None:
+    def _wait_for_burst(self, pause_s: float) -> None:
         """Wait until the burst of submissions ends, since the program needs the GIL to submit."""
-        for number in range(_MOST_PAUSES):
+        for number in range(_MAX_PAUSES):
             last = [*self._progress.queue.submitted][-1:]
             if not last or self._is_driven or self._num_callers:
                 return

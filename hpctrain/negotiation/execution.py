@@ -1,4 +1,4 @@
-"""Execution of decided operations: small reductions in one message, others one by one."""
+"""Execution of operations that all ranks have submitted; small reductions share a message."""
 
 import math
 from collections import OrderedDict
@@ -28,7 +28,7 @@ DIRECT_BYTES = 1 << 20
 """Minimum size of tensors that are not fused: the copy costs more than the saved message."""
 BUCKET_BYTES = 128 * KIB
 """Minimum size of messages in node memory: one copy less, two more synchronizations."""
-_MOST_VIEWS = 1 << 14  # cached views; creating one costs as much as copying some KiB
+_MAX_VIEWS = 1 << 14  # cached views; creating one costs as much as copying some KiB
 
 
 def runs(requests: Sequence[Request], fusion_bytes: int) -> list[list[int]]:
@@ -120,7 +120,7 @@ class FusionBuffer:
         return bucket
 
     def _enough(self, num_bytes: int) -> Bucket:
-        """Return the memory of the buffer, with at least ``num_bytes`` bytes."""
+        """Return the memory of the buffer, enlarged to ``num_bytes`` bytes if necessary."""
         if self._memory is None or self._memory.numel < num_bytes:
             self._buckets.clear()  # they are views of the memory that is freed
             self._num_views = 0
@@ -136,7 +136,7 @@ class FusionBuffer:
     def _keep(self, key: Hashable, bucket: TensorBucket) -> None:
         self._buckets[key] = bucket
         self._num_views += len(bucket.parts)
-        while self._num_views > _MOST_VIEWS and len(self._buckets) > 1:
+        while self._num_views > _MAX_VIEWS and len(self._buckets) > 1:
             _, oldest = self._buckets.popitem(last=False)
             self._num_views -= len(oldest.parts)
 
@@ -297,7 +297,7 @@ class Executor:
     def _together(
         self, given: list[Tensor], taken: list[Tensor], request: Request, phases: Phases
     ) -> None:
-        """Reduce ``given``, of one dtype, as ``request`` specifies; store it in ``taken``."""
+        """Reduce ``given``, of one dtype, as ``request`` specifies; write to ``taken``."""
         how = recipe_of(request.signature, self._comm.size, given[0].dtype)
         if request.signature.op is ReduceOp.ADASUM:
             self._adasum(given, taken, how, phases)
@@ -351,8 +351,8 @@ def _empty(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
-def _portions(tensors: Sequence[Tensor], most_bytes: int) -> list[list[int]]:
-    """Divide tensors into groups of at most ``most_bytes``; return the indices of each group.
+def _portions(tensors: Sequence[Tensor], max_bytes: int) -> list[list[int]]:
+    """Divide tensors into groups of at most ``max_bytes``; return the indices of each group.
 
     A large tensor is a group of one.
     """
@@ -363,7 +363,7 @@ def _portions(tensors: Sequence[Tensor], most_bytes: int) -> list[list[int]]:
         num_bytes = tensor.nbytes
         if num_bytes >= DIRECT_BYTES:
             portions.append([number])
-        elif filling is None or filled + num_bytes > most_bytes:
+        elif filling is None or filled + num_bytes > max_bytes:
             filling, filled = [number], num_bytes
             portions.append(filling)
         else:

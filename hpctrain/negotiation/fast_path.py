@@ -76,7 +76,7 @@ _NUMBER_BITS = 20
 _NOTHING, _WAITS, _ABORTED = 0, -1, -2  # words of ranks that have prepared nothing
 
 _VOTE_ALGORITHM = "doubling"
-"""It sends as many messages for any size: a node that refuses does not know the size."""
+"""The number of its messages does not depend on the size, which a node that refuses lacks."""
 _REFUSED = -1
 _CALL = b""  # sent by a node that receives before it sends
 _NUMBER_BYTES = 8
@@ -90,7 +90,7 @@ messages delay each other on slow links."""
 
 
 class Ballot(NamedTuple):
-    """Values of a node that a vote combines with those of other nodes; flat and contiguous."""
+    """Flat, contiguous values of a node that a vote combines with the values of other nodes."""
 
     values: Tensor
     how: Combination
@@ -123,7 +123,7 @@ class NodeVotes(Wire):
         self.is_open, self._number = True, number
         self._steps, sent = allreduce_steps(_VOTE_ALGORITHM, self, *ballot), self.num_bytes_sent
         self._awaited = next(self._steps, None)
-        if self.num_bytes_sent == sent:  # the peer does not wait yet, and must learn of the vote
+        if self.num_bytes_sent == sent:  # the peer does not wait yet: announce the vote
             self._network.send(self._leaders[self._awaited[1]], _CALL, is_vote=True)
 
     def outcome(self) -> bool | None:
@@ -431,7 +431,7 @@ class FastPath:
         ballot = partial(self._ballot, known) if self._num_nodes > 1 else None
         self.commit.prepare(known.number, ballot)
 
-    def poll_awake(self) -> bool | None:
+    def poll_spinning(self) -> bool | None:
         """Poll while this rank may spin or yield; return the last result of ``commit.poll``."""
         poll, pace = self.commit.poll, self._pace
         for _ in range(_NUM_POLLS):
@@ -449,7 +449,7 @@ class FastPath:
         """Return the result of a committed reduction: the sum of the values of all ranks."""
         node, tensor, how = self._node, handle.tensor, known.how
         parts = list(known.slots[node.turn])
-        node.end_turn((1 + len(parts)) * known.num_bytes)
+        node.switch_slots((1 + len(parts)) * known.num_bytes)
         given = tensor.detach() if tensor.requires_grad else tensor
         if self._num_nodes > 1:
             del parts[1:]  # the first part is the sum

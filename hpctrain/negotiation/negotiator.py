@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 class QuestionRelay:
     """Sends questions of any rank to all ranks, and their answers to the root.
 
+    A question is, for example, whether a rank has submitted an operation that others wait for.
     Questions pass through the root, which determines their order, so the order is the same on all
     ranks. Questions and answers may be any picklable objects. Any thread may append to ``asked``;
     everything else is not thread-safe.
@@ -36,15 +37,15 @@ class QuestionRelay:
         """Questions from the root."""
 
     def answer(self, answer: object) -> None:
-        """Add the answer of this rank."""
+        """Store the answer of this rank, to send it to the root."""
         self.answers.append((self._rank, answer))
 
     def take_asked(self) -> list[object]:
-        """Remove and return the questions to send."""
+        """Remove and return the questions to send to the root."""
         return [self.asked.popleft() for _ in range(len(self.asked))]  # other threads may append
 
     def take_answers(self) -> list[tuple[int, object]]:
-        """Remove and return the answers."""
+        """Remove and return the stored answers."""
         answers, self.answers = self.answers, []
         return answers
 
@@ -78,13 +79,13 @@ class Negotiator:
         """The numbers of operations."""
         self.relay = QuestionRelay(tree.rank)
         """Questions to all ranks; their answers remain on the root."""
-        self._tally = PendingTable(tree.rank, len(tree.children), self.cache)
-        self._announced: dict[str, int] = {}  # in order of announcement; the number, or -1
-        self._own_slots: list[int] = []  # announced, not added to the table
+        self._pending = PendingTable(tree.rank, len(tree.children), self.cache)
+        self._announced: dict[str, int] = {}  # numbers, or -1, in the order of announcement
+        self._own_slots: list[int] = []  # numbers announced but not yet in the table
         self._is_changed = False
         self._out: list[tuple[int, bytes]] = []
         self._batches: list[OperationBatch] = []
-        self._joins: list[int] = []  # at the root all, elsewhere not reported
+        self._joins: list[int] = []  # all joined ranks on the root, else those not yet reported
         self._is_join_reported = False
         self._is_introduced = False
 
@@ -98,7 +99,7 @@ class Negotiator:
         Raises:
             CommError: this rank has joined.
         """
-        tally = self._tally
+        tally = self._pending
         if tally.joined[OWN]:
             raise CommError(
                 f"a rank that has joined must not submit operations until all have joined, but "
@@ -117,20 +118,20 @@ class Negotiator:
 
     def announce_many(self, repeated: Sequence[Repeated | None]) -> bool:
         """Announce operations if all of them have numbers; return False otherwise."""
-        known = None if self._tally.joined[OWN] else self.cache.numbers_of(repeated)
+        known = None if self._pending.joined[OWN] else self.cache.numbers_of(repeated)
         if known is None:
             return False
         self._is_changed = True
         self._announced.update(known.slots)
-        self._tally.add_bits(OWN, known.bits)
+        self._pending.add_bits(OWN, known.bits)
         return True
 
     def join(self) -> None:
         """Treat every operation as announced by this rank, until all ranks have joined."""
-        if not self._tally.joined[OWN]:
+        if not self._pending.joined[OWN]:
             self._is_changed = True
             self._joins.append(self._tree.rank)
-            self._tally.join(OWN)
+            self._pending.join(OWN)
 
     def decided(self) -> list[OperationBatch]:
         """Return the batches that were decided since the last call."""
@@ -140,7 +141,7 @@ class Negotiator:
     @property
     def takes_part(self) -> bool:
         """Whether this rank waits for a decision, has one to execute, or has joined."""
-        return bool(self._announced or self._batches) or self._tally.joined[OWN]
+        return bool(self._announced or self._batches) or self._pending.joined[OWN]
 
     # -- messages ---------------------------------------------------------------------------
 
@@ -149,7 +150,7 @@ class Negotiator:
         kind = message[0]
         if kind == messages.BITS:
             self._is_changed = True
-            self._tally.add_bits(self._sources[source], messages.unpack_bits(message))
+            self._pending.add_bits(self._sources[source], messages.unpack_bits(message))
         elif kind == messages.REPORT:
             self._read(source, Report(*messages.unpack(message)))
         else:
@@ -164,7 +165,7 @@ class Negotiator:
     def outbox(self, *, decide: bool = True) -> list[tuple[int, bytes]]:
         """Return the messages to send now, with their receivers; on the root, decide first."""
         if self._own_slots:
-            self._tally.add_bits(OWN, bits_of(self._own_slots))
+            self._pending.add_bits(OWN, bits_of(self._own_slots))
             self._own_slots = []
         relay = self.relay
         if self.is_root:
@@ -188,14 +189,14 @@ class Negotiator:
     def _read(self, child: int, report: Report) -> None:
         self._is_changed = True
         source = self._sources[child]
-        self._tally.add_bits(source, report.bits)
+        self._pending.add_bits(source, report.bits)
         if report.ranks:
-            self._tally.ranks[source] = report.ranks
+            self._pending.ranks[source] = report.ranks
         for name, parts in report.names:
-            self._tally.add_name(source, name, parts)
+            self._pending.add_name(source, name, parts)
         self._joins += report.joins
         if report.all_joined:
-            self._tally.join(source)
+            self._pending.join(source)
         self.relay.asked += report.questions
         self.relay.answers += report.answers
 
@@ -204,15 +205,15 @@ class Negotiator:
         parent, relay = self._tree.parent, self.relay
         assert parent is not None
         self._is_changed = False
-        bits, names = self._tally.take()
-        all_joined = False not in self._tally.joined and not self._is_join_reported
+        bits, names = self._pending.take()
+        all_joined = False not in self._pending.joined and not self._is_join_reported
         if not (names or all_joined or self._joins or relay.asked or relay.answers):
             if bits:
                 self._out.append((parent, messages.pack_bits(bits)))
             return
         ranks: tuple[int, ...] = ()
         if (names or all_joined) and not self._is_introduced:
-            ranks = tuple(rank for some in self._tally.ranks for rank in some)
+            ranks = tuple(rank for some in self._pending.ranks for rank in some)
             self._is_introduced = True
         asked, answers = relay.take_asked(), relay.take_answers()
         report = Report(bits, names, ranks, self._joins, all_joined, asked, answers)
@@ -223,11 +224,11 @@ class Negotiator:
     # -- the root ---------------------------------------------------------------------------
 
     def _decide(self) -> None:
-        """Decide on all ready operations as one batch, in the order of announcement here."""
-        all_joined = self._joins and False not in self._tally.joined
+        """Send all ready operations down the tree, in the order of the root's announcements."""
+        all_joined = self._joins and False not in self._pending.joined
         join_over = self._joins[-1] if all_joined else None
         self._is_changed = False
-        bits, named = self._tally.take()
+        bits, named = self._pending.take()
         if not (bits or named or join_over is not None):
             return
         names = dict(named)
@@ -266,7 +267,7 @@ class Negotiator:
         batch = self.cache.batch(message, slots)
         for entry in batch.entries:
             del self._announced[entry.name]
-        self._tally.clear(batch.bits, ())
+        self._pending.clear(batch.bits, ())
         self._batches.append(batch)
 
     def _apply(self, items: "Sequence[Entry | int]", join_over: int | None) -> None:
@@ -276,11 +277,11 @@ class Negotiator:
         names = [entry.name for entry in entries]
         for name in names:
             self._announced.pop(name, None)
-        self._tally.clear(bits_of([numbers[name] for name in names if name in numbers]), names)
+        self._pending.clear(bits_of([numbers[name] for name in names if name in numbers]), names)
         self._batches.append(OperationBatch(tuple(entries), join_over))
         if join_over is not None:
             self._joins, self._is_join_reported = [], False
-            self._tally.unjoin()
+            self._pending.unjoin()
         for item in items:
             if isinstance(item, Entry) and item.error is None:
                 self.cache.put(item.name, item.signature)

@@ -1,4 +1,4 @@
-"""Table of the operations that this rank and the ranks below it have announced."""
+"""Table of the operations that this rank and the ranks below it in the tree have announced."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, cast
@@ -7,11 +7,11 @@ from hpctrain.negotiation.messages import Entry, OperationBatch, Part, bits_of, 
 from hpctrain.negotiation.request import Repeated, Signature
 
 NUM_SLOTS = 16384  # maximum number of numbered names; a bit vector of them has 2 KiB
-_MOST_BATCHES = 16  # cached batches
+_MAX_BATCHES = 16  # cached batches
 
 
 class Numbers(NamedTuple):
-    """The numbers of some operations, by name and as a bit vector."""
+    """Numbers of several operations, by name and as a bit vector."""
 
     slots: dict[str, int]  # by name
     bits: int
@@ -75,7 +75,7 @@ class ResponseCache:
         """Return the batch of a decision; a repeated decision returns the same object."""
         batch = self._batches.get(decision)
         if batch is None:
-            if len(self._batches) >= _MOST_BATCHES:
+            if len(self._batches) >= _MAX_BATCHES:
                 self._batches.clear()
             entries = tuple([self.entries[slot] for slot in slots])
             batch = OperationBatch(entries, bits=bits_of(slots))
@@ -133,7 +133,7 @@ class PendingTable:
         self._touched.update(dict.fromkeys(self._parts))
 
     def unjoin(self) -> None:
-        """End the join of all sources."""
+        """Treat no source as joined any longer."""
         self.joined = [False] * len(self.joined)
 
     def take(self) -> tuple[int, list[tuple[str, list[Part]]]]:
@@ -193,8 +193,8 @@ class PendingTable:
             else:
                 return None
         first = found[0][1][0]
-        alike = all(ranks is None and signature == first for _, (signature, ranks) in found)
-        if alike and not lacking:
+        are_equal = all(ranks is None and signature == first for _, (signature, ranks) in found)
+        if are_equal and not lacking:
             return [(first, None)]
         return self._by_description(found)
 

@@ -7,7 +7,7 @@ from hpctrain.core.errors import CommError, HorovodInternalError, OperationMisma
 from hpctrain.negotiation.execution import Executor, Phases
 from hpctrain.negotiation.messages import OperationBatch
 from hpctrain.negotiation.negotiator import Negotiator
-from hpctrain.negotiation.reducing import stand_in
+from hpctrain.negotiation.reducing import neutral_request
 from hpctrain.negotiation.request import Driver, Handle, Kind, Repeated, Request, TensorHandle
 from hpctrain.negotiation.stall import Answer, Question, StallWatch
 from hpctrain.negotiation.submission_queue import CLOSE, JOIN, SubmissionQueue
@@ -34,7 +34,7 @@ class BreakOff(NamedTuple):
 class ProgressEngine:
     """Runs the operations of this rank from announcement to completion.
 
-    The constructor is collective. Any thread may use ``queue`` and ``to_ask``; one thread at a
+    The constructor is collective. Any thread may use ``queue`` and ``questions``; one thread at a
     time calls the other methods.
 
     Args:
@@ -59,27 +59,27 @@ class ProgressEngine:
         self.comm, self.post = comm, comm.new_mailbox()  # the mailbox of the control messages
         self._executor = Executor(comm, fusion_bytes=fusion_bytes)
         self._negotiator = Negotiator(self.post.tree)
-        self.to_ask = self._negotiator.relay.asked  # questions for all ranks
+        self.questions = self._negotiator.relay.asked  # questions for all ranks
         if self.post.channel is not None:
             from hpctrain.negotiation.fast_path import FastPath  # noqa: PLC0415 - one rank needs no MPI
 
             self.fast_path = FastPath(comm, self.post, self._negotiator.cache)
         self._prepared: tuple[Handle, Known] | None = None
         """Operation that waits for rank 0 to commit or abort it."""
-        self._aborted: Handle | None = None  # the last aborted one: uses control messages
+        self._aborted: Handle | None = None  # last aborted operation: uses control messages
         self.closing: Handle | None = None
         """Operation after which this rank announces no other."""
-        self._is_closed = False  # by the other ranks, while this rank has joined
-        self._in_hand: list[Handle] = []
+        self._is_closed = False  # whether other ranks closed the set after this rank joined
+        self._executing: list[Handle] = []
         self._timelines, self._stalls = timelines, stalls
         self.world_rank = stalls.world_rank
 
     def has_work(self) -> bool:
         """Return True if this rank has pending operations or questions."""
         queue = self.queue
-        return bool(queue.in_flight or queue.joining or queue.submitted or self.to_ask)
+        return bool(queue.in_flight or queue.joining or queue.submitted or self.questions)
 
-    def turn(self) -> bool:
+    def advance(self) -> bool:
         """Process control messages and execute decided operations, until there are none.
 
         Returns:
@@ -91,36 +91,36 @@ class ProgressEngine:
             for source, message in post.receive():
                 negotiator.receive(source, message)
             is_done |= self._announce_submitted()
-            is_committed = self._look_at_prepared()
+            is_committed = self._poll_prepared()
             is_done |= is_committed
-            self._tell_if_busy()
+            self._publish_busy()
             for to, message in negotiator.outbox(decide=self.broken is None):
                 post.send(to, message)
             batches = negotiator.decided()
             if batches:
-                self._tell_if_busy()
+                self._publish_busy()
                 post.flush(down=True)  # the ranks below need the decision to take part
                 for batch in batches:
                     self._carry_out(batch)
                 is_done = True
-            talked = self._talk()
+            has_answered = self._answer_questions()
             if self.broken is not None:
                 return True
-            if not talked and not batches and not is_committed:
+            if not has_answered and not batches and not is_committed:
                 return is_done
 
     def start(self, handle: Handle) -> None:
-        """Prepare a repeated operation, and try to complete it, if no other is in flight."""
+        """Run ``handle`` on the fast path as far as possible, if no other is in flight."""
         queue, submitted = self.queue, self.queue.submitted
         if len(submitted) != 1 or submitted[0] is not handle:
             return
         if len(queue.in_flight) != 1 or queue.held:
             return
-        if self.to_ask or self.broken or self._timelines.current or not self._prepare(handle):
+        if self.questions or self.broken or self._timelines.current or not self._prepare(handle):
             return
         assert self.fast_path is not None
         submitted.remove(handle)
-        self._settle(verdict=self.fast_path.poll_awake())
+        self._settle(verdict=self.fast_path.poll_spinning())
 
     def reduce_now(
         self, driver: Driver, repeated: Repeated, tensor: "Tensor"
@@ -154,23 +154,23 @@ class ProgressEngine:
     def check_stalls(self) -> None:
         """Log finished stall reports, and ask other ranks about operations that wait for long."""
         now = time.monotonic()
-        self._stalls.tell(now)
+        self._stalls.log_reports(now)
         question = self._stalls.due(now, self.queue.oldest())
         if question is not None:
-            self.to_ask.append(question)
+            self.questions.append(question)
 
     def break_down(self, error: BaseException) -> None:
         """Fail all pending and later operations with ``error``. Called by the driving thread."""
         if not isinstance(error, CommError):
             error = HorovodInternalError(
-                f"named operations must not be interrupted, but {error!r} was raised in those of "
-                f"rank {self.world_rank}; end the program, or call hpctrain.shutdown() and "
-                f"hpctrain.init() on every rank"
+                f"named operations must not be interrupted, but {error!r} was raised in an "
+                f"operation of rank {self.world_rank}; end the program, or call "
+                f"hpctrain.shutdown() and hpctrain.init() on every rank"
             )
         self.comm.fail()
         self.broken = error
-        in_hand, self._in_hand = self._in_hand, []
-        for handle in in_hand:
+        executing, self._executing = self._executing, []
+        for handle in executing:
             if not handle.is_done:
                 handle.fail(error)
         self.fail_all(error)
@@ -216,7 +216,7 @@ class ProgressEngine:
                 if handle is self.closing:
                     continue  # a rank that has joined counts as having announced it
                 queue.in_flight.pop(handle.name, None)
-                queue.let_go()
+                queue.submit_held()
                 handle.fail(error)
                 has_failed = True
         if timeline is not None:
@@ -248,7 +248,7 @@ class ProgressEngine:
         self._prepared = handle, known
         return True
 
-    def _look_at_prepared(self) -> bool:
+    def _poll_prepared(self) -> bool:
         """Execute the prepared operation if it is committed; announce it if it is aborted.
 
         Returns True if it was executed.
@@ -272,7 +272,7 @@ class ProgressEngine:
             self.queue.submitted.appendleft(handle)
             return False
         self._carry_out_known(handle, known)
-        self.post.drain()  # clears the doorbell; the next turn receives all messages
+        self.post.drain()  # clears the doorbell; the next ``advance`` receives all messages
         return True
 
     def _carry_out_known(self, handle: Handle, known: "Known") -> None:
@@ -283,7 +283,7 @@ class ProgressEngine:
         del queue.in_flight[handle.name]
         self._reduce(handle, known)
         if queue.held:
-            queue.let_go()
+            queue.submit_held()
         self._stalls.last_call.note(_ALLREDUCE, handle.name)
 
     def _reduce(self, handle: Handle, known: "Known") -> None:
@@ -293,7 +293,7 @@ class ProgressEngine:
         except Exception as error:  # ``wait`` raises the error
             handle.fail(error)
 
-    def _tell_if_busy(self) -> None:
+    def _publish_busy(self) -> None:
         if self.fast_path is not None:
             self.fast_path.commit.set_busy(busy=self._negotiator.takes_part)
 
@@ -305,7 +305,7 @@ class ProgressEngine:
                 timeline.end(entry.name)
         handles = self._of_this_rank(batch)
         if handles:
-            self._in_hand = handles
+            self._executing = handles
             if known is not None and known.slots:
                 phases = Phases(self.comm, timeline, handles)
                 phases.enter("MPI_ALLREDUCE")
@@ -313,7 +313,7 @@ class ProgressEngine:
                 phases.end()
             else:
                 self._executor.carry_out(handles, timeline, batch)
-            self._in_hand = []
+            self._executing = []
             self._stalls.last_call.note(handles[-1].request.kind.value, handles[-1].name)
         if batch.join_over is not None:
             for handle in self.queue.end_join():
@@ -332,29 +332,29 @@ class ProgressEngine:
                 if handle is not None:
                     handle.fail(OperationMismatchError(entry.error))
             elif handle is None:  # this rank has joined
-                request = stand_in(entry.signature, self.comm.size)
+                request = neutral_request(entry.signature, self.comm.size)
                 found.append(Handle(None, request, entry.name))
                 self._is_closed |= entry.name == CLOSE
             else:
                 found.append(handle)
-        self.queue.let_go()
+        self.queue.submit_held()
         return found
 
-    def _talk(self) -> bool:
+    def _answer_questions(self) -> bool:
         """Answer questions of other ranks; on the root rank, store the answers."""
         relay, queue = self._negotiator.relay, self.queue
         questions = relay.take_questions()
         for question in questions:
             if isinstance(question, BreakOff):
-                self.post.flush(down=True)  # no later turn sends the message
+                self.post.flush(down=True)  # no later ``advance`` sends the message
                 self.broken = HorovodInternalError(question.reason)
                 self.fail_all(self.broken)
             else:
                 assert isinstance(question, Question)
                 now, joined = time.monotonic(), bool(queue.joining)
-                relay.answer(self._stalls.heard(now, question, queue.oldest(), joined=joined))
+                relay.answer(self._stalls.answer_to(now, question, queue.oldest(), joined=joined))
         for number, answer in relay.take_answers() if self._negotiator.is_root else ():
             assert isinstance(answer, Answer)
             self._stalls.take(number, answer)
-            self._stalls.tell(time.monotonic())
+            self._stalls.log_reports(time.monotonic())
         return bool(questions)

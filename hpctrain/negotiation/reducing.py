@@ -38,7 +38,7 @@ class Recipe(NamedTuple):
     """Factor that the communicator applies in its last pass, if floating point or complex."""
     after: float | None
     """Factor of an integer result, computed in float64 and rounded towards zero."""
-    divisor: int  # of an integer result, rounded towards zero; 1 for none
+    divisor: int  # divisor of an integer result, rounded towards zero; 1 for none
     is_plain: bool  # whether the communicator performs all steps
 
 
@@ -111,7 +111,7 @@ def reduce_scatter(
 
 
 def multiply_(values: Tensor, factor: float | None) -> None:
-    """Multiply in place; integers are multiplied in float64 and rounded towards zero."""
+    """Multiply ``values`` in place; integers in float64, rounded towards zero."""
     if factor is None:
         return
     if values.is_floating_point() or values.is_complex():
@@ -141,7 +141,7 @@ def _divide_uint64_(values: Tensor, divisor: int) -> None:
     signed.copy_(quotient)
 
 
-def stand_in(signature: Signature, size: int) -> Request:
+def neutral_request(signature: Signature, size: int) -> Request:
     """Return a request that a joined rank contributes, without effect on other ranks' results.
 
     The request has neutral elements for reductions, no rows for all-gather and all-to-all, and an

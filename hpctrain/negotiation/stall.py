@@ -32,10 +32,10 @@ _SILENT = "stopped, or in code that holds the GIL"
 
 
 class Question(NamedTuple):
-    """A question to all ranks whether they have submitted some operations."""
+    """A question to all ranks whether they have submitted the operations in ``ages_s``."""
 
     key: tuple[int, int]  # asking rank, and number of its question
-    ages_s: dict[str, float]  # how long that rank has waited for each
+    ages_s: dict[str, float]  # seconds for which that rank has waited, by operation
     is_final: bool  # whether all ranks end after the report
 
 
@@ -78,18 +78,18 @@ def describe(inquiry: Inquiry, members: Sequence[SetMember], abort_s: float = ma
     lines = _operations(inquiry, members, silent)
     if not lines:
         return ""
-    doing: dict[Hashable, list[int]] = {}
+    by_activity: dict[Hashable, list[int]] = {}
     for number, answer in sorted(inquiry.answers.items()):
         if answer.lacking:
-            doing.setdefault((answer.last, answer.others, answer.stack), []).append(number)
-    groups = list(doing.values())
+            by_activity.setdefault((answer.last, answer.others, answer.stack), []).append(number)
+    groups = list(by_activity.values())
     for numbers in groups[:MAX_LINES]:
-        lines += _doing(numbers, inquiry.answers, members)
+        lines += _activity(numbers, inquiry.answers, members)
     if rest := list(chain.from_iterable(groups[MAX_LINES:])):
-        lines.append(f"  {_who(rest, members)}: at other places, which are not shown")
+        lines.append(f"  {_on_hosts(rest, members)}: at other places, which are not shown")
     if silent:
-        lines.append(f"  {_who(silent, members)}: no answer; {_SILENT}")
-    lines.append(_outlook(inquiry.question, abort_s))
+        lines.append(f"  {_on_hosts(silent, members)}: no answer; {_SILENT}")
+    lines.append(_consequence(inquiry.question, abort_s))
     return "\n".join(lines)
 
 
@@ -99,20 +99,22 @@ def unanswered(
     """Return the report of a rank whose question the root has not forwarded."""
     eldest = max(question.ages_s, key=question.ages_s.__getitem__)
     return (
-        f'"{eldest}" has waited {question.ages_s[eldest]:.0f} s on {_who([number], members)}; '
-        f"the ranks that lack it are unknown, because {_who([0], members)}, or a rank between "
-        f"them, does not answer: {_SILENT}\n{_outlook(question, abort_s)}"
+        f'"{eldest}" has waited {question.ages_s[eldest]:.0f} s on '
+        f"{_on_hosts([number], members)}; "
+        f'the ranks that have not submitted "{eldest}" are unknown, because '
+        f"{_on_hosts([0], members)}, or a rank between the two in the tree of ranks, does not "
+        f"answer: {_SILENT}\n{_consequence(question, abort_s)}"
     )
 
 
-def _outlook(question: Question, abort_s: float) -> str:
+def _consequence(question: Question, abort_s: float) -> str:
     if question.is_final:
         return "all ranks end now, because of HPCTRAIN_STALL_ABORT_S"
     left_s = abort_s - max(question.ages_s.values())
     ends = "HPCTRAIN_STALL_ABORT_S=SECONDS ends such a run"
     if math.isfinite(abort_s):
         ends = f"in {left_s:.0f} s all ranks end, because of HPCTRAIN_STALL_ABORT_S={abort_s:g}"
-    return f"the ranks continue to wait; {ends}; HPCTRAIN_STALL_S=SECONDS reports it later"
+    return f"the ranks continue to wait; {ends}; HPCTRAIN_STALL_S=SECONDS delays this report"
 
 
 def _operations(inquiry: Inquiry, members: Sequence[SetMember], silent: list[int]) -> list[str]:
@@ -124,19 +126,19 @@ def _operations(inquiry: Inquiry, members: Sequence[SetMember], silent: list[int
         if waiting and lacking:
             lines.append(
                 f'"{name}" has waited {age_s:.0f} s: submitted by '
-                f"{_ranks(waiting, members)}, not by {_who(lacking, members)}"
+                f"{_ranks(waiting, members)}, not by {_on_hosts(lacking, members)}"
             )
     if len(lines) > MAX_LINES:
         lines[MAX_LINES:] = [f"and {len(lines) - MAX_LINES} more operations"]
     return lines
 
 
-def _doing(
+def _activity(
     numbers: Sequence[int], answers: Mapping[int, Answer], members: Sequence[SetMember]
 ) -> list[str]:
     """Return the lines about a group of ranks with the same stack."""
     answer = answers[numbers[0]]
-    text = f"  {_who(numbers, members)}: last collective: {answer.last}"
+    text = f"  {_on_hosts(numbers, members)}: last collective: {answer.last}"
     if answer.last_ago_s is not None:
         text += f", {answer.last_ago_s:.0f} s ago"
     if answer.others:
@@ -151,7 +153,7 @@ def _ranks(numbers: Iterable[int], members: Sequence[SetMember]) -> str:
     return format_ranks(sorted(members[number].rank for number in numbers))
 
 
-def _who(numbers: Sequence[int], members: Sequence[SetMember]) -> str:
+def _on_hosts(numbers: Sequence[int], members: Sequence[SetMember]) -> str:
     hosts = sorted({members[number].host for number in numbers})
     where = ", ".join(hosts[:4]) + (f" and {len(hosts) - 4} more hosts" if len(hosts) > 4 else "")
     return f"{_ranks(numbers, members)} on {where}"
@@ -272,7 +274,7 @@ class StallWatch:
         self._asked: dict[str, tuple[float, float]] = {}
         """Time of submission of each operation, and its age at the next question."""
         self._num_questions = 0
-        self._unheard: dict[tuple[int, int], tuple[Question, float]] = {}
+        self._unanswered: dict[tuple[int, int], tuple[Question, float]] = {}
         self._inquiries: dict[tuple[int, int], Inquiry] = {}
 
     def due(self, now: float, oldest: Mapping[str, float]) -> Question | None:
@@ -300,10 +302,10 @@ class StallWatch:
         self._num_questions += 1
         is_final = max(ages_s.values()) >= self._abort_s
         question = Question((self._number, self._num_questions), ages_s, is_final)
-        self._unheard[question.key] = (question, now + self.answer_s)
+        self._unanswered[question.key] = (question, now + self.answer_s)
         return question
 
-    def heard(
+    def answer_to(
         self, now: float, question: Question, oldest: Mapping[str, float], *, joined: bool = False
     ) -> Answer:
         """Return the answer to a question, also to this rank's own question.
@@ -313,7 +315,7 @@ class StallWatch:
         """
         oldest = {**oldest, **self._recorder.waiting()}
         self._mark(question.ages_s, oldest)
-        self._unheard.pop(question.key, None)
+        self._unanswered.pop(question.key, None)
         names = question.ages_s
         if self._number == 0 and not self._is_known(question):
             self._inquiries[question.key] = Inquiry(question, until=now + self.answer_s)
@@ -355,7 +357,7 @@ class StallWatch:
         if answer.key in self._inquiries:
             self._inquiries[answer.key].answers[number] = answer
 
-    def tell(self, now: float) -> None:
+    def log_reports(self, now: float) -> None:
         """Log the finished reports; after a final report, end all ranks."""
         for text, is_final in self.reports(now):
             _LOG.log(logging.ERROR if is_final else logging.WARNING, "%s", text)
@@ -368,9 +370,9 @@ class StallWatch:
         On the root, a report is finished when all ranks have answered or its deadline is over. On
         any rank, a question that the root has not forwarded in time gives a report.
         """
-        lost = [question for question, until in self._unheard.values() if now >= until]
+        lost = [question for question, until in self._unanswered.values() if now >= until]
         for question in lost:
-            del self._unheard[question.key]
+            del self._unanswered[question.key]
         over = [
             key
             for key, inquiry in self._inquiries.items()

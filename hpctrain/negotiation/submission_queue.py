@@ -50,9 +50,9 @@ class SubmissionQueue:
                 handle.name = f"{kind.value}.noname.{next(self._unnamed[kind]) % NUM_UNNAMED}"
             self.held.append(handle)
             if len(self.held) == 1 or handle.name not in self.in_flight:
-                self.let_go()
+                self.submit_held()
 
-    def let_go(self) -> None:
+    def submit_held(self) -> None:
         """Submit the held operations whose name no operation in flight uses."""
         if not self.held:
             return

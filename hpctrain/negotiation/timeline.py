@@ -45,7 +45,7 @@ class Timelines:
 
         Args:
             path: file to write. Only rank 0 records, unless ``path`` contains ``{rank}``, which
-                stands for the number of the rank.
+                is replaced by the number of the rank.
             mark_cycles: mark each cycle of the controller.
         """
         name = str(absolute(path))
@@ -58,7 +58,11 @@ class Timelines:
         try:
             self.current = Timeline(path, self._rank, self._size, mark_cycles=mark_cycles)
         except OSError as error:
-            _LOG.warning("the timeline file must be writable, got: %s; choose another", error)
+            _LOG.warning(
+                "the timeline file must be writable, but opening it failed: %s; choose another "
+                "file",
+                error,
+            )
             return
         atexit.register(self.stop)
 
@@ -74,7 +78,7 @@ class _Row(NamedTuple):
     """The row of one operation in the file."""
 
     number: int
-    open: list[int]  # begin of each open slice in ns, outermost first
+    open: list[int]  # start of each open slice in ns, outermost first
 
 
 class Timeline:
@@ -117,7 +121,7 @@ class Timeline:
         self._owner = os.getpid()
 
     def begin(self, name: str, title: str, num_bytes: int | None = None) -> None:
-        """Record that a slice of operation ``name`` begins; ``num_bytes`` is its size here."""
+        """Record that a slice of operation ``name`` begins; ``num_bytes`` is its size."""
         self._add("B", name, title, num_bytes)
 
     def end(self, name: str, moved: Traffic | None = None) -> None:

@@ -36,7 +36,7 @@ FAILED = 1
 INTERRUPTED = 130
 
 ABORT_S = 2.0  # longest wait for ``MPI_Abort`` before the process exits
-ROOT_SPEAKS_S = 5.0  # for rank 0 to print an error, and its launcher to end the other ranks
+ROOT_PRINTS_S = 5.0  # time for rank 0 to print an error and for its launcher to end all
 STAGGER_S, LONGEST_STAGGER_S = 1.0, 1.5
 """Delays in rank order before an error is printed: the first abort ends all other ranks."""
 
@@ -44,7 +44,7 @@ STAGGER_S, LONGEST_STAGGER_S = 1.0, 1.5
 def leave(
     presence: "Liveness", hooks: "FailureHooks", compare: "Callable[[Gather], str]" = lambda _: ""
 ) -> str:
-    """Wait until every rank has reached its end; end all ranks if that is impossible.
+    """Wait until every rank has reached the end of the program; after an error, end all ranks.
 
     Collective. Called by ``shutdown()`` and at exit of the interpreter, before any resource is
     freed.
@@ -60,7 +60,7 @@ def leave(
     with contextlib.suppress(Exception):  # a rank may be killed while it waits
         sys.stdout.flush()
     try:
-        return presence.farewell(compare)
+        return presence.wait_for_end(compare)
     except BaseException as error:  # at exit Python would only print the error
         hooks.end(error)
 
@@ -94,7 +94,7 @@ def _print_once(own: LaunchError) -> None:
             previous(kind, value, trace)
             return
         if launched is not None and launched.rank:
-            time.sleep(ROOT_SPEAKS_S)
+            time.sleep(ROOT_PRINTS_S)
         sys.stderr.write(f"hpctrain: {value}\n")
 
     sys.excepthook = hook
@@ -156,7 +156,7 @@ class FailureHooks:
         own = ""
         with contextlib.suppress(Exception):  # ``repr`` of a user's object may raise
             own = folded(error, self._log)
-        self._say(summary or (f"{where}{own}" if own else details))
+        self._print(summary or (f"{where}{own}" if own else details))
         self.abort(code)
 
     def end_blocked(self) -> None:
@@ -170,9 +170,9 @@ class FailureHooks:
             rank = f"rank {self._rank}"
             self.end(
                 RankLostError(
-                    f"all ranks must complete each call, but {rank} is still inside a call of MPI "
-                    f"that it has given up, so that MPI cannot end; the error of that call on "
-                    f"{rank} gives the reason"
+                    f"all ranks must complete each call, but {rank} is still inside an MPI call "
+                    f"whose wait has failed, so that MPI cannot be finalized; the error of that "
+                    f"wait on {rank} gives the reason"
                 )
             )
 
@@ -183,12 +183,12 @@ class FailureHooks:
         with contextlib.suppress(Exception):  # without free file descriptors there is no timer
             nowhere = os.open(os.devnull, os.O_WRONLY)
             faulthandler.dump_traceback_later(ABORT_S, exit=True, file=nowhere)
-        for say in (*self.last_words, sys.stdout.flush):
+        for function in (*self.last_words, sys.stdout.flush):
             with contextlib.suppress(Exception):
-                say()
+                function()
         try:
             if self._recovers:  # MPI_Abort would end this rank only
-                self._say(f"{ENDING}{code}")
+                self._print(f"{ENDING}{code}")
                 end_launch()
             else:
                 self._world.Abort(code)
@@ -203,7 +203,7 @@ class FailureHooks:
             log.flush()
             os.fsync(log.fileno())
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         with contextlib.suppress(Exception):
             # One write keeps the lines of a rank together. The hook of torch.distributed replaces
             # stderr by a buffer that it prints too late, after this process has ended.
@@ -235,7 +235,7 @@ class FailureHooks:
         details = f"{where}{''.join(traceback.format_exception(args.exc_value))}"
         details += "the thread neither computes nor communicates: the ranks continue without it\n"
         self._write_log(details)
-        self._say(details)
+        self._print(details)
         if self._previous_thread is not threading.__excepthook__:  # the user's own
             self._previous_thread(args)
 
@@ -261,9 +261,9 @@ _MPI_RULE = (
 
 
 _OUTSIDE_RULE = (
-    "under launch --recover the others continue after a death inside the function of "
-    "hpctrain.elastic.run, or while hpctrain train trains, but this was outside; communicate "
-    "inside, or restart from a checkpoint by launch --restart N"
+    "under launch --recover the other ranks can only continue if a rank dies inside the function "
+    "of hpctrain.elastic.run, or while hpctrain train trains, but this loss was outside; "
+    "communicate inside the function, or restart from a checkpoint by launch --restart N"
 )
 
 
@@ -287,7 +287,7 @@ def _verdict(error: BaseException, world: "MpiComm", *, recovers: bool) -> tuple
     return RANK_LOST, "\n".join([*lines, f"{text}; {rule}{'; ' if rule else ''}all ranks end"])
 
 
-FAREWELL_S = 1.0  # longest wait for the end of the tagger after its pipe is closed
+TAGGER_END_S = 1.0  # longest wait for the end of the tagger after its pipe is closed
 
 
 class CrashReport:
@@ -325,7 +325,7 @@ class CrashReport:
             self._tagger.stdin.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 # A forked child may keep the pipe open; the tagger then ends with the child.
-                self._tagger.wait(FAREWELL_S)
+                self._tagger.wait(TAGGER_END_S)
         self._tagger = None
 
 

@@ -14,7 +14,7 @@ from hpctrain.core import config, logs
 from hpctrain.core.torch_compat import warn_if_untested
 
 
-def take_place(found: Connection) -> None:
+def configure_torch(found: Connection) -> None:
     """Set the number of threads and the accelerator of this rank in torch. Local.
 
     The accelerator is the one with the rank's number on its host. The current device is kept if
@@ -26,7 +26,7 @@ def take_place(found: Connection) -> None:
         torch.accelerator.set_device_index(found.topology.host_rank % count)
 
 
-def tell_place(here: Topology) -> None:
+def update_torchrun_variables(here: Topology) -> None:
     """Update the environment variables of torchrun, if they are set, to this world.
 
     The world may be smaller than the launch, because spares wait and ranks may be lost.
@@ -43,7 +43,7 @@ def report(found: Connection) -> None:
         warn_if_untested()
 
 
-def tell_study(folder: Path, found: Connection) -> None:
+def write_plan(folder: Path, found: Connection) -> None:
     """Write ``plan.json`` with the topology and the plan for a scaling study."""
     mpi = version() if found.topology.size > 1 else None  # one rank loads no MPI
     topology = {"mpi": mpi, "topology": dict(found.topology.describe())}

@@ -17,7 +17,7 @@ from hpctrain.runtime.run import environment_of_ranks, results_in, write_call
 
 POLL_S = 1.0  # between two requests to Slurm while a program waits for a job
 
-VISIBLE_S = 10.0  # until a file that a node has written is visible here on a shared file system
+VISIBLE_S = 10.0  # longest delay until a file of another node is visible here
 
 _ENDS = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE")
 """States in which a job has ended."""
@@ -49,8 +49,8 @@ class Job:
         For a job that Slurm no longer knows, the state is derived from the exit code that its
         batch script wrote. Raises ``LaunchError``: Slurm does not answer.
         """
-        if said := scheduler.state_of(self.id):
-            return said
+        if state := scheduler.state_of(self.id):
+            return state
         try:
             code = int((self.folder / EXIT_CODE_FILE).read_text(encoding="ascii"))
         except (OSError, ValueError):
@@ -66,10 +66,13 @@ class Job:
 
         Raises ``TimeoutError``: the job has not ended after ``timeout_s`` seconds.
         """
-        give_up = None if timeout_s is None else time.monotonic() + timeout_s
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
         while not self.done():
-            if give_up is not None and time.monotonic() > give_up:
-                raise TimeoutError(f"job {self.id} is {self.state} after {timeout_s:g} s")
+            if end_s is not None and time.monotonic() > end_s:
+                raise TimeoutError(
+                    f"job {self.id} must end within {timeout_s:g} s, but is {self.state}; pass a "
+                    f"larger timeout_s"
+                )
             time.sleep(POLL_S)
 
     def result(self, timeout_s: float | None = None) -> Any:
@@ -84,9 +87,9 @@ class Job:
         results. ``TimeoutError``: the job has not ended after ``timeout_s`` seconds.
         """
         self.wait(timeout_s)
-        give_up = time.monotonic() + (VISIBLE_S if self.state == "COMPLETED" else POLL_S)
+        end_s = time.monotonic() + (VISIBLE_S if self.state == "COMPLETED" else POLL_S)
         while len(found := results_in(self.folder, self._num_ranks)) < self._num_ranks:
-            if time.monotonic() > give_up:
+            if time.monotonic() > end_s:
                 last = "\n".join(self.stdout().splitlines()[-20:])
                 raise LaunchError(
                     f"every rank must return from the function, but job {self.id} is {self.state} "
@@ -180,7 +183,7 @@ def _sent(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Job:
-    """Write the call and its script into a folder, and submit it to Slurm."""
+    """Write the function call and a batch script to a folder, and submit the script to Slurm."""
     folder.mkdir(parents=True, exist_ok=True)
     settings = replace(
         settings,

@@ -28,7 +28,7 @@ from hpctrain.runtime import arrival, lazy_dynamo, torch_backend
 from hpctrain.runtime.abort import FailureHooks, leave, start_guard
 from hpctrain.runtime.attachments import Attachments, Origin
 from hpctrain.runtime.last_check import compare
-from hpctrain.runtime.process_set_table import Controllers, ProcessSets, beside
+from hpctrain.runtime.process_set_table import Controllers, ProcessSets, with_thread
 from hpctrain.runtime.process_sets import numbers_of
 from hpctrain.runtime.rebuild import Rebuild, RebuildStage
 from hpctrain.runtime.stopping import CommonStop
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
 SPARES_RULE = (
     "with --spares only DistributedOptimizer may communicate before elastic.run, which must be "
-    "called once, because a spare runs this part alone; move the call into the function, or leave "
-    "out --spares"
+    "called once, because a spare runs that part of the program alone; move the call into the "
+    "function of elastic.run, or omit --spares"
 )
 
 
@@ -113,7 +113,7 @@ def _communicators(comm: object) -> list[object]:
 
 
 def _register(comms: Sequence[object], process_sets: "Sequence[ProcessSet]") -> None:
-    """Register the process sets passed to ``init``, and bind the objects. Collective."""
+    """Register the process sets passed to ``init``, and bind each to its entry. Collective."""
     if current().origin.spares is not None:
         raise ConfigError(f"{SPARES_RULE}; register process sets by add_process_set()")
     of_comms = [(numbers_of(one), True) for one in comms]
@@ -124,7 +124,7 @@ def _register(comms: Sequence[object], process_sets: "Sequence[ProcessSet]") -> 
         if registered.number in seen:
             raise ConfigError(
                 f"process_sets must have different ranks, and not all, but entry {number} has "
-                f"{list(registered.ranks)} again; leave it out"
+                f"{list(registered.ranks)} again; leave out that entry"
             )
         seen.add(registered.number)
         one.bind(registered)
@@ -150,7 +150,7 @@ def join(settings: Settings, chosen: object = None) -> None:
 
     def make(ranks: "MpiComm") -> None:
         if is_initialized():  # again: a rank died before all ranks had created this world
-            go_on(ranks)
+            replace_world(ranks)
         else:
             _join(settings, ranks, Origin(given=None, spares=spares, is_first=False))
 
@@ -163,14 +163,15 @@ def _spares_of(settings: Settings, chosen: object) -> "Spares":
     if chosen is not None:
         raise ConfigError(
             "the world must have all ranks of the launch with --spares, but init got comm; call "
-            "it without comm, or leave out --spares"
+            "init without comm, or omit --spares"
         )
     from hpctrain.comm.spares import Spares  # noqa: PLC0415 - a world of one needs no MPI
 
     with start_guard(settings):
         if (whole := find_world(timeout_s=settings.timeout)) is None:
             raise ConfigError(
-                "--spares needs at least two other ranks, but this one is alone; start more ranks"
+                "--spares must be used with at least two other ranks, but this rank is alone; "
+                "start more ranks"
             )
         return Spares(whole, settings.spares, settings.timeout)
 
@@ -187,7 +188,7 @@ def _join(settings: Settings, chosen: object, origin: Origin) -> None:
     except BaseException:
         if hooks is not None and not origin.is_first:  # the survivors may try again
             if (begun := replace_current(None)) is not None:
-                _depart(begun)
+                _stop_activity(begun)
             hooks.uninstall()
         raise
 
@@ -199,13 +200,13 @@ def _make(
     found = connect(ranks, settings, threads)
     here = found.topology
     if ranks:
-        arrival.take_place(found)
+        arrival.configure_torch(found)
     if settings.recover:
-        arrival.tell_place(here)
+        arrival.update_torchrun_variables(here)
     # The setting of rank 0 holds for all ranks, as statistics are collective.
     statistics = Statistics(found.comm) if found.settings.stats else None
     inside = observed(found.comm, trace if settings.trace else None, statistics)
-    comm = beside(inside, found.plan)
+    comm = with_thread(inside, found.plan)
     controllers = Controllers(
         topology=here,
         plan=found.plan,
@@ -251,7 +252,7 @@ def _begin(made: World, found: Connection) -> None:
     if made.origin.is_first and config.setting("watched") and rank == 0:
         sys.stderr.write(f"{BEGUN}\n")
     if settings.records is not None and rank == 0:
-        arrival.tell_study(settings.records, found)
+        arrival.write_plan(settings.records, found)
     if mine.hooks is not None:
         mine.hooks.last_words.append(mine.timelines.stop)
         mine.hooks.communicates = made.last_call.was_on
@@ -317,23 +318,23 @@ def _leave(leaving: World, *, raises: bool) -> None:
     leaving.comm.close()
     if mine.before_finalize is not None:
         mine.before_finalize.close()
-    is_well = not fault and sys.exc_info()[0] is None and not hasattr(sys, "last_value")
-    _tell_end(leaving, is_well=is_well)
+    is_normal = not fault and sys.exc_info()[0] is None and not hasattr(sys, "last_value")
+    _report_end(leaving, is_normal=is_normal)
     if fault:
         raise ReplicaError(fault)  # the hooks remain installed, for an uncaught error
     if mine.hooks is not None and sys.exc_info()[0] is None:
         mine.hooks.uninstall()  # an error that is being handled needs the hooks to end all ranks
 
 
-def _tell_end(leaving: World, *, is_well: bool) -> None:
+def _report_end(leaving: World, *, is_normal: bool) -> None:
     if leaving.origin.spares is not None:
         leaving.origin.spares.end()
-    if config.setting("watched") and is_well and leaving.topology.rank == 0:
+    if config.setting("watched") and is_normal and leaving.topology.rank == 0:
         sys.stderr.write(f"{ENDED}\n")
         sys.stderr.flush()
 
 
-def go_on(ranks: "MpiComm", *, moves: bool = True) -> None:
+def replace_world(ranks: "MpiComm", *, moves: bool = True) -> None:
     """Replace a world with lost ranks by a world of the survivors. Collective.
 
     After an error this rank is in the previous world, and the caller may try again.
@@ -349,7 +350,7 @@ def go_on(ranks: "MpiComm", *, moves: bool = True) -> None:
     assert before.presence is not None
     assert hooks is not None
     if before.presence.is_open:  # closed if another rank has died in an earlier attempt
-        _depart(before)
+        _stop_activity(before)
     hooks.uninstall()
     try:
         _join(before.settings, ranks, replace(before.origin, given=None, is_first=False))
@@ -361,7 +362,7 @@ def go_on(ranks: "MpiComm", *, moves: bool = True) -> None:
         current().rebuild.follow(before.rebuild.leave())
 
 
-def _depart(leaving: World) -> None:
+def _stop_activity(leaving: World) -> None:
     """Stop all activity of a world with lost ranks. Not collective."""
     atexit.unregister(_shut_down)
     if leaving.presence is not None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Left = tuple[Sequence[int], Mapping[str, str]]
 """Ranks of an optimizer, and its state after the last step on this rank, as text by name."""
-_MAX_KEPT = 16  # states of models that no longer exist
+_MAX_KEPT = 16  # number of states of deleted models
 
 
 StateOf = Callable[..., Mapping[str, str]]
@@ -37,39 +37,42 @@ A method of the steps of an optimizer, or of a model that is sharded over ranks.
 class LastStates:
     """States of models or optimizers after the last step, with the ranks that compare them.
 
-    The steps call ``keep`` when they are deleted, as a program may delete a model before its end.
+    An optimizer or model that is deleted before the end of the program calls ``keep``.
     """
 
     def __init__(self) -> None:
         self._num_of = Counter[tuple[int, ...]]()
-        self._living: dict[str, tuple[tuple[int, ...], weakref.WeakMethod[StateOf]]] = {}
+        self._registered: dict[str, tuple[tuple[int, ...], weakref.WeakMethod[StateOf]]] = {}
         self._kept: dict[str, Left] = {}
         self._owner = Owner()
 
     def enter(self, ranks: tuple[int, ...], state_of: StateOf) -> str:
-        """Register steps and return their name; same order on all of ``ranks``. Local."""
+        """Register a model or optimizer and return a name for it. Local.
+
+        All of ``ranks`` make their calls in the same order.
+        """
         name = f"{ranks} {self._num_of[ranks]}"
         self._num_of[ranks] += 1
-        self._living[name] = ranks, weakref.WeakMethod(state_of)
+        self._registered[name] = ranks, weakref.WeakMethod(state_of)
         return name
 
     def keep(self, name: str, state_of: StateOf) -> None:
-        """Store the state of steps that are about to be deleted; the last 16 are kept.
+        """Store the state of a model or optimizer that is being deleted; the last 16 are kept.
 
         During a garbage collection only the numbers of steps are stored, since each rank collects
         at a different time.
         """
-        if name in self._living and self._owner.is_here:  # not in a forked child
-            ranks, _ = self._living.pop(name)
+        if name in self._registered and self._owner.is_here:  # not in a forked child
+            ranks, _ = self._registered.pop(name)
             has_weights = not collection.is_running
             self._kept[name] = ranks, state_of(ranks, has_weights=has_weights)
             while len(self._kept) > _MAX_KEPT:
                 del self._kept[next(iter(self._kept))]
 
-    def hand_over(self) -> dict[str, Left]:
+    def take_all(self) -> dict[str, Left]:
         """Return all states by name; called once, at the end. Not collective."""
-        living, self._living = self._living, {}
-        found = {name: (ranks, method()) for name, (ranks, method) in living.items()}
+        registered, self._registered = self._registered, {}
+        found = {name: (ranks, method()) for name, (ranks, method) in registered.items()}
         states = {name: (ranks, of(ranks)) for name, (ranks, of) in found.items() if of}
         return self._kept | states
 
@@ -103,15 +106,15 @@ def compare(
     The states of a rank that handles an exception count as missing. If named operations have
     failed on some rank, they are shut down on all ranks.
     """
-    sets.give_up_broken(gather)
+    sets.shut_down_broken(gather)
     ranks = sets.by_number()
     mine: dict[str, Left] = {
         f"{number}.{optimizer}": (ranks[number], values)
         for number, comm in sets.communicators().items()
         if comm in step_checks and (states := step_checks[comm].last_states)
-        for optimizer, (_, values) in states.hand_over().items()
+        for optimizer, (_, values) in states.take_all().items()
     }
-    mine |= last_states.hand_over()
+    mine |= last_states.take_all()
     if sys.exc_info()[0] is not None:
         mine = {}
     is_strict = check_weights == "error"
@@ -130,10 +133,10 @@ def _difference(
     missing on some rank is skipped. Costs one small message per rank if all states are equal.
     """
     digests = {one: hashlib.sha256(_packed(left)).hexdigest()[:16] for one, left in mine.items()}
-    heard = [json.loads(text) for text in gather(_packed([is_strict, digests]))]
-    is_error, told = any(strict for strict, _ in heard), [digests for _, digests in heard]
-    optimizers = sorted({one for digests in told for one in digests})
-    suspects = [o for o in optimizers if len({digests.get(o) for digests in told} - {None}) > 1]
+    received = [json.loads(text) for text in gather(_packed([is_strict, digests]))]
+    is_error, by_rank = any(strict for strict, _ in received), [digests for _, digests in received]
+    optimizers = sorted({one for digests in by_rank for one in digests})
+    suspects = [o for o in optimizers if len({digests.get(o) for digests in by_rank} - {None}) > 1]
     if not suspects:
         return "", is_error
     for stream in (sys.stdout, sys.stderr):  # an error may end all ranks at once
@@ -141,8 +144,8 @@ def _difference(
             stream.flush()
     own = {one: left for one, left in mine.items() if one in suspects}
     every = [json.loads(text) for text in gather(_packed(own))]
-    parted = (_differing([of_rank.get(one) for of_rank in every]) for one in suspects)
-    found = next(filter(None, parted), {})
+    different = (_differing([of_rank.get(one) for of_rank in every]) for one in suspects)
+    found = next(filter(None, different), {})
     if not found:
         return "", is_error
     name, which = next(iter(found.items()))

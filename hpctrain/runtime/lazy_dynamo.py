@@ -18,7 +18,7 @@ from typing import Any
 from hpctrain.core.torch_compat import DYNAMO, set_dynamo
 
 
-class StandIn(ModuleType):
+class DynamoStub(ModuleType):
     """Stub of ``torch._dynamo`` in ``sys.modules`` until the package is needed."""
 
     def __init__(self) -> None:
@@ -45,15 +45,15 @@ class StandIn(ModuleType):
 class Finder:
     """Import hook: load the package when one of its submodules is imported."""
 
-    def __init__(self, stand_in: StandIn) -> None:
-        self.stand_in = stand_in
+    def __init__(self, stub: DynamoStub) -> None:
+        self.stub = stub
         self.specs: dict[str, ModuleSpec | None] = {}
 
     def find_spec(self, name: str, *_path_and_target: object) -> ModuleSpec | None:
         """Return None, unless ``name`` is a submodule and the stub is in ``sys.modules``."""
-        if not name.startswith(f"{DYNAMO}.") or sys.modules.get(DYNAMO) is not self.stand_in:
+        if not name.startswith(f"{DYNAMO}.") or sys.modules.get(DYNAMO) is not self.stub:
             return None
-        load(self.stand_in)
+        load(self.stub)
         if name not in sys.modules:
             return importlib.util.find_spec(name)
         self.specs[name] = sys.modules[name].__spec__
@@ -68,13 +68,13 @@ class Finder:
         module.__spec__ = self.specs.pop(module.__name__)
 
 
-def load(stand_in: StandIn) -> ModuleType:
+def load(stub: DynamoStub) -> ModuleType:
     """Replace the stub by the package, and clear the marks of functions that it returned."""
-    with stand_in.lock:
-        if sys.modules.get(DYNAMO) is stand_in:
+    with stub.lock:
+        if sys.modules.get(DYNAMO) is stub:
             set_dynamo(None)
             importlib.import_module(DYNAMO)
-            for function in stand_in.undecided:
+            for function in stub.undecided:
                 function.__dict__.pop("__dynamo_disable", None)
         return sys.modules[DYNAMO]
 
@@ -82,6 +82,6 @@ def load(stand_in: StandIn) -> ModuleType:
 def install() -> None:
     """Install the stub, unless the package is loaded."""
     if DYNAMO not in sys.modules:
-        stand_in = StandIn()
-        set_dynamo(stand_in)
-        sys.meta_path.insert(0, Finder(stand_in))
+        stub = DynamoStub()
+        set_dynamo(stub)
+        sys.meta_path.insert(0, Finder(stub))

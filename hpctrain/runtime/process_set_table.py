@@ -154,12 +154,12 @@ class ProcessSets:
 
     def controllers(self) -> list[Controller]:
         """Return the controllers of all sets of this rank; the set of all ranks first."""
-        found = [one.controller for one in self._in_turn()]
+        found = [one.controller for one in self._by_number()]
         return [controller for controller in found if controller is not None]
 
     def communicators(self) -> dict[int, Communicator]:
         """Return the communicators for buckets of all sets of this rank, by number of the set."""
-        return {one.number: one.comm for one in self._in_turn() if one.comm is not None}
+        return {one.number: one.comm for one in self._by_number() if one.comm is not None}
 
     def communicator(self, process_set: Registrable | None) -> Communicator:
         """Return the communicator of a set for buckets, which its controller does not use.
@@ -185,7 +185,7 @@ class ProcessSets:
         if found.rank is None:
             raise ConfigError(
                 f"a rank must be in the process set that it uses, but rank {self._me} is not in "
-                f"{process_set}; call this on its ranks only"
+                f"{process_set}; call this function only on the ranks of the set"
             )
         return found
 
@@ -257,7 +257,7 @@ class ProcessSets:
 
         Not collective; the operations fail on all ranks of these sets.
         """
-        for one in self._in_turn():
+        for one in self._by_number():
             if one.controller is not None:
                 one.controller.break_off(reason)
 
@@ -266,7 +266,7 @@ class ProcessSets:
 
         No rank may wait for a named operation. Numbers and ranks of the sets do not change.
         """
-        for one in self._in_turn():
+        for one in self._by_number():
             if one.controller is not None:
                 one.controller.abandon()
                 one.controller = self._controllers.make(one.controller.comm, one.ranks)
@@ -275,14 +275,14 @@ class ProcessSets:
 
     def drop(self) -> None:
         """Close all sets without the other ranks, which may be lost. Not collective."""
-        for one in self._in_turn():
+        for one in self._by_number():
             one.is_open = False
             if one.controller is not None:
                 one.controller.drop()
             if isinstance(one.comm, ThreadedCommunicator):
                 one.comm.drop()
 
-    def give_up_broken(self, gather: "Gather") -> None:
+    def shut_down_broken(self, gather: "Gather") -> None:
         """Shut down all controllers if one has failed on some rank, which cannot participate.
 
         Collective over the world.
@@ -290,14 +290,14 @@ class ProcessSets:
         mine = any(controller.is_broken for controller in self.controllers())
         if b"broken" in gather(b"broken" if mine else b"well"):
             for controller in self.controllers():
-                controller.give_up()
+                controller.shut_down()
 
     def close(self) -> None:
         """Close all sets. Collective over the world."""
-        for one in reversed(self._in_turn()):
+        for one in reversed(self._by_number()):
             self._close(one)
 
-    def _in_turn(self) -> list[Registered]:
+    def _by_number(self) -> list[Registered]:
         return [self._sets[number] for number in sorted(self._sets)]
 
     def _in_order(self, function: Callable[[Communicator], T]) -> T:
@@ -320,7 +320,7 @@ class ProcessSets:
         if new and known is not None:
             raise ConfigError(
                 f"process sets must have different ranks, but {list(ranks)} already are set "
-                f"{known.number}; use that one{', or remove it first' if known.number else ''}"
+                f"{known.number}; use that set{', or remove it first' if known.number else ''}"
             )
         if known is None and len(ranks) > 1 and not calls_from_threads():
             raise ConfigError(
@@ -338,7 +338,7 @@ class ProcessSets:
             made.inside = self._in_order(lambda inside: inside.group(ranks))
             if made.inside is not None:
                 made.controller = self._controller_over(made.inside, ranks)
-                made.comm = beside(made.inside, self._controllers.plan)
+                made.comm = with_thread(made.inside, self._controllers.plan)
         except NodeMemoryError as error:
             # Raised on every rank of the set; ``agree`` reports it to the ranks outside.
             refusal = str(error)
@@ -364,7 +364,7 @@ class ProcessSets:
             one.comm.close()
 
 
-def beside(comm: Communicator, plan: Plan) -> Communicator:
+def with_thread(comm: Communicator, plan: Plan) -> Communicator:
     """Return ``comm`` with a thread for all optimizers, if the plan overlaps by threads."""
     if plan.overlap != "thread":
         return comm

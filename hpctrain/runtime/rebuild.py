@@ -31,7 +31,7 @@ class Rebuild:
 
     def __init__(self) -> None:
         self._holders: list[_Registered] = []
-        self._left_behind: list[_Registered] = []  # of the previous world, until they move
+        self._left_behind: list[_Registered] = []  # of the previous world, not moved yet
 
     def register(
         self,

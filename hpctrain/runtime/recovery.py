@@ -37,7 +37,7 @@ def is_on() -> bool:
 
 
 class Attempt(NamedTuple):
-    """Outcome of a collective attempt."""
+    """Outcome of ``attempt`` on this rank."""
 
     result: Any  # result of the function; None if ranks were lost
     lost: list[int]  # ranks of the previous world
@@ -67,11 +67,14 @@ def attempt(function: Callable[[], T], *, moves: bool = True) -> Attempt:
         if not _may_be_loss(caught):
             raise
         error = caught
-    if _all_are_well(am_well=error is None):
+    if _have_all_succeeded(has_succeeded=error is None):
         return Attempt(result, [], None)
-    lost = _shrink(lambda ranks: initialization.go_on(ranks, moves=moves))
+    lost = _shrink(lambda ranks: initialization.replace_world(ranks, moves=moves))
     if not lost:  # no rank is lost: an ordinary error
-        raise error or CommError("all ranks must succeed, but another one failed; see its error")
+        raise error or CommError(
+            "all ranks must complete the function, but another rank failed; see the error of that "
+            "rank"
+        )
     return Attempt(None, lost, error)
 
 
@@ -95,7 +98,7 @@ def survive(error: Exception, allows: Callable[[list[int]], object]) -> list[int
             raise RankLostError(_died(lost)) from error
 
     def make(ranks: "MpiComm") -> None:
-        initialization.go_on(ranks)
+        initialization.replace_world(ranks)
         world.current().rebuild.move()
 
     if not (lost := _shrink(make, check)):
@@ -127,8 +130,8 @@ def give_up(error: Exception) -> NoReturn:
 def _died(lost: list[int]) -> str:
     who = f"{format_ranks(lost)} of {world.size()}" if lost else f"one of {world.size()} ranks"
     return (
-        f"{who} died, and the others cannot continue without the lost state; restart from the "
-        f"last commit or checkpoint"
+        f"{who} died, and the other ranks cannot continue without the lost state; restart from "
+        f"the last commit or checkpoint"
     )
 
 
@@ -145,20 +148,22 @@ def _is_of_loss(error: BaseException) -> bool:
 
     The results of a collective in which a rank dies are undefined and may cause any error.
     """
-    return isinstance(error, RankLostError) or is_loss(error) or survivors.knows_of_loss(_ranks())
+    return (
+        isinstance(error, RankLostError) or is_loss(error) or survivors.has_detected_loss(_ranks())
+    )
 
 
-def _all_are_well(*, am_well: bool) -> bool:
+def _have_all_succeeded(*, has_succeeded: bool) -> bool:
     """Return True if no rank has failed or is lost; the same on all survivors. Collective.
 
     If this rank has failed, ranks that wait in this world raise an error. All ranks end with exit
     code 87 after ``HPCTRAIN_TIMEOUT`` seconds: MPI does not detect ranks that are stopped, or that
     have exited with their own exit code.
     """
-    if not am_well:
+    if not has_succeeded:
         _end_waits()
     with _limited(world.current().settings.timeout):
-        return bool(survivors.agree(_ranks(), am_well=am_well))
+        return bool(survivors.agree(_ranks(), has_succeeded=has_succeeded))
 
 
 def _shrink(
@@ -175,7 +180,7 @@ def _shrink(
     before, ranks = world.current(), _ranks()
     lost: list[int] = []
 
-    def remade(left: "MpiComm") -> None:
+    def make_world(left: "MpiComm") -> None:
         nonlocal lost
         lost = survivors.lost(ranks, left)
         check(lost)
@@ -188,9 +193,9 @@ def _shrink(
             return []
         check(survivors.lost(ranks, left))
         if before.origin.spares is None:
-            survivors.remake(left, remade)
+            survivors.remake(left, make_world)
         else:
-            before.origin.spares.replace(remade)
+            before.origin.spares.replace(make_world)
     if world.rank() == 0:
         num_spares = world.size() - before.topology.size + len(lost)
         logger.warning(
@@ -213,7 +218,7 @@ def _limited(limit_s: float) -> Iterator[None]:
         logger.error(
             "the survivors must agree within %g s, but %s; all ranks end",
             limit_s,
-            f"a signal has stopped {format_ranks(stopped)} of this node"
+            f"a signal stopped {format_ranks(stopped)} of this node"
             if stopped
             else "a rank is stopped, or has exited with its own exit code",
         )

@@ -84,7 +84,10 @@ def run(
         code, _ = supervise(line, environ=environ, timeout_s=timeout_s)
         results = results_in(folder, np)
         if code == TIMED_OUT:
-            raise LaunchError(f"{np} ranks did not finish in {timeout_s:g} s; raise timeout_s")
+            raise LaunchError(
+                f"all {np} ranks must finish within {timeout_s:g} s, but some have not; pass a "
+                f"larger timeout_s"
+            )
         _require_all([str(rank) for rank in range(np) if rank not in results], code)
         return [*results.values()]
 

@@ -67,7 +67,7 @@ def held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-_entered: "list[StopRequests]" = []  # the entered ones, in order
+_entered: "list[StopRequests]" = []  # entered contexts, in order
 
 
 def _leave_signals_to_parent() -> None:
@@ -108,7 +108,7 @@ class StopRequests:
     ) -> None:
         self._stop_file, self._deadline = stop_file, deadline
         self._look_s, self._clock = look_s, clock
-        self._looked_at = float("-inf")
+        self._checked_at = float("-inf")
         self._reason = ""
         self._before: dict[int, object] = {}
         self._read, self._write, self._fd_before = -1, -1, -1
@@ -118,15 +118,15 @@ class StopRequests:
     def reason(self) -> str:
         """Reason of a request to stop: ``SIGTERM``, ``budget``, ...; empty without one."""
         if not self._reason:
-            self._reason = self._look()
+            self._reason = self._find_reason()
         return self._reason
 
-    def _look(self) -> str:
+    def _find_reason(self) -> str:
         now = self._clock()
         if self._deadline is not None and now >= self._deadline:
             return "budget"
-        if self._stop_file is not None and now - self._looked_at >= self._look_s:
-            self._looked_at = now
+        if self._stop_file is not None and now - self._checked_at >= self._look_s:
+            self._checked_at = now
             if self._stop_file.exists():
                 return f"file {self._stop_file.name}"
         return ""
@@ -209,8 +209,9 @@ class StopRequests:
 
 
 _NOT_IN_MAIN = (
-    "stop signals can only be taken by the main thread, but the first should_stop() was called in "
-    "thread {}; call should_stop() once in the main thread of every rank before the thread starts"
+    "stop signals can only be received by the main thread, but the first should_stop() was called "
+    "in thread {}; call should_stop() once in the main thread of every rank before the thread "
+    "starts"
 )
 
 
@@ -235,7 +236,7 @@ class CommonStop:
         fault = ""
         if self._requests is None:
             if threading.current_thread() is threading.main_thread():
-                self._requests = self._look().__enter__()
+                self._requests = self._new_requests().__enter__()
             else:
                 fault = _NOT_IN_MAIN.format(threading.current_thread().name)
         if not self._is_over:
@@ -245,7 +246,7 @@ class CommonStop:
                 raise_if_any([text or None for text in faults], CommError)
                 self._is_over = True
                 if self._comm.rank == 0:
-                    self._tell(", ".join(sorted({*reasons} - {""})))
+                    self._log_stop(", ".join(sorted({*reasons} - {""})))
         return self._is_over
 
     def _is_any(self, *, is_mine: bool) -> bool:
@@ -263,19 +264,21 @@ class CommonStop:
             self._requests.__exit__()
             self._requests = None
 
-    def _look(self) -> StopRequests:
+    def _new_requests(self) -> StopRequests:
         if self._comm.rank:
             return StopRequests()
         folder, ends = run_directory(), None
         try:
             ends = job_end()
         except LaunchError as error:
-            logger.warning(f"ranks cannot stop by themselves before the job ends: {error}")
+            logger.warning(
+                f"the ranks cannot save and stop before the time limit of the job: {error}"
+            )
         end = deadline(self._started, self._budget_s, ends, MARGIN_S)
         return StopRequests(stop_file=folder and folder / "STOP", deadline=end)
 
     @staticmethod
-    def _tell(reason: str) -> None:
+    def _log_stop(reason: str) -> None:
         logger.warning(f"asked to stop by {reason}: the ranks save, and end with code {STOPPED}")
         if folder := run_directory():
             with suppress(OSError):

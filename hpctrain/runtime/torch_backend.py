@@ -33,16 +33,16 @@ def register() -> None:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
     except (AttributeError, KeyError) as error:
         version = import_module("torch").__version__
-        logger.warning(f"torch {version} has no backend hpctrain: {error!r}")
+        logger.warning(f"hpctrain cannot register its backend in torch {version}: {error!r}")
         return
 
-    def meet(url: str, timeout: timedelta = default, **options: Any) -> Iterator[Any]:
+    def rendezvous(url: str, timeout: timedelta = default, **options: Any) -> Iterator[Any]:
         if torch_finds_ranks():
             yield from of_torch(url, timeout=timeout, **options)
         else:
             yield imported("hpctrain.runtime.torch_groups:find_ranks")(timeout)
 
-    handlers["env"] = meet
+    handlers["env"] = rendezvous
 
 
 def _create(options: Any, _: object = None) -> Any:

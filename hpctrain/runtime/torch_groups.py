@@ -58,11 +58,11 @@ def create(options: Any) -> HpctrainGroup:
     purpose = "a group" if ranks else "the world"
     if not ranks:
         ranks = list(range(topology.size))
-        told, found = (options.group_rank, options.group_size), (topology.rank, topology.size)
-        if told != found:
+        given, found = (options.group_rank, options.group_size), (topology.rank, topology.size)
+        if given != found:
             raise LaunchError(
-                f"torch.distributed and MPI must have the same ranks, but this is rank {told[0]} "
-                f"of {told[1]} in torch.distributed and rank {found[0]} of {found[1]} in MPI; "
+                f"torch.distributed and MPI must have the same ranks, but this is rank {given[0]} "
+                f"of {given[1]} in torch.distributed and rank {found[0]} of {found[1]} in MPI; "
                 f"start the ranks with mpirun, srun or hpctrain launch, and leave out RANK, "
                 f"WORLD_SIZE and the arguments rank and world_size of init_process_group"
             )
@@ -94,6 +94,6 @@ def _communicator(comm: Any, ranks: list[int], limit: Limit, purpose: str) -> Co
     try:
         made: Communicator = comm.group_by_members(ranks, purpose=purpose, limit=limit)
     except RankLostError as error:
-        text = f"a group of ranks {ranks} was not made on rank {comm.rank}: {error}"
+        text = f"a group of ranks {ranks} was not created on rank {comm.rank}: {error}"
         raise GroupRankLostError(text) from error
     return made

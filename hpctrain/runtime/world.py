@@ -1,4 +1,4 @@
-"""The world of this process: the only module of hpctrain with mutable global state."""
+"""The world, that is, all ranks that have called ``init``, and its state in this process."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -66,7 +66,7 @@ def current() -> World:
     """
     if _world is None:
         raise NotInitializedError(
-            "a world must exist for this call, got none; call hpctrain.init() first"
+            "hpctrain must be initialized before this call, but is not; call hpctrain.init() first"
         )
     return _world
 
@@ -138,7 +138,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:  # noqa: 
     Args:
         file_path: file of rank 0, the only rank that records. If the path contains ``{rank}``,
             each calling rank writes a file, with its rank in the name.
-        mark_cycles: whether to mark the begin of each cycle of the controller.
+        mark_cycles: whether to mark the start of each cycle of the controller.
 
     Raises:
         NotInitializedError: ``init`` was not called; a ``ValueError``.

@@ -66,7 +66,7 @@ FIGURES = [
     ("slurm", f"at most `MAX_REQUEUES` times ({MAX_REQUEUES})"),
     ("architecture", f"The first {pending_table.NUM_SLOTS:,} names have numbers"),
     ("architecture", f"by a timer after {BURST_US:g} µs ({LONGEST_MS:g} ms in a loop"),
-    ("async-sgd", f"after at most {waiting.NAP_SHARE * 100:g} % of the time since the last"),
+    ("async-sgd", f"after at most {waiting.SLEEP_SHARE * 100:g} % of the time since the last"),
     ("async-sgd", f"and {request_thread._LONGEST_S:g} s at most"),
     ("embeddings", f"warns after {sharded_embedding._MANY_LOOKUPS} lookups"),
     ("horovod-variables", f"default {SETTINGS.stall_s:g}, in Horovod 60"),

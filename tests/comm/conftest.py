@@ -32,7 +32,7 @@ one node."""
 def close(connection: Connection) -> None:
     """Close a connection as ``hpctrain.shutdown`` does."""
     if connection.presence is not None:
-        connection.presence.farewell()
+        connection.presence.wait_for_end()
     connection.comm.close()
 
 

@@ -324,7 +324,7 @@ def calls_of(program: Program, world: MPI.Intracomm) -> Generator[Calls]:
     if program.caller == "named":
         made.controller.drop()
     if connection.presence is not None:
-        connection.presence.farewell()
+        connection.presence.wait_for_end()
     comm.close()
 
 

@@ -262,7 +262,7 @@ def main():
             f"{connection.topology.num_nodes} nodes agree with numpy, {seconds:.1f} s\n"
         )
     if connection.presence is not None:
-        connection.presence.farewell()
+        connection.presence.wait_for_end()
     connection.comm.close()
 
 

@@ -184,7 +184,9 @@ REFUSED = {
     r"got SIZE of \['float32', 'int64'\]|must have 1 tensors": lambda c: c.alltoall(
         [torch.zeros(1)] * (c.size - 1) + [torch.zeros(c.size, dtype=torch.int64)] * (c.size > 1)
     ),
-    "10 elements in all": lambda c: c.reduce_scatter(torch.ones(10), numels=[1] * c.size),
+    "one per rank, with the sum 10, got": lambda c: c.reduce_scatter(
+        torch.ones(10), numels=[1] * c.size
+    ),
     r"from 0 to LAST, each once, got \[\]": lambda c: c.group([]),
     r"from 0 to LAST, each once, got \[0, 0\]": lambda c: c.group([0, 0]),
     r"from 0 to LAST, each once, got \[99\]": lambda c: c.group([99]),

@@ -68,11 +68,11 @@ def test_member_that_timed_out_does_not_count_as_present(world):
         size, is_last = dist.get_world_size(), dist.get_rank() == dist.get_world_size() - 1
         start = time.monotonic()
         if is_last:  # the last rank calls alone, then the others call alone
-            with pytest.raises(RankLostError, match="was not made"):
+            with pytest.raises(RankLostError, match="was not created"):
                 dist.new_group(range(size), timeout=soon)
         world.Barrier()
         if not is_last:
-            with pytest.raises(RankLostError, match="was not made"):
+            with pytest.raises(RankLostError, match="was not created"):
                 dist.new_group(range(size), timeout=soon)
         world.Barrier()
         assert time.monotonic() - start < 60
@@ -91,7 +91,7 @@ def test_new_world_is_not_confused_with_a_new_group(world, per_node):
                 alarm.during(0.1, lambda: dist.new_group(range(size)))
         else:
             time.sleep(0.3)
-            with pytest.raises(RankLostError, match=r"was not made.*waited"):
+            with pytest.raises(RankLostError, match=r"was not created.*waited"):
                 dist.new_group(range(size), timeout=timedelta(seconds=0.5))
         dist.destroy_process_group()
         dist.init_process_group("hpctrain")

@@ -43,8 +43,8 @@ class Node:
         self.kernels = []
         for rank, barrier in enumerate(barriers):
             rounds = [semaphore.address for pair in barrier._rounds for semaphore in pair]
-            awake_s = 2e-5, 2e-5
-            kernel = Kernel(library(), rank, size, awake_s, [*memory, *rounds], SLOT_BYTES)
+            phases_s = 2e-5, 2e-5
+            kernel = Kernel(library(), rank, size, phases_s, [*memory, *rounds], SLOT_BYTES)
             self.kernels.append(kernel)
         self._keep = pages
 
@@ -125,7 +125,9 @@ def test_random_sums_have_the_bits_of_torch(seed):
             if kind == "barrier":
                 code = kernel.barrier()
             elif kind == "bucket":
-                code = kernel.sum_bucket(*what, addresses_of(values), numel, scale, looks=False)
+                code = kernel.sum_bucket(
+                    *what, addresses_of(values), numel, scale, checks_finite=False
+                )
                 turn = 1 - turn
             else:
                 mine = how.view(values[rank])
@@ -142,9 +144,9 @@ def test_random_sums_have_the_bits_of_torch(seed):
 
 
 @pytest.mark.requires("kernel")
-@pytest.mark.parametrize("looks", [False, True])
+@pytest.mark.parametrize("checks_finite", [False, True])
 @pytest.mark.parametrize("bad", [float("inf"), float("nan"), 3e38])
-def test_a_sum_that_is_not_finite_is_counted_if_asked(bad, looks):
+def test_a_sum_that_is_not_finite_is_counted_if_asked(bad, checks_finite):
     node = Node(2)
     values = [torch.ones(300) for _ in range(2)]
     for value in values:
@@ -152,11 +154,14 @@ def test_a_sum_that_is_not_finite_is_counted_if_asked(bad, looks):
 
     def rank_main(_, kernel):
         return end(
-            kernel, kernel.sum_bucket(1, 0, 0, addresses_of(values), 300, None, looks=looks)
+            kernel,
+            kernel.sum_bucket(
+                1, 0, 0, addresses_of(values), 300, None, checks_finite=checks_finite
+            ),
         )
 
     assert node.run(rank_main) == [DONE, DONE]
-    assert node.cells[4::8].tolist() == [0, int(looks)]
+    assert node.cells[4::8].tolist() == [0, int(checks_finite)]
 
 
 @pytest.mark.requires("kernel")

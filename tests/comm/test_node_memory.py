@@ -180,7 +180,7 @@ def test_failed_allocation_raises_on_every_rank_and_statistics_are_printed(tmp_p
             assert why in text
             assert "or set HPCTRAIN_SHARED_MEMORY=off" in text
         assert without == "[2.0]"  # libc allocates the pages by storing to each
-    assert outcome.err.count("what 2 ranks communicated") == 1
+    assert outcome.err.count("communication of 2 ranks") == 1
 
 
 class Group:

@@ -83,8 +83,8 @@ def test_on_one_node_every_rank_reads_all_values_only_of_small_tensors(num_ranks
 
 def test_ranks_that_share_cores_sum_large_tensors_by_slices():
     for num_ranks in (2, 4):
-        in_turns = plan_for(num_ranks, num_cores=num_ranks // 2).tensors
-        assert (in_turns.at(64 * KIB), in_turns.at(MIB)) == ("direct", "slices")
+        oversubscribed = plan_for(num_ranks, num_cores=num_ranks // 2).tensors
+        assert (oversubscribed.at(64 * KIB), oversubscribed.at(MIB)) == ("direct", "slices")
         assert plan_for(num_ranks).tensors == SizeTable(((0, "direct"),))
 
 
@@ -164,9 +164,9 @@ def test_the_description_names_path_and_algorithms():
     cut = replace(MEASURED, chunk_bytes=128 * KIB)
     assert dict(cut.describe())["between nodes"] == f"{rows['between nodes']}, 128.0 KiB at a time"
     assert rows["other tensors"] == "levels"
-    assert rows["small ones"] == "fused up to 64.0 MiB"
+    assert rows["small operations"] == "fused up to 64.0 MiB"
     waiting = replace(MEASURED, fusion_bytes=256 * KIB, cycle_s=2e-3)
-    assert dict(waiting.describe())["small ones"] == "fused up to 256.0 KiB, after 2.00 ms"
+    assert dict(waiting.describe())["small operations"] == "fused up to 256.0 KiB, after 2.00 ms"
     assert "between nodes" not in dict(plan_for(4).describe())
 
 
@@ -225,7 +225,12 @@ def stored_with(**changes):
         (stored_with(num_rails=3), TWO, "memfd", "3 rails, and this world supports 1 to 2"),
         (stored_with(num_rails=0), TWO, "memfd", "0 rails"),
         (stored_with(num_rails=1), TWO, "memfd", ""),
-        (stored_with(rail=SizeTable(((0, "magic"),))), TWO, "memfd", "its table rail has magic"),
+        (
+            stored_with(rail=SizeTable(((0, "magic"),))),
+            TWO,
+            "memfd",
+            "table rail of the plan has magic",
+        ),
         (stored_with(tensors=tensors_rule(1, "memfd", 5)), TWO, "memfd", "direct, slices"),
         (StoredPlan.of(ONE, plan_for(4)), ONE, "memfd", ""),
         (StoredPlan.of(ONE, replace(plan_for(4), rail=rail_rule(4))), ONE, "memfd", "rail"),

@@ -15,7 +15,7 @@ from hpctrain.comm.plan.plan import SizeTable
 from hpctrain.comm.rail import rail as rail_module
 from hpctrain.comm.rail.algorithms import ALGORITHMS
 from hpctrain.comm.rail.rail import DEPTH, InFlight, MpiWire, Rail
-from hpctrain.comm.waiting import BY_MPI, NAP_SHARE, Watch, wait_until
+from hpctrain.comm.waiting import BY_MPI, SLEEP_SHARE, Watch, wait_until
 from hpctrain.core.errors import CommError, RankLostError
 from hpctrain.core.units import KIB, MIB
 from hpctrain.cost.schedules import SCHEDULES
@@ -66,7 +66,7 @@ def test_waits_of_a_long_reduction_sleep_from_the_start():
         assert in_flight.pace().yield_s == BY_MPI.yield_s
         time.sleep(0.02)
         wait_until(done, lambda _: None, in_flight.pace(), timeout_s=0.01)
-    assert 1 <= tries <= 0.01 / (0.02 * NAP_SHARE) + 1
+    assert 1 <= tries <= 0.01 / (0.02 * SLEEP_SHARE) + 1
 
 
 @pytest.mark.ranks(1)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from hpctrain.comm.bucket import ALIGN, TensorSpec, plan_buckets, slice_bounds
 from hpctrain.comm.build import SLOT_BYTES
-from hpctrain.comm.node.node_barrier import IN_TURNS, NodeBarrier
+from hpctrain.comm.node.node_barrier import OVERSUBSCRIBED, NodeBarrier
 from hpctrain.comm.node.segments import Semaphore
 from hpctrain.comm.ops import Op
 from hpctrain.comm.waiting import Watch
@@ -135,7 +135,7 @@ def test_wait_for_a_late_rank_of_the_node_sleeps(world, node):
 
 @pytest.mark.ranks(2, 4)
 def test_ranks_that_share_a_core_rarely_sleep_in_short_waits(world, node, monkeypatch):
-    monkeypatch.setattr(node.node.waits, "pace", IN_TURNS)
+    monkeypatch.setattr(node.node.waits, "pace", OVERSUBSCRIBED)
     naps, sleep = [], Semaphore.wait
 
     def noted(self, timeout_s):

@@ -18,7 +18,7 @@ SIZES = pytest.mark.ranks(1, 2, 3, 4)
 def lines_of(text):
     """Return the lines of the table by operation, split into cells."""
     lines = text.splitlines()
-    start = next(i for i, line in enumerate(lines) if "communicated, per rank" in line)
+    start = next(i for i, line in enumerate(lines) if ", means per rank" in line)
     return {line.split()[0]: line.split("  ") for line in lines[start + 1 :] if line.strip()}
 
 
@@ -86,9 +86,9 @@ def test_the_table_is_printed_once_by_rank_0_at_shutdown(monkeypatch, capfd):
     hpctrain.shutdown()
     errors = capfd.readouterr().err
     if rank:
-        assert "communicated" not in errors
+        assert "communication of" not in errors
         return
-    assert f"what {size} rank{'s' * (size > 1)} communicated, per rank" in errors
+    assert f"communication of {size} rank{'s' * (size > 1)}, means per rank" in errors
     lines = lines_of(errors)
     assert " ".join(lines["allreduce_"]).split()[1:4] == ["3", "3.0", "MiB"]
     assert " ".join(lines["barrier"]).split()[1] == "1"
@@ -101,7 +101,7 @@ def test_rank_0_decides_for_all(monkeypatch, world, capfd):
     hpctrain.init()
     hpctrain.barrier()
     hpctrain.shutdown()
-    assert ("communicated" in capfd.readouterr().err) == (world.rank == 0)
+    assert ("communication of" in capfd.readouterr().err) == (world.rank == 0)
 
 
 LINE = re.compile(r"r\d+ \| allreduce_ {7}\| {2}400\.0 KiB \| +[\d.]+ (us|ms|s)\n")

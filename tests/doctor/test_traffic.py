@@ -54,7 +54,7 @@ def test_a_fast_clock_is_found_within_the_reported_error(world, monkeypatch):
     finding = check_clocks(facts)
     assert finding.level == "warning"
     assert f"#{world.size} is " in finding.what
-    connection.presence.farewell()
+    connection.presence.wait_for_end()
     connection.comm.close()
 
 

@@ -89,8 +89,8 @@ def test_unusable_nccl_raises_reason_and_remedy_on_all_ranks(hvd):
             with pytest.raises(CommError) as raised:
                 wrapped(hvd)
         assert said in str(raised.value)
-        assert str(raised.value).endswith("or set HPCTRAIN_DEVICE_SUMS=auto")
-    with pytest.raises(CommError, match="compressed by HalfCodec; or set"):
+        assert str(raised.value).endswith("; otherwise set HPCTRAIN_DEVICE_SUMS=auto")
+    with pytest.raises(CommError, match="compressed by HalfCodec; otherwise set"):
         wrapped(hvd, compression="fp16")
 
 

@@ -136,7 +136,7 @@ def test_an_interrupt_fails_the_operations_of_all_threads_of_a_rank(controller):
     caller.join(20)
     assert not caller.is_alive()
     assert "must not be interrupted, but KeyboardInterrupt" in errors[0]
-    assert f"in those of rank {controller.comm.rank};" in errors[0]
+    assert f"in an operation of rank {controller.comm.rank};" in errors[0]
     with pytest.raises(HorovodInternalError, match="must not be interrupted"):
         controller.submit(allreduce("more", torch.ones(1)))
 

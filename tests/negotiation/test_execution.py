@@ -5,7 +5,7 @@ import torch
 
 from hpctrain.core.errors import CommError, RankLostError
 from hpctrain.negotiation.execution import Executor
-from hpctrain.negotiation.reducing import stand_in
+from hpctrain.negotiation.reducing import neutral_request
 from hpctrain.negotiation.request import (
     Adasum,
     Average,
@@ -148,7 +148,7 @@ def test_a_placeholder_operation_of_a_joined_rank_does_not_change_the_result(ran
         mine = Request(Kind.ALLREDUCE, None, (torch.ones(2, 3).to(dtype),), op=op)
         last = ranks.size - 1
         if ranks.rank == last:
-            mine = stand_in(mine.signature, ranks.size)
+            mine = neutral_request(mine.signature, ranks.size)
         assert mine.signature.shapes == ((2, 3),)
         (handle,) = carried_out(Executor(ranks), [mine])
         if ranks.size > 1 and dtype is not torch.bool:

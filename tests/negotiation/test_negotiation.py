@@ -138,7 +138,7 @@ def test_any_order_gives_the_same_batches_on_every_rank(seed: int, size: int):
     first, *others = ranks.batches
     assert all(batches == first for batches in others)
     assert all(not negotiator._announced for negotiator in ranks.negotiators)
-    assert not any(n._tally._parts or any(n._tally.bits) for n in ranks.negotiators)
+    assert not any(n._pending._parts or any(n._pending.bits) for n in ranks.negotiators)
     slots = [(n.cache.numbers, n.cache.entries) for n in ranks.negotiators]
     assert all(some == slots[0] for some in slots)
     want = expected(script, size)

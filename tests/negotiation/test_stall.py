@@ -44,7 +44,7 @@ class Ranks:
             return False
         for number in set(range(len(self.watches))) - self.deaf:
             sent = pickle.loads(pickle.dumps(question))
-            answer = self.watches[number].heard(
+            answer = self.watches[number].answer_to(
                 now, sent, self.pending[number], joined=number in self.joined
             )
             self.watches[0].take(number, pickle.loads(pickle.dumps(answer)))
@@ -121,13 +121,13 @@ def test_simultaneous_questions_give_one_report():
     questions = [ranks.watches[rank].due(30.0, ranks.pending[rank]) for rank in (0, 2)]
     for question in questions:
         for number, watch in enumerate(ranks.watches):
-            ranks.watches[0].take(number, watch.heard(30.0, question, ranks.pending[number]))
+            ranks.watches[0].take(number, watch.answer_to(30.0, question, ranks.pending[number]))
     assert "by ranks 0,2, not by rank 1 on node0" in ranks.report(31.0)[0]
     assert ranks.watches[2].reports(1000.0) == []  # rank 2 has received its own question
     question = ranks.watches[0].due(60.0, ranks.pending[0])
     # the operation has been decided in the meantime
     for number, watch in enumerate(ranks.watches):
-        ranks.watches[0].take(number, watch.heard(60.1, question, {}))
+        ranks.watches[0].take(number, watch.answer_to(60.1, question, {}))
     assert ranks.watches[0].reports(60.2) == []
 
 
@@ -191,7 +191,9 @@ def test_a_rank_reports_and_aborts_itself_if_the_root_does_not_answer(now, is_fi
     assert watch.reports(now + 0.9 * watch.answer_s) == []
     ((text, ends),) = watch.reports(now + watch.answer_s)
     assert f'"a" has waited {now:.0f} s on rank 1 on node0' in text
-    assert "rank 0 on node0, or a rank between them, does not answer" in text
+    assert (
+        "rank 0 on node0, or a rank between the two in the tree of ranks, does not answer" in text
+    )
     assert ends is is_final
     assert watch.reports(now + 2 * watch.answer_s) == []
 

@@ -18,7 +18,7 @@ def entered(queue: SubmissionQueue, kind: Kind = Kind.BARRIER, name: str | None 
 
 def complete(queue: SubmissionQueue, handle: Handle) -> None:
     del queue.in_flight[handle.name]
-    queue.let_go()
+    queue.submit_held()
 
 
 @pytest.mark.parametrize("seed", range(5))

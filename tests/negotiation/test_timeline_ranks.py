@@ -82,7 +82,7 @@ def test_a_killed_rank_leaves_its_operations_in_the_timeline(tmp_path, monkeypat
     outcome = run_ranks(tmp_path, body)
     assert outcome.code != 0
     # the table of statistics is not printed after a failure
-    assert "communicated" not in outcome.err
+    assert "communication of" not in outcome.err
     for rank in range(2):
         found = open_slices(tmp_path / f"{rank}.json")
         last = [name for name in found if "last" in name]

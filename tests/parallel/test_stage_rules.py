@@ -49,7 +49,9 @@ def test_different_batches_or_arguments_are_an_error():
     rank, (given, target) = dist.get_rank(), batch(4)
     pipeline = made(linear())
     for call in (pipeline.step, pipeline.evaluate):
-        with pytest.raises(MismatchError, match=r"number 1 differs: rank 0: target .* of dp only"):
+        with pytest.raises(
+            MismatchError, match=r"entry 1, counted from 0, differs: rank 0: target .* of dp only"
+        ):
             call(given, target + rank)
         with pytest.raises(ConfigError, match="got 8 samples and 4 targets"):
             call(given, target[:4])

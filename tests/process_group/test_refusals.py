@@ -119,7 +119,7 @@ def test_a_group_with_missing_members_is_an_error_on_the_others():
         last = dist.get_rank() == size - 1
         if not last:
             for _ in range(2):  # a failed attempt must not affect the next one
-                with pytest.raises(RankLostError, match=r"was not made on rank.*timeout=1.5"):
+                with pytest.raises(RankLostError, match=r"was not created on rank.*timeout=1.5"):
                     dist.new_group(range(size), timeout=SOON)
         dist.barrier()
 

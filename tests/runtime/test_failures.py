@@ -325,5 +325,5 @@ def test_a_program_with_an_abandoned_mpi_call_exits_without_mpi_finalize(
         """,
     )
     assert outcome.code == RANK_LOST, outcome.err
-    assert "rank 0 is still inside a call of MPI that it has given up" in outcome.err
+    assert "rank 0 is still inside an MPI call whose wait has failed" in outcome.err
     assert_ended(outcome)

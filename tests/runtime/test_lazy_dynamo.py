@@ -14,7 +14,8 @@ lazy_dynamo.install()
 model = torch.nn.Linear(4, 2)
 
 def stands_in():
-    return type(sys.modules["torch._dynamo"]).__name__ == "StandIn" and "sympy" not in sys.modules
+    module = sys.modules["torch._dynamo"]
+    return type(module).__name__ == "DynamoStub" and "sympy" not in sys.modules
 
 def train(kind):
     optimizer = kind(model.parameters(), lr=0.1)

@@ -170,7 +170,7 @@ def test_the_first_should_stop_must_be_called_on_the_main_thread(hvd):
     answers: list[object] = []
     last = hvd.size() - 1
     in_thread() if hvd.rank() == last else ask()
-    assert "only be taken by the main thread" in answers[0]
+    assert "only be received by the main thread" in answers[0]
     assert "in thread mine" in answers[0]
     assert not hvd.should_stop()
     in_thread()

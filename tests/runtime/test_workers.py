@@ -1,5 +1,7 @@
 """Processes that a rank starts are not ranks: they can neither join nor communicate."""
 
+import os
+
 import pytest
 import torch
 
@@ -23,8 +25,8 @@ SPAWNING = """
 def test_a_worker_that_executes_init_on_import_is_rejected(method, tmp_path):
     outcome = run_ranks(tmp_path, SPAWNING.format(method=method))
     assert outcome.code != 0
-    assert "was started by one of them through multiprocessing" in outcome.err
-    assert 'guard init() and all that trains by `if __name__ == "__main__":`' in outcome.err
+    assert "was started by a rank through multiprocessing" in outcome.err
+    assert 'guard init() and all code that trains by `if __name__ == "__main__":`' in outcome.err
 
 
 COLLECTIVES = {
@@ -70,7 +72,7 @@ def test_collectives_in_a_forked_worker_are_rejected_and_the_parent_continues(
         Asking(optimizer), num_workers=1, batch_size=None, multiprocessing_context="fork"
     )
     for said in loader:
-        assert said.startswith(f"{world.rank}: only the process that has called init()"), said
+        assert said.startswith(f"{world.rank}: only process {os.getpid()}, which has called"), said
     mean = hpctrain.allreduce(torch.full((2,), float(world.rank)))
     assert mean.tolist() == [(world.size - 1) / 2] * 2
     (weight.sum() * world.rank).backward()

@@ -243,7 +243,7 @@ SURVIVED = {
     "last step": ("train/mortal.py:_note_step", NUM_STEPS),
     "final checkpoint": ("checkpoint/manager.py:save", NUM_STEPS // EVERY + 1),
 }
-ENDS_ALL = {"init": "comm/factory.py:_together", "farewell": "comm/liveness.py:farewell"}
+ENDS_ALL = {"init": "comm/factory.py:_together", "farewell": "comm/liveness.py:wait_for_end"}
 
 
 @pytest.mark.limit(240)

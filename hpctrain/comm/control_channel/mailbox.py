@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 _FLUSH_S = 1e-3  # interval of the tests whether large messages have been sent
 
-_WAY_BYTES = HEAD_BYTES + RING_BYTES
+_LINK_BYTES = HEAD_BYTES + RING_BYTES
 _UP = 2 * LINE_BYTES
-_DOWN = _UP + _WAY_BYTES
-BOX_BYTES = _DOWN + _WAY_BYTES
+_DOWN = _UP + _LINK_BYTES
+BOX_BYTES = _DOWN + _LINK_BYTES
 """Node memory per rank: the doorbell, a semaphore for fences, and the rings to and from the
 parent."""
 
@@ -57,7 +57,7 @@ class Tree:
     rank: int
     parent: int | None  # None at the root
     children: tuple[int, ...]  # children on other nodes first
-    num_nodes: int = 1  # of the whole tree
+    num_nodes: int = 1  # number of nodes of the whole tree
 
     @property
     def neighbours(self) -> tuple[int, ...]:
@@ -94,19 +94,19 @@ def _place(ranks: list[int], rank: int) -> tuple[int | None, tuple[int, ...]]:
 
 
 class NodeChannel(NamedTuple):
-    """Shared memory with which ranks of a node agree without messages.
+    """Words in node memory by which the ranks of a node commit operations without messages.
 
-    ``negotiation.fast_path`` uses it.
+    ``negotiation.fast_path`` documents the protocol.
     """
 
     words: memoryview  # ``WORDS`` int64 zeros per rank, mapped by all ranks
-    tree: Tree  # of the ranks of the node
+    tree: Tree  # tree of the ranks of the node
     doorbells: Sequence[Callable[[], object]]  # wakes a rank, by local rank
     fence: Fence  # orders loads and stores; None if not needed
     plan: "Plan"
-    network: "Network | None" = None  # to the other nodes
+    network: "Network | None" = None  # sends messages to other nodes
     rank: int = 0  # this rank, in the communicator
-    leaders: Sequence[int] = ()  # first ranks of the nodes, on these ranks and if several
+    leaders: Sequence[int] = ()  # first rank of each node, if several; empty on other ranks
     count_sent: Callable[[int], object] = int  # counts bytes sent to other nodes
     kernel: "Kernel | None" = None  # uses the words and doorbells, if there is one node
 
@@ -118,7 +118,7 @@ class Mailbox:
     ``ring``, which any thread may call.
 
     Args:
-        tree: place of this rank.
+        tree: parent and children of this rank.
         edges: rings to and from each neighbour on this node, by rank.
         doorbell: wakes this process.
         network: sends messages to neighbours on other nodes; None without them.
@@ -141,8 +141,8 @@ class Mailbox:
         self.tree = tree
         self.channel = channel
         self._outlets = {rank: outlet for rank, (outlet, _) in edges.items()}
-        self._ways_out = tuple(self._outlets.values())
-        self._ways_down = tuple(
+        self._all_outlets = tuple(self._outlets.values())
+        self._child_outlets = tuple(
             outlet for rank, outlet in self._outlets.items() if rank in tree.children
         )
         self._inlets = [(rank, inlet.receive) for rank, (_, inlet) in edges.items()]
@@ -216,12 +216,12 @@ class Mailbox:
             RankLostError: a rank is lost, or the sleep exceeds the limit of waits.
         """
         self._push()
-        if self._something_came() or self._inbox:
+        if self._has_received() or self._inbox:
             return True
         start = time.perf_counter()
         look = partial(self._watch.look_in_step, None, "")
         came = wait_until(
-            self._something_came, look, self.pace, nap=self._nap, timeout_s=timeout_s
+            self._has_received, look, self.pace, sleep=self._sleep_once, timeout_s=timeout_s
         )
         self._watch.waited_s += time.perf_counter() - start
         return came
@@ -242,7 +242,7 @@ class Mailbox:
             self._network = None
 
     def _is_sending(self, *, down: bool) -> bool:
-        for outlet in self._ways_down if down else self._ways_out:
+        for outlet in self._child_outlets if down else self._all_outlets:
             if outlet.is_stuck:
                 return True
         if self._network is None:
@@ -250,20 +250,20 @@ class Mailbox:
         return self._network.is_sending(self.tree.children if down else None)
 
     def _push(self) -> None:
-        for outlet in self._ways_out:
+        for outlet in self._all_outlets:
             if outlet.is_stuck:
                 outlet.push()
 
-    def _something_came(self) -> bool:
+    def _has_received(self) -> bool:
         if self._try_wait():
             self.drain()  # one test handles all rings
             return True
         return self._network is not None and self._network.look()
 
-    def _nap(self, seconds: float) -> bool:
+    def _sleep_once(self, seconds: float) -> bool:
         if not self._doorbell.wait(seconds):
             return False
-        self._something_came()
+        self._has_received()
         return True
 
 
@@ -355,7 +355,7 @@ def _edges(tree: Tree, boxes: dict[int, Segment], fence: Fence) -> dict[int, tup
 
 
 def _part(box: Segment, offset: int) -> memoryview:
-    return np.frombuffer(memoryview(box), np.uint8, _WAY_BYTES, offset).data
+    return np.frombuffer(memoryview(box), np.uint8, _LINK_BYTES, offset).data
 
 
 def _private_doorbell() -> Semaphore:

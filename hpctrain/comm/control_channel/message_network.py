@@ -13,7 +13,8 @@ _MAIL, _VOTE = 0, 1  # tags
 class Network:
     """Sends and receives control messages between nodes, without waiting.
 
-    Each message must be smaller than 2 GiB.
+    Votes, the messages of ``negotiation.fast_path``, are stored apart from other messages. Each
+    message must be smaller than 2 GiB.
 
     Args:
         comm: communicator that no other object uses; ``close`` frees it.
@@ -22,31 +23,31 @@ class Network:
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm = comm
         self._status = MPI.Status()
-        self._leaving: list[tuple[requests.MpiRequest, int]] = []
-        self._coming: list[tuple[int, int, requests.MpiRequest, bytearray]] = []
+        self._sending: list[tuple[requests.MpiRequest, int]] = []
+        self._receiving: list[tuple[int, int, requests.MpiRequest, bytearray]] = []
         self.inbox: list[tuple[int, bytes]] = []
         """Received messages with their senders; the reader empties this list."""
         self.votes: dict[int, deque[bytes]] = defaultdict(deque)
         """Received votes by sender; see ``negotiation.fast_path``."""
-        self.has_new_votes = False  # since the last ``read_votes``
+        self.has_new_votes = False  # whether votes have arrived since ``read_votes``
 
     def send(self, to: int, message: bytes, *, is_vote: bool = False) -> None:
-        """Start sending a message."""
+        """Start sending ``message`` to rank ``to``."""
         comm, tag = self._comm, _VOTE if is_vote else _MAIL
         request = requests.start(comm, comm.Isend, [message, MPI.BYTE], to, tag)
         if not request.Test():
-            self._leaving.append((request, to))
+            self._sending.append((request, to))
 
     def look(self) -> bool:
         """Advance messages in flight; return whether there are messages or new votes to read."""
-        if self._leaving:
-            self._leaving = [one for one in self._leaving if not one[0].Test()]
+        if self._sending:
+            self._sending = [one for one in self._sending if not one[0].Test()]
         status = self._status
         while (found := self._comm.Improbe(status=status)) is not None:
             came = bytearray(status.Get_count(MPI.BYTE))
             request = requests.start(self._comm, found.Irecv, [came, MPI.BYTE])
-            self._coming.append((status.Get_source(), status.Get_tag(), request, came))
-        if self._coming:
+            self._receiving.append((status.Get_source(), status.Get_tag(), request, came))
+        if self._receiving:
             self._sort()
         return bool(self.inbox) or self.has_new_votes
 
@@ -56,7 +57,7 @@ class Network:
 
     def is_sending(self, to: Container[int] | None) -> bool:
         """Return whether a message to a rank in ``to`` is in flight; None means all ranks."""
-        return any(to is None or one[1] in to for one in self._leaving)
+        return any(to is None or one[1] in to for one in self._sending)
 
     def close(self, watch: Watch) -> None:
         """Wait until no rank has messages in flight, then free the communicator. Collective."""
@@ -68,19 +69,19 @@ class Network:
 
     def _is_quiet(self) -> bool:
         self.look()
-        return not (self._leaving or self._coming)
+        return not (self._sending or self._receiving)
 
     def _sort(self) -> None:
         """Move received messages to ``inbox`` and ``votes``, in the order of each sender."""
-        coming, late = [], set()
-        for one in self._coming:
+        receiving, late = [], set()
+        for one in self._receiving:
             source, tag, request, came = one
             if source in late or not request.Test():
                 late.add(source)
-                coming.append(one)
+                receiving.append(one)
             elif tag == _VOTE:
                 self.votes[source].append(bytes(came))
                 self.has_new_votes = True
             else:
                 self.inbox.append((source, bytes(came)))
-        self._coming = coming
+        self._receiving = receiving

@@ -124,7 +124,7 @@ class Library:
         )
         self.check(code, name)
         if not comm.value:
-            raise CommError(f"{name} of NCCL {self} returned nothing; set NCCL_DEBUG=INFO")
+            raise CommError(f"{name} of NCCL {self} returned no communicator; set NCCL_DEBUG=INFO")
         return comm.value
 
     def all_reduce(

@@ -49,7 +49,7 @@ class Sign:
         self.path = f"/proc/{os.getpid()}/fd/{self._file}"
         self.text = str(Path(self.path).readlink())
 
-    def take_down(self) -> None:
+    def remove(self) -> None:
         """Close the file, so that other processes see that this rank has ended."""
         file, self._file = self._file, None
         if file is not None:
@@ -62,9 +62,9 @@ class Offer:
 
     refusal: str  # why this rank cannot use NCCL; empty if it can
     version: int
-    card: str  # unique name of its GPU
+    card: str  # unique name of the GPU of the rank
     may_share: bool  # whether NCCL accepts several ranks per GPU
-    path: str  # of its ``Sign``
+    path: str  # path of the ``Sign`` of the rank
     text: str  # target of the link at ``path``
 
     @property
@@ -147,7 +147,7 @@ class NcclCommunicator:
             self._failure = reason
             handle, self._handle = self._handle, None
         self._is_over.set()
-        self._sign.take_down()
+        self._sign.remove()
         if handle is not None:
             self._library.abort(handle)
 
@@ -162,9 +162,12 @@ class NcclCommunicator:
         with self._lock:
             handle, self._handle = self._handle, None
         if handle is not None:  # not aborted by the thread
-            self._failure = "this communicator was closed; make a new one"
+            self._failure = (
+                "a communicator must be open when it is used, but this one was closed; create a "
+                "new one"
+            )
             self._free(handle, in_time=in_time)
-        self._sign.take_down()
+        self._sign.remove()
 
     def _free(self, handle: int, *, in_time: bool) -> None:
         library = self._library
@@ -203,7 +206,7 @@ class NcclCommunicator:
 
         def look(waited_s: float) -> None:
             if waited_s > LOOK_S and not self._watcher.is_alive() and (lost := self._lost()):
-                raise RankLostError(f"{_gone(lost)} while NCCL started on rank {self._rank}")
+                raise RankLostError(f"{_loss_of(lost)} while NCCL started on rank {self._rank}")
 
         if not wait_until(is_settled, look, _PACE, timeout_s=START_S):
             raise CommError(
@@ -211,7 +214,7 @@ class NcclCommunicator:
                 f"network (NCCL_SOCKET_IFNAME, NCCL_DEBUG=INFO), or use HPCTRAIN_DEVICE_SUMS=auto"
             )
         if code != nccl.SUCCESS:
-            raise CommError(f"NCCL fails {what}: {self._library.describe(code)}")
+            raise CommError(f"NCCL failed {what}: {self._library.describe(code)}")
 
     def _watch(self) -> None:
         """Abort if NCCL reports an error or a rank is lost; runs until the communicator ends."""
@@ -219,7 +222,7 @@ class NcclCommunicator:
         while not self._is_over.wait(LOOK_S):
             reason, lost = self._error(), self._lost()
             if not reason and lost and lost == missed:
-                reason = f"{_gone(lost)} while rank {self._rank} waits for a sum"
+                reason = f"{_loss_of(lost)} while rank {self._rank} waits for a sum"
             missed = lost
             # Ranks that end normally have completed the queued operations, and so will this one.
             if reason and not self._is_done():
@@ -237,7 +240,7 @@ class NcclCommunicator:
 
     def _raise_in_trainer(self, reason: str) -> None:
         """Raise an error in the training thread, which may wait for a stream."""
-        _LOG.error("sums of NCCL are aborted: %s", reason)
+        _LOG.error("sums by NCCL were aborted: %s", reason)
         members = {"__str__": lambda _: reason, "__module__": RankLostError.__module__}
         error = type(RankLostError.__name__, (RankLostError,), members)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(
@@ -270,7 +273,7 @@ def asked_over(comm: Communicator, device: Device) -> tuple[str, str]:
     """
     sign = Sign()
     offers = comm.allgather_object(_offer(device, sign))
-    sign.take_down()
+    sign.remove()
     return str(nccl.library()) if offers[comm.rank].version else "", why_not(offers)
 
 
@@ -290,7 +293,7 @@ def _joined(comm: Communicator, device: Device) -> NcclCommunicator:
     if made is None or refusal:
         if made is not None:
             made.break_off(refusal)
-        sign.take_down()
+        sign.remove()
         raise CommError(refusal)
     return made
 
@@ -310,7 +313,7 @@ def _offer(device: Device, sign: Sign) -> Offer:
 
 @contextmanager
 def _refusals() -> Iterator[list[str]]:
-    """Store the text of a ``CommError`` in the block, so that this rank can send the text."""
+    """Catch a ``CommError`` in the block, and store its text in the yielded list, for sending."""
     found: list[str] = []
     try:
         yield found
@@ -339,7 +342,7 @@ def why_not(offers: Sequence[Offer]) -> str:
     )
 
 
-def _gone(lost: Sequence[int]) -> str:
+def _loss_of(lost: Sequence[int]) -> str:
     return f"{format_ranks(lost)} died, or failed,"
 
 

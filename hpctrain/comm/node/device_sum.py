@@ -3,7 +3,7 @@
 Operations of torch would write and read the sum once per peer. The kernel reads each element of
 all ranks once, sums in registers, and writes the sum to all ranks. 16-bit values are summed in
 float32, in the order of ranks, then scaled and rounded once, so that results are bitwise identical
-to those of ``combine_to``. The kernel requires Triton, which torch for CUDA installs, and a C
+to results of ``combine_to``. The kernel requires Triton, which torch for CUDA installs, and a C
 compiler.
 """
 

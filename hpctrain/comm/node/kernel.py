@@ -94,7 +94,7 @@ class Kernel:
         library: the compiled functions.
         rank: local rank.
         size: number of ranks of the node.
-        awake_s: seconds for which a call spins, and then yields the core, before it returns
+        phases_s: seconds for which a call spins, and then yields the core, before it returns
             ``LATE``.
         addresses: addresses of the cells, of the sign, of the slots of each rank, and, for each
             round of a barrier, of the semaphore to wait for and the semaphore to post.
@@ -106,7 +106,7 @@ class Kernel:
         library: Library,
         rank: int,
         size: int,
-        awake_s: tuple[float, float],
+        phases_s: tuple[float, float],
         addresses: Sequence[int],
         slot_bytes: int,
     ) -> None:
@@ -115,7 +115,7 @@ class Kernel:
         self._state = ctypes.byref(state)
         given = (ctypes.c_int64 * len(addresses))(*addresses)
         self.code: int = calls.hpctrain_prepare(
-            self._state, rank, size, *awake_s, slot_bytes, given
+            self._state, rank, size, *phases_s, slot_bytes, given
         )
         """Result of the last call; at first ``DONE``, or ``FAILED`` with too many ranks."""
         self._barrier, self._resume = instant.hpctrain_barrier, calls.hpctrain_resume
@@ -125,7 +125,7 @@ class Kernel:
         self._commits = instant.hpctrain_commit, calls.hpctrain_commit
 
     def barrier(self) -> int:
-        """Begin a barrier; return the code."""
+        """Begin a barrier; return the result, such as ``DONE``."""
         return int(self._barrier(self._state))
 
     def sum_bucket(  # noqa: PLR0913 - those of the function in C
@@ -137,15 +137,15 @@ class Kernel:
         numel: int,
         scale: float | None,
         *,
-        looks: bool,
+        checks_finite: bool,
     ) -> int:
-        """Begin to sum the buckets at ``addresses`` in place; return the code.
+        """Begin to sum the buckets at ``addresses`` in place; return the result.
 
         ``dtype`` is the ``kernel_number`` of a combination.
         """
         function = self._bucket[numel > _INSTANT_NUMEL]
         what = call, turn, dtype, addresses, numel, scale or 0.0, scale is not None
-        return int(function(self._state, *what, looks))
+        return int(function(self._state, *what, checks_finite))
 
     def sum_values(  # noqa: PLR0913 - those of the function in C
         self,
@@ -158,7 +158,7 @@ class Kernel:
         *,
         in_slices: bool,
     ) -> int:
-        """Begin to sum contiguous values in place, through the slots; return the code."""
+        """Begin to sum contiguous values in place, through the slots; return the result."""
         function = self._values[numel > _INSTANT_NUMEL]
         what = call, turn, dtype, address, numel, scale or 0.0, scale is not None
         return int(function(self._state, *what, in_slices))
@@ -184,10 +184,10 @@ class Kernel:
         function = self._commits[numel > _INSTANT_NUMEL]
         return partial(function, self._state, ctypes.byref(what))  # which keeps ``what``
 
-    def is_over(self, nap_s: float = 0.0) -> bool:
+    def is_over(self, sleep_s: float = 0.0) -> bool:
         """Continue a call that has returned ``LATE``; return whether the call is complete.
 
-        The method first sleeps for at most ``nap_s``. ``code`` is the result of the call.
+        The method first sleeps for at most ``sleep_s``. ``code`` is the result of the call.
         """
-        self.code = self._resume(self._state, nap_s)
+        self.code = self._resume(self._state, sleep_s)
         return self.code != LATE

@@ -13,7 +13,7 @@ from hpctrain.core.libc import Segment
 if TYPE_CHECKING:
     from hpctrain.comm.rail.rail import InFlight
 
-IN_TURNS = IN_NODE._replace(spin_s=0.0, yield_s=200e-6)
+OVERSUBSCRIBED = IN_NODE._replace(spin_s=0.0, yield_s=200e-6)
 """Pace if ranks outnumber cores: a rank that yields its core resumes sooner than one asleep."""
 
 
@@ -37,7 +37,7 @@ class NodeBarrier:
     def __init__(
         self, segments: Sequence[Segment], rank: int, first_byte: int, watch: Watch, *, spin: bool
     ) -> None:
-        self.pace = IN_NODE if spin else IN_TURNS
+        self.pace = IN_NODE if spin else OVERSUBSCRIBED
         self._watch = watch
         self._meanwhile: InFlight | None = None
         size = len(segments)
@@ -61,9 +61,9 @@ class NodeBarrier:
         """
         functions = None if why_off() else library()
         if functions is not None:
-            size, awake_s = len(memory) - 2, (self.pace.spin_s, self.pace.yield_s)
+            size, phases_s = len(memory) - 2, (self.pace.spin_s, self.pace.yield_s)
             rounds = [semaphore.address for pair in self._rounds for semaphore in pair]
-            kernel = Kernel(functions, rank, size, awake_s, [*memory, *rounds], slot_bytes)
+            kernel = Kernel(functions, rank, size, phases_s, [*memory, *rounds], slot_bytes)
             self.kernel = kernel if kernel.code == DONE else None
 
     def finish(self, code: int) -> int:
@@ -73,7 +73,7 @@ class NodeBarrier:
             CommError: the communicator of ``watch`` has failed on a rank of the node.
         """
         if code == LATE and (kernel := self.kernel) is not None:
-            self._watch.wait(kernel.is_over, self.pace.after(SPIN_S), nap=kernel.is_over)
+            self._watch.wait(kernel.is_over, self.pace.after(SPIN_S), sleep=kernel.is_over)
             code = kernel.code
         if code == FAILED:
             self._watch.require_in_step()
@@ -81,12 +81,12 @@ class NodeBarrier:
 
     @staticmethod
     def num_bytes(num_ranks: int) -> int:
-        """Return the bytes of the semaphores of one rank."""
+        """Return the size of the semaphores of one rank in bytes."""
         return (num_ranks - 1).bit_length() * LINE_BYTES
 
     @contextmanager
     def busy(self, work: "InFlight") -> Iterator[None]:
-        """Poll ``work`` while this rank waits for others in the barrier. Not collective."""
+        """Poll the reductions ``work`` while this rank waits in the barrier. Not collective."""
         self._meanwhile = work
         try:
             yield
@@ -108,10 +108,10 @@ class NodeBarrier:
             if mine.try_wait():
                 continue
             if meanwhile is None:
-                self._watch.wait(mine.try_wait, self.pace, nap=mine.wait)
+                self._watch.wait(mine.try_wait, self.pace, sleep=mine.wait)
             else:
                 poll = partial(_polled, meanwhile, mine)
-                self._watch.wait(poll, meanwhile.pace(), nap=mine.wait)
+                self._watch.wait(poll, meanwhile.pace(), sleep=mine.wait)
         # A rank that failed in the barrier may have changed its bucket afterwards.
         if self._watch.sign[0]:
             self._watch.require_in_step()

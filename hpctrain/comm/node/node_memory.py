@@ -113,14 +113,14 @@ def allocate_by(
     try:
         descriptor = reserve(num_bytes)
     except OSError as error:
-        way_out = (
+        remedy = (
             "give the job more memory, let its container call memfd_create and fallocate, or set "
             "HPCTRAIN_SHARED_MEMORY=off"
         )
         failure = (
             f"local rank {node.rank} cannot reserve {format_bytes(num_bytes)} of "
             f"{reserve if is_file else 'node memory'}: "
-            f"{refusal(error, 'name another folder') if is_file else f'{error}; {way_out}'}"
+            f"{refusal(error, 'name another folder') if is_file else f'{error}; {remedy}'}"
         )
     try:
         answers = node.allgather(failure or _offer(descriptor))
@@ -152,19 +152,24 @@ def _map(
     try:
         found = exchange(node, descriptor)
     except OSError as error:
-        raise NodeMemoryError(f"cannot map a peer's memory: {closed}; {error}") from error
+        raise NodeMemoryError(
+            f"cannot map the memory of another rank of the node: by /proc: {closed}; by a Unix "
+            f"socket: {error}"
+        ) from error
     try:
         for one, offer in zip(found, offers, strict=True):
             _check_identity(os.fstat(one), offer)
         return map_all(found)
     except OSError as error:
-        raise NodeMemoryError(f"cannot map a peer's memory: {error}") from error
+        raise NodeMemoryError(
+            f"cannot map the memory of another rank of the node: {error}"
+        ) from error
     finally:
         close(found)
 
 
 class _Offer(NamedTuple):
-    """Data with which a peer opens the memory of a rank, and verifies that it is that memory."""
+    """Data with which a peer opens and identifies the memory of a rank."""
 
     pid: int
     descriptor: int
@@ -193,7 +198,7 @@ def _map_of_processes(offers: "list[_Offer]", map_all: Callable[[Sequence[int]],
 def _check_identity(status: os.stat_result, offer: _Offer) -> None:
     if (status.st_dev, status.st_ino) != (offer.device, offer.inode):
         # In another PID namespace the same pid belongs to another process.
-        raise OSError(f"process {offer.pid} is not the rank that offered its memory")
+        raise OSError(f"process {offer.pid} in /proc is not the rank that shares its memory")
 
 
 TIMEOUT_S = 10.0
@@ -224,7 +229,10 @@ def exchange(node: "WatchedCalls", descriptor: int) -> list[int]:
             others = [door for rank, door in enumerate(doors) if rank != owner]
             refusal = _send(descriptor, others) if owner == node.rank else None
             if refusal := node.bcast(refusal, owner):
-                raise OSError(f"local rank {owner} could not send its descriptor: {refusal}")
+                raise OSError(
+                    f"local rank {owner} could not send the file descriptor of its memory: "
+                    f"{refusal}"
+                )
             try:
                 mine = owner == node.rank
                 found.append(os.dup(descriptor) if mine else _receive(inbox, token))
@@ -288,4 +296,7 @@ def _receive(inbox: socket.socket, token: bytes) -> int:
             close(files)
             if message == token:
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-    raise TimeoutError(f"no rank has sent its descriptor within {TIMEOUT_S:g} s")
+    raise TimeoutError(
+        f"no other rank of the node has sent the file descriptor of its memory within "
+        f"{TIMEOUT_S:g} s"
+    )

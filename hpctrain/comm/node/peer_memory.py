@@ -20,7 +20,7 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.core.errors import CommError
 
 _HANDLE_BYTES = 64
-_PEERS_TOO = 1  # cudaIpcMemLazyEnablePeerAccess
+_ENABLE_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
 
 
 class _Handle(ctypes.Structure):
@@ -109,18 +109,18 @@ class CudaSegment(Segment):
                 _call("cudaFree", address)
                 raise
         self._device, self.handle = device, bytes(memoryview(handle))
-        super().__init__(_seen(address, num_bytes, device))
+        super().__init__(_tensor_at(address, num_bytes, device))
 
     def mapped(self, handle: bytes) -> Tensor:
         """Map the memory of a peer. Raises ``OSError`` if its GPU is not accessible."""
         address = ctypes.c_void_p()
         with torch.cuda.device(self._device):
             copy = _Handle.from_buffer_copy(handle)
-            _call("cudaIpcOpenMemHandle", ctypes.byref(address), copy, _PEERS_TOO)
-        return _seen(address, self.num_bytes, self._device)
+            _call("cudaIpcOpenMemHandle", ctypes.byref(address), copy, _ENABLE_PEER_ACCESS)
+        return _tensor_at(address, self.num_bytes, self._device)
 
 
-def _seen(address: ctypes.c_void_p, num_bytes: int, device: torch.device) -> Tensor:
+def _tensor_at(address: ctypes.c_void_p, num_bytes: int, device: torch.device) -> Tensor:
     memory: Any = _Memory(address.value or 0, num_bytes)
     return torch.as_tensor(memory, device=device)
 

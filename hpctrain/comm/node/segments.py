@@ -87,7 +87,7 @@ class Region:
         self._end: weakref.finalize[..., Segment] | None = None  # unmaps the copy
 
     def find_stores(self, first_page: int, num_pages: int) -> bool:
-        """Return whether this process has stored to one of these ``private`` pages."""
+        """Return whether this process has stored to one of ``num_pages`` pages of ``private``."""
         kinds = np.zeros(num_pages, np.uint64)
         try:
             with Path("/proc/self/pagemap").open("rb", buffering=0) as file:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _CELLS = LINE_BYTES // 8  # int64 numbers in the cache line of each rank
-_UNFINITE = 4
+_NONFINITE = 4
 """Index in the cache line of the number of chunks so far whose sum was not finite."""
 
 
@@ -61,7 +61,7 @@ class SharedMemory:
         """Index, alternately 0 and 1, of the cell and the slot that the next call uses. Other
         ranks may read a cell or slot until its owner begins the call after the next."""
         self.num_bytes = 0  # bytes read and written by this rank in node memory
-        self._looks = False  # whether sums of buckets are checked for non-finite values
+        self._checks_finite = False  # whether sums of buckets are checked for non-finite values
         self._node, self._watched = node, WatchedCalls(node, watch)
         self._num_buckets = 0
         self._is_closed = False
@@ -88,7 +88,7 @@ class SharedMemory:
         self.slots = SharedSlots(self)
 
     def barrier(self) -> None:
-        """Wait until all ranks of the node have called this; raise as ``require_usable`` does."""
+        """Wait until all ranks of the node have called this method. Calls ``require_usable``."""
         self.require_usable()
         self.waits.wait()
 
@@ -122,8 +122,8 @@ class SharedMemory:
         if calls.count(call.number) != self.local_size:
             raise self._disagreement(call, of_node=of_node)
 
-    def end_turn(self, num_bytes: int) -> None:
-        """Switch to the other cell and slot and count ``num_bytes``. Not collective.
+    def switch_slots(self, num_bytes: int) -> None:
+        """Make ``turn`` select the other cell and slot; count ``num_bytes``. Not collective.
 
         Called after all ranks of the node have synchronized.
         """
@@ -160,15 +160,17 @@ class SharedMemory:
         if kernel is not None and is_plain and number >= 0:
             self.begin(call)
             what = number, bucket.addresses, bucket.numel, scale
-            code = kernel.sum_bucket(call.number, self.turn, *what, looks=self._looks)
+            code = kernel.sum_bucket(
+                call.number, self.turn, *what, checks_finite=self._checks_finite
+            )
             self._finish(code, call)
-            self.end_turn(2 * bucket.flat.nbytes)
+            self.switch_slots(2 * bucket.flat.nbytes)
             return
         self.meet(call)
         for parts in bucket.chunks:
             spread(combine(parts, combination, scale), parts, combination)
             self._count(parts, passes=2)
-            self._look(combination.view(parts[0]))
+            self._count_nonfinite(combination.view(parts[0]))
         self.barrier()
 
     def reduce_values(
@@ -212,12 +214,12 @@ class SharedMemory:
         The result is the same on all ranks of the node: each rank checks its slice while the slice
         is in the cache, and the barrier that ends a reduction publishes the result.
         """
-        before, self._looks = self._calls[_UNFINITE::_CELLS].tolist(), True
+        before, self._checks_finite = self._calls[_NONFINITE::_CELLS].tolist(), True
         try:
             reduce()
         finally:
-            self._looks = False
-        return self._calls[_UNFINITE::_CELLS].tolist() == before
+            self._checks_finite = False
+        return self._calls[_NONFINITE::_CELLS].tolist() == before
 
     def sum_slice(self, bucket: Bucket, combination: Combination, scale: float | None) -> None:
         """Store the sum of this rank's slice, times ``scale``, in the first rank's bucket."""
@@ -241,10 +243,10 @@ class SharedMemory:
     def publish_chunk(
         self, parts: Sequence[Tensor], combination: Combination, scale: float | None
     ) -> None:
-        """Write one chunk as ``publish`` does; a barrier must follow before it is read."""
+        """Write one chunk as ``publish`` does. A barrier must precede reads of the chunk."""
         spread(combine(parts[:1], combination, scale), parts, combination)
         self._count(parts)
-        self._look(combination.view(parts[0]))
+        self._count_nonfinite(combination.view(parts[0]))
 
     def new_region(
         self, num_bytes: int, reserve: Callable[[int], int] = node_memory.reserve
@@ -295,27 +297,27 @@ class SharedMemory:
         """Raise ``CommError`` if closed or failed on a rank. Not collective."""
         if self._is_closed:
             raise CommError(
-                "this communicator was closed, or its world shut down; call init() and make its "
-                "buckets and optimizers again"
+                "a communicator must be open when it is used, but this one was closed, for "
+                "example by shutdown(); call init() and create the buckets and optimizers again"
             )
         self._watch.require_in_step()
 
-    def _look(self, total: Tensor) -> None:
+    def _count_nonfinite(self, total: Tensor) -> None:
         """Count the chunk if it has non-finite values.
 
         The sum of a chunk is only a first test, since it may overflow for finite values.
         """
-        if self._looks:
+        if self._checks_finite:
             wide = torch.float32 if total.itemsize < 4 else None
             if not math.isfinite(total.sum(dtype=wide)) and not total.isfinite().all():
-                self._calls[self.local_rank * _CELLS + _UNFINITE] += 1
+                self._calls[self.local_rank * _CELLS + _NONFINITE] += 1
 
     def count(self, num_bytes: int) -> None:
         """Add to the bytes that this rank has read or written in node memory. Not collective."""
         self.num_bytes += num_bytes
 
     def _count(self, parts: Sequence[Tensor], passes: int = 1) -> None:
-        """Count the bytes of passes over the chunks of all ranks."""
+        """Count the bytes of ``passes`` passes over the chunks ``parts`` of all ranks."""
         self.count(passes * len(parts) * parts[0].nbytes)
 
 
@@ -372,23 +374,24 @@ NUM_PLACES = 11
 """Number of chunks of a tensor in the stage: those in flight between nodes, one being copied in,
 one being copied out, and one that another rank may still copy out."""
 _PLACE_ALIGN = 4096
-MOST_SEEN = 256  # cached views: creating a view costs as much as a small sum
+MAX_VIEWS = 256  # cached views: creating a view costs as much as a small sum
 
 
 class SharedSlots:
     """Reduces tensors that are not buckets, through the staging buffers of ``node``.
 
-    Methods that synchronize are collective over the node. Each rank writes its own two slots
-    alternately. Before the rank writes a slot again, all readers of the slot have passed the
-    barrier of the operation between, so one barrier per operation is enough.
+    Methods that synchronize are collective over the node. The staging buffer of a rank has two
+    slots, which the rank writes alternately. Before the rank writes a slot again, all readers of
+    the slot have passed the barrier of the operation between, so one barrier per operation is
+    enough.
     """
 
     def __init__(self, node: SharedMemory) -> None:
         self._node = node
         self._num_bytes = len(node.stage[0]) // 2
         self._place_bytes = len(node.stage[0]) // NUM_PLACES // _PLACE_ALIGN * _PLACE_ALIGN
-        self._views = lru_cache(MOST_SEEN)(self._make_views)
-        self._bucket_of = lru_cache(MOST_SEEN)(self._make_bucket)
+        self._views = lru_cache(MAX_VIEWS)(self._make_views)
+        self._bucket_of = lru_cache(MAX_VIEWS)(self._make_bucket)
 
     def numel(self, dtype: torch.dtype) -> int:
         """Return the number of elements of ``dtype`` that fit a slot."""
@@ -461,7 +464,7 @@ class SharedSlots:
         return bucket
 
     def _bucket(self, values: Tensor, first: int) -> Bucket:
-        """Return the stages from byte ``first`` as a bucket for ``values``; count a copy."""
+        """Return the stages from byte ``first`` as a bucket for ``values``; count one copy."""
         self._node.count(values.nbytes)
         return self._bucket_of(values.dtype, values.shape, first)
 
@@ -480,7 +483,7 @@ class SharedSlots:
         self._node.count(values.nbytes)
 
     def views(self, dtype: torch.dtype, shape: torch.Size, turn: int) -> Slots:
-        """Return the slots of a turn as tensors of this dtype and shape. Not collective."""
+        """Return slot ``turn`` of each rank as a tensor of this dtype and shape. Local."""
         return self._views(dtype, shape, turn * self._num_bytes)
 
     def _make_views(self, dtype: torch.dtype, shape: torch.Size, first: int) -> Slots:

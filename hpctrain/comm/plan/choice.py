@@ -15,11 +15,11 @@ from hpctrain.core.units import KIB, MIB
 
 STEP_BYTES = 64 * KIB  # smaller steps of a ring are dominated by latency
 DIRECT_RANKS = 4
-"""Up to this number of ranks per node, each rank sums all tensors: this costs one barrier less."""
+"""Up to this number of ranks per node, each rank sums whole tensors, which saves a barrier."""
 DIRECT_BYTES = 64 * KIB
-"""With more ranks, each rank sums all tensors if it reads at most this many bytes from the ranks
+"""With more ranks, each rank sums whole tensors if it reads at most this many bytes from the ranks
 other than itself and one peer."""
-TURNS_BYTES = 256 * KIB
+OVERSUBSCRIBED_BYTES = 256 * KIB
 """If ranks share cores, tensors of this size or more are summed by slices, since a rank waits for
 the work of the others and slices are less work in total."""
 SIZES: dict[str, tuple[int, ...]] = {
@@ -33,8 +33,8 @@ GAIN = 0.15
 
 SMALL_BYTES = 16 * KIB
 """Below this size tensors between nodes use ``levels``, and rails the algorithm of the rule. MPI
-collectives, before which ranks synchronize asleep, are not faster. Named tensors of this size are
-sent with the votes of the nodes and need bitwise identical results."""
+collectives are not faster, because ranks synchronize by a sleeping wait before them. Named tensors
+of this size are sent with the votes of the nodes and need bitwise identical results."""
 ON_A_NODE: tuple[str, ...] = ("direct", "slices", "library")
 BETWEEN_NODES: tuple[str, ...] = ("levels", "library")
 BY_HOROVOD: tuple[str, ...] = ("flat", "two-level")
@@ -61,7 +61,7 @@ def choose_plan(
         free_core = topology.devices > 0 or topology.num_peer_cores >= num_busy
         overlap = "thread" if free_core else "end"
     one_level = topology.num_nodes == 1 or node_memory == "none"
-    tensors = _tensors_of(topology, node_memory, in_turns=bool(topology.shared_cores))
+    tensors = _tensors_of(topology, node_memory, oversubscribed=bool(topology.shared_cores))
     if settings.engine == "horovod" and node_memory != "alone":
         tensors = SizeTable(((0, BY_HOROVOD[has_equal_nodes(topology)]),))
     return Plan(
@@ -83,7 +83,7 @@ def has_equal_nodes(topology: Topology) -> bool:
 
 
 def tensors_rule(
-    num_nodes: int, node_memory: str, local_size: int, *, in_turns: bool = False
+    num_nodes: int, node_memory: str, local_size: int, *, oversubscribed: bool = False
 ) -> SizeTable:
     """Choose the algorithms for tensors that are not buckets, by rule.
 
@@ -91,14 +91,16 @@ def tensors_rule(
         num_nodes: number of nodes.
         node_memory: method of sharing memory.
         local_size: number of ranks on the largest node.
-        in_turns: whether ranks outnumber cores.
+        oversubscribed: whether ranks outnumber cores.
     """
     if node_memory in ("none", "alone"):
         return SizeTable(((0, "library"),))
     if num_nodes > 1:
         return SizeTable(((0, "levels"),))
     if local_size <= DIRECT_RANKS:
-        return SizeTable(((0, "direct"), *([(TURNS_BYTES, "slices")] if in_turns else [])))
+        return SizeTable(
+            ((0, "direct"), *([(OVERSUBSCRIBED_BYTES, "slices")] if oversubscribed else []))
+        )
     return SizeTable(((0, "direct"), (max(DIRECT_BYTES // (local_size - 2), 1), "slices")))
 
 
@@ -123,9 +125,11 @@ def rail_rule(num_nodes: int) -> SizeTable:
     return SizeTable(((0, "doubling"), (DOUBLING_BYTES, "halving"), (ring_from, "ring")))
 
 
-def _tensors_of(topology: Topology, node_memory: str, *, in_turns: bool = False) -> SizeTable:
+def _tensors_of(
+    topology: Topology, node_memory: str, *, oversubscribed: bool = False
+) -> SizeTable:
     local_size = max(map(len, topology.nodes))
-    return tensors_rule(topology.num_nodes, node_memory, local_size, in_turns=in_turns)
+    return tensors_rule(topology.num_nodes, node_memory, local_size, oversubscribed=oversubscribed)
 
 
 def plan_for_group(plan: Plan, topology: Topology) -> Plan:
@@ -142,7 +146,7 @@ def plan_for_group(plan: Plan, topology: Topology) -> Plan:
     return replace(
         plan,
         num_rails=num_rails,
-        # ``in_turns`` is not used: a rank knows only its own cores, and all need the same table.
+        # Not ``oversubscribed``: a rank knows only its own cores, and all need the same table.
         tensors=_tensors_of(topology, plan.node_memory),
         rail=rail_rule(topology.num_nodes),
         measured=(),
@@ -150,7 +154,7 @@ def plan_for_group(plan: Plan, topology: Topology) -> Plan:
 
 
 def candidates(what: str, num_bytes: int, plan: Plan) -> tuple[str, ...]:
-    """Return the algorithms to measure at a size, first the algorithm of the plan."""
+    """Return the algorithms to measure for ``num_bytes``, the plan's algorithm first."""
     if plan.engine == "horovod":
         sensible = BY_HOROVOD
     elif what == "tensors" and plan.num_rails:
@@ -183,10 +187,10 @@ def refine(rule: SizeTable, measured: Sequence[Measurement], sizes: Sequence[int
     return SizeTable(tuple(steps))
 
 
-def faster(measured: Mapping[str, Measurement], default: str, least_gain: float = GAIN) -> str:
+def faster(measured: Mapping[str, Measurement], default: str, min_gain: float = GAIN) -> str:
     """Return the fastest algorithm that is clearly faster than ``default``, else ``default``.
 
-    The median must be at least ``least_gain`` shorter, and each of several runs shorter than each
+    The median must be at least ``min_gain`` shorter, and each of several runs shorter than each
     run of ``default``, so that other load on the machine does not determine the plan. The first
     of equally fast algorithms is returned, and ``default`` if it was not measured.
     """
@@ -196,7 +200,7 @@ def faster(measured: Mapping[str, Measurement], default: str, least_gain: float 
     gain = [
         m
         for m in measured.values()
-        if m.seconds <= (1 - least_gain) * rule.seconds
+        if m.seconds <= (1 - min_gain) * rule.seconds
         and len(m.runs) > 1
         and max(m.runs) < min(rule.runs)
     ]

@@ -145,7 +145,7 @@ class Plan:
                 else []
             ),
             *([("other tensors", _in_words(self.tensors))] if self.engine == "hpctrain" else []),
-            ("small ones", f"fused up to {format_bytes(self.fusion_bytes)}{self._pause()}"),
+            ("small operations", f"fused up to {format_bytes(self.fusion_bytes)}{self._pause()}"),
             ("threads per rank", str(self.threads)),
         ]
 
@@ -208,24 +208,24 @@ def _one_of(*choices: str) -> Callable[[Any], str]:
     return read
 
 
-def _whole(least: int) -> Callable[[Any], int]:
+def _integer(minimum: int) -> Callable[[Any], int]:
     def read(value: Any) -> int:
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise TypeError(f"an integer of at least {least} is required")
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            raise TypeError(f"an integer of at least {minimum} is required")
         return value
 
     return read
 
 
 def _table(value: Any) -> SizeTable:
-    return SizeTable(tuple((_whole(0)(size), _text(name)) for size, name in value))
+    return SizeTable(tuple((_integer(0)(size), _text(name)) for size, name in value))
 
 
 def _measured(value: Any) -> tuple[Measurement, ...]:
     return tuple(
         Measurement(
             _one_of("tensors", "rail")(entry["what"]),
-            _whole(0)(entry["num_bytes"]),
+            _integer(0)(entry["num_bytes"]),
             _text(entry["algorithm"]),
             _seconds(entry["runs"]),
         )
@@ -247,16 +247,16 @@ def _seconds(value: Any) -> tuple[float, ...]:
 
 _READERS: dict[str, Callable[[Any], Any]] = {
     "node_memory": _one_of("memfd", "none", "alone"),
-    "num_rails": _whole(0),
-    "bucket_bytes": _whole(1),
+    "num_rails": _integer(0),
+    "bucket_bytes": _integer(1),
     "overlap": _one_of("thread", "inline", "end"),
-    "threads": _whole(1),
+    "threads": _integer(1),
     "tensors": _table,
     "rail": _table,
     "measured": _measured,
-    "fusion_bytes": _whole(0),
+    "fusion_bytes": _integer(0),
     "cycle_s": _time,
-    "chunk_bytes": _whole(0),
+    "chunk_bytes": _integer(0),
     "engine": _one_of(*ENGINES),
 }
 

@@ -98,24 +98,32 @@ class StoredPlan:
         """Return why a world cannot use the plan; empty if it can. Not collective."""
         plan, sizes = self.plan, _sizes(topology)
         if self.nodes != sizes:
-            return f"it was made for {_nodes(self.nodes)}, and this world has {_nodes(sizes)}"
+            return (
+                f"the plan was made for {_nodes(self.nodes)}, and this world has {_nodes(sizes)}"
+            )
         if plan.engine != engine:
-            return f"it was made for the engine {plan.engine}, and HPCTRAIN_ENGINE is {engine}"
+            return (
+                f"the plan was made for the engine {plan.engine}, and HPCTRAIN_ENGINE is {engine}"
+            )
         if plan.node_memory != node_memory:
-            return f"it requires node memory {plan.node_memory}, and this world has {node_memory}"
+            return (
+                f"the plan requires node memory {plan.node_memory}, and this world has "
+                f"{node_memory}"
+            )
         one_level = topology.num_nodes == 1 or node_memory in ("none", "alone")
         fewest, most = (0, 0) if one_level else (1, topology.max_rails)
         if not fewest <= plan.num_rails <= most:
             return (
-                f"it requires {plan.num_rails} rails, and this world supports {fewest} to {most}"
+                f"the plan requires {plan.num_rails} rails, and this world supports {fewest} to "
+                f"{most}"
             )
         for name, table, known in (
-            ("tensors", plan.tensors, _ways(topology, node_memory, engine)),
+            ("tensors", plan.tensors, _algorithms(topology, node_memory, engine)),
             ("rail", plan.rail, tuple(ALGORITHMS) if plan.num_rails else ("library",)),
         ):
             if unknown := sorted({algorithm for _, algorithm in table.steps} - {*known}):
                 return (
-                    f"its table {name} has {', '.join(unknown)}, and this world supports "
+                    f"table {name} of the plan has {', '.join(unknown)}, and this world supports "
                     f"{', '.join(known)}"
                 )
         return ""
@@ -145,8 +153,8 @@ def memory_wanted(settings: Settings, stored: StoredPlan | None) -> str:
     """Return the method of sharing memory in the settings or, if ``auto``, in the plan."""
     if stored is None or settings.shared_memory != "auto":
         return settings.shared_memory
-    way = stored.plan.node_memory
-    return "off" if way in ("none", "alone") else way
+    method = stored.plan.node_memory
+    return "off" if method in ("none", "alone") else method
 
 
 def decide(
@@ -178,7 +186,7 @@ def decide(
         if problem := stored.misfit(topology, rule.node_memory, rule.engine):
             raise ConfigError(
                 f"the plan of {settings.plan} must match the world, but {problem}; start the "
-                f"world of the plan, or unset HPCTRAIN_PLAN"
+                f"job as for the plan, or unset HPCTRAIN_PLAN"
             )
         return PlanDecision(plan=stored.plan, origin=str(settings.plan))
     by_rule = PlanDecision(plan=rule, origin="rule")
@@ -213,7 +221,7 @@ def measured(
     topology: Topology,
     watch: "Watch",
 ) -> PlanDecision:
-    """If ``decision`` has a key, measure, use the fastest plan, and store it. Collective."""
+    """If ``decision`` has a key, measure, then use and store the fastest plan. Collective."""
     if not decision.key:
         return decision
     from hpctrain.comm.plan import probe  # noqa: PLC0415 - needs MPI
@@ -286,7 +294,7 @@ def _nodes(sizes: Sequence[int]) -> str:
     return f"{len(sizes)} node{plural} of {per_node} rank{'s' * (per_node != '1')}"
 
 
-def _ways(topology: Topology, node_memory: str, engine: str) -> tuple[str, ...]:
+def _algorithms(topology: Topology, node_memory: str, engine: str) -> tuple[str, ...]:
     if engine == "horovod" and node_memory != "alone":
         return BY_HOROVOD if has_equal_nodes(topology) else BY_HOROVOD[:1]
     if node_memory in ("none", "alone"):

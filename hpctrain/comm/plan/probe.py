@@ -39,7 +39,7 @@ BATCHING_SHARE = 0.3  # additional fraction of the budget, for fusion parameters
 BATCHING_RUNS = 9  # runs per size, of which the shortest is used
 RUNS = 3  # timed runs of a candidate
 RUN_S = 1e-3  # intended time of a run, in which short calls are repeated
-MOST_CALLS = 8  # most calls in a run
+MAX_CALLS = 8  # largest number of calls in a run
 FIRST_SHARE = 1 / 3
 """Fraction of the time of a table for its smallest size, where the gain is smallest."""
 
@@ -136,7 +136,7 @@ def measure(
 def _table(
     what: str, plan: Plan, run_by: RunBy, stopwatch: "Stopwatch", until_s: float
 ) -> list[Measurement]:
-    """Measure the candidates for all sizes until ``until_s`` of the stopwatch. Collective."""
+    """Measure the algorithms of table ``what`` until ``until_s`` of the stopwatch. Collective."""
     times: dict[str, dict[int, float]] = {}
     measured: list[Measurement] = []
     failed: set[str] = set()
@@ -152,7 +152,7 @@ def _table(
                 continue
             runs = figures.get(algorithm, [])
             expected = runs[-1] if runs else expected_s(times.get(algorithm, {}), num_bytes)
-            calls = max(1, min(MOST_CALLS, int(RUN_S / expected))) if runs else 1
+            calls = max(1, min(MAX_CALLS, int(RUN_S / expected))) if runs else 1
             if stopwatch.elapsed_s + (calls + (not runs)) * expected > end_s:
                 continue
             run = partial(run_by, algorithm, values)
@@ -192,7 +192,7 @@ def _shortest(
 def _chunk_bytes(
     comm: HierarchicalCommunicator, plan: Plan, stopwatch: "Stopwatch", times: Mapping[int, float]
 ) -> int:
-    """Measure the chunk sizes, interleaved; return the best one, 0 for none. Collective."""
+    """Measure the chunk sizes alternately; return the fastest, 0 for no chunks. Collective."""
     sizes = chunk_sizes(times)
     if len(sizes) < 2:
         return sum(sizes)

@@ -34,7 +34,7 @@ class BucketsInPlace:
 
     def __init__(self, comm: Communicator) -> None:
         self.size = comm.size
-        assert comm.node is not None, "they share memory"
+        assert comm.node is not None, "the ranks must share memory"
         self._comm, self._node = comm, comm.node
         self._known: dict[int, Bucket] = {}  # by address of the elements
         self._offered: set[int] = set()  # addresses of tensors that may be moved

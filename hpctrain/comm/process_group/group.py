@@ -266,11 +266,14 @@ class HpctrainGroup(OrderedGroup):
         if not sizes and length % size:
             raise ValueError(
                 f"the first dimension must be divisible by {size} ranks in all_to_all_single "
-                f"without split sizes, got {length}; pass split sizes"
+                f"without split sizes, got {length} rows; pass split sizes"
             )
         cut = list(sizes) or [length // size] * size
         if len(cut) != size or sum(cut) != length:
-            raise ValueError(f"split sizes must give {size} ranks {length} rows in all, got {cut}")
+            raise ValueError(
+                f"split sizes must be {size} numbers, one per rank, with the sum {length}, the "
+                f"number of rows, got {cut}"
+            )
         parts: tuple[Tensor, ...] = tensor.detach().split(cut)
         return parts
 
@@ -289,17 +292,17 @@ class HpctrainGroup(OrderedGroup):
         """
         limit, before = self._limit, (self._limit.timeout_s, self._limit.name)
         if timeout is not None:
-            told = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-            limit.timeout_s, limit.name = told, "timeout"
+            timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+            limit.timeout_s, limit.name = timeout_s, "timeout"
 
-        def meet() -> None:
-            self._tell_that_we_wait(
-                math.inf
-            )  # at once: a late rank must find the reports of all others
+        def wait_for_all() -> None:
+            self._report_wait(math.inf)  # at once: a late rank must find the reports of all others
             self.comm.barrier()
 
         try:
-            self._start("monitored_barrier", meet, [], SimpleNamespace(asyncOp=False)).wait()
+            self._start(
+                "monitored_barrier", wait_for_all, [], SimpleNamespace(asyncOp=False)
+            ).wait()
         except GroupRankLostError as error:
             missing, me = self._missing(), self._ranks[self.comm.rank]
             named = missing if wait_all_ranks else missing[:1]
@@ -321,7 +324,7 @@ class HpctrainGroup(OrderedGroup):
     def send(self, tensors: Any, dest: int, tag: int = 0) -> dist.Work:
         """Start sending a tensor to rank ``dest``."""
         (tensor,), wire = _listed(tensors), self._messages(tag)
-        with self._asking:
+        with self._wire_lock:
             transfer = wire.start_send(_flat_of(tensor), dest, tag)
         what = f"send of {tensor.numel()} {name_of(tensor.dtype)} to {self._ranks[dest]}"
         return self._message(transfer, [tensor], f"{what}, tag {tag},", lambda: None)
@@ -331,7 +334,7 @@ class HpctrainGroup(OrderedGroup):
         """Start receiving a tensor from rank ``source``; None means any rank."""
         (tensor,), wire = _listed(tensors), self._messages(tag)
         values = _flat_of(tensor)
-        with self._asking:
+        with self._wire_lock:
             transfer = wire.start_receive(values, source, tag)
         sender = "any" if source is None else self._ranks[source]
         what = f"recv of {tensor.numel()} {name_of(tensor.dtype)} from {sender}, tag {tag},"
@@ -343,16 +346,18 @@ class HpctrainGroup(OrderedGroup):
         return self.recv(tensors, None, tag)
 
     def _take(self, values: Tensor, tensor: Tensor) -> None:
-        assert self._watch is not None, "there is a rank that has sent it"
+        assert self._watch is not None, "a group that receives has a watch"
         self._watch.confirm()
         _put_back(values, tensor)
 
     def _message(
         self, transfer: Any, tensors: Sequence[Tensor], what: str, after: Callable[[], object]
     ) -> dist.Work:
-        assert self._wire is not None, "the message goes over it"
+        assert self._wire is not None, "a group that sends has a wire"
         named = functools.partial(self._named, what)
-        work = Message(self._wire, transfer, tensors, after=after, lock=self._asking, named=named)
+        work = Message(
+            self._wire, transfer, tensors, after=after, lock=self._wire_lock, named=named
+        )
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
@@ -386,14 +391,14 @@ class HpctrainGroup(OrderedGroup):
             whose = "each" if are_alike else "the rank's own"
             self._refuse(
                 f"{name} must have a list of {self.comm.size} tensors, {whose} with "
-                f"{one.numel()} elements as the single tensor, got {numels}"
+                f"{one.numel()} elements like the single tensor, got {numels} elements"
             )
 
     def _check_whole(self, name: str, whole: Tensor, part: Tensor) -> None:
         if whole.numel() != part.numel() * self.comm.size:
             self._refuse(
                 f"{name} must have a tensor for all ranks with {self.comm.size} times the "
-                f"elements of the tensor of each rank, "
+                f"elements of the tensor of one rank, "
                 f"got {whole.numel()} and {part.numel()} elements"
             )
         if whole.dtype != part.dtype:

@@ -50,7 +50,7 @@ class LevelTransfers(Transfers):
         self._here = self._rail.index(self.rank)
 
     def all_gather(self, outs: Sequence[Tensor], mine: Tensor) -> None:
-        """Gather over the rail by messages, then in the node."""
+        """Copy ``mine`` of each rank r to ``outs[r]``: over the rail, then in the node."""
         self._levels.meet(f"all_gather of {[out.numel() for out in outs]} {name_of(mine.dtype)}")
         outs[self.rank].copy_(mine)
         for dest, source in self._partners():
@@ -63,7 +63,7 @@ class LevelTransfers(Transfers):
     def reduce_scatter(
         self, out: Tensor, parts: Sequence[Tensor], op: Op, scale: float | None
     ) -> None:
-        """Reduce in the node the parts of all ranks of this rail, then reduce over the rail."""
+        """Reduce ``parts[r]`` to ``out`` of rank r: in the node, then over the rail."""
         numels = [part.numel() for part in parts]
         self._levels.meet(f"reduce_scatter of {numels} {name_of(out.dtype)}")
         sums = []
@@ -84,7 +84,7 @@ class LevelTransfers(Transfers):
         finish(total, scale, how.view(out))
 
     def broadcast(self, values: Tensor, root: int) -> None:
-        """Send along a tree of nodes, then inside each node."""
+        """Send ``values`` of rank ``root`` along a tree of nodes, then inside each node."""
         self._levels.meet(f"broadcast of {values.numel()} {name_of(values.dtype)} from {root}")
         node = next(number for number, ranks in enumerate(self._nodes) if root in ranks)
         local = list(self._nodes[node]).index(root)
@@ -94,7 +94,7 @@ class LevelTransfers(Transfers):
         self._memory.broadcast(values, local)
 
     def _along_tree(self, values: Tensor, root: int) -> None:
-        """Broadcast over the rail from node ``root``, along a binomial tree."""
+        """Broadcast ``values`` over the rail from node ``root``, along a binomial tree."""
         size, wire = len(self._rail), self._levels.wire
         place = (self._here - root) % size
         span = 1
@@ -215,7 +215,8 @@ class NodeExchange:
                     raise MismatchError(
                         f"both ends of all_to_all must have the same size, but rank {rank} sends "
                         f"{given[other]} bytes to rank {other}, which expects "
-                        f"{taken[self._size + rank]}; compare the split sizes of the two"
+                        f"{taken[self._size + rank]}; compare the split sizes of the two "
+                        f"ranks"
                     )
         return max(size for given in sizes for size in given)
 
@@ -252,7 +253,7 @@ class NodeExchange:
         return self._slots.views(torch.uint8, self._shape, self._node.turn)
 
     def _share(self, head: int) -> int:
-        """Return the bytes of a slot for each rank, after ``head`` bytes."""
+        """Return the size of each rank's part of a slot that begins with ``head`` other bytes."""
         return (self._room - head) // self._size // _LINE * _LINE
 
     def _count(self, piece: Tensor) -> None:
@@ -264,12 +265,12 @@ def _bytes(values: Tensor) -> Tensor:
 
 
 def _starts(num: int, step: int) -> range:
-    """Return the start of each piece; at least one piece, so that all ranks synchronize."""
+    """Return the starts of pieces of ``step`` elements; one piece if there are no elements."""
     return range(0, max(num, 1), step)
 
 
 def _copy(out: Tensor, given: Tensor) -> None:
-    """Copy ``given`` to ``out``, as many elements as both have; skip it if they share memory."""
+    """Copy the elements that ``given`` and ``out`` both have, unless the two share memory."""
     numel = min(out.numel(), given.numel())
     if numel and out.data_ptr() != given.data_ptr():
         out[:numel].copy_(given[:numel])

@@ -74,8 +74,8 @@ def on_cpu(method: Method) -> Method:
                 return getattr(other, name)(given, *args, **options)
             if first.is_quantized:
                 raise GroupError(
-                    f"tensors must not be quantized, got {first.dtype}; send int_repr() "
-                    f"and the scale"
+                    f"tensors must not be quantized, got {first.dtype}; send int_repr(), the "
+                    f"scale and the zero point"
                 )
         return method(self, given, *args, **options)
 
@@ -104,8 +104,8 @@ def _refusal(name: str, result: Any, *, averages: bool) -> str:
     return ""
 
 
-TELL_S = 1.0  # a rank that waits longer reports this in the store, for messages of other ranks
-_MOST_S = 1e6  # unlimited, for other backends
+REPORT_S = 1.0  # a rank that waits longer reports this in the store, for messages of other ranks
+_MAX_S = 1e6  # unlimited, for other backends
 
 
 class OrderedGroup(Base):  # type: ignore[misc]
@@ -147,11 +147,11 @@ class OrderedGroup(Base):  # type: ignore[misc]
         if comm.size > 1:
             ranks_of_mpi = cast("MpiCommunicator", comm)
             self._watch, self._wire = ranks_of_mpi.watch, ranks_of_mpi.new_wire()
-        self._asking = threading.Lock()
+        self._wire_lock = threading.Lock()
         self.queue = OperationQueue(f"hpctrain group {name}", has_thread=has_thread)
         self._num_started = 0
         self._current: Operation | None = None  # the operation that runs now
-        limit.on_late = self._tell_that_we_wait
+        limit.on_late = self._report_wait
         self._coalesced: list[dist.Work] | None = None
         self._others: dict[str, Any] = {}
 
@@ -237,22 +237,26 @@ class OrderedGroup(Base):  # type: ignore[misc]
             cast("MpiCommunicator", self.comm).meet(call)
 
     def _refuse(self, reason: str) -> NoReturn:
-        """Raise on all ranks, also on ranks that have begun a different call."""
+        """Raise on all ranks: ``MismatchError`` on ranks that have begun a different call."""
         self._meet(f"nothing: {reason}")
         raise RefusedError(reason)
 
-    def _tell_that_we_wait(self, waited_s: float) -> None:
+    def _report_wait(self, waited_s: float) -> None:
         """Report in the store that this rank waits, before other ranks can reach their limit."""
         current = self._current
-        if current and not current.is_told and waited_s > min(TELL_S, self._limit.timeout_s / 2):
-            current.is_told = True
+        if (
+            current
+            and not current.has_reported
+            and waited_s > min(REPORT_S, self._limit.timeout_s / 2)
+        ):
+            current.has_reported = True
             with contextlib.suppress(RuntimeError):  # rank 0, which serves the store, has ended
                 self._store.set(f"waits/{current.number}/{self.comm.rank}", current.name)
 
     def _missing(self) -> list[int]:
         """Return the ranks that have not reported that they wait in the current operation."""
         current = self._current
-        if current is None or not current.is_told:
+        if current is None or not current.has_reported:
             return []
         with contextlib.suppress(RuntimeError):
             keys = {rank: f"waits/{current.number}/{rank}" for rank in range(self.comm.size)}
@@ -316,7 +320,8 @@ class OrderedGroup(Base):  # type: ignore[misc]
             return self
         if device.type not in {one.type for one in self._device_types}:  # for torch 2.6
             raise GroupError(
-                f"a group of backend hpctrain on this host has no backend for {device}"
+                f"tensors of a group of backend hpctrain must be on the CPU, or on CUDA if torch "
+                f"has NCCL, got {device}; move them first"
             )
         return backend_of(self.group_of(device), device)
 
@@ -335,7 +340,7 @@ class OrderedGroup(Base):  # type: ignore[misc]
         return self._others["cuda"]
 
     def _by_nccl(self) -> dist.ProcessGroup:
-        timeout = timedelta(seconds=min(self._limit.timeout_s, _MOST_S))
+        timeout = timedelta(seconds=min(self._limit.timeout_s, _MAX_S))
         store = PrefixStore("cuda/", self._store)
         return group_by_nccl(store, self.comm.rank, self.comm.size, timeout)
 
@@ -355,11 +360,17 @@ class OrderedGroup(Base):  # type: ignore[misc]
         self._store = HashStore()
         self._others.clear()
         if not self._limit.broken_off:
-            self._limit.broken_off = "this group was destroyed; make a new one"
+            self._limit.broken_off = (
+                "a group must be open when it is used, but this one was destroyed; create a new "
+                "one"
+            )
             self.comm.close()
 
     def abort(self) -> None:
         """Make all waits of this rank raise, without freeing resources. Not collective."""
-        self._limit.broken_off = "this group was aborted on this rank; destroy it and make another"
+        self._limit.broken_off = (
+            "a group must be open when it is used, but this one was aborted on this rank; destroy "
+            "it and create a new one"
+        )
         for other in self._others.values():
             other.abort()

@@ -45,7 +45,10 @@ class GroupReduction:
         if found is not None:
             return found
         if kind != _Kind.PREMUL_SUM:
-            raise ValueError(f"hpctrain does not support the reduction {kind}")
+            raise ValueError(
+                f"the reduction of a group must be one of SUM, AVG, PREMUL_SUM, PRODUCT, MIN, "
+                f"MAX, BAND, BOR and BXOR, got {kind}"
+            )
         return cls(Op.SUM, factor=reduce_op.__getstate__()[1])
 
     def scale(self, dtype: torch.dtype, size: int) -> float | None:

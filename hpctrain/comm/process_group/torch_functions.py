@@ -56,7 +56,8 @@ def _refusing(of_torch: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(self.process_group, HpctrainGroup):
             raise CommError(
                 f"communication hooks must be in Python for the backend hpctrain, got the C++ "
-                f"hook {comm_hook_type}; use that of torch.distributed.algorithms.ddp_comm_hooks: "
+                f"hook {comm_hook_type}; use a hook of "
+                f"torch.distributed.algorithms.ddp_comm_hooks, for example "
                 f"register_comm_hook(None, default_hooks.fp16_compress_hook)"
             )
         return of_torch(self, comm_hook_type)

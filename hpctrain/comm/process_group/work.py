@@ -41,7 +41,7 @@ class Operation(Base):  # type: ignore[misc]
     __slots__ = ("__dict__", "_guard", "_result", "function", "name", "number")
     error: BaseException | None = None
     queue: "OperationQueue | None" = None  # the queue, while the operation waits in it
-    is_told = False  # whether this rank has reported that it waits
+    has_reported = False  # whether this rank has reported that it waits
     _over: threading.Event | None = None
     _end: "Future[None] | None" = None  # completes with the operation, then ``_future``
     _future: "Future[Any] | None" = None
@@ -205,7 +205,7 @@ class OperationQueue:
         self._thread_id: int | None = None
 
     def begin(self) -> bool:
-        """Block the queue until ``end`` and return True; return False if it is not idle."""
+        """Block the queue until ``end`` and return True; return False if the queue is not idle."""
         # On the queue's thread ``_num_waiting`` counts the operation whose callbacks run.
         return self._num_waiting == 0 and self._turn.acquire(False)  # noqa: FBT003 - twice as fast
 
@@ -344,7 +344,7 @@ class Message(Base):  # type: ignore[misc]
         return future
 
     def result(self) -> Any:
-        """Return the tensors."""
+        """Return the tensors that were sent or received."""
         return self._tensors
 
     def synchronize(self) -> None:

@@ -51,9 +51,9 @@ def allreduce_steps(
 class _Part(NamedTuple):
     """Operations of one rank in one phase of a schedule, for a tensor of one size."""
 
-    phase: Phase  # in an exchange pieces are slices of the tensor; None is all of it
+    phase: Phase  # in an exchange a piece is a slice of the tensor, None the whole tensor
     inbox: int  # elements of the largest message that is combined
-    numels: list[int]  # of the pieces; empty for an exchange
+    numels: list[int]  # elements of each piece; empty for an exchange
 
 
 @lru_cache(maxsize=1024)

@@ -66,7 +66,7 @@ class Transfer:
 
     tensor: Tensor
     partner: int | None  # rank of the other end; None until it is known
-    requests: list[MpiRequest]  # the incomplete ones
+    requests: list[MpiRequest]  # incomplete requests
     expected: int  # bytes still to be received; 0 for a sent message
 
     def cancel(self) -> None:
@@ -223,7 +223,7 @@ class InFlight:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._in_flight:  # their messages could match those of later calls
+        if self._in_flight:  # their messages could match messages of later calls
             self._watch.fail()
 
     def reduced(self, parts: Iterable[Tensor]) -> Iterator[None]:

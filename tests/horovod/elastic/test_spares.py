@@ -43,10 +43,10 @@ def test_a_stopped_spare_blocks_no_rank(tmp_path):
     end.mkdir()
     ends, said = launched(loss, [(2, "waiting", 3), (1, 4, 0)], num_ranks=2, spares=2)
     check(ends)
-    assert "is stopped: it ends" in said
+    assert "was stopped by a signal and is killed" in said
     assert ends[0]["sizes"] == [2, 2]
     _, said = launched(end, [(2, "waiting", 3)], num_ranks=2, spares=1)
-    assert "is stopped: it ends" in said
+    assert "was stopped by a signal and is killed" in said
 
 
 PROGRAM = """
@@ -105,7 +105,7 @@ REFUSED = {
     "twice": {
         "before": "number = 0",
         "after": "train(elastic.ObjectState(step=0))",
-        "said": "leave out --spares; got barrier",
+        "said": "omit --spares; got barrier",
     },
     "process sets": {
         "before": "hvd.init(process_sets=[hvd.ProcessSet([0])])",

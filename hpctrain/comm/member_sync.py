@@ -1,8 +1,9 @@
-"""Synchronization of some ranks of a communicator; a rank may give up and try again.
+"""Synchronization of some ranks of a communicator; a rank may stop waiting and try again.
 
-The first member collects messages of the others and then lets all continue. A member that has
-given up must not count as present, although its message was sent. So, after all messages have
-arrived, the first member sends a query to each member, and a member answers only while it waits.
+The first member receives a message from each other member, and then lets all members continue. A
+member that has stopped waiting must not count as present, although its message was sent. So, after
+all messages have arrived, the first member sends a query to each member, and a member answers the
+query only while the member waits.
 """
 
 from collections import Counter, defaultdict
@@ -21,15 +22,17 @@ _Message = list[int]
 """Numbers of the attempts of the member and of the first member; 0 before the query."""
 
 
-class MemberMeeting:
+class MemberSync:
     """Synchronizes this rank with some other ranks of a communicator."""
 
     def __init__(self) -> None:
         self._num_attempts = Counter[tuple[Members, int]]()
-        self._heard: defaultdict[tuple[Members, int], dict[int, int]] = defaultdict(dict)
-        """By other member: its latest attempt, in which the member may still wait."""
+        self._attempts: defaultdict[tuple[Members, int], dict[int, int]] = defaultdict(dict)
+        """By other member: number of its latest attempt, in which the member may still wait."""
 
-    def meet(self, wire: "MpiWire", watch: "Watch", members: Sequence[int], tag: int) -> int:
+    def wait_for_members(
+        self, wire: "MpiWire", watch: "Watch", members: Sequence[int], tag: int
+    ) -> int:
         """Wait until all ``members`` have called this method. Collective over the members.
 
         Args:
@@ -48,27 +51,27 @@ class MemberMeeting:
         self._num_attempts[key] += 1
         by_messages = _Messages(wire, watch, tag)
         if wire.rank == members[0]:
-            self._collect(by_messages, members[1:], self._heard[key], self._num_attempts[key])
+            self._collect(by_messages, members[1:], self._attempts[key], self._num_attempts[key])
             return self._num_attempts[key]
-        return self._come(by_messages, members[0], self._num_attempts[key])
+        return self._answer_first(by_messages, members[0], self._num_attempts[key])
 
     def _collect(
-        self, messages: "_Messages", others: Sequence[int], heard: dict[int, int], attempt: int
+        self, messages: "_Messages", others: Sequence[int], attempts: dict[int, int], attempt: int
     ) -> None:
         for other in others:
-            if other not in heard:
-                heard[other] = messages.receive(other)[0]
+            if other not in attempts:
+                attempts[other] = messages.receive(other)[0]
         for other in others:
-            messages.send(other, [heard[other], attempt])
+            messages.send(other, [attempts[other], attempt])
         for other in others:
-            while (answer := messages.receive(other)) != [heard[other], attempt]:
-                if answer[0] > heard[other]:  # the member has given up and tried again
-                    heard[other] = answer[0]
-                    messages.send(other, [heard[other], attempt])
+            while (answer := messages.receive(other)) != [attempts[other], attempt]:
+                if answer[0] > attempts[other]:  # the member has stopped waiting and tried again
+                    attempts[other] = answer[0]
+                    messages.send(other, [attempts[other], attempt])
         for other in others:
-            messages.send(other, [heard.pop(other), attempt])
+            messages.send(other, [attempts.pop(other), attempt])
 
-    def _come(self, messages: "_Messages", first: int, attempt: int) -> int:
+    def _answer_first(self, messages: "_Messages", first: int, attempt: int) -> int:
         messages.send(first, [attempt, 0])
         answered: _Message = []
         while True:
@@ -82,7 +85,7 @@ class MemberMeeting:
 
 
 class _Messages:
-    """Sends and receives pairs of numbers."""
+    """Sends and receives messages of two numbers between members."""
 
     def __init__(self, wire: "MpiWire", watch: "Watch", tag: int) -> None:
         self._wire, self._watch, self._tag = wire, watch, tag
