@@ -1,4 +1,4 @@
-"""The exchange of a ``DistributedOptimizer`` with ``op=Adasum``, which combines steps."""
+"""Exchange of a ``DistributedOptimizer`` with ``op=Adasum``, which combines steps."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -28,7 +28,7 @@ class AdasumStep(OptimizerExchange):
 
     The change of each parameter is combined over all ranks by Adasum: orthogonal changes are
     added, equal changes are averaged. The learning rate therefore need not grow with the number of
-    ranks. Construction compares the parameters of all ranks. Collective.
+    ranks. The constructor compares the parameters of all ranks; it is collective.
 
     Args:
         comm: ranks whose steps are combined.
@@ -37,7 +37,7 @@ class AdasumStep(OptimizerExchange):
         steps: counts steps, and compares the ranks before each step.
 
     Source: Maleki et al. 2020, arXiv:2006.02924.
-    Differs: combines steps of the optimizer in place of gradients, as Horovod does.
+    Differs: combines steps of the optimizer instead of gradients, like Horovod.
     """
 
     unscales = True
@@ -62,7 +62,7 @@ class AdasumStep(OptimizerExchange):
 
     @property
     def steps(self) -> StepCounter:
-        """Step counter, which compares the ranks before a step and stores their flags."""
+        """Step counter, which compares the ranks before a step and exchanges their flags."""
         return self._steps
 
     @property
@@ -73,25 +73,25 @@ class AdasumStep(OptimizerExchange):
     def set_num_samples(self, num_samples: float, nominal: float) -> None:
         """Raise ``ConfigError``, since Adasum does not weight ranks by samples."""
         raise ConfigError(
-            f"sample counts must be set with op=Average, but op is Adasum with "
+            f"sample counts can only be set with op=Average, but op is Adasum, got "
             f"num_samples={num_samples}, nominal={nominal}; leave set_num_samples out"
         )
 
     def require_skippable(self) -> None:
-        """Raise ``ConfigError``, since ranks would diverge if ``step()`` did not combine them."""
+        """Raise ``ConfigError``, since ``step()`` must combine the ranks."""
         raise ConfigError(
             "skip_synchronize() must not be used with op=Adasum, which combines the ranks inside "
             "step(); leave skip_synchronize() out"
         )
 
     def new_step(self) -> None:
-        """Record that the program is about to clear gradients. Not collective."""
+        """Record that the program clears gradients, perhaps without a step. Not collective."""
         if self._before:  # inside a step, a closure may clear gradients any number of times
             return
         self._num_forgotten += _has_new(_gradients(self._parameters()))
 
     def start_again(self) -> None:
-        """Reset the step, after parameters and state were replaced. Not collective."""
+        """Reset the step; called when a state is loaded. Not collective."""
         self._steps.number = None
         self._before, self._num_forgotten = [], 0
 
@@ -99,12 +99,12 @@ class AdasumStep(OptimizerExchange):
     def begin_step(self, stepping: Optimizer, closure: Closure) -> Closure:
         """Save the parameters before this rank's own step. Collective.
 
-        A rank whose ``GradScaler`` has found infinity adds nothing to the step. If a ``closure``
-        is given, the optimizer computes the gradients inside ``step()``.
+        A rank whose ``GradScaler`` has found an overflow contributes no change. With ``closure``,
+        the optimizer computes the gradients inside ``step()``.
 
         Raises:
             MismatchError: ranks take different steps, step different parameters or hold different
-                weights; only some of them use the gradients of the previous step; or only some
+                weights; only some ranks use the gradients of the previous step; or only some ranks
                 have cleared gradients without a step. Raised on all ranks.
         """
         unscale_own(stepping)
@@ -134,12 +134,12 @@ class AdasumStep(OptimizerExchange):
         self._steps.take(agreement)
 
     def stand_in(self, agreement: StepAgreement) -> None:
-        """Raise ``AssertionError``, since the step message rejects ranks that have joined."""
+        """Raise ``AssertionError``: the step message rejects ranks that have joined."""
         raise AssertionError(agreement)
 
     @torch.no_grad()
     def end_step(self) -> None:
-        """Replace this rank's changes by the combined changes of all ranks. Collective."""
+        """Replace the changes of parameters by the combined changes of all ranks. Collective."""
         start = time.perf_counter()
         changes = [self._compressor.compress(p - before) for p, before in self._before]
         combined = [change.cpu() for change, _ in changes]
@@ -153,7 +153,7 @@ class AdasumStep(OptimizerExchange):
         self._exposed_seconds = time.perf_counter() - start
 
     def _mark_gradients(self) -> None:
-        """Mark the current gradients as used; a later write removes the mark."""
+        """Mark the current gradients as used by a step; a later write invalidates the mark."""
         for grad in _gradients(self._parameters()):
             setattr(grad, _STEPPED, writes_of(grad))
 
@@ -163,7 +163,7 @@ def _gradients(parameters: NamedParameters) -> list[Tensor]:
 
 
 def _has_new(grads: Iterable[Tensor]) -> bool:
-    """Return whether a gradient is nonzero and was not yet used by a step."""
+    """Return whether a nonzero gradient was not used by a step yet."""
     return any(getattr(g, _STEPPED, None) != writes_of(g) and bool(g.any()) for g in grads)
 
 
