@@ -158,8 +158,8 @@ class LocalMethod(CommonBlock, StateFields):
 
         Called in place of ``optimizer.step()``, which ``GradScaler`` may leave out. A step in
         which all ranks average gradients must be skipped by all ranks or by none; otherwise all
-        ranks raise ``MismatchError`` in the next step, or at the end of the block. If other ranks set numbers of samples, call
-        ``set_num_samples(0)`` before.
+        ranks raise ``MismatchError`` in the next step, or at the end of the block. If other ranks
+        set numbers of samples, call ``set_num_samples(0)`` before.
         """
         self._require_open()
         self._average_gradients(is_skipped=True)

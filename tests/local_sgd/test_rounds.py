@@ -29,7 +29,7 @@ FEW = pytest.mark.ranks(2, 3)
 
 STAGED = {"warmup_steps": 3, "cooldown_start": 15}
 WRONG = [
-    ("LocalSGD", {"steps": 0}, "at least 1 step"),
+    ("LocalSGD", {"steps": 0}, "must be at least 1, got steps=0"),
     ("LocalSGD", {"steps": "often"}, '"auto"'),
     ("LocalSGD", {"state": "mean"}, "local, average, reset"),
     ("LocalSGD", {"steps": "auto", "share": 1.5}, "above 0 and below 1"),
