@@ -38,9 +38,9 @@ class OptimizerConfig(CheckedFields):
         """Raise ``ConfigError`` if arguments contradict keys, or a group is not valid."""
         require(
             not {"lr", "params"} & {*self.args},
-            "optimizer.args must not have lr or params",
+            "optimizer.args must not contain lr or params",
             dict(self.args),
-            "set optimizer.lr, and omit params",
+            "set the key optimizer.lr instead of lr, and omit params",
         )
         for group in self.groups:
             checked("optimizer.groups: lr", group.get("lr", self.lr), Positive)
