@@ -54,8 +54,8 @@ class AdasumStep(OptimizerExchange):
         self._before: list[tuple[Tensor, Tensor]] = []
         self._num_forgotten = 0  # times that gradients were cleared since the last step
         steps.enter(self)
-        today = _stepped(parameters())
-        self._lines = _lines_of(today)
+        current = _stepped(parameters())
+        self._lines = _lines_of(current)
         require_equal(comm, self._lines, "parameters")
         steps.watch(parameters())
         self._mark_gradients()
@@ -108,8 +108,8 @@ class AdasumStep(OptimizerExchange):
                 have cleared gradients without a step. Raised on all ranks.
         """
         unscale_own(stepping)
-        today = _stepped(self._parameters())
-        lines, grads = _lines_of(today), _gradients(today)
+        current = _stepped(self._parameters())
+        lines, grads = _lines_of(current), _gradients(current)
         is_new = closure is not None or _has_new(grads)
         repeats = not is_new and any(bool(grad.any()) for grad in grads)
         if self._num_forgotten and not is_new:
@@ -117,15 +117,15 @@ class AdasumStep(OptimizerExchange):
         for _ in range(self._num_forgotten):
             self._steps.end()
         self._num_forgotten = 0
-        self._steps.unreached.count(n for n, p in today if p.grad is None or not p.grad.any())
-        told = GradientFacts(repeats=repeats, outdated=lines != self._lines)
-        mine = self._steps.message(StepMessage(gradients=told), needs_all=True)
+        self._steps.unreached.count(n for n, p in current if p.grad is None or not p.grad.any())
+        own_facts = GradientFacts(repeats=repeats, outdated=lines != self._lines)
+        mine = self._steps.message(StepMessage(gradients=own_facts), needs_all=True)
         start_on(self._comm, self._open, mine).wait()
         if self._is_outdated:
             require_equal(self._comm, lines, "parameters")
             self._lines = lines
             self._steps.watch(self._parameters())
-        self._before = [(p, p.detach().clone()) for _, p in today]
+        self._before = [(p, p.detach().clone()) for _, p in current]
         return closure
 
     def _open(self, mine: StepMessage) -> None:
@@ -133,7 +133,7 @@ class AdasumStep(OptimizerExchange):
         self._is_outdated = agreement.outdated
         self._steps.take(agreement)
 
-    def stand_in(self, agreement: StepAgreement) -> None:
+    def contribute_zeros(self, agreement: StepAgreement) -> None:
         """Raise ``AssertionError``: the step message rejects ranks that have joined."""
         raise AssertionError(agreement)
 

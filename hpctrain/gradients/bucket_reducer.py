@@ -117,8 +117,8 @@ class Reducer:
         before_sum = kind.before_sum if self._sees_sums else None
         self._hooks = ParameterHooks(self, kind.on_ready, before_sum)
         reduction.steps.enter(self)
-        reduction.layout.build(self._today())
-        self._hook_anew()
+        reduction.layout.build(self._current_parameters())
+        self._rehook()
 
     def set_passes(self, passes: int) -> None:
         """Set the number of backward passes that are accumulated before one reduction."""
@@ -250,7 +250,7 @@ class Reducer:
         self._passes_done = 0
         self._replaced_sum = ""
         if self._backward.tasks:  # a backward raised an error
-            self._break_off()
+            self._discard_failed_backward()
 
     @dynamo_disable
     def end_step(self) -> None:
@@ -283,28 +283,28 @@ class Reducer:
         self._forget_step()
         self.reduction = reduction
         reduction.steps.enter(self)
-        reduction.layout.build(self._today())
-        self._hook_anew()
+        reduction.layout.build(self._current_parameters())
+        self._rehook()
 
     def _forget_step(self) -> None:
         self._passes_done, self.state = 0, StepState.EMPTY
         self._backward.forget()
 
-    def stand_in(self, agreement: StepAgreement) -> None:
+    def contribute_zeros(self, agreement: StepAgreement) -> None:
         """Contribute zeros to a step of the other ranks, on a joined rank. Collective."""
         for parameter in self.reduction.layout.slot_of:
             parameter.grad = None
-        changed = self._today() if agreement.outdated else None
+        changed = self._current_parameters() if agreement.outdated else None
         self.reduction.complete(changed, agreement=agreement)
         if changed is not None:
-            self._hook_anew()
+            self._rehook()
         self.steps.end(is_own=False)
 
     def hook(self) -> None:
         """Hook the parameters that are not hooked yet. Local."""
         self._hooks.hook(self._parameters())
 
-    def _hook_anew(self) -> None:
+    def _rehook(self) -> None:
         self.hook()
         self.steps.watch(self._parameters())  # frozen parameters are part of the replica
         self._backward.relearn()
@@ -353,7 +353,7 @@ class Reducer:
     def _enter_graph_task(self, task: int, *, is_outermost: bool) -> None:
         backward = self._backward
         if is_outermost and backward.has_outer_end:
-            self._break_off()
+            self._discard_failed_backward()
         if not backward.tasks:
             self.state = self.state.filled()
             self._replaced_sum = self._replaced_sum or self._find_replaced_sum()
@@ -387,7 +387,7 @@ class Reducer:
             self._seen = {p: (g, writes_of(g)) for p, g in grads if g is not None}
             self._backward.forget()
 
-    def _break_off(self) -> None:
+    def _discard_failed_backward(self) -> None:
         """Discard the gradients of a backward that raised an error."""
         if self.reduction.has_sent:
             raise CommError(
@@ -400,7 +400,7 @@ class Reducer:
 
     # -- the reduction ----------------------------------------------------------------------
 
-    def _today(self) -> NamedParameters:
+    def _current_parameters(self) -> NamedParameters:
         """Return the parameters that a step may change: trained, or frozen with a gradient."""
         return [
             named
@@ -410,9 +410,9 @@ class Reducer:
 
     def _changed(self) -> NamedParameters | None:
         """Return the current parameters if buckets or hooks do not match them, else None."""
-        today = self._today()
-        is_hooked = all(self._hooks.has(p) or not p.requires_grad for _, p in today)
-        return None if is_hooked and self.reduction.layout.fits(today) else today
+        current = self._current_parameters()
+        is_hooked = all(self._hooks.has(p) or not p.requires_grad for _, p in current)
+        return None if is_hooked and self.reduction.layout.fits(current) else current
 
     def _were_changed_early(self) -> bool:
         """Return whether the program has changed an accumulated gradient between two passes."""
@@ -446,7 +446,7 @@ class Reducer:
         self.reduction.complete(changed, StepMessage(gradients=gradients, averages=averages))
         self._note("gradients")
         if changed is not None:
-            self._hook_anew()
+            self._rehook()
         self._passes_done = 0
         self._seen = {}
         self._replaced_sum = ""

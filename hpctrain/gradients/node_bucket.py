@@ -261,7 +261,7 @@ class NodeBucket:
                 self._rooms[name] = room
                 self.state[name] = NodeTensor(self._node, bounds[-1], room[0])
 
-    def see(self, number: int, name: str) -> Tensor:
+    def private_view(self, number: int, name: str) -> Tensor:
         """Return state ``name`` of parameter ``number`` in the private map."""
         like, shape = self.slots[number].view, self.parts[number][name].shape
         like = like if shape in (None, like.shape) else torch.empty(shape)

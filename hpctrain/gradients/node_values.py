@@ -245,7 +245,9 @@ class NodeValues:
             bucket.shown[number] = {}
             if entry := state.get(slot.parameter):
                 names = [name for name, value in entry.items() if value is not None]
-                state[slot.parameter] = entry = {name: bucket.see(number, name) for name in names}
+                state[slot.parameter] = entry = {
+                    name: bucket.private_view(number, name) for name in names
+                }
                 bucket.shown[number] = entry
 
     def show_new_state(self, optimizer: Optimizer, present: Sequence[Sequence[bool]]) -> None:
@@ -255,7 +257,9 @@ class NodeValues:
             for number, slot in enumerate(bucket.slots):
                 entry, names = bucket.shown[number], bucket.parts[number]
                 if are_present[number] and len(entry) < len(names):
-                    entry = entry | {n: bucket.see(number, n) for n in names if n not in entry}
+                    entry = entry | {
+                        n: bucket.private_view(number, n) for n in names if n not in entry
+                    }
                     made[slot.parameter] = bucket.shown[number] = entry
         for parameter in (p for g in optimizer.param_groups for p in g["params"] if made):
             if parameter in made:  # in the order in which the optimizer creates state

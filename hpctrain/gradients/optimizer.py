@@ -376,11 +376,11 @@ def _upgraded(
         # A reference of a hook to the exchange would keep the optimizer alive.
         optimizer.register_step_pre_hook(before_step)
         optimizer.register_step_post_hook(after_step)
-        _let_move(exchange)
+        _register_move(exchange)
     return optimizer
 
 
-def _let_move(exchange: OptimizerExchange) -> None:
+def _register_move(exchange: OptimizerExchange) -> None:
     """Register ``exchange`` to continue after the world is rebuilt without lost ranks."""
     kept = weakref.ref(exchange)
 
@@ -388,7 +388,7 @@ def _let_move(exchange: OptimizerExchange) -> None:
         if (moved := kept()) is not None:
             here = world.current()
             moved.rebind(here.comm, here.plan)
-            _let_move(moved)
+            _register_move(moved)
 
     world.current().rebuild.register(RebuildStage.HOLDERS, move=move)
 

@@ -50,12 +50,12 @@ class RailSums:
 
     def __init__(self, comm: Communicator, count: SampleCount, weights: Bucket) -> None:
         self._count, self._weights = count, weights
-        self._comm, self._is_beside = comm, False
+        self._comm, self._is_concurrent = comm, False
         if isinstance(comm, ThreadedCommunicator) and all(
             comm.allgather_object(calls_from_threads())
         ):
             with suppress(NodeMemoryError):  # raised on all ranks
-                self._comm, self._is_beside = comm.lend(self), True
+                self._comm, self._is_concurrent = comm.lend(self), True
         node = self._comm.node
         assert node is not None
         self._node = node
@@ -72,18 +72,18 @@ class RailSums:
     def is_void(self) -> bool:
         """Whether gradients or this rank's weight have changed since sums were started."""
         return self.num_sent > 0 and (
-            self._came_again
+            self._is_repeated
             or self._weight != self._count.weight
             or any(_state(slot) != state for slot, state in self._sent)
         )
 
-    def announced(self, told: ShardedFacts) -> ShardedFacts:
-        """Return ``told`` with the facts about sums in flight."""
+    def with_sums_in_flight(self, own_facts: ShardedFacts) -> ShardedFacts:
+        """Return ``own_facts`` with the facts about sums in flight."""
         return replace(
-            told,
+            own_facts,
             is_early=self.num_sent > 0,
             is_void=self.is_void,
-            is_new=told.is_new or self._weight != self._count.weight,
+            is_new=own_facts.is_new or self._weight != self._count.weight,
         )
 
     def lay_out(self, gradients: Sequence[GradientBucket]) -> None:
@@ -114,7 +114,7 @@ class RailSums:
 
     def expect(self) -> None:
         """Reset the counts of final gradients for another step; sums in flight become void."""
-        self._came_again |= self.num_sent > 0
+        self._is_repeated |= self.num_sent > 0
         of_buckets = [[self._due.get(slot, 1) for slot in one.slots] for one in self._gradients]
         self._missing = [sum(map(bool, due)) for due in of_buckets]
 
@@ -126,8 +126,8 @@ class RailSums:
             fill: function that copies a gradient to its slot.
         """
         if slot.bucket < self.num_sent:
-            self._came_again = True
-        if not self._is_beside or not self._due or self._num_late or self._came_again:
+            self._is_repeated = True
+        if not self._is_concurrent or not self._due or self._num_late or self._is_repeated:
             return
         if self._count.is_set and any(_is_scaled_first(one.bucket) for one in self._gradients):
             return  # these sums need the sum of all weights, which is exchanged in the step
@@ -160,7 +160,7 @@ class RailSums:
     def _reset(self) -> None:
         self.num_sent = 0  # number of buckets sent
         self._works: list[Work] = []
-        self._came_again = False
+        self._is_repeated = False
         self._sent: list[tuple[Slot, tuple[int, int] | None]] = []
         """Slots whose sums are in flight, with ``writes_of`` the gradients."""
 

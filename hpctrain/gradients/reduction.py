@@ -143,7 +143,7 @@ class Reduction:
                 self._step.works.append(self._run(self._open, mine))
             self._launch_next()
 
-    def changed_by_hand(self, today: NamedParameters | None) -> int | None:
+    def changed_by_hand(self, current: NamedParameters | None) -> int | None:
         """Return a checksum of reduced gradients that the program has changed; None if unchanged.
 
         A replaced gradient is copied, because its memory may be part of another slot. Of gradients
@@ -151,7 +151,7 @@ class Reduction:
         in every step.
         """
         touched = [(s.name, s.parameter) for s in self.layout.slots if s.is_touched]
-        touched += [named for named in today or () if named[1] not in self.layout.slot_of]
+        touched += [named for named in current or () if named[1] not in self.layout.slot_of]
         total = 0
         for name, parameter in touched:
             total = crc32(name.encode(), total)
@@ -167,7 +167,7 @@ class Reduction:
     def complete(
         self,
         changed: NamedParameters | None = None,
-        told: StepMessage | None = None,
+        message: StepMessage | None = None,
         agreement: StepAgreement | None = None,
     ) -> None:
         """Fill and send the remaining buckets, and wait for all sums. Collective.
@@ -177,7 +177,7 @@ class Reduction:
 
         Args:
             changed: current parameters, if they do not match the buckets.
-            told: facts of this rank for the step message.
+            message: facts of this rank for the step message.
             agreement: result of the step message, on a joined rank that contributes zeros to a
                 step of other ranks.
         """
@@ -185,13 +185,13 @@ class Reduction:
             self._take(agreement)
         elif not self.has_sent:
             mine = self._message(
-                told or StepMessage(),
+                message or StepMessage(),
                 outdated=changed is not None,
                 new_sparse=self.layout.found_new_sparse
                 or any(map(self.layout.is_new_sparse, self.layout.dense)),
             )
             self._clocked(self._run(self._open, mine).wait)
-        is_kept = self._step.agreement is not None and self._step.agreement.changed_alike
+        is_kept = self._step.agreement is not None and self._step.agreement.changed_equally
         if changed is not None:
             self.layout.build(changed, results=self._set_by_hand(changed) if is_kept else ())
         if changed is not None or not is_kept:
@@ -219,12 +219,12 @@ class Reduction:
         No-op if some ranks have joined, because joined ranks answer only step messages.
         """
         if self.steps.num_active == self._comm.size:
-            said = [repr(loss.detach().tolist() if isinstance(loss, Tensor) else loss)]
-            way_out = (
+            lines = [repr(loss.detach().tolist() if isinstance(loss, Tensor) else loss)]
+            remedy = (
                 "LBFGS ends a step by this loss; return the mean over ranks from the closure, "
                 "hvd.allreduce(loss.detach())"
             )
-            require_equal(self._comm, said, "the result of the LBFGS closure", way_out)
+            require_equal(self._comm, lines, "the result of the LBFGS closure", remedy)
 
     def drop(self) -> None:
         """Discard a failed reduction; wait for operations in flight."""
@@ -245,11 +245,11 @@ class Reduction:
         for slot in self.layout.dense:
             slot.is_filled = False
 
-    def _set_by_hand(self, today: NamedParameters) -> list[Tensor]:
+    def _set_by_hand(self, current: NamedParameters) -> list[Tensor]:
         """Return the parameters whose gradients the program has replaced or added."""
         return [
             p
-            for _, p in today
+            for _, p in current
             if p.grad is not None
             and ((slot := self.layout.slot_of.get(p)) is None or slot.is_touched)
         ]
@@ -305,20 +305,20 @@ class Reduction:
 
     def _message(
         self,
-        told: StepMessage,
+        message: StepMessage,
         *,
         new_sparse: bool,
         outdated: bool = False,
         needs_all: bool = False,
     ) -> StepMessage:
         facts = replace(
-            told.gradients,
+            message.gradients,
             is_weighted=self.count.is_set,
             outdated=outdated,
             new_sparse=new_sparse,
         )
-        told, slots = told._replace(gradients=facts), self.layout.slots
-        return self.steps.message(told, slots, weight=self.count.weight, needs_all=needs_all)
+        message, slots = message._replace(gradients=facts), self.layout.slots
+        return self.steps.message(message, slots, weight=self.count.weight, needs_all=needs_all)
 
     def _open(self, mine: StepMessage) -> None:
         try:

@@ -50,7 +50,7 @@ class ShardedReduction(Reduction):
     def open(
         self,
         changed: NamedParameters | None,
-        told: ShardedFacts,
+        own_facts: ShardedFacts,
         optimizer: Optimizer,
         *,
         repeats: bool,
@@ -62,11 +62,11 @@ class ShardedReduction(Reduction):
 
         Args:
             changed: current parameters if they do not match the buckets; else None.
-            told: facts of this rank for the step message.
+            own_facts: facts of this rank for the step message.
             optimizer: optimizer whose state is shared.
             repeats: whether the gradients are from the previous step, without a later backward.
         """
-        agreement, rails = self._opened(changed, told, repeats=repeats), self._rails
+        agreement, rails = self._opened(changed, own_facts, repeats=repeats), self._rails
         facts = agreement.sharded
         if rails is not None and facts.is_early:
             self._clocked(rails.finish)
@@ -92,17 +92,17 @@ class ShardedReduction(Reduction):
         return agreement
 
     def _opened(
-        self, changed: NamedParameters | None, told: ShardedFacts, *, repeats: bool
+        self, changed: NamedParameters | None, own_facts: ShardedFacts, *, repeats: bool
     ) -> StepAgreement:
-        if changed is None and not told.own_changed:
+        if changed is None and not own_facts.own_changed:
             try:
                 self._fill_all()
             except SharedGradientError as error:  # the step message makes all ranks raise
-                told = replace(told, own_changed=error.name)
+                own_facts = replace(own_facts, own_changed=error.name)
         if self._rails is not None:
-            told = self._rails.announced(told)
+            own_facts = self._rails.with_sums_in_flight(own_facts)
         new_sparse = any(slot.found_sparse_dim is not None for slot in self.layout.dense)
-        facts = StepMessage(gradients=GradientFacts(repeats=repeats), sharded=told)
+        facts = StepMessage(gradients=GradientFacts(repeats=repeats), sharded=own_facts)
         mine = self._message(
             facts, new_sparse=new_sparse, outdated=changed is not None, needs_all=True
         )

@@ -125,7 +125,8 @@ class ShardedStep(Reducer, OptimizerExchange):
             if self._is_changed(slot.parameter):
                 self._changed_name = slot.name
             self._note_own(slot.parameter)
-        elif self._weighs_anew and slot.holds_result and slot.has_values:  # of the previous step
+        elif self._weight_has_changed and slot.holds_result and slot.has_values:
+            # The gradient is from the previous step.
             self._changed_name = slot.name
 
     # -- the step ---------------------------------------------------------------------------
@@ -133,7 +134,7 @@ class ShardedStep(Reducer, OptimizerExchange):
     def synchronize(self) -> bool:
         """Compare the ranks before ``step()``. Collective.
 
-        A rank that does not call this method takes part by its next call of ``open``.
+        A rank that does not call this method joins the comparison by its next call of ``open``.
         """
         self._open_once(synchronizes=True)
         return False
@@ -162,7 +163,7 @@ class ShardedStep(Reducer, OptimizerExchange):
             for slot in slots
             if isinstance(slot, Slot)
         )
-        told = ShardedFacts(
+        own_facts = ShardedFacts(
             synchronizes=synchronizes,
             settings=None if synchronizes else crc32(settings.encode()),
             own_changed=self._changed_name or self._find_changed(),
@@ -172,10 +173,10 @@ class ShardedStep(Reducer, OptimizerExchange):
             is_spoilt=self.is_spoilt,
         )
         changed = self._changed()
-        agreement = self.reduction.open(changed, told, optimizer, repeats=repeats)
+        agreement = self.reduction.open(changed, own_facts, optimizer, repeats=repeats)
         self.state, self._is_new = FILLING, False
         if changed is not None:
-            self._hook_anew()
+            self._rehook()
             for slot in self.reduction.layout.slots:  # zeros are not gradients of a step
                 slot.is_result = slot.is_result and slot.has_values
         for parameter in self._own:
@@ -184,12 +185,12 @@ class ShardedStep(Reducer, OptimizerExchange):
         return agreement.sharded.synchronizes
 
     @property
-    def _weighs_anew(self) -> bool:
+    def _weight_has_changed(self) -> bool:
         """Whether the previous step's gradients were clipped, or the weight has changed since."""
         return self._was_clipped or self._old_weight not in (None, self.reduction.count.weight)
 
     def _find_changed(self) -> str:
-        for each in self.reduction.layout.slots if self._weighs_anew else ():
+        for each in self.reduction.layout.slots if self._weight_has_changed else ():
             if each.parameter not in self._own and each.holds_result and each.has_values:
                 return each.name
         for parameter in self._own:

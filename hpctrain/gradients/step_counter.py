@@ -124,22 +124,22 @@ class StepCounter:
 
     def message(
         self,
-        told: StepMessage,
+        message: StepMessage,
         slots: Iterable[GradientState] = (),
         *,
         weight: float = 1.0,
         needs_all: bool = False,
     ) -> StepMessage:
-        """Return ``told`` with header and weight facts.
+        """Return ``message`` with header and weight facts.
 
         Args:
-            told: message of the exchange, without header and weight facts.
+            message: message of the exchange, without header and weight facts.
             slots: gradients of this rank, to compare the first gradients of the ranks.
             weight: weight of this rank's gradient.
             needs_all: whether it is an error if another rank has joined.
         """
         step, is_first, self._is_first = self.number, self._is_first, False
-        is_fresh = not told.gradients.outdated
+        is_fresh = not message.gradients.outdated
         compares = self._check_weights != "off" and not self.may_differ and step is not None
         is_due = step is not None and step % LONG == 0 and is_fresh
         names = self.unreached.take() if is_due else None
@@ -151,7 +151,7 @@ class StepCounter:
             is_strict=self._check_weights == "error",
         )
         header = self._header(weight=weight, needs_all=needs_all, loss=self.loss, flags=self.flags)
-        return told._replace(header=header, weights=weights)
+        return message._replace(header=header, weights=weights)
 
     def _header(self, **facts: Any) -> StepHeader:
         return StepHeader(

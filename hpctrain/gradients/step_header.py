@@ -111,7 +111,7 @@ class WeightAgreement(NamedTuple):
     are_compared: bool
     differ: bool  # whether checksums differ between the ranks that have reported one
     is_strict: bool
-    first_alike: bool  # whether all ranks, two or more, have bitwise equal first gradients
+    first_is_equal: bool  # whether all ranks, two or more, have bitwise equal first gradients
     unreached_differ: bool
     """Whether backward has reached different parameters on some ranks for ``LONG`` steps."""
 
@@ -138,7 +138,7 @@ class StepAgreement(NamedTuple):
     mean_loss: float  # mean loss over all samples; NaN without samples
     outdated: bool
     new_sparse: bool
-    changed_alike: bool
+    changed_equally: bool
     """Whether all ranks have made the same changes to reduced gradients."""
     weights: WeightAgreement
     sharded: ShardedAgreement
@@ -215,12 +215,12 @@ def agreement_of(sums: Sequence[float], size: int) -> tuple[StepAgreement, str]:
         mean_loss=sums[2] / sums[1] if sums[1] else math.nan,
         outdated=num["outdated"] > 0,
         new_sparse=num["new_sparse"] > 0,
-        changed_alike=of["by_hand"][0] == num_active > 0 and _all_equal(of["by_hand"]),
+        changed_equally=of["by_hand"][0] == num_active > 0 and _all_equal(of["by_hand"]),
         weights=WeightAgreement(
             are_compared=of["weights"][0] > 1,
             differ=_all_equal(of["skipped"]) and not _all_equal(of["weights"]),
             is_strict=num["is_strict"] > 0,
-            first_alike=of["first"][0] == size > 1 and _all_equal(of["first"]),
+            first_is_equal=of["first"][0] == size > 1 and _all_equal(of["first"]),
             unreached_differ=not _all_equal(of["unreached"]),
         ),
         sharded=ShardedAgreement(*(num[name] > 0 for name in ShardedAgreement._fields)),
@@ -241,7 +241,7 @@ def _broken(
         "repeats": num["repeats"] in some,
         "is_weighted": num["is_weighted"] in some,
         "outdated": num["outdated"] in some,
-        "keeps_sums": num["keeps_sums"] > 0 and not agreement.changed_alike,
+        "keeps_sums": num["keeps_sums"] > 0 and not agreement.changed_equally,
         "changed_early": num["changed_early"] > 0,
         "replaced_sum": num["replaced_sum"] > 0,
         "needs_all": num["needs_all"] > 0 and agreement.num_active < size,

@@ -32,7 +32,7 @@ LONG = 16  # steps between two comparisons of the parameters without a gradient
 class Member(Protocol):
     """Optimizer whose steps begin with a step message."""
 
-    def stand_in(self, agreement: StepAgreement) -> None:
+    def contribute_zeros(self, agreement: StepAgreement) -> None:
         """Contribute zeros to the step of ``agreement``, on a rank that has joined. Collective."""
 
 
@@ -53,8 +53,8 @@ class StepSync:
         self._message = comm.new_bucket(NUM_WORDS, torch.float64)
         self._members: list[weakref.ref[Member]] = []
         self._were_equal: set[int] = set()
-        self._were_told: set[int] = set()
-        self._unreached_told: set[int] = set()
+        self._were_reported: set[int] = set()
+        self._unreached_reported: set[int] = set()
         self._num_taken = 0  # own steps of this rank since all ranks had joined
 
     def enter(self, member: Member) -> int:
@@ -86,21 +86,21 @@ class StepSync:
         self._num_taken += mine is not None
         agreement, fault = agreement_of(flat.tolist(), comm.size)
         if fault:
-            said = [describe(one) for one in comm.allgather_object(mine)]
-            raise MismatchError(f"{fault}; the ranks are at: {by_rank(said)}")
+            descriptions = [describe(one) for one in comm.allgather_object(mine)]
+            raise MismatchError(f"{fault}; the ranks are at: {by_rank(descriptions)}")
         if agreement.weights.differ:
             self._weights_differ(comm, agreement, sample)
         elif agreement.weights.are_compared:
             self._were_equal.add(agreement.member)
-        if agreement.weights.first_alike and comm.rank == 0:
+        if agreement.weights.first_is_equal and comm.rank == 0:
             text = (
                 f"ranks should read different samples, but all {comm.size} ranks have computed "
                 f"the same gradients in their first step; give each rank its own samples by "
                 f"hvd.shard_data(loader)"
             )
             logs.warn_merged([[text]])
-        if agreement.weights.unreached_differ and agreement.member not in self._unreached_told:
-            self._unreached_told.add(agreement.member)
+        if agreement.weights.unreached_differ and agreement.member not in self._unreached_reported:
+            self._unreached_reported.add(agreement.member)
             names = comm.allgather_object(mine.weights.unreached_names if mine else ())
             if comm.rank == 0:
                 logs.warn_merged([[_unreached(names)]])
@@ -108,14 +108,14 @@ class StepSync:
 
     def take_part(self, comm: Communicator) -> bool:
         """Contribute zeros to a step of other ranks; False if all have joined. Collective."""
-        heard: list[StepAgreement] = []
-        start_on(comm, lambda: heard.append(self.exchange(comm, None))).wait()
-        agreement = heard[0]
+        agreements: list[StepAgreement] = []
+        start_on(comm, lambda: agreements.append(self.exchange(comm, None))).wait()
+        agreement = agreements[0]
         if not agreement.num_active:
             return False
         member = self._members[agreement.member]()
         assert member is not None, "other ranks step an optimizer that is gone here"
-        member.stand_in(agreement)
+        member.contribute_zeros(agreement)
         return True
 
     def last_to_step(self, comm: Communicator) -> list[int]:
@@ -140,11 +140,11 @@ class StepSync:
         If the weights were never equal, the first call warns and the next call raises.
         """
         member, step = agreement.member, agreement.step
-        is_known = member in self._were_told
+        is_known = member in self._were_reported
         is_error = agreement.weights.is_strict and (is_known or member in self._were_equal)
         if is_known and not is_error:
             return
-        self._were_told.add(member)
+        self._were_reported.add(member)
         whose = _first_difference(comm.allgather_object(sample(step)))
         text = (
             f"replicas must be equal on every rank, but differ before step {step}: {whose}; "
