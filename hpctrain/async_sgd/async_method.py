@@ -34,7 +34,7 @@ from hpctrain.runtime.process_sets import global_process_set
 
 
 class _Phase(Enum):
-    """Relation of the parameters of this rank to those of the servers."""
+    """Whether the parameters of this rank and of the servers are equal."""
 
     SETTLED = auto()  # all ranks have the values that include all updates
     STEPPING = auto()  # this rank has taken steps since the last ``settle``
@@ -104,7 +104,7 @@ class AsyncMethod(CommonBlock):
             "build the same model, optimizer and method on every rank",
         )
         broadcast_parameters(model.state_dict())
-        self._client = ServerClient(self._layout, roles, self._num_slots, self._let_go)
+        self._client = ServerClient(self._layout, roles, self._num_slots, self._on_world_end)
         self._enter_check()
         if here.comm.rank in roles.servers:
             number = roles.servers.index(here.comm.rank)
@@ -193,7 +193,7 @@ class AsyncMethod(CommonBlock):
 
     def _settle(self, where: str, *, takes: bool = True) -> None:
         self._before_settle()
-        self._clock = self._ask(Settle(where), takes=takes)[0].clock
+        self._clock = self._send_and_wait(Settle(where), takes=takes)[0].clock
         self._phase = _Phase.SETTLED
 
     def finish(self, *, ends: bool = False) -> None:
@@ -240,7 +240,7 @@ class AsyncMethod(CommonBlock):
     def close(self) -> None:
         """Remove the hooks. Local; servers end after all ranks have called this method."""
         if self._block is None and self._client.has_peers:
-            self._client.farewell()
+            self._client.send_leave()
         elif self._hooks.are_on and self._phase is _Phase.STEPPING:
             self._client.send(Settle("close()"))
         self._hooks.remove()
@@ -320,7 +320,7 @@ class AsyncMethod(CommonBlock):
         groups = self.server_optimizer.param_groups
         settings: Settings = [{k: v for k, v in g.items() if k != "params"} for g in groups]
         wrong = first_not_finite(self._layout.names, gradients) if weight else ""
-        replies = self._ask(
+        replies = self._send_and_wait(
             Push(self._clock, slot, weight, has, settings, reads, self._samples.is_set, wrong),
             gradients,
         )
@@ -329,7 +329,7 @@ class AsyncMethod(CommonBlock):
         self._histogram.add(staleness, (float(one["lr"]) for one in settings))
         return staleness
 
-    def _ask(
+    def _send_and_wait(
         self,
         request: Push | Read | Settle,
         gradients: Sequence[Tensor | None] = (),
@@ -339,7 +339,7 @@ class AsyncMethod(CommonBlock):
         """Send a request to all servers and return the replies; repeat it after a recovery."""
         while True:
             try:
-                replies = self._client.ask(request, gradients, takes=takes)
+                replies = self._client.send_and_wait(request, gradients, takes=takes)
                 self._watch.note()
                 if isinstance(request, Settle):
                     self.comm.barrier()  # no rank steps while another rank still reads
@@ -348,10 +348,10 @@ class AsyncMethod(CommonBlock):
             else:
                 return replies
 
-    def _let_go(self) -> None:
+    def _on_world_end(self) -> None:
         """Remove the hooks, and send no last request. Called at the end of the world."""
         self._hooks.remove()
-        self._client.cancel_farewell()
+        self._client.cancel_leave()
 
     def _recover(self, error: Exception, before: Mapping[int, int] | None = None) -> None:
         """Continue without the lost ranks if the world recovers and no lost rank was a server.
@@ -407,7 +407,7 @@ class AsyncMethod(CommonBlock):
             self.server_optimizer.state[self._layout.parameters[number]] = state
 
     def _joined(self, number: int, values: Sequence[Any]) -> Any:
-        """Return an entry of a parameter's optimizer state, joined from those of its ranges."""
+        """Return an entry of a parameter's state, joined from the entries of its ranges."""
         has_elements = isinstance(values[0], Tensor) and values[0].dim()
         return self._layout.shaped(number, torch.cat([*values])) if has_elements else values[0]
 

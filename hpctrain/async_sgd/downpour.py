@@ -155,16 +155,17 @@ class Downpour(AsyncMethod):
         """Wait until the first worker has finished the warm-up; no-op after the first call."""
         if self._joins:
             self._require_untouched()
-            self._ask_once()
+            self._wait_for_warmup()
 
-    def _ask_once(self) -> None:
+    def _wait_for_warmup(self) -> None:
         if self._joins:
             self._joins = False
-            self._ask(Read(self._clock))
+            self._send_and_wait(Read(self._clock))
 
     @torch.no_grad()
     def _exchange(self, weight: float, gradients: Sequence[Tensor | None]) -> None:
-        self._ask_once()  # no-op unless the gradient was computed without a forward of the model
+        # Required if the loss was computed without a forward of the model.
+        self._wait_for_warmup()
         self._num_steps += 1
         for number, grad in enumerate(gradients):
             if grad is None or not weight:
@@ -178,7 +179,7 @@ class Downpour(AsyncMethod):
         if self._num_steps % self._n_push == 0:
             self._push_accrued(reads=fetches)
         elif fetches:
-            self._ask(Read(self._clock))
+            self._send_and_wait(Read(self._clock))
 
     def _push_accrued(self, *, reads: bool) -> None:
         accrued, self._accrued = self._accrued, [None] * len(self._accrued)

@@ -20,7 +20,7 @@ from hpctrain.gradients.sample_count import exponent_of
 
 
 class ParameterShard:
-    """Stores one server's part of the parameters, and takes optimizer steps on that part.
+    """Stores one server's part of the parameters, and takes optimizer steps on it.
 
     Args:
         layout: layout of all parameters.

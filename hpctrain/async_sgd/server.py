@@ -100,7 +100,7 @@ class ParameterServer(ABC):
         for source, request, tensors in requests:
             try:
                 if self._error is None:
-                    self._carry_out(source, request, tensors)
+                    self._execute(source, request, tensors)
                     self._answer_waiting()
                     continue
                 asking: Sequence[int] = [] if isinstance(request, Leave) else [source]
@@ -115,7 +115,7 @@ class ParameterServer(ABC):
         self._left.update(one.source for one in requests if isinstance(one.content, Leave))
         return len(self._left) == self._roles.size
 
-    def _carry_out(self, source: int, request: Request, tensors: Sequence[Tensor]) -> None:
+    def _execute(self, source: int, request: Request, tensors: Sequence[Tensor]) -> None:
         if isinstance(request, Leave):
             if request.where:
                 self._note_settled(source, request.where)
@@ -126,9 +126,9 @@ class ParameterServer(ABC):
             if len(self._settled) == self._roles.size:
                 self._settle()
         else:
-            self._carry_out_push(source, request, tensors)
+            self._apply_push(source, request, tensors)
 
-    def _carry_out_push(self, source: int, request: Push, tensors: Sequence[Tensor]) -> None:
+    def _apply_push(self, source: int, request: Push, tensors: Sequence[Tensor]) -> None:
         if request.not_finite:
             raise NotFiniteError(
                 f"gradients must be finite, but the gradient of {request.not_finite} on rank "

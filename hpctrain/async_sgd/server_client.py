@@ -22,7 +22,7 @@ from hpctrain.runtime import world
 from hpctrain.runtime.rebuild import RebuildStage
 
 
-class _Farewell(weakref.finalize):  # type: ignore[type-arg]
+class _LeaveFinalizer(weakref.finalize):  # type: ignore[type-arg]
     """Finalizer that sends ``Leave``, the last request of a rank."""
 
     __slots__ = ()
@@ -31,7 +31,7 @@ class _Farewell(weakref.finalize):  # type: ignore[type-arg]
 class ServerClient:
     """Sends the requests of this rank to all servers, and receives values in the replies.
 
-    The last request of a rank, ``Leave``, is sent by ``farewell`` or ``leave_settled``, or when
+    The last request of a rank, ``Leave``, is sent by ``send_leave`` or ``leave_settled``, or when
     the object of ``on_close`` is garbage collected. A world of one rank sends no ``Leave``. The
     constructor is collective.
 
@@ -52,7 +52,7 @@ class ServerClient:
         self.waited_s = 0.0  # seconds that this rank has waited for replies
         self._layout, self._num_slots = layout, num_slots
         self._on_close = weakref.WeakMethod(on_close)
-        self._farewell: _Farewell | None = None
+        self._finalizer: _LeaveFinalizer | None = None
         self.reconnect()
 
     def reconnect(self) -> None:
@@ -60,9 +60,9 @@ class ServerClient:
         here = world.current()
         mates = next(ranks for ranks in here.topology.nodes if self.comm.rank in ranks)
         self.slots = Slots(self.comm, self._layout, mates, self._num_slots + 1)
-        self.cancel_farewell()
+        self.cancel_leave()
         messages: ServerMessages = LoopbackMessages()
-        self._farewell = None
+        self._finalizer = None
         if here.ranks is not None and here.presence is not None:
             requests = here.attachments.requests
             requests.connect(self.comm, mates)
@@ -71,8 +71,8 @@ class ServerClient:
             )
             last = [*self.roles.servers], Leave("close()")
             owner = self._on_close().__self__  # type: ignore[union-attr]
-            self._farewell = _Farewell(owner, messages.leave, *last)
-            self._farewell.atexit = False
+            self._finalizer = _LeaveFinalizer(owner, messages.leave, *last)
+            self._finalizer.atexit = False
         self.messages, on_close = messages, self._on_close
 
         def close() -> None:
@@ -95,28 +95,28 @@ class ServerClient:
     @property
     def has_peers(self) -> bool:
         """Whether the world has other ranks."""
-        return self._farewell is not None
+        return self._finalizer is not None
 
     @property
     def is_open(self) -> bool:
         """Whether this rank can send requests: it has not sent its last request."""
-        return self._farewell is None or self._farewell.alive
+        return self._finalizer is None or self._finalizer.alive
 
-    def farewell(self) -> None:
+    def send_leave(self) -> None:
         """Send ``Leave`` for this rank, unless it was sent."""
-        if self._farewell is not None:
-            self._farewell()
+        if self._finalizer is not None:
+            self._finalizer()
 
-    def cancel_farewell(self) -> bool:
+    def cancel_leave(self) -> bool:
         """Disable the finalizer that sends ``Leave``; return whether it was still enabled."""
-        return self._farewell is not None and self._farewell.detach() is not None
+        return self._finalizer is not None and self._finalizer.detach() is not None
 
     def leave_settled(self) -> None:
         """Send ``Leave`` for a rank that has settled or failed, unless it was sent."""
-        if self.cancel_farewell():
+        if self.cancel_leave():
             self.messages.leave(self.roles.servers, Leave(""))
 
-    def ask(
+    def send_and_wait(
         self,
         request: Push | Read | Settle,
         gradients: Sequence[Tensor | None] = (),

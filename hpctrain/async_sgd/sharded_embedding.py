@@ -76,7 +76,7 @@ class ShardedEmbedding(nn.Module):
         lr: learning rate; the attribute ``lr`` may be set between steps, on all ranks.
         mode: ``"sum"`` or ``"mean"`` to return one vector per bag of ids, like
             ``torch.nn.EmbeddingBag``; None to return rows.
-        padding_idx: id of a row that remains zero and is left out of bags; None for no padding.
+        padding_idx: id of a row that remains zero and is omitted from bags; None for no padding.
         init: initial values are uniform in ``[-init, init)``.
         seed: seed of the initial values.
         dtype: float32 or float64.
@@ -99,7 +99,7 @@ class ShardedEmbedding(nn.Module):
     """Steps that the table has taken."""
     _pending: list[tuple[Places, Tensor]]  # by lookup since the last step: keys, gradients
     _handle: nn.Parameter
-    """Stands for the rows in autograd: frozen with the rows; has a gradient if a row has one."""
+    """Represents the rows in autograd: frozen with the rows; has a gradient if a row has one."""
     _optimizer: Callable[[], Optimizer | None] = staticmethod(lambda: None)
 
     def __init__(  # noqa: PLR0913 - keyword options of users

@@ -150,9 +150,9 @@ class RowExchange:
             if not node.compare(call_of(call), 0 if refusal is None else 1) or refusal:
                 raise_if_any(self.comm.allgather_object(refusal))
             return [RowReport(int(n), weight, lr, int(fl)) for n, weight, lr, fl in head.tolist()]
-        heard = self.comm.allgather_object((refusal, report), call)
-        raise_if_any([refused for refused, _ in heard])
-        return [each for _, each in heard]
+        received = self.comm.allgather_object((refusal, report), call)
+        raise_if_any([refused for refused, _ in received])
+        return [each for _, each in received]
 
     # -- reading ------------------------------------------------------------------------------
 
@@ -185,9 +185,11 @@ class RowExchange:
         versions, exact = [each.weight for each in reports], any(each.flags for each in reports)
         missed = numbers[~(is_hit := self.cache.find(numbers, versions, exact=exact))]
         bounds = {o: np.searchsorted(missed, owners.range_of(o)) for o in owners.partners}
-        asked = {owner: missed[slice(*part)] for owner, part in bounds.items()}
-        heard = self._cross({owner: torch.from_numpy(each) for owner, each in asked.items()})
-        read = {o: take(*self._memory.read(each.numpy())) for o, each in enumerate(heard)}
+        requested = {owner: missed[slice(*part)] for owner, part in bounds.items()}
+        received = self._cross(
+            {owner: torch.from_numpy(each) for owner, each in requested.items()}
+        )
+        read = {o: take(*self._memory.read(each.numpy())) for o, each in enumerate(received)}
         values = self.cache.join(numbers, is_hit, torch.cat(self._cross(read)))
         came = RowSums(keys_at(numbers), values)
         reports = self.agree("reply", None, RowReport(len(numbers)))
@@ -229,7 +231,7 @@ class RowExchange:
     def _share(
         self, rows: Places, sums: RowSums | None, reports: Sequence[RowReport]
     ) -> tuple[list[Places], Tensor]:
-        """Write this rank's rows and sums to node memory; return those of all ranks of the node.
+        """Write this rank's rows and sums to node memory, and return all ranks' rows and sums.
 
         Returns:
             Sorted keys of the rows of each rank of this node; values of all these ranks.

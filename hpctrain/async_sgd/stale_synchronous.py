@@ -21,12 +21,12 @@ class StaleSynchronous(AsyncMethod):
     """Allows a worker to be up to ``staleness`` steps ahead of the slowest worker.
 
     Before its step c (counted from 0) a worker has values that include the updates of all
-    workers' steps up to c - staleness - 1, of its own steps before c, and of the steps of other
-    workers before c that the servers have received; never of step c or later. An update is one
-    optimizer step by the mean gradient of all workers in one step, summed in rank order on each
-    node. Values that a worker reads ahead of the slowest worker include steps by incomplete means;
-    after the last gradient of a step has arrived, the servers take that step once, by the whole
-    mean.
+    workers' steps up to c - staleness - 1, of this worker's steps before c, and of the steps of
+    other workers before c that the servers have received; never of step c or later. An update is
+    one optimizer step by the mean gradient of all workers in one step, summed in rank order on
+    each node. Values that a worker reads ahead of the slowest worker include steps by incomplete
+    means; after the last gradient of a step has arrived, the servers take that step once, by the
+    whole mean.
 
     With ``staleness=0`` the method is synchronous SGD, for any elementwise optimizer. The results
     are bitwise equal to ``DistributedOptimizer`` on one and two nodes; on more nodes sums have
