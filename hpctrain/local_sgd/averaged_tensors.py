@@ -32,7 +32,7 @@ class Tensors:
         """Return the current tensors by name, including tensors that are no longer averaged."""
         return dict(self._found())
 
-    def today(self) -> NamedTensors:
+    def current(self) -> NamedTensors:
         """Return the tensors of the next average; the same on every rank after ``agree``."""
         return [*self.find().items()]
 
@@ -61,7 +61,7 @@ class Roster(Tensors):
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         super().__init__(lambda: [*model.named_parameters()])
         self._model, self._optimizer = model, optimizer
-        self._told: dict[str, bool] = {}
+        self._agreed: dict[str, bool] = {}
         self._names: set[str] = set()
         self._held: set[str] = set()
         self._equal: dict[str, Mark] = {}
@@ -99,9 +99,9 @@ class Roster(Tensors):
 
     def load_shared_state(self, names: Collection[str]) -> None:
         """Restore the names; the ranks agree again in the next synchronization."""
-        self._names, self._told = {*names}, {}
+        self._names, self._agreed = {*names}, {}
 
-    def today(self) -> NamedTensors:
+    def current(self) -> NamedTensors:
         """Return the parameters on which the ranks have agreed."""
         return [(name, p) for name, p in self.find().items() if name in self._names]
 
@@ -111,7 +111,7 @@ class Roster(Tensors):
 
     def is_outdated(self) -> bool:
         """Return whether this rank has other parameters than at the last ``agree``."""
-        return self._told != self._due() or bool(self._strangers())
+        return self._agreed != self._due() or bool(self._strangers())
 
     def agree(self, comm: Communicator) -> None:
         """Agree on the parameters to average: the union over the ranks. Collective.
@@ -121,9 +121,11 @@ class Roster(Tensors):
                 parameter that is not in the model; on every rank.
         """
         self._stepped &= {*self._optimized()}
-        self._told = self._due()
+        self._agreed = self._due()
         self._names = self.union(comm)
-        self._held = self._names - {name for name, is_trained in self._told.items() if is_trained}
+        self._held = self._names - {
+            name for name, is_trained in self._agreed.items() if is_trained
+        }
 
     def union(self, comm: Communicator) -> set[str]:
         """Return the union over ranks of the names of parameters to average. Collective.
@@ -139,8 +141,8 @@ class Roster(Tensors):
             f"shape {tuple(strangers[0].shape) if strangers else ()}; pass the module that "
             f"contains all parameters, and the optimizer of the model's current parameters",
         )
-        today = self._due()
-        trained = [name for name, is_trained in today.items() if is_trained]
+        current = self._due()
+        trained = [name for name, is_trained in current.items() if is_trained]
         require_equal(
             comm,
             trained,
@@ -148,7 +150,7 @@ class Roster(Tensors):
             "freeze, unfreeze and add parameters on every rank after the same step",
         )
         others = comm.allgather_object(
-            [name for name, is_trained in today.items() if not is_trained]
+            [name for name, is_trained in current.items() if not is_trained]
         )
         return {*trained, *(name for of_rank in others for name in of_rank)}
 

@@ -55,7 +55,7 @@ class Averaging:
         self.build(float(comm.rank == 0), 1.0)
 
     @property
-    def is_under_way(self) -> bool:
+    def is_in_flight(self) -> bool:
         """Whether an average was started and not finished."""
         return bool(self._works)
 
@@ -67,7 +67,7 @@ class Averaging:
     def fits(self) -> bool:
         """Return whether the current tensors have the names, shapes and dtypes of the buckets."""
         tensors = self._tensors
-        return not tensors.is_outdated() and self._specs == _specs(self._today())
+        return not tensors.is_outdated() and self._specs == _specs(self._current())
 
     def build(self, weight: float, scale: float) -> None:
         """Agree on the current tensors, and allocate the buckets. Collective.
@@ -82,7 +82,7 @@ class Averaging:
         """
         del weight, scale
         self._tensors.agree(self._comm)
-        self._lay_out(self._today())
+        self._lay_out(self._current())
 
     @torch.no_grad()
     def start(self, weight: float, scale: float) -> None:
@@ -179,27 +179,27 @@ class Averaging:
         """Names of the tensors in the buckets."""
         return [name for name, _, _ in self._specs]
 
-    def _today(self) -> NamedTensors:
-        today = self._tensors.today()
+    def _current(self) -> NamedTensors:
+        current = self._tensors.current()
         if self._names is None:
-            return today
+            return current
         names = self._names()
-        return [(name, tensor) for name, tensor in today if name in names]
+        return [(name, tensor) for name, tensor in current if name in names]
 
-    def _lay_out(self, today: NamedTensors) -> None:
-        """Allocate the buckets for the tensors ``today``. Collective."""
-        self._specs = _specs(today)
+    def _lay_out(self, current: NamedTensors) -> None:
+        """Allocate the buckets for the tensors ``current``. Collective."""
+        self._specs = _specs(current)
         lines = [
             f"compression {settings_of(self._codec)}",
             *(f"{n} {s} {d}" for n, s, d in self._specs),
         ]
         require_equal(self._comm, lines, "averaged tensors")
-        specs = [TensorSpec(name=n, numel=t.numel(), dtype=t.dtype) for n, t in today]
+        specs = [TensorSpec(name=n, numel=t.numel(), dtype=t.dtype) for n, t in current]
         self._buckets, self._members = [], []
         self._codec.forget()
         for plan in plan_buckets(specs, self._bucket_bytes):
             memory = self._comm.new_bucket(plan.numel, plan.dtype)
-            tensors = [today[member][1] for member in plan.members]
+            tensors = [current[member][1] for member in plan.members]
             bucket = TensorBucket(memory, tensors, plan.offsets)
             self._codec.prepare(bucket.bucket, [*bucket.parts, bucket.marks], self._comm)
             self._buckets.append(bucket)
@@ -370,8 +370,8 @@ class AnchoredAveraging(Averaging):
             _copy([(tensor, place) for _, tensor, place in self._pairs(number, found)])
         self._tensors.became_equal({*self.names})
 
-    def _lay_out(self, today: NamedTensors) -> None:
-        super()._lay_out(today)
+    def _lay_out(self, current: NamedTensors) -> None:
+        super()._lay_out(current)
         self._anchors = [self._vector_for(bucket) for bucket in self._buckets]
         self._momenta = [self._vector_for(bucket) for bucket in self._buckets if self._momentum]
         self._moves: list[Tensor] = []

@@ -146,7 +146,7 @@ class DiLoCo(LocalMethod):
         steps, step_in_round = self._steps, self.rounds.step_in_round
         agrees = len(self._fragments) == 1 and not self._keep and not self._delay
         for number, fragment in enumerate(self._fragments):
-            if fragment.is_under_way and self.rounds.step >= self._due[number]:
+            if fragment.is_in_flight and self.rounds.step >= self._due[number]:
                 self._exchange.complete([fragment], keep=self._keep)
             if step_in_round == (number + 1) * steps // len(self._fragments):
                 agrees &= self._send(number)
@@ -181,20 +181,20 @@ class DiLoCo(LocalMethod):
     def _end_round(self) -> None:
         agrees = True
         for number, fragment in enumerate(self._fragments):
-            was_under_way = fragment.is_under_way
+            was_in_flight = fragment.is_in_flight
             has_stepped = self._sent[number] < self.rounds.step
             self._exchange.complete([fragment], keep=self._keep if has_stepped else 0.0)
             if has_stepped:
                 agrees &= self._begin(number).total_weight > 0
                 self._exchange.complete([fragment])
-            elif self._keep and not was_under_way:
+            elif self._keep and not was_in_flight:
                 fragment.take_anchor()
         self.rounds.close(agrees=agrees)
 
-    def _end_round_alike(self) -> None:
-        """Set replicas to the model of the round if ``fraction`` is below 1; else as the base."""
+    def _end_round_equally(self) -> None:
+        """End a round in which no replica counts; with ``fraction``, drop its local steps."""
         if not self.rounds.draw.is_partial:
-            super()._end_round_alike()
+            super()._end_round_equally()
             return
         self._fragments[0].take_anchor()
         self.replica.average_buffers()
@@ -202,7 +202,7 @@ class DiLoCo(LocalMethod):
 
     def _part(self, number: int) -> list[str]:
         """Return the parameters of fragment ``number``; add new parameters to the smallest."""
-        sizes = {name: tensor.nbytes for name, tensor in self.replica.roster.today()}
+        sizes = {name: tensor.nbytes for name, tensor in self.replica.roster.current()}
         known = {name for part in self._parts for name in part}
         for name in [name for name in sizes if name not in known]:
             smallest = min(self._parts, key=lambda part: sum(sizes.get(n, 0) for n in part))

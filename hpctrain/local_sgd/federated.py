@@ -78,7 +78,10 @@ class Federated:
 
     def _refusal(self) -> str | None:
         if not (_is_number(self.fraction) and 0 < self.fraction <= 1):
-            return f"fraction must be above 0 and at most 1, got {self.fraction!r}; use 1 for all"
+            return (
+                f"fraction must be above 0 and at most 1, got {self.fraction!r}; use 1 for all "
+                f"ranks"
+            )
         if not (_is_number(self.proximal) and self.proximal >= 0 and isfinite(self.proximal)):
             return (
                 f"proximal must be finite and at least 0, got {self.proximal!r}; use 0 for no term"
@@ -129,7 +132,7 @@ class LocalGradients(StateFields):
         if state:
             super().load_own_state(state)
 
-    def see(self, number: int) -> None:
+    def copy_model(self, number: int) -> None:
         """Copy the model before the first step of round ``number``; no-op in later steps."""
         if not self._proximal:
             return
@@ -159,7 +162,7 @@ class LocalGradients(StateFields):
                         parameter, start, maximize=group.get("maximize", False)
                     )
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restore the gradients after a step."""
         for parameter, gradient in self._kept:
             parameter.grad = gradient

@@ -163,7 +163,7 @@ class LocalMethod(CommonBlock, StateFields):
         """
         self._require_open()
         self._average_gradients(is_skipped=True)
-        self._gradients.see(self.rounds.number)
+        self._gradients.copy_model(self.rounds.number)
         self._synchronous.skip()
         self._end_step(is_skipped=True)
 
@@ -204,9 +204,9 @@ class LocalMethod(CommonBlock, StateFields):
         else:
             self._end_round()
             if not self.rounds.agrees:  # no replica had a weight in this round
-                self._end_round_alike()
+                self._end_round_equally()
 
-    def _end_round_alike(self) -> None:
+    def _end_round_equally(self) -> None:
         """End the round with equal weights of all replicas."""
         takes_part, self.rounds.takes_part = self.rounds.takes_part, True
         for samples in self._samples:
@@ -219,7 +219,7 @@ class LocalMethod(CommonBlock, StateFields):
     def averaged(self) -> Iterator[None]:
         """Replace the model by the mean of all replicas inside the block. Collective.
 
-        The weights of the replicas are those of the end of a round.
+        Replicas are weighted as at the end of a round.
         """
         if self.rounds.agrees:
             yield
@@ -363,7 +363,7 @@ class LocalMethod(CommonBlock, StateFields):
             samples.clear()
 
     def _after_step(self) -> None:
-        """Exchange replicas if this is due after a step."""
+        """Exchange replicas if an exchange is due after this step. Collective if so."""
         raise NotImplementedError
 
     def _end_round(self) -> None:
@@ -373,7 +373,7 @@ class LocalMethod(CommonBlock, StateFields):
     def _raise(self) -> None:
         flags = self._flags | (SWITCH if self._wants_switch else 0)
         self.rounds.flags = flags
-        # After a drop of this rank's learning rate, its weights differ from those of other ranks.
+        # After a drop of this rank's learning rate, weights differ between ranks.
         self._synchronous.raise_flags(flags, may_differ=self._wants_switch)
 
     @property
@@ -392,13 +392,13 @@ class LocalMethod(CommonBlock, StateFields):
                 "gradients must be computed before step() with fraction or proximal, but step() "
                 "got a closure; call backward() and then optimizer.step() without a closure"
             )
-        self._gradients.see(self.rounds.number)
+        self._gradients.copy_model(self.rounds.number)
         counts = self.rounds.counts and self._samples[0].counts_step
         self._gradients.replace(counts=counts or not is_partial)
 
     @dynamo_disable
     def _end_step(self, *, is_skipped: bool = False) -> None:
-        self._gradients.put_back()
+        self._gradients.restore()
         synchronous = self.is_synchronous
         if synchronous:  # the phase may end with this step
             self.rounds.raised_flags = self._synchronous.raised_flags
@@ -410,7 +410,7 @@ class LocalMethod(CommonBlock, StateFields):
         self._exchange.bytes_sent += num_bytes
         start = time.perf_counter()
         self._after_step()
-        if self.clock.is_due(self.rounds.step, busy=self._exchange.is_under_way):
+        if self.clock.is_due(self.rounds.step, busy=self._exchange.is_in_flight):
             self.rounds.synchronize()
         seconds = time.perf_counter() - start
         self.clock.waited_s += seconds

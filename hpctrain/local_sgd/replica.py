@@ -165,9 +165,9 @@ class Exchange(StateFields):
         return own
 
     @property
-    def is_under_way(self) -> bool:
+    def is_in_flight(self) -> bool:
         """Whether an average is in flight while training continues."""
-        return any(averaging.is_under_way for averaging in self._made)
+        return any(averaging.is_in_flight for averaging in self._made)
 
     def averages_buffers(self, comm: Communicator | None = None) -> Averaging:
         """Return an ``Averaging`` of buffers over ``comm``, by default all ranks. Collective."""
@@ -238,7 +238,7 @@ class Exchange(StateFields):
             keep: weight, 0 to 1, of the current values in the new values of trained tensors.
         """
         rounds = rounds or self._rounds
-        in_flight = [averaging for averaging in averagings if averaging.is_under_way]
+        in_flight = [averaging for averaging in averagings if averaging.is_in_flight]
         distances = [averaging.finish(keep) for averaging in in_flight]
         if in_flight:
             rounds.own_drift = distances[0] if rounds.counts else 0.0

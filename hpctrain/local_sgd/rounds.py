@@ -133,7 +133,7 @@ class Rounds:
     def share(self) -> Share:
         """Return weight and scale of this rank's replica in a mean of all replicas. Collective.
 
-        The weights are those of the end of a round; equal on all ranks if no replica counts.
+        Replicas are weighted as at the end of a round; equally if no replica counts.
         """
         weight, total, _ = self._report(self.samples)
         if not total["weight"]:

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 Fields = Mapping[str, str | tuple[str, ...]]
 """By key of a state: an attribute path, or several paths whose values are saved as a list.
 
-Dots separate the names of a path; a path that ends with ``[]`` names a list of objects with states
-of their own."""
+Dots separate the names of a path; a path that ends with ``[]`` names a list of objects that
+have these states, too."""
 
 _LIST = "[]"
 
