@@ -102,7 +102,7 @@ class Auto(Codec):
         """Measure the codecs, and return the fastest codec. Collective."""
         dtype = bucket.flat.dtype
         if not comm.num_rails:
-            self.reason = "all ranks are on one node, where gradients are summed in its memory"
+            self.reason = "all ranks are on one node, which sums gradients in node memory"
             return Identity()
         if not dtype.is_floating_point or dtype.itemsize < 4:
             self.reason = f"gradients of {dtype} need no compression"

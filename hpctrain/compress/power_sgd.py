@@ -83,15 +83,15 @@ class PowerSGD(RailCodec):
         wanted = values
         if self.keeps_unsent:
             wanted = share.remembered("error").add_(values)
-        alike = _alike(share.places)
-        left, right = self._thin(share, wanted, alike, link)
+        groups = _by_shape(share.places)
+        left, right = self._thin(share, wanted, groups, link)
         # If a product overflows on one rank, the sums are infinite on all ranks.
         overflows = not all(thin.isfinite().all() for thin in right)
         if overflows:
-            left, right = self._thin(share, wanted * _SMALLER, alike, link)
+            left, right = self._thin(share, wanted * _SMALLER, groups, link)
         if self._warm_start:
             share.memory["right"] = torch.cat([thin.reshape(-1) for thin in right])
-        for places, thin_left, thin_right in zip(alike, left, right, strict=True):
+        for places, thin_left, thin_right in zip(groups, left, right, strict=True):
             for place, *thin in zip(places, thin_left, thin_right, strict=True):
                 torch.mm(*thin, out=_matrix(values, place))
         if overflows:
@@ -103,11 +103,11 @@ class PowerSGD(RailCodec):
         self,
         share: CodedShare,
         wanted: Tensor,
-        alike: Sequence[list[CodedTensor]],
+        groups: Sequence[list[CodedTensor]],
         link: Internode,
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Return both factors of the sums over ``link``, by group of equal shapes. Collective."""
-        batches = [(places, _stacked(wanted, places)) for places in alike]
+        batches = [(places, _stacked(wanted, places)) for places in groups]
         right = self._right(share, batches)
         left = [_times(each, thin) for (_, each), thin in zip(batches, right, strict=True)]
         left = [torch.linalg.qr(thin)[0] for thin in _summed(left, link)]
@@ -149,7 +149,7 @@ def _shapes(share: CodedShare) -> list[tuple[int, int]]:
     return [(place.numel // place.row, place.row) for place in share.places]
 
 
-def _alike(places: Sequence[CodedTensor]) -> list[list[CodedTensor]]:
+def _by_shape(places: Sequence[CodedTensor]) -> list[list[CodedTensor]]:
     """Return groups of matrices of the same shape."""
     batches: dict[tuple[int, int], list[CodedTensor]] = {}
     for place in places:

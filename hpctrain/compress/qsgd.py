@@ -114,7 +114,7 @@ class QSGD(RailCodec):
         norms = torch.from_numpy(raw[:first].copy()).view(like.dtype)
         numbers, num_bits = raw[first : first + 8 * num_blocks].view(np.int32).reshape(2, -1)
         starts = np.cumsum(num_bits, dtype=np.int64) - num_bits
-        order = np.argsort(-numbers, kind="stable")  # unfinished blocks come first
+        order = np.argsort(-numbers, kind="stable")  # unfinished blocks first
         reader = Reader(raw[first + 8 * num_blocks :], starts[order])
         num_left = num_blocks - np.cumsum(np.bincount(numbers, minlength=1))
         levels = np.zeros(num_blocks * self._block, np.int32)

@@ -88,12 +88,12 @@ class Quantized(RailCodec):
             slice(start, min(start + length, share.numel))
             for start in range(0, share.numel, length)
         )
-        under_way: deque[Iterator[None]] = deque(maxlen=3)  # a chunk is complete after three turns
+        in_flight: deque[Iterator[None]] = deque(maxlen=3)  # a chunk is complete after three turns
         for chunk in chain(chunks, (None, None)):
-            under_way.appendleft(
+            in_flight.appendleft(
                 iter(()) if chunk is None else self._turns(share, chunk, values, link)
             )
-            for turns in under_way:
+            for turns in in_flight:
                 next(turns, None)
 
     def _turns(

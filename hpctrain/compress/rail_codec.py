@@ -274,18 +274,18 @@ class RailCodec:
             node.barrier()
         comm.publish(bucket)
         if link is not None:
-            self._take_back(prepared, link.size)
+            self._keep_unused(prepared, link.size)
 
-    def _take_back(self, prepared: _Prepared, num_nodes: int) -> None:
-        """Add the results of tensors that no rank has a gradient of to the unsent values."""
+    def _keep_unused(self, prepared: _Prepared, num_nodes: int) -> None:
+        """Add the results of tensors without a gradient on any rank to the unsent values."""
         bucket, share, _, marks = prepared
         unsent = share.memory.get(self.unsent)
         if unsent is None or not len(marks) or marks.all():
             return
         for place in share.places:
             if not marks[place.number]:
-                came = bucket.flat[place.start : place.stop].nan_to_num(0.0, 0.0, 0.0)
-                unsent[place.first : place.end].add_(came, alpha=1 / num_nodes)
+                received = bucket.flat[place.start : place.stop].nan_to_num(0.0, 0.0, 0.0)
+                unsent[place.first : place.end].add_(received, alpha=1 / num_nodes)
 
     def _over(self, share: CodedShare, flat: Tensor, link: Internode) -> None:
         """Reduce this rank's share of a bucket over ``link``. Collective over ``link``."""

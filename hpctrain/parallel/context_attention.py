@@ -50,7 +50,7 @@ def context_attention(query: Tensor, key: Tensor, value: Tensor, mesh: DeviceMes
         out: Tensor = _Ring.apply(query, key, value, group)  # type: ignore[no-untyped-call]
         return out
     together = torch.stack((query, key, value))
-    # The dimension of ranks comes first: (size, 3, n, heads / size, part, width).
+    # Shape (size, 3, n, heads / size, part, width): index 0 is the destination rank.
     parts = together.unflatten(2, (size, -1)).movedim(2, 0)
     q, k, v = _exchanged(parts, group).movedim(0, 3).flatten(3, 4)
     seen = scaled_dot_product_attention(q, k, v, is_causal=True)

@@ -64,7 +64,7 @@ class LayoutFinder:
         return list({id(p): (name, p) for name, p in held}.values())
 
     def _found(self, named: Named) -> GuardLayout:
-        """Return the layout of ``named``; axes with replicated parameters come first."""
+        """Return the layout of ``named``, first the axes with replicated parameters."""
         replicated: dict[Any, list[tuple[str, nn.Parameter]]] = {}
         groups_of: dict[str, set[Any]] = {}
         for name, p in named:

@@ -61,8 +61,8 @@ def build_mesh(
     here = world.current()
     with agreed(here.comm, TopologyError):
         sizes = _checked(here.topology, dp=dp, pp=pp, cp=cp, tp=tp)
-    asked = f"{_words(sizes)} on {device}"
-    require_equal(here.comm, [asked], "build_mesh", "request the same mesh on all ranks")
+    request = f"{_words(sizes)} on {device}"
+    require_equal(here.comm, [request], "build_mesh", "request the same mesh on all ranks")
     with agreed(here.comm, ConfigError):
         _use(device)
     order = packed(here.topology.nodes, [sizes[axis] for axis in reversed(AXES)])

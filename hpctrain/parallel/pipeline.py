@@ -22,7 +22,7 @@ from hpctrain.parallel.split import Chain, cut, layers_of, seconds_of
 from hpctrain.parallel.stage import PipelineSchedule
 from hpctrain.parallel.tied_weights import TiedWeights
 
-SAME = "create the same on every rank"
+SAME = "create the same pipeline on every rank"
 Loss = Callable[[Tensor, Tensor], Tensor]
 Wrap = Callable[[nn.Module], nn.Module]
 

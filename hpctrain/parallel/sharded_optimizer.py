@@ -94,10 +94,10 @@ class Gradients:
         trains, self._whole[name] = whole.requires_grad, whole
         # A hook requires requires_grad, and a frozen parameter may be trained later.
         whole.requires_grad = True
-        whole.register_post_accumulate_grad_hook(partial(self._has_come, name))
+        whole.register_post_accumulate_grad_hook(partial(self._has_gradient_now, name))
         whole.requires_grad = trains
 
-    def _has_come(self, name: str, _: Tensor) -> None:
+    def _has_gradient_now(self, name: str, _: Tensor) -> None:
         self._used.add(name)
 
     def forget(self) -> None:

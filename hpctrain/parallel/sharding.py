@@ -132,7 +132,7 @@ def _checked(
     lines = [f"stage {stage}, compute_dtype {compute_dtype}, layers {layers}, file {bool(file)}"]
     lines += signature_of(model)
     lines += [" ".join(names[p] for p in group["params"]) for group in optimizer.param_groups]
-    remedy = "pass the same on all ranks"
+    remedy = "pass the same model and arguments on all ranks"
     require_identical(mesh, lines, "the model and arguments of shard()", remedy)
     return units, file
 

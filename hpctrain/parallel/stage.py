@@ -33,7 +33,7 @@ class Stage(PipelineStage):
     """Pipeline stage that measures its compute time and counts micro-batches in flight."""
 
     in_flight = most_in_flight = 0
-    halves = False  # whether gradients of weights are computed after those of inputs
+    halves = False  # whether gradients of weights are computed later than of inputs
 
     def reset(self) -> None:
         """Reset the times and counts of the last step."""

@@ -89,7 +89,7 @@ def _checked(
 ) -> dict[str, tuple[nn.Module, str]]:
     """Return module and role by module name, checked. Collective; raises on all ranks or none."""
     lines = [f"sequence={sequence}", *(f"{name}: {role}" for name, role in roles.items())]
-    remedy = "pass the same on every rank"
+    remedy = "pass the same arguments on every rank"
     require_identical(mesh, lines, "arguments of tensor_parallel()", remedy)
     require_identical(mesh, signature_of(model), "the model of tensor parallel ranks")
     found = _modules_of(model, roles)

@@ -33,7 +33,7 @@ class AttemptEnd(enum.IntEnum):
 
     DONE = 0
     UPDATED = 1  # hosts are added or removed
-    MET_OTHERS = 2  # an operation did not match the operation of a rank that has failed before
+    MISMATCHED = 2  # an operation did not match the operation of a rank that has failed before
     FAILED = 3
     LOST = 4  # ranks have died, and the survivors form a smaller world
 
@@ -111,7 +111,7 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     @functools.wraps(func)
     def training(state: S, *args: P.args, **kwargs: P.kwargs) -> R:
         def attempt(before: Ending | None) -> R:
-            resets.take_up()
+            resets.synchronize()
             if before is not None and before.end in (AttemptEnd.FAILED, AttemptEnd.LOST):
                 state.restore()
             if resets.number:
@@ -130,7 +130,7 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
                 return cast("R", together.result)
             if together.end is not AttemptEnd.LOST:
                 world.current().rebuild.renew()
-            if together.end is AttemptEnd.MET_OTHERS:
+            if together.end is AttemptEnd.MISMATCHED:
                 raise together.error or MismatchError(together.text)
             resets.count(together)
 
@@ -140,7 +140,7 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
 def _require_no_calls() -> None:
     """With spares, raise ``ConfigError`` if this rank has communicated before.
 
-    Spares cannot take part in such communication.
+    Spares cannot join such communication.
     """
     here = world.current()
     if here.origin.spares is None:
@@ -169,7 +169,7 @@ def _ending_of(attempt: Callable[[], object]) -> Ending:
     except HorovodInternalError as error:
         return Ending(AttemptEnd.FAILED, error)
     except MismatchError as error:  # another rank may have failed before
-        return Ending(AttemptEnd.MET_OTHERS, error)
+        return Ending(AttemptEnd.MISMATCHED, error)
     except HostsUpdatedInterrupt as interrupt:
         return Ending(AttemptEnd.UPDATED, interrupt, interrupt.skip_sync)
 
@@ -189,11 +189,11 @@ class Resets:
         self.number = 0
         self.has_state = world.current().is_first  # a spare has no state until the first sync
         self._state = state
-        self._in_vain = 0
+        self._num_failures = 0
         self._commits = state.num_commits
         self._limit = world.current().settings.elastic_reset_limit
 
-    def take_up(self) -> None:
+    def synchronize(self) -> None:
         """Synchronize the current ranks, including new spares, before an attempt. Collective.
 
         After this call, all ranks with a state have the same last commit.
@@ -231,15 +231,16 @@ class Resets:
         """
         is_failure = ending.end in (AttemptEnd.FAILED, AttemptEnd.LOST)
         if self._state.num_commits != self._commits or not is_failure:
-            self._in_vain = 0
+            self._num_failures = 0
         self._commits = self._state.num_commits
-        self._in_vain += ending.end is AttemptEnd.FAILED  # losses of ranks cannot repeat endlessly
+        # Losses of ranks are not counted, since they cannot repeat endlessly.
+        self._num_failures += ending.end is AttemptEnd.FAILED
         if self._limit is not None and self.number >= self._limit:
             raise CommError(
                 f"training must not be reset more than {self._limit} times, but needs one more "
                 f"reset: {ending.text}; remove the cause or increase HPCTRAIN_ELASTIC_RESET_LIMIT"
             ) from ending.error
-        if self._in_vain > MAX_IN_VAIN:
+        if self._num_failures > MAX_IN_VAIN:
             raise CommError(
                 f"training must reach a commit in {MAX_IN_VAIN} resets, but failed each time from "
                 f"the same commit, the last time with: {ending.text}; remove the cause"

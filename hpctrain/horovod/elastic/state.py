@@ -148,9 +148,9 @@ class State(ABC):
             if timestamp > self._last_updated_timestamp:
                 newest, what = max(newest, timestamp), what | HostUpdate(update)
         removed, added = (bool(what & bit) for bit in (HostUpdate.REMOVED, HostUpdate.ADDED))
-        told = torch.tensor([newest, removed, added], dtype=torch.float64)
-        world.current().comm.allreduce_(told, op=Op.MAX).wait()
-        newest, removed, added = float(told[0]), bool(told[1]), bool(told[2])
+        report = torch.tensor([newest, removed, added], dtype=torch.float64)
+        world.current().comm.allreduce_(report, op=Op.MAX).wait()
+        newest, removed, added = float(report[0]), bool(report[1]), bool(report[2])
         if newest <= self._last_updated_timestamp:
             return None
         self._last_updated_timestamp = newest
@@ -369,7 +369,7 @@ def has_state(value: object) -> bool:
 class TorchState(ObjectState):
     """Training state of a model, an optimizer and other values, which become attributes.
 
-    Attributes that are set later are saved in the same way. For modules, optimizers, an
+    Attributes that are set later are also saved. For modules, optimizers, an
     ``ElasticSampler`` and other objects with ``state_dict()`` and ``load_state_dict()``, the state
     is saved, restored and sent to other ranks; the objects themselves are not replaced. Other
     values are copied and must be picklable.
