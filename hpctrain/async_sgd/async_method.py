@@ -121,7 +121,7 @@ class AsyncMethod(CommonBlock):
 
     @property
     def comm(self) -> Communicator:
-        """All ranks."""
+        """Communicator over all ranks."""
         return self._client.comm
 
     @property
@@ -141,7 +141,7 @@ class AsyncMethod(CommonBlock):
 
     @property
     def waited_s(self) -> float:
-        """Time that the last step waited for servers, in seconds."""
+        """Seconds for which the last step waited for servers."""
         return self._client.waited_s
 
     @property

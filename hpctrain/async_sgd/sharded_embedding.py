@@ -160,12 +160,12 @@ class ShardedEmbedding(nn.Module):
 
     @property
     def padding_idx(self) -> int | None:
-        """The id of the row that remains zero, if any."""
+        """Id of the row that remains zero; None without padding."""
         return self._spread.padding_idx
 
     @property
     def lr(self) -> float:
-        """The learning rate."""
+        """Learning rate of the table."""
         return self._rule.lr
 
     @lr.setter
@@ -173,7 +173,7 @@ class ShardedEmbedding(nn.Module):
         self._rule.lr = learning_rate(value)
 
     def extra_repr(self) -> str:
-        """Return the arguments of the table."""
+        """Return the arguments of the table, for ``repr``."""
         return self._repr.format(self._rule)
 
     def __getattr__(self, name: str) -> Any:

@@ -79,7 +79,7 @@ class Auto(Codec):
         return {"name": self.name}
 
     def fits(self, state: Mapping[str, Any]) -> bool:
-        """Return True if a state contains a possible choice; see ``Codec``."""
+        """Return True if ``state`` contains the name of a codec of the trial; see ``Codec``."""
         return state.get("name") in _TRIED
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

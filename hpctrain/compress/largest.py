@@ -198,6 +198,6 @@ class DeepGradientCompression(Sparse):
             momenta[sent] = 0.0
 
     def after_exact(self, share: CodedShare, values: Tensor) -> None:
-        """Apply the momentum to exact values; see ``RailCodec``."""
+        """Apply the momentum to values that are not encoded; see ``RailCodec``."""
         momenta = share.memory.setdefault("exact momentum", torch.zeros_like(values))
         values.copy_(momenta.mul_(self._momentum).add_(values))

@@ -4,7 +4,7 @@
     codec.reduce_(share, values, comm.internode)     # lossy, between nodes
     comm.publish(bucket)                             # bitwise equal on every rank of the node
 
-``values`` are the coded elements of this rank's slice. The other elements, such as marks, are
+``values`` are the encoded elements of this rank's slice. The other elements, such as marks, are
 summed exactly. Without node memory each rank is a separate node.
 """
 
@@ -34,16 +34,16 @@ class CodedTensor(NamedTuple):
     numel: int  # number of elements
     row: int  # elements per row of the tensor: all weights of one output
     offset: int = 0  # elements of the tensor before this part
-    first: int = 0  # first element among the coded elements
+    first: int = 0  # first element among the encoded elements
 
     @property
     def stop(self) -> int:
-        """End in the bucket, exclusive."""
+        """Index in the bucket after the last element."""
         return self.start + self.numel
 
     @property
     def end(self) -> int:
-        """End among the coded elements, exclusive."""
+        """Index among the encoded elements after the last element."""
         return self.first + self.numel
 
 

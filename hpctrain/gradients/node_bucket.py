@@ -32,7 +32,8 @@ _CUT = 64
 class NodeTensor:
     """Values of one dtype in node memory, which each rank maps twice, shared and private.
 
-    The constructor is collective over the node. The values are initially zeros.
+    Steps write to the shared map, and the program uses the private map; see ``node_values``. The
+    constructor is collective over the node. The values are initially zeros.
     """
 
     def __init__(self, node: SharedMemory, numel: int, dtype: torch.dtype) -> None:

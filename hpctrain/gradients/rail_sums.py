@@ -1,7 +1,7 @@
 """Sums between nodes for ``shard="node"``, started bucket by bucket during backward.
 
 a gradient is final        ready     sends the next buckets whose gradients are all final
-``step()`` has opened      finish    sends the remaining buckets, and waits for all sums
+``step()`` begins          finish    sends the remaining buckets, and waits for all sums
 """
 
 from collections.abc import Callable, Sequence

@@ -259,7 +259,7 @@ class ShardedStep(Reducer, OptimizerExchange):
             slot.parameter.data = torch.full_like(slot.parameter, math.nan)
 
     def state_loaded(self, state_dict: dict[str, Any]) -> None:
-        """Restore the dtype of loaded state, which torch has cast to 16 bits.
+        """Replace loaded state, which torch has cast to 16 bits, by copies of the loaded tensors.
 
         No-op without master copies.
         """

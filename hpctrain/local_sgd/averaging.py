@@ -390,7 +390,7 @@ class AnchoredAveraging(Averaging):
         self._subtract_from_anchor(number)
 
     def _advance(self) -> None:
-        """Take the outer step of this rank's slices.
+        """Step this rank's slices of the anchor by the means.
 
         With momentum m and the mean difference d: m <- mu m + d, anchor <- anchor - lr (d + mu m),
         as in torch.optim.SGD(nesterov=True).

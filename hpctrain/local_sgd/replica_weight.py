@@ -38,7 +38,7 @@ class SampleSums:
         return not self.is_counted or any(number for number, _ in self._of_step)
 
     def add(self, num_samples: float, nominal: float) -> None:
-        """Add the samples of the current step; see ``check_count``."""
+        """Add the numbers of a backward pass to the current step."""
         self._of_step.append((num_samples, nominal))
         self.is_counted, self.nominal = True, nominal
 
@@ -76,7 +76,7 @@ class SampleSums:
         return [self._sum, self._nominal, self._usual, self._num_unset, self.is_counted]
 
     def load_own_state(self, state: Sequence[float]) -> None:
-        """Restore the sums."""
+        """Restore a result of ``own_state``."""
         self._sum, self._nominal, *more, is_counted = state
         self._usual, num_unset = more or (0.0, 0)  # for checkpoints of older versions
         self._num_unset, self.is_counted, self._of_step = int(num_unset), bool(is_counted), []

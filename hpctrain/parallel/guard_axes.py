@@ -11,7 +11,7 @@ from hpctrain.parallel.guard_facts import Named
 
 
 class Axis(NamedTuple):
-    """Group of ranks that compare operations, with the parameters replicated on each rank."""
+    """Group of ranks that compare operations, with the parameters that the ranks replicate."""
 
     group: Any
     device: str

@@ -36,7 +36,7 @@ class Stage(PipelineStage):
     halves = False  # whether gradients of weights are computed later than of inputs
 
     def reset(self) -> None:
-        """Reset the times and counts of the last step."""
+        """Clear times and counts before a step."""
         self.seconds: dict[str, list[float]] = {}
         self.in_flight = self.most_in_flight = 0
 
