@@ -208,13 +208,13 @@ class Reducer:
             slot.parameter.grad = None
         changed = self._changed()
         may_be_kept = is_reduced or (self.state.was_reduced and not has_begun)
-        by_hand = self.reduction.changed_by_hand(changed) if may_be_kept else None
-        is_due = not is_reduced or by_hand is not None or changed is not None
+        program_changes = self.reduction.program_changes(changed) if may_be_kept else None
+        is_due = not is_reduced or program_changes is not None or changed is not None
         if is_due:
             count, slot_of = self.count, self.reduction.layout.slot_of
-            keeps_sums = is_reduced and by_hand is not None and not count.average
+            keeps_sums = is_reduced and program_changes is not None and not count.average
             averages = AverageFacts(
-                by_hand=by_hand,
+                program_changes=program_changes,
                 keeps_sums=keeps_sums and any(p.grad is not None for p in slot_of),
                 changed_early=self._were_changed_early(),
                 replaced_sum=self._replaced_sum,

@@ -22,10 +22,10 @@ def names_of(optimizer: Optimizer, named_parameters: Iterable[Any] | None) -> di
     if named_parameters is None:
         return {parameter: place for place, parameter in places_of(optimizer)}
     named = list(named_parameters)
-    if strangers := [entry for entry in named if not isinstance(entry, tuple) or len(entry) != 2]:
+    if malformed := [entry for entry in named if not isinstance(entry, tuple) or len(entry) != 2]:
         raise ConfigError(
             f"named_parameters must contain tuples (name, parameter), got "
-            f"{type(strangers[0]).__name__}; pass model.named_parameters()"
+            f"{type(malformed[0]).__name__}; pass model.named_parameters()"
         )
     times = Counter(name for name, _ in named)
     if repeated := sorted(name for name, count in times.items() if count > 1):

@@ -143,7 +143,7 @@ class Reduction:
                 self._step.works.append(self._run(self._open, mine))
             self._launch_next()
 
-    def changed_by_hand(self, current: NamedParameters | None) -> int | None:
+    def program_changes(self, current: NamedParameters | None) -> int | None:
         """Return a checksum of reduced gradients that the program has changed; None if unchanged.
 
         A replaced gradient is copied, because its memory may be part of another slot. Of gradients
@@ -193,7 +193,7 @@ class Reduction:
             self._clocked(self._run(self._open, mine).wait)
         is_kept = self._step.agreement is not None and self._step.agreement.changed_equally
         if changed is not None:
-            self.layout.build(changed, results=self._set_by_hand(changed) if is_kept else ())
+            self.layout.build(changed, results=self._set_by_program(changed) if is_kept else ())
         if changed is not None or not is_kept:
             self._move()
             for slot in self.layout.dense:
@@ -245,7 +245,7 @@ class Reduction:
         for slot in self.layout.dense:
             slot.is_filled = False
 
-    def _set_by_hand(self, current: NamedParameters) -> list[Tensor]:
+    def _set_by_program(self, current: NamedParameters) -> list[Tensor]:
         """Return the parameters whose gradients the program has replaced or added."""
         return [
             p

@@ -53,11 +53,11 @@ class GradientFacts:
 class AverageFacts:
     """Changes of gradients by the program before they are averaged."""
 
-    by_hand: int | None = None
+    program_changes: int | None = None
     """Checksum of reduced gradients that the program has changed or dropped; None if unchanged."""
     keeps_sums: bool = False
-    """For ``op=Sum`` with ``by_hand``: whether any gradient remains, without a ``zero_grad()``
-    after the reduction."""
+    """For ``op=Sum`` with ``program_changes``: whether any gradient remains, without a
+    ``zero_grad()`` after the reduction."""
     changed_early: bool = False
     """Whether the program has changed gradients before the last backward pass of the step."""
     replaced_sum: str = ""
@@ -145,7 +145,7 @@ class StepAgreement(NamedTuple):
 
 
 _COMPARED = (
-    *("header.member", "header.step", "header.skipped", "averages.by_hand"),
+    *("header.member", "header.step", "header.skipped", "averages.program_changes"),
     *("weights.weights", "weights.first", "weights.unreached", "sharded.settings"),
 )
 """Facts that must be equal on all ranks that report a value."""
@@ -215,7 +215,8 @@ def agreement_of(sums: Sequence[float], size: int) -> tuple[StepAgreement, str]:
         mean_loss=sums[2] / sums[1] if sums[1] else math.nan,
         outdated=num["outdated"] > 0,
         new_sparse=num["new_sparse"] > 0,
-        changed_equally=of["by_hand"][0] == num_active > 0 and _all_equal(of["by_hand"]),
+        changed_equally=of["program_changes"][0] == num_active > 0
+        and _all_equal(of["program_changes"]),
         weights=WeightAgreement(
             are_compared=of["weights"][0] > 1,
             differ=_all_equal(of["skipped"]) and not _all_equal(of["weights"]),
@@ -309,7 +310,7 @@ def describe(one: StepMessage | None) -> str:
         "steps skipped": header.skipped,
         "samples set": gradients.is_weighted,
         "parameters changed": gradients.outdated,
-        "gradients changed": averages.by_hand is not None,
+        "gradients changed": averages.program_changes is not None,
         "gradients of the previous step": gradients.repeats,
         f"{averages.replaced_sum}.grad replaced": averages.replaced_sum,
         f"{sharded.own_changed}.grad changed": sharded.own_changed,
