@@ -70,14 +70,14 @@ def require_servable(name: str, model: nn.Module, optimizer: Optimizer) -> None:
     """Raise ``ConfigError`` unless servers can step the parameters of the optimizer."""
     require_hookable(name, model, optimizer)
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    strangers = {*map(id, trained)} - {*map(id, model.parameters())}
+    unknown = {*map(id, trained)} - {*map(id, model.parameters())}
     away = ", ".join(sorted({p.device.type for p in trained} - {"cpu"}))
     refusals = {
         f"the optimizer of {name} must step each element separately, which is not known of "
         f"{type(optimizer).__qualname__}; use SGD, Adam, AdamW or another elementwise optimizer, "
         f"or set elementwise = True in your class": (not is_known_as("elementwise", optimizer)),
-        f"the parameters of the optimizer must be in the model, but {len(strangers)} of "
-        f"{len(trained)} are not; pass the module that contains all of them": bool(strangers),
+        f"the parameters of the optimizer must be in the model, but {len(unknown)} of "
+        f"{len(trained)} are not; pass the module that contains all of them": bool(unknown),
         f"the optimizer of {name} must have trained parameters, all of a floating-point dtype, "
         "got "
         f"{len(trained)} trained parameters; unfreeze some, or leave integer parameters out": (

@@ -111,7 +111,7 @@ class Roster(Tensors):
 
     def is_outdated(self) -> bool:
         """Return whether this rank has other parameters than at the last ``agree``."""
-        return self._agreed != self._due() or bool(self._strangers())
+        return self._agreed != self._due() or bool(self._unknown_parameters())
 
     def agree(self, comm: Communicator) -> None:
         """Agree on the parameters to average: the union over the ranks. Collective.
@@ -133,12 +133,12 @@ class Roster(Tensors):
         Raises:
             MismatchError: as for ``agree``.
         """
-        strangers = self._strangers()
+        unknown = self._unknown_parameters()
         comm.agree(
-            not strangers,
+            not unknown,
             f"the parameters of an optimizer must be in the model of its local method, but the "
-            f"optimizer has updated {len(strangers)} that are not in it, such as a parameter of "
-            f"shape {tuple(strangers[0].shape) if strangers else ()}; pass the module that "
+            f"optimizer has updated {len(unknown)} that are not in it, such as a parameter of "
+            f"shape {tuple(unknown[0].shape) if unknown else ()}; pass the module that "
             f"contains all parameters, and the optimizer of the model's current parameters",
         )
         current = self._due()
@@ -167,7 +167,7 @@ class Roster(Tensors):
         is_equal = parameter not in self._stepped and self._equal.get(name) == _mark(parameter)
         return has_mean and not is_equal
 
-    def _strangers(self) -> list[Tensor]:
+    def _unknown_parameters(self) -> list[Tensor]:
         """Return the parameters that the optimizer has updated and that are not in the model."""
         known = set(self._model.parameters())
         return [p for p in self._optimized() if p in self._stepped and p not in known]

@@ -144,9 +144,9 @@ def _checked(topology: Topology, *, dp: int | None, **inner: int) -> dict[str, i
             f"of {topology.size} in MPI and rank {rank} of {size} in torch.distributed; start "
             f'the ranks with mpirun, srun or hpctrain launch, and init_process_group("hpctrain")'
         )
-    strange = {a: n for a, n in (inner | {"dp": dp}).items() if type(n) is not int}
-    if strange and strange != {"dp": None}:
-        found = ", ".join(f"{a}={n!r}" for a, n in strange.items() if n is not None)
+    not_integers = {a: n for a, n in (inner | {"dp": dp}).items() if type(n) is not int}
+    if not_integers and not_integers != {"dp": None}:
+        found = ", ".join(f"{a}={n!r}" for a, n in not_integers.items() if n is not None)
         raise TopologyError(f"sizes of axes must be integers, got {found}; pass an int")
     rest = math.prod(inner.values())
     if min(rest, *inner.values()) < 1 or topology.size % rest:

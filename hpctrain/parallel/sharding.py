@@ -208,9 +208,9 @@ def _check_parameters(
     """Raise ``ConfigError`` for parameters that torch cannot shard or the model does not have."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     held = [p for group in optimizer.param_groups for p in group["params"]]
-    if strange := sum(p not in names for p in held):
+    if unknown := sum(p not in names for p in held):
         raise ConfigError(
-            f"the optimizer of shard() must have parameters of the model only, got {strange} "
+            f"the optimizer of shard() must have parameters of the model only, got {unknown} "
             f"others; create the optimizer with model.parameters()"
         )
     for module_name, module in model.named_modules():

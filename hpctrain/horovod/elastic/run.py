@@ -174,7 +174,7 @@ def _ending_of(attempt: Callable[[], object]) -> Ending:
         return Ending(AttemptEnd.UPDATED, interrupt, interrupt.skip_sync)
 
 
-MAX_IN_VAIN = 3
+MAX_FAILURES = 3
 """Maximum number of consecutive failures without a new commit."""
 
 
@@ -240,10 +240,10 @@ class Resets:
                 f"training must not be reset more than {self._limit} times, but needs one more "
                 f"reset: {ending.text}; remove the cause or increase HPCTRAIN_ELASTIC_RESET_LIMIT"
             ) from ending.error
-        if self._num_failures > MAX_IN_VAIN:
+        if self._num_failures > MAX_FAILURES:
             raise CommError(
-                f"training must reach a commit in {MAX_IN_VAIN} resets, but failed each time from "
-                f"the same commit, the last time with: {ending.text}; remove the cause"
+                f"training must reach a commit in {MAX_FAILURES} resets, but failed each time "
+                f"from the same commit, the last time with: {ending.text}; remove the cause"
             ) from ending.error
         self.number += 1
         if world.rank() == 0:
