@@ -40,7 +40,7 @@ class OptimizerConfig(CheckedFields):
             not {"lr", "params"} & {*self.args},
             "optimizer.args must not contain lr or params",
             dict(self.args),
-            "set the key optimizer.lr instead of lr, and omit params",
+            "set optimizer.lr, and omit params",
         )
         for group in self.groups:
             checked("optimizer.groups: lr", group.get("lr", self.lr), Positive)

@@ -192,5 +192,5 @@ def test_parameter_added_later_raises_on_all_ranks(hvd, world, what):
     with pytest.raises((ConfigError, CommError)) as caught, hvd.Hogwild(model, optimizer):
         loop()
     texts = world.allgather(str(caught.value))
-    found = f"{2 if what == 'added' else 1} of {3 if what == 'added' else 2} in the optimizer"
+    found = f"{2 if what == 'added' else 1} of {3 if what == 'added' else 2} are not"
     assert all(found in text for text in texts), texts
