@@ -34,33 +34,36 @@ from hpctrain.runtime.process_sets import global_process_set
 
 
 class _Phase(Enum):
-    """State of the values of this rank, relative to the values of the servers."""
+    """Whether the parameters of this rank and of the servers are equal."""
 
-    SETTLED = auto()  # all ranks have the values after all updates
+    SETTLED = auto()  # all ranks have the values that include all updates
     STEPPING = auto()  # this rank has taken steps since the last ``settle``
-    ENDED = auto()  # the block has ended, with values and state in model and optimizer
+    ENDED = auto()  # the block has ended; model and optimizer have the values and state
 
 
 class AsyncMethod(CommonBlock):
     """Makes each step of an optimizer send gradients to servers and receive new values.
 
-    The training loop does not change, except for ``with``. Workers may take different numbers of
-    steps: at the end of the block a rank waits for the other ranks and delays none of them, and
-    all ranks have one model after it. If an error ends the block on some ranks, ranks that wait at
-    its end raise within seconds.
+    The training loop runs in the block of the method (``with``). Workers may take different
+    numbers of steps: at the end of the block a rank waits for the other ranks without delaying
+    them, and all ranks then have the same model. If an error ends the block on some ranks, the
+    ranks that wait at the end raise an error within seconds.
 
-    Values and optimizer state of the parameters are stored by the servers, each of which is a
-    thread of its rank. Parameters that change outside of ``step()`` raise an error in the next
-    step, or at the end, unless ``reload`` sends them to the servers; but writes in place through
-    ``.data`` are lost. In a world of one the server runs while the rank waits for it.
+    The servers, each a thread of its rank, store the values of the parameters and the optimizer
+    state. A parameter that changes outside of ``step()`` raises an error in the next step or at
+    the end of the block, unless ``reload`` sends its value to the servers; in-place writes through
+    ``.data`` are lost. In a world of one rank the server runs while the rank waits for replies.
+
+    The constructor broadcasts the model of rank 0, starts the servers and hooks the optimizer; it
+    is collective.
 
     Args:
-        model: has equal parameters and buffers on every rank.
-        optimizer: a plain optimizer of torch.
-        make_server: takes messages, slots, roles and shard of a server.
+        model: module with equal parameters and buffers on every rank.
+        optimizer: a plain torch optimizer.
+        make_server: returns a server for its messages, slots, roles and shard.
         servers: ranks that serve; None for all ranks.
         curvature: curvature of the loss, for a warning; None if it is not known.
-        same: further arguments that must be the same on every rank, by name.
+        same: other arguments of the method that must be the same on every rank, by name.
     """
 
     _states: LastStates | None = None
@@ -76,11 +79,10 @@ class AsyncMethod(CommonBlock):
         curvature: float | None,
         same: Mapping[str, object],
     ) -> None:
-        """Broadcast the model of rank 0, start the servers and hook the optimizer. Collective."""
         here, name = world.current(), type(self).__name__
         self.model, self.optimizer, self._presence = model, optimizer, here.presence
         self.is_compared = here.settings.check_weights != "off"
-        """Whether ranks that end with different values, and did not settle, raise an error."""
+        """Whether ranks that did not settle and end with different values raise an error."""
         with agreed(here.comm, ConfigError):
             require_servable(name, model, optimizer)
             if curvature is not None:
@@ -93,7 +95,7 @@ class AsyncMethod(CommonBlock):
         self._watch = WriteWatch(self._layout)
         parameters = self._layout.parameters
         self.server_optimizer = self._optimizer_of_servers(parameters)
-        """The optimizer of the servers; it has their state while this is not on the servers."""
+        """Optimizer that the servers apply; has the state only while the servers do not."""
         self._take_state()
         require_equal(
             here.comm,
@@ -102,7 +104,7 @@ class AsyncMethod(CommonBlock):
             "build the same model, optimizer and method on every rank",
         )
         broadcast_parameters(model.state_dict())
-        self._client = ServerClient(self._layout, roles, self._num_slots, self._let_go)
+        self._client = ServerClient(self._layout, roles, self._num_slots, self._on_world_end)
         self._enter_check()
         if here.comm.rank in roles.servers:
             number = roles.servers.index(here.comm.rank)
@@ -119,7 +121,7 @@ class AsyncMethod(CommonBlock):
 
     @property
     def comm(self) -> Communicator:
-        """All ranks."""
+        """Communicator over all ranks."""
         return self._client.comm
 
     @property
@@ -139,47 +141,49 @@ class AsyncMethod(CommonBlock):
 
     @property
     def waited_s(self) -> float:
-        """Time that the last step waited for servers, in seconds."""
+        """Seconds for which the last step waited for servers."""
         return self._client.waited_s
 
     @property
     def staleness_histogram(self) -> dict[int, int]:
-        """Number of gradients or reads on this rank by staleness, which the method defines."""
+        """Number of gradients or reads of this rank by staleness, as the subclass defines it."""
         return dict(sorted(self._histogram.counts.items()))
 
     def total_histogram(self) -> dict[int, int]:
-        """Return the sum of all ranks' histograms. Collective."""
+        """Return the staleness histogram summed over all ranks. Collective."""
         total = Counter[int]()
         for counts in self.comm.allgather_object(self.staleness_histogram):
             total.update(counts)
         return dict(sorted(total.items()))
 
     def set_num_samples(self, num_samples: float, nominal: float = 1.0) -> None:
-        """Set the number of samples over which the next step's loss is a mean. Local.
+        """Set the number of samples in this rank's mean loss, from the next step on. Local.
 
-        Gradients of one clock are weighted by ``num_samples / nominal``, until other numbers are
-        set; a gradient of 0 samples does not count, even if it is not finite. All workers set
-        numbers, or none does; otherwise a step raises ``MismatchError``.
+        The gradients of one step are weighted by ``num_samples / nominal``; a gradient of 0
+        samples is ignored, even if it is not finite. All workers call this method, or none does;
+        otherwise a step raises ``MismatchError``.
 
         Raises:
-            ConfigError: the numbers are not valid.
+            ConfigError: an argument is not valid.
         """
         self._samples.set(num_samples, nominal)
 
     def skip_step(self) -> None:
-        """Take a step with weight 0 and no gradient, instead of ``optimizer.step()``."""
+        """Take a step of weight 0 without gradients, instead of ``optimizer.step()``."""
         self._require_open()
         self._step([None] * len(self._layout.parameters), weight=0.0)
 
     @dynamo_disable
     def settle(self, where: str = "settle()") -> None:
-        """Copy the values after all updates to all ranks. Collective.
+        """Copy the values that include all updates to all ranks. Collective.
 
-        A rank in this call delays no other rank, and waits for all ranks; ``where`` is for
-        messages.
+        A rank in this call waits for all ranks, but delays none.
+
+        Args:
+            where: name of this call, for messages; the same on all ranks.
 
         Raises:
-            MismatchError: another rank has settled elsewhere; on every rank.
+            MismatchError: the ranks settle with different ``where``; on every rank.
             ConfigError: parameters were written outside of ``step()``, see ``reload``; or the
                 block has ended.
         """
@@ -189,11 +193,11 @@ class AsyncMethod(CommonBlock):
 
     def _settle(self, where: str, *, takes: bool = True) -> None:
         self._before_settle()
-        self._clock = self._ask(Settle(where), takes=takes)[0].clock
+        self._clock = self._send_and_wait(Settle(where), takes=takes)[0].clock
         self._phase = _Phase.SETTLED
 
     def finish(self, *, ends: bool = False) -> None:
-        """Settle, and average buffers such as running means over the workers. Collective."""
+        """Settle, and average floating-point buffers over the workers. Collective."""
         self.settle("the end" if ends else "finish()")
         share = 1.0 / len(self.workers)
         for _, buffer in self.model.named_buffers():
@@ -203,12 +207,14 @@ class AsyncMethod(CommonBlock):
 
     @contextmanager
     def settled(self, *, shows_all: bool = True) -> Iterator[None]:
-        """Replace the state of model and optimizer by that of the servers inside the block.
+        """Settle, and copy the servers' optimizer state into the optimizer inside the block.
 
-        Collective.
+        Collective. ``optimizer.state_dict()`` has in the block the form of a plain optimizer,
+        independent of the number of ranks.
 
-        In the block ``optimizer.state_dict()`` is that of a plain optimizer, for any number of
-        ranks; with ``shows_all`` it includes the additional state of servers, for ``Downpour``.
+        Args:
+            shows_all: whether the optimizer state of ``Downpour`` includes the servers' Adagrad
+                state.
         """
         self.settle("settled()")
         self._gather_state()
@@ -220,9 +226,10 @@ class AsyncMethod(CommonBlock):
             self._forget_state()
 
     def reload(self) -> None:
-        """Send the current model and optimizer state to the servers, after loading. Collective.
+        """Send the current parameters and optimizer state to the servers. Collective.
 
-        Every rank has loaded both. A new method does this when it is constructed.
+        Called after all ranks have loaded the same model and optimizer state; the constructor does
+        the same.
         """
         self._require_open()
         self._take_state()
@@ -231,9 +238,9 @@ class AsyncMethod(CommonBlock):
         self.comm.barrier()
 
     def close(self) -> None:
-        """Remove the hooks. Local; servers end after all ranks have closed the method."""
+        """Remove the hooks. Local; servers end after all ranks have called this method."""
         if self._block is None and self._client.has_peers:
-            self._client.farewell()
+            self._client.send_leave()
         elif self._hooks.are_on and self._phase is _Phase.STEPPING:
             self._client.send(Settle("close()"))
         self._hooks.remove()
@@ -251,34 +258,34 @@ class AsyncMethod(CommonBlock):
 
     def _leave_block(self, error: BaseException | None) -> None:
         if error is not None and self._phase is _Phase.STEPPING:
-            self._phase = _Phase.SETTLED  # the other ranks receive the error
+            self._phase = _Phase.SETTLED  # the block reports the error to the other ranks
         self.close()
         self._client.leave_settled()
 
-    # -- for methods ----------------------------------------------------------------------------
+    # -- for subclasses -------------------------------------------------------------------------
 
     _num_slots = 1
-    """Gradients of this rank that may be in flight at once."""
+    """Number of gradients of this rank that may be in flight concurrently."""
     _steps_here = False
-    """Whether the optimizer steps this rank's replica, too, before servers are asked."""
+    """Whether the optimizer steps this rank's replica before gradients are sent."""
 
     def _optimizer_of_servers(self, parameters: list[Tensor]) -> Optimizer:
-        """Return the optimizer whose steps the servers take."""
+        """Return the optimizer that the servers apply."""
         del parameters
         return self.optimizer
 
     def _exchange(self, weight: float, gradients: Sequence[Tensor | None]) -> None:
-        """Exchange the gradients and values that are due in this step, and count the step."""
+        """Send gradients and receive values as this step requires, and count the step."""
         raise NotImplementedError
 
     def _before_settle(self) -> None:
-        """Send gradients that were not sent yet."""
+        """Send the gradients that this rank has accumulated."""
 
     def _show_state(self) -> None:
-        """Copy the state of the servers' optimizer, if it is another one, into this optimizer."""
+        """Copy the servers' optimizer state into ``optimizer`` if the two optimizers differ."""
 
     def _take_state(self) -> None:
-        """Move the state that ``_show_state`` has copied back, before servers load it."""
+        """Move the state that ``_show_state`` has copied back into the servers' optimizer."""
 
     # -- steps ----------------------------------------------------------------------------------
 
@@ -298,22 +305,22 @@ class AsyncMethod(CommonBlock):
     def _step(self, gradients: Sequence[Tensor | None], weight: float) -> None:
         if not self.is_worker:
             raise ConfigError(
-                f"only workers, ranks {self.workers}, must take steps, but rank {self.comm.rank} "
-                f"is a dedicated server; write `if method.is_worker:` before the loop, inside "
-                f"the block"
+                f"only the workers, ranks {self.workers}, can take steps, but rank "
+                f"{self.comm.rank} is a dedicated server; write `if method.is_worker:` before the "
+                f"loop, inside the block"
             )
         self._client.waited_s, self._phase = 0.0, _Phase.STEPPING
         self._exchange(weight, gradients)
         self._watch.note()
 
     def _push(self, weight: float, gradients: Sequence[Tensor | None], *, reads: bool) -> int:
-        """Send the gradients of this clock, and advance it; return their staleness."""
+        """Send gradients to the servers, and advance the clock; return their staleness."""
         slot = self._clock % self._num_slots
         has = bytes(grad is not None for grad in gradients)
         groups = self.server_optimizer.param_groups
         settings: Settings = [{k: v for k, v in g.items() if k != "params"} for g in groups]
         wrong = first_not_finite(self._layout.names, gradients) if weight else ""
-        replies = self._ask(
+        replies = self._send_and_wait(
             Push(self._clock, slot, weight, has, settings, reads, self._samples.is_set, wrong),
             gradients,
         )
@@ -322,36 +329,39 @@ class AsyncMethod(CommonBlock):
         self._histogram.add(staleness, (float(one["lr"]) for one in settings))
         return staleness
 
-    def _ask(
+    def _send_and_wait(
         self,
         request: Push | Read | Settle,
         gradients: Sequence[Tensor | None] = (),
         *,
         takes: bool = True,
     ) -> list[ServerReply]:
-        """Send a request to all servers; repeat it if ranks were lost and the others continue."""
+        """Send a request to all servers and return the replies; repeat it after a recovery."""
         while True:
             try:
-                replies = self._client.ask(request, gradients, takes=takes)
+                replies = self._client.send_and_wait(request, gradients, takes=takes)
                 self._watch.note()
                 if isinstance(request, Settle):
-                    self.comm.barrier()  # no rank steps while others read
+                    self.comm.barrier()  # no rank steps while another rank still reads
             except Exception as error:
                 self._recover(error)
             else:
                 return replies
 
-    def _let_go(self) -> None:
-        """Remove the hooks at the end of the world."""
+    def _on_world_end(self) -> None:
+        """Remove the hooks, and send no last request. Called at the end of the world."""
         self._hooks.remove()
-        self._client.cancel_farewell()
+        self._client.cancel_leave()
 
     def _recover(self, error: Exception, before: Mapping[int, int] | None = None) -> None:
-        """Continue without lost ranks if the world recovers and they had no shard.
+        """Continue without the lost ranks if the world recovers and no lost rank was a server.
 
-        Collective over the surviving ranks; raises ``error`` if the world does not recover.
-        ``before`` are current numbers of ranks by the numbers that the server has, if another
-        rank was lost before the server has moved.
+        Collective over the surviving ranks.
+
+        Args:
+            error: raised again if the world does not recover.
+            before: current rank of each surviving rank, by its rank in the server's world; for a
+                rank that is lost during a recovery.
         """
         if len(self.servers) == self.comm.size:
             recovery.give_up(error)
@@ -369,7 +379,7 @@ class AsyncMethod(CommonBlock):
             self._enter_again()
             client.reconnect()
             self._enter_check()
-        except Exception as another:  # one more rank was lost
+        except Exception as another:  # another rank was lost
             self._recover(another, numbers)
             return
         if self._server is not None:
@@ -378,7 +388,7 @@ class AsyncMethod(CommonBlock):
     # -- state of the optimizer -----------------------------------------------------------------
 
     def _load(self) -> None:
-        """Load this rank's server from model and optimizer, and clear the optimizer's state."""
+        """Copy parameters and state to this rank's server, and clear the optimizer's state."""
         if self._server is not None:
             self._server.shard.load(self.server_optimizer)
         self._forget_state()
@@ -397,7 +407,7 @@ class AsyncMethod(CommonBlock):
             self.server_optimizer.state[self._layout.parameters[number]] = state
 
     def _joined(self, number: int, values: Sequence[Any]) -> Any:
-        """Return an entry of the state of a parameter, from the entries of its ranges."""
+        """Return an entry of a parameter's state, joined from the entries of its ranges."""
         has_elements = isinstance(values[0], Tensor) and values[0].dim()
         return self._layout.shaped(number, torch.cat([*values])) if has_elements else values[0]
 
@@ -408,7 +418,7 @@ class AsyncMethod(CommonBlock):
     # -- checks ---------------------------------------------------------------------------------
 
     def _enter_check(self) -> None:
-        """Join the comparison of ranks at the end of the world."""
+        """Register this rank for the comparison of values at the end of the world."""
         if self._client.has_peers:
             sets = world.current().sets
             self._states = check_over(sets.communicator(global_process_set)).last_states
@@ -416,12 +426,12 @@ class AsyncMethod(CommonBlock):
             self._name = self._states.enter((), self._left)
 
     def __del__(self) -> None:
-        """Keep the values for the comparison at the end of the world."""
+        """Store the values for the comparison at the end of the world."""
         if self._states is not None:
             self._states.keep(self._name, self._left)
 
     def _left(self, _: tuple[int, ...], /, *, has_weights: bool = True) -> dict[str, str]:
-        """Return the facts that must be equal on all ranks that did not settle. Local."""
+        """Return text that must be equal on all ranks that did not settle, by name. Local."""
         if self._phase is not _Phase.STEPPING or not self.is_compared:
             return {}
         how = f"{type(self).__name__}, whose block has not ended, by `with` or settle(), on all"
@@ -443,21 +453,22 @@ class AsyncMethod(CommonBlock):
     def _require_open(self) -> None:
         if self._phase is _Phase.ENDED or not self._client.is_open:
             raise ConfigError(
-                f"the block of {type(self).__name__} has ended, and model and optimizer have the "
-                f"values and the state of the servers; save and load them as plain ones, or call "
-                f"settle(), settled(), finish() and reload() before its end; make another method "
-                f"to continue"
+                "settle(), settled(), finish() and reload() must be called inside the block, but "
+                f"the block of {type(self).__name__} has ended; save and load model and optimizer "
+                "as plain ones, since both now have the values and state of the servers, or make "
+                f"another {type(self).__name__} to continue"
             )
 
     def _require_untouched(self) -> None:
-        """Raise ``ConfigError`` after writes that the servers do not know of."""
+        """Raise ``ConfigError`` if parameters or state were written outside of a step."""
         written = self._watch.written()
         pairs = zip(self._layout.names, self._layout.parameters, strict=True)
         loaded = [name for name, p in pairs if self.server_optimizer.state.get(p)]
         if found := written or loaded:
             what = "parameters were" if written else "state of the optimizer was"
             raise ConfigError(
-                f"values and state must change in step() only, since servers store them, but "
-                f"{what} changed outside of step() ({', '.join(found[:3])}); load before "
-                f"{type(self).__name__} is made, or call reload() after loading, on every rank"
+                f"parameters and optimizer state must change in step() only, since servers store "
+                f"them, but {what} changed outside of step() ({', '.join(found[:3])}); load them "
+                f"before {type(self).__name__} is made, or call reload() after loading, on every "
+                f"rank"
             )

@@ -1,4 +1,4 @@
-"""``AsyncSGD`` and ``Downpour``: servers apply each gradient when it arrives."""
+"""``AsyncSGD`` and ``Downpour``: servers apply each gradient on arrival."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,22 +15,38 @@ from hpctrain.async_sgd.server import ParameterServer, renumbered
 from hpctrain.async_sgd.server_messages import Push, Read
 from hpctrain.core.checks import Amount, Count, Number, checked
 
-_OF_SERVER = "server_"  # prefix of entries of the servers' state in the optimizer's state
-_LOST = -1  # key of the updates of all lost workers
+_OF_SERVER = "server_"  # prefix of server entries in the state of the rank's optimizer
+_LOST = -1  # key that counts the updates of all lost workers
 
 
 class AsyncSGD(AsyncMethod):
     """Sends gradients to servers, which apply each gradient on arrival and return current values.
 
-    Servers take the optimizer's step by each single gradient. The staleness of a gradient is the
-    number of updates by other workers between the reading of its values and its application, as
-    ``staleness_histogram`` counts it; the learning rate is divided by it. With N workers N
-    gradients are applied in the time of one synchronous step, each with the whole learning rate:
-    use a smaller one than for a mean of N.
+    The servers take one optimizer step per gradient. The staleness of a gradient is the number of
+    updates by other workers after its worker has read the values and before the gradient is
+    applied; the learning rate is divided by the staleness, and ``staleness_histogram`` counts
+    staleness. N workers apply N gradients in the time of one synchronous step, each with the
+    whole learning rate, so use a smaller learning rate than for a mean of N gradients.
 
-    Each server divides by the staleness of its own shard, since gradients may arrive at several
-    servers in different orders; the histogram counts the largest staleness. With ``servers=1``
-    there is one order, and one staleness.
+    Gradients may arrive at several servers in different orders, so each server divides by the
+    staleness in its own shard, and the histogram counts the largest staleness. With ``servers=1``
+    all parameters of a gradient have the same staleness.
+
+    The constructor broadcasts the model of rank 0, starts the servers and hooks the optimizer; it
+    is collective.
+
+    Args:
+        model: module with equal parameters and buffers on every rank.
+        optimizer: a plain torch optimizer that steps each element separately; the servers store
+            the state, and the options may differ between ranks.
+        staleness_aware: whether the learning rate is divided by the staleness of the gradient
+            if the staleness is above 1.
+        most_ahead: steps that a worker may be ahead of the slowest worker; None for no limit.
+        servers: as for ``StaleSynchronous``.
+        curvature: as for ``StaleSynchronous``.
+
+    Raises:
+        ConfigError: an argument is not valid; on every rank.
 
     Source: Zhang et al. 2016, "Staleness-aware async-SGD for distributed deep learning", IJCAI.
     """
@@ -45,21 +61,6 @@ class AsyncSGD(AsyncMethod):
         servers: Servers = None,
         curvature: float | None = None,
     ) -> None:
-        """Broadcast the model of rank 0, start the servers, and add hooks. Collective.
-
-        Args:
-            model: with equal parameters and buffers on every rank.
-            optimizer: a plain optimizer of torch that steps each element separately; the servers
-                store its state, and its settings may differ between ranks.
-            staleness_aware: divide the learning rate of a gradient by its staleness, where that
-                is above 1.
-            most_ahead: steps that a worker may be ahead of the slowest one; None for any number.
-            servers: as for ``StaleSynchronous``.
-            curvature: as for ``StaleSynchronous``.
-
-        Raises:
-            ConfigError: an argument is not valid; on every rank.
-        """
         bound = bound_of(most_ahead)
         super().__init__(
             model,
@@ -77,21 +78,42 @@ class AsyncSGD(AsyncMethod):
 class Downpour(AsyncMethod):
     """Trains a replica on each rank; periodically sends gradients to servers and reads values.
 
-    In each step the optimizer steps this rank's replica, and the gradient is accumulated. Every
-    ``n_push`` steps the sum is sent to the servers, which take a step of Adagrad by it when it
-    arrives; every ``n_fetch`` steps the replica is replaced by the servers' values. The servers
-    store Adagrad's sums of squares, whose rates keep asynchronous training stable. Inside of
-    ``settled()`` the sums are in the state of the optimizer, as ``server_sum``: if that state is
-    loaded before a new ``Downpour`` is made, or before ``reload()``, training continues with
-    them, without another warm-up.
+    In each step the optimizer updates this rank's replica, and the gradient is accumulated. Every
+    ``n_push`` steps the rank sends the accumulated gradient to the servers, which take an Adagrad
+    step on arrival; every ``n_fetch`` steps the rank replaces its replica by the servers' values.
+    Adagrad's per-element learning rates keep asynchronous training stable. Inside ``settled()``
+    the state of the optimizer contains Adagrad's sums of squares as ``server_sum``: if that state
+    is loaded before a new ``Downpour`` is made, or before ``reload()``, training continues with
+    these sums, without another warm-up.
 
-    ``staleness_histogram`` counts, for each push, updates by other workers since the last fetch.
+    ``staleness_histogram`` counts, per push, the updates by other workers since the last fetch.
+
+    The constructor broadcasts the model of rank 0, starts the servers and hooks the optimizer; it
+    is collective.
+
+    Args:
+        model: module with equal parameters and buffers on every rank.
+        optimizer: a plain torch optimizer that steps the replica between two fetches; each rank
+            has its own state.
+        n_push: steps between two sends of gradients.
+        n_fetch: steps between two reads of values.
+        rate: learning rate of Adagrad on the servers.
+        warmup_steps: steps that the first worker takes alone. The other workers wait in their
+            first forward; a worker whose loss does not call ``model`` waits in its first step,
+            with a gradient of the initial values.
+        most_ahead: sends that a worker may be ahead of the slowest worker when it reads values;
+            None for no limit.
+        servers: as for ``StaleSynchronous``.
+        curvature: as for ``StaleSynchronous``.
+
+    Raises:
+        ConfigError: an argument is not valid; on every rank.
 
     Source: Dean et al. 2012, "Large scale distributed deep networks", NeurIPS, Algorithm 7.1.
     """
 
     _steps_here = True
-    _joins = False  # whether this rank waits for the warm-up of the first worker
+    _joins = False  # whether this rank still has to wait for the warm-up of the first worker
     _num_steps = 0
 
     def __init__(  # noqa: PLR0913 - keyword options of users
@@ -107,26 +129,6 @@ class Downpour(AsyncMethod):
         servers: Servers = None,
         curvature: float | None = None,
     ) -> None:
-        """Broadcast the model of rank 0, start the servers, and add hooks. Collective.
-
-        Args:
-            model: with equal parameters and buffers on every rank.
-            optimizer: a plain optimizer of torch that steps the replica between two fetches; each
-                rank has its own state.
-            n_push: steps between two pushes.
-            n_fetch: steps between two fetches.
-            rate: learning rate of Adagrad on the servers.
-            warmup_steps: steps of the first worker alone, before the first step of the others,
-                whose first forward waits. A gradient without a forward of ``model`` counts too,
-                although its values are older.
-            most_ahead: pushes that a worker may be ahead of the slowest one when it fetches; None
-                for any number.
-            servers: as for ``StaleSynchronous``.
-            curvature: as for ``StaleSynchronous``.
-
-        Raises:
-            ConfigError: an argument is not valid; on every rank.
-        """
         numbers = {"n_push": n_push, "n_fetch": n_fetch, "warmup_steps": warmup_steps}
         for name, number in numbers.items():
             checked(name, number, Count if name == "warmup_steps" else Number)
@@ -150,19 +152,20 @@ class Downpour(AsyncMethod):
         return torch.optim.Adagrad(parameters, lr=self._rate)
 
     def _join(self, *_: object) -> None:
-        """Wait until the first worker has finished its warm-up; a no-op afterwards."""
+        """Wait until the first worker has finished the warm-up; no-op after the first call."""
         if self._joins:
             self._require_untouched()
-            self._ask_once()
+            self._wait_for_warmup()
 
-    def _ask_once(self) -> None:
+    def _wait_for_warmup(self) -> None:
         if self._joins:
             self._joins = False
-            self._ask(Read(self._clock))
+            self._send_and_wait(Read(self._clock))
 
     @torch.no_grad()
     def _exchange(self, weight: float, gradients: Sequence[Tensor | None]) -> None:
-        self._ask_once()  # without a forward the gradient is of older values
+        # Required if the loss was computed without a forward of the model.
+        self._wait_for_warmup()
         self._num_steps += 1
         for number, grad in enumerate(gradients):
             if grad is None or not weight:
@@ -176,7 +179,7 @@ class Downpour(AsyncMethod):
         if self._num_steps % self._n_push == 0:
             self._push_accrued(reads=fetches)
         elif fetches:
-            self._ask(Read(self._clock))
+            self._send_and_wait(Read(self._clock))
 
     def _push_accrued(self, *, reads: bool) -> None:
         accrued, self._accrued = self._accrued, [None] * len(self._accrued)
@@ -187,14 +190,16 @@ class Downpour(AsyncMethod):
         if any(grad is not None for grad in self._accrued):
             self._push_accrued(reads=False)
 
-    # -- state of the servers in the replica's optimizer ----------------------------------------
+    # -- state of the servers in the optimizer of this rank -------------------------------------
 
     def _show_state(self) -> None:
         for p in self._layout.parameters:
             if kept := self.server_optimizer.state.get(p):
                 shown = {_OF_SERVER + name: value for name, value in kept.items()}
-                shown[_OF_SERVER + "step"] = float(kept["step"])  # no tensor to cast
-                # A new dictionary: one that was saved must not change.
+                shown[_OF_SERVER + "step"] = float(
+                    kept["step"]
+                )  # load_state_dict would cast a tensor
+                # A new dictionary, so that a saved state does not change.
                 self.optimizer.state[p] = {**self.optimizer.state.get(p, {}), **shown}
 
     def _take_state(self) -> None:
@@ -221,7 +226,7 @@ class Downpour(AsyncMethod):
         return {k.removeprefix(_OF_SERVER): v for k, v in shown.items()}
 
     def _load(self) -> None:
-        """Load the servers; loaded sums of squares replace the warm-up."""
+        """Load this rank's server; skip the warm-up if Adagrad's sums of squares were loaded."""
         super()._load()
         if self._is_resumed:
             self._joins = False
@@ -230,15 +235,20 @@ class Downpour(AsyncMethod):
 
 
 class ImmediateServer(ParameterServer):
-    """Parameter server that applies each gradient on arrival."""
+    """Parameter server that applies each gradient on arrival.
+
+    Args:
+        *args: as for ``ParameterServer``.
+        scales_rate: whether learning rates are divided by the staleness of the gradient.
+        **options: as for ``ParameterServer``.
+    """
 
     def __init__(self, *args: Any, scales_rate: bool = False, **options: Any) -> None:
-        """Pass arguments to ``ParameterServer``; ``scales_rate`` divides rates by staleness."""
         super().__init__(*args, **options)
         self._scales_rate = scales_rate
-        self._num_updates = Counter[int]()  # by worker
-        self._seen = Counter[int]()  # updates of others in the values of each worker
-        self._staleness = Counter[int]()  # of the last gradient of each worker
+        self._num_updates = Counter[int]()  # updates of each worker
+        self._seen = Counter[int]()  # updates of other workers in the values of each worker
+        self._staleness = Counter[int]()  # staleness of the last gradient of each worker
 
     def _push(self, source: int, push: Push) -> int:
         staleness = self._updates_of_others(source) - self._seen[source]
@@ -263,7 +273,9 @@ class ImmediateServer(ParameterServer):
             left = renumbered(counts, numbers)
             counts.clear()
             counts.update(left)
-        self._num_updates[_LOST] = total - self._num_updates.total()  # they are in the values
+        self._num_updates[_LOST] = (
+            total - self._num_updates.total()
+        )  # the values contain updates of lost workers
 
     def _updates_of_others(self, worker: int) -> int:
         return self._num_updates.total() - self._num_updates[worker]

@@ -1,4 +1,4 @@
-"""``Hogwild``: the ranks of a node step on shared parameters, without locks."""
+"""``Hogwild``: the ranks of a node update shared parameters without locks."""
 
 from typing import NamedTuple
 
@@ -17,45 +17,46 @@ from hpctrain.runtime import world
 
 
 class LostUpdates(NamedTuple):
-    """Estimate of the updates that concurrent steps have overwritten, from sums of steps."""
+    """Estimate of the updates that were overwritten by concurrent steps of other ranks."""
 
     components: int
-    """Elements of parameters that have lost at least one update."""
-    updates: int  # elements in the steps of all ranks
-    share: float  # sum of missing updates over the sum of all updates, absolute values
+    """Number of parameter elements that have lost at least one update."""
+    updates: int  # elements that all ranks have updated, counted once per step
+    share: float  # sum of lost updates divided by the sum of all updates, in absolute values
 
 
 class Hogwild(CommonBlock):
-    """Lets the ranks of one node step shared parameters concurrently, without locks.
+    """Lets the ranks of one node update shared parameters concurrently, without locks.
 
-    Node memory has one copy of the parameters. A step adds ``-lr * gradient`` to the elements of
-    the gradient, row by row if it is sparse, and changes no others. Ranks read parameters while
-    other ranks write. Additions are not atomic: if two ranks step one element at the same moment,
-    one of the updates may be lost. Stores of single aligned elements are atomic: a reader sees the
-    old or the new number.
+    The ranks share one copy of the parameters in node memory. A step adds ``-lr * gradient`` to
+    the elements that the gradient contains (a sparse gradient contains rows) and to no others.
+    Ranks read parameters while other ranks write. Additions are not atomic: if two ranks update
+    one element concurrently, one of the updates may be lost. Stores of single aligned elements are
+    atomic: a reader gets the old or the new value.
 
-    It is meant for sparse gradients, for instance of ``nn.Embedding(sparse=True)``, in which ranks
-    rarely step the same elements. For dense models the theory does not hold, and cache lines move
-    between cores in every step.
+    Hogwild is meant for sparse gradients, as of ``nn.Embedding(sparse=True)``, in which ranks
+    rarely update the same elements. For dense models the convergence theory does not hold, and
+    cache lines move between cores in every step.
+
+    The constructor moves the parameters of rank 0 into node memory and hooks the optimizer; it is
+    collective.
+
+    Args:
+        model: module with equal parameters on every rank, on the CPU.
+        optimizer: ``torch.optim.SGD`` without momentum and weight decay, so that steps may be
+            added in any order; the learning rate may change, and differ between ranks.
+        counts: whether ``lost_updates()`` is available; each rank then stores the sum of its
+            steps, of the size of the parameters in float64.
+
+    Raises:
+        ConfigError: the ranks are on several nodes or share no memory, or the optimizer is not
+            supported; on every rank.
 
     Source: Recht et al. 2011, "Hogwild!: a lock-free approach to parallelizing stochastic
     gradient descent", NeurIPS.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, *, counts: bool = True) -> None:
-        """Move the parameters of rank 0 into node memory and hook the optimizer. Collective.
-
-        Args:
-            model: with equal parameters on every rank, on the CPU.
-            optimizer: ``torch.optim.SGD`` without momentum and weight decay, whose steps add up
-                in any order; its learning rate may change, and differ between ranks.
-            counts: whether ``lost_updates()`` is available: each rank keeps the sum of
-                its steps, a copy of the parameters in float64.
-
-        Raises:
-            ConfigError: the ranks are on several nodes or share no memory, or the optimizer is
-                another one; on every rank.
-        """
         here = world.current()
         self.model, self.optimizer = model, optimizer
         self._comm, self._presence = here.comm, here.presence
@@ -76,7 +77,7 @@ class Hogwild(CommonBlock):
             p: torch.zeros([*p.shape[:1], *[1] * (p.dim() - 1)], dtype=torch.float64)
             for p in counted
         }
-        """For each row the sum over steps of its largest number, which bounds its rounding."""
+        """Sum over steps of the largest absolute value of each row, a bound of rounding errors."""
         self._updates = 0
         self._places = {p: self._share(p) for p in self._names}
         self._comm.barrier()
@@ -84,12 +85,12 @@ class Hogwild(CommonBlock):
         self._versions = self._versions_now()
 
     def lost_updates(self) -> LostUpdates:
-        """Compare the parameters with the sum of all ranks' steps. Collective, between steps.
+        """Estimate the lost updates from the sum of all ranks' steps. Collective, between steps.
 
         Raises:
-            ConfigError: ``counts`` is off, or a rank has written to parameters by other means
-                than its steps, as by ``load_state_dict``; on every rank.
-            NotFiniteError: parameters are not finite; on every rank.
+            ConfigError: ``counts`` is False, or a rank has written to parameters outside of a
+                step, as by ``load_state_dict``; on every rank.
+            NotFiniteError: a parameter is not finite; on every rank.
         """
         if self._own.keys() != self._names.keys():
             raise ConfigError(
@@ -101,7 +102,7 @@ class Hogwild(CommonBlock):
         for p, own in self._own.items():
             total, weight = self._comm.allreduce(own), self._comm.allreduce(own.abs())
             gap = (self._first[p] + total - p.detach().double()).abs()
-            # Each step rounds by half an ulp of the result, and so does the sum of steps.
+            # Each step rounds by half an ulp of its result, and so does each addition to the sum.
             noise = 4 * (self._first[p].abs() + weight) + self._comm.allreduce(self._sizes[p])
             noise *= torch.finfo(p.dtype).eps
             components += int((gap > noise).sum())
@@ -120,14 +121,14 @@ class Hogwild(CommonBlock):
         written = [name for p, name in self._names.items() if now[p] != self._versions[p]]
         wrong = [name for p, name in self._names.items() if not p.detach().isfinite().all()]
         text = (
-            f"lost_updates() needs parameters that only steps have changed, but "
-            f"{', '.join(written[:3])} changed outside of step(); load before Hogwild is made, or "
-            f"end the block and make another one after loading"
+            f"parameters must change in step() only for lost_updates(), but "
+            f"{', '.join(written[:3])} changed outside of step(); load parameters before Hogwild "
+            f"is made, or end the block and make another Hogwild after loading"
         )
         raise_if_any(self._comm.allgather_object(text if written else None), ConfigError)
         text = (
-            f"lost_updates() needs finite parameters, but {', '.join(wrong[:3])} have nan or inf; "
-            f"use a smaller learning rate"
+            f"parameters must be finite for lost_updates(), but {', '.join(wrong[:3])} have nan "
+            "or inf; restart with a smaller learning rate"
         )
         raise_if_any(self._comm.allgather_object(text if wrong else None), NotFiniteError)
 
@@ -163,26 +164,27 @@ class Hogwild(CommonBlock):
     @torch.no_grad()
     def _on_step(self) -> None:
         if self._presence is not None:
-            self._presence.check(())  # no other call finds lost ranks here
+            self._presence.check(())  # steps contain no other call that detects lost ranks
         self._check_settings()
         self._check_parameters()
         if wrong := first_not_finite(self._names.values(), [p.grad for p in self._names]):
             raise NotFiniteError(
-                f"gradients must be finite, but that of {wrong} is not on rank {self._comm.rank}; "
-                f"return to a checkpoint with a smaller learning rate, or leave such a step out"
+                f"gradients must be finite, but the gradient of {wrong} on rank {self._comm.rank} "
+                "has NaN or inf; restart from a checkpoint with a smaller learning rate, or do "
+                "not call step() with such a gradient"
             )
         for group in self.optimizer.param_groups:
             for p in group["params"]:
                 if p.grad is not None and p in self._names:
                     if p.data_ptr() != self._places[p]:
                         raise ConfigError(
-                            "parameters of Hogwild must remain in node memory, but one was "
-                            "replaced; change values in place"
+                            "parameters of Hogwild must remain in node memory, but "
+                            f"{self._names[p]} was replaced; change its values in place"
                         )
                     self._add(p, p.grad, group["lr"] * (1 if group["maximize"] else -1))
 
     def _add(self, p: Tensor, grad: Tensor, factor: float) -> None:
-        """Add to the elements of a gradient."""
+        """Add ``factor * grad`` to the parameter ``p``, and count the updates."""
         before = version_of(p)
         grad = grad.coalesce() if grad.is_sparse else grad
         values = (grad.values() if grad.is_sparse else grad) * float(factor)
@@ -192,7 +194,8 @@ class Hogwild(CommonBlock):
                 into.index_add_(0, grad.indices()[0], values.to(into.dtype))
             else:
                 into.add_(values)
-            if p in self._own and into.dtype is p.dtype and values.numel():  # else it rounds finer
+            # Sums in float64 do not add to the rounding error.
+            if p in self._own and into.dtype is p.dtype and values.numel():
                 self._sizes[p][rows] += _largest(into[rows])
         self._updates += values.numel()
         self._versions[p] += version_of(p) - before
@@ -200,44 +203,45 @@ class Hogwild(CommonBlock):
     def _check(self, num_nodes: int) -> None:
         if type(self.optimizer) is not SGD:
             raise ConfigError(
-                "the optimizer of Hogwild must be torch.optim.SGD, whose steps add up in any "
-                f"order, got {type(self.optimizer).__name__}; use it, or AsyncSGD"
+                "the optimizer of Hogwild must be torch.optim.SGD, whose steps may be added in "
+                f"any order, got {type(self.optimizer).__name__}; use torch.optim.SGD, or "
+                "AsyncSGD instead of Hogwild"
             )
         self._check_settings()
         if num_nodes > 1 or (self._comm.size > 1 and self._comm.node is None):
             raise ConfigError(
-                f"the ranks of Hogwild must share memory, but they are on {num_nodes} nodes or "
-                f"share none; run it on one node, or use AsyncSGD or Downpour"
+                f"the ranks of Hogwild must share the memory of one node, but they "
+                f"{f'are on {num_nodes} nodes' if num_nodes > 1 else 'share none'}; start all "
+                f"ranks on one node, see hpctrain doctor, or use AsyncSGD or Downpour"
             )
         if any(p.device.type != "cpu" for p in self.model.parameters()):
             raise ConfigError(
-                "the parameters of Hogwild must be on the CPU, but some are not; move the model "
-                "there"
+                "the parameters of Hogwild must be on the CPU, but some are on another device; "
+                "call model.cpu() before the optimizer is made"
             )
 
     def _check_settings(self) -> None:
         for group in self.optimizer.param_groups:
             if group["momentum"] or group["weight_decay"]:
                 raise ConfigError(
-                    f"steps of Hogwild change only the elements of their gradient, so momentum "
-                    f"and weight_decay must be 0, got {group['momentum']} and "
-                    f"{group['weight_decay']}; leave them out"
+                    "momentum and weight_decay of the optimizer must be 0 with Hogwild, whose "
+                    f"steps change only elements that have a gradient, got {group['momentum']} "
+                    f"and {group['weight_decay']}; leave both out"
                 )
 
     def _check_parameters(self) -> None:
         trained = [p for g in self.optimizer.param_groups for p in g["params"] if p.requires_grad]
         if frozen := [name for p, name in self._names.items() if not p.requires_grad]:
             raise ConfigError(
-                f"all ranks of Hogwild must train the same parameters, but {frozen[0]} was frozen "
-                f"inside of the block; end the block before parameters are frozen, and begin "
-                f"another one"
+                f"parameters must not be frozen inside the block of Hogwild, but {frozen[0]} was; "
+                f"end the block, freeze the parameter, and begin another block"
             )
         if num_others := sum(p not in self._names for p in trained):
             raise ConfigError(
-                f"parameters of the optimizer must be trained ones of the model at the start of "
-                f"the block, but {num_others} of {len(trained)} in the optimizer are not; pass "
-                f"a model that has all, or end the block before parameters are added or "
-                f"unfrozen, and begin another one"
+                "all parameters of the optimizer must be trainable parameters of the model at "
+                f"the start of the block, but {num_others} of {len(trained)} are not; pass the "
+                "model that contains all of them, or end the block before parameters are added "
+                "or unfrozen, and begin another block"
             )
 
 

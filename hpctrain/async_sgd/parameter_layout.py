@@ -15,38 +15,39 @@ from hpctrain.core.errors import ConfigError
 from hpctrain.core.torch_compat import version_of
 
 VALUES = -1
-"""The slot of a rank in which servers write the values that it has requested."""
+"""The slot of a rank to which servers write the values that the rank has requested."""
 
 
 class ParameterRange(NamedTuple):
     """Elements of one parameter that one server stores."""
 
-    number: int  # of the parameter
-    group: int  # of the optimizer
-    inside: slice | int  # elements of the parameter; an integer if it is a scalar, as steps round
-    block: int
+    number: int  # number of the parameter
+    group: int  # parameter group of the optimizer
+    # An integer for a scalar, since a step on a tensor without dimensions rounds differently.
+    inside: slice | int  # elements of the parameter
+    block: int  # number of the block
     place: slice | int  # the same elements in the server's part of the block
 
 
 class DtypeBlock(NamedTuple):
     """Concatenation of all parameters of one dtype.
 
-    Each parameter begins at a multiple of 64 elements, in its memory order. Blocks are cut only
-    at these multiples: kernels process 64 elements at a time, so steps on parts round as a step
-    on the whole parameter.
+    Each parameter begins at a multiple of 64 elements, in its memory order, and blocks are divided
+    at such multiples only: kernels process 64 elements at a time, so a step on the parts rounds
+    like a step on the whole parameter.
     """
 
-    numbers: list[int]  # of its parameters
-    packed: PackedTensors  # their places; the buffer has no memory
+    numbers: list[int]  # numbers of the parameters in this block
+    packed: PackedTensors  # positions of the parameters, in a buffer without memory
 
 
 class ParameterLayout:
     """Layout of the trained parameters of an optimizer in blocks, divided evenly among servers.
 
     Args:
-        optimizer: the layout contains its currently trained parameters.
+        optimizer: optimizer whose trained parameters the layout contains.
         names: names of parameters, by ``id``.
-        num_servers: parts of each block.
+        num_servers: number of servers, each of which stores a part of each block.
     """
 
     def __init__(self, optimizer: Optimizer, names: Mapping[int, str], num_servers: int) -> None:
@@ -56,7 +57,7 @@ class ParameterLayout:
         self._groups = [group for group, _ in found]
         self.parameters: list[Tensor] = [p for _, p in found]
         self.names = [names[id(p)] for p in self.parameters]
-        self._forms: dict[int, Tensor] = {}  # shapes and strides in blocks
+        self._forms: dict[int, Tensor] = {}  # tensors with the shape and strides in the block
         self.blocks: list[DtypeBlock] = []
         for dtype in dict.fromkeys(p.dtype for p in self.parameters):
             numbers = [n for n, p in enumerate(self.parameters) if p.dtype is dtype]
@@ -70,34 +71,34 @@ class ParameterLayout:
                 self._forms |= zip(numbers, packed.places, strict=True)
 
     def describe(self) -> list[str]:
-        """Return name, group, shape and dtype of each parameter, the same on all ranks."""
+        """Return name, group, shape and dtype of each parameter, to compare between ranks."""
         every = zip(self.names, self._groups, self.parameters, strict=True)
         return [f"{name} {(group, tuple(p.shape), str(p.dtype))}" for name, group, p in every]
 
     def require_same(self, optimizer: Optimizer) -> None:
-        """Raise ``ConfigError`` if other parameters are trained now than at the start."""
+        """Raise ``ConfigError`` if the trained parameters of ``optimizer`` have changed."""
         now = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
         if [*map(id, now)] != [*map(id, self.parameters)] or any(
             self.parameters[n].dtype is not form.dtype for n, form in self._forms.items()
         ):
             raise ConfigError(
-                f"the {len(self.parameters)} parameters that were trained at the start must be "
-                f"trained throughout the block, but there are {len(now)} now, or others; end the "
-                f"block, and begin another one after parameters were frozen, unfrozen, added or "
-                f"replaced"
+                f"the trained parameters of the optimizer must not change inside the block, but "
+                f"the {len(self.parameters)} parameters at the start differ from the {len(now)} "
+                f"now; end the block before parameters are frozen, unfrozen, added, replaced or "
+                f"converted, and begin another block afterwards"
             )
 
     def parts(self, flats: Sequence[Tensor], server: int) -> list[Tensor]:
-        """Return a server's parts of whole blocks."""
+        """Return views of the parts of ``flats`` that ``server`` stores."""
         return [flat[slice_bounds(len(flat), self._num_servers, server)] for flat in flats]
 
     def new_parts(self, server: int) -> list[Tensor]:
-        """Allocate tensors of zeros of the size of a server's parts."""
+        """Return zeros with the sizes of the parts that ``server`` stores."""
         parts = self.parts([block.packed.flat for block in self.blocks], server)
         return [torch.zeros_like(part, device="cpu") for part in parts]
 
     def ranges(self, server: int) -> Iterator[ParameterRange]:
-        """Yield the range of each parameter that a server stores."""
+        """Yield the ranges of parameters that ``server`` stores."""
         for number, block in enumerate(self.blocks):
             own = slice_bounds(len(block.packed.flat), self._num_servers, server)
             for member, begin in zip(block.numbers, block.packed.offsets, strict=True):
@@ -113,7 +114,7 @@ class ParameterLayout:
 
     @torch.no_grad()
     def fill(self, flats: Sequence[Tensor], tensors: Sequence[Tensor | None]) -> None:
-        """Copy one tensor for each parameter into whole blocks; None becomes zeros."""
+        """Copy ``tensors``, one per parameter, into the blocks ``flats``; None becomes zeros."""
         for number, place in self._places(flats):
             tensor = tensors[number]
             if tensor is None:
@@ -123,21 +124,21 @@ class ParameterLayout:
 
     @torch.no_grad()
     def take(self, flats: Sequence[Tensor]) -> None:
-        """Copy whole blocks of values into the parameters."""
+        """Copy the values in the blocks ``flats`` into the parameters."""
         for number, place in self._places(flats):
             self.parameters[number].copy_(place)
 
     def _places(self, flats: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
-        """Yield each parameter's number, and its view of the blocks, in its shape."""
+        """Yield the number of each parameter, and the view of the blocks in its shape."""
         for block, flat in zip(self.blocks, flats, strict=True):
             yield from zip(block.numbers, block.packed.places_in(flat), strict=True)
 
     def shaped(self, number: int, flat: Tensor) -> Tensor:
-        """Return the first elements of a flat tensor in the shape of a parameter."""
+        """Return a view of ``flat`` in the shape and memory order of parameter ``number``."""
         return flat.as_strided(self._forms[number].shape, self._forms[number].stride())
 
     def flattened(self, number: int, values: Tensor) -> Tensor:
-        """Return a flat copy of a tensor of the shape of a parameter, in its memory order."""
+        """Return a flat copy of ``values`` in the memory order of parameter ``number``."""
         flat = torch.empty(self.parameters[number].numel(), dtype=values.dtype)
         self.shaped(number, flat).copy_(values)
         return flat
@@ -151,11 +152,11 @@ class WriteWatch:
         self._noted: list[tuple[int, int]] = []
 
     def note(self) -> None:
-        """Record the current versions and addresses of the parameters."""
+        """Record the current version counters and addresses of the parameters."""
         self._noted = self._identities()
 
     def written(self) -> list[str]:
-        """Return the names of parameters that were written or replaced since ``note``."""
+        """Return the names of the parameters that were written or replaced after ``note``."""
         both = zip(self._layout.names, self._noted, self._identities(), strict=True)
         return [name for name, was, now in both if was != now]
 
@@ -166,22 +167,21 @@ class WriteWatch:
 class Slots:
     """Buffers in node memory for the gradients in flight and the requested values of each rank.
 
-    Ranks of one node read and write the slots of each other in place.
+    The ranks of a node access each other's slots in place. The constructor is collective.
 
     Args:
         comm: all ranks.
         layout: layout of the blocks.
         mates: the ranks of this node.
-        num_slots: per rank.
+        num_slots: slots per rank.
 
     Raises:
-        NodeMemoryError: there is too little memory; on all ranks.
+        NodeMemoryError: memory is not sufficient; on all ranks.
     """
 
     def __init__(
         self, comm: Communicator, layout: ParameterLayout, mates: Sequence[int], num_slots: int
     ) -> None:
-        """Allocate the slots. Collective."""
         self._of_ranks: dict[int, list[Tensor]] = {comm.rank: []}
         for block in layout.blocks:
             numel = len(block.packed.flat)
@@ -191,9 +191,9 @@ class Slots:
                 self._of_ranks.setdefault(rank, []).append(flat.view(num_slots, numel))
 
     def __contains__(self, rank: int) -> bool:
-        """Return whether this rank can access the memory of another."""
+        """Return whether this rank can access the slots of ``rank``."""
         return rank in self._of_ranks
 
     def of(self, rank: int, slot: int) -> list[Tensor]:
-        """Return the blocks in a slot of a rank whose memory is accessible here."""
+        """Return the blocks in ``slot`` of ``rank``, which is on this node."""
         return [slots[slot] for slots in self._of_ranks[rank]]

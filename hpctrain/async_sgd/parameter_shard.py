@@ -1,4 +1,4 @@
-"""Shard of a parameter server: a part of all parameters, with the optimizer state."""
+"""Shard of a parameter server: one part of all parameters, with its optimizer state."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -20,12 +20,12 @@ from hpctrain.gradients.sample_count import exponent_of
 
 
 class ParameterShard:
-    """Stores one server's part of the parameters, and takes optimizer steps on that part.
+    """Stores one server's part of the parameters, and takes optimizer steps on it.
 
     Args:
         layout: layout of all parameters.
         number: number of the server.
-        optimizer: its class takes the steps, on ranges of parameters.
+        optimizer: optimizer whose rule is applied to the ranges of parameters.
     """
 
     def __init__(self, layout: ParameterLayout, number: int, optimizer: Optimizer) -> None:
@@ -34,7 +34,7 @@ class ParameterShard:
         self._values, self._sums = layout.new_parts(number), layout.new_parts(number)
         self._held = self._tensors_in(self._values)
         self._stepper = PieceStep(optimizer)
-        # Hooks would keep the method alive as long as the server's thread runs.
+        # Without the hooks, which would keep the method alive while the server's thread runs.
         self._attributes = {
             name: value
             for name, value in vars(optimizer).items()
@@ -42,17 +42,17 @@ class ParameterShard:
         }
 
     def parts(self, flats: Sequence[Tensor]) -> list[Tensor]:
-        """Return the parts of whole blocks that belong to this shard."""
+        """Return views of the parts of ``flats`` that belong to this shard."""
         return self._layout.parts(flats, self._number)
 
     def copy_to(self, out: Sequence[Tensor]) -> None:
-        """Copy the values to parts of blocks."""
+        """Copy the values of this shard to ``out``, one tensor per block."""
         for copy, part in zip(out, self._values, strict=True):
             copy.copy_(part)
 
     @contextmanager
     def on_copy(self, out: Sequence[Tensor]) -> Iterator[None]:
-        """Apply the steps in the block to ``out``, a copy of the values, and to copied state."""
+        """Apply steps in the block to ``out``, a copy of the values, and to copied state."""
         held, state = self._held, self._stepper.state
         try:
             self._held = self._tensors_in(out)
@@ -67,11 +67,11 @@ class ParameterShard:
         finally:
             self._held, self._stepper.state = held, state
 
-    # -- its state ------------------------------------------------------------------------------
+    # -- state ----------------------------------------------------------------------------------
 
     @torch.no_grad()
     def load(self, optimizer: Optimizer) -> None:
-        """Copy the values of the parameters, and the optimizer's state of them."""
+        """Copy this shard's part of the parameters and of the state of ``optimizer``."""
         self._stepper.state.clear()
         for own, tensor in zip(self._ranges, self._held, strict=True):
             parameter = self._layout.parameters[own.number]
@@ -80,7 +80,7 @@ class ParameterShard:
                 self._stepper.state[tensor][name] = self._part_of(name, value, own)
 
     def _part_of(self, name: str, value: Any, own: ParameterRange) -> Any:
-        """Return a copy of the elements of a range, of an entry of its parameter's state."""
+        """Return a copy of the elements in range ``own`` of an entry of the optimizer state."""
         if not isinstance(value, Tensor):
             return value
         if name != "step" and value.shape == self._layout.parameters[own.number].shape:
@@ -88,16 +88,19 @@ class ParameterShard:
         return value.detach().to("cpu", copy=True)
 
     def state(self) -> list[tuple[int, dict[str, Any]]]:
-        """Return the number of each parameter in this shard, and the state of its elements."""
+        """Return the number and the optimizer state of each parameter range in this shard."""
         both = zip(self._ranges, self._held, strict=True)
         return [(own.number, dict(self._stepper.state[tensor])) for own, tensor in both]
 
     # -- steps ----------------------------------------------------------------------------------
 
     def step(self, pushes: Sequence[Push], settings: Settings, num_missing: int = 0) -> None:
-        """Step by the weighted mean of gradients; ``num_missing`` ones more count as zeros.
+        """Take an optimizer step by the weighted mean of the gradients of ``pushes``.
 
-        A missing gradient has the mean weight of the others.
+        Args:
+            pushes: gradients and weights of workers.
+            settings: options of the parameter groups.
+            num_missing: gradients that count as zeros, each with the mean weight of ``pushes``.
         """
         having = [any(of) for of in zip(*(one.has_gradient for one in pushes), strict=True)]
         by_group: defaultdict[int, list[Tensor]] = defaultdict(list)
@@ -112,11 +115,11 @@ class ParameterShard:
             tensor.grad = None
 
     def _mean(self, pushes: Sequence[Push], num_missing: int) -> Sequence[Tensor]:
-        """Return the mean, with the bits of ``DistributedOptimizer`` on one node and on two."""
+        """Return the mean by block, on up to two nodes bitwise as ``DistributedOptimizer``."""
         if len(pushes) == 1 and pushes[0].weight and not num_missing:
-            return pushes[0].parts  # with the bits of a plain loop
+            return pushes[0].parts  # bitwise equal to a plain loop
         nodes = [n for near in (True, False) if (n := [p for p in pushes if p.is_near is near])]
-        top = 2.0 ** exponent_of(max(one.weight for one in pushes))  # no product overflows
+        top = 2.0 ** exponent_of(max(one.weight for one in pushes))  # so that no product overflows
         total = sum(sum(one.weight for one in node) for node in nodes) / top
         total += num_missing * total / len(pushes)
         scale = None if total == 1.0 else 1.0 / (total or 1.0)

@@ -1,4 +1,4 @@
-"""Requirements of methods that hook a plain optimizer: model, optimizer, servers and numbers."""
+"""Checks of the arguments of methods that hook a plain optimizer."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +19,7 @@ Servers = int | Sequence[int] | None
 
 
 class Roles(NamedTuple):
-    """Lists of the server ranks and the worker ranks, identical on all ranks, and this rank."""
+    """The server ranks and the worker ranks, identical on all ranks, and this rank."""
 
     rank: int
     size: int
@@ -28,7 +28,7 @@ class Roles(NamedTuple):
 
     @classmethod
     def of(cls, servers: Servers, rank: int, size: int) -> "Roles":
-        """Return the roles for ``servers``; raises ``ConfigError`` if it is not valid."""
+        """Return the roles for ``servers``; raise ``ConfigError`` if ``servers`` is not valid."""
         everyone = [*range(size)]
         if servers is None or size == 1:
             return cls(rank, size, everyone, everyone)
@@ -38,26 +38,29 @@ class Roles(NamedTuple):
         if not (is_number or (is_list and {*ranks} < {*everyone})):
             raise ConfigError(
                 f"servers must be None for all ranks, a number of dedicated ranks (the last "
-                f"ones), or a list of distinct ranks, and leave a worker, got {servers!r} of "
-                f"{size} ranks"
+                f"ranks), or a list of distinct ranks, and leave a worker, got {servers!r} with "
+                f"{size} ranks; use at most {size - 1} servers, or leave servers out"
             )
         return cls(rank, size, ranks, [r for r in everyone if r not in ranks])
 
     def moved(self, rank: int, numbers: Mapping[int, int]) -> "Roles":
-        """Return the roles of ``rank`` and other surviving ranks, by their new numbers."""
+        """Return the roles of the surviving ranks; ``numbers`` maps old to new ranks."""
         servers = [numbers[each] for each in self.servers]
         workers = [numbers[each] for each in self.workers if each in numbers]
         return Roles(rank, len(numbers), servers, workers)
 
 
 def require_hookable(name: str, model: object, optimizer: object) -> None:
-    """Raise ``ConfigError`` unless ``model`` is a module and ``optimizer`` is free of methods."""
+    """Raise ``ConfigError`` unless a method can hook ``optimizer`` of ``model``."""
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}; pass one")
+        raise ConfigError(
+            f"model must be a torch.nn.Module, got {type(model).__name__}; pass the module that "
+            "is trained"
+        )
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(
-            f"optimizer must be one of torch.optim, got {type(optimizer).__name__}; pass one of "
-            f"the model's parameters"
+            f"optimizer must be one of torch.optim, got {type(optimizer).__name__}; pass an "
+            f"optimizer of the model's parameters"
         )
     require_plain(name, optimizer)
     require_unhooked(name, optimizer)
@@ -67,26 +70,29 @@ def require_servable(name: str, model: nn.Module, optimizer: Optimizer) -> None:
     """Raise ``ConfigError`` unless servers can step the parameters of the optimizer."""
     require_hookable(name, model, optimizer)
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    strangers = {*map(id, trained)} - {*map(id, model.parameters())}
+    unknown = {*map(id, trained)} - {*map(id, model.parameters())}
     away = ", ".join(sorted({p.device.type for p in trained} - {"cpu"}))
     refusals = {
-        f"{name} divides parameters between servers, so the optimizer must step each element "
-        f"separately, and it is not known whether {type(optimizer).__qualname__} does; use SGD, "
-        f"Adam, AdamW or a similar one, or set elementwise = True in your class": (
-            not is_known_as("elementwise", optimizer)
-        ),
-        f"the parameters of the optimizer must be in the model, but {len(strangers)} of "
-        f"{len(trained)} are not; pass the module that has all of them": bool(strangers),
-        f"{name} needs trained parameters of floating-point numbers; unfreeze some": (
+        f"the optimizer of {name} must step each element separately, which is not known of "
+        f"{type(optimizer).__qualname__}; use SGD, Adam, AdamW or another elementwise optimizer, "
+        f"or set elementwise = True in your class": (not is_known_as("elementwise", optimizer)),
+        f"the parameters of the optimizer must be in the model, but {len(unknown)} of "
+        f"{len(trained)} are not; pass the module that contains all of them": bool(unknown),
+        f"the optimizer of {name} must have trained parameters, all of a floating-point dtype, "
+        "got "
+        f"{len(trained)} trained parameters; unfreeze some, or leave integer parameters out": (
             not trained or any(not p.is_floating_point() for p in trained)
         ),
-        f"{name} needs parameters on the CPU, in the memory of its servers, got some on {away}; "
-        f"move them there, or use DistributedOptimizer or LocalSGD": bool(away),
-        f"{name} needs a step that is not differentiated, got differentiable=True; leave it out": (
+        f"parameters must be on the CPU, in the memory of the servers of {name}, got some on "
+        f"{away}; call model.cpu() before the optimizer is made, or use DistributedOptimizer or "
+        f"LocalSGD": bool(away),
+        f"differentiable must be False with {name}, got differentiable=True; leave it out": (
             any(group.get("differentiable") for group in optimizer.param_groups)
         ),
-        f"{name} needs an MPI that several threads may call at once (THREAD_MULTIPLE); see "
-        f"hpctrain doctor, or use DistributedOptimizer": not calls_from_threads(),
+        f"the MPI library must support calls from several threads (MPI_THREAD_MULTIPLE) for "
+        f"{name}, but does not; see hpctrain doctor, or use DistributedOptimizer": (
+            not calls_from_threads()
+        ),
     }
     for refusal, is_due in refusals.items():
         if is_due:
@@ -94,7 +100,7 @@ def require_servable(name: str, model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def first_not_finite(names: Iterable[str], gradients: Iterable[Tensor | None]) -> str:
-    """Return the name of the first gradient that has NaN or inf; empty without one."""
+    """Return the name of the first gradient that has NaN or inf, or an empty string."""
     for name, grad in zip(names, gradients, strict=True):
         values = None if grad is None else values_of(grad)
         if values is not None and values.numel() and not values.abs().max().isfinite():
@@ -103,5 +109,5 @@ def first_not_finite(names: Iterable[str], gradients: Iterable[Tensor | None]) -
 
 
 def bound_of(most_ahead: int | None) -> float:
-    """Return the largest lead of a worker in steps; inf for None. Raises ``ConfigError``."""
+    """Return ``most_ahead`` as a number, inf for None; raise ``ConfigError`` if not valid."""
     return math.inf if most_ahead is None else checked("most_ahead", most_ahead, Count)

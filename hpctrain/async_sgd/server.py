@@ -1,4 +1,4 @@
-"""Parameter servers: each answers the requests of workers for its shard of the parameters."""
+"""Parameter server: executes the requests of workers on a shard of the parameters."""
 
 import math
 from abc import ABC, abstractmethod
@@ -26,18 +26,20 @@ from hpctrain.core.units import by_rank
 
 
 class ParameterServer(ABC):
-    """Thread that executes requests in order of arrival, on one shard of the parameters.
+    """Executes requests in order of arrival, on one shard of the parameters.
 
-    It runs on a thread of its rank, concurrently with the training; in a world of one, while the
-    rank waits.
+    The server runs on a thread of its rank, concurrently with the training; in a world of one
+    rank, in the training thread while the rank waits for replies. A clock is the number of
+    gradients that a worker has sent.
 
     Args:
-        messages: requests and replies.
-        slots: gradients and values of the ranks of this node.
+        messages: channels of requests and replies.
+        slots: buffers of gradients and values of the ranks of this node.
         roles: roles of all ranks.
-        shard: the parameters of this server.
-        bound: a worker receives values at clock c after all workers are at c - ``bound`` or later.
-        warmup: clock that the first worker reaches before other workers receive values.
+        shard: parameters of this server.
+        bound: gradients that a worker may be ahead of the slowest worker: a worker receives values
+            at clock c after all workers have reached c - ``bound``.
+        warmup: clock that the first worker must reach before other workers receive values.
     """
 
     def __init__(
@@ -54,26 +56,27 @@ class ParameterServer(ABC):
         self._bound, self.warmup = bound, warmup
         self._clocks: dict[int, float] = dict.fromkeys(roles.workers, 0)
         self._last_clock = 0  # the largest clock of any worker
-        self._settled: dict[int, str] = {}  # where the ranks that have settled did so
+        self._settled: dict[int, str] = {}  # by rank: the call in which the rank has settled
         self._left: set[int] = set()  # ranks that send no more requests
         self._waiting: dict[int, int] = {}  # clocks of the ranks that wait for values
         self._error: HpctrainError | None = None
 
     def start(self) -> None:
-        """Serve until every rank has left."""
+        """Start to execute requests, until every rank has left."""
         self._messages.serve(self._serve)
 
     def move(
         self, messages: ServerMessages, slots: Slots, roles: Roles, numbers: Mapping[int, int]
     ) -> None:
-        """Serve in a world of the surviving ranks, which repeat their last requests.
+        """Continue in a world of the surviving ranks, which repeat their last requests.
 
-        Requests of lost ranks that were not applied are dropped. The server must have stopped.
+        The server has stopped before this call. Requests of lost ranks that were not applied are
+        dropped.
 
         Args:
             messages: messages of the new world.
             slots: slots of the new world.
-            roles: in the new world.
+            roles: roles in the new world.
             numbers: new numbers of the surviving ranks, by their old numbers.
         """
         self._messages, self._slots, self._roles = messages, slots, roles
@@ -90,14 +93,14 @@ class ParameterServer(ABC):
 
     @torch.no_grad()
     def _serve(self, requests: Sequence[Message]) -> bool:
-        """Carry out requests; return whether every rank has left.
+        """Execute requests; return whether every rank has left.
 
         An error is sent to all ranks at once, and in the reply to each later request.
         """
         for source, request, tensors in requests:
             try:
                 if self._error is None:
-                    self._carry_out(source, request, tensors)
+                    self._execute(source, request, tensors)
                     self._answer_waiting()
                     continue
                 asking: Sequence[int] = [] if isinstance(request, Leave) else [source]
@@ -112,7 +115,7 @@ class ParameterServer(ABC):
         self._left.update(one.source for one in requests if isinstance(one.content, Leave))
         return len(self._left) == self._roles.size
 
-    def _carry_out(self, source: int, request: Request, tensors: Sequence[Tensor]) -> None:
+    def _execute(self, source: int, request: Request, tensors: Sequence[Tensor]) -> None:
         if isinstance(request, Leave):
             if request.where:
                 self._note_settled(source, request.where)
@@ -123,17 +126,17 @@ class ParameterServer(ABC):
             if len(self._settled) == self._roles.size:
                 self._settle()
         else:
-            self._carry_out_push(source, request, tensors)
+            self._apply_push(source, request, tensors)
 
-    def _carry_out_push(self, source: int, request: Push, tensors: Sequence[Tensor]) -> None:
+    def _apply_push(self, source: int, request: Push, tensors: Sequence[Tensor]) -> None:
         if request.not_finite:
             raise NotFiniteError(
                 f"gradients must be finite, but the gradient of {request.not_finite} on rank "
-                f"{source} is not; return to a checkpoint with a smaller learning rate, or call "
-                f"skip_step() instead of such a step"
+                f"{source} has NaN or inf; restart from a checkpoint with a smaller learning "
+                f"rate, or call skip_step() instead of such a step"
             )
         clock = request.clock + 1
-        if self._clocks[source] == clock:  # repeated, after other ranks were lost
+        if self._clocks[source] == clock:  # repeated after a recovery
             self._waiting[source] = clock
             return
         self._clocks[source] = clock
@@ -166,48 +169,48 @@ class ParameterServer(ABC):
         self._messages.replies.send(source, reply, () if is_near else out)
 
     def _note_settled(self, source: int, where: str) -> None:
-        """Exclude ``source`` from waits; ``MismatchError`` if ranks settle at different places."""
+        """Exclude ``source`` from waits; ``MismatchError`` if ranks settle in different calls."""
         self._clocks.pop(source, None)
-        self._settled.setdefault(source, where)  # a rank that has closed remains settled there
+        self._settled.setdefault(source, where)  # a rank that has closed remains settled
         if len({*self._settled.values()}) > 1:
             places = [self._settled.get(rank, "its steps") for rank in range(self._roles.size)]
             raise MismatchError(
-                f"all ranks must call the same settle(), finish() or end of the block, but they "
-                f"are at: {by_rank(places)}; call them on every rank"
+                f"all ranks must reach the same settle(), finish() or end of the block, but the "
+                f"ranks are in: {by_rank(places)}; call settle() and finish() on every rank"
             )
         self._after_clock()
 
     def _settle(self) -> None:
-        """Send all ranks the values with all updates, and continue at one clock."""
+        """Send the values that include all updates to all ranks, and set all clocks equal."""
         self._settled.clear()
         self._clocks = dict.fromkeys(self._roles.workers, self._last_clock)
         self._begin(self._last_clock)
         for rank in range(self._roles.size):
             self._send_values(rank, self._last_clock)
 
-    # -- for kinds of servers -----------------------------------------------------------------
+    # -- for subclasses -----------------------------------------------------------------------
 
     @abstractmethod
     def _push(self, source: int, push: Push) -> int:
-        """Accept a gradient; return its staleness if it is known."""
+        """Accept a gradient; return its staleness, or 0 if the staleness is not known yet."""
 
     def _after_clock(self) -> None:
-        """Apply gradients that are due after a worker has advanced or settled."""
+        """Apply the gradients that are complete after a worker has advanced or settled."""
         return
 
     @abstractmethod
     def _read(self, source: int, clock: int, out: Sequence[Tensor]) -> int:
-        """Write the values of a worker at a clock to ``out``; return a staleness."""
+        """Write the values for ``source`` at ``clock`` to ``out``; return the staleness."""
 
     def _begin(self, clock: int) -> None:
-        """Drop the gradients before ``clock``; all ranks read values next."""
+        """Drop the gradients of steps before ``clock``; all ranks read values next."""
         del clock
 
     @abstractmethod
     def _renumber(self, numbers: Mapping[int, int]) -> None:
-        """Keep the requests of surviving workers, under their new ranks."""
+        """Assign the requests of surviving workers to their new ranks; drop all others."""
 
 
 def renumbered(values: Mapping[int, Any], numbers: Mapping[int, int]) -> dict[int, Any]:
-    """Return values by the new numbers of ranks, without ranks that were lost."""
+    """Return ``values`` by new rank, given values by old rank; omit lost ranks."""
     return {numbers[rank]: value for rank, value in values.items() if rank in numbers}

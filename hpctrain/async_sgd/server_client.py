@@ -22,8 +22,8 @@ from hpctrain.runtime import world
 from hpctrain.runtime.rebuild import RebuildStage
 
 
-class _Farewell(weakref.finalize):  # type: ignore[type-arg]
-    """Finalizer that sends the last request of a rank."""
+class _LeaveFinalizer(weakref.finalize):  # type: ignore[type-arg]
+    """Finalizer that sends ``Leave``, the last request of a rank."""
 
     __slots__ = ()
 
@@ -31,38 +31,38 @@ class _Farewell(weakref.finalize):  # type: ignore[type-arg]
 class ServerClient:
     """Sends the requests of this rank to all servers, and receives values in the replies.
 
-    The last request of a rank, ``Leave``, is sent when ``leave`` is called or the owner of
-    ``on_close`` is garbage. A world of one rank sends no ``Leave``.
+    The last request of a rank, ``Leave``, is sent by ``send_leave`` or ``leave_settled``, or when
+    the object of ``on_close`` is garbage collected. A world of one rank sends no ``Leave``. The
+    constructor is collective.
 
     Args:
         layout: layout of the parameters.
         roles: roles of all ranks.
-        num_slots: gradients of this rank in flight.
-        on_close: a method that the world calls before it closes the messages. The world does not
-            keep its object alive.
+        num_slots: gradients of this rank that may be in flight concurrently.
+        on_close: method that the world calls before it closes the messages; the world does not
+            keep the object of the method alive.
     """
 
-    _error: HpctrainError | None = None  # of a server
+    _error: HpctrainError | None = None  # error that a server has reported
 
     def __init__(
         self, layout: ParameterLayout, roles: Roles, num_slots: int, on_close: Callable[[], None]
     ) -> None:
-        """Allocate memory and connect. Collective."""
         self.roles, self.comm = roles, world.current().comm
-        self.waited_s = 0.0  # for replies
+        self.waited_s = 0.0  # seconds that this rank has waited for replies
         self._layout, self._num_slots = layout, num_slots
         self._on_close = weakref.WeakMethod(on_close)
-        self._farewell: _Farewell | None = None
+        self._finalizer: _LeaveFinalizer | None = None
         self.reconnect()
 
     def reconnect(self) -> None:
-        """Allocate slots, and open the messages to servers, in the current world. Collective."""
+        """Allocate slots, and open channels to the servers of the current world. Collective."""
         here = world.current()
         mates = next(ranks for ranks in here.topology.nodes if self.comm.rank in ranks)
         self.slots = Slots(self.comm, self._layout, mates, self._num_slots + 1)
-        self.cancel_farewell()
+        self.cancel_leave()
         messages: ServerMessages = LoopbackMessages()
-        self._farewell = None
+        self._finalizer = None
         if here.ranks is not None and here.presence is not None:
             requests = here.attachments.requests
             requests.connect(self.comm, mates)
@@ -71,8 +71,8 @@ class ServerClient:
             )
             last = [*self.roles.servers], Leave("close()")
             owner = self._on_close().__self__  # type: ignore[union-attr]
-            self._farewell = _Farewell(owner, messages.leave, *last)
-            self._farewell.atexit = False
+            self._finalizer = _LeaveFinalizer(owner, messages.leave, *last)
+            self._finalizer.atexit = False
         self.messages, on_close = messages, self._on_close
 
         def close() -> None:
@@ -83,7 +83,7 @@ class ServerClient:
         here.rebuild.register(RebuildStage.HOLDERS, close=close)
 
     def move(self, numbers: Mapping[int, int]) -> None:
-        """Stop in a world that has lost ranks; ``reconnect`` continues in the current world.
+        """Close the channels of a world that has lost ranks; ``reconnect`` opens new ones.
 
         Args:
             numbers: new numbers of the surviving ranks, by their old numbers.
@@ -94,29 +94,29 @@ class ServerClient:
 
     @property
     def has_peers(self) -> bool:
-        """Whether there are other ranks."""
-        return self._farewell is not None
+        """Whether the world has other ranks."""
+        return self._finalizer is not None
 
     @property
     def is_open(self) -> bool:
-        """Whether this rank may send requests."""
-        return self._farewell is None or self._farewell.alive
+        """Whether this rank can send requests: it has not sent its last request."""
+        return self._finalizer is None or self._finalizer.alive
 
-    def farewell(self) -> None:
-        """Send the last request of this rank, if it was not sent yet."""
-        if self._farewell is not None:
-            self._farewell()
+    def send_leave(self) -> None:
+        """Send ``Leave`` for this rank, unless it was sent."""
+        if self._finalizer is not None:
+            self._finalizer()
 
-    def cancel_farewell(self) -> bool:
-        """Send no last request; return whether it was not sent yet."""
-        return self._farewell is not None and self._farewell.detach() is not None
+    def cancel_leave(self) -> bool:
+        """Disable the finalizer that sends ``Leave``; return whether it was still enabled."""
+        return self._finalizer is not None and self._finalizer.detach() is not None
 
     def leave_settled(self) -> None:
-        """Send the last request of a rank that has settled or failed, if it was not sent yet."""
-        if self.cancel_farewell():
+        """Send ``Leave`` for a rank that has settled or failed, unless it was sent."""
+        if self.cancel_leave():
             self.messages.leave(self.roles.servers, Leave(""))
 
-    def ask(
+    def send_and_wait(
         self,
         request: Push | Read | Settle,
         gradients: Sequence[Tensor | None] = (),
@@ -126,8 +126,8 @@ class ServerClient:
         """Send a request to all servers and wait for their replies.
 
         Args:
-            request: with a slot for ``gradients`` if it is a push.
-            gradients: gradients of each parameter.
+            request: request; a ``Push`` names the slot for ``gradients``.
+            gradients: gradient of each parameter, for a ``Push``.
             takes: whether values in the replies are copied into the parameters.
 
         Raises:
@@ -163,7 +163,7 @@ class ServerClient:
         return [*received.values()]
 
     def send(self, request: Push | Read | Settle) -> None:
-        """Send a request to all servers, and do not wait."""
+        """Send a request to all servers without waiting for replies."""
         for number, rank in enumerate(self.roles.servers):
             parts: Sequence[Tensor] = ()
             if isinstance(request, Push) and rank not in self.slots:

@@ -15,20 +15,20 @@ Settings = list[dict[str, Any]]
 class Push(NamedTuple):
     """Request to apply the gradient of a worker."""
 
-    clock: int  # of the worker before this step
-    slot: int  # of its gradient in its node memory
-    weight: float  # of its gradient in a mean
-    has_gradient: bytes  # whether each parameter has one
+    clock: int  # gradients that the worker has sent before
+    slot: int  # slot of the worker that contains the gradient
+    weight: float  # weight of the gradient in a mean
+    has_gradient: bytes  # for each parameter, whether it has a gradient
     settings: Settings
-    reads: bool  # whether it requests values
-    is_counted: bool  # whether its weight follows from a given number of samples
-    not_finite: str = ""  # name of a parameter whose gradient is NaN or infinite, if it counts
+    reads: bool  # whether the worker also requests values
+    is_counted: bool  # whether set_num_samples has set the weight
+    not_finite: str = ""  # name of a parameter whose gradient has NaN or inf; empty for weight 0
     is_near: bool = False  # whether the worker is on the server's node
-    parts: Sequence[Tensor] = ()  # at the server: its parts of the gradient
+    parts: Sequence[Tensor] = ()  # set by the server: the server's parts of the gradient
 
     @property
     def kind(self) -> str:
-        """The optimizer settings as a string, which servers compare between workers."""
+        """Optimizer settings as a string, which servers compare between workers."""
         plain = [
             {k: v.tolist() if isinstance(v, Tensor) else v for k, v in one.items()}
             for one in self.settings
@@ -45,13 +45,13 @@ class Read(NamedTuple):
 class Settle(NamedTuple):
     """Request of a rank that takes no more steps until all ranks have sent it."""
 
-    where: str  # for messages
+    where: str  # name of the call, for messages
 
 
 class Leave(NamedTuple):
     """Last request of a rank; servers send no reply."""
 
-    where: str  # for messages, if the rank left after it had settled; empty after an error
+    where: str  # name of the call, for messages; empty after an error
 
 
 Request = Push | Read | Settle | Leave
@@ -60,9 +60,9 @@ Request = Push | Read | Settle | Leave
 class ServerReply(NamedTuple):
     """Reply of a server to a request."""
 
-    clock: int = 0  # of the worker
-    staleness: int = 0  # of values in clocks; of a gradient in updates of other workers
-    has_values: bool = False  # in the slot of the worker, or in the message
+    clock: int = 0  # clock of the worker
+    staleness: int = 0  # of values: incomplete steps; of a gradient: updates of other workers
+    has_values: bool = False  # whether the slot of the worker or the message has values
     error: HpctrainError | None = None
 
 
@@ -87,17 +87,17 @@ class LoopbackMessages:
         self.requests, self.replies = LoopbackChannel(), LoopbackChannel()
 
     def serve(self, work: Callable[[Sequence[Message]], bool]) -> None:
-        """Set the function that carries out requests."""
+        """Set ``work``, the function that executes requests."""
         self._work = work
 
     def wait(self, done: Callable[[], object]) -> float:
-        """Run the server, and process its replies; return the seconds waited."""
+        """Execute the requests, and process the replies with ``done``; return 0 seconds."""
         self._work(self.requests.receive())
         done()
         return 0.0
 
     def stop(self) -> None:
-        """No-op: there is no thread."""
+        """No-op: the server has no thread."""
 
     close = stop
 

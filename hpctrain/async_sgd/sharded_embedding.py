@@ -47,33 +47,59 @@ from hpctrain.gradients.optimizer_exchange import exchange_of
 from hpctrain.gradients.sample_count import SampleCount
 from hpctrain.runtime import world
 
-_MANY_LOOKUPS = 100  # whose gradients are kept without a step before a warning
+_MANY_LOOKUPS = 100  # lookups without a step before a warning
 
 
 class ShardedEmbedding(nn.Module):
-    """Embedding table as ``torch.nn.Embedding``, whose rows are divided among all ranks.
+    """Embedding table like ``torch.nn.Embedding``, with rows divided among all ranks.
 
-    A lookup copies rows from their owners; backward keeps gradients of these rows; ``step()`` sums
-    the gradients over the batch and averages them over the ranks, in a fixed order, and the owners
-    update the rows. The step of N ranks equals the step of one process on the joined batch.
+    A lookup copies rows from the ranks that own them, and backward stores the gradients of these
+    rows. ``step()`` sums the gradients over the batch and averages them over the ranks, in a fixed
+    order; then the owners update the rows. A step of N ranks equals a step of one process on the
+    joined batch.
 
-    The table is no parameter of the model: other optimizers, ``DistributedOptimizer`` and
-    ``broadcast_parameters`` ignore it, and no rank has all of it. ``zero_grad`` and
-    ``requires_grad_`` of a model with a table include it; ``state_dict``, ``clip_grad_norm_`` and
-    schedulers of torch do not, see ``hpctrain guide embeddings``. All ranks freeze it or none; all
-    ranks still call ``step``, which then does nothing. A row takes memory from its first step on;
-    before, its values follow from ``seed`` and its number alone. The constructor, ``forward`` and
-    ``step`` are collective: all ranks call them, equally often and in the same order, with any
-    number of ids, including none.
+    The table is not a parameter of the model: other optimizers, ``DistributedOptimizer`` and
+    ``broadcast_parameters`` ignore it, and no rank stores the whole table. ``zero_grad`` and
+    ``requires_grad_`` of a model include its tables; ``state_dict``, ``clip_grad_norm_`` and
+    schedulers of torch do not, see ``hpctrain guide embeddings``. All ranks freeze a table or
+    none does; ``step`` of a frozen table is a no-op, but still collective. A row uses memory only
+    after its first step; until then its values are computed from ``seed`` and the row number.
+
+    The constructor, ``forward`` and ``step`` are collective: all ranks call them, equally often
+    and in the same order, with any number of ids, including none.
+
+    Args:
+        rows: number of rows, 1 to 2147483647.
+        dim: elements of a row.
+        optimizer: ``"sgd"``, ``"adagrad"`` with one state element per row, or ``"adam"``, the
+            rule of ``torch.optim.SparseAdam``.
+        lr: learning rate; the attribute ``lr`` may be set between steps, on all ranks.
+        mode: ``"sum"`` or ``"mean"`` to return one vector per bag of ids, like
+            ``torch.nn.EmbeddingBag``; None to return rows.
+        padding_idx: id of a row that remains zero and is omitted from bags; None for no padding.
+        init: initial values are uniform in ``[-init, init)``.
+        seed: seed of the initial values.
+        dtype: float32 or float64.
+        path: folder on a disk of each node that stores the rows, in files that are removed with
+            the job; None to store rows in memory.
+        cache_rows: rows of other nodes that each rank caches for its node.
+        cache_steps: steps after which a cached row expires.
+        options: ``eps``; with ``"adam"`` also ``betas``.
+
+    Raises:
+        ConfigError: an argument is not valid; on every rank.
+        MismatchError: an argument differs between ranks; on every rank.
+        NodeMemoryError: memory or disk space is not sufficient; on every rank.
+        NotInitializedError: ``hpctrain.init()`` was not called.
 
     Source: Naumov et al. 2019, arXiv:1906.00091 (divided tables and dense layers).
     """
 
     steps = 0
     """Steps that the table has taken."""
-    _pending: list[tuple[Places, Tensor]]  # keys of rows, and gradients, since the last step
+    _pending: list[tuple[Places, Tensor]]  # by lookup since the last step: keys, gradients
     _handle: nn.Parameter
-    """Represents the rows: it is frozen with them, and has a gradient if they have any."""
+    """Represents the rows in autograd: frozen with the rows; has a gradient if a row has one."""
     _optimizer: Callable[[], Optimizer | None] = staticmethod(lambda: None)
 
     def __init__(  # noqa: PLR0913 - keyword options of users
@@ -93,31 +119,6 @@ class ShardedEmbedding(nn.Module):
         cache_steps: int = 0,
         **options: Any,
     ) -> None:
-        """Divide the table over all ranks. Collective.
-
-        Args:
-            rows: number of rows, 1 to 2147483647.
-            dim: numbers in a row.
-            optimizer: ``"sgd"``, ``"adagrad"`` with one number of state per row, or ``"adam"``,
-                the rule of ``torch.optim.SparseAdam``.
-            lr: its learning rate; the attribute may be set between steps, on all ranks.
-            mode: ``"sum"`` or ``"mean"`` of bags as of ``torch.nn.EmbeddingBag``; None for rows.
-            padding_idx: a row that remains zero; bags do not include it.
-            init: first values are uniform in ``[-init, init)``.
-            seed: seed of the first values.
-            dtype: float32 or float64.
-            path: folder on a disk of each node for rows, whose files are removed with the job; or
-                None for memory.
-            cache_rows: rows of other nodes of which each rank keeps copies, for its node.
-            cache_steps: largest age of a copy, in steps.
-            options: ``eps``, and of adam ``betas``.
-
-        Raises:
-            ConfigError: an argument is not valid; on every rank.
-            MismatchError: an argument differs between ranks; on every rank.
-            NodeMemoryError: there is too little memory or disk; on every rank.
-            NotInitializedError: ``hpctrain.init()`` was not called.
-        """
         super().__init__()
         comm, cache = world.current().comm, (cache_rows, cache_steps)
         with agreed(comm, ConfigError):
@@ -140,8 +141,8 @@ class ShardedEmbedding(nn.Module):
     def _divide(
         self, comm: Communicator, first: FirstRows, disk: Path | None, cache: tuple[int, int]
     ) -> None:
-        """Allocate the rows of this rank, and connect it with the others. Collective."""
-        # Ranks must not mistake one table for another of the same arguments.
+        """Allocate the rows of this rank, and set up the exchange with other ranks. Collective."""
+        # The token distinguishes tables that have the same arguments.
         token = comm.broadcast_object(secrets.token_hex(4))
         name = f"table {token} of {self.num_rows} x {self.dim}"
         nodes = sorted(set(comm.allgather_object(tuple(comm.node_ranks))))
@@ -159,12 +160,12 @@ class ShardedEmbedding(nn.Module):
 
     @property
     def padding_idx(self) -> int | None:
-        """The id of the row that remains zero, if any."""
+        """Id of the row that remains zero; None without padding."""
         return self._spread.padding_idx
 
     @property
     def lr(self) -> float:
-        """The learning rate."""
+        """Learning rate of the table."""
         return self._rule.lr
 
     @lr.setter
@@ -172,27 +173,28 @@ class ShardedEmbedding(nn.Module):
         self._rule.lr = learning_rate(value)
 
     def extra_repr(self) -> str:
-        """Return the arguments of the table."""
+        """Return the arguments of the table, for ``repr``."""
         return self._repr.format(self._rule)
 
     def __getattr__(self, name: str) -> Any:
-        """Explain how to read rows if ``weight`` is read, which torch's table has."""
+        """Raise ``AttributeError`` for ``weight``, an attribute of ``torch.nn.Embedding``."""
         if name == "weight":
             raise AttributeError(
-                "a ShardedEmbedding has no weight, since no rank has all rows: look rows up by "
-                "table(ids) under torch.no_grad(), or save them by sharded_state()"
+                "weight of a ShardedEmbedding cannot be read, since no rank stores all rows; look "
+                "rows up by table(ids) under torch.no_grad(), or save them by sharded_state()"
             )
         return super().__getattr__(name)
 
     def _apply(
         self, fn: Callable[[Tensor], Tensor], *args: Any, **options: Any
     ) -> "ShardedEmbedding":
-        """Raise for another dtype. Rows stay in host memory for any device of the model."""
+        """Raise ``ConfigError`` if ``fn`` changes the dtype; rows stay in host memory."""
         dtype = self._memory.first.dtype
         if (wanted := fn(torch.zeros(0, dtype=dtype)).dtype) != dtype:
             raise ConfigError(
                 f"rows of a ShardedEmbedding must keep their dtype, {dtype}, got {wanted}; "
-                f"make it with dtype=, or convert the result of lookups: table(ids).to({wanted})"
+                f"make the table with dtype=, or convert the result of lookups: "
+                f"table(ids).to({wanted})"
             )
         super()._apply(fn, *args, **options)  # type: ignore[no-untyped-call]
         return self
@@ -201,19 +203,19 @@ class ShardedEmbedding(nn.Module):
 
     @dynamo_disable
     def forward(self, ids: Tensor, offsets: Tensor | None = None) -> Tensor:
-        """Return rows, or sums or means of bags of rows. Collective.
+        """Return the rows of ``ids``, or sums or means of bags of rows. Collective.
 
         Args:
-            ids: integers from 0 to ``rows - 1``, of any shape, including empty; with ``mode``
-                2-D, one bag per line, or 1-D with ``offsets``.
-            offsets: first position of each bag in ``ids``, as of ``torch.nn.EmbeddingBag``.
+            ids: integers from 0 to ``rows - 1``, of any shape, including empty. With ``mode``:
+                2-D with one bag per line, or 1-D with ``offsets``.
+            offsets: first position of each bag in ``ids``, as for ``torch.nn.EmbeddingBag``.
 
         Returns:
             ``(*ids.shape, dim)``, or ``(bags, dim)``; on the device of ``ids``.
 
         Raises:
-            MismatchError: some rank's ids are no rows of the table, or ranks make different
-                calls; on every rank.
+            MismatchError: ids of a rank are out of range, or ranks make different calls; on
+                every rank.
             NotInitializedError: the world of the table was shut down.
         """
         try:
@@ -231,7 +233,7 @@ class ShardedEmbedding(nn.Module):
         return found.to(ids.device)
 
     def _pull(self, rows: Places, bags: Bags | None) -> Tensor:
-        """Return the rows of ids, or the sums or means of bags of rows. Collective."""
+        """Return ``(len(rows), dim)`` rows, or one vector per bag. Collective."""
         read = partial(self._exchange.read, rows, int(not self.training))
         values, index = self._exchange.run(read)
         if bags is None:
@@ -242,12 +244,13 @@ class ShardedEmbedding(nn.Module):
         return sums if self.mode == "sum" else sums.div_(bags.counts(values.dtype))
 
     def _keep(self, rows: Places, bags: Bags | None, grad: Tensor) -> None:
-        """Keep gradients until the step. Local."""
+        """Store the gradients of a lookup until the next step. Local."""
         grad, pending = grad.detach().reshape(-1, self.dim).contiguous(), self._gradients()
         if len(pending) == _MANY_LOOKUPS and self._exchange.comm.rank == 0 and not self.steps:
             self._warn(
-                f"a table of {self._what} keeps gradients of {_MANY_LOOKUPS} lookups and has "
-                f"never stepped; call table.step_with(optimizer), or table.step() in each step"
+                f"a table must step to release gradients, but the table of {self._what} keeps "
+                f"gradients of {_MANY_LOOKUPS} lookups and has never stepped; call "
+                f"table.step_with(optimizer), or table.step() in each step"
             )
         if bags is not None and self.mode == "mean":
             grad = grad / bags.counts(grad.dtype)
@@ -258,11 +261,11 @@ class ShardedEmbedding(nn.Module):
         self._handle.grad = torch.ones(())
 
     def _gradients(self) -> list[tuple[Places, Tensor]]:
-        """Return the gradients of backward, unless they were cleared since."""
+        """Return the stored gradients; empty if ``zero_grad`` has cleared them."""
         return self._pending if self._handle.grad is not None and self._handle.grad else []
 
     def cache_report(self) -> tuple[CacheReport, ...]:
-        """Return the savings of the caches of all ranks so far, then of each rank. Collective."""
+        """Return cache counters: the sum over all ranks, then each rank's. Collective."""
         exchange, call = self._exchange, f"report of {self._exchange.name}"
         by_rank = exchange.run(lambda: exchange.comm.allgather_object(exchange.cache.report, call))
         return CacheReport(*np.sum(by_rank, axis=0).tolist()), *by_rank
@@ -270,38 +273,38 @@ class ShardedEmbedding(nn.Module):
     # -- the step -----------------------------------------------------------------------------
 
     def set_num_samples(self, num_samples: float, nominal: float = 1.0) -> None:
-        """Set the number of samples over which this rank's loss is a mean, from the next step on.
+        """Set the number of samples in this rank's mean loss, from the next step on.
 
-        As ``DistributedOptimizer.set_num_samples``: every rank calls it, or none does.
+        Like ``DistributedOptimizer.set_num_samples``: all ranks call this method, or none does.
 
         Raises:
             ConfigError: the count is not valid, or the optimizer of the table has its own count.
         """
         if _count_of(self._optimizer()) is not None:
             raise ConfigError(
-                "a table that steps with a DistributedOptimizer counts as that does; call only "
-                "its set_num_samples"
+                "sample counts of a table that steps with a DistributedOptimizer must be set by "
+                "that optimizer; call set_num_samples of the DistributedOptimizer only"
             )
         self._samples.set(num_samples, nominal)
 
     def step_with(self, optimizer: Optimizer) -> None:
-        """Step after every step of an optimizer of torch, and clear gradients with it.
+        """Step this table after every step of ``optimizer``, and clear gradients with it.
 
-        With a ``DistributedOptimizer`` gradients are weighted by its sample counts, and summed
-        with ``op=Sum``. Local, but every rank calls it.
+        With a ``DistributedOptimizer`` the gradients are weighted by that optimizer's sample
+        counts, and with ``op=Sum`` summed, not averaged. Local, but every rank calls this method.
 
         Raises:
-            ConfigError: it is no optimizer of torch, or the table steps with another one.
+            ConfigError: ``optimizer`` is not a torch optimizer, or this method was called before.
         """
         if not isinstance(optimizer, Optimizer):
             raise ConfigError(
-                f"the optimizer of a table must be one of torch, got {type(optimizer).__name__}; "
-                "pass one, or call table.step() in each step"
+                f"the optimizer of a table must be a torch.optim.Optimizer, got "
+                f"{type(optimizer).__name__}; pass one, or call table.step() in each step"
             )
         if self._optimizer() is not None:
             raise ConfigError(
-                "step_with must be called once for each table, but was called before; delete the "
-                "second call"
+                "step_with must be called once for each table, but this table already steps with "
+                "an optimizer; delete the second call"
             )
         table, self._optimizer = weakref.ref(self), weakref.ref(optimizer)
 
@@ -322,14 +325,15 @@ class ShardedEmbedding(nn.Module):
     @torch.no_grad()
     @dynamo_disable
     def step(self) -> None:
-        """Average the gradients of backward over the ranks, and step their rows. Collective.
+        """Average the gradients over the ranks, and update the rows that have one. Collective.
 
-        No-op if no rank has looked up a row, and for a frozen table. The gradients are cleared in
-        any case, even after an error.
+        No-op if no rank has gradients, and for a frozen table. The gradients are cleared in any
+        case, even after an error.
 
         Raises:
-            MismatchError: ranks make different calls or have different ``lr``, only some count
-                samples or have frozen the table, or a step has failed; on every rank.
+            MismatchError: ranks make different calls, have different ``lr``, only some ranks
+                count samples or have frozen the table, or the update has failed on a rank; on
+                every rank.
             NotInitializedError: the world of the table was shut down.
         """
         pending, self._pending = self._gradients(), []
@@ -351,12 +355,12 @@ class ShardedEmbedding(nn.Module):
         try:
             self._update(own)
         except (RuntimeError, MemoryError, ValueError) as error:
-            failure = f"a step failed: {error!r:.300}"
+            failure = f"the owner could not update the rows of {exchange.name}: {error!r:.300}"
         exchange.agree("end of step", failure)
         self.steps += 1
 
     def _joined(self, pending: list[tuple[Places, Tensor]]) -> RowSums:
-        """Sum gradients of several lookups."""
+        """Return the gradients of several lookups, summed by row."""
         nothing = torch.empty(0, self.dim, dtype=self._memory.first.dtype)
         grads = [grad for _, grad in pending] or [nothing]
         bases = [0, *accumulate(map(len, grads))]
@@ -365,22 +369,23 @@ class ShardedEmbedding(nn.Module):
         return RowSums(joined, grads[0] if len(grads) == 1 else torch.cat(grads))
 
     def _update(self, sums: RowSums) -> None:
-        """Step the rows that this rank owns."""
+        """Update the rows that this rank owns."""
         for part in sums.chunks():
             rows, grads = sums.rows[part], sums.of(part)
             if not math.isfinite(grads.sum()) and not grads.isfinite().all():
                 self._warn(
-                    f"a step of a table of {self._what} has gradients with NaN or inf; to leave "
-                    f"out such a step, call zero_grad() of the model before it"
+                    f"gradients of a table should be finite, but a step of the table of "
+                    f"{self._what} has NaN or inf; to leave out such a step, call zero_grad() of "
+                    f"the model before it"
                 )
             self._memory.step(rows, grads, self._rule, self.steps + 1)
 
     # -- checkpoints --------------------------------------------------------------------------
 
     def sharded_state(self) -> dict[str, Any]:
-        """Return rows and state of this rank as pieces, for a checkpoint. Local.
+        """Return the rows and optimizer state of this rank, for a checkpoint. Local.
 
-        Rows are in the order of ``id * factor % rows``, for any number of ranks.
+        Rows are in the order of ``id * factor % rows``, independent of the number of ranks.
         """
         pieces = self._memory.pieces()
         return {"table": self._what, "steps": self.steps, "lr": self.lr, "tensors": pieces}
@@ -395,13 +400,14 @@ class ShardedEmbedding(nn.Module):
         return {f"{path}/tensors/{name}": own.shard for name, own in pieces.items()}
 
     def load_sharded_state(self, state: Mapping[str, Any]) -> None:
-        """Restore a result of ``sharded_state``, of any number of ranks. Collective.
+        """Restore a result of ``sharded_state`` of any number of ranks. Collective.
 
-        Rows that were never stepped are not in the state; they are as in a new table.
+        The state does not contain rows that were never stepped; these get their initial values.
 
         Raises:
-            CheckpointError: it is the state of another table, or no such state; on every rank.
-            MismatchError: ranks have states of different steps; on every rank.
+            CheckpointError: ``state`` is of another table, or not a result of ``sharded_state``;
+                on every rank.
+            MismatchError: ranks load states of different steps; on every rank.
         """
         self._exchange.require_world()
         comm = self._exchange.comm
@@ -420,10 +426,10 @@ class ShardedEmbedding(nn.Module):
             logger.warning(text)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Raise: rows are in the memory of several ranks, and cannot be copied."""
+        """Raise ``ConfigError``: rows are in the memory of several ranks, and cannot be copied."""
         raise ConfigError(
-            "a sharded embedding cannot be copied or pickled; save its sharded_state() in a "
-            "checkpoint of hpctrain"
+            "a ShardedEmbedding cannot be copied or pickled, since each rank stores a part; save "
+            "its sharded_state() by hpctrain.checkpoint.Manager"
         )
 
 
@@ -442,7 +448,8 @@ class _Lookup(torch.autograd.Function):
         del handle
         ctx.keep = keep
         found = pull().view(shape)
-        # The same memory, but no view: autograd refuses writes to views of a function in place.
+        # The tensor shares memory without being a view: autograd rejects in-place writes to views
+        # that a function returns.
         return torch.empty(0, dtype=found.dtype).set_(
             found.untyped_storage(), found.storage_offset(), shape, found.stride()
         )
@@ -458,14 +465,15 @@ class _Lookup(torch.autograd.Function):
 class _Hidden(dict[str, nn.Parameter | None]):
     """Parameter dictionary that is visible only to ``zero_grad`` and ``requires_grad_``.
 
-    Optimizers list parameters by the same method of modules, so ``items`` inspects its caller.
+    Optimizers must not see the handle, but ``parameters()`` and the two methods read the same
+    dictionary, so ``items`` inspects its callers.
     """
 
     _SEEN_BY = (nn.Module.zero_grad.__code__, nn.Module.requires_grad_.__code__)
-    _MOST_CALLS = 10  # between these and here
+    _MOST_CALLS = 10  # stack frames that are inspected
 
     def items(self) -> Any:
-        """Return all parameters if one of the two methods calls, else none."""
+        """Return the parameters if one of the two methods calls; else an empty view."""
         frames = islice(walk_stack(currentframe()), self._MOST_CALLS)
         is_seen = any(frame.f_code in self._SEEN_BY for frame, _ in frames)
         return super().items() if is_seen else {}.items()

@@ -1,4 +1,4 @@
-"""Copies of frequently read rows of other nodes."""
+"""Cache of frequently read rows of other nodes."""
 
 from typing import NamedTuple, TypeAlias
 
@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Numbers: TypeAlias = NDArray[np.int64]
-_DECAY = 0.99  # of scores, at each lookup of other rows
+_DECAY = 0.99  # factor of a score when another row of the same place is looked up
 _NEVER = -(1 << 62)
 
 
@@ -16,11 +16,11 @@ class CacheReport(NamedTuple):
     """Counters of lookups, hits and saved bytes of a cache."""
 
     lookups: int
-    """Rows of other nodes that were read, once for each node and lookup."""
+    """Rows of other nodes that were read; a row counts once per node and lookup."""
     hits: int
-    """Reads of rows that had a copy."""
+    """Rows that were found in the cache."""
     bytes_saved: int
-    """Bytes of ids and rows that hits did not send."""
+    """Bytes of ids and rows that were not sent because of hits."""
 
     @property
     def hit_rate(self) -> float:
@@ -29,30 +29,38 @@ class CacheReport(NamedTuple):
 
 
 class RowCache:
-    """A direct-mapped cache of rows, which expire after some steps. Local.
+    """Direct-mapped cache of rows that expire after ``max_age`` steps. Local.
 
-    Rows that are equal modulo the size of the cache have one place. A row remains while its score
-    is at least 1: each of its lookups adds 1, and each lookup of another row of its place reduces
-    it.
+    Rows with equal numbers modulo ``num_rows`` share a place. A row keeps its place while its
+    score is at least 1: each lookup of the row adds 1, and each lookup of another row of the place
+    reduces the score.
+
+    Args:
+        num_rows: size of the cache; 0 disables it.
+        max_age: steps after which a row expires.
+        dim: elements of a row.
+        dtype: dtype of the rows.
 
     Source of the score: Lee et al. 2001, IEEE Trans. Computers 50 (recency and frequency).
     """
 
     clock = 0
-    """Steps begun since the table was made."""
+    """Steps that the table has begun."""
 
     def __init__(self, num_rows: int, max_age: int, dim: int, dtype: torch.dtype) -> None:
-        self._max_age, self._row_bytes = max_age, 8 + dim * dtype.itemsize  # of number and row
-        self._rows = np.full(max(num_rows, 1), -1)  # by place
+        self._max_age, self._row_bytes = max_age, 8 + dim * dtype.itemsize  # row number and row
+        self._rows = np.full(max(num_rows, 1), -1)  # row number by place
         self._fetched, self._scores = np.full_like(self._rows, _NEVER), np.zeros(len(self._rows))
         self._values = torch.empty(num_rows, dim, dtype=dtype)
         self.report, self._versions = CacheReport(0, 0, 0), list[float]()
 
     def find(self, rows: Numbers, versions: list[float], *, exact: bool) -> NDArray[np.bool_]:
-        """Return a mask of the rows that have a valid copy; ``rows`` are distinct.
+        """Return a mask: True for the rows that have a valid copy.
 
-        Copies from before the last change of ``versions`` are not valid, and with ``exact`` copies
-        of earlier steps.
+        Args:
+            rows: distinct row numbers.
+            versions: versions of the ranks' rows; copies are discarded if one has changed.
+            exact: whether copies of earlier steps are invalid, too.
         """
         if versions != self._versions:
             self._versions = versions
@@ -66,7 +74,7 @@ class RowCache:
         return is_hit
 
     def join(self, rows: Numbers, is_hit: NDArray[np.bool_], fetched: Tensor) -> Tensor:
-        """Return the values of all rows, and copy some of the fetched rows to the cache."""
+        """Return the values of cached and fetched rows, and cache some of the fetched rows."""
         if not len(self._values):
             return fetched
         places, scores = rows % len(self._rows), self._scores
@@ -76,10 +84,10 @@ class RowCache:
         is_kept = self._rows[places] == rows
         scores[places[is_kept]] += 1
         scores[places[~is_kept]] *= _DECAY
-        # Of several rows for a place the last one remains: rotate, so that each can be last.
+        # The last of several rows of one place is stored; rotation gives each row a chance.
         new = np.roll(np.flatnonzero(~is_kept & (scores[places] < 1)), self.report.lookups)
         self._rows[places[new]], scores[places[new]] = rows[new], 1
-        came = np.flatnonzero((self._rows[places] == rows) & ~is_hit)  # one for each place
+        came = np.flatnonzero((self._rows[places] == rows) & ~is_hit)  # one row per place
         self._fetched[places[came]] = self.clock
         self._values[torch.from_numpy(places[came])] = values[torch.from_numpy(came)]
         return values

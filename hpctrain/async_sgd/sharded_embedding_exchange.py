@@ -1,8 +1,7 @@
 """Exchange of rows and of sums of gradients between the ranks of a table.
 
-A rank reads rows of its node in the node's shared memory. Between nodes a row is sent once for
-each pair of node and owner, for any number of ranks of the node that read it; gradients are summed
-over the node first.
+A rank reads the rows of its node from shared memory. A row of another node is sent to a node once,
+for any number of ranks that read it; gradients are summed over the node before they are sent.
 """
 
 import weakref
@@ -37,16 +36,16 @@ from hpctrain.runtime.rebuild import RebuildStage
 T = TypeVar("T")
 
 IS_COUNTED, IS_FROZEN = 1, 2
-"""Flags of a step."""
-_FIRST_ROOM = 4096  # rows of each rank that are exchanged at once, until more are needed
+"""Flags of a rank's report before a step: sample counts are set, the table is frozen."""
+_FIRST_ROOM = 4096  # rows per rank in the first exchange buffer
 
 
 class RowReport(NamedTuple):
-    """Numbers that each rank sends to all ranks before an exchange of rows."""
+    """Header that each rank sends to all ranks before rows are exchanged."""
 
-    num_rows: int = 0  # rows of this rank that other ranks read or step
-    weight: float = 1.0  # of its gradients
-    lr: float = 0.0  # learning rate of the rows that it owns
+    num_rows: int = 0  # rows that this rank writes to the exchange buffer
+    weight: float = 1.0  # of this rank's gradients; in a lookup, version of this rank's rows
+    lr: float = 0.0  # learning rate of the rows that this rank owns
     flags: int = 0
 
 
@@ -57,8 +56,8 @@ def require_same_step(reports: Sequence[RowReport]) -> None:
     """Raise ``MismatchError`` if learning rates or flags differ between the reports of ranks."""
     if len({each.lr for each in reports}) > 1:
         raise MismatchError(
-            f"the lr of a table must be the same on every rank, since owners step their rows by "
-            f"it, got {by_rank([str(each.lr) for each in reports])}; set the same value"
+            f"the lr of a table must be the same on every rank, since each owner steps its rows "
+            f"by its lr, got {by_rank([str(each.lr) for each in reports])}; set the same value"
         )
     for flag, what in (
         (IS_COUNTED, "set_num_samples of a table must be called"),
@@ -67,20 +66,22 @@ def require_same_step(reports: Sequence[RowReport]) -> None:
         num = sum(each.flags & flag != 0 for each in reports)
         if num not in (0, len(reports)):
             raise MismatchError(
-                f"{what} by all ranks or by none, but {num} of {len(reports)} have called it; "
-                f"call it on every rank"
+                f"{what} by all ranks or by none, but {num} of {len(reports)} ranks have called "
+                f"it; call it on every rank"
             )
 
 
 class RowExchange:
-    """Exchanges rows and sums of gradients between ranks and the owners of rows. Collective.
+    """Exchanges rows and sums of gradients between ranks and the owners of rows.
+
+    The constructor is collective, as are ``run``, ``agree``, ``read`` and ``sum_own``.
 
     Args:
         comm: all ranks.
         name: name of the table, for messages.
         owners: owners of the rows.
-        memory: memory of this node.
-        cache: copies of rows of other nodes.
+        memory: rows of this node.
+        cache: cache of rows of other nodes.
     """
 
     is_over = False
@@ -89,29 +90,28 @@ class RowExchange:
     def __init__(
         self, comm: Communicator, name: str, owners: RowOwners, memory: NodeRows, cache: RowCache
     ) -> None:
-        """Allocate the memory of reports. Collective."""
         self.comm, self.name, self.cache = comm, name, cache
         self._owners, self._memory, self._node = owners, memory, comm.node
         self._is_one_node = comm.size == 1 or (
             owners.local_size == comm.size and comm.node is not None
         )
-        self._num_room = 0  # rows of each rank that can be exchanged at once, on every node
+        self._num_room = 0  # rows of each rank in the exchange buffer; equal on all nodes
         fields = len(RowReport._fields)
         with agreed(comm, NodeMemoryError):
             head = memory.allocate(fields * 16).view(np.float64)
-        # Two places, used alternately: ranks may still read the reports before.
+        # Two buffers are used alternately: other ranks may still read the previous reports.
         self._head = head.reshape(2, owners.local_size, fields)
         self._follow_world()
 
     def _follow_world(self) -> None:
-        """Register for the end of the world, and for the loss of ranks."""
+        """Register the actions at the end of the world and after the loss of ranks."""
         kept = weakref.ref(self)
 
         def move() -> None:
             if kept() is not None:
                 raise ConfigError(
-                    "a sharded embedding must have all its ranks, but rows were lost with some "
-                    "of them; start again from the checkpoint"
+                    "a ShardedEmbedding must keep all ranks of its world, but ranks were lost "
+                    "with their rows; restart from the last checkpoint"
                 )
 
         def close() -> None:
@@ -124,11 +124,12 @@ class RowExchange:
         """Raise ``NotInitializedError`` if the world of the table was shut down."""
         if self.is_over:
             raise NotInitializedError(
-                "this table is of a world that was shut down; make it again after hpctrain.init()"
+                "a ShardedEmbedding must be used before hpctrain.shutdown(), but this table is of "
+                "a world that was shut down; make the table again after hpctrain.init()"
             )
 
     def run(self, function: Callable[[], T]) -> T:
-        """Return the result of a function that communicates, in the order of operations."""
+        """Run ``function``, which communicates, after the operations in flight. Collective."""
         self.require_world()
         found: list[T] = []
         start_on(self.comm, lambda: found.append(function())).wait()
@@ -137,7 +138,7 @@ class RowExchange:
     def agree(
         self, call: str, refusal: str | None = None, report: RowReport = _NOTHING
     ) -> Sequence[RowReport]:
-        """Return the reports of all ranks, by rank, if all ranks make one call.
+        """Return the reports of all ranks, by rank, after checking that ``call`` is identical.
 
         Raises:
             MismatchError: ranks make different calls, or one has a ``refusal``; on every rank.
@@ -149,17 +150,17 @@ class RowExchange:
             if not node.compare(call_of(call), 0 if refusal is None else 1) or refusal:
                 raise_if_any(self.comm.allgather_object(refusal))
             return [RowReport(int(n), weight, lr, int(fl)) for n, weight, lr, fl in head.tolist()]
-        heard = self.comm.allgather_object((refusal, report), call)
-        raise_if_any([refused for refused, _ in heard])
-        return [each for _, each in heard]
+        received = self.comm.allgather_object((refusal, report), call)
+        raise_if_any([refused for refused, _ in received])
+        return [each for _, each in received]
 
     # -- reading ------------------------------------------------------------------------------
 
     def read(self, rows: Places, flags: int, refusal: str | None = None) -> tuple[Tensor, Places]:
         """Return ``values`` and ``index``: row ``rows[i]`` is ``values[index[i]]``.
 
-        The values may be node memory, which is valid until the next step. With any flag of any
-        rank no rank uses copies of earlier steps.
+        The values may be node memory, which is valid until the next step. If any rank passes
+        nonzero ``flags``, no rank uses rows that were cached in earlier steps.
         """
         memory = self._memory
         if self._is_one_node:
@@ -176,7 +177,7 @@ class RowExchange:
         return found, index
 
     def _fetch(self, rows: Places, reports: Sequence[RowReport]) -> Tensor:
-        """Return rows of other nodes, each of which is sent to this node once. Collective."""
+        """Return rows of other nodes; each row is sent to this node once. Collective."""
         owners = self._owners
         wanted, _ = self._share(rows, None, reports)
         of_owners = [owners.keys_for(wanted, owner) for owner in owners.partners]
@@ -184,9 +185,11 @@ class RowExchange:
         versions, exact = [each.weight for each in reports], any(each.flags for each in reports)
         missed = numbers[~(is_hit := self.cache.find(numbers, versions, exact=exact))]
         bounds = {o: np.searchsorted(missed, owners.range_of(o)) for o in owners.partners}
-        asked = {owner: missed[slice(*part)] for owner, part in bounds.items()}
-        heard = self._cross({owner: torch.from_numpy(each) for owner, each in asked.items()})
-        read = {o: take(*self._memory.read(each.numpy())) for o, each in enumerate(heard)}
+        requested = {owner: missed[slice(*part)] for owner, part in bounds.items()}
+        received = self._cross(
+            {owner: torch.from_numpy(each) for owner, each in requested.items()}
+        )
+        read = {o: take(*self._memory.read(each.numpy())) for o, each in enumerate(received)}
         values = self.cache.join(numbers, is_hit, torch.cat(self._cross(read)))
         came = RowSums(keys_at(numbers), values)
         reports = self.agree("reply", None, RowReport(len(numbers)))
@@ -206,12 +209,12 @@ class RowExchange:
     # -- adding -------------------------------------------------------------------------------
 
     def sum_own(self, sums: RowSums, reports: Sequence[RowReport]) -> RowSums:
-        """Return the sums over all ranks for the rows of this rank, in a fixed order.
+        """Return the gradients of the rows of this rank, summed over all ranks in a fixed order.
 
         Args:
-            sums: sums of this rank.
-            reports: reports of all ranks, by ``agree``. The result is valid until ranks agree
-                again.
+            sums: sums of this rank's gradients.
+            reports: result of ``agree`` for this step; the sums are valid until the next call of
+                ``agree``.
         """
         self.cache.clock += 1
         if self.comm.size == 1:
@@ -228,13 +231,13 @@ class RowExchange:
     def _share(
         self, rows: Places, sums: RowSums | None, reports: Sequence[RowReport]
     ) -> tuple[list[Places], Tensor]:
-        """Write rows and sums to node memory, and read the results of all ranks of this node.
+        """Write this rank's rows and sums to node memory, and return all ranks' rows and sums.
 
         Returns:
-            Sorted keys of the rows of each rank of this node, and the values of all of them.
+            Sorted keys of the rows of each rank of this node; values of all these ranks.
         """
         largest, local_rank = max(each.num_rows for each in reports), self._owners.local_rank
-        if largest > self._num_room:  # on all ranks
+        if largest > self._num_room:  # true on all ranks or on none
             self._grow(largest)
         first = local_rank * self._num_room
         self._keys[local_rank, : len(rows)] = keys_at(rows, first)
@@ -247,7 +250,7 @@ class RowExchange:
         return [keys[:num] for keys, num in zip(self._keys, counts, strict=True)], self._values
 
     def _grow(self, num_rows: int) -> None:
-        """Allocate node memory for ``num_rows`` of each rank. Collective."""
+        """Allocate an exchange buffer of at least ``num_rows`` per rank. Collective."""
         self._num_room = max(num_rows, _FIRST_ROOM, 2 * self._num_room)
         first = self._memory.first
         with agreed(self.comm, NodeMemoryError):

@@ -1,4 +1,4 @@
-"""Rows and optimizer state of a table in node memory, with save and restore."""
+"""Storage of the rows and optimizer state of a table in node memory or on a disk."""
 
 import mmap
 import os
@@ -25,24 +25,24 @@ from hpctrain.core.errors import CheckpointError, NodeMemoryError
 from hpctrain.core.torch_compat import version_of
 from hpctrain.core.units import format_bytes
 
-_KEYS = {"table", "steps", "lr", "tensors"}  # of the state of a table
+_KEYS = {"table", "steps", "lr", "tensors"}  # keys of the state of a table
 
 
 class NodeRows:
-    """Storage of the rows that this node owns, and of the optimizer state of this rank's rows.
+    """Stores the rows that this node owns, and the optimizer state of this rank's rows.
 
-    A row that was never stepped is not stored, and takes no memory: its values follow from
-    ``first``.
+    A row that was never stepped uses no memory: its values are computed by ``first``. The
+    constructor is collective.
 
     Args:
         comm: all ranks.
         owners: owners of the rows.
         first: initial values of rows.
-        widths: numbers of optimizer state of a row, by name.
-        folder: on a disk of the node for the rows; None for memory.
+        widths: number of optimizer state elements per row, by name.
+        folder: folder on a disk of the node that stores the rows; None for memory.
 
     Raises:
-        NodeMemoryError: there is too little memory or disk; on every rank.
+        NodeMemoryError: memory or disk space is not sufficient; on every rank.
     """
 
     @torch.inference_mode(mode=False)
@@ -54,7 +54,6 @@ class NodeRows:
         widths: Mapping[str, int],
         folder: Path | None,
     ) -> None:
-        """Allocate the memory. Collective."""
         self._owners, self._node, self.first = owners, comm.node, first
         how: Callable[[int], int] = reserve_lazily if folder is None else OnDisk(folder)
         per_rank, itemsize = owners.per_rank, first.dtype.itemsize
@@ -62,7 +61,7 @@ class NodeRows:
         with agreed(comm, NodeMemoryError):
             rows = self.allocate(per_rank * first.dim * itemsize, how)
             self._rows, self._marks = self.as_rows(rows, first.dim), self.allocate(per_rank, how)
-            self._own = {"rows": self._rows[own]}  # and after it the optimizer's state
+            self._own = {"rows": self._rows[own]}  # the state of the optimizer is added below
             self._is_stored = self._marks[own]
             self._stored = torch.from_numpy(self._is_stored)  # its version counts writes
             for name, width in widths.items():
@@ -83,11 +82,11 @@ class NodeRows:
 
     @property
     def version(self) -> int:
-        """A number that changes when a user writes to rows, and not with steps."""
+        """A number that changes when rows are written by other means than ``step``."""
         return version_of(self._own["rows"]) + version_of(self._stored)
 
     def are_here(self, rows: Places) -> NDArray[np.bool_]:
-        """Return a mask of the rows that this node owns."""
+        """Return a mask: True for the rows that this node owns."""
         first = self._owners.first_on_node
         return (rows >= first) & (rows < first + len(self._rows))
 
@@ -106,7 +105,7 @@ class NodeRows:
         return values, np.arange(len(rows))
 
     def step(self, rows: Places, grads: Tensor, rule: Rule, step: int) -> None:
-        """Step rows that this rank owns, by their gradients."""
+        """Apply ``rule`` to ``rows``, which this rank owns, and to their state."""
         places = rows - self._owners.start
         kept = {name: take(values, places) for name, values in self._own.items()}
         is_new = self._is_stored[places] == 0
@@ -120,7 +119,7 @@ class NodeRows:
     # -- checkpoints --------------------------------------------------------------------------
 
     def pieces(self) -> dict[str, TensorPiece]:
-        """Return the tensors of this rank, by name, with their places in the table. Local."""
+        """Return this rank's rows, state and flags, with their positions in the table. Local."""
         found = {}
         for name, whole in {**self._own, "is_stored": self._stored}.items():
             values = whole[: self._owners.size]
@@ -131,23 +130,25 @@ class NodeRows:
         return found
 
     def check(self, what: str, state: Any) -> None:
-        """Raise ``CheckpointError`` unless ``state`` fits this table, described by ``what``."""
+        """Raise ``CheckpointError`` unless ``state`` fits this table, which ``what`` describes."""
         if not isinstance(state, Mapping) or not {*state} >= _KEYS:
             got = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
             raise CheckpointError(
-                f"the state of a table must be a result of sharded_state(), with "
-                f"{sorted(_KEYS)}, got {got}; name the key of the checkpoint at which it was saved"
+                f"the state of a table must be a result of sharded_state(), a dictionary with the "
+                f"keys {sorted(_KEYS)}, got {got}; pass the entry of the checkpoint in which "
+                f"sharded_state() was saved"
             )
         own, pieces = self.pieces(), state["tensors"]
         if {*pieces} != {*own}:
             raise CheckpointError(
-                f"a table must load the state of the same optimizer, {sorted(own)}, got "
-                f"{sorted(pieces)}; make the table with the arguments of the saved one"
+                f"a table must load the state of the same optimizer, with tensors {sorted(own)}, "
+                f"got {sorted(pieces)}; make the table with the optimizer of the saved table"
             )
-        if state["table"] != what:  # rows that were not stepped yet are not in the state
+        if state["table"] != what:  # rows that were never stepped are not in the state
             raise CheckpointError(
-                f"a table of {what} must load a state of such a table, but the state is of one of "
-                f"{state['table']}; make the table with the arguments of the saved one"
+                f"a table must be made with the arguments of the saved table, but this table has "
+                f"{what}, and the saved table has {state['table']}; make the table with the "
+                f"arguments of the saved table, or load another checkpoint"
             )
         learning_rate(state["lr"])
         for name, piece in own.items():
@@ -155,17 +156,18 @@ class NodeRows:
             if not isinstance(found, TensorPiece) or found.shard != shard:
                 got = str(found.shard) if isinstance(found, TensorPiece) else type(found).__name__
                 raise CheckpointError(
-                    f"{name} of a table must be read in parts, of which this rank has {shard}, "
-                    f"got {got}; use load(into=table.wanted(path))"
+                    f"each rank must load its own part of {name!r} of a table, on this rank "
+                    f"{shard}, got {got}; load the checkpoint by load(into=table.wanted(path))"
                 )
             if found.tensor.dtype is not piece.tensor.dtype:
                 raise CheckpointError(
-                    f"{name} of this table must be {piece.tensor.dtype}, got "
-                    f"{found.tensor.dtype}; make the table with the arguments of the saved one"
+                    f"the saved {name!r} of a table must have the dtype of the table, "
+                    f"{piece.tensor.dtype}, got {found.tensor.dtype}; make the table with the "
+                    f"arguments of the saved table"
                 )
 
     def restore(self, pieces: Mapping[str, TensorPiece]) -> None:
-        """Restore stored rows and their state; all other rows are as in a new table. Local."""
+        """Copy saved rows and state; reset all other rows to their initial values. Local."""
         is_stored = pieces["is_stored"].tensor.bool()
         is_over = torch.from_numpy(self._is_stored[: len(is_stored)]).bool() & ~is_stored
         for name, own in self.pieces().items():
@@ -177,32 +179,33 @@ class NodeRows:
 def require_memory(
     comm: Communicator, name: str, owners: RowOwners, row_bytes: int, copies: int, path: object
 ) -> None:
-    """Raise ``NodeMemoryError``, on all ranks, if a table does not fit into a node. Collective.
+    """Raise ``NodeMemoryError``, on all ranks, if a node has too little memory. Collective.
 
-    Pages are allocated when they are used, too late for an error.
+    The kernel allocates pages at the first write, when an error cannot be raised any more.
 
     Args:
         comm: all ranks.
         name: name of the table, for messages.
-        owners: owners of its rows.
-        row_bytes: bytes of a row and its state.
-        copies: rows in the cache of each rank.
-        path: path of rows on disk; None for memory.
+        owners: owners of the rows.
+        row_bytes: bytes of a row and its optimizer state.
+        copies: rows in each rank's cache.
+        path: folder of rows on a disk; None for memory.
     """
     rank_bytes = row_bytes * owners.per_rank + (row_bytes + 24) * copies
     need_bytes, left_bytes = rank_bytes * owners.local_size, available_bytes()
     refusal = None
     if path is None and left_bytes is not None and need_bytes > left_bytes:
         refusal = (
-            f"{name} and the state of its optimizer need {format_bytes(need_bytes)} of "
-            f"memory on this node, but {format_bytes(left_bytes)} are available; start it on more "
-            f"nodes, or store it on a disk of the node by path="
+            f"a table must fit into the memory of its nodes, but {name} and its optimizer state "
+            f"need {format_bytes(need_bytes)} of memory on this node, of which "
+            f"{format_bytes(left_bytes)} are available; use more nodes, or store the rows on a "
+            f"disk of each node by path="
         )
     raise_if_any(comm.allgather_object(refusal), NodeMemoryError)
 
 
 def _private(num_bytes: int, how: Callable[[int], int]) -> Bytes:
-    """Return zeros that only this rank has; pages are allocated when they are written."""
+    """Return zeros in private memory, or in a private file if ``how`` is ``OnDisk``."""
     if not isinstance(how, OnDisk) or not num_bytes:
         return np.zeros(num_bytes, np.uint8)
     try:

@@ -8,9 +8,9 @@ from hpctrain.async_sgd.sharded_embedding_rows import Places, keys_of
 
 
 class RowOwners:
-    """Assignment of rows to ranks, and the owners that this rank communicates with.
+    """Assignment of rows to ranks, and the ranks with which this rank exchanges rows.
 
-    Owners are numbered by nodes, so that a node owns one range of rows.
+    Owners are the ranks, numbered node by node, so that the rows of a node are one range.
 
     Args:
         num_rows: number of rows of the table.
@@ -20,7 +20,7 @@ class RowOwners:
 
     def __init__(self, num_rows: int, nodes: Sequence[Sequence[int]], rank: int) -> None:
         self.num_rows = num_rows
-        self.ranks = [each for node in nodes for each in node]  # by owner
+        self.ranks = [each for node in nodes for each in node]  # rank of each owner
         self.here = next(node for node in nodes if rank in node)
         """The ranks of this node."""
         self.local_rank = self.here.index(rank)
@@ -34,7 +34,7 @@ class RowOwners:
             for owner, (node, local) in enumerate(places)
             if (local if node == self.here else local % len(self.here)) == self.local_rank
         ]
-        """Owners with which this rank exchanges rows for its node: this rank, and a fixed share of
+        """Owners with which this rank exchanges rows for its node: this rank, and a fixed part of
         the owners on each other node."""
 
     @property
@@ -44,15 +44,15 @@ class RowOwners:
 
     @property
     def size(self) -> int:
-        """Rows of the table that this rank owns."""
+        """Number of rows that this rank owns."""
         return self.stop - self.start
 
     def range_of(self, owner: int) -> tuple[int, int]:
-        """Return the first row of an owner, and the first row after its rows."""
+        """Return the first row of ``owner``, and the row after its last one."""
         first = owner * self.per_rank
         return min(first, self.num_rows), min(first + self.per_rank, self.num_rows)
 
     def keys_for(self, parts: Sequence[Places], owner: int) -> Places:
-        """Return the keys of the rows of an owner, from several sorted arrays of keys."""
+        """Return the keys in ``parts``, each a sorted array, whose rows ``owner`` stores."""
         bounds = keys_of(np.array(self.range_of(owner)), 0)
         return np.concatenate([keys[slice(*np.searchsorted(keys, bounds))] for keys in parts])

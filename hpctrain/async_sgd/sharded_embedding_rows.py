@@ -1,4 +1,8 @@
-"""Operations on rows of tables: keys, copies, and sums by row."""
+"""Operations on rows of a table: keys, copies, and sums by row.
+
+A key combines the number of a row and the place of one of its values in a tensor ``(places, dim)``
+into one integer, so that sorting keys groups the places by row.
+"""
 
 import weakref
 from collections.abc import Sequence
@@ -10,69 +14,70 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Places: TypeAlias = NDArray[np.int64]
-"""Numbers of rows, ``(rows,)``."""
+"""Row numbers, keys, or places of values in a tensor, 1-D."""
 Bytes: TypeAlias = NDArray[np.uint8]
 
 CHUNK_BYTES = 1 << 20
-"""Bytes of rows that are processed at once: they fit into the cache of a core."""
+"""Bytes of rows that are processed at once; they fit into the cache of a core."""
 _PLACE_BITS = 32
 _PLACES = (1 << _PLACE_BITS) - 1
 
 
 def keys_of(rows: Places, places: Places | int) -> Places:
-    """Return one number for each pair, which sorts by row, then by the place of a value."""
+    """Return the keys of pairs of a row and a place; keys sort by row, then by place."""
     return (rows << _PLACE_BITS) | places
 
 
 def rows_of(keys: Places) -> Places:
-    """Return the rows of keys."""
+    """Return the row numbers that are encoded in keys."""
     return keys >> _PLACE_BITS
 
 
 def places_of(keys: Places) -> Places:
-    """Return the places of keys."""
+    """Return the places of values that are encoded in keys."""
     return keys & _PLACES
 
 
 def keys_at(rows: Places, first: int = 0) -> Places:
-    """Return keys of rows whose values are at consecutive places, from ``first`` on."""
+    """Return the keys of rows whose values are stored consecutively, from place ``first`` on."""
     return keys_of(rows, np.arange(first, first + len(rows)))
 
 
 def take(rows: Tensor, places: Places) -> Tensor:
-    """Return a copy of some rows, ``(places, width)``."""
-    if rows.dtype is torch.float32 and len(places):  # its kernel prefetches
+    """Return a copy of the rows at ``places``, ``(len(places), width)``."""
+    if rows.dtype is torch.float32 and len(places):  # embedding_bag prefetches rows
         return bag_sums(rows, places, np.arange(len(places)))
     return rows.index_select(0, torch.from_numpy(places))
 
 
 def bag_sums(rows: Tensor, places: Places, starts: Places) -> Tensor:
-    """Return sums of consecutive rows of ``places``, one from each of ``starts`` on."""
+    """Return sums of rows: sum i adds the rows at ``places[starts[i]:starts[i + 1]]``."""
     at, begin = torch.from_numpy(places), torch.from_numpy(starts)
     sums: Tensor = torch.embedding_bag(rows, at, begin, scale_grad_by_freq=False, mode=0)[0]
     return sums
 
 
 def put(rows: Tensor, places: Places, values: Tensor) -> None:
-    """Replace some rows of a contiguous ``(rows, width)``."""
-    kind = np.dtype((np.void, rows.shape[1] * rows.itemsize))  # copies whole rows
+    """Write ``values`` to the rows at ``places`` of a contiguous ``(rows, width)``."""
+    # With one item per row, np.put copies whole rows.
+    kind = np.dtype((np.void, rows.shape[1] * rows.itemsize))
     there, given = (each.contiguous().numpy().view(kind)[:, 0] for each in (rows, values))
     np.put(there, places, given)
 
 
 class Buffers:
-    """Pool of result buffers; a buffer is reused after the last reference to its result is gone.
+    """Pool of result buffers; a buffer is reused after its last result was deleted.
 
-    Page faults of new memory cost several times the copy into it.
+    Page faults of new memory take several times as long as the copy into it.
     """
 
-    _MOST = 4  # buffers that are kept
+    _MOST = 4  # buffers in the pool
 
     def __init__(self) -> None:
         self._kept: list[tuple[Bytes, weakref.ref[Bytes]]] = []
 
     def take(self, rows: Tensor, places: Places) -> Tensor:
-        """Return a copy of some rows, as the function ``take``."""
+        """Return a copy of the rows at ``places`` in a buffer of the pool."""
         if not len(places):
             return take(rows, places)
         num_bytes = len(places) * rows.shape[1] * rows.itemsize
@@ -87,24 +92,28 @@ class Buffers:
 
 
 class RowSums:
-    """Sums of the values of each row, in chunks; values of a row are added in order."""
+    """Sums of the values of each row, computed in chunks; values are added in order of place.
+
+    Args:
+        keys: keys of rows and of the places of their values, in any order.
+        values: ``(places, dim)``.
+    """
 
     def __init__(self, keys: Places, values: Tensor) -> None:
-        """Sum ``values`` at the places in ``keys``, which may have any order."""
         keys = np.sort(keys)
         rows, self._places, self._values = rows_of(keys), places_of(keys), values
         self._starts = np.append(np.flatnonzero(np.diff(rows, prepend=-1)), len(rows))
-        self.rows = rows[self._starts[:-1]]  # distinct, in order
-        self.factor = 1.0  # of the sums
+        self.rows = rows[self._starts[:-1]]  # distinct and sorted
+        self.factor = 1.0  # multiplies the sums
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def of(self, part: slice) -> Tensor:
-        """Return the sums of a part of ``rows``, ``(rows, dim)``."""
+        """Return the sums of ``rows[part]``, ``(part.stop - part.start, dim)``."""
         starts = self._starts[part.start : part.stop + 1]
         places = self._places[starts[0] : starts[-1]]
-        is_taken = len(places) == len(starts) - 1  # each row once
+        is_taken = len(places) == len(starts) - 1  # one value per row
         sums = (
             take(self._values, places)
             if is_taken
@@ -113,10 +122,10 @@ class RowSums:
         return sums if self.factor == 1.0 else sums.mul_(self.factor)
 
     def all(self) -> Tensor:
-        """Return all sums."""
+        """Return the sums of all ``rows``."""
         return self.of(slice(0, len(self)))
 
     def chunks(self) -> Sequence[slice]:
-        """Divide ``rows`` into parts of ``CHUNK_BYTES``."""
+        """Return slices of ``rows`` of at most ``CHUNK_BYTES``."""
         size = max(1, CHUNK_BYTES // (self._values.shape[1] * self._values.itemsize))
         return [slice(at, min(at + size, len(self))) for at in range(0, len(self), size)]

@@ -1,4 +1,4 @@
-"""Optimizers of embedding rows, which update a row only in steps with a gradient of it."""
+"""Optimizers of embedding rows, which update only the rows that have a gradient."""
 
 import math
 from abc import ABC, abstractmethod
@@ -17,10 +17,10 @@ class Rule(ABC):
     """Base class of row optimizers, which update only rows that have a gradient."""
 
     lr: float
-    """The learning rate, which may be set between two steps."""
+    """Learning rate; may be set between two steps."""
     name: ClassVar[str]
     keeps: ClassVar[Mapping[str, int]] = {}
-    """Numbers of state of each row, by name; 0 for the width of a row."""
+    """Number of state elements per row, by name; 0 for the width of a row."""
 
     def widths(self, dim: int) -> dict[str, int]:
         """Return the number of state elements per row, by name, for rows of ``dim`` elements."""
@@ -28,12 +28,12 @@ class Rule(ABC):
 
     @abstractmethod
     def step(self, rows: Tensor, grads: Tensor, state: Mapping[str, Tensor], step: int) -> None:
-        """Step ``(rows, dim)`` rows and their state in place; ``step`` counts from 1."""
+        """Update ``rows``, ``(rows, dim)``, and ``state`` in place; ``step`` counts from 1."""
 
 
 @dataclass
 class RowSGD(Rule):
-    """Gradient descent without momentum, as ``torch.optim.SGD``, on rows with a gradient."""
+    """Gradient descent without momentum, like ``torch.optim.SGD``."""
 
     name = "sgd"
 
@@ -47,7 +47,7 @@ class RowSGD(Rule):
 class RowAdagrad(Rule):
     """Adagrad with one accumulator per row: the sum of the mean squared gradients.
 
-    Source: Duchi, Hazan and Singer 2011; a number per row as Mudigere et al. 2022,
+    Source: Duchi, Hazan and Singer 2011; one accumulator per row as in Mudigere et al. 2022,
     arXiv:2104.05158.
     """
 
@@ -56,7 +56,7 @@ class RowAdagrad(Rule):
     keeps: ClassVar[Mapping[str, int]] = {"square": 1}
 
     def step(self, rows: Tensor, grads: Tensor, state: Mapping[str, Tensor], step: int) -> None:
-        """Add the mean squared gradients to the accumulators, and divide by their roots."""
+        """Update the accumulators, and step by the gradients divided by their roots."""
         del step
         total = state["square"].add_(grads.square().mean(dim=1, keepdim=True))
         rows.addcdiv_(grads, total.sqrt().add_(self.eps), value=-self.lr)
@@ -64,7 +64,7 @@ class RowAdagrad(Rule):
 
 @dataclass
 class RowAdam(Rule):
-    """Adam that updates moments only of rows with a gradient, as ``torch.optim.SparseAdam``.
+    """Adam that updates only the moments of rows with a gradient, like ``torch.optim.SparseAdam``.
 
     Source: Kingma and Ba 2015, arXiv:1412.6980.
     """
@@ -75,7 +75,7 @@ class RowAdam(Rule):
     keeps: ClassVar[Mapping[str, int]] = {"first": 0, "second": 0}
 
     def step(self, rows: Tensor, grads: Tensor, state: Mapping[str, Tensor], step: int) -> None:
-        """Step by the moments, corrected for the number of steps of the table."""
+        """Update the moments, and step with bias correction by the steps of the table."""
         beta1, beta2 = self.betas
         first = state["first"].lerp_(grads, 1 - beta1)
         second = state["second"].lerp_(grads.square(), 1 - beta2)
@@ -87,26 +87,30 @@ _RULES = {kind.name: kind for kind in (RowSGD, RowAdagrad, RowAdam)}
 
 
 def make_rule(name: str, lr: float, options: Mapping[str, object]) -> Rule:
-    """Return a rule; ``ConfigError`` for an unknown name or option."""
+    """Return the optimizer ``name``; raise ``ConfigError`` for an unknown name or option."""
     if name not in _RULES:
         raise ConfigError(f"optimizer must be one of {', '.join(_RULES)}, got {name!r}")
     kind = _RULES[name]
     valid = [field.name for field in fields(kind) if field.name != "lr"]
     if wrong := next((each for each in options if each not in valid), ""):
-        raise ConfigError(f"optimizer {name} takes no {wrong}{hint(wrong, valid)}")
+        raise ConfigError(
+            f"options of the optimizer {name} must be {' and '.join(valid) or 'empty'}, got "
+            f"{wrong}{hint(wrong, valid)}"
+        )
     betas, eps = options.get("betas", (0.0, 0.0)), options.get("eps", 1e-8)
     pair = betas if isinstance(betas, tuple | list) and len(betas) == 2 else (-1,)
     are_valid = all(_is_number(beta) and 0 <= beta < 1 for beta in pair)
     if not (are_valid and _is_number(eps) and eps > 0):
         raise ConfigError(
-            f"eps must be above 0 and betas two numbers from 0 to below 1, got {dict(options)}"
+            f"eps must be above 0, and betas two numbers of at least 0 and below 1, got "
+            f"{dict(options)}"
         )
     made: Rule = kind(learning_rate(lr), **options)  # type: ignore[arg-type]
     return made
 
 
 def learning_rate(value: object) -> float:
-    """Return a learning rate as a float; ``ConfigError`` if it is not valid."""
+    """Return ``value`` as a float; raise ``ConfigError`` if it is not a learning rate."""
     if not _is_number(value) or value < 0:
         raise ConfigError(
             f"the lr of a table must be a number of at least 0, got {value!r}; set "

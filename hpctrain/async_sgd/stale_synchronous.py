@@ -1,4 +1,4 @@
-"""``StaleSynchronous``: workers may be a bounded number of steps apart."""
+"""``StaleSynchronous``: a worker may be a bounded number of steps ahead of the others."""
 
 import math
 from collections import defaultdict
@@ -20,21 +20,40 @@ from hpctrain.core.errors import MismatchError, NodeMemoryError
 class StaleSynchronous(AsyncMethod):
     """Allows a worker to be up to ``staleness`` steps ahead of the slowest worker.
 
-    Before its step c (counted from 0) a worker has values with the updates of all workers' steps
-    up to c - staleness - 1, of its own steps before c, and of those steps of other workers before
-    c that the servers have received; never of step c or later. An update is the optimizer's step
-    by the mean gradient of all workers in one step, summed in rank order on each node. Values that
-    are read ahead of the slowest worker include steps by incomplete means; after the last gradient
-    of a step has arrived, the step is taken once by the whole mean.
+    Before its step c (counted from 0) a worker has values that include the updates of all
+    workers' steps up to c - staleness - 1, of this worker's steps before c, and of the steps of
+    other workers before c that the servers have received; never of step c or later. An update is
+    one optimizer step by the mean gradient of all workers in one step, summed in rank order on
+    each node. Values that a worker reads ahead of the slowest worker include steps by incomplete
+    means; after the last gradient of a step has arrived, the servers take that step once, by the
+    whole mean.
 
-    With ``staleness=0`` this is synchronous SGD, for any optimizer. It has the bits of
-    ``DistributedOptimizer`` on one node and on two; on more nodes sums have another order. Short
-    delays of one worker are hidden up to ``staleness`` steps; a worker that is always slow is not.
+    With ``staleness=0`` the method is synchronous SGD, for any elementwise optimizer. The results
+    are bitwise equal to ``DistributedOptimizer`` on one and two nodes; on more nodes sums have
+    another order. Delays of a worker of up to ``staleness`` steps do not delay the others, but a
+    worker that is always slow does.
 
-    Gradients are sent in ``step()``: clipping before it acts on each rank's gradient, not on the
-    mean as in synchronous SGD.
+    Gradients are sent in ``step()``, so gradient clipping before ``step()`` acts on each rank's
+    gradient, not on the mean as in synchronous SGD.
 
-    ``staleness_histogram`` counts, for each read, the steps before it that were not complete.
+    ``staleness_histogram`` counts, per read of values, the preceding steps that were incomplete.
+
+    The constructor broadcasts the model of rank 0, starts the servers and hooks the optimizer; it
+    is collective.
+
+    Args:
+        model: module with equal parameters and buffers on every rank.
+        optimizer: a plain torch optimizer that steps each element separately, with the same
+            options on every rank in each step. The servers store the state.
+        staleness: steps that a worker may be ahead of the slowest worker. Each rank stores
+            ``staleness + 1`` gradients and the values in node memory.
+        servers: None for all ranks, each of which serves a shard of the parameters and is a
+            worker; a number of dedicated ranks, the last ones; or a list of ranks.
+        curvature: largest eigenvalue of the Hessian, to warn if the learning rate is too large
+            for the observed staleness; None for no warning.
+
+    Raises:
+        ConfigError: an argument is not valid; on every rank.
 
     Source: Ho et al. 2013, "More effective distributed ML via a stale synchronous parallel
     parameter server", NeurIPS. Differs: an update is the step by a mean, not the sum of steps.
@@ -49,22 +68,6 @@ class StaleSynchronous(AsyncMethod):
         servers: Servers = None,
         curvature: float | None = None,
     ) -> None:
-        """Broadcast the model of rank 0, start the servers, and add hooks. Collective.
-
-        Args:
-            model: with equal parameters and buffers on every rank.
-            optimizer: a plain optimizer of torch that steps each element separately, with the
-                same settings on every rank in each step. The servers store its state.
-            staleness: steps that a worker may be ahead of the slowest one. Each rank has
-                ``staleness + 1`` gradients in node memory, and the values.
-            servers: None for all ranks, each of which serves a shard of the parameters and is a
-                worker; a number of dedicated ranks, the last ones; or a list of ranks.
-            curvature: largest eigenvalue of the Hessian, if known: a warning reports a learning
-                rate that is too large for the observed staleness.
-
-        Raises:
-            ConfigError: an argument is not valid; on every rank.
-        """
         checked("staleness", staleness, Count)
         self.staleness = staleness
         try:
@@ -78,8 +81,8 @@ class StaleSynchronous(AsyncMethod):
             )
         except NodeMemoryError as error:  # on all ranks
             raise NodeMemoryError(
-                f"{error}; or take a smaller staleness than {staleness}, for which each rank has "
-                f"{staleness + 1} gradients in node memory"
+                f"{error}; or use a smaller staleness than {staleness}, with which each rank "
+                f"stores {staleness + 1} gradients in node memory"
             ) from error
 
     @property
@@ -92,26 +95,27 @@ class StaleSynchronous(AsyncMethod):
 
 
 class ClockedServer(ParameterServer):
-    """Parameter server that applies the mean gradient of a clock when all workers have sent it.
+    """Parameter server that applies the mean gradient of a step after all workers have sent it.
 
-    A worker that is ahead of the slowest one reads a copy of the values, to which the gradients
-    received for the clocks before its own are applied.
+    A worker that is ahead of the slowest
+    worker reads a copy of the values to which the received gradients of incomplete steps are
+    applied.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        """Pass all arguments to ``ParameterServer``."""
         super().__init__(*args, **options)
-        self._applied = 0  # clocks that are complete and in the values
+        self._applied = 0  # complete steps, which the values include
         self._pushed: defaultdict[int, dict[int, Push]] = defaultdict(dict)
 
     def _push(self, source: int, push: Push) -> int:
         pushed = self._pushed[push.clock]
-        for other, first in [*pushed.items()][:1]:  # the others were compared with it
+        for other, first in [*pushed.items()][:1]:  # each later push was compared with the first
             if first.kind != push.kind:
                 raise MismatchError(
-                    f"all workers must take a step with the same settings, but in step "
-                    f"{push.clock} rank {source} has {push.kind:.300} and rank {other} has "
-                    f"{first.kind:.300}; change learning rates after the same step on every rank"
+                    "all workers must take a step with the same settings of the optimizer, but "
+                    f"in step {push.clock} rank {source} has {push.kind:.300} and rank {other} "
+                    f"has {first.kind:.300}; change learning rates after the same step on every "
+                    "rank"
                 )
             if first.weight and push.weight and first.is_counted != push.is_counted:
                 raise MismatchError(

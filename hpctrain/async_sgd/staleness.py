@@ -1,4 +1,4 @@
-"""Histogram of the staleness of gradients, and the largest stable learning rate."""
+"""Histogram of the staleness of gradients, and the stability limit of the learning rate."""
 
 import logging
 import math
@@ -13,16 +13,17 @@ _LOG = logging.getLogger(__name__)
 def stable_rate(staleness: float, curvature: float = 1.0) -> float:
     """Return the learning rate below which delayed gradient descent on a quadratic is stable.
 
-    The iteration x(t+1) = x(t) - rate * curvature * x(t - staleness) converges below this rate
-    and diverges above. Without a delay the rate is 2 / curvature, with a long delay
-    pi / (2 * delay * curvature).
+    The iteration x(t+1) = x(t) - rate * curvature * x(t - staleness) converges below the returned
+    rate and diverges above. The rate is 2 / curvature for staleness 0, and approximately
+    pi / (2 * staleness * curvature) for large staleness.
 
     Args:
-        staleness: updates between reading the parameters and applying the gradient, 0 or more.
+        staleness: updates between the read of the parameters and the application of the gradient,
+            0 or more.
         curvature: the largest eigenvalue of the Hessian.
 
     Raises:
-        ConfigError: the staleness is below 0, or the curvature not above 0; or not finite.
+        ConfigError: ``staleness`` is below 0, ``curvature`` is not above 0, or one is not finite.
 
     Source: Levin and May 1976, "A note on difference-delay equations", Theor. Popul. Biol. 9.
     """
@@ -32,10 +33,13 @@ def stable_rate(staleness: float, curvature: float = 1.0) -> float:
 
 
 class StalenessHistogram:
-    """Counts the staleness of gradients; warns once if the learning rate is too large for it."""
+    """Counts the staleness of gradients; warns once if the learning rate is too large for it.
+
+    Args:
+        curvature: curvature of the loss; None (unknown) disables the warning.
+    """
 
     def __init__(self, curvature: float | None) -> None:
-        """Store the curvature of the loss; None (unknown) disables the warning."""
         self.counts: Counter[int] = Counter()
         self._curvature, self._has_warned = curvature, False
 
@@ -48,8 +52,8 @@ class StalenessHistogram:
         if most > limit:
             self._has_warned = True
             _LOG.warning(
-                "a step of lr=%g is too large for gradients that are %d updates old: on a "
-                "quadratic of curvature %g it diverges above %.4g; take a smaller lr, fewer "
-                "workers or a smaller staleness",
-                *(most, staleness, self._curvature, limit),
+                "the learning rate should be below %.4g, the stability limit of gradients that "
+                "are %d updates old on a quadratic of curvature %g, got lr=%g; use a smaller "
+                "lr, fewer workers or a smaller staleness",
+                *(limit, staleness, self._curvature, most),
             )

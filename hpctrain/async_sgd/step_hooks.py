@@ -1,4 +1,4 @@
-"""Hooks around the steps of an optimizer; only one method at a time may add hooks."""
+"""Hooks around the steps of an optimizer, of one local or asynchronous method at a time."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -11,15 +11,22 @@ from hpctrain.core.errors import ConfigError
 from hpctrain.core.torch_compat import dynamo_disable
 from hpctrain.gradients.optimizer import METHOD_MARK, require_plain
 
-_MARK = "_async_method"  # attribute of a parameter; in copies of it, it does not count
+_MARK = "_async_method"  # attribute of a parameter; ignored in copies of the parameter
 
 
 class StepHooks:
     """Calls functions before and after each step of an optimizer.
 
-    At most one method at a time may hook an optimizer or one of its parameters. With ``hides``,
-    gradients are None during the step, so that the optimizer does nothing, and are restored
-    afterwards.
+    At most one method at a time can hook an optimizer or one of its parameters.
+
+    Args:
+        name: name of the method, for messages.
+        optimizer: optimizer to hook; see ``require_unhooked``.
+        parameters: parameters that the method trains.
+        before: called at the beginning of each step.
+        after: called at the end of each step.
+        hides: whether the gradients are None during the step, so that the optimizer does nothing;
+            they are restored afterwards.
     """
 
     def __init__(
@@ -32,7 +39,6 @@ class StepHooks:
         *,
         hides: bool = True,
     ) -> None:
-        """Hook an optimizer for the method ``name``; see ``require_unhooked``."""
         self._name, self._optimizer, self._parameters = name, optimizer, parameters
         self._before, self._after, self._hides = before, after, hides
         self._hidden: list[Tensor | None] = []
@@ -50,7 +56,7 @@ class StepHooks:
         return bool(self._handles)
 
     def add(self, handle: object) -> None:
-        """Add the handle of another hook, which is removed with these hooks."""
+        """Add the handle of another hook, which ``remove`` removes, too."""
         self._handles.append(handle)
 
     def remove(self) -> None:
@@ -67,8 +73,8 @@ class StepHooks:
         require_plain(self._name, self._optimizer)
         if kwargs.get("closure") or len(args) > 1:
             raise ConfigError(
-                f"{self._name} must have gradients before step(), but got a closure; call "
-                "backward() before step()"
+                f"gradients must be computed before step() with {self._name}, but step() got a "
+                "closure; call backward() before step(), and pass no closure"
             )
         self._before()
         if self._hides:
@@ -85,20 +91,21 @@ class StepHooks:
 
 
 def require_unhooked(name: str, optimizer: Optimizer) -> None:
-    """Raise ``ConfigError`` if another method has the optimizer, or one of its parameters."""
+    """Raise ``ConfigError`` if a method hooks the optimizer, or one of its parameters."""
     if (has := getattr(optimizer, METHOD_MARK, None)) is not None:
         raise ConfigError(
-            f"an optimizer must have one such method at a time, but {name} follows {has}; end the "
-            "block of the first, or call its close(), before"
+            f"an optimizer can only have one local or asynchronous method at a time, but {has} "
+            f"has the optimizer of this {name}; end the block of {has}, or call its close(), "
+            "before"
         )
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     marks = [getattr(p, _MARK, None) for p in trained]
     others = [m[2] for p, m in zip(trained, marks, strict=True) if m and m[:2] == _here(p)]
     if others:
         raise ConfigError(
-            f"a parameter must have one such method at a time, but {name} follows {others[0]}, "
-            f"which has {len(others)} parameters of this optimizer by another one; end its block, "
-            "or call its close(), before"
+            "a parameter can only have one local or asynchronous method at a time, but "
+            f"{others[0]} has {len(others)} parameters of this {name} in another optimizer; end "
+            f"the block of {others[0]}, or call its close(), before"
         )
 
 

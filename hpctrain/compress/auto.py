@@ -22,8 +22,8 @@ from hpctrain.core.units import MIB, format_bytes
 _LOG = logging.getLogger(__name__)
 
 _ROUNDS = 3
-_MOST_BYTES = 4 * MIB  # maximum size of a trial
-_WORTH = 0.9  # maximum relative time for which the loss of precision is worthwhile
+_MOST_BYTES = 4 * MIB  # maximum size of the trial bucket
+_WORTH = 0.9  # a lossy codec must be at least 10 % faster than no compression
 
 
 _TRIED: Mapping[str, Callable[[], Codec]] = {
@@ -36,9 +36,10 @@ _TRIED: Mapping[str, Callable[[], Codec]] = {
 class Auto(Codec):
     """Codec that sends gradients uncompressed, in bfloat16 or in int8, whichever is fastest.
 
-    A trial reduces the first bucket several times by each codec, and compares the times of the
-    slowest rank. On a single node there is no trial and no compression. Codecs that change the
-    convergence of training are excluded and must be chosen manually.
+    A trial reduces a bucket of the size of the first bucket, at most 4 MiB, several times by each
+    codec, and compares the times of the slowest rank. On a single node gradients are not
+    compressed. Codecs that change the convergence of training are excluded and must be chosen
+    manually.
     """
 
     def __init__(self) -> None:
@@ -74,15 +75,15 @@ class Auto(Codec):
             self._codec.forget()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the choice, since another trial could choose another codec; see ``Codec``."""
+        """Return the choice, because another trial could choose another codec; see ``Codec``."""
         return {"name": self.name}
 
     def fits(self, state: Mapping[str, Any]) -> bool:
-        """Return True if a state contains a possible choice; see ``Codec``."""
+        """Return True if ``state`` contains the name of a codec of the trial; see ``Codec``."""
         return state.get("name") in _TRIED
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a choice. Collective if ranks share no memory."""
+        """Restore the choice, without another trial. Collective if ranks share no memory."""
         self.name, self.reason = state["name"], "chosen before the run was stopped"
         self._codec = _TRIED[self.name]()
         for bucket, parts, comm in self._prepared:
@@ -94,14 +95,14 @@ class Auto(Codec):
 
     def allreduce_(self, bucket: Bucket, comm: Communicator, *, scale: float | None) -> Work:
         """Reduce by the chosen codec; see ``Codec``."""
-        assert self._codec is not None, "a bucket is prepared before"
+        assert self._codec is not None, "prepare() must be called before allreduce_()"
         return self._codec.allreduce_(bucket, comm, scale=scale)
 
     def _choose(self, bucket: Bucket, comm: Communicator) -> Codec:
-        """Measure the codecs; return the fastest one. Collective."""
+        """Measure the codecs, and return the fastest codec. Collective."""
         dtype = bucket.flat.dtype
         if not comm.num_rails:
-            self.reason = "all ranks are on one node, where gradients are summed in its memory"
+            self.reason = "all ranks are on one node, which sums gradients in node memory"
             return Identity()
         if not dtype.is_floating_point or dtype.itemsize < 4:
             self.reason = f"gradients of {dtype} need no compression"

@@ -1,4 +1,4 @@
-"""Codecs by name, and creation of a codec from an argument ``compression``."""
+"""Codecs by name, and creation of a codec from the argument ``compression``."""
 
 import copy
 import warnings
@@ -64,10 +64,10 @@ def _maker(name: str) -> Callable[..., Codec]:
 def codec_for(compression: Compressing | None, optimizer: Optimizer | None = None) -> Codec:
     """Create a codec from a Horovod compressor, a codec, or the name of a codec.
 
-    Warns if training by ``optimizer`` is known not to converge with the codec.
+    Warns if ``optimizer`` is known not to converge with the codec.
 
     Raises:
-        ConfigError: ``compression`` is none of these.
+        ConfigError: ``compression`` has another type, or is not the name of a codec.
     """
     codec = _made(compression)
     if optimizer is not None and (warning := codec.warning(optimizer)):
@@ -92,7 +92,7 @@ def _made(compression: Compressing | None) -> Codec:
     if not hasattr(compression, "compress"):
         raise ConfigError(
             f"compression must be a codec such as Int8(), the name of a codec, or an object with "
-            f"compress and decompress, got {compression!r}"
+            f"methods compress and decompress, got {compression!r}"
         )
     made: Any = compression
     return TensorByTensor(made)
@@ -109,6 +109,7 @@ def compressor_for(compression: Compressing | None) -> Compressor:
         made = getattr(Compression, made, made)
     if not hasattr(made, "compress"):
         raise ConfigError(
-            f"compression of op=Adasum must be Compression.none, fp16 or bf16, got {compression!r}"
+            f"compression of op=Adasum must be Compression.none, Compression.fp16 or "
+            f"Compression.bf16, got {compression!r}"
         )
     return cast("Compressor", made)

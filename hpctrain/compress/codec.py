@@ -1,4 +1,4 @@
-"""Protocols of codecs, which reduce whole buckets, and of Horovod's compressors."""
+"""Protocols of codecs, which reduce buckets, and of Horovod's compressors of tensors."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -28,12 +28,12 @@ class Codec(Protocol):
     def prepare(self, bucket: Bucket, parts: Sequence[Tensor], comm: Communicator) -> None:
         """Allocate the state for a new bucket.
 
-        Collective: every rank calls it, for the same buckets, in the same order.
+        Collective: every rank calls this method, for the same buckets, in the same order.
 
         Args:
-            bucket: exists until ``forget``.
-            parts: views of the bucket: its tensors in their shapes, then a tensor of marks, 0 or
-                1 for each tensor. After the sum, a mark only has to be above 0 if any rank set it.
+            bucket: bucket, which exists until ``forget`` is called.
+            parts: views of the bucket: its tensors in their shapes, then a tensor of marks, 0 or 1
+                for each tensor. After the sum, a mark must be above 0 if a rank has set it to 1.
             comm: communicator that reduces the bucket.
         """
         del bucket, parts, comm
@@ -51,7 +51,7 @@ class Codec(Protocol):
     def allreduce_(self, bucket: Bucket, comm: Communicator, *, scale: float | None) -> Work:
         """Replace the bucket by its sum over ``comm``, or an approximation, times ``scale``.
 
-        Collective: every rank calls it, for the same buckets, in the same order.
+        Collective: every rank calls this method, for the same buckets, in the same order.
         """
 
     def state_dict(self) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class Codec(Protocol):
         return not state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state that ``state_dict`` returned. Not collective.
+        """Restore a result of ``state_dict``. Not collective.
 
         Raises:
             ConfigError: the state is of other buckets.
@@ -73,18 +73,18 @@ class Codec(Protocol):
     def shared_state(self, comm: Communicator) -> dict[str, Any]:
         """Return a state that can be loaded on any number of ranks. Collective.
 
-        The state is the same on all ranks. It contains the sums of unsent errors; loading it
-        resets other state.
+        The state is the same on all ranks, and contains the sums of unsent errors. Other state is
+        reset when the state is loaded.
         """
         del comm
         return {}
 
     def load_shared_state(self, state: Mapping[str, Any], comm: Communicator) -> None:
-        """Restore a state that ``shared_state`` returned. Collective."""
+        """Restore a result of ``shared_state``. Collective."""
         del state, comm
 
     def warning(self, optimizer: Optimizer) -> str:
-        """Return why training with ``optimizer`` may not converge; empty if no reason is known."""
+        """Return a warning if training with ``optimizer`` may not converge; else an empty text."""
         del optimizer
         return ""
 
@@ -102,7 +102,7 @@ class Identity(Codec):
 
 
 class Compressor(Protocol):
-    """Interface of Horovod's compressors, which replace a tensor by a smaller one to sum."""
+    """Interface of Horovod's compressors, which replace a tensor by a smaller tensor."""
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
         """Return the tensor to send, and the context for ``decompress``."""
@@ -112,7 +112,7 @@ class Compressor(Protocol):
 
 
 class TensorByTensor(Codec):
-    """Codec for a user-defined compressor, which sends each tensor of a bucket separately."""
+    """Codec for a user-defined compressor; sends each tensor of a bucket separately."""
 
     def __init__(self, compressor: Compressor) -> None:
         self._compressor = compressor
@@ -145,9 +145,9 @@ class TensorByTensor(Codec):
 
 
 def settings_of(codec: object) -> str:
-    """Return the settings of a codec as text, which ranks compare.
+    """Return the settings of a codec as text that ranks compare.
 
-    For a user-defined codec, the text is the name of its class.
+    For a user-defined codec, the text is the name of the class.
     """
     if isinstance(codec, bool | int | float | str | tuple | torch.dtype):
         return repr(codec)
@@ -156,7 +156,7 @@ def settings_of(codec: object) -> str:
     settings = [
         f"{name.strip('_')}={settings_of(value)}"
         for name, value in vars(codec).items()
-        if name != "rail_s" and not isinstance(value, dict | list)  # not the state of steps
+        if name != "rail_s" and not isinstance(value, dict | list)  # without the state
     ]
     return f"{type(codec).__name__}({', '.join(settings)})"
 

@@ -21,10 +21,7 @@ _WINDOW = 16  # bits per table lookup
 
 
 def codes_of(numbers: Integers) -> tuple[Integers, Integers]:
-    """Return the codes of integers from 1 to ``LARGEST``, and the lengths of the codes in bits.
-
-    The lengths are at most 32.
-    """
+    """Return the codes of integers from 1 to ``LARGEST``, and their lengths, up to 32 bits."""
     if not len(numbers) or int(numbers.max()) >= _FEW:
         return _calculated(numbers)
     codes, lengths = _codes_of_few()
@@ -49,7 +46,7 @@ def _calculated(numbers: Integers) -> tuple[Integers, Integers]:
 
 
 def packed(codes: Integers, lengths: Integers) -> Bytes:
-    """Concatenate codes of up to 33 bits, with the highest bit first."""
+    """Return codes of up to 33 bits, concatenated with the highest bit first, as bytes."""
     ends = np.cumsum(lengths)
     num_bits = int(ends[-1]) if len(ends) else 0
     words = np.zeros(num_bits // 32 + 2, np.uint64)
@@ -58,14 +55,16 @@ def packed(codes: Integers, lengths: Integers) -> Bytes:
         word = starts >> 5
         moved = codes.astype(np.uint64) << (64 - (starts & 31) - lengths).astype(np.uint64)
         first = np.flatnonzero(np.diff(word, prepend=-1))
-        both = np.bitwise_or.reduceat(moved, first)  # of a word and its continuation
+        both = np.bitwise_or.reduceat(moved, first)  # bits of a word and of the next word
         words[word[first]] = both >> np.uint64(32)
         words[word[first] + 1] |= both & np.uint64(0xFFFFFFFF)
     return words.astype(">u4").view(np.uint8)[: -(-num_bits // 8)]
 
 
 class Reader:
-    """Decodes gaps and levels of many blocks, one pair of each block per call.
+    """Decodes the gaps and levels of many blocks, one pair of each block per call.
+
+    A gap is the distance between two nonzero values of a block; a level is a quantized value.
 
     Args:
         data: bytes of all blocks.
@@ -91,7 +90,7 @@ class Reader:
         return gap, level
 
     def gap_at(self, streams: Integers) -> Integers:
-        """Decode an integer from each stream."""
+        """Decode the next integer, a gap, of each block in ``streams``."""
         numbers = np.ones(len(streams), np.int64)
         going = np.arange(len(streams))
         while len(going):
@@ -109,7 +108,7 @@ class Reader:
         return numbers
 
     def level_at(self, streams: Integers) -> Integers:
-        """Decode a signed level from each stream."""
+        """Decode the next signed level of each block in ``streams``."""
         signs = 1 - 2 * self._bit(streams)
         self.positions[streams] += 1
         return signs * self.gap_at(streams)
@@ -122,9 +121,9 @@ class Reader:
 
 @cache
 def _looked_up() -> tuple[Integers, Integers, Integers]:
-    """Return the length, the gap and the level of the first pair in each possible window.
+    """Return length, gap and level of the first pair in each possible window of bits.
 
-    The length is in bits; it is 0 if the pair does not fit the window.
+    The length is in bits, and 0 if the pair is longer than the window.
     """
     windows = np.zeros((1 << _WINDOW, 16), np.uint8)
     windows[:, :2] = np.arange(1 << _WINDOW, dtype=">u2")[:, None].view(np.uint8)

@@ -18,17 +18,17 @@ class NoCompression(Compressor):
     """Compressor that returns tensors unchanged."""
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, None]:
-        """Return the tensor itself."""
+        """Return ``tensor`` unchanged."""
         return tensor, None
 
     @override
     def decompress(self, tensor: Tensor, ctx: None) -> Tensor:
-        """Return the tensor itself."""
+        """Return ``tensor`` unchanged."""
         return tensor
 
 
 class Half(Compressor):
-    """Compressor that rounds floating-point tensors to 16 bits, and leaves others unchanged.
+    """Compressor that rounds floating-point tensors to 16 bits; other tensors are unchanged.
 
     Args:
         dtype: ``torch.float16`` or ``torch.bfloat16``.
@@ -62,9 +62,9 @@ class Compression:
 class HalfCodec(Codec):
     """Codec that sends buckets of 32-bit and 64-bit values in 16 bits.
 
-    Sums inside a node are exact. Only data sent between nodes are rounded: each slice, after the
-    multiplication by ``scale``, and each partial sum. Without node memory each rank rounds its
-    values, and the sum is computed in float32 and rounded once.
+    Sums inside a node are exact. Only data sent between nodes are rounded: each slice of the sum
+    of a node, after the multiplication by ``scale``, and each partial sum. Without node memory
+    each rank rounds its values, and the sum is computed in float32 and rounded once.
 
     Args:
         dtype: ``torch.float16`` or ``torch.bfloat16``.
@@ -88,7 +88,7 @@ class HalfCodec(Codec):
         self._half_of.clear()
 
     def num_bytes(self, bucket: Bucket) -> int:
-        """Return the size of the bucket in bytes, in the dtype that is sent; see ``Codec``."""
+        """Return the size of the bucket in the dtype that is sent, in bytes; see ``Codec``."""
         dtype = self._dtype if id(bucket) in self._half_of else bucket.flat.dtype
         return bucket.numel * dtype.itemsize
 

@@ -14,7 +14,7 @@ _CHUNK = 1 << 18  # values per pass, which fit into the CPU cache
 _HEAD = 8  # bytes per block for its step and its smallest value
 _LEAST_STEP = 1e-7
 _FACTORS = 2.0**64, 2.0**120
-"""Factors for blocks with smaller steps; the second if a step is too small after the first."""
+"""Factors of blocks with smaller steps; the second for steps that the first leaves too small."""
 _QUARTER = 0.25
 """Factor of values whose range exceeds that of float32."""
 
@@ -33,7 +33,7 @@ class Int8Blocks(Format):
 
     A value is rounded to the nearest of 256 levels between the smallest and the largest value of
     its block. If any value is not finite, all values of the packet become NaN. Steps below 1e-45
-    become 0, so that all values of the block equal its smallest one.
+    become 0, so that all values of the block become its smallest value.
 
     Args:
         unit: values per block.
@@ -44,7 +44,7 @@ class Int8Blocks(Format):
 
     @override
     def num_bytes(self, share: CodedShare, piece: slice) -> int:
-        """Return the size: one byte per value, eight per block, and one; see ``Format``."""
+        """Return the bytes: one per value, eight per block, and one more; see ``Format``."""
         numel: int = piece.stop - piece.start
         return 1 + numel + _HEAD * -(-numel // self.unit)
 
@@ -68,7 +68,7 @@ class Int8Blocks(Format):
 
     @override
     def unpack(self, share: CodedShare, piece: slice, packet: Tensor, out: Tensor) -> None:
-        """Decode the rounded values, or NaN; see ``Format``."""
+        """Decode rounded values, or NaN; see ``Format``."""
         kind = _Kind(int(packet[-1]))
         if kind is _Kind.NOT_FINITE:
             out.fill_(torch.nan)
@@ -80,7 +80,7 @@ class Int8Blocks(Format):
             out.clamp_(-largest, largest).div_(_QUARTER)
 
     def _chunks(self, values: Tensor, packet: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return pieces of ``values``, with one block per row, and the packet bytes of each."""
+        """Return pieces of ``values``, one block per row, with the bytes of each in ``packet``."""
         unit, whole = self.unit, values.numel() // self.unit * self.unit
         rows, step = values[:whole].view(-1, unit), max(_CHUNK // unit, 1)
         packed = packet[: len(rows) * (unit + _HEAD)].view(-1, unit + _HEAD)
@@ -92,7 +92,7 @@ class Int8Blocks(Format):
 
 
 def _packed(blocks: Tensor) -> Tensor:
-    """Encode each row; small values are scaled first, since torch adds 1e-8 to ranges."""
+    """Return each row encoded; small values are scaled, since torch adds 1e-8 to ranges."""
     packed: Tensor = torch.ops.quantized.embedding_bag_byte_prepack(blocks)
     step, least = _heads_of(packed)[:, 0].clone(), _LEAST_STEP
     for factor in _FACTORS:
@@ -107,7 +107,7 @@ def _packed(blocks: Tensor) -> Tensor:
 
 
 def _heads_of(packed: Tensor) -> Tensor:
-    """Return the step and the smallest value of each row; read-only."""
+    """Return the step and the smallest value of each encoded row; read-only."""
     if packed.shape[1] % 4 == 0:
         return packed.view(torch.float32)[:, -2:]
     heads = packed[:, -_HEAD:].clone(memory_format=torch.contiguous_format)
@@ -119,8 +119,8 @@ class Int8(Quantized):
 
     Args:
         block: values that share a step and a smallest value.
-        error_feedback: whether rounding errors are added in the next step. Costs twice the memory
-            of the gradients of a rank's slice; rarely needed with 8 bits.
+        error_feedback: whether rounding errors are added in the next step; uses twice the memory
+            of the gradients in a rank's slice, and is rarely necessary with 8 bits.
     """
 
     def __init__(self, block: int = 512, *, error_feedback: bool = False) -> None:

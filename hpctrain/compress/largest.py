@@ -17,8 +17,8 @@ from hpctrain.core.errors import ConfigError
 class Sparse(RailCodec):
     """Base class of codecs that send the largest values; subclasses implement ``reduce_``.
 
-    Every rank sends the fraction ``density`` of its values, with a four-byte index for each, to
-    all others. The bytes of this all-gather grow with the number of nodes.
+    Every rank sends the fraction ``density`` of its values, with a four-byte index for each value,
+    to all other ranks. The bytes of this all-gather grow with the number of nodes.
 
     Args:
         density: fraction of the values to send.
@@ -40,7 +40,9 @@ class Sparse(RailCodec):
     def send_largest(
         self, share: CodedShare, wanted: Tensor, result: Tensor, link: Internode
     ) -> Tensor:
-        """Set ``result`` to the sum of the largest values of all ranks.
+        """Set ``result`` to the sum of the largest values in ``wanted`` of all ranks.
+
+        Collective over ``link``.
 
         Returns:
             The indices of the values that this rank has sent.
@@ -62,7 +64,7 @@ class Sparse(RailCodec):
 def largest(values: Tensor, number: int) -> Tensor:
     """Return the indices of the ``number`` values of largest magnitude, in increasing order.
 
-    A sample of the values gives a threshold; only values above the threshold are sorted. NaN
+    A sample of the values determines a threshold; only values above the threshold are sorted. NaN
     counts as largest.
     """
     magnitudes = values.abs()
@@ -86,8 +88,8 @@ class TopK(Sparse):
 
     Args:
         density: fraction of the values to send.
-        error_feedback: whether unsent values are kept. Without error feedback, small values are
-            lost, and training converges to another result.
+        error_feedback: whether unsent values are added in the next step. Without error feedback,
+            small values are lost, and training converges to another result.
 
     Source: Stich, Cordonnier and Jaggi 2018, "Sparsified SGD with memory".
     """
@@ -99,12 +101,13 @@ class TopK(Sparse):
 
     @override
     def warning(self, optimizer: Optimizer) -> str:
-        """Return a warning if small values are lost; see ``Codec``."""
+        """Return a warning if the codec loses small values; see ``Codec``."""
         if self.keeps_unsent or self._density == 1.0:
             return ""
         return (
-            "without error feedback values that are never among the largest are never sent, so "
-            "training converges to another result; use error_feedback=True"
+            "error feedback should be used, because without it values that are never among the "
+            "largest are never sent, and training converges to another result, got "
+            "error_feedback=False; use error_feedback=True"
         )
 
     def reduce_(self, share: CodedShare, values: Tensor, link: Internode) -> None:
@@ -119,22 +122,23 @@ class TopK(Sparse):
 class DeepGradientCompression(Sparse):
     """Codec that sends the largest accumulated momenta; vectors are summed exactly.
 
-    The codec applies the momentum, so the optimizer must not. When an element is sent, its
-    accumulated value and its momentum are reset to 0. Gradients may be clipped before they are
+    The codec applies the momentum, so the optimizer must have momentum 0. When an element is sent,
+    its accumulated value and its momentum are reset to 0. Gradients may be clipped before they are
     accumulated.
 
     Args:
         density: fraction of the values to send after the warm-up.
-        momentum: 0 to 1; applied to exact values, such as biases, too.
-        clip_norm: maximum norm of the gradients of all nodes. Each node clips its gradients to
-            this norm divided by the square root of the number of nodes. None for no clipping.
+        momentum: factor of the momentum, 0 to 1; also applied to values that are summed exactly,
+            such as biases.
+        clip_norm: maximum norm of the sum of all nodes. Each node clips its gradients to this
+            norm divided by the square root of the number of nodes. None for no clipping.
         masks_momentum: whether the momentum of sent values is reset. With density 1, True disables
             the momentum, and False gives SGD with momentum.
         warmup: densities of the first steps, each used for ``warmup_steps`` steps.
-        warmup_steps: 0 for no warm-up.
+        warmup_steps: number of steps with each density of ``warmup``; 0 for no warm-up.
 
     Source: Lin et al. 2018, "Deep gradient compression".
-    Differs: the norm is that of a slice of a bucket.
+    Differs: the norm is computed over a slice of a bucket.
     """
 
     keeps_unsent, unsent = True, "sum"
@@ -156,8 +160,8 @@ class DeepGradientCompression(Sparse):
             checked("density", each, Fraction)
         if not (0 <= momentum <= 1 and (clip_norm is None or clip_norm > 0)):
             raise ConfigError(
-                f"momentum must be 0 to 1, and clip_norm above 0 or None, got momentum={momentum} "
-                f"and clip_norm={clip_norm}"
+                "momentum must be from 0 to 1, and clip_norm above 0 or None, got "
+                f"momentum={momentum} and clip_norm={clip_norm}"
             )
         self._momentum, self._clip_norm, self._masks = momentum, clip_norm, masks_momentum
         self._warmup, self._warmup_steps = tuple(warmup), warmup_steps
@@ -168,12 +172,12 @@ class DeepGradientCompression(Sparse):
         return self._warmup[stage] if stage < len(self._warmup) else self._density
 
     def warning(self, optimizer: Optimizer) -> str:
-        """Return a warning if the optimizer applies momentum again; see ``Codec``."""
+        """Return a warning if the optimizer applies momentum, too; see ``Codec``."""
         if not any(group.get("momentum") or "betas" in group for group in optimizer.param_groups):
             return ""
         return (
-            f"the codec already applies momentum, and {type(optimizer).__name__} applies it "
-            f"again; use SGD with momentum=0"
+            f"the optimizer should have no momentum, because the codec applies momentum, got "
+            f"{type(optimizer).__name__} with momentum; use SGD with momentum=0"
         )
 
     def is_exact(self, tensor: Tensor) -> bool:
@@ -194,6 +198,6 @@ class DeepGradientCompression(Sparse):
             momenta[sent] = 0.0
 
     def after_exact(self, share: CodedShare, values: Tensor) -> None:
-        """Apply the momentum to exact values; see ``RailCodec``."""
+        """Apply the momentum to values that are not encoded; see ``RailCodec``."""
         momenta = share.memory.setdefault("exact momentum", torch.zeros_like(values))
         values.copy_(momenta.mul_(self._momentum).add_(values))

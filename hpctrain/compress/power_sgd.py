@@ -18,9 +18,7 @@ _SMALLER = 2.0**-64  # factor of values whose products overflow
 
 
 class PowerSGD(RailCodec):
-    """Codec that sends two factors of ``rank`` columns for each matrix.
-
-    The factors are computed by power iteration.
+    """Codec that sends two factors of ``rank`` columns for each matrix, by power iteration.
 
     The first dimension of a tensor is the row dimension; the other dimensions are flattened.
     Vectors, and matrices for which the factors are not smaller, are summed exactly. Each rail
@@ -32,13 +30,14 @@ class PowerSGD(RailCodec):
         warmup_steps: number of first steps that are exact.
         min_gain: minimum ratio of the sizes of matrix and factors; other matrices are exact.
         warm_start: whether a step starts from the factor of the previous step. Without a warm
-            start, the approximation is worse than the best one of this rank.
-        error_feedback: whether the approximation error is kept.
+            start, the approximation is worse than the best approximation of this rank.
+        error_feedback: whether the approximation error is added in the next step.
 
     Source: Vogels, Karimireddy and Jaggi 2019, "PowerSGD: practical low-rank gradient compression
-    for distributed optimization". The factors are orthogonalised by QR, whose result is bitwise
-    identical on all ranks if their processors are identical; the comparison of weights between
-    ranks detects a difference.
+    for distributed optimization".
+    Differs: the factors are orthogonalised by QR, whose result is bitwise identical on all ranks
+    if their processors are identical; the comparison of weights between ranks detects a
+    difference.
     """
 
     takes_tensors = True
@@ -62,10 +61,7 @@ class PowerSGD(RailCodec):
         self._warm_start, self.keeps_unsent = warm_start, error_feedback
 
     def is_exact(self, tensor: Tensor) -> bool:
-        """Return True for vectors, and for matrices whose factors are too large.
-
-        See ``RailCodec``.
-        """
+        """Return True for vectors, and for matrices whose factors are too large to save bytes."""
         if tensor.dim() < 2 or not tensor.numel():
             return True
         rows, columns = len(tensor), tensor.numel() // len(tensor)
@@ -87,15 +83,15 @@ class PowerSGD(RailCodec):
         wanted = values
         if self.keeps_unsent:
             wanted = share.remembered("error").add_(values)
-        alike = _alike(share.places)
-        left, right = self._thin(share, wanted, alike, link)
-        # Products of large values overflow, and then in the sums on all ranks.
+        groups = _by_shape(share.places)
+        left, right = self._thin(share, wanted, groups, link)
+        # If a product overflows on one rank, the sums are infinite on all ranks.
         overflows = not all(thin.isfinite().all() for thin in right)
         if overflows:
-            left, right = self._thin(share, wanted * _SMALLER, alike, link)
+            left, right = self._thin(share, wanted * _SMALLER, groups, link)
         if self._warm_start:
             share.memory["right"] = torch.cat([thin.reshape(-1) for thin in right])
-        for places, thin_left, thin_right in zip(alike, left, right, strict=True):
+        for places, thin_left, thin_right in zip(groups, left, right, strict=True):
             for place, *thin in zip(places, thin_left, thin_right, strict=True):
                 torch.mm(*thin, out=_matrix(values, place))
         if overflows:
@@ -107,11 +103,11 @@ class PowerSGD(RailCodec):
         self,
         share: CodedShare,
         wanted: Tensor,
-        alike: Sequence[list[CodedTensor]],
+        groups: Sequence[list[CodedTensor]],
         link: Internode,
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Return both factors of the sums over ``link``, for each batch. Collective."""
-        batches = [(places, _stacked(wanted, places)) for places in alike]
+        """Return both factors of the sums over ``link``, by group of equal shapes. Collective."""
+        batches = [(places, _stacked(wanted, places)) for places in groups]
         right = self._right(share, batches)
         left = [_times(each, thin) for (_, each), thin in zip(batches, right, strict=True)]
         left = [torch.linalg.qr(thin)[0] for thin in _summed(left, link)]
@@ -121,14 +117,14 @@ class PowerSGD(RailCodec):
     def _right(
         self, share: CodedShare, batches: Sequence[tuple[Sequence[CodedTensor], Tensor]]
     ) -> list[Tensor]:
-        """Return orthogonal columns from which the iteration starts, for each batch.
+        """Return the orthogonal columns from which the iteration starts, for each batch.
 
-        These are the last columns, or random ones in the first step.
+        These are the columns of the previous step, or random columns in the first step.
         """
         shapes = [(len(m), self._width(*m.shape[1:]), m.shape[2]) for _, m in batches]
         sizes = [math.prod(shape) for shape in shapes]
         flat = share.memory.get("right")
-        if flat is None or len(flat) != sum(sizes) or not flat.any():  # or another rank
+        if flat is None or len(flat) != sum(sizes) or not flat.any():  # the rank may have changed
             generator = torch.Generator().manual_seed(_SEED + share.num_steps)
             drawn = [
                 torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes
@@ -145,7 +141,7 @@ class PowerSGD(RailCodec):
 
 
 def _safe(columns: Tensor) -> Tensor:
-    """Scale columns so that their norms do not overflow; directions do not change."""
+    """Return columns scaled so that their norms do not overflow; directions do not change."""
     return columns * _SMALLER if columns.abs().max() > 1 / _SMALLER else columns
 
 
@@ -153,8 +149,8 @@ def _shapes(share: CodedShare) -> list[tuple[int, int]]:
     return [(place.numel // place.row, place.row) for place in share.places]
 
 
-def _alike(places: Sequence[CodedTensor]) -> list[list[CodedTensor]]:
-    """Group matrices of the same shape."""
+def _by_shape(places: Sequence[CodedTensor]) -> list[list[CodedTensor]]:
+    """Return groups of matrices of the same shape."""
     batches: dict[tuple[int, int], list[CodedTensor]] = {}
     for place in places:
         batches.setdefault((place.numel, place.row), []).append(place)
@@ -164,7 +160,7 @@ def _alike(places: Sequence[CodedTensor]) -> list[list[CodedTensor]]:
 def _times(matrices: Tensor, thin: Tensor) -> Tensor:
     """Return ``matrices @ thin``.
 
-    Padding to 16 columns halves the time of the BLAS for 4 columns.
+    Padding 4 columns to 16 halves the time of the matrix product.
     """
     width = thin.shape[-1]
     return (matrices @ pad(thin, (0, -width % 16)))[..., :width]
@@ -183,7 +179,7 @@ def _matrix(values: Tensor, place: CodedTensor) -> Tensor:
 
 
 def _summed(thin: list[Tensor], link: Internode) -> list[Tensor]:
-    """Sum matrices over ``link`` in one message."""
+    """Return matrices summed over ``link``, in one message. Collective."""
     packed = PackedTensors.copied(thin)
     link.allreduce_(packed.flat).wait()
     return packed.places

@@ -19,18 +19,18 @@ _CHUNK = 1 << 18  # values per pass, which fit into the CPU cache
 class QSGD(RailCodec):
     """Codec that sends randomly rounded values in Elias' omega code.
 
-    The rounding is unbiased. Codes cannot be added, so each rank sends its codes to all others,
-    which decode them. The number of bytes grows with the number of nodes, and differs from step to
-    step.
+    The rounding is unbiased. Codes cannot be added, so each rank sends its codes to all other
+    ranks, which decode them. The number of bytes grows with the number of nodes, and differs
+    between steps.
 
     Args:
         levels: number of steps between zero and the norm of a block. The square root of ``block``
-            gives about 2.8 bits per value, 1 the fewest.
+            gives about 2.8 bits per value; 1 gives the fewest bits.
         block: values that share a norm.
         seed: seed of the random numbers, which differ by rank, bucket and step.
 
     Source: Alistarh et al. 2017, "QSGD: communication-efficient SGD via gradient quantization
-    and encoding", with its norm of two.
+    and encoding", with the 2-norm.
     """
 
     def __init__(self, levels: int = 16, block: int = 512, seed: int = 0) -> None:
@@ -39,7 +39,8 @@ class QSGD(RailCodec):
         checked("block", block, Number)
         if max(levels, block) > LARGEST:
             raise ConfigError(
-                f"levels and block must be 1 to {LARGEST}, got levels={levels} and block={block}"
+                f"levels and block must be from 1 to {LARGEST}, got levels={levels} and "
+                f"block={block}"
             )
         self._levels, self._block, self._seed = levels, block, seed
 
@@ -66,7 +67,7 @@ class QSGD(RailCodec):
         """Return the norm of each block, and the signed levels of its values as int32."""
         blocks = _blocks_of(values, self._block)
         norms = row_norms(blocks)
-        # A norm may exceed the range of its dtype; any upper bound of the values is unbiased too.
+        # A norm may exceed the range of its dtype; with any upper bound the rounding is unbiased.
         largest = torch.finfo(blocks.dtype).max
         norms = torch.where(norms.isinf(), norms, norms.clamp(max=largest)).to(blocks.dtype)
         exact = (blocks.abs() / norms.where(norms > 0, 1.0)[:, None]).mul_(self._levels)
@@ -81,7 +82,7 @@ class QSGD(RailCodec):
         return (levels.to(norms.dtype) / self._levels) * norms[:, None]
 
     def num_code_bits(self, levels: Tensor) -> int:
-        """Return the number of bits of the codes, without norms and lengths."""
+        """Return the number of bits of the codes of ``levels``, without norms and lengths."""
         return int(self._codes(levels)[1].sum())
 
     def _codes(self, levels: Tensor) -> "tuple[np.ndarray, np.ndarray, np.ndarray]":
@@ -113,7 +114,7 @@ class QSGD(RailCodec):
         norms = torch.from_numpy(raw[:first].copy()).view(like.dtype)
         numbers, num_bits = raw[first : first + 8 * num_blocks].view(np.int32).reshape(2, -1)
         starts = np.cumsum(num_bits, dtype=np.int64) - num_bits
-        order = np.argsort(-numbers, kind="stable")  # unfinished blocks are always the first ones
+        order = np.argsort(-numbers, kind="stable")  # unfinished blocks first
         reader = Reader(raw[first + 8 * num_blocks :], starts[order])
         num_left = num_blocks - np.cumsum(np.bincount(numbers, minlength=1))
         levels = np.zeros(num_blocks * self._block, np.int32)

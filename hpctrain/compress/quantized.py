@@ -1,13 +1,13 @@
-"""Base of codecs whose codes cannot be added, so that each rank sums one piece.
+"""Base of codecs whose codes cannot be added, so that each rank decodes and sums one piece.
 
     values   -> K pieces; coded piece r is sent to rank r    (reduce-scatter)
     rank r   -> decodes K codes, sums them, codes the sum
     sum      -> is sent to all ranks, which decode it        (all-gather)
 
-Each rank sends 2 (K - 1) / K codes, as in a ring, and the results are bitwise identical on all
-ranks. With error feedback, both codings keep their errors and add them in the next step. Long
-values are divided into chunks: a rank codes one chunk and decodes another while a third is in
-flight.
+Each rank sends 2 (K - 1) / K codes, as in a ring all-reduce, and the results are bitwise identical
+on all ranks. With error feedback, both encodings store their errors and add them in the next step.
+Long values are divided into chunks: a rank encodes one chunk and decodes another while a third is
+in flight.
 """
 
 from collections import deque
@@ -25,7 +25,7 @@ from hpctrain.compress.rail_codec import CodedShare, RailCodec
 from hpctrain.core.checks import Count, checked
 
 _CHUNK = 1 << 18
-"""Values per piece of a chunk."""
+"""Number of values per piece of a chunk."""
 
 
 @cache
@@ -42,16 +42,16 @@ def is_finite(values: Tensor) -> bool:
 
 
 class Format(Protocol):
-    """Encodes and decodes values; the encoded size depends only on the number of values."""
+    """Encoding of values, whose size depends only on the number of values."""
 
     unit: int
-    """Pieces are cut at multiples of this number of values."""
+    """Values are divided into pieces at multiples of this number."""
 
     def num_bytes(self, share: CodedShare, piece: slice) -> int:
         """Return the size of the encoded values of ``piece`` in bytes."""
 
     def pack(self, share: CodedShare, piece: slice, values: Tensor) -> Tensor:
-        """Encode flat float32 or float64 values, as uint8."""
+        """Return ``values``, flat and in float32 or float64, encoded as uint8."""
 
     def unpack(self, share: CodedShare, piece: slice, packet: Tensor, out: Tensor) -> None:
         """Decode ``packet``, and store the values in ``out``."""
@@ -62,11 +62,11 @@ class Quantized(RailCodec):
 
     Args:
         form: encoding of the values.
-        feedback: whether both encodings keep their errors for the next step.
+        feedback: whether both encodings add their errors in the next step.
         warmup_steps: number of first steps of every bucket that are exact.
 
     Source: Seide et al. 2014, "1-bit stochastic gradient descent and its application to
-    data-parallel distributed training of speech DNNs", for the two codings with their residuals.
+    data-parallel distributed training of speech DNNs", for two encodings with residuals.
     """
 
     def __init__(self, form: Format, *, feedback: bool, warmup_steps: int = 0) -> None:
@@ -79,7 +79,7 @@ class Quantized(RailCodec):
         return self._form.num_bytes(share, slice(0, share.numel))
 
     def reduce_(self, share: CodedShare, values: Tensor, link: Internode) -> None:
-        """Exchange pieces, sum one, and exchange the sums; see ``RailCodec``."""
+        """Exchange pieces, sum this rank's piece, and exchange the sums; see ``RailCodec``."""
         if share.num_steps < self._warmup_steps:
             link.allreduce_(values).wait()
             return
@@ -88,20 +88,20 @@ class Quantized(RailCodec):
             slice(start, min(start + length, share.numel))
             for start in range(0, share.numel, length)
         )
-        under_way: deque[Iterator[None]] = deque(maxlen=3)  # a chunk is complete after three turns
+        in_flight: deque[Iterator[None]] = deque(maxlen=3)  # a chunk is complete after three turns
         for chunk in chain(chunks, (None, None)):
-            under_way.appendleft(
+            in_flight.appendleft(
                 iter(()) if chunk is None else self._turns(share, chunk, values, link)
             )
-            for turns in under_way:
+            for turns in in_flight:
                 next(turns, None)
 
     def _turns(
         self, share: CodedShare, chunk: slice, values: Tensor, link: Internode
     ) -> Iterator[None]:
-        """Exchange the pieces of a chunk, sum one, and exchange the sums.
+        """Exchange the pieces of a chunk, sum this rank's piece, and exchange the sums.
 
-        Yields while messages are in flight.
+        Yields while messages are in flight, to process other chunks.
         """
         form, numel = self._form, chunk.stop - chunk.start
         bounds = (slice_bounds(numel, link.size, rank, form.unit) for rank in range(link.size))
@@ -123,7 +123,7 @@ class Quantized(RailCodec):
     def _coded(
         self, share: CodedShare, piece: slice, values: Tensor, memory: Tensor | None
     ) -> Tensor:
-        """Encode a piece, after adding the last error in ``memory``, and store the new error."""
+        """Return a piece encoded, with the error in ``memory`` added; store the new error."""
         form, wanted = self._form, values[piece]
         if memory is None:
             return form.pack(share, piece, wanted)

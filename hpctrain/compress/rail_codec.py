@@ -2,9 +2,9 @@
 
     part = comm.reduce_node(bucket, scale=scale)     # exact, inside the node
     codec.reduce_(share, values, comm.internode)     # lossy, between nodes
-    comm.publish(bucket)                             # the same bits on every rank of the node
+    comm.publish(bucket)                             # bitwise equal on every rank of the node
 
-``values`` are the coded elements of this rank's slice. The other elements, such as marks, are
+``values`` are the encoded elements of this rank's slice. The other elements, such as marks, are
 summed exactly. Without node memory each rank is a separate node.
 """
 
@@ -27,28 +27,28 @@ from hpctrain.core.errors import ConfigError
 
 
 class CodedTensor(NamedTuple):
-    """Position of a tensor in a bucket, or of the part of the tensor that a rank encodes."""
+    """Position in a bucket of a tensor, or of the part of a tensor that a rank encodes."""
 
     number: int  # index of the tensor in its bucket
     start: int  # first element in the bucket
-    numel: int
+    numel: int  # number of elements
     row: int  # elements per row of the tensor: all weights of one output
     offset: int = 0  # elements of the tensor before this part
-    first: int = 0  # first element among the coded elements
+    first: int = 0  # first element among the encoded elements
 
     @property
     def stop(self) -> int:
-        """End in the bucket, exclusive."""
+        """Index in the bucket after the last element."""
         return self.start + self.numel
 
     @property
     def end(self) -> int:
-        """End among the coded elements, exclusive."""
+        """Index among the encoded elements after the last element."""
         return self.first + self.numel
 
 
 class CodedShare:
-    """The elements of one bucket that this rank encodes, with their state.
+    """Elements of one bucket that this rank encodes, with their state.
 
     Args:
         slots: all tensors of the bucket.
@@ -79,24 +79,24 @@ class CodedShare:
         self.num_steps = 0
 
     def remembered(self, name: str) -> Tensor:
-        """Return the state tensor ``name`` of the encoded values; initially zeros."""
+        """Return state ``name``, one element per encoded value; zeros at the first call."""
         if name not in self.memory:
             self.memory[name] = torch.zeros(self.numel, dtype=self.dtype)
         return self.memory[name]
 
     def forget_what_is_not_finite(self, result: Tensor) -> None:
-        """Replace non-finite values of the state by zeros if ``result`` is not finite."""
+        """Set non-finite elements of the state to zero if ``result`` is not finite."""
         if self.memory and not math.isfinite(result.sum().item()):
             for value in self.memory.values():
                 value.nan_to_num_(0.0, 0.0, 0.0)
 
 
 _UNSENT = ("error", "late error", "sum")
-"""Names of state that a lossless codec would have sent."""
+"""Names of the state with unsent values."""
 
 
 class _Prepared(NamedTuple):
-    """A prepared bucket, with the share of this rank and the union of its node's shares."""
+    """Prepared bucket, with the share of this rank and the union of the node's shares."""
 
     bucket: Bucket
     share: CodedShare
@@ -108,9 +108,9 @@ class RailCodec:
     """Base class of lossy codecs; subclasses implement ``reduce_`` and ``bytes_of``."""
 
     keeps_unsent = False
-    """Whether shares keep unsent values."""
+    """Whether shares store unsent values for the next step."""
     unsent = "error"
-    """Name of the state with the unsent values."""
+    """Name of the state to which loaded unsent values are added."""
     takes_tensors = False
     """Whether each rail sends whole tensors, instead of a slice of each bucket."""
 
@@ -125,21 +125,21 @@ class RailCodec:
         Collective over ``link``. Called once per share and step.
 
         Args:
-            share: state of the values, the same object in every step.
+            share: description and state of the values; the same object in every step.
             values: flat; the same spans of the bucket on all ranks of ``link``.
             link: ranks to sum over, one per node.
         """
         raise NotImplementedError
 
     def bytes_of(self, share: CodedShare) -> int:
-        """Return the encoded size of a share in one message, in bytes."""
+        """Return the encoded size of the values of ``share`` in one message, in bytes."""
         raise NotImplementedError
 
     def after_exact(self, share: CodedShare, values: Tensor) -> None:
-        """Process the sums of exact values. A no-op unless overridden."""
+        """Process the sums of values that are not encoded. No-op unless overridden."""
 
     def warning(self, optimizer: Optimizer) -> str:  # noqa: ARG002 - for subclasses
-        """Return why training with ``optimizer`` may not converge; see ``Codec``."""
+        """Return a warning if training with ``optimizer`` may not converge; see ``Codec``."""
         return ""
 
     def is_exact(self, tensor: Tensor) -> bool:  # noqa: ARG002 - for subclasses
@@ -223,11 +223,12 @@ class RailCodec:
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state of the same buckets that ``state_dict`` returned; see ``Codec``."""
+        """Restore a result of ``state_dict`` of the same buckets; see ``Codec``."""
         if not self.fits(state):
             raise ConfigError(
                 f"the state of a codec must be of the same buckets, but the {len(state)} saved "
-                f"ones do not fit its {len(self._shares)}; keep ranks, parameters and bucket size"
+                f"buckets do not fit the {len(self._shares)} buckets of the codec; keep ranks, "
+                f"parameters and bucket size"
             )
         for kept, share in zip(state.values(), self._shares, strict=True):
             share.num_steps = kept["steps"]
@@ -252,7 +253,7 @@ class RailCodec:
             share.num_steps, share.memory = state["steps"], {}
         slots = [slot for share in self._shares for slot in share.slots]
         if [slot.numel for slot in slots] != [each.numel() for each in state["unsent"]]:
-            return  # the state has no unsent values, as on one node
+            return  # a state that was saved on one node has no unsent values
         unsent = iter(state["unsent"])
         num_nodes = comm.size if comm.internode is None else comm.internode.size
         for share in self._shares:
@@ -265,7 +266,7 @@ class RailCodec:
     def _step(self, prepared: _Prepared, comm: Communicator, scale: float | None) -> None:
         bucket, node, link = prepared.bucket, comm.node, comm.internode
         comm.reduce_node(bucket, scale=scale)
-        if node is not None and self.takes_tensors:  # the reduced slices are of several ranks
+        if node is not None and self.takes_tensors:  # tensors span the slices of several ranks
             node.barrier()
         if link is not None:
             self._over(prepared.share, bucket.peers[0] if bucket.peers else bucket.flat, link)
@@ -273,21 +274,21 @@ class RailCodec:
             node.barrier()
         comm.publish(bucket)
         if link is not None:
-            self._take_back(prepared, link.size)
+            self._keep_unused(prepared, link.size)
 
-    def _take_back(self, prepared: _Prepared, num_nodes: int) -> None:
-        """Add unused results, of tensors without a gradient on any rank, to the unsent values."""
+    def _keep_unused(self, prepared: _Prepared, num_nodes: int) -> None:
+        """Add the results of tensors without a gradient on any rank to the unsent values."""
         bucket, share, _, marks = prepared
         unsent = share.memory.get(self.unsent)
         if unsent is None or not len(marks) or marks.all():
             return
         for place in share.places:
             if not marks[place.number]:
-                came = bucket.flat[place.start : place.stop].nan_to_num(0.0, 0.0, 0.0)
-                unsent[place.first : place.end].add_(came, alpha=1 / num_nodes)
+                received = bucket.flat[place.start : place.stop].nan_to_num(0.0, 0.0, 0.0)
+                unsent[place.first : place.end].add_(received, alpha=1 / num_nodes)
 
     def _over(self, share: CodedShare, flat: Tensor, link: Internode) -> None:
-        """Reduce this rank's share of a bucket over ``link``."""
+        """Reduce this rank's share of a bucket over ``link``. Collective over ``link``."""
         start = time.perf_counter()
         if share.exact:
             with gathered(flat, share.exact, flat.dtype) as exact:
@@ -320,14 +321,14 @@ def exchanged(link: Internode, outgoing: Sequence[Tensor], numels: Sequence[int]
 
 
 def _slot(bucket: Bucket, number: int, tensor: Tensor) -> CodedTensor:
-    """Return the position of a tensor in its bucket, and the length of its rows in memory."""
+    """Return the position of a tensor in its bucket, with the length of its rows in memory."""
     start = tensor.storage_offset() - bucket.flat.storage_offset()
     row = max(map(int, tensor.stride())) if tensor.dim() > 1 else tensor.numel()
     return CodedTensor(number, int(start), tensor.numel(), max(row, 1))
 
 
 def _whole(slots: Sequence[CodedTensor], num_rails: int, rail: int) -> list[CodedTensor]:
-    """Return the tensors of one rail; rails are balanced by number of elements."""
+    """Return the tensors that ``rail`` sends; rails have similar numbers of elements."""
     loads, mine = [0] * num_rails, []
     for slot in sorted(slots, key=lambda slot: -slot.numel):
         least = loads.index(min(loads))
@@ -359,7 +360,7 @@ def _joined(places: Sequence[CodedTensor]) -> list[slice]:
 
 
 def _spans_between(slots: Sequence[CodedTensor], own: slice) -> list[slice]:
-    """Return the spans of the slice ``own`` that are outside of all tensors."""
+    """Return the spans of the slice ``own`` that are outside of all ``slots``."""
     edges = [own.start]
     for span in _joined(_places(slots, own)):
         edges += [span.start, span.stop]

@@ -20,12 +20,12 @@ class Signs(Format):
 
     @override
     def num_bytes(self, share: CodedShare, piece: slice) -> int:
-        """Return the size: one bit per value, and a byte; see ``Format``."""
+        """Return the bytes: one bit per value, and one byte; see ``Format``."""
         numel: int = piece.stop - piece.start
         return 1 + -(-numel // 8)
 
     def pack(self, share: CodedShare, piece: slice, values: Tensor) -> Tensor:
-        """Encode values as bits, after a byte that is 1 if any is not finite; see ``Format``."""
+        """Encode values as bits after a byte, 1 if any value is not finite; see ``Format``."""
         packet = torch.empty(self.num_bytes(share, piece), dtype=torch.uint8)
         packet[0] = not is_finite(values)
         packet[1:] = _bits_of(values)
@@ -43,9 +43,9 @@ class Signs(Format):
 class SignSGD(Quantized):
     """Codec whose result is the majority sign of each value over the nodes: +1 or -1.
 
-    A tie gives +1. The optimizer must not scale gradients, so use plain SGD with a small learning
-    rate: Adam divides by the magnitude, which is 1. Convergence is not guaranteed; ``OneBit``
-    keeps its errors and converges.
+    A tie gives +1. The optimizer must not scale gradients: use plain SGD with a small learning
+    rate, since Adam divides by the magnitude of gradients, which is 1. Convergence is not
+    guaranteed; ``OneBit`` adds its errors in the next step, and converges.
 
     Source: Bernstein et al. 2018, "signSGD with majority vote is communication efficient and
     fault tolerant".
@@ -59,8 +59,9 @@ class SignSGD(Quantized):
         if not any("betas" in group for group in optimizer.param_groups):
             return ""
         return (
-            f"{type(optimizer).__name__} divides by the magnitude of gradients, which is 1 for "
-            f"signs, so each weight changes by the learning rate in each step; use SGD, or OneBit"
+            "the optimizer should not divide by the magnitude of gradients, which is 1 for "
+            f"signs, got {type(optimizer).__name__}, with which each weight changes by the "
+            "learning rate in each step; use SGD, or the codec OneBit"
         )
 
 
@@ -74,7 +75,7 @@ class TwoValues:
     unit = 8
 
     def num_bytes(self, share: CodedShare, piece: slice) -> int:
-        """Return the size: one bit per value, and eight bytes per row; see ``Format``."""
+        """Return the bytes: one bit per value, and eight bytes per row; see ``Format``."""
         numel: int = piece.stop - piece.start
         return 8 * sum(rows for _, rows, _ in _rows_in(share, piece)) + -(-numel // 8)
 

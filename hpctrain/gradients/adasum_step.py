@@ -1,4 +1,4 @@
-"""The exchange of a ``DistributedOptimizer`` with ``op=Adasum``, which combines steps."""
+"""Exchange of a ``DistributedOptimizer`` with ``op=Adasum``, which combines steps."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -28,7 +28,7 @@ class AdasumStep(OptimizerExchange):
 
     The change of each parameter is combined over all ranks by Adasum: orthogonal changes are
     added, equal changes are averaged. The learning rate therefore need not grow with the number of
-    ranks. Construction compares the parameters of all ranks. Collective.
+    ranks. The constructor compares the parameters of all ranks; it is collective.
 
     Args:
         comm: ranks whose steps are combined.
@@ -37,7 +37,7 @@ class AdasumStep(OptimizerExchange):
         steps: counts steps, and compares the ranks before each step.
 
     Source: Maleki et al. 2020, arXiv:2006.02924.
-    Differs: combines steps of the optimizer in place of gradients, as Horovod does.
+    Differs: combines steps of the optimizer instead of gradients, like Horovod.
     """
 
     unscales = True
@@ -54,15 +54,15 @@ class AdasumStep(OptimizerExchange):
         self._before: list[tuple[Tensor, Tensor]] = []
         self._num_forgotten = 0  # times that gradients were cleared since the last step
         steps.enter(self)
-        today = _stepped(parameters())
-        self._lines = _lines_of(today)
+        current = _stepped(parameters())
+        self._lines = _lines_of(current)
         require_equal(comm, self._lines, "parameters")
         steps.watch(parameters())
         self._mark_gradients()
 
     @property
     def steps(self) -> StepCounter:
-        """Step counter, which compares the ranks before a step and stores their flags."""
+        """Step counter, which compares the ranks before a step and exchanges their flags."""
         return self._steps
 
     @property
@@ -73,25 +73,25 @@ class AdasumStep(OptimizerExchange):
     def set_num_samples(self, num_samples: float, nominal: float) -> None:
         """Raise ``ConfigError``, since Adasum does not weight ranks by samples."""
         raise ConfigError(
-            f"sample counts must be set with op=Average, but op is Adasum with "
+            f"sample counts can only be set with op=Average, but op is Adasum, got "
             f"num_samples={num_samples}, nominal={nominal}; leave set_num_samples out"
         )
 
     def require_skippable(self) -> None:
-        """Raise ``ConfigError``, since ranks would diverge if ``step()`` did not combine them."""
+        """Raise ``ConfigError``, since ``step()`` must combine the ranks."""
         raise ConfigError(
             "skip_synchronize() must not be used with op=Adasum, which combines the ranks inside "
             "step(); leave skip_synchronize() out"
         )
 
     def new_step(self) -> None:
-        """Record that the program is about to clear gradients. Not collective."""
+        """Record that the program clears gradients, perhaps without a step. Not collective."""
         if self._before:  # inside a step, a closure may clear gradients any number of times
             return
         self._num_forgotten += _has_new(_gradients(self._parameters()))
 
     def start_again(self) -> None:
-        """Reset the step, after parameters and state were replaced. Not collective."""
+        """Reset the step; called when a state is loaded. Not collective."""
         self._steps.number = None
         self._before, self._num_forgotten = [], 0
 
@@ -99,17 +99,17 @@ class AdasumStep(OptimizerExchange):
     def begin_step(self, stepping: Optimizer, closure: Closure) -> Closure:
         """Save the parameters before this rank's own step. Collective.
 
-        A rank whose ``GradScaler`` has found infinity adds nothing to the step. If a ``closure``
-        is given, the optimizer computes the gradients inside ``step()``.
+        A rank whose ``GradScaler`` has found an overflow contributes no change. With ``closure``,
+        the optimizer computes the gradients inside ``step()``.
 
         Raises:
             MismatchError: ranks take different steps, step different parameters or hold different
-                weights; only some of them use the gradients of the previous step; or only some
+                weights; only some ranks use the gradients of the previous step; or only some ranks
                 have cleared gradients without a step. Raised on all ranks.
         """
         unscale_own(stepping)
-        today = _stepped(self._parameters())
-        lines, grads = _lines_of(today), _gradients(today)
+        current = _stepped(self._parameters())
+        lines, grads = _lines_of(current), _gradients(current)
         is_new = closure is not None or _has_new(grads)
         repeats = not is_new and any(bool(grad.any()) for grad in grads)
         if self._num_forgotten and not is_new:
@@ -117,15 +117,15 @@ class AdasumStep(OptimizerExchange):
         for _ in range(self._num_forgotten):
             self._steps.end()
         self._num_forgotten = 0
-        self._steps.unreached.count(n for n, p in today if p.grad is None or not p.grad.any())
-        told = GradientFacts(repeats=repeats, outdated=lines != self._lines)
-        mine = self._steps.message(StepMessage(gradients=told), needs_all=True)
+        self._steps.unreached.count(n for n, p in current if p.grad is None or not p.grad.any())
+        own_facts = GradientFacts(repeats=repeats, outdated=lines != self._lines)
+        mine = self._steps.message(StepMessage(gradients=own_facts), needs_all=True)
         start_on(self._comm, self._open, mine).wait()
         if self._is_outdated:
             require_equal(self._comm, lines, "parameters")
             self._lines = lines
             self._steps.watch(self._parameters())
-        self._before = [(p, p.detach().clone()) for _, p in today]
+        self._before = [(p, p.detach().clone()) for _, p in current]
         return closure
 
     def _open(self, mine: StepMessage) -> None:
@@ -133,13 +133,13 @@ class AdasumStep(OptimizerExchange):
         self._is_outdated = agreement.outdated
         self._steps.take(agreement)
 
-    def stand_in(self, agreement: StepAgreement) -> None:
-        """Raise ``AssertionError``, since the step message rejects ranks that have joined."""
+    def contribute_zeros(self, agreement: StepAgreement) -> None:
+        """Raise ``AssertionError``: the step message rejects ranks that have joined."""
         raise AssertionError(agreement)
 
     @torch.no_grad()
     def end_step(self) -> None:
-        """Replace this rank's changes by the combined changes of all ranks. Collective."""
+        """Replace the changes of parameters by the combined changes of all ranks. Collective."""
         start = time.perf_counter()
         changes = [self._compressor.compress(p - before) for p, before in self._before]
         combined = [change.cpu() for change, _ in changes]
@@ -153,7 +153,7 @@ class AdasumStep(OptimizerExchange):
         self._exposed_seconds = time.perf_counter() - start
 
     def _mark_gradients(self) -> None:
-        """Mark the current gradients as used; a later write removes the mark."""
+        """Mark the current gradients as used by a step; a later write invalidates the mark."""
         for grad in _gradients(self._parameters()):
             setattr(grad, _STEPPED, writes_of(grad))
 
@@ -163,7 +163,7 @@ def _gradients(parameters: NamedParameters) -> list[Tensor]:
 
 
 def _has_new(grads: Iterable[Tensor]) -> bool:
-    """Return whether a gradient is nonzero and was not yet used by a step."""
+    """Return whether a nonzero gradient was not used by a step yet."""
     return any(getattr(g, _STEPPED, None) != writes_of(g) and bool(g.any()) for g in grads)
 
 

@@ -27,8 +27,8 @@ from hpctrain.gradients.parameter_names import NamedParameters
 class HookOwner(Protocol):
     """Object that reduces the gradients of hooked parameters."""
 
-    is_exclusive: bool  # of several exclusive owners only the last one reduces a gradient
-    superseded: str  # name of a parameter that a later owner has taken over
+    is_exclusive: bool  # whether only the last of several owners reduces a gradient
+    superseded: str  # name of a parameter that a later owner reduces
 
 
 class ParameterHooks:
@@ -37,8 +37,8 @@ class ParameterHooks:
     The hooks are removed when the owner is deleted.
 
     Args:
-        owner: first argument of both functions; held by a weak reference.
-        on_ready: called with a parameter whose gradient has been accumulated.
+        owner: first argument of both functions; a weak reference is stored.
+        on_ready: called with a parameter after its gradient was accumulated.
         before_sum: called with the ``id`` of a parameter before its new gradient is added to an
             existing gradient; None for no calls.
     """
@@ -53,13 +53,13 @@ class ParameterHooks:
         self._ready = _Hook(owner, on_ready, None)
         self._handles: list[RemovableHandle] = []
         self._hooked: dict[int, int] = {}
-        """``identity_of`` each hooked parameter by ``id``; a conversion may replace it."""
+        """By ``id`` of a hooked parameter: ``identity_of``, which changes by a conversion."""
         weakref.finalize(owner, _remove, self._handles)
 
     def hook(self, parameters: NamedParameters) -> None:
         """Hook the parameters that are not hooked yet. Local.
 
-        Frozen parameters are hooked as well, because they may be trained later.
+        Frozen parameters are hooked, too, because they may be trained later.
         """
         for name, parameter in parameters:
             if self.has(parameter) or not _can_have_gradient(parameter):
@@ -75,7 +75,7 @@ class ParameterHooks:
                 if other is not None and owner.is_exclusive and other.is_exclusive:
                     other.superseded = name
             is_trained = parameter.requires_grad
-            parameter.requires_grad_()  # torch refuses hooks on frozen parameters
+            parameter.requires_grad_()  # torch rejects hooks on frozen parameters
             self._handles.append(parameter.register_post_accumulate_grad_hook(self._ready))
             if self._before_sum is not None:
                 hook = _Hook(owner, self._before_sum, id(parameter))
@@ -83,16 +83,18 @@ class ParameterHooks:
             parameter.requires_grad_(is_trained)
 
     def has(self, parameter: Parameter) -> bool:
-        """Return whether a parameter has a hook that torch calls."""
+        """Return whether ``parameter`` has a hook of this object that torch calls."""
         is_armed = self._hooked.get(id(parameter)) == identity_of(parameter)
         return is_armed and self._ready in accumulation_hooks_of(parameter)
 
 
 class _Hook:
-    """A hook that calls a function of an owner, without keeping the owner alive.
+    """Hook that calls a function of an owner, without keeping the owner alive.
 
     Args:
-        about: second argument of the function; None to pass the argument from autograd.
+        owner: first argument of the function.
+        call: function to call.
+        about: second argument of the function; None to pass the argument of autograd.
     """
 
     __slots__ = ("about", "call", "owner")
@@ -117,9 +119,9 @@ def _can_have_gradient(parameter: Tensor) -> bool:
 
 
 class BackwardPass:
-    """State of the current backward pass and of the backward passes nested in it.
+    """State of the current backward pass, with the backward passes that are nested in it.
 
-    The object also records how often hooks fired in earlier backward passes.
+    The object also records how often hooks have fired in earlier backward passes.
     """
 
     def __init__(self) -> None:
@@ -131,15 +133,15 @@ class BackwardPass:
         self.tasks: set[int] = set()  # graph tasks of autograd
         self.has_outer_end = False  # whether the outermost backward reports its end
         self.takes_early = False  # whether gradients are final when their hook fires
-        self.num_fires = 0  # hooks that have fired
+        self.num_fires = 0  # number of calls of hooks
 
     def relearn(self) -> None:
-        """Discard the counts of hooks; the next backward sends gradients only at its end."""
+        """Discard the counts of hook calls; the next backward sends gradients only at its end."""
         self._is_first, self.fires_once = True, False
         self._nested_fires = -1
 
     def enter(self, task: int, on_end: Callable[[], None], *, is_outermost: bool) -> None:
-        """Register a graph task of autograd; call ``on_end`` when the task ends."""
+        """Register a graph task of autograd, at whose end ``on_end`` is called."""
         self.tasks.add(task)
         self.has_outer_end |= is_outermost
         call_after_backward(on_end)
@@ -147,10 +149,9 @@ class BackwardPass:
     def is_over(self, have_all_fired: Callable[[], bool]) -> bool:
         """Return whether the end of a nested backward is also the end of the outer backward.
 
-        Reentrant checkpoints nest backward passes.
-
-        If no hook has fired in the outer backward, the end is detected by counting: either all
-        hooks have fired, or as many as in an earlier backward of this kind. Otherwise ``step()``
+        Reentrant activation checkpoints run backward passes inside a backward pass. If no hook has
+        fired in the outer backward, its end is detected by counting: either all hooks have fired,
+        or as many hooks as in an earlier backward of this kind. If neither holds, ``step()``
         reduces the gradients.
         """
         if self.has_outer_end:
@@ -171,9 +172,9 @@ def is_outermost(parameter: Tensor) -> bool:
     """Return whether the current ``backward()`` is not nested in another ``backward()``.
 
     Autograd has no such query: a callback that is queued in a nested backward runs at the end of
-    the nested one. All backward passes enter the engine through one Python function, so this
-    function counts its frames. Gradients on an accelerator are computed by an engine thread, whose
-    stack does not have the frame of the outermost backward.
+    the nested backward. All backward passes enter the engine through one Python function, whose
+    frames on the stack are counted here. Gradients on an accelerator are computed by an engine
+    thread, whose stack does not have the frame of the outermost backward.
     """
     is_in_thread = not parameter.is_cpu and is_multithreading_enabled()
     frame, depth = inspect.currentframe(), 0

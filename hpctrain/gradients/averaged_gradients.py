@@ -1,4 +1,4 @@
-"""The exchange of a ``DistributedOptimizer`` that averages (or sums) gradients."""
+"""Exchange of a ``DistributedOptimizer`` that averages (or sums) gradients."""
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.plan.plan import Plan
@@ -12,11 +12,11 @@ from hpctrain.runtime import world
 class AveragedGradients(Reducer, OptimizerExchange):
     """Averages the gradients of an optimizer over all ranks by the end of ``backward()``.
 
-    Construction lays out the buckets and hooks the parameters. Collective.
+    The constructor allocates the buckets and hooks the parameters; it is collective.
 
     Args:
-        reduction: sends the gradients.
-        parameters: returns the current parameters, by name.
+        reduction: reduction that sends the gradients.
+        parameters: returns names and parameters that are current.
         passes: backward passes that are accumulated before one reduction.
     """
 
@@ -49,7 +49,7 @@ class AveragedGradients(Reducer, OptimizerExchange):
             self.finish()
 
     def rebind(self, comm: Communicator, plan: Plan) -> None:
-        """Continue with averages over the ranks of ``comm``, in another world. Collective."""
+        """Continue with averages over the ranks of ``comm``, in a rebuilt world. Collective."""
         if not self._is_over_world:
             super().rebind(comm, plan)
         self.move_to(self.reduction.over(comm, plan, steps_over(comm)))

@@ -18,27 +18,27 @@ from hpctrain.runtime.process_sets import ProcessSet, global_process_set
 class SyncBatchNorm(_BatchNorm):
     """Normalises a batch by the mean and variance of the samples of all ranks.
 
-    The result is that of one process with all samples, up to rounding.
+    The result equals the result of one process with all samples, up to rounding.
 
     Collective in training, and in evaluation without running statistics: forward, and backward if
-    the input needs a gradient. Batches may differ in size between ranks and may be empty.
+    the input requires a gradient. Batches may differ in size between ranks and may be empty.
     Gradients of weight and bias are local to this rank; ``DistributedOptimizer`` combines them.
     Second derivatives are not supported.
 
     Gradients flow between the ranks, so a sample must have the same weight in the losses of all
     ranks: if batches differ in size, divide the sum of losses by the same number on every rank.
-    ``set_num_samples`` weights gradients after the backward, which is too late here.
+    ``set_num_samples`` weights gradients only after backward.
 
     Sums are computed in the dtype of the input, in float32 for 16-bit inputs, and combined over
     ranks in float64.
 
     Args:
         num_features: C of the inputs ``(N, C)`` or ``(N, C, ...)``.
-        eps: added to the variance.
+        eps: number that is added to the variance.
         momentum: weight of a batch in the running statistics; None for the mean over all batches.
         affine: whether the layer has weight and bias.
         track_running_stats: whether evaluation uses running statistics.
-        process_set: the ranks that share statistics; None for all.
+        process_set: ranks that share statistics; None for all ranks.
 
     Source: Chan, Golub, LeVeque 1979, for the variance of a union.
     """
@@ -84,7 +84,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @torch.no_grad()
     def _track(self, mean: Tensor, variance: Tensor, count: int) -> None:
-        """Update the running statistics; the variance is unbiased."""
+        """Update the running statistics, with the unbiased variance."""
         assert self.num_batches_tracked is not None
         self.num_batches_tracked += 1
         if not count:
@@ -100,9 +100,9 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class _Normalise(Function):
-    """Autograd function: returns the output, and the statistics over all ranks.
+    """Autograd function that returns the output and the statistics over all ranks.
 
-    The statistics are the mean, the biased variance and the number of values.
+    The statistics are mean, biased variance and number of values.
     """
 
     @staticmethod
@@ -167,8 +167,8 @@ def _statistics(values: Tensor, controller: Controller) -> tuple[Tensor, Tensor,
         own[0, 0] = count
         own[0, 1 : features + 1] = mean
         own[0, features + 1 :] = variance
-    # Layers of one width share a name, so that it stays cached with any number of layers. A layer
-    # waits for its result before the next layer submits the name.
+    # Layers of one width use the same name, so that the name stays cached with any number of
+    # layers. A layer waits for its result before the next layer submits the name.
     request = Request(Kind.ALLGATHER, f"SyncBatchNorm.statistics.{features}", [own])
     (parts,) = controller.run(request)
     counts, means, variances = parts.split([1, features, features], dim=1)
@@ -185,7 +185,7 @@ def _statistics(values: Tensor, controller: Controller) -> tuple[Tensor, Tensor,
 
 
 def _summed(sums: Tensor, controller: Controller) -> Tensor:
-    """Return sums over all ranks in float64. Collective."""
+    """Return ``sums`` added over all ranks, in float64. Collective."""
     name = f"SyncBatchNorm.sums.{sums.size(1)}"
     own = sums.to("cpu", torch.float64, copy=True)
     (total,) = controller.run(Request(Kind.ALLREDUCE, name, [own], in_place=True, op=Sum))
@@ -194,7 +194,7 @@ def _summed(sums: Tensor, controller: Controller) -> Tensor:
 
 
 def _wide(values: Tensor) -> torch.dtype:
-    """Return the dtype in which ``values`` are normalised."""
+    """Return the dtype in which ``values`` are computed."""
     return torch.float32 if values.itemsize < 4 else values.dtype
 
 

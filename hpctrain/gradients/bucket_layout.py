@@ -1,4 +1,4 @@
-"""``BucketLayout``: assigns each gradient a slot in a bucket, identically on every rank."""
+"""``BucketLayout``, which assigns each gradient a slot in a bucket, identically on all ranks."""
 
 from collections.abc import Collection, Sequence
 
@@ -18,7 +18,7 @@ from hpctrain.gradients.sparse_gradients import SparseSlot
 
 
 class SharedGradientError(CommError):
-    """A gradient shares the memory of another slot; ``name`` is the name of its parameter."""
+    """Error of a gradient that shares memory with another slot; ``name`` is its parameter."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -26,8 +26,9 @@ class SharedGradientError(CommError):
 
     def __str__(self) -> str:
         return (
-            f"{self.name}.grad must have its own memory, but shares that of an earlier gradient "
-            f"at another place or in another order; set .grad to a clone"
+            f"each gradient must have its own memory, but {self.name}.grad shares the memory of "
+            f"another gradient, or has another order of elements than before; set "
+            f"{self.name}.grad to a clone"
         )
 
 
@@ -50,13 +51,13 @@ class BucketLayout:
         self.sparse: list[SparseSlot] = []
         self.slot_of: dict[Tensor, Slot | SparseSlot] = {}
         self.slot_by_id: dict[int, Slot | SparseSlot] = {}
-        self.found_new_sparse = False  # whether a filled slot was ``is_new_sparse``
+        self.found_new_sparse = False  # whether ``is_new_sparse`` was true of a filled slot
         self._parameters: NamedParameters = ()
-        self._dims: dict[Tensor, int] = {}  # sparse dimensions of sparse gradients
+        self._dims: dict[Tensor, int] = {}  # number of sparse dimensions of sparse gradients
 
     @property
     def slots(self) -> Collection[Slot | SparseSlot]:
-        """All slots, dense ones first."""
+        """All slots; dense slots first."""
         return self.slot_of.values()
 
     def build(self, parameters: NamedParameters, results: Sequence[Tensor] = ()) -> None:
@@ -64,7 +65,7 @@ class BucketLayout:
 
         Args:
             parameters: all parameters with their names.
-            results: parameters whose gradients are already equal on all ranks, in addition to
+            results: parameters whose gradients are already equal on all ranks, in addition to the
                 slots that hold a result.
 
         Raises:
@@ -96,11 +97,11 @@ class BucketLayout:
         )
 
     def is_new_sparse(self, slot: Slot) -> bool:
-        """Return whether the gradient is sparse, but the layout still treats it as dense."""
+        """Return whether the gradient is sparse, but the layout has a dense slot for it."""
         return slot.found_sparse_dim is not None and slot.parameter not in self._dims
 
     def learn_sparse(self) -> None:
-        """Exchange which gradients are sparse, and allocate the buckets again. Collective."""
+        """Exchange which gradients are sparse, and rebuild the buckets. Collective."""
         own = [self.slot_of[p].found_sparse_dim for _, p in self._parameters]
         self._dims = {}
         for dims in reversed(self._comm.allgather_object(own)):  # the lowest rank decides
@@ -124,7 +125,7 @@ class BucketLayout:
         """Allocate buckets for all dense gradients, last parameter first. Collective.
 
         Raises:
-            NodeMemoryError: memory is insufficient; raised on all ranks.
+            NodeMemoryError: memory is not sufficient; raised on all ranks.
         """
         named = self._parameters
         numbers = self.grouping.numbers([p for _, p in named])
@@ -157,7 +158,7 @@ class BucketLayout:
     def _new_buckets(
         self, dense: NamedParameters, plans: Sequence[BucketPlan]
     ) -> list[GradientBucket]:
-        """Allocate buckets; if possible, sums are computed on accelerators. Collective."""
+        """Allocate buckets, on accelerators if sums can be computed there. Collective."""
 
         def make(backend: ReduceBackend) -> list[GradientBucket]:
             return [

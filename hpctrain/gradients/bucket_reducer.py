@@ -28,7 +28,7 @@ from hpctrain.gradients.step_header import AverageFacts, GradientFacts, StepAgre
 
 
 class StepState(Enum):
-    """State of the current step's gradients in a reducer.
+    """State of the current step's gradients in a reducer, and its transitions.
 
     =========== ============ ========== =============
     from        backward()   reduction  zero_grad()
@@ -43,18 +43,18 @@ class StepState(Enum):
     The end of a step, ``load_state_dict`` and a change of the ranks lead to EMPTY.
     """
 
-    EMPTY = auto()  # there are no gradients of this step
+    EMPTY = auto()  # the step has no gradients yet
     FILLING = auto()  # backward computes gradients, or a reduction without a backward has begun
     REDUCED = auto()  # all ranks have the sum or average
-    REFILLING = auto()  # as FILLING, in a step that was REDUCED before
-    CLEARED = auto()  # as EMPTY, in a step that was REDUCED before
+    REFILLING = auto()  # like FILLING, after a reduction in this step
+    CLEARED = auto()  # like EMPTY, after a reduction in this step
 
     def filled(self) -> "StepState":
-        """Return the next state when a backward pass begins."""
+        """Return the state after a backward pass has begun."""
         return FILLING if self in {EMPTY, FILLING} else StepState.REFILLING
 
     def cleared(self) -> "StepState":
-        """Return the next state when the program calls ``zero_grad()``."""
+        """Return the state after the program has called ``zero_grad()``."""
         return EMPTY if self in {EMPTY, FILLING} else StepState.CLEARED
 
     @property
@@ -78,16 +78,16 @@ class Reducer:
     """Averages (or sums) the gradients of a set of parameters over all ranks, once per step.
 
     Collective: every rank takes the same number of steps. A rank may skip ``backward`` in a step.
-    A rank without a gradient of a parameter adds zeros; if all ranks have none, ``.grad`` stays
-    None. Construction allocates the buckets and hooks the parameters; the hooks are removed when
-    the reducer is deleted.
+    A rank without a gradient of a parameter adds zeros; if no rank has a gradient, ``.grad`` stays
+    None. The constructor allocates the buckets and hooks the parameters; the hooks are removed
+    when the reducer is deleted.
 
     Args:
-        reduction: sends the gradients.
-        parameters: returns the current parameters, by name; called in every step.
-        note: called once per step with the name of the collective operation.
+        reduction: reduction that sends the gradients.
+        parameters: returns names and parameters that are current; called in every step.
+        note: called once per step with the name of the collective operation, for messages.
         passes: backward passes that are accumulated before one reduction.
-        is_exclusive: of several exclusive reducers of a parameter only the last one reduces its
+        is_exclusive: whether only the last of several reducers of a parameter reduces its
             gradient.
     """
 
@@ -103,13 +103,13 @@ class Reducer:
         self.reduction = reduction
         self.is_exclusive, self.superseded = is_exclusive, ""
         self.is_on = True
-        """Whether gradients are reduced; changes between two steps, the same two on all ranks."""
+        """Whether gradients are reduced; changed between the same two steps on all ranks."""
         self._note = note
         self._parameters = parameters
         self._num_passes, self._passes_done = passes, 0
         self.state = StepState.EMPTY
         self._seen: dict[Tensor, tuple[Tensor, tuple[int, int]]] = {}
-        """Gradients that wait for another pass, with their ``writes_of`` after the last pass."""
+        """By parameter: gradient and its ``writes_of`` after the last of several passes."""
         self._replaced_sum = ""
         """Name of a parameter whose sum was replaced before this backward added to it."""
         self._backward = BackwardPass()
@@ -117,8 +117,8 @@ class Reducer:
         before_sum = kind.before_sum if self._sees_sums else None
         self._hooks = ParameterHooks(self, kind.on_ready, before_sum)
         reduction.steps.enter(self)
-        reduction.layout.build(self._today())
-        self._hook_anew()
+        reduction.layout.build(self._current_parameters())
+        self._rehook()
 
     def set_passes(self, passes: int) -> None:
         """Set the number of backward passes that are accumulated before one reduction."""
@@ -126,14 +126,14 @@ class Reducer:
         self._passes_done = 0
 
     def switch(self, *, is_on: bool) -> None:
-        """Start or stop reducing gradients, from the next step on. Stopping is collective."""
+        """Start or stop the reduction of gradients, from the next step on. Collective to stop."""
         if self.is_on and not is_on:
             self.reduction.confirm()
         self.is_on = is_on
 
     @property
     def steps(self) -> StepCounter:
-        """Step counter, which compares the ranks before a step and stores their flags."""
+        """Step counter, which compares the ranks before a step and exchanges their flags."""
         return self.reduction.steps
 
     @property
@@ -169,7 +169,8 @@ class Reducer:
         """Set the number of samples by which this rank's gradient is weighted."""
         if not self.count.average:
             raise ConfigError(
-                "sample counts must be set with op=Average, but op is Sum; scale the loss instead"
+                "sample counts can only be set with op=Average, but op is Sum; scale the loss "
+                "instead"
             )
         before = self.count.weight
         self.count.set(num_samples, nominal)
@@ -184,13 +185,13 @@ class Reducer:
     def finish(self, *, is_skipped: bool = False) -> bool:
         """Reduce the gradients that ``backward()`` has not reduced in this step. Collective.
 
-        Reduced gradients that the program has replaced or dropped are kept if all ranks have made
-        the same changes; otherwise they are averaged again. The same applies after a
-        ``zero_grad()`` without a later backward.
+        If the program has replaced or dropped reduced gradients, the changes are kept if all ranks
+        have made the same changes; otherwise the gradients are averaged again. This also applies
+        after a ``zero_grad()`` without a later backward.
 
         Args:
             is_skipped: whether this rank skips the step: gradients of the previous step are
-                dropped, and the sample count is 0 unless a backward has run.
+                dropped, and unless a backward has run, the weight of this rank is 0.
 
         Returns:
             Whether gradients were reduced.
@@ -201,19 +202,19 @@ class Reducer:
         has_begun, is_reduced = self._has_backward, self.state is StepState.REDUCED
         if is_reduced or has_begun:
             old = []
-        else:  # no backward: the gradients are those of the previous step
+        else:  # without a backward, the gradients are from the previous step
             old = [slot for slot in self.reduction.layout.slots if slot.holds_result]
         for slot in old if is_skipped else ():
             slot.parameter.grad = None
         changed = self._changed()
         may_be_kept = is_reduced or (self.state.was_reduced and not has_begun)
-        by_hand = self.reduction.changed_by_hand(changed) if may_be_kept else None
-        is_due = not is_reduced or by_hand is not None or changed is not None
+        program_changes = self.reduction.program_changes(changed) if may_be_kept else None
+        is_due = not is_reduced or program_changes is not None or changed is not None
         if is_due:
             count, slot_of = self.count, self.reduction.layout.slot_of
-            keeps_sums = is_reduced and by_hand is not None and not count.average
+            keeps_sums = is_reduced and program_changes is not None and not count.average
             averages = AverageFacts(
-                by_hand=by_hand,
+                program_changes=program_changes,
                 keeps_sums=keeps_sums and any(p.grad is not None for p in slot_of),
                 changed_early=self._were_changed_early(),
                 replaced_sum=self._replaced_sum,
@@ -227,7 +228,7 @@ class Reducer:
         return is_due
 
     def begin_step(self, stepping: Optimizer, closure: Closure) -> Closure:
-        """Average the remaining gradients, in ``closure`` if one is given. Collective."""
+        """Average the remaining gradients, inside ``closure`` if one is given. Collective."""
         if closure is None:
             self.finish()
             return None
@@ -235,7 +236,7 @@ class Reducer:
         def averaging() -> Any:
             loss = closure()
             self.finish()
-            if isinstance(stepping, LBFGS):  # the loss decides when its step ends
+            if isinstance(stepping, LBFGS):  # LBFGS ends a step by the loss
                 self.reduction.require_equal_loss(loss)
             return loss
 
@@ -243,27 +244,27 @@ class Reducer:
 
     @dynamo_disable
     def new_step(self) -> None:
-        """Reset the state for the gradients of another step."""
+        """Reset the state; called before the program clears the gradients."""
         self.reduction.is_finite = None
         self.state = self.state.cleared()
         self._passes_done = 0
         self._replaced_sum = ""
         if self._backward.tasks:  # a backward raised an error
-            self._break_off()
+            self._discard_failed_backward()
 
     @dynamo_disable
     def end_step(self) -> None:
-        """Count the step that was taken, and reset the state for the next step."""
+        """Count the finished step, and reset the state for the next step."""
         self.steps.end()
         self.new_step()
         self.state = StepState.EMPTY
 
     @dynamo_disable
     def start_again(self) -> None:
-        """Discard the gradients of a failed backward, after parameters and state were replaced.
+        """Discard the gradients of a failed backward; called when a state is loaded.
 
-        Collective if a backward raised after some of its gradients were sent: then every rank
-        calls this method and sends the remaining gradients, which synchronizes the ranks.
+        Collective if a backward raised an error after some of its gradients were sent: then every
+        rank calls this method and sends the remaining gradients, which synchronizes the ranks.
         """
         if self._backward.tasks and self.reduction.has_sent:
             with suppress(MismatchError):
@@ -282,28 +283,28 @@ class Reducer:
         self._forget_step()
         self.reduction = reduction
         reduction.steps.enter(self)
-        reduction.layout.build(self._today())
-        self._hook_anew()
+        reduction.layout.build(self._current_parameters())
+        self._rehook()
 
     def _forget_step(self) -> None:
         self._passes_done, self.state = 0, StepState.EMPTY
         self._backward.forget()
 
-    def stand_in(self, agreement: StepAgreement) -> None:
-        """Contribute zeros to a step of the other ranks. Collective."""
+    def contribute_zeros(self, agreement: StepAgreement) -> None:
+        """Contribute zeros to a step of the other ranks, on a joined rank. Collective."""
         for parameter in self.reduction.layout.slot_of:
             parameter.grad = None
-        changed = self._today() if agreement.outdated else None
+        changed = self._current_parameters() if agreement.outdated else None
         self.reduction.complete(changed, agreement=agreement)
         if changed is not None:
-            self._hook_anew()
+            self._rehook()
         self.steps.end(is_own=False)
 
     def hook(self) -> None:
         """Hook the parameters that are not hooked yet. Local."""
         self._hooks.hook(self._parameters())
 
-    def _hook_anew(self) -> None:
+    def _rehook(self) -> None:
         self.hook()
         self.steps.watch(self._parameters())  # frozen parameters are part of the replica
         self._backward.relearn()
@@ -311,15 +312,15 @@ class Reducer:
     def _check_owner(self) -> None:
         if self.superseded:
             raise ConfigError(
-                f"only the last DistributedOptimizer of a parameter must step, but a later one "
-                f"reduces the gradient of {self.superseded}; step the later one, or delete it "
-                f"and wrap this optimizer again"
+                "only the last DistributedOptimizer of a parameter can step, but a later "
+                f"optimizer reduces the gradient of {self.superseded}; step the later one, or "
+                "delete it and wrap this optimizer again"
             )
 
     # -- during backward --------------------------------------------------------------------
 
     def on_ready(self, parameter: Tensor) -> None:
-        """Process one gradient; autograd calls this method after accumulating the gradient."""
+        """Copy a gradient to its bucket; autograd calls this after accumulating the gradient."""
         if not self.is_on or self.superseded:
             return
         backward, task = self._backward, graph_task_id()
@@ -336,7 +337,7 @@ class Reducer:
             self.reduction.take(slot)
 
     def before_sum(self, parameter_id: int) -> None:
-        """Clear a reduced sum before backward adds to it, on all ranks but one.
+        """Clear a reduced sum on all ranks but one, before backward adds a gradient to the sum.
 
         Otherwise the next reduction would count the sum once per rank.
         """
@@ -352,7 +353,7 @@ class Reducer:
     def _enter_graph_task(self, task: int, *, is_outermost: bool) -> None:
         backward = self._backward
         if is_outermost and backward.has_outer_end:
-            self._break_off()
+            self._discard_failed_backward()
         if not backward.tasks:
             self.state = self.state.filled()
             self._replaced_sum = self._replaced_sum or self._find_replaced_sum()
@@ -368,7 +369,7 @@ class Reducer:
             self._on_backward_end()
 
     def _have_all_fired(self) -> bool:
-        """Return whether every trained parameter has a gradient in this backward."""
+        """Return whether the hooks of all trained parameters have fired in this backward."""
         return all(
             slot.fires > self._passes_done
             for slot in self.reduction.layout.slots
@@ -386,7 +387,7 @@ class Reducer:
             self._seen = {p: (g, writes_of(g)) for p, g in grads if g is not None}
             self._backward.forget()
 
-    def _break_off(self) -> None:
+    def _discard_failed_backward(self) -> None:
         """Discard the gradients of a backward that raised an error."""
         if self.reduction.has_sent:
             raise CommError(
@@ -399,7 +400,7 @@ class Reducer:
 
     # -- the reduction ----------------------------------------------------------------------
 
-    def _today(self) -> NamedParameters:
+    def _current_parameters(self) -> NamedParameters:
         """Return the parameters that a step may change: trained, or frozen with a gradient."""
         return [
             named
@@ -408,13 +409,13 @@ class Reducer:
         ]
 
     def _changed(self) -> NamedParameters | None:
-        """Return the current parameters if they do not match the buckets or hooks, else None."""
-        today = self._today()
-        is_hooked = all(self._hooks.has(p) or not p.requires_grad for _, p in today)
-        return None if is_hooked and self.reduction.layout.fits(today) else today
+        """Return the current parameters if buckets or hooks do not match them, else None."""
+        current = self._current_parameters()
+        is_hooked = all(self._hooks.has(p) or not p.requires_grad for _, p in current)
+        return None if is_hooked and self.reduction.layout.fits(current) else current
 
     def _were_changed_early(self) -> bool:
-        """Return whether the program changed an accumulated gradient between two passes."""
+        """Return whether the program has changed an accumulated gradient between two passes."""
         if not self._passes_done:
             return False
         for parameter in self.reduction.layout.slot_of:
@@ -425,9 +426,9 @@ class Reducer:
         return False
 
     def _find_replaced_sum(self) -> str:
-        """Return the name of a parameter whose reduced sum was replaced; empty if none was.
+        """Return the name of a parameter whose reduced sum was replaced, or an empty string.
 
-        The reducer cannot separate the contributions of the ranks to such a sum.
+        The reducer cannot separate the contributions of the ranks in such a gradient.
         """
         if not self.count.average:
             for slot in self.reduction.layout.slots:
@@ -445,7 +446,7 @@ class Reducer:
         self.reduction.complete(changed, StepMessage(gradients=gradients, averages=averages))
         self._note("gradients")
         if changed is not None:
-            self._hook_anew()
+            self._rehook()
         self._passes_done = 0
         self._seen = {}
         self._replaced_sum = ""
@@ -454,9 +455,8 @@ class Reducer:
 
     def _learn(self) -> None:
         slots = self.reduction.layout.slots
-        if (
-            self.count.weight and self.state is not StepState.REDUCED
-        ):  # without samples, no backward
+        # A rank without samples runs no backward.
+        if self.count.weight and self.state is not StepState.REDUCED:
             self.steps.unreached.count(slot.name for slot in slots if not slot.fires)
         self._backward.learn((slot.fires for slot in slots), self._num_passes)
 
@@ -464,7 +464,7 @@ class Reducer:
 def _is_replaced(slot: Slot | SparseSlot) -> bool:
     """Return whether a reduced gradient was replaced by a tensor with nonzero values.
 
-    A replacement by zeros comes only from ``zero_grad(set_to_none=False)`` of a converted
-    parameter.
+    Zeros are ignored: ``zero_grad(set_to_none=False)`` of a converted parameter replaces the
+    gradient by zeros.
     """
     return slot.is_result and slot.is_touched and slot.has_values

@@ -20,9 +20,9 @@ _OF_TORCH = {
     ),
     "tensorwise": ("Adafactor", "Muon"),
 }
-"""Optimizers of torch by property; other classes set an attribute of that name."""
+"""Torch optimizers by property; other classes declare it by an attribute of that name."""
 _NOT_OF_STEPS = {"param_groups", "state", "step", "_exchange"}
-_NUM_PROBED = 3  # elements, to distinguish an elementwise state from a single number
+_NUM_PROBED = 3  # elements of a probe; distinguishes an elementwise state from a number
 
 
 class StateSpec(NamedTuple):
@@ -35,12 +35,12 @@ class StateSpec(NamedTuple):
 class PieceStep:
     """Applies the step of an optimizer to pieces of its parameters, with bitwise equal results.
 
-    ``step`` of the optimizer's class is called on an object that has all attributes of the
-    optimizer, but pieces in place of parameters. The settings of parameter groups are read in
-    every step.
+    The ``step`` method of the optimizer's class is called on an object that has all attributes of
+    the optimizer, but pieces in place of parameters. ``read`` copies the settings of parameter
+    groups before every step.
 
     Args:
-        optimizer: an optimizer that steps every element, or every tensor, separately.
+        optimizer: optimizer that steps every element, or every tensor, separately.
 
     Raises:
         ConfigError: the optimizer is not known to step elements or tensors separately.
@@ -48,20 +48,20 @@ class PieceStep:
 
     def __init__(self, optimizer: Optimizer) -> None:
         kind = type(optimizer)
-        says = next((how for how in _OF_TORCH if is_known_as(how, optimizer)), None)
-        if says is None:
+        found = next((how for how in _OF_TORCH if is_known_as(how, optimizer)), None)
+        if found is None:
             raise ConfigError(
                 f'the optimizer for shard="node" must step every element or every tensor '
                 f"separately, which is not known of {kind.__module__}.{kind.__qualname__}; use "
                 f"{', '.join(chain(*_OF_TORCH.values()))} of torch.optim, set elementwise = True "
                 f"or tensorwise = True in your class, or leave shard out"
             )
-        self.takes_tensors = says == "tensorwise"
+        self.takes_tensors = found == "tensorwise"
         """Whether each piece must be a whole parameter."""
         if any(group.get("differentiable") for group in optimizer.param_groups):
             raise ConfigError(
                 'differentiable must be False with shard="node", got differentiable=True; leave '
-                "one of them out"
+                "differentiable or shard out"
             )
         if away := {p.device.type for g in optimizer.param_groups for p in g["params"]} - {"cpu"}:
             raise ConfigError(
@@ -72,20 +72,20 @@ class PieceStep:
         self.state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
         """State of each piece after a step."""
         self._of = kind.__new__(kind)
-        self._step = inspect.unwrap(kind.step)  # the hooks belong to the whole step
-        # Before torch 2.13 the constructor of Adagrad creates the state, not its first step.
+        self._step = inspect.unwrap(kind.step)  # without hooks, which must run once per step
+        # Before torch 2.13 the constructor of Adagrad creates the state, not the first step.
         self._has_early_state = isinstance(self._of, Adagrad) and bool(
             first_state_of_adagrad(torch.zeros(()), {})
         )
         self.kinds: list[tuple[object, ...]] = []
-        """Settings of each group that decide which state exists, such as a nonzero momentum."""
+        """Settings of each group that determine which state exists, such as a nonzero momentum."""
         self._settings: list[dict[str, Any]] = []
         self._parts: dict[Any, dict[str, StateSpec]] = {}
 
     def read(self, optimizer: Optimizer) -> str:
-        """Copy the optimizer's current settings; return them as a text that ranks can compare."""
+        """Copy the settings of ``optimizer``; return a text that ranks can compare."""
         own, its = vars(optimizer).items(), vars(self._of)
-        its.clear()  # a scaler adds attributes and deletes them again
+        its.clear()  # a GradScaler adds attributes and deletes them again
         its.update({k: v for k, v in own if k not in _NOT_OF_STEPS})
         self._settings = [
             {k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups
@@ -97,7 +97,7 @@ class PieceStep:
         return "; ".join(str([*map(_plain, one.values())]) for one in self._settings)
 
     def step(self, pieces: Mapping[int, list[Tensor]]) -> None:
-        """Update the pieces of each parameter group from their ``.grad``."""
+        """Update the pieces, given by number of their parameter group, from their ``.grad``."""
         self._of.param_groups = [
             {**self._settings[group], "params": own} for group, own in pieces.items()
         ]
@@ -112,11 +112,11 @@ class PieceStep:
     def parts(
         self, group: int, dtype: torch.dtype, shape: tuple[int, ...]
     ) -> dict[str, StateSpec]:
-        """Return the specification of a parameter's state, found by a trial step on ones.
+        """Return dtype and shape of a parameter's state by name, found by a trial step on ones.
 
         Raises:
-            ConfigError: the state contains a value that is not a tensor; or, for an elementwise
-                optimizer, a tensor with neither one element nor the parameter's elements.
+            ConfigError: the state contains a value that is not a tensor; or for an elementwise
+                optimizer, a tensor that has neither one element nor the parameter's elements.
         """
         shape = shape if self.takes_tensors else (_NUM_PROBED,)
         key = dtype, self.kinds[group], shape
@@ -140,7 +140,7 @@ class PieceStep:
                 continue
             whole = self.takes_tensors
             if not isinstance(value, Tensor) or not (whole or value.numel() in (1, _NUM_PROBED)):
-                form = "" if whole else " with the elements of their parameter, or one number"
+                form = "" if whole else " with the elements of the parameter, or with one element"
                 raise ConfigError(
                     f'the optimizer state for shard="node" must consist of tensors{form}, got '
                     f"{name} = {value!r:.100} of {type(self._of).__name__}; leave shard out"

@@ -1,8 +1,8 @@
 """Sums over a fixed binary tree, with the same additions on any number of ranks.
 
-The leaves are numbered; their number is a power of two. Node i of level k is the sum of nodes 2i
-and 2i + 1 of level k - 1; leaves are level 0. A rank that holds consecutive leaves adds up all
-complete subtrees of its range; at most 2 log2(leaves) nodes remain.
+The leaves are the values of micro-shards of a batch, whose number is a power of two. Node i of
+level k is the sum of nodes 2i and 2i + 1 of level k - 1; leaves have level 0. A rank with
+consecutive leaves sums all complete subtrees of its range; at most 2 log2(leaves) nodes remain.
 """
 
 import hashlib
@@ -19,13 +19,13 @@ from hpctrain.comm.tensor_bucket import PackedTensors
 from hpctrain.core.errors import ConfigError
 
 ALIGNMENT = 64
-"""Bytes of the widest vector register: libraries compute unaligned ends by other code."""
+"""Bytes of the widest vector register; libraries compute unaligned elements differently."""
 
 
 def own_micro_shards(num_micro_shards: int, rank: int, size: int) -> range:
-    """Return the numbers of the micro-shards of a rank.
+    """Return the numbers of the micro-shards that ``rank`` computes.
 
-    The numbers are consecutive, and ranks differ by at most one micro-shard.
+    The numbers are consecutive, and the ranks' numbers of micro-shards differ by at most one.
 
     Raises:
         ConfigError: the number of micro-shards is not a power of two, or less than ``size``.
@@ -47,7 +47,7 @@ def own_micro_shards(num_micro_shards: int, rank: int, size: int) -> range:
 def sample_range(num_samples: int, num_micro_shards: int, shards: range) -> range:
     """Return the range of samples of a global batch that belong to the micro-shards ``shards``.
 
-    Micro-shards differ by at most one sample.
+    The sizes of micro-shards differ by at most one sample.
     """
     return range(
         num_samples * shards.start // num_micro_shards,
@@ -75,13 +75,13 @@ def num_samples_of(batch: Any) -> int:
         raise ConfigError(
             f"all tensors of a batch must have a first dimension that counts the samples, the "
             f"same in all, got lengths {sorted(found)} (-1: no dimension); reshape or remove the "
-            f"others"
+            f"other tensors"
         )
     return found.pop()
 
 
 def aligned_part(batch: Any, samples: slice) -> Any:
-    """Copy some samples of a batch; each tensor is contiguous, in aligned memory."""
+    """Return a copy of ``samples`` of a batch, in contiguous tensors in aligned memory."""
     if isinstance(batch, Tensor):
         return aligned(batch[samples])
     if isinstance(batch, Mapping):
@@ -100,7 +100,7 @@ def aligned(tensor: Tensor) -> Tensor:
 def aligned_parts(
     batch: Any, num_samples: int, num_micro_shards: int, shards: range
 ) -> Iterator[Any]:
-    """Yield a copy of each nonempty micro-shard of a rank, by ``aligned_part``.
+    """Yield a copy of each nonempty micro-shard in ``shards``, in aligned memory.
 
     ``batch`` contains the samples ``sample_range(num_samples, num_micro_shards, shards)`` of a
     global batch.
@@ -125,10 +125,10 @@ def _tensors_of(batch: Any) -> Iterator[Tensor]:
         )
 
 
-MESSAGE_BYTES = 4 << 20  # values per message, unless a single one is larger
+MESSAGE_BYTES = 4 << 20  # largest message, unless a single value is larger
 
 Absent = Callable[[int, int], Tensor]
-"""Return, for (entry, level), a new tensor: the sum of a node of this level without values."""
+"""Function of (entry, level) that returns the sum of a node of this level without values."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -138,11 +138,11 @@ class Node:
     level: int
     index: int
     values: list[Tensor | None]
-    """By entry; None if no leaf below has a value. The node owns their memory."""
+    """Sums by entry, in memory of this node; None if no leaf below has a value."""
 
 
 def push(pending: list[Node], node: Node, absent: Absent) -> None:
-    """Append ``node`` to ``pending``, and replace each pair of siblings by their sum."""
+    """Append ``node`` to ``pending``, and replace pairs of siblings by their sums."""
     while pending and _are_siblings(pending[-1], node):
         node = _sum(pending.pop(), node, absent)
     pending.append(node)
@@ -165,9 +165,9 @@ def sum_over_ranks(
 ) -> list[Tensor | None]:
     """Return the values of the root. Collective; the memory of ``pending`` is reused.
 
-    Each rank sums a slice of the elements over the upper part of the tree, and sends it to all
-    other ranks. On N ranks whose ranges are whole nodes, each rank sends 2 (N-1)/N of the bytes of
-    the values, and half as much for each further node. Memory in addition to the nodes: about 4
+    Each rank sums a slice of the elements over the upper part of the tree, and sends the sums to
+    all other ranks. On N ranks with one node each, a rank sends 2 (N-1)/N of the bytes of the
+    values, and half as much for each further node. The memory in addition to the nodes is about 4
     messages, and 2 for each further node.
 
     Args:
@@ -211,7 +211,7 @@ def _sum_group_(
 
 
 def _groups(values: Sequence[Tensor | None]) -> Iterator[list[int]]:
-    """Group consecutive entries with values, of one dtype, into messages."""
+    """Yield groups of entries that are sent in one message: consecutive, of one dtype."""
     group: list[int] = []
     num_bytes = 0
     dtype: torch.dtype | None = None
@@ -255,7 +255,7 @@ def _nothing(entry: int, level: int) -> Tensor:
 
 
 def arithmetic(num_threads: int) -> dict[str, str]:
-    """Return the facts on which rounding depends: processor, libraries and threads.
+    """Return the facts that determine rounding, by name: processor, libraries and threads.
 
     Runs with equal facts have bitwise equal results.
     """

@@ -1,4 +1,4 @@
-"""A bucket of gradients, with a slot for each gradient and marks for present gradients."""
+"""Bucket of gradients, with a slot and a mark for each gradient."""
 
 import torch
 from torch import Tensor
@@ -14,10 +14,10 @@ from hpctrain.gradients.sparse_gradients import GradientState, as_sparse
 
 
 class Slot(GradientState):
-    """The part of a bucket that stores the gradient of one parameter.
+    """Part of a bucket that stores the gradient of one parameter.
 
-    ``.grad`` shares the memory of the slot but is a separate tensor: replacing the ``data`` or
-    storage of ``.grad`` does not change the slot.
+    ``.grad`` shares the memory of the slot but is a separate tensor: if the program replaces the
+    ``data`` or storage of ``.grad``, the slot does not change.
     """
 
     def __init__(
@@ -26,7 +26,7 @@ class Slot(GradientState):
         super().__init__(name, parameter, None)
         self.bucket, self.view, self.mark = bucket, view, mark
         self.layout, self.is_filled = parameter.stride(), False
-        self.version = 0  # of ``.grad`` after the last reduction
+        self.version = 0  # version of ``.grad`` after the last reduction
         self._address = view.data_ptr()
         self._shown = _of_its_own(view)
         self._sparse_grad: Tensor | None = None
@@ -49,13 +49,13 @@ class Slot(GradientState):
     ) -> None:
         """Copy the gradient times ``weight`` to the slot, and make ``.grad`` a view of the slot.
 
-        Without a gradient the slot is filled with zeros; also if the weight is zero, since the
+        The slot is filled with zeros if the gradient is missing or the weight is zero, since the
         mean over no samples is NaN.
 
         Args:
             weight: factor of the gradient.
-            keeps_result: whether a gradient that was reduced before is added again on this rank.
-            copies: list to which a pair of slot and gradient is added instead of a copy.
+            keeps_result: whether this rank contributes a gradient that was reduced before.
+            copies: list to which (slot, gradient) is appended instead of the copy; None to copy.
         """
         grad = self.parameter.grad
         self.is_filled = True
@@ -82,7 +82,7 @@ class Slot(GradientState):
         self.show()
 
     def settle(self) -> None:
-        """Set ``.grad`` to the sum, also if only other ranks had a gradient."""
+        """Set ``.grad`` to the sum, also if this rank had no gradient and another rank had."""
         if not self.is_present and self.mark.item() > 0:
             self.show()
         if self.sparse_dim is not None and self.parameter.grad is not None:
@@ -92,7 +92,7 @@ class Slot(GradientState):
 
     @property
     def is_written(self) -> bool:
-        """Whether the program has changed the reduced gradient in place, as clipping does."""
+        """Whether the program has changed the reduced gradient in place, such as by clipping."""
         changed = self.version != version_of(self._shown)
         return changed and self.holds_result and self.view.numel() > 0
 
@@ -111,7 +111,7 @@ class Slot(GradientState):
             self.parameter.grad = self._sparse_grad = as_sparse(grad, self.sparse_dim)
 
     def forget_result(self) -> None:
-        """Set ``.grad`` to zeros, because another rank adds the sum to the next reduction."""
+        """Set ``.grad`` to zeros, because another rank contributes the sum next time."""
         grad = self.parameter.grad
         if grad is not None and grad.is_sparse:
             self.parameter.grad = None
@@ -119,7 +119,7 @@ class Slot(GradientState):
             self.view.zero_()
 
     def holds(self, grad: Tensor) -> bool:
-        """Return whether a gradient of the parameter is stored in the slot."""
+        """Return whether ``grad`` is stored in the slot."""
         if grad.is_sparse:
             return grad is self._sparse_grad
         return (
@@ -152,16 +152,14 @@ def _of_its_own(view: Tensor) -> Tensor:
 
 
 class GradientBucket(TensorBucket):
-    """A bucket with slots for gradients.
+    """Bucket with slots for gradients, and a mark per slot that counts ranks with the gradient.
 
-    A mark for each slot shows whether any rank has the gradient.
-
-    Construction allocates the bucket. Collective.
+    The constructor allocates the bucket; it is collective.
 
     Args:
         comm: ranks that sum the bucket.
         parameters: all parameters with their names.
-        plan: members of the bucket, all on one device, with their offsets.
+        plan: members of the bucket, all on one device, and their offsets.
         index: number of the bucket.
         backend: backend that sums the bucket; see ``new_storage``.
     """
@@ -198,10 +196,10 @@ class GradientBucket(TensorBucket):
         self.num_empty = len(self.slots)
         flat = self.flat
         self.memory = flat.data_ptr(), flat.data_ptr() + flat.nbytes
-        """First address, and the address after the last byte."""
+        """First address of the bucket, and the address after its last byte."""
 
     def fill_at_once(self, weight: float, *, keeps_result: bool) -> None:
-        """Fill all slots; on an accelerator by a single call of torch."""
+        """Fill all slots; on an accelerator by one call of torch."""
         if self.storage.makers is not None:
             made = (slot.parameter.grad for slot in self.slots)
             self.storage.makers.join([g for g in made if g is not None and not g.is_sparse])

@@ -1,4 +1,4 @@
-"""``NodeBucket``, a bucket of parameters and optimizer state that the ranks of a node share.
+"""``NodeBucket``, which stores parameters and optimizer state that the ranks of a node share.
 
 Parameters and state are in node memory. A step processes this rank's pieces of the parameters in
 chunks, with their state and the gradients of all ranks.
@@ -21,9 +21,9 @@ from hpctrain.gradients.elementwise import StateSpec
 from hpctrain.gradients.gradient_bucket import GradientBucket, Slot
 
 _STATE_BYTES = 2 << 20
-"""State per chunk: a chunk stays in the last-level cache, and the overhead of an optimizer step in
-torch, 10 to 40 us, stays small."""
-_BLOCK_BYTES = 512 << 10  # gradients that are summed and scaled in the L2 cache
+"""Bytes of state per chunk: a chunk fits into the last-level cache, and the overhead of a torch
+optimizer's step, 10 to 40 us, is small."""
+_BLOCK_BYTES = 512 << 10  # bytes of gradients that are summed and scaled in the L2 cache
 _HALVES = (torch.bfloat16, torch.float16)
 _CUT = 64
 """Pieces begin at multiples of this number of elements, for vector instructions."""
@@ -32,7 +32,8 @@ _CUT = 64
 class NodeTensor:
     """Values of one dtype in node memory, which each rank maps twice, shared and private.
 
-    Construction is collective over the node. The values are initially zeros.
+    Steps write to the shared map, and the program uses the private map; see ``node_values``. The
+    constructor is collective over the node. The values are initially zeros.
     """
 
     def __init__(self, node: SharedMemory, numel: int, dtype: torch.dtype) -> None:
@@ -59,24 +60,24 @@ class NodeTensor:
         return len(self._region.private) // PAGESIZE
 
     def find_stores(self, first_page: int, num_pages: int) -> bool:
-        """Return whether this process has written to one of these pages of the private map."""
+        """Return whether this process has written to these pages of its private map."""
         return self._region.find_stores(first_page, min(num_pages, self.num_pages - first_page))
 
     def forget_stores(self) -> None:
-        """Discard this process's stores to the private map, which then shows shared values."""
+        """Discard this process's stores to the private map, which then has the shared values."""
         self._region.forget_stores()
 
     def freeze_in_children(self) -> None:
-        """Preserve the values at the time of a fork in the forked child."""
+        """Preserve, in a forked child, the values at the time of the fork."""
         self._region.freeze_in_children()
 
     def end_step(self) -> None:
-        """Discard the copy for forked children, so that later children get the present values."""
+        """Discard the copy for forked children, so that later children have the current values."""
         self._region.forget_kept()
 
 
 MASTER = "master"
-"""Name of the unrounded values in the state of a 16-bit parameter."""
+"""Name of the master copy in the state of a 16-bit parameter."""
 
 
 class ParameterPiece:
@@ -102,9 +103,9 @@ class ParameterPiece:
         "values",
     )
 
-    grad: Tensor  # the average, while its chunk is processed
-    values: Tensor  # values that the optimizer steps
-    rounded: Tensor  # values of the model
+    grad: Tensor  # average gradient, while the chunk is processed
+    values: Tensor  # values that the optimizer updates
+    rounded: Tensor  # values in the model, rounded to 16 bits if ``values`` is a master copy
 
     def __init__(self, number: int, bounds: slice, start: int, like: Tensor, group: int) -> None:
         self.number, self.bounds, self.group = number, bounds, group
@@ -114,7 +115,7 @@ class ParameterPiece:
         """State of the optimizer, in node memory."""
 
     def of(self, flat: Tensor) -> Tensor:
-        """Return the view of this piece in ``flat``, a 1-D tensor shaped as the parameter."""
+        """Return the view of this piece in ``flat``, the 1-D elements of the parameter."""
         return _formed(flat[self.start : self.start + self.like.numel()], self.like)
 
 
@@ -130,7 +131,7 @@ class Change(NamedTuple):
     """An elementwise change of averaged gradients by clipping or unscaling, equal on all ranks."""
 
     bound: float | None = None  # largest absolute value of an element
-    factor: float | None = None  # of all elements
+    factor: float | None = None  # factor of all elements
 
     def __call__(self, grad: Tensor) -> None:
         """Apply the change to the gradient of a piece, in place."""
@@ -161,7 +162,7 @@ class Chunk:
         size = _BLOCK_BYTES // self.total.itemsize
         cut = [one.split(size) for one in (self.total, *self.parts)]
         self.blocks = [(out, parts) for out, *parts in zip(*cut, strict=True)]
-        """Blocks of ``total``, with the gradients that are summed to each."""
+        """Blocks of ``total``, each with the gradients that are summed to the block."""
         for piece in pieces:
             own = total[piece.bounds.start - first : piece.bounds.stop - first]
             piece.values.grad = piece.grad = _formed(own, piece.like)
@@ -170,7 +171,7 @@ class Chunk:
 class NodeBucket:
     """The parameters of one gradient bucket, and their optimizer state, in node memory.
 
-    Construction allocates the parameters. Collective over the node.
+    The constructor allocates the parameters; it is collective over the node.
 
     Args:
         node: memory that the ranks of the node share.
@@ -194,27 +195,27 @@ class NodeBucket:
         self.values.freeze_in_children()
         self.state: dict[str, NodeTensor] = {}
         self.parts: Sequence[Mapping[str, StateSpec]] = ()
-        """State of each parameter after a step."""
+        """Dtype and shape of the state of each parameter after a step, by name."""
         self._rooms: dict[str, tuple[torch.dtype, list[int]]] = {}
-        """Dtype of each part of the state, and the offset of each parameter in it."""
+        """Dtype of each state tensor, and the offset of each parameter in the tensor."""
         self.shown: list[dict[str, Tensor]] = [{} for _ in self.slots]
-        """The program's view of the state of each parameter."""
+        """State of each parameter as the program sees it, in the private map."""
         self.chunks: list[Chunk] = []
 
     @property
     def chunk_numel(self) -> int:
-        """Number of elements in a chunk of parameters that are cut."""
+        """Number of elements in a chunk of parameters that can be divided."""
         parts = {name: one for each in self.parts for name, one in each.items() if name != MASTER}
         num_parts = sum(part.shape is None for part in parts.values())
         return _STATE_BYTES // max(num_parts, 1) // self.step_dtype.itemsize
 
     def cut(self, groups: Sequence[int], owned: Set[Slot] | None) -> list[list[ParameterPiece]]:
-        """Return the pieces of this rank, as a list for each chunk.
+        """Return the pieces of this rank, as one list per chunk.
 
         Args:
             groups: parameter group of each parameter.
-            owned: parameters that this rank steps as a whole; None to step the slice of this rank.
-                A parameter without elements has state, and is a separate piece.
+            owned: slots whose parameters this rank updates as a whole; None to update the slice of
+                this rank. A parameter without elements may have state, and is a separate piece.
         """
         node, limit = self._node, self.chunk_numel
         mine = slice_bounds(self.num_elements, node.local_size, node.local_rank)
@@ -244,7 +245,7 @@ class NodeBucket:
         return chunks + empty
 
     def make_room(self, parts: Sequence[Mapping[str, StateSpec]]) -> None:
-        """Allocate the optimizer state; ``parts`` specifies it for each parameter.
+        """Allocate the optimizer state that ``parts`` specifies for each parameter.
 
         Collective over the node.
         """
@@ -261,14 +262,14 @@ class NodeBucket:
                 self._rooms[name] = room
                 self.state[name] = NodeTensor(self._node, bounds[-1], room[0])
 
-    def see(self, number: int, name: str) -> Tensor:
-        """Return the private view of state tensor ``name`` of parameter ``number``."""
+    def private_view(self, number: int, name: str) -> Tensor:
+        """Return state ``name`` of parameter ``number`` in the private map."""
         like, shape = self.slots[number].view, self.parts[number][name].shape
         like = like if shape in (None, like.shape) else torch.empty(shape)
         return self.state[name].shown(like, self._rooms[name][1][number])
 
     def keep(self, piece: ParameterPiece, made: dict[str, Any]) -> None:
-        """Copy the state ``made`` by a step for a piece to node memory."""
+        """Copy the state that a step has made for a piece to node memory, and replace it there."""
         for name, value in made.items():
             place = piece.state.get(name)
             if value is place or value is None:
@@ -282,7 +283,7 @@ class NodeBucket:
         part, first = self.parts[piece.number][name], self._rooms[name][1][piece.number]
         if part.shape is None:
             return self.state[name].place(piece.like, first + piece.start)
-        if piece.start:  # the rank with the first element stores it
+        if piece.start:  # the rank with the first element of the parameter stores the number
             return torch.empty(part.shape, dtype=part.dtype)
         is_like = part.shape == piece.like.shape
         return self.state[name].place(piece.like if is_like else torch.empty(part.shape), first)

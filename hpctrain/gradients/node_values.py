@@ -1,8 +1,8 @@
 """Parameters and optimizer state that the ranks of a node share, in node memory.
 
 Every rank maps that memory twice. Steps write to the shared map, each rank to its own slices. The
-program uses the private map: it shows the values from the steps, and a store by the program stays
-private to its rank, as with replicas. Such stores are detected before the next step, compared
+program uses the private map, which contains the values of the last step. A store by the program
+stays private to its rank, as with replicas; stores are detected before the next step, compared
 between the ranks and copied to the shared map, so that a change on all ranks is applied once.
 """
 
@@ -27,7 +27,7 @@ from hpctrain.gradients.weight_sample import checksum_of, due, sample_of
 from hpctrain.runtime import world
 
 _LOOK, _MOST_LOOKS = 1024, 4
-"""Pages per check, and checks per step; a step takes at most 0.3 ms."""
+"""Pages per check, and checks per step, which take at most 0.3 ms."""
 
 
 class NodeValues:
@@ -36,7 +36,7 @@ class NodeValues:
     Args:
         comm: all ranks.
         node: memory that the ranks of this node share.
-        rule: applies the step of the optimizer to slices.
+        rule: optimizer step on slices.
         master_dtype: dtype of the copies of 16-bit parameters; None for none.
     """
 
@@ -50,12 +50,11 @@ class NodeValues:
         self.buckets: list[NodeBucket] = []
         self._master_dtype = master_dtype
         self._comm, self._node, self._rule = comm, node, rule
-        self._seen: list[tuple[Slot, int, int]] = []  # with address and version of the parameter
-        self._versions: list[int] = []  # of the tensors of the optimizer's state
-        self._kinds: list[tuple[object, ...]] = []  # of the groups, at the last ``adopt``
-        self._pairs: list[
-            tuple[Tensor, Tensor]
-        ] = []  # parameters, and their values in node memory
+        self._seen: list[tuple[Slot, int, int]] = []  # slot, address and version of its parameter
+        self._versions: list[int] = []  # versions of the tensors of the optimizer state
+        self._kinds: list[tuple[object, ...]] = []  # ``PieceStep.kinds`` at the last ``adopt``
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+        """Parameters, and their values in node memory."""
 
     def is_written(self, optimizer: Optimizer, step: int) -> bool:
         """Return whether the program has changed parameters, state or settings on this rank."""
@@ -72,16 +71,16 @@ class NodeValues:
             return True
         if self._versions != [version_of(v) for v in self._shown()]:
             return True
-        # A sample finds writes that torch does not count.
+        # A comparison of samples detects writes that version counters do not count.
         looked = due(self._pairs, step)
         seen, shared = (sample_of([pair[i] for pair in looked], step) for i in (0, 1))
         return seen != shared
 
     def has_hidden_stores(self, step: int) -> bool:
-        """Return whether pages that this step checks were written without torch's knowledge.
+        """Return whether the program has written to the pages that this step checks.
 
-        A step checks at most 4 blocks of 1024 pages. If there are more blocks, consecutive steps
-        check different blocks, so that a store may be detected some steps late.
+        A step checks at most 4 blocks of 1024 pages. With more blocks, consecutive steps check
+        different blocks, so a store may be detected some steps late.
         """
         pages = [
             (b.values, at) for b in self.buckets for at in range(0, b.values.num_pages, _LOOK)
@@ -101,7 +100,7 @@ class NodeValues:
 
     @torch.no_grad()
     def lay_out(self, gradients: Sequence[GradientBucket]) -> None:
-        """Allocate the parameters of these buckets. Collective.
+        """Allocate node memory for the parameters of the buckets ``gradients``. Collective.
 
         Parameters that are no longer in a bucket become private to this rank.
         """
@@ -121,7 +120,7 @@ class NodeValues:
 
     @torch.no_grad()
     def adopt(self, optimizer: Optimizer) -> None:
-        """Copy the parameters and the state of the program to node memory. Collective.
+        """Copy parameters and optimizer state from the program to node memory. Collective.
 
         Raises:
             MismatchError: the values differ between ranks; raised on all ranks.
@@ -150,7 +149,7 @@ class NodeValues:
             groups = [group_of[slot.parameter] for slot in bucket.slots]
             start_on(self._comm, bucket.make_room, self._parts(bucket, groups, state)).wait()
             cut.append(bucket.cut(groups, owned))
-        scratch: dict[torch.dtype, Tensor] = {}  # for the largest chunk
+        scratch: dict[torch.dtype, Tensor] = {}  # memory for the sum of a chunk
         for bucket, rows in zip(self.buckets, cut, strict=True):
             numel = max((row[-1].bounds.stop - row[0].bounds.start for row in rows), default=0)
             dtype = bucket.step_dtype
@@ -172,7 +171,7 @@ class NodeValues:
         self._note_versions()
 
     def _owned(self) -> set[Slot]:
-        """Return the slots that this rank steps.
+        """Return the slots whose parameters this rank updates.
 
         Slots are assigned by decreasing size, each to the rank with the fewest elements so far.
         """
@@ -188,7 +187,7 @@ class NodeValues:
     def _parts(
         self, bucket: NodeBucket, groups: Sequence[int], state: Any
     ) -> list[dict[str, StateSpec]]:
-        """Return the specification of each parameter's state, present or created by a step."""
+        """Return dtype and shape of each parameter's state, existing or created by a step."""
         parts, whole = list[dict[str, StateSpec]](), self._rule.takes_tensors
         dtypes: dict[str, torch.dtype] = {}  # existing state takes precedence
         for slot, group in zip(bucket.slots, groups, strict=True):
@@ -215,7 +214,7 @@ class NodeValues:
         return [{n: part._replace(dtype=dtypes[n]) for n, part in of.items()} for of in parts]
 
     def _take_over(self, bucket: NodeBucket, state: Any) -> None:
-        """Copy the values and the state of this rank's pieces from the program to node memory."""
+        """Copy values and state of this rank's pieces from the program to node memory."""
         flats = [_flat(slot.parameter, slot.view) for slot in bucket.slots]
         for piece in (piece for chunk in bucket.chunks for piece in chunk.pieces):
             slot, parts = bucket.slots[piece.number], bucket.parts[piece.number]
@@ -225,9 +224,8 @@ class NodeValues:
                 if v is not None
             }
             seen, master = piece.of(flats[piece.number]), made.pop(MASTER, None)
-            if (
-                bucket.has_masters and master is not None
-            ):  # keep it where the program has not written
+            # The master copy remains valid where the program has not written.
+            if bucket.has_masters and master is not None:
                 kept = torch.where(master.to(seen.dtype) == seen, master, seen.to(master.dtype))
                 piece.values.copy_(kept)
             else:
@@ -247,17 +245,21 @@ class NodeValues:
             bucket.shown[number] = {}
             if entry := state.get(slot.parameter):
                 names = [name for name, value in entry.items() if value is not None]
-                state[slot.parameter] = entry = {name: bucket.see(number, name) for name in names}
+                state[slot.parameter] = entry = {
+                    name: bucket.private_view(number, name) for name in names
+                }
                 bucket.shown[number] = entry
 
     def show_new_state(self, optimizer: Optimizer, present: Sequence[Sequence[bool]]) -> None:
-        """Add the state of parameters that were stepped for the first time to the optimizer."""
+        """Add the state of parameters that this step has updated first to the optimizer."""
         made: dict[Tensor, dict[str, Tensor]] = {}
         for bucket, are_present in zip(self.buckets, present, strict=True):
             for number, slot in enumerate(bucket.slots):
                 entry, names = bucket.shown[number], bucket.parts[number]
                 if are_present[number] and len(entry) < len(names):
-                    entry = entry | {n: bucket.see(number, n) for n in names if n not in entry}
+                    entry = entry | {
+                        n: bucket.private_view(number, n) for n in names if n not in entry
+                    }
                     made[slot.parameter] = bucket.shown[number] = entry
         for parameter in (p for g in optimizer.param_groups for p in g["params"] if made):
             if parameter in made:  # in the order in which the optimizer creates state
@@ -268,9 +270,8 @@ class NodeValues:
             for slot, is_present in zip(bucket.slots, are, strict=True)
             if is_present
         ]
-        torch.autograd.graph.increment_version(
-            changed
-        )  # as a step does: earlier graphs are out of date
+        # As after an ordinary step, earlier graphs must not use the changed parameters.
+        torch.autograd.graph.increment_version(changed)
         self._note_versions()
 
     def _note_versions(self) -> None:
@@ -289,9 +290,9 @@ def require_no_masters(master_dtype: torch.dtype | None) -> None:
     """Raise ``ConfigError`` if master copies are requested without shared memory."""
     if master_dtype is not None:
         raise ConfigError(
-            f'master_dtype must be used with shard="node" in memory that the ranks of a node '
-            f"share, got {master_dtype} without; see hpctrain doctor and HPCTRAIN_SHARED_MEMORY, "
-            f"or leave master_dtype out"
+            f'master_dtype can only be used with shard="node" and memory that the ranks of a node '
+            f"share, but one of both is missing, got master_dtype={master_dtype}; see hpctrain "
+            f"doctor and HPCTRAIN_SHARED_MEMORY, or leave master_dtype out"
         )
 
 
@@ -307,14 +308,14 @@ def is_shared(shard: str | None, comm: Communicator, codec: Codec) -> bool:
         if all(len(ranks) == 1 for ranks in world.current().topology.nodes):
             return False
         raise ConfigError(
-            'shard="node" must have memory that the ranks of a node share, but there is none; see '
-            "hpctrain doctor and HPCTRAIN_SHARED_MEMORY, or leave shard out"
+            'shard="node" can only be used if the ranks of a node share memory, but these do '
+            "not; see hpctrain doctor and HPCTRAIN_SHARED_MEMORY, or leave shard out"
         )
-    is_plain = isinstance(codec, Identity)  # codecs do nothing inside a node
+    is_plain = isinstance(codec, Identity)  # inside a node, gradients are not compressed
     if isinstance(codec, TensorByTensor) or (comm.num_rails and not is_plain):
         raise ConfigError(
-            'gradients must not be compressed with shard="node", got a compression; leave one of '
-            "them out"
+            f'gradients must not be compressed with shard="node", got {type(codec).__name__}; '
+            f"leave compression or shard out"
         )
     return True
 

@@ -1,4 +1,4 @@
-"""Measurement of the gradient noise scale by norms before and after each sum."""
+"""Measurement of the gradient noise scale from norms before and after the average."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,17 +21,17 @@ from hpctrain.optim.noise_scale import NoiseScale
 def watch_noise(optimizer: Any, noise: NoiseScale) -> None:
     """Add the gradient norms of every step of a distributed optimizer to a noise scale.
 
-    Not collective; every rank calls it, with its own ``NoiseScale``. A step then takes two more
-    passes over the gradients: for the norm of this rank's gradients before the sum, and for the
-    norm of the average. ``set_num_samples`` gives the sample count of a rank; without it, the step
-    of a rank counts as one sample. With several backward passes per step, count the samples of all
-    passes. A rank without gradients in a step is not counted. Sparse gradients are ignored, and a
-    lossy codec adds its error to the measured noise. In a world of one nothing is measured: call
-    ``noise.add`` with the norms of parts of a batch.
+    Not collective; every rank calls this function, with its own ``NoiseScale``. A step then takes
+    two more passes over the gradients: for the norm of this rank's gradients before the sum, and
+    for the norm of the average. ``set_num_samples`` gives the sample count of a rank; without it,
+    the step of a rank counts as one sample. With several backward passes per step, count the
+    samples of all passes. A rank without gradients in a step is not counted. Sparse gradients are
+    ignored, and a lossy codec adds its error to the measured noise. In a world of one rank nothing
+    is measured; the program can call ``noise.add`` with the norms of parts of a batch.
 
     Args:
-        optimizer: a ``DistributedOptimizer`` with ``op=Average`` and without ``shard``.
-        noise: receives the norms.
+        optimizer: ``DistributedOptimizer`` with ``op=Average`` and without ``shard``.
+        noise: noise scale that receives the norms.
 
     Raises:
         ConfigError: the optimizer does not average gradients in ``backward()``.
@@ -54,12 +54,12 @@ class _Watch:
     def __init__(self, reduction: Reduction, noise: NoiseScale) -> None:
         self._reduction: Any = proxy(reduction)  # the reduction holds this object
         self._noise = noise
-        self._own = self._average = 0.0  # of the buckets of this step, so far
+        self._own = self._average = 0.0  # squared norms of the buckets of this step so far
         self._has_own = False
 
     @contextmanager
     def around(self, what: GradientBucket | SparseSlot) -> Iterator[None]:
-        """Measure the norms before and after the sum of one bucket.
+        """Measure norms before and after the sum of one bucket, which runs inside the context.
 
         After the last bucket of a step, the norms are added to the noise scale.
         """
@@ -82,7 +82,7 @@ class _Watch:
 
 
 def _wait_for(gradient: Tensor) -> None:
-    """If ``gradient`` is on an accelerator, wait until its work is complete."""
+    """Wait until the device of ``gradient`` is idle; no-op on the CPU."""
     if not gradient.is_cpu:
         torch.accelerator.synchronize(gradient.device)
 

@@ -54,29 +54,30 @@ def DistributedOptimizer(  # noqa: N802, PLR0913, PLR0917 - Horovod's name and a
     """Make ``optimizer`` step on gradients that are averaged over all ranks.
 
     The optimizer is changed in place and returned: schedulers, scalers and hooks continue to work,
-    and ``isinstance`` stays true. When ``backward()`` returns, every ``.grad`` is the average, so
-    gradient clipping and unscaling use averages. The next step overwrites the memory of ``.grad``:
-    clone gradients that must outlive the step. Ranks outside ``process_set`` do not communicate;
-    neither does a world of one rank, except for ``master_dtype``. Collective over the process set,
-    as are ``backward()`` and ``step()``. Several optimizers may share one backward if the hooks of
-    all ranks fire in the same order.
+    and ``isinstance`` checks of its class remain true. When ``backward()`` returns, every
+    ``.grad`` is the average, so gradient clipping and unscaling use averages. The next step
+    overwrites the memory of ``.grad``: clone gradients that must outlive the step. Ranks outside
+    ``process_set`` do not communicate; neither does a world of one rank, except for
+    ``master_dtype``. Collective over the process set, as are ``backward()`` and ``step()``.
+    Several optimizers may share one backward if the hooks of all ranks fire in the same order.
 
     Args:
-        optimizer: any torch optimizer that already holds the parameters.
-        named_parameters: names for messages, of all parameters of the optimizer, or None.
+        optimizer: any torch optimizer; more parameters can be added later.
+        named_parameters: name and parameter of all parameters of the optimizer, for messages; None
+            to name parameters by position.
         compression: compression of dense gradients: ``Compression.none``, ``fp16``, ``bf16``, a
             codec or its name (``hpctrain guide compression``), or an object with the two methods
             of Horovod compressors.
         backward_passes_per_step: backward passes that each rank accumulates before one reduction.
         op: ``Average``, weighted by ``set_num_samples``; ``Sum``; or ``Adasum``, which combines
             the steps of the ranks.
-        gradient_predivide_factor: with ``Average``: gradients are divided by the factor before the
-            sum and the sum is multiplied by it.
-        num_groups: deprecated name of an integer ``groups``.
+        gradient_predivide_factor: with ``Average``: factor by which gradients are divided before
+            the sum; the sum is multiplied by the factor.
+        num_groups: deprecated; use an integer ``groups``.
         groups: gradients that are sent in one message: lists of parameters, or a number of groups.
-        sparse_as_dense: sum sparse gradients as dense tensors instead of gathering their rows;
-            ``.grad`` is still sparse.
-        process_set: the ranks to average over; None for all.
+        sparse_as_dense: whether sparse gradients are summed as dense tensors instead of gathering
+            their rows; ``.grad`` is sparse in both cases.
+        process_set: ranks to average over; None for all ranks.
         shard: ``"node"`` stores parameters and optimizer state once per node; see ``hpctrain guide
             sharded``.
         master_dtype: with ``shard``: dtype of the additional copies of 16-bit parameters that the
@@ -111,19 +112,19 @@ class DistributedMethods:
     """Methods that ``DistributedOptimizer`` adds to an optimizer."""
 
     _exchange: OptimizerExchange
-    _parameter_names: dict[Tensor, str]  # of all parameters, the same on every rank
+    _parameter_names: dict[Tensor, str]  # names of all parameters, identical on every rank
     _passes = 1
 
     @property
     def raised_flags(self) -> int:
-        """Bits that one or more ranks have raised for the last step; the same on every rank."""
+        """Bits that any rank had raised for the last step; the same on every rank."""
         return self._exchange.steps.raised_flags
 
     def raise_flags(self, flags: int) -> None:
-        """Send flags to all ranks, which read them in ``raised_flags`` after the next step.
+        """Send flags to all ranks, which read the flags in ``raised_flags`` after the next step.
 
-        The flags are part of the step message of every following step, until the next call. Not
-        collective; call it before ``backward``.
+        The flags are sent in every following step, until the next call. Not collective; call this
+        method before ``backward``.
 
         Args:
             flags: bits 0 to 3, for example a bit that requests a stop.
@@ -141,17 +142,16 @@ class DistributedMethods:
     def mean_loss(self) -> float:
         """Mean loss over all samples of the last step, from the losses passed to ``tell_loss``.
 
-        The same on every rank. Set when ``backward()`` returns, or, with ``shard="node"``, when
-        ``synchronize()`` returns; NaN before the first loss.
+        The same on every rank. Available after ``backward()``, or with ``shard="node"`` after
+        ``synchronize()``; NaN before the first loss.
         """
         return self._exchange.steps.mean_loss
 
     def tell_loss(self, loss: float) -> None:
-        """Pass the loss of this rank, from which ``mean_loss`` of all ranks is computed.
+        """Pass the loss of this rank, from which ``mean_loss`` is computed on all ranks.
 
-        The loss is part of the step message and has the same weight as the gradients of the rank.
-        Not collective, but every rank calls it before ``backward``; a rank without samples passes
-        0.
+        The loss has the same weight as the gradients of the rank. Not collective, but every rank
+        calls this method before ``backward``; a rank without samples passes 0.
         """
         self._exchange.steps.loss = loss
 
@@ -161,16 +161,15 @@ class DistributedMethods:
 
         The value is the same on every rank, and valid until ``step()``. None before a backward,
         with a codec, sparse gradients, Adasum or ``shard``, for sums on accelerators, for ranks
-        without shared memory, and in a world of one.
+        without shared memory, and in a world of one rank.
         """
         return self._exchange.sums_are_finite
 
     def look_at_sums(self) -> None:
         """Check averages for NaN and infinity in every later step; see ``sums_are_finite``.
 
-        The check during the sum costs less than one percent of a step; a check of all gradients
-        after the step costs several percent. Not collective, but every rank calls it, between two
-        steps.
+        This check takes less than one percent of a step; a check of all gradients after the sum
+        takes several percent. Not collective, but every rank calls this method between two steps.
         """
         self._exchange.look_at_sums()
 
@@ -183,7 +182,7 @@ class DistributedMethods:
     def codec(self) -> Codec | None:
         """Codec of the gradients; None if no gradients are sent.
 
-        Each rank has its own ``state_dict()`` of the codec.
+        The ``state_dict()`` of the codec differs between ranks.
         """
         reduction = self._exchange.reduction
         return None if reduction is None else reduction.codec
@@ -202,7 +201,7 @@ class DistributedMethods:
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Change the number of accumulated backward passes, from the next backward on.
 
-        Not collective, but every rank calls it, between two steps.
+        Not collective, but every rank calls this method between two steps.
 
         Raises:
             ConfigError: ``passes`` is less than 1.
@@ -215,16 +214,16 @@ class DistributedMethods:
         """Set the number of samples of this rank, from the next backward on.
 
         The average gradient is weighted by these counts, so that it is the mean over all samples
-        of the step. Not collective, but either every rank calls it or none does.
+        of the step. Not collective, but all ranks call this method or none does.
 
         Args:
             num_samples: samples over which this rank's loss is the mean, in each backward pass of
                 this step; 0 for a rank without samples, which skips backward.
-            nominal: the usual count, the same on every rank.
+            nominal: usual number of samples, the same on every rank.
 
         Raises:
-            ConfigError: the count is not valid, changes between the passes of a step, or ``op`` is
-                not ``Average``.
+            ConfigError: a number is not valid or changes between the passes of a step, or ``op``
+                is not ``Average``.
         """
         self._exchange.set_num_samples(num_samples, nominal)
 
@@ -232,17 +231,17 @@ class DistributedMethods:
         """Average the gradients that ``backward()`` has not averaged. Collective.
 
         Required only on a rank that skips ``backward``, before gradient clipping and before any
-        other collective of the step; otherwise a no-op. With ``shard="node"`` the ranks compare
-        their step messages here, ``raised_flags`` is set, and ``step()`` averages: either all
-        ranks call this, or only the ranks that skip ``backward()`` in this step.
+        other collective of the step; otherwise a no-op. With ``shard="node"`` this method only
+        compares the ranks and sets ``raised_flags``, and ``step()`` averages; then either all
+        ranks call this method, or only the ranks that skip ``backward()`` in this step.
         """
         self._exchange.was_synchronized |= self._exchange.synchronize()
 
     def skip_synchronize(self) -> AbstractContextManager[None]:
         """Return a context in which ``step()`` after ``synchronize()`` does not warn.
 
-        Gradients are averaged once in any case. Changes of averaged gradients are kept if all
-        ranks have made the same changes.
+        Gradients are averaged once, with or without the context. Changes of averaged gradients are
+        kept if all ranks have made the same changes.
 
         Raises:
             ConfigError: ``op`` is ``Adasum``.
@@ -263,11 +262,11 @@ class DistributedMethods:
     ) -> Tensor:
         """Clip the averaged gradients of all parameters by their total norm; return the norm.
 
-        Same as ``torch.nn.utils.clip_grad_norm_``, for any ``shard``; call it between
-        ``backward()`` and ``step()`` on every rank. Collective with ``shard="node"``.
+        Like ``torch.nn.utils.clip_grad_norm_``, for any ``shard``. Every rank calls this method
+        between ``backward()`` and ``step()``. Collective with ``shard="node"``.
 
         Raises:
-            RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
+            RuntimeError: the norm is not finite and ``error_if_nonfinite`` is True.
         """
         self._exchange.begin_clipping()
         return self._exchange.clip_norm(
@@ -275,9 +274,9 @@ class DistributedMethods:
         )
 
     def clip_grad_value_(self, clip_value: float) -> None:
-        """Clamp averaged gradients as ``torch.nn.utils.clip_grad_value_`` does.
+        """Clamp averaged gradients like ``torch.nn.utils.clip_grad_value_``.
 
-        Every rank calls this method.
+        Every rank calls this method between ``backward()`` and ``step()``.
         """
         self._exchange.begin_clipping()
         self._exchange.clip_value(self._stepped(), clip_value)
@@ -296,14 +295,14 @@ class DistributedMethods:
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def add_param_group(self, param_group: Any) -> None:
-        """Add parameters; see ``torch.optim.Optimizer.add_param_group``. Every rank calls it."""
+        """Add parameters; see ``torch.optim.Optimizer.add_param_group``. All ranks call it."""
         super().add_param_group(param_group)  # type: ignore[misc]
         self._exchange.hook()
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Replace the optimizer state; see ``torch.optim.Optimizer.load_state_dict``.
 
-        Also clears the gradients of a backward that raised an error.
+        Gradients of a backward that raised an error are discarded.
         """
         self._exchange.start_again()
         super().load_state_dict(state_dict)  # type: ignore[misc]
@@ -321,15 +320,15 @@ unscale_by_exchange()
 
 
 METHOD_MARK = "_local_method"
-"""Attribute of an optimizer: the name of the local or asynchronous method that hooks it."""
+"""Attribute of an optimizer: name of the local or asynchronous method that hooks it."""
 
 
 def require_plain(method: str, optimizer: object) -> None:
     """Raise ``ConfigError`` if ``optimizer`` is a ``DistributedOptimizer``."""
     if isinstance(optimizer, DistributedMethods):
         raise ConfigError(
-            f"{method} must get a plain optimizer, but this one averages gradients in every step; "
-            f"leave DistributedOptimizer out"
+            f"{method} must get a plain optimizer, got a DistributedOptimizer, which averages "
+            f"gradients in every step; leave DistributedOptimizer out"
         )
 
 
@@ -339,7 +338,7 @@ def before_step(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Begin a step of the exchange; torch calls this hook at the start of ``step()``.
 
-    The exchange wraps the closure of ``step()``, because a closure computes gradients.
+    A closure of ``step()`` computes gradients, so the exchange wraps the closure.
     """
     exchange = exchange_of(stepping)
     assert exchange is not None
@@ -367,29 +366,29 @@ def after_step(stepped: Any, *_: object) -> None:
 def _upgraded(
     optimizer: Any, exchange: OptimizerExchange, names: Mapping[Tensor, str], passes: int
 ) -> Any:
-    """Add ``DistributedMethods`` and hooks to the optimizer, after all calls that can fail."""
+    """Add ``DistributedMethods`` and hooks to ``optimizer``; called after all checks."""
     kind = type(optimizer)
     optimizer.__class__ = type(kind.__name__, (DistributedMethods, kind), {})
     vars(optimizer).update(_exchange=exchange, _parameter_names=names, _passes=passes)
     if exchange.unscales:
         leave_scaling_to(optimizer)
     if not isinstance(exchange, NoExchange):
-        # The hooks look the exchange up: a hook that held it would keep the optimizer alive.
+        # A reference of a hook to the exchange would keep the optimizer alive.
         optimizer.register_step_pre_hook(before_step)
         optimizer.register_step_post_hook(after_step)
-        _let_move(exchange)
+        _register_move(exchange)
     return optimizer
 
 
-def _let_move(exchange: OptimizerExchange) -> None:
-    """Register ``exchange`` to continue when the world is rebuilt without lost ranks."""
+def _register_move(exchange: OptimizerExchange) -> None:
+    """Register ``exchange`` to continue after the world is rebuilt without lost ranks."""
     kept = weakref.ref(exchange)
 
     def move() -> None:
         if (moved := kept()) is not None:
             here = world.current()
             moved.rebind(here.comm, here.plan)
-            _let_move(moved)
+            _register_move(moved)
 
     world.current().rebuild.register(RebuildStage.HOLDERS, move=move)
 
@@ -410,7 +409,8 @@ def _check(
     _check_passes(passes)
     if isinstance(optimizer, DistributedMethods):
         raise ConfigError(
-            "optimizer must not be a DistributedOptimizer already; wrap the optimizer once"
+            "optimizer must be a plain optimizer, got a DistributedOptimizer; wrap the optimizer "
+            "once"
         )
     if op not in (Average, Sum, Adasum):
         raise ConfigError(f"op must be Average, Sum or Adasum, got {op!r}")
@@ -422,7 +422,9 @@ def _check(
     checked("gradient_predivide_factor", predivide, Amount)
     checked("shard", shard, Literal["node"] | None)
     if shard and op is Adasum:
-        raise ConfigError('op must not be Adasum with shard="node"; leave shard out')
+        raise ConfigError(
+            'op must be Average or Sum with shard="node", got Adasum; leave shard out'
+        )
 
 
 def _communicator(

@@ -1,4 +1,4 @@
-"""``OptimizerExchange``, which combines the ranks in the steps of a ``DistributedOptimizer``."""
+"""``OptimizerExchange``: the communication in the steps of a ``DistributedOptimizer``."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -21,12 +21,12 @@ Closure = Callable[[], Any] | None
 class StepFacts(Protocol):
     """Flags and losses that ranks exchange in the step message."""
 
-    flags: int  # bits of this rank
-    loss: float  # mean over the samples of this rank
+    flags: int  # bits that this rank raises
+    loss: float  # mean loss over the samples of this rank
 
     @property
     def raised_flags(self) -> int:
-        """Flags that any rank had in the last message; the same on every rank."""
+        """Flags that any rank raised in the last message; the same on every rank."""
 
     @property
     def mean_loss(self) -> float:
@@ -36,19 +36,19 @@ class StepFacts(Protocol):
 class OptimizerExchange:
     """Combines the gradients or the steps of all ranks for a ``DistributedOptimizer``.
 
-    This base class is for an optimizer that uses ``.grad`` of this rank and sends nothing.
-    Subclasses override methods.
+    The base class is for an optimizer that uses ``.grad`` of this rank and sends nothing;
+    subclasses override methods.
     """
 
     unscales = False
-    """Whether ``step()`` unscales, and skips after infinity, in place of the ``GradScaler``."""
+    """Whether ``step()`` unscales gradients and skips overflows, in place of ``GradScaler``."""
     reduction: Reduction | None = None  # None if no gradients are sent
-    was_synchronized = False  # whether ``synchronize()`` of this step had nothing to combine
-    warns = True  # whether ``step()`` warns in that case
+    was_synchronized = False  # whether ``synchronize()`` was called without effect in this step
+    warns = True  # whether ``step()`` warns of such a call
 
     @property
     def steps(self) -> StepFacts:
-        """Flags and losses of the ranks."""
+        """Flags and losses that the ranks exchange."""
         raise NotImplementedError
 
     @property
@@ -74,18 +74,18 @@ class OptimizerExchange:
 
     def set_num_samples(self, num_samples: float, nominal: float) -> None:
         """Set the number of samples by which this rank's gradient is weighted."""
-        check_count(num_samples, nominal)  # the same errors in a world of one
+        check_count(num_samples, nominal)  # for the same errors in a world of one rank
 
     def synchronize(self) -> bool:
         """Combine the gradients that ``backward()`` has not combined. Collective.
 
         Returns:
-            Whether ``backward()`` had combined all of them.
+            Whether the call had no effect, because ``backward()`` has combined all gradients.
         """
         return False
 
     def require_skippable(self) -> None:
-        """Raise ``ConfigError`` if ``step()`` must combine the ranks, as with Adasum."""
+        """Raise ``ConfigError`` if ``step()`` must combine the ranks, as for Adasum."""
 
     def begin_clipping(self) -> None:
         """Combine the gradients before clipping if this rank has skipped ``backward``.
@@ -111,9 +111,11 @@ class OptimizerExchange:
         clip_grad_value_(parameters, value)
 
     def unscale(self, inverse_scale: Tensor, *, allows_fp16: bool) -> bool | None:
-        """Unscale gradients that are not in ``.grad``; return whether any is not finite.
+        """Unscale averaged gradients that are not in ``.grad``.
 
-        Returns None if the step uses ``.grad``, which torch unscales.
+        Returns:
+            Whether any gradient is not finite; None if the step uses ``.grad``, which torch
+            unscales.
         """
         del inverse_scale, allows_fp16
         return None
@@ -131,7 +133,7 @@ class OptimizerExchange:
         """Correct the optimizer state after torch has loaded ``state_dict``."""
 
     def begin_step(self, stepping: Optimizer, closure: Closure) -> Closure:
-        """Begin ``step()``; return the closure to call. Collective."""
+        """Begin ``step()``; return the closure that the optimizer must call. Collective."""
         del stepping
         return closure
 
@@ -147,8 +149,8 @@ class OptimizerExchange:
         del plan
         raise ConfigError(
             f"an optimizer that continues without lost ranks must have neither shard, op=Adasum "
-            f"nor a process set, but this one does, with {comm.size} ranks in the next world; "
-            f"restart from the checkpoint, or average over all ranks without these options"
+            f"nor a process set, but this optimizer has one of these, with {comm.size} ranks in "
+            f"the next world; restart from the last checkpoint, or leave these options out"
         )
 
 

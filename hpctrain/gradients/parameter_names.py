@@ -14,7 +14,7 @@ NamedParameters = Sequence[tuple[str, Parameter]]
 
 
 def names_of(optimizer: Optimizer, named_parameters: Iterable[Any] | None) -> dict[Tensor, str]:
-    """Return the name of every parameter; without given names, its position in the optimizer.
+    """Return the name of every parameter; by default the name is the position in the optimizer.
 
     Raises:
         ConfigError: an entry is not a pair, a name occurs twice, or a parameter has no name.
@@ -22,14 +22,17 @@ def names_of(optimizer: Optimizer, named_parameters: Iterable[Any] | None) -> di
     if named_parameters is None:
         return {parameter: place for place, parameter in places_of(optimizer)}
     named = list(named_parameters)
-    if strangers := [entry for entry in named if not isinstance(entry, tuple) or len(entry) != 2]:
+    if malformed := [entry for entry in named if not isinstance(entry, tuple) or len(entry) != 2]:
         raise ConfigError(
             f"named_parameters must contain tuples (name, parameter), got "
-            f"{type(strangers[0]).__name__}; pass model.named_parameters()"
+            f"{type(malformed[0]).__name__}; pass model.named_parameters()"
         )
     times = Counter(name for name, _ in named)
     if repeated := sorted(name for name, count in times.items() if count > 1):
-        raise ConfigError(f"names of parameters must differ, got twice: {', '.join(repeated)}")
+        raise ConfigError(
+            f"names of parameters must differ, got twice: {', '.join(repeated)}; pass "
+            f"model.named_parameters()"
+        )
     names = {parameter: name for name, parameter in named}
     if missing := [
         f"{place} {tuple(p.shape)}" for place, p in places_of(optimizer) if p not in names
@@ -44,7 +47,7 @@ def names_of(optimizer: Optimizer, named_parameters: Iterable[Any] | None) -> di
 def named(owner: Callable[[], Optimizer | None], names: Mapping[Tensor, str]) -> NamedParameters:
     """Return the current parameters of an optimizer with their names.
 
-    Parameters that were added after ``names`` was built are named by position.
+    Parameters that are not in ``names``, because they were added later, are named by position.
     """
     optimizer = owner()
     places = places_of(optimizer) if optimizer is not None else []
@@ -61,17 +64,17 @@ def places_of(optimizer: Optimizer) -> NamedParameters:
 
 
 Groups = int | Sequence[Sequence[Tensor]]
-"""Number of groups of about equal length, or the groups; 0 for none."""
+"""Number of groups of about equal length, or the groups; 0 for no groups."""
 
 
 class Grouping:
-    """Groups of parameters; each group is sent as one message per dtype.
+    """Groups of parameters whose gradients are sent as one message per dtype.
 
     Args:
         groups: number of groups, or the groups as lists of parameters, trained or frozen.
             Parameters in no list are sent in ordinary buckets.
-        sparse_as_dense: whether sparse gradients are sent as dense ones; ``.grad`` is still
-            sparse.
+        sparse_as_dense: whether sparse gradients are sent as dense gradients; ``.grad`` is sparse
+            in both cases.
 
     Raises:
         ConfigError: ``groups`` is neither a number nor lists, or contains a parameter twice.
@@ -85,15 +88,19 @@ class Grouping:
             return
         if isinstance(groups, int):
             if groups < 0:
-                raise ConfigError(f"groups must be a non-negative number or lists, got {groups}")
+                raise ConfigError(
+                    f"groups must be a non-negative number or lists of parameters, got {groups}; "
+                    f"use 0 for no groups"
+                )
             self._num_groups = groups
         else:
             self._group_of = _numbered(groups)
 
     def numbers(self, parameters: Sequence[Parameter]) -> list[int | None]:
-        """Return the group number of each parameter, or None; an empty list without any groups.
+        """Return the group number of each parameter, or None; an empty list without groups.
 
-        If only a number of groups was given, the parameters are divided into that many ranges.
+        If only a number of groups was given, the parameters are divided into ranges of about equal
+        length.
         """
         if self._group_of:
             return [self._group_of.get(parameter) for parameter in parameters]
@@ -109,12 +116,13 @@ def _numbered(groups: object) -> dict[Tensor, int]:
             if not isinstance(parameter, Tensor):
                 raise ConfigError(
                     f"groups must contain parameters, got {type(parameter).__name__} in group "
-                    f"{number}; pass lists of the tensors"
+                    f"{number}; pass lists of parameters"
                 )
             if parameter in group_of:
                 raise ConfigError(
-                    f"a parameter must be in one group, got one of shape {tuple(parameter.shape)} "
-                    f"in groups {group_of[parameter]} and {number}; remove it from one of them"
+                    "a parameter must be in one group, got a parameter of shape "
+                    f"{tuple(parameter.shape)} in groups {group_of[parameter]} and {number}; "
+                    "remove it from one of the groups"
                 )
             group_of[parameter] = number
     return group_of

@@ -1,7 +1,7 @@
 """Sums between nodes for ``shard="node"``, started bucket by bucket during backward.
 
 a gradient is final        ready     sends the next buckets whose gradients are all final
-``step()`` has opened      finish    sends the remaining buckets, and waits for all sums
+``step()`` begins          finish    sends the remaining buckets, and waits for all sums
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from hpctrain.comm.operation_result import Work
 
 _LATE_STEPS = 64
-"""Steps without early sums after a void sum, because a void sum is computed twice."""
+"""Number of steps without early sums after a void sum, which is computed twice."""
 
 
 class RailSums:
@@ -38,9 +38,9 @@ class RailSums:
 
     A gradient counts as final when its hook has fired as often as in the previous step. If the
     hook fires again, or the gradient is dropped, the sums are void, and the step computes them
-    again. The sums use a separate communicator, so each rank starts them independently of other
-    operations. In the step, all ranks finish the sums that any rank has started. Construction is
-    collective.
+    again. The sums use a separate communicator, so that each rank starts them independently of
+    other operations. In the step, all ranks finish the sums that any rank has started. The
+    constructor is collective.
 
     Args:
         comm: ranks to sum over.
@@ -50,12 +50,12 @@ class RailSums:
 
     def __init__(self, comm: Communicator, count: SampleCount, weights: Bucket) -> None:
         self._count, self._weights = count, weights
-        self._comm, self._is_beside = comm, False
+        self._comm, self._is_concurrent = comm, False
         if isinstance(comm, ThreadedCommunicator) and all(
             comm.allgather_object(calls_from_threads())
         ):
             with suppress(NodeMemoryError):  # raised on all ranks
-                self._comm, self._is_beside = comm.lend(self), True
+                self._comm, self._is_concurrent = comm.lend(self), True
         node = self._comm.node
         assert node is not None
         self._node = node
@@ -63,31 +63,31 @@ class RailSums:
         self._gradients: Sequence[GradientBucket] = ()
         self._chunks: list[list[tuple[Tensor, tuple[Tensor, ...]]]] = []
         self._due: dict[Slot, int] = {}  # how often each hook fired in the previous step
-        self._num_late = 0  # remaining steps without early sums
-        self._missing: list[int] = []  # gradients of each bucket that are not final yet
-        self._weight: float | None = None  # of the last sums
+        self._num_late = 0  # number of remaining steps without early sums
+        self._missing: list[int] = []  # number of gradients of each bucket that are not final
+        self._weight: float | None = None  # weight of this rank in the last sums
         self._reset()
 
     @property
     def is_void(self) -> bool:
-        """Whether gradients or weights have changed since their sums were started."""
+        """Whether gradients or this rank's weight have changed since sums were started."""
         return self.num_sent > 0 and (
-            self._came_again
+            self._is_repeated
             or self._weight != self._count.weight
             or any(_state(slot) != state for slot, state in self._sent)
         )
 
-    def announced(self, told: ShardedFacts) -> ShardedFacts:
-        """Return ``told``, with facts about the sums in flight added."""
+    def with_sums_in_flight(self, own_facts: ShardedFacts) -> ShardedFacts:
+        """Return ``own_facts`` with the facts about sums in flight."""
         return replace(
-            told,
+            own_facts,
             is_early=self.num_sent > 0,
             is_void=self.is_void,
-            is_new=told.is_new or self._weight != self._count.weight,
+            is_new=own_facts.is_new or self._weight != self._count.weight,
         )
 
     def lay_out(self, gradients: Sequence[GradientBucket]) -> None:
-        """Allocate memory for the sums of these buckets. Collective."""
+        """Allocate node memory for the sums of the buckets ``gradients``. Collective."""
         made: list[NodeTensor] = []
 
         def make(flats: Sequence[Tensor]) -> None:
@@ -113,8 +113,8 @@ class RailSums:
     # -- during backward --------------------------------------------------------------------
 
     def expect(self) -> None:
-        """Reset the counts for the gradients of another step; sums in flight become void."""
-        self._came_again |= self.num_sent > 0
+        """Reset the counts of final gradients for another step; sums in flight become void."""
+        self._is_repeated |= self.num_sent > 0
         of_buckets = [[self._due.get(slot, 1) for slot in one.slots] for one in self._gradients]
         self._missing = [sum(map(bool, due)) for due in of_buckets]
 
@@ -123,14 +123,14 @@ class RailSums:
 
         Args:
             slot: slot of the gradient.
-            fill: copies a gradient to its slot.
+            fill: function that copies a gradient to its slot.
         """
         if slot.bucket < self.num_sent:
-            self._came_again = True
-        if not self._is_beside or not self._due or self._num_late or self._came_again:
+            self._is_repeated = True
+        if not self._is_concurrent or not self._due or self._num_late or self._is_repeated:
             return
         if self._count.is_set and any(_is_scaled_first(one.bucket) for one in self._gradients):
-            return  # the sum of the weights is known only in the step
+            return  # these sums need the sum of all weights, which is exchanged in the step
         self._missing[slot.bucket] -= slot.fires == self._due.get(slot)
         while self.num_sent < len(self._missing) and not self._missing[self.num_sent]:
             for each in self._gradients[self.num_sent].slots:
@@ -158,11 +158,11 @@ class RailSums:
             work.wait()
 
     def _reset(self) -> None:
-        self.num_sent = 0  # buckets
+        self.num_sent = 0  # number of buckets sent
         self._works: list[Work] = []
-        self._came_again = False
+        self._is_repeated = False
         self._sent: list[tuple[Slot, tuple[int, int] | None]] = []
-        """Gradients in flight, with their ``writes_of``."""
+        """Slots whose sums are in flight, with ``writes_of`` the gradients."""
 
     def _send(self) -> None:
         gradients = self._gradients[self.num_sent]
@@ -181,7 +181,7 @@ class RailSums:
         bucket, node, comm = gradients.bucket, self._node, self._comm
         how = combination(total.dtype, Op.SUM)
         count = self._count
-        # Sums in wide dtypes may start before the largest weight of the step is known.
+        # Sums in 32 and 64 bits can start before the largest weight of the step is known.
         exponent = count.exponent if _is_scaled_first(bucket) else 0
         early, _ = scaled_when(count.scale_of(exponent), how)
         node.meet(call_of(f"sum of bucket {number} of {len(self._gradients)} between nodes"))

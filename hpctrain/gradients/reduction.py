@@ -33,13 +33,13 @@ from hpctrain.gradients.weight_sample import checksum_of, due, sample_of
 
 @dataclass(slots=True)
 class StepProgress:
-    """Progress of the reduction of one step."""
+    """Progress of the reduction in one step."""
 
-    num_sent: int = 0  # buckets
+    num_sent: int = 0  # number of buckets sent
     agreement: StepAgreement | None = None
-    is_refused: bool = False  # whether the step message raised an error: no bucket is sent then
+    is_refused: bool = False  # whether the step message raised an error, so that no bucket is sent
     works: list[Work] = field(default_factory=list)
-    finite: list[bool] = field(default_factory=list)  # of each bucket that was checked
+    finite: list[bool] = field(default_factory=list)  # result of each checked bucket
     waited_s: float = 0.0
 
 
@@ -71,7 +71,7 @@ class Reduction:
         self.is_finite: bool | None = None
         """Whether all sums of the last step are finite; None if a sum was not checked."""
         self.around: Callable[..., AbstractContextManager[None]] = (
-            nullcontext  # entered around each sum
+            nullcontext  # context of each sum
         )
         self._comm, self._plan, self.codec = comm, plan, codec
         self.layout = BucketLayout(comm, plan, codec, grouping)
@@ -80,7 +80,7 @@ class Reduction:
     def over(self, comm: Communicator, plan: Plan, steps: StepCounter) -> "Reduction":
         """Return a reduction with the same settings over the ranks of ``comm``. Not collective.
 
-        The caller must call ``layout.build``, which is collective.
+        The caller then calls ``layout.build``, which is collective.
         """
         return Reduction(comm, plan, self.codec, self.layout.grouping, self.count, steps)
 
@@ -119,19 +119,19 @@ class Reduction:
     def keeps_result(self) -> bool:
         """Whether this rank contributes an earlier result to the next reduction.
 
-        An earlier sum must be counted once, so only rank 0 contributes it.
+        An earlier sum must be counted once, so only rank 0 contributes the sum.
         """
         return self.count.average or self.leads
 
     def take(self, slot: Slot | SparseSlot) -> None:
-        """Copy a gradient, which is final, to its bucket, and send the buckets that are full."""
+        """Copy a final gradient to its bucket, and send the buckets that are full."""
         if isinstance(slot, SparseSlot):
             return
         if slot.is_filled and (self._step.num_sent > slot.bucket or self.count.factor != 1.0):
             raise CommError(
-                f"a parameter must be used equally often in every backward, but the gradient of "
-                f"{slot.name} was accumulated twice in one, and once in the first step; keep the "
-                f"graph unchanged, or use activation checkpoints with use_reentrant=False"
+                "a parameter must be used equally often in every backward, but the gradient of "
+                f"{slot.name} was accumulated twice in one backward, and once in the first step; "
+                "keep the graph unchanged, or use activation checkpoints with use_reentrant=False"
             )
         self._fill(slot)
         if self._plan.overlap == "end":
@@ -143,15 +143,15 @@ class Reduction:
                 self._step.works.append(self._run(self._open, mine))
             self._launch_next()
 
-    def changed_by_hand(self, today: NamedParameters | None) -> int | None:
+    def program_changes(self, current: NamedParameters | None) -> int | None:
         """Return a checksum of reduced gradients that the program has changed; None if unchanged.
 
-        A replaced gradient is copied, because it may share memory with another slot. If gradients
-        were changed in place, only a sample is hashed, because clipping changes all gradients in
-        every step.
+        A replaced gradient is copied, because its memory may be part of another slot. Of gradients
+        that were changed in place only a sample is hashed, because clipping changes all gradients
+        in every step.
         """
         touched = [(s.name, s.parameter) for s in self.layout.slots if s.is_touched]
-        touched += [named for named in today or () if named[1] not in self.layout.slot_of]
+        touched += [named for named in current or () if named[1] not in self.layout.slot_of]
         total = 0
         for name, parameter in touched:
             total = crc32(name.encode(), total)
@@ -160,40 +160,40 @@ class Reduction:
                 total = checksum_of(parameter.grad, total)
         written, step = [s for s in self.layout.dense if s.is_written], self.steps.number or 0
         total ^= sample_of(due([s.view for s in written if s.view.is_cpu], step), step)
-        for slot in written:  # the host does not wait for values of an accelerator
+        for slot in written:  # without a wait for values of an accelerator
             total = total if slot.view.is_cpu else crc32(slot.name.encode(), total)
         return total if touched or written else None
 
     def complete(
         self,
         changed: NamedParameters | None = None,
-        told: StepMessage | None = None,
+        message: StepMessage | None = None,
         agreement: StepAgreement | None = None,
     ) -> None:
-        """Fill and send the remaining buckets, and wait for all of them. Collective.
+        """Fill and send the remaining buckets, and wait for all sums. Collective.
 
         If all ranks have made the same changes to reduced gradients, these gradients are kept.
         Otherwise the current gradients are reduced, or all ranks raise ``MismatchError``.
 
         Args:
             changed: current parameters, if they do not match the buckets.
-            told: facts about this rank's gradients, for the step message.
-            agreement: result of the step message, for a rank that adds zeros to a step of other
-                ranks.
+            message: facts of this rank for the step message.
+            agreement: result of the step message, on a joined rank that contributes zeros to a
+                step of other ranks.
         """
         if agreement is not None:
             self._take(agreement)
         elif not self.has_sent:
             mine = self._message(
-                told or StepMessage(),
+                message or StepMessage(),
                 outdated=changed is not None,
                 new_sparse=self.layout.found_new_sparse
                 or any(map(self.layout.is_new_sparse, self.layout.dense)),
             )
             self._clocked(self._run(self._open, mine).wait)
-        is_kept = self._step.agreement is not None and self._step.agreement.changed_alike
+        is_kept = self._step.agreement is not None and self._step.agreement.changed_equally
         if changed is not None:
-            self.layout.build(changed, results=self._set_by_hand(changed) if is_kept else ())
+            self.layout.build(changed, results=self._set_by_program(changed) if is_kept else ())
         if changed is not None or not is_kept:
             self._move()
             for slot in self.layout.dense:
@@ -219,12 +219,12 @@ class Reduction:
         No-op if some ranks have joined, because joined ranks answer only step messages.
         """
         if self.steps.num_active == self._comm.size:
-            said = [repr(loss.detach().tolist() if isinstance(loss, Tensor) else loss)]
-            way_out = (
-                "LBFGS ends a step by the loss, which must be equal on all ranks: return the "
-                "mean over ranks from the closure, hvd.allreduce(loss.detach())"
+            lines = [repr(loss.detach().tolist() if isinstance(loss, Tensor) else loss)]
+            remedy = (
+                "LBFGS ends a step by this loss; return the mean over ranks from the closure, "
+                "hvd.allreduce(loss.detach())"
             )
-            require_equal(self._comm, said, "results of the LBFGS closure", way_out)
+            require_equal(self._comm, lines, "the result of the LBFGS closure", remedy)
 
     def drop(self) -> None:
         """Discard a failed reduction; wait for operations in flight."""
@@ -245,11 +245,11 @@ class Reduction:
         for slot in self.layout.dense:
             slot.is_filled = False
 
-    def _set_by_hand(self, today: NamedParameters) -> list[Tensor]:
-        """Return the parameters whose gradients the program has set."""
+    def _set_by_program(self, current: NamedParameters) -> list[Tensor]:
+        """Return the parameters whose gradients the program has replaced or added."""
         return [
             p
-            for _, p in today
+            for _, p in current
             if p.grad is not None
             and ((slot := self.layout.slot_of.get(p)) is None or slot.is_touched)
         ]
@@ -277,7 +277,7 @@ class Reduction:
         self._step.works.append(self._run(self._reduce, bucket))
 
     def _move(self) -> None:
-        """Fill and send the remaining buckets, and wait for all sums."""
+        """Fill and send the remaining buckets, and wait for all sums. Collective."""
         for slot in self.layout.dense:
             self._fill(slot)
         while self._step.num_sent < len(self.layout.buckets):
@@ -293,7 +293,7 @@ class Reduction:
             bucket.storage.arrive()
 
     def _run(self, function: Callable[..., None], *args: object) -> Work:
-        """Start a collective on the communicator's thread, if any; count the time of the call."""
+        """Start a collective on the communicator's thread, if any; measure the call."""
         work: Work = self._clocked(start_on, self._comm, function, *args)
         return work
 
@@ -305,20 +305,20 @@ class Reduction:
 
     def _message(
         self,
-        told: StepMessage,
+        message: StepMessage,
         *,
         new_sparse: bool,
         outdated: bool = False,
         needs_all: bool = False,
     ) -> StepMessage:
         facts = replace(
-            told.gradients,
+            message.gradients,
             is_weighted=self.count.is_set,
             outdated=outdated,
             new_sparse=new_sparse,
         )
-        told, slots = told._replace(gradients=facts), self.layout.slots
-        return self.steps.message(told, slots, weight=self.count.weight, needs_all=needs_all)
+        message, slots = message._replace(gradients=facts), self.layout.slots
+        return self.steps.message(message, slots, weight=self.count.weight, needs_all=needs_all)
 
     def _open(self, mine: StepMessage) -> None:
         try:

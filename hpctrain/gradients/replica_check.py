@@ -1,4 +1,4 @@
-"""``check_replicas``, which compares the model on all ranks and repairs it by majority."""
+"""``check_replicas``, which compares the model between ranks and repairs differences."""
 
 import hashlib
 from collections import Counter
@@ -31,22 +31,22 @@ def check_replicas(
 ) -> None:
     """Raise unless the model is bitwise identical on all ranks. Collective over the process set.
 
-    Call it between two steps, where replicas should be equal. Each rank hashes its tensors, and
-    one small message compares the hashes; names are sent only if hashes differ.
+    Called between two steps, where replicas must be equal. Each rank hashes its tensors, and one
+    small message compares the hashes; names are sent only if hashes differ.
 
     Args:
         model: module whose parameters are compared.
-        optimizer: optimizer whose state and parameter groups are compared too.
-        buffers: compare all buffers, or none. None compares the buffers of ``SyncBatchNorm``,
-            which are computed from the samples of all ranks; buffers of other layers depend on
-            each rank's samples.
-        process_set: the ranks to compare; None for all.
-        heal: copy a tensor that is equal on more than half of the ranks to the other ranks,
-            bitwise, and log a warning with their names.
+        optimizer: optimizer whose state and parameter groups are also compared.
+        buffers: whether to compare all buffers. None compares only the buffers of
+            ``SyncBatchNorm``, which are computed from the samples of all ranks; buffers of other
+            layers depend on each rank's samples.
+        process_set: ranks to compare; None for all ranks.
+        heal: whether to copy a tensor that is equal on more than half of the ranks to the other
+            ranks, and log a warning with the names of the tensors.
 
     Raises:
-        ReplicaError: values differ; raised on every rank, with their names and ranks. With
-            ``heal``, only if a value has no majority or is not a tensor; then no value is changed.
+        ReplicaError: values differ; raised on every rank, with names and ranks. With ``heal``,
+            raised only if a value has no majority or is not a tensor; then no value is changed.
         CheckpointError: the optimizer state contains a value that cannot be hashed.
         NotInitializedError: ``hpctrain.init()`` was not called.
     """
@@ -66,7 +66,7 @@ def require_equal_replicas(
     buffers: bool | None = None,
     heal: bool = False,
 ) -> None:
-    """Raise unless the ranks of ``comm`` are identical; see ``check_replicas``. Collective."""
+    """Compare the ranks of ``comm``; see ``check_replicas``. Collective."""
     if comm.size == 1:
         return
     values = dict(_of_model(model, buffers=buffers))
@@ -91,16 +91,18 @@ def require_equal_replicas(
                 f"majority were copied to the other ranks"
             )
         return
-    nobody = f", and {lost} is not the same tensor on more than half of them" if heal else ""
+    no_majority = (
+        f", and {lost} is not the same tensor on more than half of the ranks" if heal else ""
+    )
     raise ReplicaError(
-        f"replicas must be equal on every rank, but {found}{nobody}; find changes that only some "
-        f"ranks make, such as outside optimizer.step(), and start with "
-        f"broadcast_parameters(model.state_dict())"
+        f"replicas must be equal on every rank, but {found}{no_majority}; find changes that only "
+        "some ranks make, such as outside optimizer.step(), and start with "
+        "broadcast_parameters(model.state_dict())"
     )
 
 
 def _owner(name: str, every: Sequence[Mapping[str, str]]) -> int | None:
-    """Return a rank whose value is equal on more than half of the ranks; None if none is."""
+    """Return a rank with the value that more than half of the ranks have; None without one."""
     seen = [hashes.get(name, "") for hashes in every]
     value, count = Counter(seen).most_common(1)[0]
     return seen.index(value) if value and 2 * count > len(seen) else None
@@ -118,8 +120,8 @@ def _heal(
     for name, found in zip(owners, zip(*facts, strict=True), strict=True):
         if None in found or len(set(found)) > 1:
             raise ReplicaError(
-                f"values to heal must be tensors of one shape and dtype, but {name} is not so on "
-                f"every rank; load a checkpoint"
+                f"values to heal must be dense tensors of one shape and dtype on all ranks, but "
+                f"{name} is not; load a checkpoint"
             )
     for name, owner in owners.items():
         value: Tensor = values[name].detach()
@@ -130,7 +132,7 @@ def _heal(
 
 
 def _facts(value: object) -> tuple[Any, ...] | None:
-    """Return shape and dtype of a dense tensor; None for other values, which are not copied."""
+    """Return shape and dtype of a dense tensor; None for other values, which cannot be copied."""
     if not isinstance(value, Tensor) or value.layout is not torch.strided:
         return None
     return value.shape, value.dtype

@@ -45,11 +45,12 @@ class _Report:
     num_samples: int | None
     flags: int
     refusal: str | None = None
-    losses: list[float] = field(default_factory=list)  # of its micro-shards, each times its weight
+    losses: list[float] = field(default_factory=list)  # loss times weight of each micro-shard
     present: list[bool] = field(default_factory=list)
-    """By entry, whether any of its micro-shards has a value."""
+    """By entry, whether a micro-shard of this rank has a value."""
     counters: dict[int, Tensor] | None = None
-    """Integer buffers, by entry, after its first micro-shard; None if all are empty."""
+    """Integer buffers, by entry, after the first micro-shard of the rank that has samples; None
+    without samples."""
 
 
 class Reproducible:
@@ -66,17 +67,17 @@ class Reproducible:
     example in dropout; random numbers of other generators are not. Batch-dependent preprocessing,
     such as padding to the longest sample, must be fixed.
 
-    Construction checks that all ranks have the same settings. Collective. It calls
-    ``torch.set_num_threads``.
+    The constructor checks that all ranks have the same settings, and calls
+    ``torch.set_num_threads``; it is collective.
 
     Args:
-        model: the model, on the CPU, with the same values on every rank.
+        model: module on the CPU, with the same values on every rank.
         optimizer: any optimizer that is not a ``DistributedOptimizer``.
         comm: ranks that share each step.
         num_micro_shards: number of micro-shards per batch, a power of two and at least the number
             of ranks. The result depends on this number.
         seed: seed of the random numbers.
-        num_threads: threads of torch.
+        num_threads: number of threads of torch.
 
     Raises:
         ConfigError: an argument is not valid.
@@ -95,12 +96,12 @@ class Reproducible:
     ) -> None:
         if isinstance(optimizer, DistributedMethods):
             raise ConfigError(
-                "Reproducible must get a plain optimizer, but this one averages gradients itself; "
-                "leave DistributedOptimizer out"
+                "Reproducible must get a plain optimizer, got a DistributedOptimizer, which "
+                "averages gradients itself; leave DistributedOptimizer out"
             )
         if num_threads < 1:
             raise ConfigError(
-                f"num_threads must be at least 1, got {num_threads}; leave it out for 1"
+                f"num_threads must be at least 1, got {num_threads}; leave num_threads out for 1"
             )
         self._ranges = [
             own_micro_shards(num_micro_shards, rank, comm.size) for rank in range(comm.size)
@@ -112,7 +113,7 @@ class Reproducible:
         self.raised_flags = 0
         """Flags that any rank had raised for the last step; the same on every rank."""
         self.own_loss = 0.0
-        """Share of this rank's samples in the loss of the last step."""
+        """Contribution of this rank's samples to the loss of the last step."""
         self._model, self._optimizer, self._comm = model, optimizer, comm
         self._num_micro_shards, self._seed, self._num_threads = num_micro_shards, seed, num_threads
         self._flags = 0
@@ -127,12 +128,12 @@ class Reproducible:
     def describe(self) -> str:
         """Return a human-readable description of the method."""
         number = self._num_micro_shards
-        return f"the same bits on up to {number} ranks, by {number} micro-shards of each batch"
+        return f"bitwise equal on up to {number} ranks, with {number} micro-shards per batch"
 
     def step(
         self, batch: Any, loss_function: Callable[[Any], Tensor], *, num_samples: int | None = None
     ) -> float:
-        """Run ``backward``, let the optimizer step, and return the loss. Collective."""
+        """Run ``backward`` and the step of the optimizer; return the loss. Collective."""
         loss = self.backward(batch, loss_function, num_samples=num_samples)
         self._optimizer.step()
         return loss
@@ -142,20 +143,21 @@ class Reproducible:
     ) -> float:
         """Compute the loss of the global batch, and replace all gradients. Collective.
 
-        A global batch is divided into micro-shards, and each rank takes consecutive ones. Each
-        micro-shard has its own forward and backward, on inputs in aligned memory, with random
-        numbers that depend on seed, step and micro-shard, and starts with the buffers as of the
-        start of the step. Gradients and changed buffers are summed over a fixed binary tree and
-        divided once by the number of micro-shards; integer buffers get the values after the first
-        micro-shard. BatchNorm therefore normalises by micro-shard, and its running statistics move
-        towards the mean of the statistics of all micro-shards.
+        A global batch is divided into micro-shards, and each rank computes consecutive
+        micro-shards. Each micro-shard has its own forward and backward, on inputs in aligned
+        memory, with random numbers that depend on seed, step and micro-shard, and with the buffers
+        as at the start of the step. Gradients and changed buffers are summed over a fixed binary
+        tree and divided once by the number of micro-shards; integer buffers get the values after
+        the first micro-shard. BatchNorm therefore normalises by micro-shard, and its running
+        statistics move towards the mean of the statistics of all micro-shards.
 
         Args:
             batch: samples ``sample_range(...)`` of the global batch: tensors whose first dimension
                 counts samples, in tuples, lists and mappings.
-            loss_function: returns the mean loss over the samples of a micro-shard.
-            num_samples: samples of the global batch; each micro-shard is weighted by its samples,
-                and empty ones are skipped. None for equally many in all micro-shards.
+            loss_function: function of a micro-shard that returns the mean loss over its samples.
+            num_samples: number of samples of the global batch; micro-shards are weighted by their
+                samples, and empty micro-shards are skipped. None if all micro-shards have the same
+                number of samples.
 
         Returns:
             The mean loss of the global batch, the same on every rank.
@@ -184,7 +186,7 @@ class Reproducible:
         return loss
 
     def raise_flags(self, flags: int) -> None:
-        """Send flags to all ranks, which read them in ``raised_flags`` after each later step."""
+        """Send flags to all ranks, which read ``raised_flags`` after each later step."""
         self._flags = flags
 
     def state_dict(self) -> dict[str, Any]:
@@ -192,7 +194,7 @@ class Reproducible:
         return {"next_step": self.next_step, "seed": self._seed, "facts": self.facts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore step and seed from ``state_dict()``; warn if facts have changed."""
+        """Restore step and seed from a result of ``state_dict``; warn if facts have changed."""
         self.next_step, self._seed = state["next_step"], state["seed"]
         changes = [
             f"{name} was {state['facts'].get(name)}, is {fact}"
@@ -201,7 +203,8 @@ class Reproducible:
         ]
         if changes and self._comm.rank == 0:
             logger.warning(
-                f"facts must be equal for bitwise equal results, but {'; '.join(changes)}"
+                f"processor, libraries and settings must be as in the saved run for bitwise equal "
+                f"results, but {'; '.join(changes)}; resume with the same nodes and versions"
             )
 
     def _run(
@@ -230,7 +233,7 @@ class Reproducible:
                 push(work.pending, Node(0, micro_shard, taken), values.absent)
 
     def _combine(self, work: "_Work") -> float:
-        """Sum over the ranks, set gradients and buffers, and return the loss. Collective."""
+        """Sum over the ranks, and set gradients and buffers; return the loss. Collective."""
         work.report.present = [
             any(node.values[entry] is not None for node in work.pending)
             for entry in range(len(work.values))

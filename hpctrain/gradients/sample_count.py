@@ -1,6 +1,6 @@
-"""Weights of the ranks' gradients by number of samples.
+"""Weights of the ranks' gradients by numbers of samples.
 
-No other module computes factors of gradients.
+All factors of gradients are computed in this module.
 """
 
 import math
@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from hpctrain.core.errors import ConfigError
 
-NUM_FLAGS = 4  # bits that ranks may raise in a step
-MOST_EXPONENT = 60  # of a weight: keeps sums of peaks in the range of float64
+NUM_FLAGS = 4  # number of flags that ranks can raise in a step
+MOST_EXPONENT = 60  # largest exponent of a weight; sums of peaks remain in the range of float64
 _SPREAD = 16
 
 
@@ -26,14 +26,14 @@ class SampleCount:
     and only the division by the number of ranks remains.
 
     Args:
-        average: whether the sum is divided by the sum of the weights.
-        predivide: weights are divided by this factor, and the sum is multiplied by it.
+        average: whether the sum of gradients is divided by the sum of weights.
+        predivide: factor by which weights are divided, and the sum is multiplied.
     """
 
     def __init__(self, *, average: bool = True, predivide: float = 1.0) -> None:
         self.average = average
         self.weight = self.nominal = 1.0
-        self.is_set = False  # whether a number of samples was set
+        self.is_set = False  # whether ``set`` was called
         self.total_weight = 1.0  # sum over all ranks, from the agreement
         self.exponent = 0  # K, from the agreement
         self._predivide = predivide
@@ -41,7 +41,8 @@ class SampleCount:
     def set(self, num_samples: float, nominal: float) -> None:
         """Set the weight of this rank's gradient, which is a mean over ``num_samples``.
 
-        Raises ``ConfigError`` as ``check_count`` does.
+        Raises:
+            ConfigError: a number is not valid; see ``check_count``.
         """
         check_count(num_samples, nominal)
         self.weight, self.nominal = num_samples / nominal, nominal
@@ -59,7 +60,7 @@ class SampleCount:
         return 1.0 if is_known else 2.0 ** (exponent_of(self.weight) - self.exponent)
 
     def factor_of(self, weight: float, exponent: int) -> float:
-        """Return the factor of a gradient before the sum, if weights are divided by 2^exponent."""
+        """Return the factor of a gradient before the sum; weights are divided by 2^exponent."""
         return math.ldexp(weight, -exponent) / self._predivide if self.average else 1.0
 
     @property
@@ -68,7 +69,7 @@ class SampleCount:
         return self.scale_of(self.exponent)
 
     def scale_of(self, exponent: int) -> float | None:
-        """Return the factor of the sum, if weights were divided by 2^exponent; None for none."""
+        """Return the factor of a sum with weights divided by 2^exponent; None for no factor."""
         if not self.average:
             return None
         total = self.total_weight or 1.0  # without samples, all gradients are zero
@@ -76,13 +77,13 @@ class SampleCount:
 
 
 def exponent_of(weight: float) -> int:
-    """Return the exponent of the smallest power of two not below ``weight``; 0 for weight 0."""
+    """Return the exponent of the smallest power of two of at least ``weight``; 0 for 0."""
     mantissa, exponent = math.frexp(weight)
     return max(exponent - (mantissa == 0.5), -MOST_EXPONENT)
 
 
 def peak_of(weight: float) -> float:
-    """Return a number whose sum over ranks gives the largest exponent (``exponent_of_peaks``)."""
+    """Return a number from whose sum over ranks ``exponent_of_peaks`` computes an exponent."""
     return 2.0 ** (_SPREAD * exponent_of(weight)) if weight else 0.0
 
 
@@ -95,7 +96,7 @@ def exponent_of_peaks(peaks: float) -> int:
 
 
 def check_count(num_samples: float, nominal: float) -> None:
-    """Raise ``ConfigError`` unless the count is at least 0 and the nominal count positive."""
+    """Raise ``ConfigError`` unless both numbers, and their ratio, are in the valid range."""
     try:
         is_valid = 0 <= num_samples < math.inf and 0 < nominal < math.inf
         is_valid = is_valid and num_samples / nominal <= 2.0**MOST_EXPONENT
@@ -104,12 +105,13 @@ def check_count(num_samples: float, nominal: float) -> None:
     if not is_valid:
         raise ConfigError(
             f"a sample count must be at least 0, its nominal value positive and the ratio at most "
-            f"2^{MOST_EXPONENT}, got num_samples={num_samples!r}, nominal={nominal!r}"
+            f"2^{MOST_EXPONENT}, got num_samples={num_samples!r}, nominal={nominal!r}; pass the "
+            f"number of samples of this rank"
         )
 
 
 def bits_of(flags: int) -> list[int]:
-    """Return flags as ``NUM_FLAGS`` numbers, which are summed over the ranks."""
+    """Return the bits of ``flags`` as ``NUM_FLAGS`` numbers, which are summed over the ranks."""
     return [flags >> bit & 1 for bit in range(NUM_FLAGS)]
 
 

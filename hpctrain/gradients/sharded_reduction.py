@@ -1,4 +1,4 @@
-"""The reduction for ``shard="node"``, which sums and steps chunk by chunk."""
+"""Reduction for ``shard="node"``, which sums gradients and steps chunk by chunk."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -27,7 +27,7 @@ from hpctrain.gradients.step_header import GradientFacts, ShardedFacts, StepAgre
 
 
 class ShardedReduction(Reduction):
-    """Sums gradients chunk by chunk, and lets the optimizer step on each chunk.
+    """Sums gradients chunk by chunk, and applies the optimizer step to each chunk.
 
     On a single node the sums are not stored.
     """
@@ -50,23 +50,23 @@ class ShardedReduction(Reduction):
     def open(
         self,
         changed: NamedParameters | None,
-        told: ShardedFacts,
+        own_facts: ShardedFacts,
         optimizer: Optimizer,
         *,
         repeats: bool,
     ) -> StepAgreement:
         """Fill all buckets, and compare the ranks before a step. Collective.
 
-        Afterwards the buckets of all ranks of the node are full until ``close``; with several
-        nodes, the sums over all ranks are stored.
+        After this call the buckets of all ranks of the node are full until ``close``; with several
+        nodes, the sums over all ranks are stored in node memory.
 
         Args:
-            changed: current parameters, if they do not match the buckets.
-            told: facts about this rank's gradients.
+            changed: current parameters if they do not match the buckets; else None.
+            own_facts: facts of this rank for the step message.
             optimizer: optimizer whose state is shared.
-            repeats: whether the gradients are from the previous step.
+            repeats: whether the gradients are from the previous step, without a later backward.
         """
-        agreement, rails = self._opened(changed, told, repeats=repeats), self._rails
+        agreement, rails = self._opened(changed, own_facts, repeats=repeats), self._rails
         facts = agreement.sharded
         if rails is not None and facts.is_early:
             self._clocked(rails.finish)
@@ -92,17 +92,17 @@ class ShardedReduction(Reduction):
         return agreement
 
     def _opened(
-        self, changed: NamedParameters | None, told: ShardedFacts, *, repeats: bool
+        self, changed: NamedParameters | None, own_facts: ShardedFacts, *, repeats: bool
     ) -> StepAgreement:
-        if changed is None and not told.own_changed:
+        if changed is None and not own_facts.own_changed:
             try:
                 self._fill_all()
-            except SharedGradientError as error:  # all ranks raise after the comparison
-                told = replace(told, own_changed=error.name)
+            except SharedGradientError as error:  # the step message makes all ranks raise
+                own_facts = replace(own_facts, own_changed=error.name)
         if self._rails is not None:
-            told = self._rails.announced(told)
+            own_facts = self._rails.with_sums_in_flight(own_facts)
         new_sparse = any(slot.found_sparse_dim is not None for slot in self.layout.dense)
-        facts = StepMessage(gradients=GradientFacts(repeats=repeats), sharded=told)
+        facts = StepMessage(gradients=GradientFacts(repeats=repeats), sharded=own_facts)
         mine = self._message(
             facts, new_sparse=new_sparse, outdated=changed is not None, needs_all=True
         )
@@ -111,8 +111,8 @@ class ShardedReduction(Reduction):
         assert agreement is not None
         if agreement.new_sparse:
             raise ConfigError(
-                'gradients must be dense with shard="node", but a rank has a sparse one; make the '
-                "layer with sparse=False, or leave shard out"
+                'gradients must be dense with shard="node", but a rank has a sparse gradient; '
+                "make the layer with sparse=False, or leave shard out"
             )
         return agreement
 
@@ -150,7 +150,7 @@ class ShardedReduction(Reduction):
             self._rails.expect()
 
     def update(self, rule: PieceStep, changes: Sequence[Change]) -> list[list[bool]]:
-        """Compute the average of each chunk of this rank, and step on it.
+        """Average the gradients of each chunk of this rank, and update its parameters.
 
         Returns:
             For each bucket, which parameters have a gradient on any rank.
@@ -175,7 +175,7 @@ class ShardedReduction(Reduction):
         return present
 
     def gradients(self, changes: Sequence[Change]) -> Iterator[Tensor]:
-        """Yield the nonempty averages of this rank's slice; the next one overwrites its memory."""
+        """Yield the averaged gradients of this rank's slice; each overwrites the one before."""
         for bucket, are in zip(self.values.buckets, self._present(), strict=True):
             for chunk in bucket.chunks:
                 pieces = [p for p in chunk.pieces if are[p.number] and p.grad.numel()]
@@ -201,7 +201,7 @@ class ShardedReduction(Reduction):
         """Wait until all ranks of the node have taken the step. Collective.
 
         Args:
-            failure: error of this rank's step; all ranks raise if any rank has one.
+            failure: error of this rank's step, or None; if any rank has an error, all ranks raise.
         """
         call = call_of("end of a step" if failure is None else f"failed step: {failure!r:.300}")
         self._clocked(self._run(partial(self._node.meet, of_node=True), call).wait)
@@ -212,11 +212,11 @@ class ShardedReduction(Reduction):
         self.exposed_seconds = self._step.waited_s
 
     def norm_of_all(self, own: float, order: float) -> float:
-        """Return the norm over the slices of all ranks. Collective.
+        """Return the norm of the averaged gradients over the slices of all ranks. Collective.
 
         Args:
-            own: largest element of this rank's slice if ``order`` is infinite, else its sum of
-                powers.
+            own: largest absolute element of this rank's slice if ``order`` is infinite, else the
+                sum of powers.
             order: order of the norm.
         """
         total = torch.tensor([own], dtype=torch.float64)
@@ -236,9 +236,9 @@ class ShardedReduction(Reduction):
 
     @property
     def is_stale(self) -> bool:
-        """Whether a write to parameters was detected some steps late.
+        """Whether a write to parameters was detected that may be some steps old.
 
-        Some pages are checked only every few steps.
+        Large models have pages that are checked only every few steps.
         """
         values, step = self.values, self.steps.number or 0
         return self._has_values and not values.looks_at_all and values.has_hidden_stores(step)
@@ -249,7 +249,7 @@ class ShardedReduction(Reduction):
             for out, parts in chunk.blocks:
                 combine_to(out, weighted(parts, self._factors), bucket.how, self.count.scale)
             return
-        _, late = scaled_when(self.count.scale_of(0), bucket.how)  # None for 16 bits
+        _, late = scaled_when(self.count.scale_of(0), bucket.how)  # sums in 16 bits are scaled
         number = self.values.buckets.index(bucket)
         total = self._sums[number].shared[chunk.bounds].view(bucket.how.storage_dtype)
         combine_to(chunk.total, (total,), bucket.how, late)

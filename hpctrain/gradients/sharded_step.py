@@ -38,13 +38,13 @@ from hpctrain.runtime import world
 
 
 class ShardedStep(Reducer, OptimizerExchange):
-    """Averages gradients and steps in slices; each rank of a node has a slice.
+    """Averages gradients and updates parameters in slices; each rank of a node has a slice.
 
-    Collective, as ``Reducer``; gradients are sent in ``step()``. Construction allocates the
+    Collective, like ``Reducer``; gradients are sent in ``step()``. The constructor allocates the
     buckets and hooks the parameters.
 
     Args:
-        reduction: sums the gradients of each slice.
+        reduction: reduction that sums the gradients of each slice.
         parameters: returns the current parameters with their names.
         optimizer: optimizer whose step is applied to the slices.
         master_dtype: dtype of the copies of 16-bit parameters that the optimizer updates; None for
@@ -65,21 +65,23 @@ class ShardedStep(Reducer, OptimizerExchange):
         master_dtype: torch.dtype | None,
     ) -> None:
         if master_dtype not in (None, torch.float32, torch.float64):
-            raise ConfigError(f"master_dtype must be torch.float32 or float64, got {master_dtype}")
+            raise ConfigError(
+                f"master_dtype must be torch.float32 or torch.float64, got {master_dtype}"
+            )
         self._rule = PieceStep(optimizer)
         self.master_dtype = master_dtype
         self._optimizer = weakref.ref(optimizer)
         self._own: dict[Tensor, tuple[int, int, tuple[int, ...]]] = {}
-        """Gradients after backward, with their version, address and strides."""
-        self._changed_name = ""  # parameter whose gradient was changed between two backwards
+        """Version, address and strides of each gradient after backward, by parameter."""
+        self._changed_name = ""  # name of a parameter whose gradient was changed too late
         self._changes: list[Change] = []
-        self._is_new = True  # whether gradients were computed since the last message
+        self._is_new = True  # whether gradients were computed after the last step message
         self._old_weight: float | None = None
-        """Weight of the gradients that remain from the last step; None if there are none."""
-        self._was_clipped = False  # whether the averages of these gradients were clipped
+        """Weight of the gradients that remain from the last step; None without such gradients."""
+        self._was_clipped = False  # whether the averages of the last step were clipped or unscaled
         self._hidden: list[tuple[Tensor, Tensor]] = []
         self.is_spoilt = False  # whether a step has failed midway
-        self._overflowed = False  # whether the last unscaling found a value that is not finite
+        self._overflowed = False  # whether the last unscaling found NaN or infinity
         reduction.prepare(self._rule, master_dtype)
         super().__init__(reduction, parameters, world.current().last_call.note)
         optimizer.register_state_dict_pre_hook(_require_trusted)
@@ -96,10 +98,12 @@ class ShardedStep(Reducer, OptimizerExchange):
             slot.is_result = False
             slot.fires += 1
             try:
-                if slot.fits(parameter):  # otherwise step() lays the buckets out again
+                if slot.fits(parameter):  # otherwise step() builds the buckets again
                     self.reduction.take(slot)
                     self.reduction.ready(slot)
-            except CommError:  # shares memory with another slot; the step message reports it
+            except (
+                CommError
+            ):  # the memory is shared with another slot; the step message reports it
                 self._changed_name = slot.name
         self._note_own(parameter)
 
@@ -121,7 +125,8 @@ class ShardedStep(Reducer, OptimizerExchange):
             if self._is_changed(slot.parameter):
                 self._changed_name = slot.name
             self._note_own(slot.parameter)
-        elif self._weighs_anew and slot.holds_result and slot.has_values:  # of the previous step
+        elif self._weight_has_changed and slot.holds_result and slot.has_values:
+            # The gradient is from the previous step.
             self._changed_name = slot.name
 
     # -- the step ---------------------------------------------------------------------------
@@ -129,7 +134,7 @@ class ShardedStep(Reducer, OptimizerExchange):
     def synchronize(self) -> bool:
         """Compare the ranks before ``step()``. Collective.
 
-        A rank that does not call this method synchronizes in its next ``open``.
+        A rank that does not call this method joins the comparison by its next call of ``open``.
         """
         self._open_once(synchronizes=True)
         return False
@@ -137,14 +142,14 @@ class ShardedStep(Reducer, OptimizerExchange):
     def open(self) -> None:
         """Compare the ranks before a step. Collective."""
         while self._open_once():
-            pass  # some ranks were in synchronize(), and call open() next
+            pass  # other ranks were in synchronize(), and call open() later
 
     @dynamo_disable
     def _open_once(self, *, synchronizes: bool = False) -> bool:
         """Exchange step messages; return whether any rank called ``synchronize``. Collective.
 
-        A rank that called ``synchronize`` may clip gradients afterwards, so its settings are
-        compared in the next message.
+        After ``synchronize`` a rank may still clip gradients, so settings are compared in the next
+        message only.
         """
         optimizer = self._optimizer()
         assert optimizer is not None
@@ -153,12 +158,12 @@ class ShardedStep(Reducer, OptimizerExchange):
         slots = self.reduction.layout.slots
         is_written = not self.is_spoilt and self.reduction.is_written(optimizer)
         repeats = not self._own and any(
-            # Zeros from zero_grad() belong to no step.
+            # Zeros of zero_grad() are not gradients of the previous step.
             slot.holds_result and (_version_of(slot) == slot.version or slot.has_values)
             for slot in slots
             if isinstance(slot, Slot)
         )
-        told = ShardedFacts(
+        own_facts = ShardedFacts(
             synchronizes=synchronizes,
             settings=None if synchronizes else crc32(settings.encode()),
             own_changed=self._changed_name or self._find_changed(),
@@ -168,11 +173,11 @@ class ShardedStep(Reducer, OptimizerExchange):
             is_spoilt=self.is_spoilt,
         )
         changed = self._changed()
-        agreement = self.reduction.open(changed, told, optimizer, repeats=repeats)
+        agreement = self.reduction.open(changed, own_facts, optimizer, repeats=repeats)
         self.state, self._is_new = FILLING, False
         if changed is not None:
-            self._hook_anew()
-            for slot in self.reduction.layout.slots:  # zeros belong to no step
+            self._rehook()
+            for slot in self.reduction.layout.slots:  # zeros are not gradients of a step
                 slot.is_result = slot.is_result and slot.has_values
         for parameter in self._own:
             self._note_own(parameter)
@@ -180,12 +185,12 @@ class ShardedStep(Reducer, OptimizerExchange):
         return agreement.sharded.synchronizes
 
     @property
-    def _weighs_anew(self) -> bool:
-        """Whether the previous step's gradients were clipped, or have another weight now."""
+    def _weight_has_changed(self) -> bool:
+        """Whether the previous step's gradients were clipped, or the weight has changed since."""
         return self._was_clipped or self._old_weight not in (None, self.reduction.count.weight)
 
     def _find_changed(self) -> str:
-        for each in self.reduction.layout.slots if self._weighs_anew else ():
+        for each in self.reduction.layout.slots if self._weight_has_changed else ():
             if each.parameter not in self._own and each.holds_result and each.has_values:
                 return each.name
         for parameter in self._own:
@@ -195,9 +200,9 @@ class ShardedStep(Reducer, OptimizerExchange):
         return ""
 
     def _is_changed(self, parameter: Tensor) -> bool:
-        """Return whether a gradient was changed after backward.
+        """Return whether the program has changed a gradient after backward.
 
-        Dropping a gradient or setting it to zero does not count.
+        Gradients that were dropped or set to zero do not count as changed.
         """
         grad, slot = parameter.grad, self.reduction.layout.slot_of.get(parameter)
         if grad is None or (*writes_of(grad), grad.stride()) == self._own[parameter]:
@@ -220,13 +225,13 @@ class ShardedStep(Reducer, OptimizerExchange):
             self.open()
         except BaseException as error:
             if not isinstance(error, HpctrainError) or isinstance(error, RankLostError):
-                self._spoil()  # other ranks may have received the agreement, and step
+                self._spoil()  # other ranks may have received the agreement and taken the step
             raise
         present: list[list[bool]] = []
         failure: BaseException | None = None
         try:
             present = self.reduction.update(self._rule, self._changes)
-        except BaseException as error:  # ``close`` raises on all ranks
+        except BaseException as error:  # ``close`` raises the error on all ranks
             failure = error
         try:
             self.reduction.close(failure)
@@ -238,7 +243,7 @@ class ShardedStep(Reducer, OptimizerExchange):
         for slot, is_on_any_rank in zip(slots, chain.from_iterable(present), strict=True):
             assert isinstance(slot, Slot)
             if is_on_any_rank and slot.parameter.grad is None:
-                slot.show()  # zeros: a parameter has a gradient on all ranks or on none
+                slot.show()  # zeros, since a parameter has a gradient on all ranks or on none
             grad = slot.parameter.grad
             slot.is_result = grad is not None
             if grad is not None:
@@ -248,15 +253,15 @@ class ShardedStep(Reducer, OptimizerExchange):
         return True
 
     def _spoil(self) -> None:
-        """Set the parameters of this rank to NaN, so that a partial step is not used."""
+        """Set the parameters of this rank to NaN, so that no partial step is used."""
         self.is_spoilt = True
         for slot in self.reduction.layout.slots:
             slot.parameter.data = torch.full_like(slot.parameter, math.nan)
 
     def state_loaded(self, state_dict: dict[str, Any]) -> None:
-        """Replace loaded state, which torch has cast to 16 bits, by its original values.
+        """Replace loaded state, which torch has cast to 16 bits, by copies of the loaded tensors.
 
-        A no-op without master copies.
+        No-op without master copies.
         """
         optimizer = self._optimizer()
         if optimizer is None or not self.master_dtype:
@@ -282,7 +287,7 @@ class ShardedStep(Reducer, OptimizerExchange):
 
     @dynamo_disable
     def new_step(self) -> None:
-        """Reset the state for the gradients of another step; count a step that has begun."""
+        """Reset the state for the gradients of another step; count a step that was begun."""
         if self.is_in_step:
             self.steps.end()
         self.state = EMPTY
@@ -298,7 +303,7 @@ class ShardedStep(Reducer, OptimizerExchange):
     # -- clipping ---------------------------------------------------------------------------
 
     def clip_value(self, parameters: Sequence[Tensor], value: float) -> None:
-        """Request that the next step clamps the averages."""
+        """Clamp the averaged gradients in the next step."""
         del parameters  # all averages are clipped
         self._changes.append(Change(bound=float(value)))
 
@@ -310,7 +315,7 @@ class ShardedStep(Reducer, OptimizerExchange):
         *,
         error_if_nonfinite: bool,
     ) -> Tensor:
-        """Request that the next step clips the averages; return their norm before. Collective."""
+        """Clip the averaged gradients in the next step; return their norm. Collective."""
         norm = self._norm(float(norm_type))
         if error_if_nonfinite and not math.isfinite(norm):
             raise RuntimeError(
@@ -336,17 +341,17 @@ class ShardedStep(Reducer, OptimizerExchange):
     def _norm_of_all(self, own: float, order: float) -> float:
         try:
             return self.reduction.norm_of_all(own, order)
-        except MismatchError:  # ranks that do not clip may have stepped already
+        except MismatchError:  # ranks that do not clip may have taken the step
             self._spoil()
             raise
 
     @torch.no_grad()
     def unscale(self, inverse_scale: Tensor, *, allows_fp16: bool) -> bool:
-        """Request that the next step unscales the averages; return whether any is not finite.
+        """Unscale the averaged gradients in the next step; return whether any is not finite.
 
         Collective.
         """
-        if self._overflowed:  # that step was skipped: drop its clipping
+        if self._overflowed:  # GradScaler has skipped that step, so drop its clipping
             self._changes = []
         self.open()
         dtypes = {bucket.step_dtype for bucket in self.reduction.values.buckets}
@@ -362,7 +367,7 @@ class ShardedStep(Reducer, OptimizerExchange):
 
 
 def _require_trusted(optimizer: Optimizer) -> None:
-    """Raise ``CommError`` if a step has failed midway; torch calls this hook in state_dict()."""
+    """Raise ``CommError`` if a step has failed midway. A hook of ``state_dict()``."""
     exchange = exchange_of(optimizer)
     if isinstance(exchange, ShardedStep) and exchange.is_spoilt:
         raise CommError(

@@ -25,7 +25,7 @@ class GradientState:
         self.name = name
         self.parameter = parameter
         self.sparse_dim = sparse_dim
-        """Number of sparse dimensions if the gradient is sparse on any rank, otherwise None."""
+        """Number of sparse dimensions; None if the gradient is dense on all ranks."""
         self.fires = 0
         self.is_present = False
         self.is_result = False
@@ -33,7 +33,7 @@ class GradientState:
 
     @property
     def holds_result(self) -> bool:
-        """Whether ``.grad`` is the result of a reduction, and was not replaced since."""
+        """Whether ``.grad`` is the result of a reduction, and was not replaced afterwards."""
         grad = self.parameter.grad
         return self.is_result and grad is not None and self.holds(grad)
 
@@ -46,7 +46,7 @@ class GradientState:
 
     @property
     def found_sparse_dim(self) -> int | None:
-        """Number of sparse dimensions of the gradient, here or in earlier steps; None if dense."""
+        """Number of sparse dimensions of the gradient, now or in earlier steps; None if dense."""
         grad = self.parameter.grad
         return grad.sparse_dim() if grad is not None and grad.is_sparse else self.sparse_dim
 
@@ -62,12 +62,12 @@ class GradientState:
 
 
 def writes_of(tensor: Tensor) -> tuple[int, int]:
-    """Return two numbers, which change if the tensor is written or its ``.data`` replaced."""
+    """Return version and address of a tensor: one changes by a write, one by a new ``.data``."""
     return version_of(tensor), 0 if tensor.is_sparse else tensor.data_ptr()
 
 
 class SparseSlot(GradientState):
-    """The sparse gradient of one parameter, usually the weight of an embedding.
+    """Sparse gradient of one parameter, usually the weight of an embedding.
 
     The gradient is sent after the buckets: first the indices, then the values. If the gradient of
     a rank is dense, its nonzero rows are sent.
@@ -88,11 +88,11 @@ class SparseSlot(GradientState):
         return grad is self._gradient
 
     def forget_result(self) -> None:
-        """Drop the gradient, because another rank adds the sum to the next reduction."""
+        """Drop the gradient, because another rank contributes the sum next time."""
         self.parameter.grad = None
 
     def fits(self, parameter: Tensor) -> bool:
-        """Return whether ``parameter`` is that of this slot; dtype and layout may differ."""
+        """Return whether ``parameter`` is the parameter of this slot, with any dtype or layout."""
         return parameter is self.parameter
 
     def adopt(self) -> None:
@@ -164,7 +164,7 @@ class SparseSlot(GradientState):
 
 
 def as_sparse(gradient: Tensor, sparse_dim: int) -> Tensor:
-    """Convert a gradient to a coalesced tensor with ``sparse_dim`` sparse dimensions."""
+    """Return a gradient as a coalesced tensor with ``sparse_dim`` sparse dimensions."""
     if gradient.is_sparse and gradient.sparse_dim() == sparse_dim:
         return gradient.coalesce()
     dense = gradient.to_dense() if gradient.is_sparse else gradient

@@ -22,18 +22,18 @@ from hpctrain.runtime.last_check import LastStates
 PARTED = 1 << NUM_FLAGS
 """Flag that is set in ``raised_flags`` if the compared weights differ between ranks."""
 
-_FIRST_BYTES = 64 * KIB  # compared of each gradient in the first step
+_FIRST_BYTES = 64 * KIB  # bytes of each gradient that the first step compares
 
 
 class UnreachedParameters:
-    """Collects the parameters that had no gradient in any step since the last comparison."""
+    """Collects the parameters without a gradient in all steps since the last comparison."""
 
     def __init__(self) -> None:
         self._num_steps = 0
         self._names: set[str] = set()
 
     def count(self, unreached: Iterable[str]) -> None:
-        """Count a step with samples; the parameters ``unreached`` had no gradient in this step."""
+        """Count a step in which the parameters ``unreached`` had no gradient."""
         self._num_steps += 1
         if self._num_steps == 1:
             self._names = set(unreached)
@@ -52,10 +52,10 @@ class StepCounter:
     """Counts the steps of one optimizer and builds the step message of this rank.
 
     Args:
-        check: compares the ranks at the start of each step.
+        check: comparison of the ranks at the start of each step.
         check_weights: reaction to replicas that differ: ``"error"``, ``"warn"`` or ``"off"``.
-        may_skip_alone: whether ranks may skip different steps; otherwise that is an error. The
-            weights of ranks that have skipped different steps are not compared.
+        may_skip_alone: whether ranks may skip different steps; if not, a difference is an error.
+            The weights of ranks that have skipped different steps are not compared.
     """
 
     def __init__(
@@ -64,12 +64,12 @@ class StepCounter:
         self.number: int | None = 0
         """Steps that were taken; None between loading a state and the next agreement."""
         self.skipped = 0  # checksum of the numbers of the skipped steps
-        self.flags = 0  # bits of this rank
-        self.raised_flags = 0  # bits that any rank had in the last message; the same on every rank
-        self.loss = 0.0  # mean over the samples of this rank
-        self.mean_loss = math.nan  # of all samples, as of the last message; the same on every rank
-        self.num_active = 0  # ranks that have not joined, as of the last message
-        self.may_differ = False  # whether this rank's weights may differ: they are not compared
+        self.flags = 0  # bits that this rank raises
+        self.raised_flags = 0  # bits that any rank raised in the last message; same on every rank
+        self.loss = 0.0  # mean loss over the samples of this rank
+        self.mean_loss = math.nan  # over the samples of all ranks in the last message
+        self.num_active = 0  # ranks that had not joined at the last message
+        self.may_differ = False  # whether this rank's weights may differ, and are not compared
         self._sample = WeightSample(())
         self._check, self._check_weights = check, check_weights
         self._may_skip_alone = may_skip_alone
@@ -84,7 +84,7 @@ class StepCounter:
             self._name = self._check.last_states.enter((), self.left)
 
     def watch(self, parameters: Sequence[tuple[str, Parameter]]) -> None:
-        """Select the parameters of which samples are compared in later steps."""
+        """Set the parameters whose samples are compared in later steps."""
         self._sample = WeightSample(parameters)
 
     def skip(self) -> None:
@@ -95,8 +95,8 @@ class StepCounter:
         """Count a finished step.
 
         Args:
-            is_own: False for a step that this rank, which has joined, did not take itself; the
-                weights of this rank are then out of date.
+            is_own: False on a rank that has joined and only contributed zeros, so that its weights
+                are outdated.
         """
         if self.number is not None:
             self.number += 1
@@ -108,8 +108,8 @@ class StepCounter:
     def left(self, _: tuple[int, ...] = (), /, *, has_weights: bool = True) -> dict[str, str]:
         """Return the number of steps and hashes of the weights after the last step.
 
-        Not collective. Weights that were written after the last step are omitted, because a rank
-        may change them on purpose, for example to evaluate averaged weights.
+        Not collective. Weights that were written after the last step are omitted, because a
+        program may change weights on one rank, for example to evaluate averaged weights.
         """
         if self._check_weights == "off" or self.number is None:
             return {}
@@ -124,15 +124,22 @@ class StepCounter:
 
     def message(
         self,
-        told: StepMessage,
+        message: StepMessage,
         slots: Iterable[GradientState] = (),
         *,
         weight: float = 1.0,
         needs_all: bool = False,
     ) -> StepMessage:
-        """Return ``told``, with the header and the facts about the weights added."""
+        """Return ``message`` with header and weight facts.
+
+        Args:
+            message: message of the exchange, without header and weight facts.
+            slots: gradients of this rank, to compare the first gradients of the ranks.
+            weight: weight of this rank's gradient.
+            needs_all: whether it is an error if another rank has joined.
+        """
         step, is_first, self._is_first = self.number, self._is_first, False
-        is_fresh = not told.gradients.outdated
+        is_fresh = not message.gradients.outdated
         compares = self._check_weights != "off" and not self.may_differ and step is not None
         is_due = step is not None and step % LONG == 0 and is_fresh
         names = self.unreached.take() if is_due else None
@@ -144,7 +151,7 @@ class StepCounter:
             is_strict=self._check_weights == "error",
         )
         header = self._header(weight=weight, needs_all=needs_all, loss=self.loss, flags=self.flags)
-        return told._replace(header=header, weights=weights)
+        return message._replace(header=header, weights=weights)
 
     def _header(self, **facts: Any) -> StepHeader:
         return StepHeader(
@@ -158,8 +165,8 @@ class StepCounter:
     def open(self, comm: Communicator, mine: StepMessage) -> StepAgreement:
         """Exchange step messages, and return the agreement of all ranks. Collective.
 
-        Runs on the communicator's thread. After an error, the number of steps is taken from the
-        next agreement.
+        Runs on the communicator's thread. After an error, the next agreement sets the number of
+        steps.
         """
         try:
             return self._check.exchange(comm, mine, self._sample.by_name)
@@ -170,14 +177,15 @@ class StepCounter:
     def confirm(self, comm: Communicator) -> None:
         """Raise ``MismatchError`` on all ranks unless all have taken the same steps. Collective.
 
-        A rank whose gradients were changed after ``backward()`` averages the gradients again while
-        the other ranks finish the step; this call receives the step message of that rank.
+        If the program has changed gradients of a rank after ``backward()``, that rank averages
+        gradients again while the other ranks finish the step. This call exchanges messages with
+        that rank, so that all ranks raise the error.
         """
         mine = StepMessage(self._header())
         start_on(comm, self.open, comm, mine).wait()
 
     def take(self, agreement: StepAgreement) -> None:
-        """Store the agreement of all ranks."""
+        """Store flags, mean loss and number of steps of the agreement."""
         self.raised_flags = agreement.flags | PARTED * agreement.weights.differ
         self.mean_loss = agreement.mean_loss
         self.num_active = agreement.num_active
@@ -194,7 +202,7 @@ def _checksum_of_first(slots: Iterable[GradientState]) -> int | None:
             total = checksum_of(start, total)
             is_zero = is_zero and not start.any()
             if not start.isfinite().all():
-                return None  # NaN gradients look identical on all ranks
+                return None  # gradients that are all NaN would be equal on all ranks
     return None if is_zero else total
 
 

@@ -1,7 +1,7 @@
-"""The facts that ranks exchange before a step, and the agreement that results.
+"""The step message, in which ranks report facts before a step, and the resulting agreement.
 
-Each fact is a number in the step message. The message is summed over the ranks, so a fact is
-either counted, or compared by its sum and its sum of squares.
+The message contains a few numbers per fact and is summed over the ranks: the ranks with a fact are
+counted, and values are compared by their sum and their sum of squares.
 """
 
 import math
@@ -19,32 +19,32 @@ from hpctrain.gradients.sample_count import (
 )
 
 _MASK = (1 << 20) - 1
-"""Bits that are compared: the sum of squares of 8192 ranks is exact in float64."""
+"""Compared bits of a value; the sum of squares over 8192 ranks is exact in float64."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepHeader:
-    """Facts about the step that a rank begins, for every kind of exchange."""
+    """Facts about the step that a rank begins, for any exchange of a ``DistributedOptimizer``."""
 
     member: int = 0  # number of the optimizer; see ``StepSync.enter``
-    step: int | None = None  # steps taken; None after state was loaded: other ranks report it
+    step: int | None = None  # steps taken; None (any) after a state was loaded
     skipped: int = 0
     """Checksum of the steps that this rank skipped after their gradients were averaged."""
-    may_skip_alone: bool = False  # whether ``skipped`` may differ between ranks
-    needs_all: bool = False  # whether a joined rank is an error
-    weight: float = 1.0  # of the gradient of this rank
-    loss: float = 0.0  # mean over the samples of this rank
-    flags: int = 0  # bits for ``raised_flags`` of all ranks
+    may_skip_alone: bool = False  # whether ``skipped`` can differ between ranks
+    needs_all: bool = False  # whether it is an error if another rank has joined
+    weight: float = 1.0  # weight of this rank's gradient
+    loss: float = 0.0  # mean loss over the samples of this rank
+    flags: int = 0  # bits that this rank raises
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GradientFacts:
     """Facts about the gradients that the step of a rank uses."""
 
-    is_weighted: bool = False  # whether ``weight`` was set by a number of samples
+    is_weighted: bool = False  # whether ``set_num_samples`` has set ``weight``
     outdated: bool = False
     """Whether the parameters no longer match the buckets."""
-    new_sparse: bool = False  # whether a gradient is sparse for the first time
+    new_sparse: bool = False  # whether a gradient that was dense so far is sparse
     repeats: bool = False
     """Whether gradients of the previous step are present without a later backward."""
 
@@ -53,50 +53,50 @@ class GradientFacts:
 class AverageFacts:
     """Changes of gradients by the program before they are averaged."""
 
-    by_hand: int | None = None
-    """Checksum of reduced gradients that the program has replaced or dropped; None for none."""
+    program_changes: int | None = None
+    """Checksum of reduced gradients that the program has changed or dropped; None if unchanged."""
     keeps_sums: bool = False
-    """For ``op=Sum`` with ``by_hand``: whether any gradient remains, without a ``zero_grad()``
-    since the reduction."""
+    """For ``op=Sum`` with ``program_changes``: whether any gradient remains, without a
+    ``zero_grad()`` after the reduction."""
     changed_early: bool = False
-    """Whether gradients were changed between a pass that was not the last and ``step()``."""
+    """Whether the program has changed gradients before the last backward pass of the step."""
     replaced_sum: str = ""
-    """Name of a parameter whose sum was replaced before backward added to it; empty for none."""
+    """Name of a parameter whose sum was replaced before backward added a gradient, or empty."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardedFacts:
-    """Facts that a rank reports before a step with ``shard="node"``."""
+    """Facts about a step with ``shard="node"``."""
 
     settings: int | None = None
-    """Checksum of the settings of the optimizer; None if not compared."""
+    """Checksum of the settings of the optimizer; None for no comparison."""
     own_changed: str = ""
-    """Name of a parameter whose gradient of this rank alone was changed; empty for none."""
+    """Name of a parameter whose local gradient the program has changed; empty for none."""
     is_written: bool = False
     """Whether the program has changed parameters that the ranks of a node share."""
-    is_new: bool = False  # whether gradients were computed since the last message of this step
+    is_new: bool = False  # whether gradients were computed after the last message of this step
     is_spoilt: bool = False  # whether a step failed midway, so that no rank has valid weights
-    is_stale: bool = False  # whether parameters were changed by writes that torch does not count
-    is_early: bool = False  # whether sums between nodes are in flight, which all ranks must finish
-    is_void: bool = False  # whether gradients have changed since these sums began
-    synchronizes: bool = False  # whether ``synchronize()`` sends this: a second message follows
+    is_stale: bool = False  # whether uncounted writes to parameters were detected too late
+    is_early: bool = False  # whether sums between nodes are in flight
+    is_void: bool = False  # whether gradients have changed after these sums were started
+    synchronizes: bool = False  # whether ``synchronize()`` sends the message; another one follows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightFacts:
     """Facts about the weights of a rank, for the comparison of replicas."""
 
-    weights: int | None = None  # checksum of a sample of the weights; None: not compared
+    weights: int | None = None  # checksum of a sample of the weights; None for no comparison
     first: int | None = None
     """Checksum of the gradients of the first step; None if all are zero, and in later steps."""
-    unreached: int | None = None  # checksum of ``unreached_names``; None: not compared
+    unreached: int | None = None  # checksum of ``unreached_names``; None for no comparison
     unreached_names: tuple[str, ...] = ()
     """Parameters without a gradient on this rank in the last ``LONG`` steps."""
     is_strict: bool = True  # whether replicas that differ are an error
 
 
 class StepMessage(NamedTuple):
-    """All facts of one rank before a step; each kind of exchange sets its records."""
+    """Facts of one rank before a step; each kind of exchange sets the records it uses."""
 
     header: StepHeader = StepHeader()
     gradients: GradientFacts = GradientFacts()
@@ -106,12 +106,12 @@ class StepMessage(NamedTuple):
 
 
 class WeightAgreement(NamedTuple):
-    """Result of the comparison of the replicas; the same on every rank."""
+    """Result of the comparison of weights; the same on every rank."""
 
     are_compared: bool
-    differ: bool  # whether the samples differ between the ranks that have compared them
+    differ: bool  # whether checksums differ between the ranks that have reported one
     is_strict: bool
-    first_alike: bool  # whether all of two or more ranks have bitwise equal first gradients
+    first_is_equal: bool  # whether all ranks, two or more, have bitwise equal first gradients
     unreached_differ: bool
     """Whether backward has reached different parameters on some ranks for ``LONG`` steps."""
 
@@ -134,21 +134,21 @@ class StepAgreement(NamedTuple):
     step: int
     flags: int  # bits that any rank has raised
     total_weight: float
-    exponent: int  # of the least power of two not below the largest weight
-    mean_loss: float  # over all samples; NaN without samples
+    exponent: int  # exponent of the smallest power of two that is at least the largest weight
+    mean_loss: float  # mean loss over all samples; NaN without samples
     outdated: bool
     new_sparse: bool
-    changed_alike: bool
+    changed_equally: bool
     """Whether all ranks have made the same changes to reduced gradients."""
     weights: WeightAgreement
     sharded: ShardedAgreement
 
 
 _COMPARED = (
-    *("header.member", "header.step", "header.skipped", "averages.by_hand"),
+    *("header.member", "header.step", "header.skipped", "averages.program_changes"),
     *("weights.weights", "weights.first", "weights.unreached", "sharded.settings"),
 )
-"""Numbers that must be equal on all ranks that report one."""
+"""Facts that must be equal on all ranks that report a value."""
 _COUNTED = (
     *("gradients.is_weighted", "gradients.outdated", "gradients.new_sparse"),
     *("averages.keeps_sums", "averages.changed_early", "averages.replaced_sum"),
@@ -156,11 +156,11 @@ _COUNTED = (
     *("sharded.own_changed", "sharded.is_written", "sharded.is_new", "sharded.is_spoilt"),
     *("sharded.is_stale", "sharded.is_early", "sharded.is_void", "sharded.synchronizes"),
 )
-"""Facts whose ranks are counted."""
+"""Facts of which the ranks that report True, or a name, are counted."""
 _compared_of, _counted_of = attrgetter(*_COMPARED), attrgetter(*_COUNTED)
 _NAMES_COMPARED = [name.rpartition(".")[2] for name in _COMPARED]
 _NAMES_COUNTED = [name.rpartition(".")[2] for name in _COUNTED]
-_NUM_SUMS = 4  # ranks that have joined, weights, losses times weights, peaks of weights
+_NUM_SUMS = 4  # joined ranks, weights, losses times weights, peaks of weights
 _NUM_BEFORE = _NUM_SUMS + 3 * len(_COMPARED)
 NUM_WORDS = _NUM_BEFORE + len(_COUNTED) + NUM_FLAGS
 
@@ -179,7 +179,7 @@ def words_of(mine: StepMessage | None) -> list[float]:
 
 
 def _comparable(value: int | None) -> tuple[int, int, int]:
-    """Return three numbers, from whose sums ``_all_equal`` finds whether all values are equal."""
+    """Return count, value and square; ``_all_equal`` evaluates their sums over ranks."""
     if value is None:
         return 0, 0, 0
     value &= _MASK
@@ -187,7 +187,7 @@ def _comparable(value: int | None) -> tuple[int, int, int]:
 
 
 def _all_equal(sums: Sequence[float]) -> bool:
-    """Return whether all values are equal: their mean square is the square of their mean."""
+    """Return whether all values are equal: the mean of squares is the square of the mean."""
     count, total, squares = map(int, sums)
     return count * squares == total * total
 
@@ -200,7 +200,7 @@ def agreement_of(sums: Sequence[float], size: int) -> tuple[StepAgreement, str]:
     """Decode the sums of ``words_of`` over the ranks.
 
     Returns:
-        The agreement, and the message of the first rule that the ranks have broken, or ``""``.
+        The agreement, and the message of the first rule that the ranks violate, or ``""``.
     """
     num_active = size - int(sums[0])
     of = {name: sums[_NUM_SUMS + 3 * i :][:3] for i, name in enumerate(_NAMES_COMPARED)}
@@ -215,12 +215,13 @@ def agreement_of(sums: Sequence[float], size: int) -> tuple[StepAgreement, str]:
         mean_loss=sums[2] / sums[1] if sums[1] else math.nan,
         outdated=num["outdated"] > 0,
         new_sparse=num["new_sparse"] > 0,
-        changed_alike=of["by_hand"][0] == num_active > 0 and _all_equal(of["by_hand"]),
+        changed_equally=of["program_changes"][0] == num_active > 0
+        and _all_equal(of["program_changes"]),
         weights=WeightAgreement(
             are_compared=of["weights"][0] > 1,
             differ=_all_equal(of["skipped"]) and not _all_equal(of["weights"]),
             is_strict=num["is_strict"] > 0,
-            first_alike=of["first"][0] == size > 1 and _all_equal(of["first"]),
+            first_is_equal=of["first"][0] == size > 1 and _all_equal(of["first"]),
             unreached_differ=not _all_equal(of["unreached"]),
         ),
         sharded=ShardedAgreement(*(num[name] > 0 for name in ShardedAgreement._fields)),
@@ -231,7 +232,7 @@ def agreement_of(sums: Sequence[float], size: int) -> tuple[StepAgreement, str]:
 def _broken(
     of: Mapping[str, Sequence[float]], num: Mapping[str, int], agreement: StepAgreement, size: int
 ) -> str:
-    """Return the message of the first rule that the ranks have broken; empty for none."""
+    """Return the message of the first rule that the ranks violate, or an empty string."""
     some = range(1, agreement.num_active)
     is_broken = {
         "is_spoilt": num["is_spoilt"] > 0,
@@ -241,7 +242,7 @@ def _broken(
         "repeats": num["repeats"] in some,
         "is_weighted": num["is_weighted"] in some,
         "outdated": num["outdated"] in some,
-        "keeps_sums": num["keeps_sums"] > 0 and not agreement.changed_alike,
+        "keeps_sums": num["keeps_sums"] > 0 and not agreement.changed_equally,
         "changed_early": num["changed_early"] > 0,
         "replaced_sum": num["replaced_sum"] > 0,
         "needs_all": num["needs_all"] > 0 and agreement.num_active < size,
@@ -254,30 +255,33 @@ def _broken(
 
 
 SKIPPED = (
-    "skip_step() in a step of averaged gradients must be called by all ranks or by none; on a "
-    "rank without samples call optimizer.zero_grad() and optimizer.step()"
+    "skip_step() in a step of averaged gradients must be called by all ranks or by none, but the "
+    "ranks have skipped different steps; on a rank without samples call optimizer.zero_grad() and "
+    "optimizer.step()"
 )
 _RULES = {
-    "member": "the optimizers of a backward must be reached in the same order on every rank",
-    "step": "ranks must take the same steps; call backward() and step() equally often on every "
-    "rank, step() alone on a rank without samples, and change .grad on all ranks or on none",
+    "member": "several optimizers must begin their steps in the same order on every rank, but the "
+    "order differs; build the same model and optimizers on every rank",
+    "step": "ranks must take the same steps, but the numbers of steps differ; call backward() and "
+    "step() equally often on every rank, step() alone on a rank without samples, and change .grad "
+    "on all ranks or on none",
     "skipped": SKIPPED,
     "repeats": "a step without backward() must not use gradients of the previous step, but {num} "
     "of {size} ranks do; call step() equally often on every rank, and optimizer.zero_grad() on "
     "ranks without samples",
     "is_weighted": "set_num_samples must be called by all ranks or by none, but {num} of {size} "
-    "have called it; call it on every rank, in every step",
+    "ranks have called it; call set_num_samples on every rank, in every step",
     "outdated": "parameters must change on all ranks in the same step, but have changed on {num} "
-    "of {size}; add, freeze or convert them on all ranks",
+    "of {size} ranks; add, freeze or convert parameters on all ranks",
     "keeps_sums": "with op=Sum, gradients that are changed between backward() and step() must "
     "become the same on every rank, but differ; change the loss instead, or call "
     "optimizer.zero_grad() and set all gradients again",
     "changed_early": "with backward_passes_per_step gradients must not be changed before the "
-    "last pass, but were changed after an earlier one; if a step has fewer passes, call "
+    "last pass, but were changed after an earlier pass; if a step has fewer passes, call "
     "optimizer.synchronize() before you clip or change gradients",
     "replaced_sum": "with op=Sum, a reduced gradient must not be replaced before backward() adds "
-    "to it, but was on {num} of {size} ranks; call step() or optimizer.zero_grad() before "
-    "backward()",
+    "to the gradient, but was replaced on {num} of {size} ranks; call step() or "
+    "optimizer.zero_grad() before backward()",
     "needs_all": 'all ranks must take the steps of op=Adasum and shard="node", but a rank has '
     "joined; call join() on all ranks after the same step",
     "is_spoilt": "shared parameters must not be used after a failed step, but a step has failed "
@@ -285,19 +289,19 @@ _RULES = {
     "settings": 'with shard="node" learning rates, other settings of the optimizer and gradient '
     "clipping must be the same on every rank, but differ; change them on all ranks",
     "is_stale": 'with shard="node" parameters must not be written through .data or numpy, but '
-    "{num} of {size} ranks did so some steps ago; write to the parameter itself under "
+    "were on {num} of {size} ranks some steps ago; write to the parameter itself under "
     "torch.no_grad(), and restart from a checkpoint",
     "own_changed": 'with shard="node" .grad is local until step() and must not be changed after '
     "backward(), nor reused in a step with another sample count or after a step that was clipped "
-    "or unscaled, but was on {num} of {size} ranks; clip the average with "
+    "or unscaled, but was changed or reused on {num} of {size} ranks; clip the average with "
     "optimizer.clip_grad_norm_() or clip_grad_value_(), scale the loss, call zero_grad() between "
     "steps, or leave shard out",
 }
-"""Message for each rule that all ranks must follow."""
+"""Error message of each rule that all ranks must follow."""
 
 
 def describe(one: StepMessage | None) -> str:
-    """Return a description of a rank's step for an error message."""
+    """Return a description of the step that a rank begins, for an error message."""
     if one is None:
         return "joined"
     header, gradients, averages, sharded = one[:4]
@@ -306,7 +310,7 @@ def describe(one: StepMessage | None) -> str:
         "steps skipped": header.skipped,
         "samples set": gradients.is_weighted,
         "parameters changed": gradients.outdated,
-        "gradients changed": averages.by_hand is not None,
+        "gradients changed": averages.program_changes is not None,
         "gradients of the previous step": gradients.repeats,
         f"{averages.replaced_sum}.grad replaced": averages.replaced_sum,
         f"{sharded.own_changed}.grad changed": sharded.own_changed,

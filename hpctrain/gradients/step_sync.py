@@ -26,26 +26,26 @@ from hpctrain.gradients.step_header import (
 )
 from hpctrain.runtime.last_check import LastStates
 
-LONG = 16  # steps between two comparisons of the parameters that no backward has reached
+LONG = 16  # steps between two comparisons of the parameters without a gradient
 
 
 class Member(Protocol):
-    """An optimizer whose steps begin with a step message."""
+    """Optimizer whose steps begin with a step message."""
 
-    def stand_in(self, agreement: StepAgreement) -> None:
-        """Contribute zeros to the step that has begun with ``agreement``. Collective."""
+    def contribute_zeros(self, agreement: StepAgreement) -> None:
+        """Contribute zeros to the step of ``agreement``, on a rank that has joined. Collective."""
 
 
 class StepSync:
     """Compares the ranks at the start of each step of an optimizer.
 
-    All optimizers with the same communicator share one ``StepSync``.
-
-    Construction is collective.
+    All optimizers with the same communicator share one ``StepSync``. The constructor is
+    collective.
 
     Args:
         comm: ranks to synchronize.
-        last_states: collects the final states of the optimizers for the comparison at shutdown.
+        last_states: collection of final states for the comparison at shutdown; None for no
+            comparison.
     """
 
     def __init__(self, comm: Communicator, last_states: LastStates | None = None) -> None:
@@ -53,12 +53,12 @@ class StepSync:
         self._message = comm.new_bucket(NUM_WORDS, torch.float64)
         self._members: list[weakref.ref[Member]] = []
         self._were_equal: set[int] = set()
-        self._were_told: set[int] = set()
-        self._unreached_told: set[int] = set()
-        self._num_taken = 0  # exchanges of this rank since all ranks had joined
+        self._were_reported: set[int] = set()
+        self._unreached_reported: set[int] = set()
+        self._num_taken = 0  # own steps of this rank since all ranks had joined
 
     def enter(self, member: Member) -> int:
-        """Register an optimizer and return its number; all ranks use the same order."""
+        """Register an optimizer and return its number; called in the same order on all ranks."""
         self._members.append(weakref.ref(member))
         return len(self._members) - 1
 
@@ -75,7 +75,7 @@ class StepSync:
         Args:
             comm: ranks to synchronize.
             mine: message of this rank; None if the rank has joined.
-            sample: returns, for a step, the checksums of the compared weights by name.
+            sample: returns the checksums of the compared weights in a step, by name.
 
         Raises:
             MismatchError: the ranks do not begin the same step; raised on all ranks.
@@ -86,36 +86,36 @@ class StepSync:
         self._num_taken += mine is not None
         agreement, fault = agreement_of(flat.tolist(), comm.size)
         if fault:
-            said = [describe(one) for one in comm.allgather_object(mine)]
-            raise MismatchError(f"{fault}; the ranks are at: {by_rank(said)}")
+            descriptions = [describe(one) for one in comm.allgather_object(mine)]
+            raise MismatchError(f"{fault}; the ranks are at: {by_rank(descriptions)}")
         if agreement.weights.differ:
             self._weights_differ(comm, agreement, sample)
         elif agreement.weights.are_compared:
             self._were_equal.add(agreement.member)
-        if agreement.weights.first_alike and comm.rank == 0:
+        if agreement.weights.first_is_equal and comm.rank == 0:
             text = (
                 f"ranks should read different samples, but all {comm.size} ranks have computed "
                 f"the same gradients in their first step; give each rank its own samples by "
                 f"hvd.shard_data(loader)"
             )
             logs.warn_merged([[text]])
-        if agreement.weights.unreached_differ and agreement.member not in self._unreached_told:
-            self._unreached_told.add(agreement.member)
+        if agreement.weights.unreached_differ and agreement.member not in self._unreached_reported:
+            self._unreached_reported.add(agreement.member)
             names = comm.allgather_object(mine.weights.unreached_names if mine else ())
             if comm.rank == 0:
                 logs.warn_merged([[_unreached(names)]])
         return agreement
 
     def take_part(self, comm: Communicator) -> bool:
-        """Contribute zeros to the next step of other ranks; return False if none. Collective."""
-        heard: list[StepAgreement] = []
-        start_on(comm, lambda: heard.append(self.exchange(comm, None))).wait()
-        agreement = heard[0]
+        """Contribute zeros to a step of other ranks; False if all have joined. Collective."""
+        agreements: list[StepAgreement] = []
+        start_on(comm, lambda: agreements.append(self.exchange(comm, None))).wait()
+        agreement = agreements[0]
         if not agreement.num_active:
             return False
         member = self._members[agreement.member]()
         assert member is not None, "other ranks step an optimizer that is gone here"
-        member.stand_in(agreement)
+        member.contribute_zeros(agreement)
         return True
 
     def last_to_step(self, comm: Communicator) -> list[int]:
@@ -126,7 +126,7 @@ class StepSync:
         return [rank for rank, number in enumerate(numbers) if number == max(numbers)]
 
     def were_equal(self, member: int) -> bool:
-        """Return whether a comparison has found the weights of the ranks equal."""
+        """Return whether an earlier comparison has found equal weights on all ranks."""
         return member in self._were_equal
 
     def _weights_differ(
@@ -135,25 +135,25 @@ class StepSync:
         agreement: StepAgreement,
         sample: Callable[[int], Mapping[str, str]],
     ) -> None:
-        """Raise or warn that the weights of the ranks differ.
+        """Raise or warn that the weights of the ranks differ. Collective.
 
-        Weights that were never equal only cause a warning the first time.
+        If the weights were never equal, the first call warns and the next call raises.
         """
         member, step = agreement.member, agreement.step
-        is_known = member in self._were_told
+        is_known = member in self._were_reported
         is_error = agreement.weights.is_strict and (is_known or member in self._were_equal)
         if is_known and not is_error:
             return
-        self._were_told.add(member)
+        self._were_reported.add(member)
         whose = _first_difference(comm.allgather_object(sample(step)))
         text = (
             f"replicas must be equal on every rank, but differ before step {step}: {whose}; "
             f"change weights, learning rates and optimizer state identically on all ranks, take "
             f"equally many steps, or call hvd.broadcast_parameters()"
             if member in self._were_equal
-            else f"the ranks train from different weights at step {step}: {whose}; call "
-            f"hvd.broadcast_parameters(model.state_dict()) before the first step, and after "
-            f"weights were loaded"
+            else f"all ranks must start from the same weights, but train from different weights "
+            f"at step {step}: {whose}; call hvd.broadcast_parameters(model.state_dict()) before "
+            f"the first step, and after weights were loaded"
         )
         if is_error:
             raise MismatchError(
@@ -164,21 +164,21 @@ class StepSync:
 
 
 def _first_difference(of_ranks: Sequence[Mapping[str, str]]) -> str:
-    """Return a text with the name of a parameter whose checksums differ, and the ranks."""
+    """Return a text with the first parameter whose checksums differ, and the ranks."""
     for name, seen in differing(of_ranks).items():
         return f"the checksums of {name} are {seen}"
-    return "the parameters that are compared are not the same"
+    return "the ranks have compared different parameters"
 
 
 def _unreached(of_ranks: Sequence[Sequence[str]]) -> str:
-    """Return a warning that names the parameters that only some ranks train."""
+    """Return a warning with the parameters that backward reaches on only some ranks."""
     common = set(of_ranks[0]).intersection(*of_ranks[1:])
     own = [[name for name in names if name not in common] for names in of_ranks]
     whose = [f"{names[0]} ({len(names)} in all)" if names else None for names in own]
     return (
-        f"backward should reach the same parameters on all ranks, but has not reached some for "
-        f"{LONG} steps: {by_rank(whose)}; these ranks add zeros to the average, which is correct "
-        f"if their loss does not use these parameters or they have no samples; if parameters were "
-        f"replaced, as by load_state_dict(assign=True), make the optimizer again after that, on "
-        f"all ranks"
+        "backward should reach the same parameters on all ranks, but has not reached some "
+        f"parameters for {LONG} steps: {by_rank(whose)}; these ranks add zeros to the average, "
+        "which is correct if their loss does not use these parameters or they have no samples; "
+        "if parameters were replaced, as by load_state_dict(assign=True), make the optimizer "
+        "again afterwards, on all ranks"
     )

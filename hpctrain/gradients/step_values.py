@@ -1,4 +1,4 @@
-"""Gradients and buffers of a step, which are collected and restored per micro-shard."""
+"""Gradients and buffers of a step, which are collected and reset after each micro-shard."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,8 +10,8 @@ from torch.nn import Parameter
 class StepValues:
     """Collects the gradients and buffers after each micro-shard, as numbered entries.
 
-    Construction clears the gradients and copies the buffers. Every micro-shard starts with these
-    copies.
+    The constructor clears the gradients and copies the buffers. Every micro-shard starts with
+    these copies.
 
     Args:
         model: module whose buffers are restored.
@@ -36,8 +36,8 @@ class StepValues:
         """Return the gradients and buffers after a micro-shard, and restore the buffers.
 
         Returns:
-            A list with the gradient or the changed floating-point buffer of each entry, or None;
-            and the other changed buffers, by entry. Tensors are in separate memory.
+            By entry, the gradient or the changed floating-point buffer, or None; and a dictionary
+            of the other changed buffers. Each tensor has its own memory.
         """
         values: list[Tensor | None] = []
         memories: set[int] = set()
@@ -46,14 +46,14 @@ class StepValues:
             if gradient is not None:
                 gradient = gradient.to_dense() if gradient.is_sparse else gradient
                 memory = gradient.untyped_storage().data_ptr()
-                if memory in memories:  # autograd may hand out two views of one tensor
+                if memory in memories:  # autograd may return two views of one tensor
                     gradient = gradient.clone()
                 memories.add(memory)
             values.append(gradient)
         counters = {}
         for (module, name, _), start in zip(self._places, self._start, strict=True):
             now, entry = getattr(module, name).detach(), len(values)
-            # By value: batch_norm changes its statistics without a new version of the tensor.
+            # Values are compared, since batch_norm does not count its writes to the statistics.
             changed = None if torch.equal(now, start) else now.clone()
             has_mean = start.is_floating_point() or start.is_complex()
             values.append(changed if has_mean else None)
@@ -70,9 +70,9 @@ class StepValues:
             self._put(entry, start)
 
     def absent(self, entry: int, level: int) -> Tensor:
-        """Return the sum of ``2**level`` micro-shards in which an entry has no value.
+        """Return the sum of an entry over ``2**level`` micro-shards that have no value.
 
-        The value of a gradient is then zero, and the value of a buffer is that at the start.
+        A gradient without a value is zero; a buffer without a value is unchanged since the start.
         """
         if entry < len(self._parameters):
             return torch.zeros_like(self._parameters[entry])

@@ -1,7 +1,4 @@
-"""Checksums of a sample of the weights, cheap enough for every step.
-
-``WeightSample`` also returns the weights that were not written since the last step.
-"""
+"""Checksums of a sample of the weights, which are fast enough for every step."""
 
 import ctypes
 from collections.abc import Iterable, Sequence
@@ -18,15 +15,17 @@ from hpctrain.gradients.sparse_gradients import writes_of
 
 T = TypeVar("T")
 
-_NUM_PARAMETERS = 64  # sampled per step, in less than 100 microseconds
-_NUM_BYTES = 256  # sampled of each parameter; the next bytes in the next step
+_NUM_PARAMETERS = 64  # parameters sampled per step, in less than 100 microseconds
+_NUM_BYTES = 256  # bytes sampled of each parameter; the next step samples the next bytes
 
 
 class WeightSample:
     """Computes checksums of some bytes of the parameters, which the step number selects.
 
+    The object also detects which parameters were written after the last step.
+
     Args:
-        parameters: parameters with their names. Parameters with gaps in memory are not sampled.
+        parameters: names and parameters. Parameters with gaps in memory are not sampled.
     """
 
     def __init__(self, parameters: Sequence[tuple[str, Parameter]]) -> None:
@@ -39,7 +38,7 @@ class WeightSample:
         ]
         self._is_on_host = all(p.is_cpu for _, p, _ in self._parameters)
         self._copied: tuple[int, Tensor, torch.Event] | None = None
-        """Step, its sample as copied to the host, and the event at the end of the copy."""
+        """Step, sample of the step in host memory, and event at the end of the copy."""
 
     def checksum(self, step: int) -> int:
         """Return the checksum of the sample for this step."""
@@ -54,7 +53,7 @@ class WeightSample:
         return crc32(host_bytes(sample))
 
     def by_name(self, step: int) -> dict[str, str]:
-        """Return a human-readable checksum of each parameter in the sample for this step."""
+        """Return the checksum of each parameter in the sample for this step, as text."""
         notes = {True: "", False: " (not finite)"}
         return {
             name: f"{sample_of([p.cpu()], step):08x}{notes[bool(p.isfinite().all())]}"
@@ -82,11 +81,11 @@ class WeightSample:
         return step, host, there
 
     def unmark(self) -> None:
-        """Discard the recorded versions."""
+        """Discard the recorded versions, so that ``as_left`` returns no parameters."""
         self._left = []
 
     def as_left(self) -> dict[str, Parameter]:
-        """Return the parameters, by name, that were not written since the last step.
+        """Return the parameters, by name, that were not written after the last ``mark``.
 
         Writes through ``.data`` or numpy are not detected, because torch does not count them.
         """
@@ -98,7 +97,7 @@ class WeightSample:
 
 
 def due(items: Sequence[T], step: int) -> Sequence[T]:
-    """Return the items to compare in this step; successive steps cycle through all items."""
+    """Return the items to sample in this step; consecutive steps cycle through all items."""
     count = len(items)
     if count <= _NUM_PARAMETERS:
         return items
@@ -107,7 +106,7 @@ def due(items: Sequence[T], step: int) -> Sequence[T]:
 
 
 def sample_of(tensors: Iterable[Tensor], step: int) -> int:
-    """Return a checksum of some bytes of each tensor.
+    """Return a checksum of some bytes of each tensor, which ``step`` selects.
 
     Tensors must be on the CPU, without gaps in memory, and not empty.
     """
@@ -128,7 +127,7 @@ def _part(num_bytes: int, step: int) -> slice:
 
 
 def _bytes_in(parameter: Tensor) -> Tensor:
-    """View a tensor without gaps as bytes, in memory order."""
+    """Return the bytes of a tensor without gaps as a view, in memory order."""
     return parameter.detach().as_strided((parameter.numel(),), (1,)).view(torch.uint8)
 
 
@@ -140,6 +139,6 @@ def _is_dense(parameter: Tensor) -> bool:
 
 
 def checksum_of(tensor: Tensor, total: int = 0) -> int:
-    """Return the checksum ``total``, continued with the elements of a tensor in order."""
+    """Return the CRC-32 of the elements of a tensor, continued from ``total``."""
     dense = tensor.detach().to_dense() if tensor.is_sparse else tensor
     return crc32(host_bytes(dense), total)

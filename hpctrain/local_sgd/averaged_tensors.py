@@ -1,4 +1,4 @@
-"""Selection of the tensors that ranks average, by name, identical on all ranks."""
+"""Selection of the tensors that ranks average by name; identical on all ranks."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -15,74 +15,77 @@ from hpctrain.gradients.parameter_names import places_of
 
 NamedTensors = Sequence[tuple[str, Tensor]]
 
-Mark = tuple[int, int]  # address and number of writes of a tensor
+Mark = tuple[int, int]  # address and version of a tensor
 
 
 class Tensors:
-    """Named tensors to average, such as buffers. Base class of other selections."""
+    """Named tensors to average, such as buffers. Base class of other selections.
+
+    Args:
+        found: returns the current floating-point or complex tensors with their names.
+    """
 
     def __init__(self, found: Callable[[], NamedTensors]) -> None:
-        """Store a function that returns the current floating point or complex tensors."""
         self._found = found
 
     def find(self) -> dict[str, Tensor]:
         """Return the current tensors by name, including tensors that are no longer averaged."""
         return dict(self._found())
 
-    def today(self) -> NamedTensors:
-        """Return the tensors of the next averaging, the same on every rank after ``agree``."""
+    def current(self) -> NamedTensors:
+        """Return the tensors of the next average; the same on every rank after ``agree``."""
         return [*self.find().items()]
 
     def is_outdated(self) -> bool:
-        """Return whether this rank's tensors have changed since ``agree``."""
+        """Return whether this rank has other tensors than at the last ``agree``."""
         return False
 
     def agree(self, comm: Communicator) -> None:
         """Agree on the tensors that the ranks of ``comm`` average from now on. Collective."""
 
     def held(self) -> Collection[str]:
-        """Return the names of tensors that receive the mean even on ranks that keep values."""
+        """Return the names of tensors that become the mean, whatever the weight ``keep``."""
         return ()
 
     def became_equal(self, names: Collection[str]) -> None:
-        """Record that all ranks have the same values of these tensors."""
+        """Record that all ranks now have the same values of the tensors ``names``."""
 
 
 class Roster(Tensors):
-    """Parameters to average: trained parameters, and others that may differ between ranks.
+    """Parameters to average: trained parameters, and other parameters that may differ.
 
-    A parameter that is frozen in the middle of a round, or changed without the optimizer, differs
-    between ranks until the next average.
+    A parameter that is frozen in the middle of a round, or changed outside of the optimizer,
+    differs between ranks until the next average.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         super().__init__(lambda: [*model.named_parameters()])
         self._model, self._optimizer = model, optimizer
-        self._told: dict[str, bool] = {}
+        self._agreed: dict[str, bool] = {}
         self._names: set[str] = set()
         self._held: set[str] = set()
         self._equal: dict[str, Mark] = {}
         self._stepped: set[Tensor] = set()
         self.inner: list[Roster] = []
-        """Rosters of fewer ranks, which agree wherever these ranks agree."""
+        """Rosters of subsets of the ranks, whose parameters become equal with these."""
 
     def note_step(self) -> None:
-        """Record the parameters that the optimizer has stepped: those with a gradient."""
+        """Record the parameters that the optimizer has updated: all with a gradient."""
         self._stepped.update(p for p in self._optimized() if p.grad is not None)
         for roster in self.inner:
             roster.note_step()
 
     def changed(self) -> list[str]:
-        """Return the names of parameters that may differ between ranks."""
+        """Return the names of all parameters that may differ between ranks."""
         return [name for name, p in self._model.named_parameters() if self._has_changed(name, p)]
 
     def set_changed(self, names: Collection[str]) -> None:
-        """Record that these parameters may differ between ranks, and no others."""
+        """Record that only the parameters ``names`` may differ between ranks."""
         self._stepped.clear()
         self._equal = {n: _mark(p) for n, p in self._model.named_parameters() if n not in names}
 
     def became_equal(self, names: Collection[str]) -> None:
-        """Record that all ranks have the same values of these parameters."""
+        """Record that all ranks now have the same values of the parameters ``names``."""
         for name, parameter in self._model.named_parameters():
             if name in names:
                 self._equal[name] = _mark(parameter)
@@ -91,49 +94,55 @@ class Roster(Tensors):
             roster.became_equal(names)
 
     def shared_state(self) -> list[str]:
-        """Return the names that the ranks have agreed on."""
+        """Return the names of the parameters on which the ranks have agreed."""
         return sorted(self._names)
 
     def load_shared_state(self, names: Collection[str]) -> None:
-        """Restore the names; the ranks agree again when they synchronize."""
-        self._names, self._told = {*names}, {}
+        """Restore the names; the ranks agree again in the next synchronization."""
+        self._names, self._agreed = {*names}, {}
 
-    def today(self) -> NamedTensors:
-        """Return the parameters that the ranks have agreed on."""
+    def current(self) -> NamedTensors:
+        """Return the parameters on which the ranks have agreed."""
         return [(name, p) for name, p in self.find().items() if name in self._names]
 
     def held(self) -> Collection[str]:
-        """Return the names of agreed parameters that are not trained."""
+        """Return the names of averaged parameters that are not trained."""
         return self._held
 
     def is_outdated(self) -> bool:
-        """Return whether this rank's parameters have changed since ``agree``."""
-        return self._told != self._due() or bool(self._strangers())
+        """Return whether this rank has other parameters than at the last ``agree``."""
+        return self._agreed != self._due() or bool(self._unknown_parameters())
 
     def agree(self, comm: Communicator) -> None:
-        """Agree on the current parameters. Collective.
+        """Agree on the parameters to average: the union over the ranks. Collective.
 
         Raises:
-            MismatchError: only some ranks train a parameter, or an optimizer has stepped a
-                parameter that is not in its model; on every rank.
+            MismatchError: only some ranks train a parameter, or an optimizer has updated a
+                parameter that is not in the model; on every rank.
         """
         self._stepped &= {*self._optimized()}
-        self._told = self._due()
+        self._agreed = self._due()
         self._names = self.union(comm)
-        self._held = self._names - {name for name, is_trained in self._told.items() if is_trained}
+        self._held = self._names - {
+            name for name, is_trained in self._agreed.items() if is_trained
+        }
 
     def union(self, comm: Communicator) -> set[str]:
-        """Return the names that ``agree`` would agree on. Collective; raises as ``agree`` does."""
-        strangers = self._strangers()
+        """Return the union over ranks of the names of parameters to average. Collective.
+
+        Raises:
+            MismatchError: as for ``agree``.
+        """
+        unknown = self._unknown_parameters()
         comm.agree(
-            not strangers,
-            f"the parameters of an optimizer must be in the model of its local method, but it has "
-            f"stepped {len(strangers)} that are not in it, such as one of shape "
-            f"{tuple(strangers[0].shape) if strangers else ()}; pass a module that has all of "
-            f"them, and the optimizer the parameters that the model has now",
+            not unknown,
+            f"the parameters of an optimizer must be in the model of its local method, but the "
+            f"optimizer has updated {len(unknown)} that are not in it, such as a parameter of "
+            f"shape {tuple(unknown[0].shape) if unknown else ()}; pass the module that "
+            f"contains all parameters, and the optimizer of the model's current parameters",
         )
-        today = self._due()
-        trained = [name for name, is_trained in today.items() if is_trained]
+        current = self._due()
+        trained = [name for name, is_trained in current.items() if is_trained]
         require_equal(
             comm,
             trained,
@@ -141,12 +150,12 @@ class Roster(Tensors):
             "freeze, unfreeze and add parameters on every rank after the same step",
         )
         others = comm.allgather_object(
-            [name for name, is_trained in today.items() if not is_trained]
+            [name for name, is_trained in current.items() if not is_trained]
         )
         return {*trained, *(name for of_rank in others for name in of_rank)}
 
     def _due(self) -> dict[str, bool]:
-        """Return whether each parameter that this rank averages is trained, by name."""
+        """Return, by name of each parameter that this rank averages, whether it is trained."""
         return {
             name: p.requires_grad
             for name, p in self._model.named_parameters()
@@ -158,8 +167,8 @@ class Roster(Tensors):
         is_equal = parameter not in self._stepped and self._equal.get(name) == _mark(parameter)
         return has_mean and not is_equal
 
-    def _strangers(self) -> list[Tensor]:
-        """Return parameters that the optimizer has stepped and that are not in the model."""
+    def _unknown_parameters(self) -> list[Tensor]:
+        """Return the parameters that the optimizer has updated and that are not in the model."""
         known = set(self._model.parameters())
         return [p for p in self._optimized() if p in self._stepped and p not in known]
 
@@ -168,20 +177,20 @@ class Roster(Tensors):
 
 
 def _mark(tensor: Tensor) -> Mark:
-    """Return a value that changes with each write to a tensor, except by fused optimizers."""
+    """Return address and version of ``tensor``; fused optimizers do not change the version."""
     return tensor.data_ptr(), version_of(tensor)
 
 
 Layout = dict[str, dict[str, Any]]
 """Shape and dtype of each tensor of a parameter's state; None for other entries."""
 
-_NUMBERS = "who has state, and numbers of steps"
+_NUMBERS = "ranks with state, and numbers of steps"
 
 
 class OptimizerState(Tensors):
-    """Optimizer state to average, per parameter, over the ranks that have a state.
+    """Optimizer state, averaged per parameter over the ranks that have a state.
 
-    A rank that has no state, because it skipped all steps or never used a layer, contributes zeros
+    A rank without a state, because it skipped all steps or never used a layer, contributes zeros
     with weight zero and receives the mean. Step counts become their rounded mean.
     """
 
@@ -189,16 +198,16 @@ class OptimizerState(Tensors):
         super().__init__(self._entries)
         self._optimizer = optimizer
         self._layout: Layout = {}
-        self._missing: set[str] = set()  # parameters without a state on some rank
+        self._missing: set[str] = set()  # parameters without a complete state on some rank
         self._own_missing: set[str] = set()
         self._numbers = torch.zeros(0, dtype=torch.float64)
 
     def is_outdated(self) -> bool:
-        """Return whether the entries of this rank's state have changed since ``agree``."""
+        """Return whether this rank's state has other entries than at the last ``agree``."""
         return self._layout != self._own_layout()
 
     def agree(self, comm: Communicator) -> None:
-        """Create the state entries that exist only on other ranks. Collective."""
+        """Create the entries of the state that exist only on other ranks. Collective."""
         own = self._own_layout()
         of_ranks = comm.allgather_object((own, self._plain_entries()))
         layouts = [layout for layout, _ in of_ranks]
@@ -214,14 +223,14 @@ class OptimizerState(Tensors):
             if place in self._own_missing:
                 plain = {k: v for _, of in of_ranks for k, v in of.get(place, {}).items()}
                 for key, spec in self._layout[place].items():
-                    # Optimizers keep numbers of steps on the host.
+                    # Optimizers store numbers of steps on the host.
                     device = "cpu" if key == "step" else devices[place]
                     made = torch.zeros(spec[0], dtype=spec[1], device=device) if spec else None
                     state[key] = plain.get(key) if made is None else made
         self._numbers = torch.zeros(2, len(self._layout), dtype=torch.float64)
 
     def became_equal(self, names: Collection[str]) -> None:
-        """Divide by the weight of the ranks that have a state; see ``Averaging.finish``."""
+        """Divide means by the weight of the ranks that have a state; called after the average."""
         del names  # the state is averaged as a whole
         shares, steps = self._numbers.tolist()
         for (place, state), share, mean in zip(self._states(), shares, steps, strict=True):
@@ -236,7 +245,7 @@ class OptimizerState(Tensors):
         self._missing, self._own_missing = set(), set()
 
     def _entries(self) -> NamedTensors:
-        """Return the state by name, and the weight of each parameter on this rank."""
+        """Return the tensors of the state by name, and a tensor of weights and step counts."""
         tensors: list[tuple[str, Tensor]] = []
         for number, (place, state) in enumerate(self._states()):
             self._numbers[0, number] = float(place not in self._own_missing)
@@ -255,7 +264,7 @@ class OptimizerState(Tensors):
         }
 
     def _plain_entries(self) -> dict[str, dict[str, Any]]:
-        """Return the entries that are not tensors, by parameter."""
+        """Return the entries of the state that are not tensors, by parameter."""
         return {
             place: {
                 key: value
@@ -266,13 +275,13 @@ class OptimizerState(Tensors):
         }
 
     def _states(self) -> list[tuple[str, dict[str, Any]]]:
-        """Return the state of each parameter that the ranks have agreed on."""
+        """Return the state of each parameter on which the ranks have agreed."""
         of_places = dict(places_of(self._optimizer))
         return [(place, self._optimizer.state[of_places[place]]) for place in self._layout]
 
 
 def _united(layouts: Sequence[Layout]) -> Layout:
-    """Return all entries of all ranks; ``MismatchError`` if two differ in shape or dtype."""
+    """Return the union of all ranks' entries; ``MismatchError`` if shapes or dtypes differ."""
     united: Layout = {}
     for layout in layouts:
         for place, keys in layout.items():
@@ -280,9 +289,9 @@ def _united(layouts: Sequence[Layout]) -> Layout:
             for key, spec in keys.items():
                 if known.setdefault(key, spec) != spec:
                     raise MismatchError(
-                        "the optimizer's state must have the same shapes on every rank, but "
-                        f"{key} of {place} has {known[key]} and {spec}; build the same optimizer "
-                        "on every rank"
+                        "the optimizer's state must have the same shapes and dtypes on every "
+                        f"rank, but {key} of {place} has {known[key]} and {spec}; build the same "
+                        "optimizer on every rank"
                     )
     return united
 

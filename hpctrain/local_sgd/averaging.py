@@ -25,8 +25,17 @@ class Averaging:
     """Replaces tensors by their weighted mean over ranks.
 
     ``start`` copies the tensors and begins to send the copies; ``finish`` waits and replaces the
-    tensors. Both are collective. Training may continue in between, and tensors may be added and
-    removed, since buckets are indexed by name.
+    tensors by the means. Both are collective. Training may continue in between, and tensors may be
+    added and removed, since the tensors in buckets are identified by name.
+
+    The constructor allocates the buckets; it is collective.
+
+    Args:
+        comm: ranks to average over.
+        codec: compression of the buckets.
+        tensors: tensors to average.
+        bucket_bytes: largest size of a bucket.
+        names: returns the names of the tensors that are averaged here; None for all tensors.
     """
 
     def __init__(
@@ -37,10 +46,6 @@ class Averaging:
         bucket_bytes: int,
         names: Callable[[], Collection[str]] | None = None,
     ) -> None:
-        """Lay out buckets of at most ``bucket_bytes``. Collective.
-
-        ``names`` returns the names of the tensors that are averaged here; None for all tensors.
-        """
         self._comm, self._codec = comm, codec
         self._tensors, self._bucket_bytes, self._names = tensors, bucket_bytes, names
         self._works: list[Work] = []
@@ -50,22 +55,22 @@ class Averaging:
         self.build(float(comm.rank == 0), 1.0)
 
     @property
-    def is_under_way(self) -> bool:
-        """Whether a round was started and not finished."""
+    def is_in_flight(self) -> bool:
+        """Whether an average was started and not finished."""
         return bool(self._works)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that a rank sends in a round."""
+        """Bytes that a rank sends per average."""
         return sum(self._codec.num_bytes(one.bucket) for one in self._buckets)
 
     def fits(self) -> bool:
         """Return whether the current tensors have the names, shapes and dtypes of the buckets."""
         tensors = self._tensors
-        return not tensors.is_outdated() and self._specs == _specs(self._today())
+        return not tensors.is_outdated() and self._specs == _specs(self._current())
 
     def build(self, weight: float, scale: float) -> None:
-        """Agree on the current tensors, and lay out the buckets. Collective.
+        """Agree on the current tensors, and allocate the buckets. Collective.
 
         Args:
             weight: as for ``start``; used by subclasses.
@@ -73,19 +78,19 @@ class Averaging:
 
         Raises:
             MismatchError: ranks have different tensors; on every rank.
-            NodeMemoryError: there is too little memory; on every rank.
+            NodeMemoryError: memory is not sufficient; on every rank.
         """
         del weight, scale
         self._tensors.agree(self._comm)
-        self._lay_out(self._today())
+        self._lay_out(self._current())
 
     @torch.no_grad()
     def start(self, weight: float, scale: float) -> None:
         """Begin to send copies of the tensors. Collective.
 
         Args:
-            weight: weight of this rank; with 0 its tensors do not count, even if they are not
-                finite.
+            weight: weight of this rank; with 0 the rank's tensors are ignored, even if they are
+                not finite.
             scale: one over the sum of all ranks' weights.
         """
         found = self._tensors.find()
@@ -104,10 +109,10 @@ class Averaging:
         """Replace the tensors that still exist by their means. Collective.
 
         Args:
-            keep: fraction of their current values that trained tensors keep, 0 to 1.
+            keep: weight, 0 to 1, of the current values in the new values of trained tensors.
 
         Returns:
-            Their squared distance from the mean.
+            The squared distance of this rank's tensors from their means.
 
         Raises:
             NotFiniteError: the mean is not finite; on every rank.
@@ -136,9 +141,9 @@ class Averaging:
         return squared
 
     def own_state(self) -> dict[str, Any] | None:
-        """Return copies of a round in flight, after a wait, and of the state of the codec.
+        """Return copies of an average in flight, after a wait, and of the state of the codec.
 
-        None without either.
+        Returns None if no average is in flight and the codec has no state.
         """
         for work in self._works:
             work.wait()
@@ -151,7 +156,7 @@ class Averaging:
         return state or None
 
     def load_own_state(self, state: Mapping[str, Any] | None) -> None:
-        """Restore the state that ``own_state`` returned. Collective."""
+        """Restore a result of ``own_state``. Collective."""
         self.drop()
         state = state or {}
         if "flats" in state:
@@ -164,7 +169,7 @@ class Averaging:
             self._codec.load_state_dict(state["codec"])
 
     def drop(self) -> None:
-        """Wait for a round in flight, and drop its result."""
+        """Wait for an average in flight, and drop the result."""
         for work in self._works:
             work.wait()
         self._works = []
@@ -174,34 +179,34 @@ class Averaging:
         """Names of the tensors in the buckets."""
         return [name for name, _, _ in self._specs]
 
-    def _today(self) -> NamedTensors:
-        today = self._tensors.today()
+    def _current(self) -> NamedTensors:
+        current = self._tensors.current()
         if self._names is None:
-            return today
+            return current
         names = self._names()
-        return [(name, tensor) for name, tensor in today if name in names]
+        return [(name, tensor) for name, tensor in current if name in names]
 
-    def _lay_out(self, today: NamedTensors) -> None:
-        """Lay out the buckets for some tensors. Collective."""
-        self._specs = _specs(today)
+    def _lay_out(self, current: NamedTensors) -> None:
+        """Allocate the buckets for the tensors ``current``. Collective."""
+        self._specs = _specs(current)
         lines = [
             f"compression {settings_of(self._codec)}",
             *(f"{n} {s} {d}" for n, s, d in self._specs),
         ]
         require_equal(self._comm, lines, "averaged tensors")
-        specs = [TensorSpec(name=n, numel=t.numel(), dtype=t.dtype) for n, t in today]
+        specs = [TensorSpec(name=n, numel=t.numel(), dtype=t.dtype) for n, t in current]
         self._buckets, self._members = [], []
         self._codec.forget()
         for plan in plan_buckets(specs, self._bucket_bytes):
             memory = self._comm.new_bucket(plan.numel, plan.dtype)
-            tensors = [today[member][1] for member in plan.members]
+            tensors = [current[member][1] for member in plan.members]
             bucket = TensorBucket(memory, tensors, plan.offsets)
             self._codec.prepare(bucket.bucket, [*bucket.parts, bucket.marks], self._comm)
             self._buckets.append(bucket)
             self._members.append(plan.members)
 
     def _lay_out_for(self, names: Collection[str]) -> None:
-        """Lay out the buckets for the tensors of these names, unless already done. Collective."""
+        """Allocate the buckets for the tensors ``names``, unless already done. Collective."""
         if {*names} != {*self.names}:
             found = self._tensors.find()
             self._lay_out([(name, tensor) for name, tensor in found.items() if name in names])
@@ -209,9 +214,9 @@ class Averaging:
     def _pairs(
         self, number: int, found: Mapping[str, Tensor]
     ) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield the names in a bucket, their current tensors, and their places in the bucket.
+        """Yield name, current tensor, and place in bucket ``number`` of each tensor.
 
-        A bucket is in host memory, on any device of the tensors.
+        Buckets are in host memory; the tensors may be on a device.
         """
         for member, place in zip(self._members[number], self._buckets[number].parts, strict=True):
             name, shape, _ = self._specs[member]
@@ -220,31 +225,31 @@ class Averaging:
                 yield name, tensor.detach(), place.to(tensor.dtype)
 
     def _fill(self, number: int, found: Mapping[str, Tensor]) -> None:
-        """Copy tensors into a bucket, to be sent."""
+        """Copy the tensors of bucket ``number`` to the bucket, to be sent."""
         self._buckets[number].pack([found[name] for name in self._names_in(number)])
 
     def _names_in(self, number: int) -> list[str]:
         return [self._specs[member][0] for member in self._members[number]]
 
     def _restore_mean(self, number: int) -> None:
-        """Replace the result of a bucket by the mean of the tensors; no-op without an anchor."""
+        """Convert a received bucket to the mean of the tensors; no-op without an anchor."""
 
     def _advance(self) -> None:
-        """Compute the new values of the tensors from the means; no-op without an anchor."""
+        """Step the anchor by the means; no-op without an anchor."""
 
     def _read_result(self, number: int) -> None:
-        """Fill a bucket with the new values of the tensors; no-op without an anchor."""
+        """Copy the anchor to a bucket, as new values of the tensors; no-op without an anchor."""
 
     def _require_finite(self, found: Mapping[str, Tensor]) -> None:
-        """Raise ``NotFiniteError`` if the mean is not finite, which all ranks find. Collective."""
+        """Raise ``NotFiniteError`` if the mean is not finite. Collective."""
         if all(bool(bucket.flat.isfinite().all()) for bucket in self._buckets):
             return
         names = [n for n in self.names if n in found and not bool(found[n].isfinite().all())]
         of_ranks = self._comm.allgather_object(names[0] if names else None)
         raise NotFiniteError(
-            f"a mean over replicas must be finite, but tensors are not: "
-            f"{by_rank(of_ranks) or 'the sum overflows'}; return to a checkpoint with a smaller "
-            f"learning rate, or exclude that rank by take_part(takes_part=False)"
+            "a mean over replicas must be finite, but has NaN or inf: "
+            f"{by_rank(of_ranks) or 'the sum overflows'}; restart from a checkpoint with a "
+            "smaller learning rate, or exclude the rank by take_part(takes_part=False)"
         )
 
     def _reduce(self, bucket: TensorBucket, scale: float) -> None:
@@ -253,7 +258,7 @@ class Averaging:
 
 
 def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Copy the second tensor of each pair into the first."""
+    """Copy the second tensor of each pair into the first tensor."""
     if pairs:
         targets, sources = map(list, zip(*pairs, strict=True))
         foreach_copy_(targets, sources)
@@ -264,10 +269,15 @@ def _specs(tensors: NamedTensors) -> list[tuple[str, tuple[int, ...], torch.dtyp
 
 
 class NodeVector:
-    """Vector in node memory, initially zero. Barriers must separate writes and reads of ranks."""
+    """Vector in node memory, initially zero. Barriers must separate writes and reads of ranks.
+
+    Args:
+        node: ranks of the node; without shared memory, each rank stores a full copy.
+        numel: number of elements.
+        dtype: dtype of the elements.
+    """
 
     def __init__(self, node: Communicator, numel: int, dtype: torch.dtype) -> None:
-        """Allocate the vector, per rank without shared memory. Collective over ``node``."""
         slices = [slice_bounds(numel, node.size, rank) for rank in range(node.size)]
         largest = max(bounds.stop - bounds.start for bounds in slices)
         peers = node.new_bucket(largest, dtype).peers
@@ -276,43 +286,47 @@ class NodeVector:
                 (bounds, peer[: bounds.stop - bounds.start])
                 for bounds, peer in zip(slices, peers, strict=True)
             )
-            """All slices, each with its bounds in the vector."""
+            """Bounds in the vector, and elements, of the slice of each rank of the node."""
             self.bounds, self.own = self.parts[node.rank]
         else:
             self.bounds, self.own = slice(0, numel), torch.zeros(numel, dtype=dtype)
             self.parts = ((self.bounds, self.own),)
 
     def read(self, out: Tensor) -> None:
-        """Copy the vector into a flat tensor; a barrier of the node must precede the call."""
+        """Copy the vector into ``out``, 1-D; a barrier of the node must precede the call."""
         for bounds, part in self.parts:
             out[bounds].copy_(part)
 
 
 class AnchoredAveraging(Averaging):
-    """Averages θ_anchor - θ_k over the ranks k, and steps the anchor and all ranks by the mean.
+    """Averages θ_anchor - θ_k over the ranks k, and sets all ranks to the anchor after its step.
 
-    A codec may round the differences: the error is proportional to the change, and all ranks
-    continue with identical values. Anchor and momentum are stored in node memory, and each local
-    rank steps a slice of both. Without shared memory, each rank stores a full copy of both.
+    The anchor is a copy of the tensors that is identical on all ranks. A codec may round the
+    differences: the error is proportional to the change, and all ranks continue with identical
+    values. Anchor and momentum are stored in node memory, and each rank of the node updates a
+    slice of both. Without shared memory, each rank stores a full copy of both.
+
+    The anchor takes Nesterov SGD steps with ``lr`` and ``momentum``; by default it becomes the
+    mean. The constructor sets the anchor to the tensors of rank 0; it is collective.
+
+    Args:
+        *averaging: as for ``Averaging``.
+        node: ranks of this node.
+        lr: learning rate of the anchor.
+        momentum: Nesterov momentum of the anchor.
     """
 
     def __init__(
         self, *averaging: Any, node: Communicator, lr: float = 1.0, momentum: float = 0.0
     ) -> None:
-        """Set the anchor to the tensors of rank 0. Collective.
-
-        The anchor takes Nesterov SGD steps with ``lr`` and ``momentum``; by default it becomes the
-        mean.
-        ``node`` has the ranks of this node; for the other arguments see ``Averaging``.
-        """
         self._node, self._lr, self._momentum = node, lr, momentum
         super().__init__(*averaging)
 
     @torch.no_grad()
     def build(self, weight: float, scale: float) -> None:
-        """Lay out the buckets for the current tensors. Collective.
+        """Allocate the buckets for the current tensors. Collective.
 
-        Anchors and momenta are kept. The anchor of a new tensor is its weighted mean.
+        Anchors and momenta are kept. The anchor of a new tensor is the weighted mean over ranks.
         """
         before = self.shared_state() if self._buckets else {"momentum": {}, "anchor": {}}
         super().build(weight, scale)
@@ -333,7 +347,7 @@ class AnchoredAveraging(Averaging):
     def anchor(self) -> dict[str, Tensor]:
         """Return copies of the anchor's tensors, by name. Collective."""
         found = self._by_name(self._anchors)
-        self._node.barrier()  # before a rank steps its slice
+        self._node.barrier()  # another rank may update its slice after this call
         return found
 
     def shared_state(self) -> dict[str, dict[str, Tensor]]:
@@ -343,21 +357,21 @@ class AnchoredAveraging(Averaging):
 
     @torch.no_grad()
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of any number of ranks. Collective."""
+        """Restore a result of ``shared_state`` of any number of ranks. Collective."""
         self._lay_out_for(state["anchor"])
         self._put(state["anchor"], state["momentum"])
 
     @torch.no_grad()
     def take_anchor(self) -> None:
-        """Set this rank's tensors to the anchor. Local, but all ranks call it."""
+        """Set this rank's tensors to the anchor. Local, but called by all ranks."""
         found = self._tensors.find()
         for number in range(len(self._buckets)):
             self._read_result(number)
             _copy([(tensor, place) for _, tensor, place in self._pairs(number, found)])
         self._tensors.became_equal({*self.names})
 
-    def _lay_out(self, today: NamedTensors) -> None:
-        super()._lay_out(today)
+    def _lay_out(self, current: NamedTensors) -> None:
+        super()._lay_out(current)
         self._anchors = [self._vector_for(bucket) for bucket in self._buckets]
         self._momenta = [self._vector_for(bucket) for bucket in self._buckets if self._momentum]
         self._moves: list[Tensor] = []
@@ -376,7 +390,7 @@ class AnchoredAveraging(Averaging):
         self._subtract_from_anchor(number)
 
     def _advance(self) -> None:
-        """Take the outer step of this rank's slices.
+        """Step this rank's slices of the anchor by the means.
 
         With momentum m and the mean difference d: m <- mu m + d, anchor <- anchor - lr (d + mu m),
         as in torch.optim.SGD(nesterov=True).
@@ -409,8 +423,8 @@ class AnchoredAveraging(Averaging):
         return found
 
     def _put(self, anchors: Mapping[str, Tensor], momenta: Mapping[str, Tensor]) -> None:
-        """Write this rank's slices. Collective over the node."""
-        self._node.barrier()  # another rank may still read the slice that is overwritten now
+        """Write this rank's slices of anchors and momenta. Collective over the node."""
+        self._node.barrier()  # another rank may still read the slice that this rank overwrites
         for vectors, tensors in ((self._anchors, anchors), (self._momenta, momenta)):
             for number, vector in enumerate(vectors):
                 bucket = self._buckets[number]

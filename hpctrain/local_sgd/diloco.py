@@ -1,4 +1,4 @@
-"""``DiLoCo``: long rounds of local steps, each followed by an outer step of all ranks."""
+"""``DiLoCo``: rounds of local steps, each followed by an outer step of all ranks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,17 +24,41 @@ class DiLoCo(LocalMethod):
     """Takes an outer Nesterov SGD step on all ranks after every ``steps`` inner steps.
 
     The outer gradient is θ_old - mean θ_k. The inner optimizer keeps its state. Every rank
-    continues from the outer model; each node holds one copy of the model and of the outer
-    momentum. With ``fragments`` parts of the model are exchanged separately, evenly spread over
-    the round, which lowers the peak of traffic; with ``delay`` a fragment is sent while training
-    continues, and its outer step is taken ``delay`` steps later.
+    continues with the outer model; each node stores one copy of the outer model and of the outer
+    momentum. With several ``fragments``, parts of the model are exchanged separately, evenly
+    spread over the round, which lowers the peak of traffic. With ``delay``, a fragment is sent
+    while training continues, and the outer step of the fragment follows ``delay`` steps later.
 
-    ``finish()`` completes the exchanges in flight, takes an outer step for all fragments that were
-    stepped since they were sent, and gives every rank the outer model. A parameter that is
-    unfrozen or added later begins with the mean of the replicas, in the smallest fragment.
+    ``finish()`` completes the exchanges in flight, takes an outer step for all fragments that have
+    changed since they were sent, and copies the outer model to every rank. A parameter that is
+    unfrozen or added later is initialized to the mean of the replicas, in the smallest fragment.
 
-    With ``outer_lr=1``, ``outer_momentum=0`` this is ``LocalSGD``. Learning rate and momentum are
-    not decayed.
+    With ``outer_lr=1`` and ``outer_momentum=0`` the method is ``LocalSGD``. Outer learning rate
+    and momentum are constant.
+
+    The constructor broadcasts the model of rank 0 and hooks the optimizer; it is collective.
+
+    Args:
+        model: module with equal parameters and buffers on every rank.
+        optimizer: inner optimizer, a plain torch optimizer of the model's parameters.
+        steps: inner steps of a round, as for ``LocalSGD``.
+        outer_lr: learning rate of the outer step.
+        outer_momentum: Nesterov momentum of the outer step.
+        fragments: number of parts of the model that are exchanged separately.
+        delay: inner steps between the send of a fragment and its outer step, at most the steps of
+            a round.
+        keep: weight, 0 to 1, of a rank's own parameters when the rank copies the outer model;
+            None for 0 without delay and 0.5 with a delay, since the steps during the delay would
+            be lost.
+        share: as for ``LocalSGD``.
+        most: as for ``LocalSGD``.
+        compression: codec of outer gradients.
+        fraction: as for ``LocalSGD``; requires ``fragments=1``, ``delay=0`` and ``keep=0``.
+        seed: seed of the draws.
+        proximal: as for ``LocalSGD``; with the same requirements as ``fraction``.
+
+    Raises:
+        ConfigError: an argument is not valid.
 
     Source: Douillard et al. 2023, arXiv:2311.08105, Algorithm 1; fragments and delay: Douillard et
     al. 2025, arXiv:2501.18512. Floating-point buffers are averaged at the end of a round.
@@ -61,30 +85,6 @@ class DiLoCo(LocalMethod):
         seed: int = 0,
         proximal: float = 0.0,
     ) -> None:
-        """Broadcast the model of rank 0 and add hooks to the optimizer. Collective.
-
-        Args:
-            model: with equal parameters and buffers on every rank.
-            optimizer: the inner one: a plain one of torch, which has the model's parameters.
-            steps: inner steps of a round; as for ``LocalSGD``.
-            outer_lr: learning rate of the outer step.
-            outer_momentum: its Nesterov momentum.
-            fragments: number of parts of the model that are exchanged separately.
-            delay: inner steps between the sending of a fragment and its outer step, at most the
-                steps of a round.
-            keep: fraction of its own parameters that a rank keeps when it copies the outer model,
-                0 to 1; None for 0 without delay and 0.5 with it, since the steps in between would
-                be lost.
-            share: as for ``LocalSGD``.
-            most: as for ``LocalSGD``.
-            compression: codec of outer gradients.
-            fraction: as for ``LocalSGD``, with one fragment, without delay and keep.
-            seed: seed of the draws.
-            proximal: as ``fraction``.
-
-        Raises:
-            ConfigError: an argument is not valid.
-        """
         _check(outer_lr, outer_momentum, fragments, delay, keep)
         self._pace = SyncInterval(steps, share=share, most=most, least=max(fragments, delay))
         self._delay, self._keep = delay, (0.5 if delay else 0.0) if keep is None else keep
@@ -92,7 +92,7 @@ class DiLoCo(LocalMethod):
         federated = Federated(fraction=fraction, seed=seed, proximal=proximal, refusal=refusal)
         super().__init__(model, optimizer, compression=compression, federated=federated)
         self._parts = divided(self.replica.parameters(), fragments)
-        """Names of parameters, by fragment."""
+        """Names of the parameters of each fragment."""
         self._fragments = [
             self._exchange.anchors_parameters(
                 partial(self._part, number), lr=outer_lr, momentum=outer_momentum
@@ -100,9 +100,9 @@ class DiLoCo(LocalMethod):
             for number in range(fragments)
         ]
         self._sent = [0] * fragments  # step after which each fragment was sent last
-        self._due = [0] * fragments  # step of the outer step of each fragment in flight
+        self._due = [0] * fragments  # step after which each fragment in flight is completed
         self._samples = [SampleSums() for _ in range(fragments)]
-        self.rounds.samples = self._samples[-1]  # since the last fragment was sent
+        self.rounds.samples = self._samples[-1]  # samples since the last fragment was sent
         self._buffers = self._exchange.averages_buffers()
 
     @property
@@ -112,7 +112,7 @@ class DiLoCo(LocalMethod):
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Replace the model by the outer parameters inside the block; see ``LocalMethod``."""
+        """Replace the model by the outer model inside the block. Collective."""
         if self.rounds.agrees:
             yield
             return
@@ -121,7 +121,7 @@ class DiLoCo(LocalMethod):
         for name, tensor in replica.unequal_parameters():
             if name in anchors and anchors[name].shape == tensor.shape:
                 outer[name] = anchors[name]
-            else:  # added since the last exchange
+            else:  # the parameter was added after the last exchange
                 others.append((name, tensor))
         with replica.holding(outer | replica.means(others, self.rounds.share())):
             yield
@@ -136,16 +136,17 @@ class DiLoCo(LocalMethod):
         if steps < max(len(self._fragments), self._delay):
             raise ConfigError(
                 f"a round must have at least as many steps as fragments and delay, got "
-                f"steps={steps}, fragments={len(self._fragments)}, delay={self._delay}"
+                f"steps={steps}, fragments={len(self._fragments)}, delay={self._delay}; increase "
+                f"steps"
             )
         return steps
 
     def _after_step(self) -> None:
-        self.rounds.agrees = False  # a single rank also has an outer model
+        self.rounds.agrees = False  # a single rank has an outer model, too
         steps, step_in_round = self._steps, self.rounds.step_in_round
         agrees = len(self._fragments) == 1 and not self._keep and not self._delay
         for number, fragment in enumerate(self._fragments):
-            if fragment.is_under_way and self.rounds.step >= self._due[number]:
+            if fragment.is_in_flight and self.rounds.step >= self._due[number]:
                 self._exchange.complete([fragment], keep=self._keep)
             if step_in_round == (number + 1) * steps // len(self._fragments):
                 agrees &= self._send(number)
@@ -153,10 +154,10 @@ class DiLoCo(LocalMethod):
             self.rounds.close(agrees=agrees)
 
     def _send(self, number: int) -> bool:
-        """Send a fragment, and take the outer step now or after the delay.
+        """Send fragment ``number``; without delay, take its outer step. Collective.
 
         Returns:
-            Whether any rank takes part.
+            Whether any replica has a weight.
         """
         fragment, num_fragments = self._fragments[number], len(self._fragments)
         opening = self._begin(number)
@@ -168,7 +169,7 @@ class DiLoCo(LocalMethod):
         return opening.total_weight > 0
 
     def _begin(self, number: int) -> RoundOpening:
-        """Send a fragment; buffers, which are in no fragment, are averaged with the last one."""
+        """Send fragment ``number``; with the last fragment also average buffers. Collective."""
         is_last = number == len(self._fragments) - 1
         buffers = [self._buffers] if is_last else []
         opening = self._exchange.begin([self._fragments[number], *buffers], self._samples[number])
@@ -180,28 +181,28 @@ class DiLoCo(LocalMethod):
     def _end_round(self) -> None:
         agrees = True
         for number, fragment in enumerate(self._fragments):
-            was_under_way = fragment.is_under_way
+            was_in_flight = fragment.is_in_flight
             has_stepped = self._sent[number] < self.rounds.step
             self._exchange.complete([fragment], keep=self._keep if has_stepped else 0.0)
             if has_stepped:
                 agrees &= self._begin(number).total_weight > 0
                 self._exchange.complete([fragment])
-            elif self._keep and not was_under_way:
+            elif self._keep and not was_in_flight:
                 fragment.take_anchor()
         self.rounds.close(agrees=agrees)
 
-    def _end_round_alike(self) -> None:
-        """Reset replicas to the model of the round if no drawn rank has samples."""
+    def _end_round_equally(self) -> None:
+        """End a round in which no replica counts; with ``fraction``, drop its local steps."""
         if not self.rounds.draw.is_partial:
-            super()._end_round_alike()
+            super()._end_round_equally()
             return
         self._fragments[0].take_anchor()
         self.replica.average_buffers()
         self.rounds.agrees = True
 
     def _part(self, number: int) -> list[str]:
-        """Return the parameters of a fragment; new ones are added to the smallest fragment."""
-        sizes = {name: tensor.nbytes for name, tensor in self.replica.roster.today()}
+        """Return the parameters of fragment ``number``; add new parameters to the smallest."""
+        sizes = {name: tensor.nbytes for name, tensor in self.replica.roster.current()}
         known = {name for part in self._parts for name in part}
         for name in [name for name in sizes if name not in known]:
             smallest = min(self._parts, key=lambda part: sum(sizes.get(n, 0) for n in part))
@@ -210,11 +211,11 @@ class DiLoCo(LocalMethod):
 
 
 def divided(parameters: NamedTensors, num_parts: int) -> list[list[str]]:
-    """Return the names of consecutive parameters in nonempty parts of similar size in bytes."""
+    """Divide parameters into consecutive, nonempty parts of similar bytes; return the names."""
     if num_parts > len(parameters):
         raise ConfigError(
             f"fragments must be at most the number of parameters, {len(parameters)}, got "
-            f"fragments={num_parts}"
+            f"fragments={num_parts}; use fewer fragments"
         )
     parts: list[list[str]] = [[] for _ in range(num_parts)]
     total, before = sum(p.nbytes for _, p in parameters), 0
@@ -240,10 +241,10 @@ def _check(
 
 
 def _refusal(fragments: int, delay: int, keep: float) -> str | None:
-    """Return the reason why these options exclude ``fraction`` and ``proximal``; None if none."""
+    """Return the error of ``fraction`` and ``proximal`` with these options; None for no error."""
     if fragments == 1 and not delay and not keep:
         return None
     return (
-        f"with fraction or proximal all ranks must begin a round with one model: fragments=1, "
-        f"delay=0, keep=0, got {fragments=}, {delay=}, {keep=}"
+        f"all ranks must begin a round with the same model for fraction or proximal, got "
+        f"{fragments=}, {delay=}, {keep=}; use fragments=1, delay=0 and keep=0"
     )

@@ -1,4 +1,4 @@
-"""Federated rounds: selection of the ranks of a round, and proximal gradients."""
+"""Federated rounds: random selection of the ranks of a round, and proximal gradients."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ from hpctrain.local_sgd.state_fields import Fields, StateFields
 
 
 class Draw(StateFields):
-    """Random selection of the ranks that count in a round; identical on all ranks.
+    """Random selection of the ranks whose replicas count in a round; identical on all ranks.
 
     Args:
         rank: this rank.
         size: number of ranks.
-        fraction: fraction of the ranks, rounded, at least one; above 0 and at most 1.
+        fraction: fraction of the ranks, above 0 and at most 1; rounded, at least one rank.
         seed: seed of all draws.
     """
 
@@ -36,7 +36,7 @@ class Draw(StateFields):
         self._drawn: tuple[int, int, list[int]] | None = None
 
     def ranks(self, number: int) -> list[int]:
-        """Return the ranks of the round ``number``, ascending: those with the smallest hashes."""
+        """Return the sorted ranks of round ``number``: the ranks with the smallest hashes."""
         if self._drawn is None or self._drawn[:2] != (self._seed, number):
             hashes = {rank: self._hash(number, rank) for rank in range(self._size)}
             drawn = sorted(sorted(hashes, key=hashes.__getitem__)[: self.num_ranks])
@@ -44,7 +44,7 @@ class Draw(StateFields):
         return self._drawn[2]
 
     def includes(self, number: int) -> bool:
-        """Return whether this rank is drawn for the round ``number``."""
+        """Return whether this rank is drawn for round ``number``."""
         return self.num_ranks == self._size or self._rank in self.ranks(number)
 
     def _hash(self, number: int, rank: int) -> bytes:
@@ -59,10 +59,10 @@ class Federated:
     seed: int = 0
     proximal: float = 0.0
     state: str = "local"
-    refusal: str | None = None  # why the method does not support them, if it does not
+    refusal: str | None = None  # error if the method does not support the options
 
     def draw(self, comm: Communicator, method: str) -> Draw:
-        """Return the ``Draw`` of a method, if all ranks have the same options. Collective.
+        """Return the ``Draw`` of ``method``, after comparing options between ranks. Collective.
 
         Raises:
             ConfigError: an option is not valid; on every rank.
@@ -73,14 +73,19 @@ class Federated:
         fraction, seed, proximal = float(self.fraction), int(self.seed), float(self.proximal)
         lines = [f"{method} state={self.state} {fraction=} {seed=} {proximal=}"]
         what = "method, state, fraction, seed and proximal"
-        require_equal(comm, lines, what, "give all ranks the same")
+        require_equal(comm, lines, what, "give all ranks the same values")
         return Draw(comm.rank, comm.size, fraction, seed)
 
     def _refusal(self) -> str | None:
         if not (_is_number(self.fraction) and 0 < self.fraction <= 1):
-            return f"fraction must be above 0 and at most 1, got {self.fraction!r}"
+            return (
+                f"fraction must be above 0 and at most 1, got {self.fraction!r}; use 1 for all "
+                f"ranks"
+            )
         if not (_is_number(self.proximal) and self.proximal >= 0 and isfinite(self.proximal)):
-            return f"proximal must be finite and at least 0, got {self.proximal!r}"
+            return (
+                f"proximal must be finite and at least 0, got {self.proximal!r}; use 0 for no term"
+            )
         if not (_is_number(self.seed, Integral) and 0 <= self.seed < 1 << 63):
             return f"seed must be an integer in [0, 2^63), got {self.seed!r}"
         return self.refusal if self.fraction < 1 or self.proximal else None
@@ -93,10 +98,15 @@ def _is_number(value: object, kind: Any = Real) -> bool:
 class LocalGradients(StateFields):
     """Replaces gradients while the optimizer takes a local step.
 
-    With a proximal term the gradient becomes that of loss + mu/2 ||w - w_round||^2 (Li et al.
-    2020, arXiv:1812.06127), for parameters that have a gradient. In a step that does not count
-    ``.grad`` becomes None, so that the optimizer changes neither parameters nor state. ``.grad``
-    is restored after the step.
+    With a proximal term, gradients are replaced by the gradients of loss + mu/2 ||w - w_round||^2
+    (Li et al. 2020, arXiv:1812.06127), where w_round is the model at the start of the round. In a
+    step that does not count, ``.grad`` is None, so that the optimizer changes neither parameters
+    nor state. ``.grad`` is restored after the step.
+
+    Args:
+        model: module with the parameters.
+        optimizer: optimizer of the parameters.
+        proximal: mu; 0 for no proximal term.
     """
 
     _OWN: ClassVar[Fields] = {"start": "_start", "number": "_number"}
@@ -112,18 +122,18 @@ class LocalGradients(StateFields):
         return self._proximal > 0
 
     def begin_round(self) -> None:
-        """Begin a round with the next step."""
+        """Drop the model of the round; the next step begins a round."""
         self._start: dict[str, Tensor] = {}  # parameters at the start of the round
-        self._number = -1  # of that round
+        self._number = -1  # number of that round
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the model of the round; if ``state`` is empty, the next step copies it."""
+        """Restore the model of the round; if ``state`` is empty, the next step begins a round."""
         self.begin_round()
         if state:
             super().load_own_state(state)
 
-    def see(self, number: int) -> None:
-        """Copy the model of the round ``number`` before its first step."""
+    def copy_model(self, number: int) -> None:
+        """Copy the model before the first step of round ``number``; no-op in later steps."""
         if not self._proximal:
             return
         if number != self._number:
@@ -134,7 +144,7 @@ class LocalGradients(StateFields):
 
     @torch.no_grad()
     def replace(self, *, counts: bool) -> None:
-        """Replace gradients before a step: by None if the step does not count."""
+        """Replace gradients before a step, by None unless the step ``counts``."""
         self._kept = []
         if counts and not self._proximal:
             return
@@ -152,8 +162,8 @@ class LocalGradients(StateFields):
                         parameter, start, maximize=group.get("maximize", False)
                     )
 
-    def put_back(self) -> None:
-        """Restore the gradients after the step."""
+    def restore(self) -> None:
+        """Restore the gradients after a step."""
         for parameter, gradient in self._kept:
             parameter.grad = gradient
         self._kept = []
@@ -162,8 +172,8 @@ class LocalGradients(StateFields):
         assert parameter.grad is not None
         if parameter.grad.is_sparse:
             raise ConfigError(
-                f"proximal needs dense gradients, but a parameter of shape "
-                f"{tuple(parameter.shape)} has a sparse one; make the layer with sparse=False"
+                f"gradients must be dense with proximal, but a parameter of shape "
+                f"{tuple(parameter.shape)} has a sparse gradient; make the layer with sparse=False"
             )
         pull = (parameter - start.to(parameter.device)).mul_(-1 if maximize else 1)
         if (scale := getattr(self._optimizer, "grad_scale", None)) is not None:

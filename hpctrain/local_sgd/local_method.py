@@ -1,4 +1,4 @@
-"""Base class of all methods whose ranks take local steps."""
+"""Base class of the methods whose ranks take local steps and average their replicas."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,28 +25,30 @@ from hpctrain.local_sgd.synchronous_gradients import SynchronousGradients
 from hpctrain.runtime import world
 
 SWITCH = 1 << (NUM_FLAGS - 1)
-"""The flag with which one rank changes the phase of all ranks; flags of users are below it."""
+"""Flag with which a rank requests the next phase on all ranks; flags of users are lower bits."""
 
 _PLAIN = Federated()
 
 
 class LocalMethod(CommonBlock, StateFields):
-    """Exchanges replicas between ranks after some of the steps of an optimizer.
+    """Exchanges replicas of the model between ranks after some steps of an optimizer.
 
-    The training loop does not change. All ranks take the same number of steps. The end of a
-    ``with`` block ends the round, after which all ranks have one model, and removes the hooks. If
-    an error ends the block on some ranks, ranks that wait at its end raise within seconds.
+    The training loop runs in the ``with`` block of the method; all ranks take the same number of
+    steps. A round is a number of local steps that ends with an average. The end of the block ends
+    the round, so that all ranks have the same model, and removes the hooks. If an error ends the
+    block on some ranks, the ranks that wait at the end raise an error within seconds.
 
-    A synchronization averages, by name, all trained parameters and frozen parameters that have
-    changed since their last average. All ranks freeze, unfreeze and add parameters after the same
-    step.
+    Ranks average, by name, all trained parameters, and frozen parameters that have changed since
+    their last average. All ranks freeze, unfreeze and add parameters after the same step.
 
     A subclass implements ``_after_step`` and ``_end_round``.
 
+    The constructor broadcasts the model of rank 0 and hooks the optimizer; it is collective.
+
     Args:
-        model: has equal parameters and buffers on every rank.
-        optimizer: a plain optimizer of torch.
-        compression: codec of tensors that are sent between all ranks.
+        model: module with equal parameters and buffers on every rank.
+        optimizer: plain torch optimizer.
+        compression: codec of the tensors that are sent between all ranks.
         federated: selection of the ranks of a round, and options of their local steps.
 
     Raises:
@@ -81,26 +83,26 @@ class LocalMethod(CommonBlock, StateFields):
         compression: Compressing | None = None,
         federated: Federated = _PLAIN,
     ) -> None:
-        """Broadcast the model of rank 0 and hook the optimizer. Collective."""
         self._optimizer = optimizer
         require_plain(type(self).__name__, self._optimizer)
         if hasattr(optimizer, METHOD_MARK):
             raise ConfigError(
-                f"an optimizer must have at most one local method at a time, but "
-                f"{type(self).__name__} follows {getattr(optimizer, METHOD_MARK)}; end its block, "
-                f"or call its close(), before"
+                f"an optimizer can only have one local or asynchronous method at a time, but "
+                f"{getattr(optimizer, METHOD_MARK)} has the optimizer of this "
+                f"{type(self).__name__}; end the block of {getattr(optimizer, METHOD_MARK)}, or "
+                f"call its close(), before"
             )
         here = world.current()
         self._comm, self._topology, self._presence = here.comm, here.topology, here.presence
         compression = compression or "none"
         self.clock = RoundClock()
-        """Decides when the ranks synchronize between averagings."""
+        """Clock that decides when the ranks synchronize between averages."""
         self._synchronous = SynchronousGradients(here, optimizer, compression)
         self.rounds = Rounds(self._comm, self.clock, self._synchronous)
         self.rounds.draw = federated.draw(self._comm, type(self).__name__)
         self._gradients = LocalGradients(model, optimizer, federated.proximal)
         self.replica = Replica(self._comm, model, optimizer)
-        """This rank's model and optimizer state."""
+        """Model and optimizer state of this rank."""
         self.communication_seconds = 0.0  # time that the last step waited for other ranks
         self._exchange = Exchange(here, self.replica, self.rounds, compression)
         self._samples = [SampleSums()]
@@ -117,17 +119,17 @@ class LocalMethod(CommonBlock, StateFields):
     # -- for the training loop ---------------------------------------------------------------
 
     def set_num_samples(self, num_samples: float, nominal: float = 1.0) -> None:
-        """Set the number of samples over which this rank's loss is a mean, before each backward.
+        """Set the number of samples in this rank's mean loss, before each backward.
 
-        Replicas are weighted by their samples since the last averaging, gradients of synchronous
-        steps by the samples of the step. Local, but all ranks call it, or none does.
+        Replicas are weighted by their samples since the last average, gradients of synchronous
+        steps by the samples of the step. Local, but all ranks call this method, or none does.
 
         Args:
             num_samples: number of samples of this rank in the next step; may be 0.
-            nominal: the usual count, the same on every rank.
+            nominal: usual number of samples, the same on every rank.
 
         Raises:
-            ConfigError: the count is not valid, or the block has ended.
+            ConfigError: a number is not valid, or the block has ended.
         """
         self._require_open()
         check_count(num_samples, nominal)
@@ -136,52 +138,52 @@ class LocalMethod(CommonBlock, StateFields):
         self._synchronous.set_num_samples(num_samples, nominal)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Accumulate this number of passes before gradients are averaged, from the next step on.
+        """Set the backward passes before gradients are averaged, from the next step on.
 
-        Local; a rank may take fewer passes than others, at least 1.
+        Local. A rank may take fewer passes than other ranks, at least 1.
         """
         self._synchronous.set_passes(passes)
 
     def take_part(self, *, takes_part: bool) -> None:
-        """Include this rank's replica in averagings from now on, or exclude it.
+        """Include this rank's replica in averages from now on, or exclude the replica. Local.
 
-        An excluded rank makes the same calls and takes the mean of the other ranks, to which it
-        adds nothing. If all ranks are excluded, a round changes nothing, except for the last one,
-        in which all ranks count the same. Local.
+        An excluded rank makes the same calls and receives the mean of the other ranks. If all
+        ranks are excluded, a round changes nothing, except for the last round, in which all
+        replicas have equal weights.
         """
         self.rounds.takes_part = takes_part
 
     def skip_step(self) -> None:
-        """Count a step that this rank does not take: no data, or ``inf`` in its gradients.
+        """Count a step that this rank does not take, for lack of data or after an overflow.
 
-        It replaces ``optimizer.step()``, which ``GradScaler`` may leave out. A step of gradients
-        that all ranks average is skipped by all or by none: ``MismatchError`` on all ranks in the
-        next step, or at the end. If other ranks set numbers of samples, call
-        ``set_num_samples(0)`` before.
+        Called in place of ``optimizer.step()``, which ``GradScaler`` may leave out. A step in
+        which all ranks average gradients must be skipped by all ranks or by none; otherwise all
+        ranks raise ``MismatchError`` in the next step, or at the end of the block. If other ranks
+        set numbers of samples, call ``set_num_samples(0)`` before.
         """
         self._require_open()
         self._average_gradients(is_skipped=True)
-        self._gradients.see(self.rounds.number)
+        self._gradients.copy_model(self.rounds.number)
         self._synchronous.skip()
         self._end_step(is_skipped=True)
 
     @dynamo_disable
     def synchronize(self) -> None:
-        """Average the gradients of a synchronous step, unless ``backward()`` has. Collective.
+        """Average the gradients of a synchronous step that ``backward()`` has not averaged.
 
-        Needed only where a rank skips ``backward`` and gradients are clipped.
+        Collective. Required only where a rank skips ``backward`` and gradients are clipped.
 
         Raises:
-            ConfigError: the optimizer has become one that averages gradients itself.
+            ConfigError: the optimizer has become a ``DistributedOptimizer``.
         """
         self._average_gradients()
 
     def finish(self) -> None:
-        """End the round now, after which all ranks have identical models. Collective.
+        """End the round now, so that all ranks have identical models. Collective.
 
         Raises:
             MismatchError: the ranks have taken different numbers of steps.
-            RankLostError: some ranks wait elsewhere, after a few seconds.
+            RankLostError: some ranks have left the block or wait in another call.
             ConfigError: the block has ended.
         """
         self._require_open()
@@ -198,14 +200,14 @@ class LocalMethod(CommonBlock, StateFields):
         self._gradients.begin_round()
         if self.rounds.agrees:
             self.rounds.synchronize()
-            self.replica.average_buffers()  # of synchronous steps
+            self.replica.average_buffers()  # synchronous steps average gradients only
         else:
             self._end_round()
-            if not self.rounds.agrees:  # no rank that takes part has samples in this round
-                self._end_round_alike()
+            if not self.rounds.agrees:  # no replica had a weight in this round
+                self._end_round_equally()
 
-    def _end_round_alike(self) -> None:
-        """Average with equal weights of all replicas."""
+    def _end_round_equally(self) -> None:
+        """End the round with equal weights of all replicas."""
         takes_part, self.rounds.takes_part = self.rounds.takes_part, True
         for samples in self._samples:
             if samples.is_counted:
@@ -217,7 +219,7 @@ class LocalMethod(CommonBlock, StateFields):
     def averaged(self) -> Iterator[None]:
         """Replace the model by the mean of all replicas inside the block. Collective.
 
-        The weights are the same as at the end of a round.
+        Replicas are weighted as at the end of a round.
         """
         if self.rounds.agrees:
             yield
@@ -226,7 +228,7 @@ class LocalMethod(CommonBlock, StateFields):
             yield
 
     def close(self) -> None:
-        """Remove the hooks. Local."""
+        """Remove the hooks from the optimizer. Local."""
         if self._hooks:
             delattr(self._optimizer, METHOD_MARK)
         while self._hooks:
@@ -240,17 +242,17 @@ class LocalMethod(CommonBlock, StateFields):
         self.finish()
 
     def _leave_block(self, error: BaseException | None) -> None:
-        del error  # close() does the same after an error
+        del error  # the hooks are removed in any case
         self.close()
 
-    # -- facts and flags -----------------------------------------------------------------------
+    # -- figures and flags ---------------------------------------------------------------------
 
     @property
     def takes_part(self) -> bool:
-        """Whether this rank's current step counts: it takes part, and is drawn.
+        """Whether this rank's current step counts: the rank is included, and drawn for the round.
 
-        With ``fraction`` below 1 a step that does not count changes neither parameters nor the
-        optimizer's state: a rank may leave it out by ``skip_step()``, with the same result.
+        With ``fraction`` below 1, a step that does not count changes neither parameters nor the
+        optimizer's state, so a rank may call ``skip_step()`` instead, with the same result.
         """
         return not self._is_in_round or self.rounds.counts
 
@@ -258,8 +260,8 @@ class LocalMethod(CommonBlock, StateFields):
     def facts(self) -> dict[str, Any]:
         """Human-readable figures, the same on every rank.
 
-        ``bytes_saved`` is relative to gradients that are averaged in every step. ``drawn`` are
-        the ranks of the current round, with ``fraction`` below 1.
+        ``bytes_saved`` is relative to an average of gradients in every step. ``drawn`` lists the
+        ranks of the current round if ``fraction`` is below 1.
         """
         draw = self.rounds.draw
         gradients = self.rounds.step * sum(p.nbytes for _, p in self.replica.parameters())
@@ -273,7 +275,7 @@ class LocalMethod(CommonBlock, StateFields):
 
     @property
     def raised_flags(self) -> int:
-        """Bits of any rank if the ranks have synchronized in the last step; else 0."""
+        """Bits that any rank raised if the ranks have synchronized in the last step; else 0."""
         if not self.clock.has_synchronized:
             return 0
         if self._comm.size == 1:
@@ -282,34 +284,33 @@ class LocalMethod(CommonBlock, StateFields):
 
     @property
     def is_synchronous(self) -> bool:
-        """Whether all ranks take the current step together, with averaged gradients."""
+        """Whether all ranks average gradients in the current step."""
         return self._comm.size == 1 or self._synchronous.are_of_all
 
     @property
     def leads_step(self) -> bool:
-        """Whether this rank is the first of the ranks that take the current step together."""
+        """Whether this rank is the first of the ranks that average gradients in this step."""
         return self._synchronous.leads_step
 
     @property
     def gradient_flags(self) -> int:
-        """Bits of the ranks whose gradients are averaged in this step.
+        """Bits that the ranks whose gradients are averaged in this step have raised.
 
-        Known after ``backward``, or after ``synchronize``; the bits of this rank alone where it
-        steps by its own gradient.
+        Valid after ``backward``, or after ``synchronize``. In a local step, the bits of this rank.
         """
         return (self._synchronous.raised_flags | self._flags) & ~SWITCH
 
     def raise_flags(self, flags: int) -> None:
-        """Send bits that every rank reads from ``raised_flags`` after the next synchronization.
+        """Send flags to all ranks, which read ``raised_flags`` after the next synchronization.
 
         Args:
             flags: bits 0 to 2.
 
         Raises:
-            ConfigError: there are other bits.
+            ConfigError: another bit is set.
         """
         if not 0 <= flags < SWITCH:
-            raise ConfigError(f"flags must be bits 0 to 2, got {flags:#b}")
+            raise ConfigError(f"flags must be bits 0 to 2, got {flags:#b}; set other bits to 0")
         self._flags = flags
         self._raise()
 
@@ -318,40 +319,43 @@ class LocalMethod(CommonBlock, StateFields):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the method, without model and optimizer. Collective.
 
-        In the middle of a round every rank has its own model and optimizer state: save it on
-        all ranks.
+        In the middle of a round every rank has its own model and optimizer state, which must be
+        saved on all ranks.
         """
         return {"shared": self.shared_state(), "own": self.own_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state of the same rank of the same number of ranks. Collective."""
+        """Continue from a state of the same rank and the same number of ranks. Collective."""
         self.load_shared_state(state["shared"])
         self.load_own_state(state["own"])
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
-        """Begin a round from a state of any number of ranks; drop averagings in flight."""
-        draw = self.rounds.draw.shared_state()  # for older states, which have none
+        """Begin a round from a state of any number of ranks; averages in flight are dropped."""
+        draw = self.rounds.draw.shared_state()  # for states of older versions
         super().load_shared_state({"draw": draw, **state})
         self._start_again()
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
         """Continue in the middle of a round, after ``load_shared_state``. Collective."""
-        super().load_own_state({"round_model": {}, **state})  # which older states lack
+        super().load_own_state({"round_model": {}, **state})  # for states of older versions
         self._raise()
 
     def _require_open(self) -> None:
         if not self._hooks:
             name = type(self).__name__
-            raise ConfigError(f"this {name} has ended with its block; make a new one")
+            raise ConfigError(
+                f"methods of {name} must be called before the end of its block, but the block has "
+                f"ended; make a new {name}"
+            )
 
-    # -- for methods -------------------------------------------------------------------------
+    # -- for subclasses ----------------------------------------------------------------------
 
     def _average_gradients(self, *, is_skipped: bool = False) -> None:
         require_plain(type(self).__name__, self._optimizer)
         self._synchronous.average(is_skipped=is_skipped)
 
     def _start_again(self) -> None:
-        """Begin a round after a shared state was loaded: all ranks have the same parameters."""
+        """Begin a round after a shared state was loaded, with the same parameters on all ranks."""
         self.rounds.start_again()
         self._gradients.begin_round()
         self.replica.all_agree()
@@ -359,17 +363,17 @@ class LocalMethod(CommonBlock, StateFields):
             samples.clear()
 
     def _after_step(self) -> None:
-        """Exchange replicas if this is due after a step."""
+        """Exchange replicas if an exchange is due after this step. Collective if so."""
         raise NotImplementedError
 
     def _end_round(self) -> None:
-        """Average all tensors of the method now. Collective."""
+        """Average all tensors of the method, and begin the next round. Collective."""
         raise NotImplementedError
 
     def _raise(self) -> None:
         flags = self._flags | (SWITCH if self._wants_switch else 0)
         self.rounds.flags = flags
-        # A rank whose learning rate has dropped steps by another rate than the others.
+        # After a drop of this rank's learning rate, weights differ between ranks.
         self._synchronous.raise_flags(flags, may_differ=self._wants_switch)
 
     @property
@@ -385,18 +389,18 @@ class LocalMethod(CommonBlock, StateFields):
             return
         if any(map(callable, (*args, *options.values()))):
             raise ConfigError(
-                "fraction and proximal must change gradients before a step, but a closure "
-                "computes them in it; call backward() and then optimizer.step() without one"
+                "gradients must be computed before step() with fraction or proximal, but step() "
+                "got a closure; call backward() and then optimizer.step() without a closure"
             )
-        self._gradients.see(self.rounds.number)
+        self._gradients.copy_model(self.rounds.number)
         counts = self.rounds.counts and self._samples[0].counts_step
         self._gradients.replace(counts=counts or not is_partial)
 
     @dynamo_disable
     def _end_step(self, *, is_skipped: bool = False) -> None:
-        self._gradients.put_back()
+        self._gradients.restore()
         synchronous = self.is_synchronous
-        if synchronous:  # read now, since the phase may end with this step
+        if synchronous:  # the phase may end with this step
             self.rounds.raised_flags = self._synchronous.raised_flags
         self.rounds.count_step(synchronous=synchronous)
         for samples in self._samples:
@@ -406,7 +410,7 @@ class LocalMethod(CommonBlock, StateFields):
         self._exchange.bytes_sent += num_bytes
         start = time.perf_counter()
         self._after_step()
-        if self.clock.is_due(self.rounds.step, busy=self._exchange.is_under_way):
+        if self.clock.is_due(self.rounds.step, busy=self._exchange.is_in_flight):
             self.rounds.synchronize()
         seconds = time.perf_counter() - start
         self.clock.waited_s += seconds

@@ -1,4 +1,4 @@
-"""Methods whose ranks take several local steps, then average their parameters.
+"""Methods whose ranks take several local steps and then average their parameters.
 
 ``LocalSGD`` averages over all ranks, ``HierarchicalLocalSGD`` more often inside a node, and
 ``PostLocalSGD`` after a synchronous phase.
@@ -26,17 +26,44 @@ STATES = ("local", "average", "reset")
 class LocalSGD(LocalMethod):
     """Averages parameters over all ranks every ``steps`` steps, instead of gradients in each step.
 
-    With ``steps=1`` and plain SGD, or SGD with momentum whose state is averaged too, this is
-    synchronous SGD: the average of parameters after one step is the result of one step with the
-    average of gradients. With Adam it is not, because Adam normalizes the step of each rank. Use a
-    learning rate that suits the batch of one rank.
+    With ``steps=1`` and plain SGD, or SGD with momentum and ``state="average"``, the method is
+    synchronous SGD: the average of parameters after one step equals one step by the average of
+    gradients. This does not hold for Adam, which normalizes the step of each rank. Use a learning
+    rate for the batch of one rank.
 
     Floating-point buffers, such as BatchNorm's statistics, are averaged with the parameters;
-    BatchNorm's counters are not, since they are equal where all ranks take all steps.
+    BatchNorm's counters are not, since all ranks have the same counters if no rank skips steps.
 
-    Federated averaging (McMahan et al. 2017, arXiv:1602.05629) is this method with
-    ``set_num_samples`` and ``fraction``; FedProx (Li et al. 2020, arXiv:1812.06127) adds
-    ``proximal``.
+    With ``set_num_samples`` and ``fraction`` the method is federated averaging (McMahan et al.
+    2017, arXiv:1602.05629); with ``proximal`` it is FedProx (Li et al. 2020, arXiv:1812.06127).
+
+    The constructor broadcasts the model of rank 0 and hooks the optimizer; it is collective.
+
+    Args:
+        model: module with equal parameters and buffers on every rank.
+        optimizer: plain torch optimizer of the model's parameters.
+        steps: steps per round: a number; a function of the number of the round, counted from 0; or
+            ``"auto"`` to measure the steps with which averaging takes at most ``share`` of the
+            time.
+        state: treatment of the optimizer's state when replicas are averaged. ``local``: each rank
+            keeps its own state, as in torch, post-local SGD and DiLoCo. ``average``: the state is
+            averaged, too, which sends the size of the parameters once more for each kind of state
+            and makes ``steps=1`` exact for momentum. ``reset``: the state is cleared, because it
+            is outdated after a long round.
+        share: largest fraction of the time for averaging, with ``"auto"``.
+        most: largest number of steps, with ``"auto"``.
+        compression: codec of parameters. With a codec, ranks send the changes since the last
+            round, and each node stores one more copy of the model.
+        fraction: fraction of the ranks, rounded and at least one rank, that is drawn at random for
+            each round: the mean is over the drawn ranks, and all ranks begin the next round with
+            the mean. The other ranks keep their optimizer state until they are drawn;
+            ``state="reset"`` clears the state on all ranks.
+        seed: seed of the draws, the same on every rank. A loaded state includes the seed.
+        proximal: mu of the term mu/2 ||w - w_round||^2 that is added to the loss of local steps;
+            each rank stores a copy of w_round, the model at the start of the round.
+
+    Raises:
+        ConfigError: an argument is not valid.
 
     Source: Stich 2019, arXiv:1805.09767, Algorithm 1. Differs: the result is the last iterate, not
     a weighted mean of all.
@@ -61,34 +88,6 @@ class LocalSGD(LocalMethod):
         seed: int = 0,
         proximal: float = 0.0,
     ) -> None:
-        """Broadcast the model of rank 0 and add hooks to the optimizer. Collective.
-
-        Args:
-            model: with equal parameters and buffers on every rank.
-            optimizer: a plain one of torch, which has the model's parameters.
-            steps: steps per round: a number; a function of the number of the round,
-                counted from 0; or ``"auto"``: measured, so that averaging takes at most ``share``
-                of the time.
-            state: handling of the optimizer's state when replicas are averaged. ``local``: each
-                rank keeps its own state, as in torch, post-local SGD and DiLoCo; no further bytes
-                are sent. ``average``: the state is averaged too, which sends as many bytes again
-                for each kind of state and makes ``steps=1`` exact for momentum. ``reset``: the
-                state is cleared, for states that no longer fit after a long round.
-            share: largest fraction of the time for averaging, with ``auto``.
-            most: largest number of steps, with ``auto``.
-            compression: codec of parameters; then their changes since the last round are sent,
-                and each node holds one copy of the model.
-            fraction: fraction of the ranks, rounded and at least one, drawn for each round: the
-                mean is over these ranks, and all ranks begin the next round from it. The other
-                ranks keep their optimizer state until they are drawn; ``reset`` clears it on all
-                ranks.
-            seed: seed of the draws, the same on every rank. A loaded state includes its own seed.
-            proximal: mu of the term mu/2 ||w - w_round||^2 that is added to the loss of local
-                steps; each rank holds a copy of w_round, the model at the start of the round.
-
-        Raises:
-            ConfigError: an argument is not valid.
-        """
         if state not in STATES:
             raise ConfigError(f"state must be one of {', '.join(STATES)}, got {state!r}")
         self._pace = SyncInterval(steps, share=share, most=most)
@@ -111,7 +110,7 @@ class LocalSGD(LocalMethod):
         return {**super().facts, "steps": self._pace.steps_of(self.rounds.number)}
 
     def _after_step(self) -> None:
-        self.rounds.agrees = False  # also on a single rank
+        self.rounds.agrees = False  # rounds end on a single rank, too
         if self.rounds.step_in_round >= self._pace.steps_of(self.rounds.number):
             self._end_round()
 
@@ -125,10 +124,22 @@ class LocalSGD(LocalMethod):
 
 
 class HierarchicalLocalSGD(LocalSGD):
-    """Averages parameters inside each node every ``node_steps``, over all ranks every ``steps``.
+    """Averages parameters in each node every ``node_steps``, over all ranks every ``steps``.
 
-    With ``node_steps=1`` the ranks of a node average gradients in every step: a node trains as
-    one rank with a larger batch, and parameters are averaged between nodes.
+    With ``node_steps=1`` the ranks of a node average gradients in every step, so that a node
+    trains like one rank with a larger batch, and parameters are averaged between nodes.
+
+    The constructor broadcasts the model of rank 0 and hooks the optimizer; it is collective.
+
+    Args:
+        model: as for ``LocalSGD``.
+        optimizer: as for ``LocalSGD``.
+        steps: steps between two averages over all ranks, as for ``LocalSGD``.
+        node_steps: steps between two averages inside a node.
+        options: other options of ``LocalSGD``.
+
+    Raises:
+        ConfigError: an argument is not valid.
 
     Source: Lin et al. 2020, arXiv:1808.07217, section 5 (hierarchical local SGD).
     """
@@ -147,20 +158,10 @@ class HierarchicalLocalSGD(LocalSGD):
         node_steps: int = 1,
         **options: Any,
     ) -> None:
-        """Broadcast the model of rank 0 and add hooks to the optimizer. Collective.
-
-        Args:
-            model: as for ``LocalSGD``.
-            optimizer: as for ``LocalSGD``.
-            steps: between two averagings over all ranks, as for ``LocalSGD``.
-            node_steps: between two averagings inside a node.
-            options: the other options of ``LocalSGD``.
-
-        Raises:
-            ConfigError: an argument is not valid.
-        """
         if node_steps < 1:
-            raise ConfigError(f"node_steps must be at least 1, got {node_steps}")
+            raise ConfigError(
+                f"node_steps must be at least 1, got {node_steps}; leave node_steps out for 1"
+            )
         super().__init__(model, optimizer, steps, **options)
         self._node_steps = node_steps
         node = self._exchange.node
@@ -196,7 +197,20 @@ DROP = 0.5  # a learning rate has dropped if it is at most this fraction of its 
 
 
 class PostLocalSGD(LocalSGD):
-    """Averages gradients in every step of a first phase, and parameters in rounds after it.
+    """Averages gradients in every step of a first phase, and parameters in rounds afterwards.
+
+    The constructor broadcasts the model of rank 0 and hooks the optimizer; it is collective.
+
+    Args:
+        model: as for ``LocalSGD``.
+        optimizer: as for ``LocalSGD``.
+        steps: steps per round, as for ``LocalSGD``.
+        start: number of synchronous steps; or ``"lr_drop"`` to end the first phase one step after
+            the learning rate of a group has dropped to at most half of its maximum.
+        options: other options of ``LocalSGD``.
+
+    Raises:
+        ConfigError: an argument is not valid.
 
     Source: Lin et al. 2020, arXiv:1808.07217, which changes the phase at the first drop of the
     learning rate. torch's ``PostLocalSGDOptimizer`` with ``PeriodicModelAverager`` takes the same
@@ -214,21 +228,10 @@ class PostLocalSGD(LocalSGD):
         start: int | str = "lr_drop",
         **options: Any,
     ) -> None:
-        """Broadcast the model of rank 0 and add hooks to the optimizer. Collective.
-
-        Args:
-            model: as for ``LocalSGD``.
-            optimizer: as for ``LocalSGD``.
-            steps: steps per round, as for ``LocalSGD``.
-            start: number of synchronous steps; or ``"lr_drop"``: until a step after that in which
-                the learning rate of a group is at most half of its highest.
-            options: the other options of ``LocalSGD``.
-
-        Raises:
-            ConfigError: an argument is not valid.
-        """
         if not (start == "lr_drop" or (isinstance(start, int) and start >= 0)):
-            raise ConfigError(f'start must be a number of steps or "lr_drop", got {start!r}')
+            raise ConfigError(
+                f'start must be a number of steps of at least 0 or "lr_drop", got {start!r}'
+            )
         super().__init__(model, optimizer, steps, **options)
         self._start = start
         self._highest = [0.0 for _ in optimizer.param_groups]
@@ -264,7 +267,7 @@ class PostLocalSGD(LocalSGD):
             self._reducer.switch(is_on=not is_local)
 
     def _has_ended(self) -> bool:
-        """Return whether the synchronous phase has ended, the same on every rank.
+        """Return whether the synchronous phase has ended; the same on every rank.
 
         A rank whose learning rate drops raises a flag, which all ranks receive in the next step.
         """
@@ -274,9 +277,8 @@ class PostLocalSGD(LocalSGD):
         if self._reducer is not None:
             seen = bool(self._reducer.steps.raised_flags & SWITCH)
         rates = [float(group["lr"]) for group in self._optimizer.param_groups]
-        pairs = zip_longest(
-            rates, self._highest[: len(rates)], fillvalue=0.0
-        )  # groups may be added
+        # The program may add parameter groups.
+        pairs = zip_longest(rates, self._highest[: len(rates)], fillvalue=0.0)
         self._highest = [max(pair) for pair in pairs]
         both = zip(rates, self._highest, strict=True)
         self._wants_switch |= any(rate <= DROP * highest for rate, highest in both)

@@ -1,4 +1,4 @@
-"""The replica of a rank, and its exchange with the replicas of other ranks."""
+"""Replica of a rank, and its exchange with the replicas of other ranks."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -44,7 +44,7 @@ class Replica:
         return made
 
     def all_agree(self) -> None:
-        """Record that all ranks have the same parameters."""
+        """Record that all ranks now have the same parameters."""
         self.load_own_state(())
 
     def own_state(self) -> list[list[str]]:
@@ -52,12 +52,12 @@ class Replica:
         return [roster.changed() for roster in (self.roster, *self.roster.inner)]
 
     def load_own_state(self, changed: Sequence[Collection[str]]) -> None:
-        """Restore the result of ``own_state``; an empty one means that all ranks agree."""
+        """Restore a result of ``own_state``; empty if all ranks have the same parameters."""
         for number, roster in enumerate((self.roster, *self.roster.inner)):
             roster.set_changed(changed[number] if changed else ())
 
     def parameters(self) -> NamedTensors:
-        """Return the parameters that are trained."""
+        """Return the trained parameters with their names."""
         named = self._model.named_parameters()
         return [(name, parameter.detach()) for name, parameter in named if parameter.requires_grad]
 
@@ -66,7 +66,7 @@ class Replica:
         return [(name, b) for name, b in self._model.named_buffers() if b.is_floating_point()]
 
     def state(self) -> NamedTensors:
-        """Return the optimizer's state of each parameter, except numbers of steps."""
+        """Return the tensors of the optimizer's state by name, except numbers of steps."""
         return [
             (f"{name}, {key}", value)
             for name, parameter in places_of(self.optimizer)
@@ -83,7 +83,7 @@ class Replica:
             yield
 
     def unequal_parameters(self) -> NamedTensors:
-        """Return the parameters that differ between ranks and are averaged next. Collective."""
+        """Return the parameters that may differ between ranks, with their names. Collective."""
         names = self.roster.union(self._comm)
         return [(n, p.detach()) for n, p in self._model.named_parameters() if n in names]
 
@@ -94,12 +94,12 @@ class Replica:
             buffer.copy_(means[name])
 
     def means(self, named: NamedTensors, share: Share) -> dict[str, Tensor]:
-        """Return the means of tensors over all ranks, by name. Collective."""
+        """Return the means of tensors over all ranks, weighted by ``share``. Collective."""
         return {name: self._mean(tensor, share) for name, tensor in named}
 
     @contextmanager
     def holding(self, values: dict[str, Tensor]) -> Iterator[None]:
-        """Replace parameters and buffers by ``values`` inside the block."""
+        """Replace parameters and buffers by ``values``, given by name, inside the block."""
         everything = (*self._model.named_parameters(), *self.buffers())
         tensors = {name: tensor.detach() for name, tensor in everything if name in values}
         kept = {name: tensor.clone() for name, tensor in tensors.items()}
@@ -112,7 +112,7 @@ class Replica:
                 tensor.copy_(kept[name])
 
     def mean_state(self, share: Share) -> dict[str, Any]:
-        """Return the optimizer's ``state_dict`` with the means of its state. Collective."""
+        """Return the optimizer's ``state_dict`` with the means of its tensors. Collective."""
         means = {id(tensor): self._mean(tensor, share) for _, tensor in self.state()}
         state = self.optimizer.state_dict()
         state["state"] = {
@@ -123,7 +123,7 @@ class Replica:
 
     def _mean(self, tensor: Tensor, share: Share) -> Tensor:
         with torch.no_grad():
-            # Zero weight must not turn inf into NaN.
+            # A product of weight 0 and inf would be NaN.
             mean = tensor * share.weight if share.weight else torch.zeros_like(tensor)
             with on_host(mean) as values:
                 self._comm.allreduce_(values, scale=share.scale).wait()
@@ -131,7 +131,14 @@ class Replica:
 
 
 class Exchange(StateFields):
-    """Creates the averagings of a replica, over all ranks or a subset, and runs them."""
+    """Creates and runs averages of a replica, over all ranks or a subset.
+
+    Args:
+        here: the world.
+        replica: tensors of this rank.
+        rounds: rounds of all ranks.
+        compression: codec of parameters that are sent between all ranks.
+    """
 
     _SHARED: ClassVar[Fields] = {
         "bytes_sent": "bytes_sent",
@@ -142,8 +149,7 @@ class Exchange(StateFields):
     def __init__(
         self, here: World, replica: Replica, rounds: Rounds, compression: Compressing
     ) -> None:
-        """Start without averagings; ``compression`` applies to parameters between all ranks."""
-        self.bytes_sent = 0  # by this rank, in averagings over all ranks
+        self.bytes_sent = 0  # bytes that this rank has sent in averages over all ranks
         self._comm, self._topology = here.comm, here.topology
         self._bucket_bytes, self._note = here.plan.bucket_bytes, here.last_call.note
         self._replica, self._rounds, self._compression = replica, rounds, compression
@@ -152,27 +158,27 @@ class Exchange(StateFields):
 
     @cached_property
     def node(self) -> Communicator:
-        """The ranks of this node. The first use is collective over all ranks."""
+        """Ranks of this node. The first use is collective over all ranks."""
         groups = [self._comm.group(ranks) for ranks in self._topology.nodes]
         own = groups[self._topology.node]
         assert own is not None
         return own
 
     @property
-    def is_under_way(self) -> bool:
-        """Whether replicas are in flight while training continues."""
-        return any(averaging.is_under_way for averaging in self._made)
+    def is_in_flight(self) -> bool:
+        """Whether an average is in flight while training continues."""
+        return any(averaging.is_in_flight for averaging in self._made)
 
     def averages_buffers(self, comm: Communicator | None = None) -> Averaging:
-        """Return an averaging of buffers, over all ranks or some. Collective."""
+        """Return an ``Averaging`` of buffers over ``comm``, by default all ranks. Collective."""
         return self._averages(Tensors(self._replica.buffers), comm or self._comm)
 
     def averages_state(self) -> Averaging:
-        """Return an averaging of the optimizer's state over all ranks. Collective."""
+        """Return an ``Averaging`` of the optimizer's state over all ranks. Collective."""
         return self._averages(OptimizerState(self._replica.optimizer), self._comm)
 
     def averages_parameters(self, node: Communicator | None = None) -> Averaging:
-        """Return an averaging of parameters, over all ranks or this node's. Collective."""
+        """Return an ``Averaging`` of parameters over ``node``; None for all ranks. Collective."""
         if node is not None:
             return self._averages(self._replica.inner_roster(), node)
         if isinstance(codec_for(self._compression), Identity):
@@ -182,7 +188,7 @@ class Exchange(StateFields):
     def anchors_parameters(
         self, names: Callable[[], Collection[str]] | None = None, **outer: float
     ) -> AnchoredAveraging:
-        """Return an averaging of changes of all or some parameters. Collective."""
+        """Return an ``AnchoredAveraging`` of all or some parameters over all ranks. Collective."""
         made = AnchoredAveraging(
             self._comm,
             codec_for(self._compression),
@@ -199,12 +205,12 @@ class Exchange(StateFields):
     def begin(
         self, averagings: Sequence[Averaging], samples: SampleSums, rounds: Rounds | None = None
     ) -> RoundOpening:
-        """Synchronize the ranks and send their replicas. Collective.
+        """Synchronize the ranks, and start averages. Collective.
 
         Args:
-            averagings: the first one is of parameters.
-            samples: determine the weight of this rank; they are cleared.
-            rounds: rounds of some ranks; None for the rounds of all ranks.
+            averagings: averages to start, first the average of parameters.
+            samples: sample counts that determine the weight of this rank; cleared by this call.
+            rounds: rounds of a subset of ranks; None for the rounds of all ranks.
         """
         outdated = not all(averaging.fits() for averaging in averagings)
         opening = (rounds or self._rounds).synchronize(samples, outdated=outdated)
@@ -222,23 +228,28 @@ class Exchange(StateFields):
     def complete(
         self, averagings: Sequence[Averaging], rounds: Rounds | None = None, keep: float = 0.0
     ) -> None:
-        """Replace tensors by their means, in those averagings that ``begin`` has started.
+        """Finish the averages that ``begin`` has started: replace tensors by their means.
 
-        Each tensor keeps the fraction ``keep`` of its value.
+        Collective.
+
+        Args:
+            averagings: averages; ones that are not in flight are ignored.
+            rounds: as for ``begin``.
+            keep: weight, 0 to 1, of the current values in the new values of trained tensors.
         """
         rounds = rounds or self._rounds
-        in_flight = [averaging for averaging in averagings if averaging.is_under_way]
+        in_flight = [averaging for averaging in averagings if averaging.is_in_flight]
         distances = [averaging.finish(keep) for averaging in in_flight]
         if in_flight:
             rounds.own_drift = distances[0] if rounds.counts else 0.0
             self._note(f"averaging of replicas in round {self._rounds.number}")
 
     def anchor(self) -> dict[str, Any]:
-        """Return the anchors of parameters, by name. Collective."""
+        """Return copies of all anchors, by name of the parameter. Collective."""
         return {name: value for one in self._anchored for name, value in one.anchor().items()}
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state; averagings in flight are dropped. Collective."""
+        """Continue from a state; averages in flight are dropped. Collective."""
         for averaging in self._made:
             averaging.drop()
         super().load_shared_state(state)

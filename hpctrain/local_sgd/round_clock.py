@@ -1,47 +1,49 @@
-"""Decision when the ranks of a local method synchronize, from measured times."""
+"""Times of a local method, and the decision when the ranks synchronize."""
 
 import math
 import time
 
 
 class RoundClock:
-    """Times the steps and the communication of a rank, and decides when ranks synchronize next.
+    """Measures the steps and the communication of a rank, and decides when ranks synchronize.
 
-    The ranks synchronize when replicas are averaged and in synchronous steps. Between these, a
-    flag that one rank raises reaches the others by a separate message, at most about ``within_s``
-    after the last synchronization.
+    The ranks synchronize when replicas are averaged and in synchronous steps. In between, a
+    separate message, at most about ``within_s`` after the last synchronization, sends the flags of
+    a rank to the other ranks.
     """
 
     def __init__(self) -> None:
         self.within_s = math.inf
-        """About the longest time between two synchronizations, in seconds."""
+        """Approximate limit of the time between two synchronizations, in seconds."""
         self.must_synchronize = False
         """Whether the ranks synchronize after the next step; the same on every rank."""
         self.has_synchronized = True
         """Whether the ranks have synchronized in the last step."""
         self.waited_s = 0.0
-        """Time that this rank has spent on communication since the last averaging began."""
+        """Seconds that this rank has spent on communication since the last average began."""
         self.round_s = 0.0
-        """Mean of ``waited_s`` over ranks at the averaging before the last; the same on all."""
+        """Mean of ``waited_s`` over ranks at the average before the last; same on all ranks."""
         self._last_sync, self._steps_between = 0, 1
         self._num_timed, self._timed_s = 0, 0.0
         self.resume()
 
     def resume(self) -> None:
-        """Start the time of the next step."""
+        """Start the measurement of the next step."""
         self._started = time.perf_counter()
 
     def is_due(self, step: int, *, busy: bool) -> bool:
         """Return whether the ranks must synchronize by a message after ``step``.
 
-        ``busy``: replicas are in flight on all ranks, and a message would wait for them.
+        Args:
+            step: number of steps that this rank has taken.
+            busy: whether replicas are in flight, for which a message would wait.
         """
         since = step - self._last_sync
         soon = self.within_s < math.inf and since >= self._steps_between
         return not self.has_synchronized and (self.must_synchronize or (soon and not busy))
 
     def count_step(self, step: int, *, synchronous: bool) -> None:
-        """Record the end of ``step``; ``synchronous`` if all ranks took the step together."""
+        """Record the end of ``step``; ``synchronous``: all ranks have averaged its gradients."""
         self.has_synchronized = synchronous
         if synchronous:
             self._last_sync = step
@@ -50,7 +52,7 @@ class RoundClock:
 
     @property
     def step_s(self) -> float:
-        """Mean time of a step since the last synchronization, without communication."""
+        """Mean seconds of a step since the last synchronization, without communication."""
         return self._timed_s / max(self._num_timed, 1)
 
     def record_sync(self, step: int, step_s: float, round_s: float | None) -> None:
@@ -69,6 +71,6 @@ class RoundClock:
             self._steps_between = max(1, int(self.within_s / step_s))
 
     def restart(self, step: int) -> None:
-        """Continue after a state was loaded, in which all ranks have the same parameters."""
+        """Continue after a state was loaded, with the same parameters on all ranks."""
         self._last_sync = step
         self.resume()

@@ -1,4 +1,4 @@
-"""Rounds of local methods: the position of a rank, and the message that synchronizes ranks."""
+"""Rounds of local methods: counts of steps and rounds, and the message that synchronizes ranks."""
 
 from dataclasses import dataclass
 
@@ -25,48 +25,49 @@ _NUM_SUMS = 15  # numbers that ranks report when they synchronize
 class RoundOpening:
     """Result of a synchronization of all ranks."""
 
-    weight: float  # of this rank's replica
-    total_weight: float  # of all ranks' replicas; 0 if no rank takes part
-    outdated: bool  # whether tensors have changed on some rank
-    step_s: float  # mean duration of a step, without averaging
+    weight: float  # weight of this rank's replica
+    total_weight: float  # sum of all ranks' weights; 0 if no replica counts
+    outdated: bool  # whether some rank has other tensors than its buckets
+    step_s: float  # mean seconds of a step, without averages
     round_s: float
-    """Mean time over ranks of the averaging before, including the wait for other ranks."""
+    """Mean seconds over ranks of the average before, including waits for other ranks."""
 
 
 class Rounds:
     """Counts a rank's steps and rounds, and synchronizes ranks by a message.
 
+    The constructor is collective.
+
     Args:
         comm: ranks of the rounds.
-        clock: measures steps, and decides when the ranks synchronize.
-        gradients: gradients that some of these ranks average.
+        clock: clock that measures steps, and decides when the ranks synchronize.
+        gradients: gradients that these ranks, or some of them, average.
     """
 
     def __init__(
         self, comm: Communicator, clock: RoundClock, gradients: SynchronousGradients
     ) -> None:
-        """Allocate the message. Collective."""
         self.step = 0  # steps taken, including skipped steps
         self.number = 0  # rounds that have ended
         self.start = 0  # step at which the current round began
         self.drift = 0.0
-        """Distance of replicas from their mean, root mean square over ranks, at the averaging
+        """Distance of replicas from their mean, root mean square over ranks, at the last average
         before the last synchronization; the same on every rank."""
         self.own_drift = 0.0
-        """Squared distance of this rank's replica from the mean, at the last averaging."""
+        """Squared distance of this rank's replica from the mean, at the last average."""
         self.samples: SampleSums | None = None
-        """Samples of this rank's replica since the averaging that ``share`` follows."""
-        self.takes_part = True  # whether this rank's replica counts if it is drawn
+        """Samples of this rank's replica, which determine its weight in ``share``."""
+        self.takes_part = True  # whether this rank's replica counts if the rank is drawn
         self.draw = Draw(comm.rank, comm.size)
-        self.flags = 0  # bits of this rank
-        self.raised_flags = 0  # bits of any rank at the last synchronization
+        self.flags = 0  # bits that this rank raises
+        self.raised_flags = 0  # bits that any rank raised at the last synchronization
         self.agrees = True  # whether all ranks have the same parameters
         self._comm, self._clock, self._gradients = comm, clock, gradients
         self._message = comm.new_bucket(_NUM_SUMS + NUM_FLAGS, torch.float64)
 
     @property
     def step_in_round(self) -> int:
-        """Steps of the current round that were taken."""
+        """Number of steps taken in the current round."""
         return self.step - self.start
 
     @property
@@ -75,25 +76,25 @@ class Rounds:
         return self.takes_part and self.draw.includes(self.number)
 
     def count_step(self, *, synchronous: bool) -> None:
-        """Record the end of a step; ``synchronous`` if all ranks have taken the step together."""
+        """Record the end of a step; ``synchronous``: all ranks have averaged its gradients."""
         self.step += 1
         self.agrees &= synchronous
         self._clock.count_step(self.step, synchronous=synchronous)
 
     def close(self, *, agrees: bool) -> None:
-        """Begin the next round; ``agrees`` is whether all ranks have the same parameters."""
+        """Begin the next round; ``agrees``: all ranks have the same parameters."""
         self.number += 1
         self.agrees = agrees
         self.start_here()
 
     def start_again(self) -> None:
-        """Begin a round after a state was loaded: all ranks have the same parameters."""
+        """Begin a round after a state was loaded, with the same parameters on all ranks."""
         self.start_here()
         self.agrees = True
         self._clock.restart(self.step)
 
     def start_here(self) -> None:
-        """Begin the current round with the next step."""
+        """Let the current round begin with the next step."""
         self.start = self.step
 
     def synchronize(
@@ -102,9 +103,9 @@ class Rounds:
         """Exchange reports between all ranks. Collective.
 
         Args:
-            samples: sample counts of this rank, the weight of its replica; None if replicas are
-                not averaged.
-            outdated: whether its tensors have changed since the buckets were laid out.
+            samples: sample counts that determine the weight of this rank's replica; None if
+                replicas are not averaged.
+            outdated: whether this rank has other tensors than its buckets.
 
         Raises:
             MismatchError: ranks have taken different numbers of steps, or count samples in
@@ -130,9 +131,9 @@ class Rounds:
         )
 
     def share(self) -> Share:
-        """Return the factors of this rank's replica in a mean of all replicas now. Collective.
+        """Return weight and scale of this rank's replica in a mean of all replicas. Collective.
 
-        As at the end of a round; the factors are equal on all ranks if no rank counts.
+        Replicas are weighted as at the end of a round; equally if no replica counts.
         """
         weight, total, _ = self._report(self.samples)
         if not total["weight"]:
@@ -144,7 +145,7 @@ class Rounds:
     ) -> tuple[float, dict[str, float], int]:
         """Return this rank's weight, the sums of all reports, and the raised flags. Collective.
 
-        All weights are divided by a power of two, so that none is above 1: a product of 16-bit
+        All weights are divided by a power of two, so that no weight is above 1: products of 16-bit
         numbers could overflow.
         """
         self._gradients.confirm()
@@ -169,7 +170,7 @@ class Rounds:
         if total["step_squared"] * size != total["step"] ** 2:
             raise MismatchError(
                 f"a round must end on all ranks after the same step, but the mean over ranks is "
-                f"{total['step'] / size:g} and this rank has taken {own['step']:g}; call "
+                f"{total['step'] / size:g} steps and this rank has taken {own['step']:g}; call "
                 f"skip_step() on a rank that does not take a step"
             )
         require_same_counting(total, own)

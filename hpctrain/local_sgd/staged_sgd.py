@@ -1,4 +1,4 @@
-"""``StagedSGD``: synchronous warm-up and cool-down, and cycles of local steps between."""
+"""``StagedSGD``: cycles of local steps between a synchronous warm-up and cool-down."""
 
 from typing import Any, ClassVar
 
@@ -13,16 +13,34 @@ from hpctrain.local_sgd.state_fields import Fields
 
 
 class StagedSGD(LocalMethod):
-    """Averages gradients over all ranks in warm-up and cool-down; else rarely between nodes.
+    """Averages gradients over all ranks in warm-up and cool-down, and in nodes in between.
 
-    Between warm-up and cool-down the ranks of a node average gradients, and every ``steps`` steps
-    parameters are sent across all nodes, to be merged ``delay`` steps later: with P nodes and W
-    such steps θ <- (2 W θ + P mean) / (2 W + P). When the loss no longer falls, steps and delay
-    are halved; when it does not fall with one step either, both return to their first values. On
-    a single node all steps are synchronous.
+    Between warm-up and cool-down the ranks of a node average gradients. Every ``steps`` steps all
+    nodes send their parameters, and ``delay`` steps later each node merges the mean: with P nodes
+    and a delay of W steps θ <- (2 W θ + P mean) / (2 W + P). If the loss stops falling, steps and
+    delay are halved; if the loss does not fall with one step either, both return to their initial
+    values. On a single node all steps are synchronous.
 
-    Floating-point buffers are averaged with the parameters. Optimizer states are local to a node,
-    and are averaged once, before the cool-down, since ranks with different momenta diverge.
+    Floating-point buffers are averaged with the parameters. Optimizer states differ between nodes,
+    and are averaged once before the cool-down, since ranks with different momenta diverge.
+
+    The constructor broadcasts the model of rank 0 and hooks the optimizer; it is collective.
+
+    Args:
+        model: module with equal parameters and buffers on every rank.
+        optimizer: plain torch optimizer of the model's parameters.
+        warmup_steps: synchronous steps at the start.
+        cooldown_start: number of the first step of the cool-down.
+        steps: largest number of steps between two exchanges.
+        delay: steps between the send of parameters and the merge of their mean, at most
+            ``steps``; None for a quarter of ``steps``, at least 1; 0 for no delay.
+        patience: consecutive calls of ``observe`` without a lower loss, after which steps and
+            delay change.
+        threshold: fraction by which a loss must be below the lowest loss to count as lower.
+        compression: codec of the tensors that are sent between all ranks.
+
+    Raises:
+        ConfigError: an argument is not valid.
 
     Source: Coquelin et al. 2022, J. Big Data 9:14 (DASO). Differs: ranks may be placed in any
     numbers per node; every rank of a node sends one slice of the parameters; the ranks of a node
@@ -45,29 +63,12 @@ class StagedSGD(LocalMethod):
         threshold: float = 0.05,
         compression: Compressing | None = None,
     ) -> None:
-        """Broadcast the model of rank 0 and add hooks to the optimizer. Collective.
-
-        Args:
-            model: with equal parameters and buffers on every rank.
-            optimizer: a plain one of torch, which has the model's parameters.
-            warmup_steps: synchronous steps at the start.
-            cooldown_start: number of the first step of the cool-down.
-            steps: between two exchanges, at most.
-            delay: steps that an exchange may take while training continues, at most ``steps``;
-                None for a quarter of ``steps``, 1 at least; 0 for none.
-            patience: consecutive losses that have not fallen before steps and delay change.
-            threshold: fraction by which a loss must be below the lowest one, to have fallen.
-            compression: codec of tensors that are sent between all ranks.
-
-        Raises:
-            ConfigError: an argument is not valid.
-        """
         delay = max(1, steps // 4) if delay is None else delay
         checked("warmup_steps", warmup_steps, Count)
         rule = f"warmup_steps must be at most {cooldown_start=}"
-        require(warmup_steps <= cooldown_start, rule, warmup_steps)
+        require(warmup_steps <= cooldown_start, rule, warmup_steps, "use fewer warm-up steps")
         checked("steps", steps, Number)
-        require(0 <= delay <= steps, f"delay must be from 0 to {steps=}", delay)
+        require(0 <= delay <= steps, f"delay must be from 0 to {steps=}", delay, "leave delay out")
         checked("patience", patience, Number)
         checked("threshold", threshold, Decay)
         super().__init__(model, optimizer, compression=compression)
@@ -75,7 +76,7 @@ class StagedSGD(LocalMethod):
         self._most_steps, self._most_delay = steps, delay
         self._patience, self._threshold = patience, threshold
         self._steps, self._delay = steps, delay
-        self._due, self._waits = 0, delay  # of the exchange in flight
+        self._due, self._waits = 0, delay  # of the exchange in flight: last step, and delay
         self._best, self._num_bad = float("inf"), 0
         self._everywhere = self._synchronous.over(self._comm)
         self._on_node = None
@@ -97,7 +98,7 @@ class StagedSGD(LocalMethod):
         }
 
     def observe(self, loss: float) -> None:
-        """Adapt steps and delay to the mean over ranks of a training loss. Collective."""
+        """Adapt steps and delay to the mean of ``loss`` over all ranks. Collective."""
         self._synchronous.confirm()
         mean = torch.tensor(loss, dtype=torch.float64)
         self._comm.allreduce_(mean, scale=1.0 / self._comm.size).wait()
@@ -124,7 +125,7 @@ class StagedSGD(LocalMethod):
         return self._cycles_in(self.rounds.step)
 
     def _cycles_in(self, step: int) -> bool:
-        """Return whether the step after ``step`` is in a cycle."""
+        """Return whether the step after ``step`` is between warm-up and cool-down."""
         several = self._topology.num_nodes > 1
         return several and self._warmup_steps <= step < self._cooldown_start
 
@@ -144,7 +145,7 @@ class StagedSGD(LocalMethod):
         self._set_phase()
 
     def _send(self) -> None:
-        """Send the replicas across nodes."""
+        """Start an exchange of replicas between all nodes. Collective."""
         self._take_over()
         opening = self._exchange.begin(self._averagings, self._samples[0])
         self._due, self._waits = self.rounds.step + self._delay, self._delay
@@ -160,7 +161,7 @@ class StagedSGD(LocalMethod):
         self.rounds.close(agrees=opening.total_weight > 0)
 
     def _take_over(self) -> None:
-        """Merge the exchange in flight, if any, with this rank's parameters."""
+        """Merge the result of the exchange in flight, if any, with this rank's parameters."""
         own = 2 * self._waits
         self._exchange.complete(self._averagings, keep=own / (own + self._topology.num_nodes))
 

@@ -1,4 +1,4 @@
-"""States of objects in checkpoints, described by tables of attribute names."""
+"""Save and restore of the attributes of objects, described by tables of attribute names."""
 
 from collections.abc import Mapping
 from copy import deepcopy
@@ -7,10 +7,10 @@ from operator import attrgetter
 from typing import Any, ClassVar
 
 Fields = Mapping[str, str | tuple[str, ...]]
-"""Maps a key of a state to an attribute path, or to several, which are saved as a list.
+"""By key of a state: an attribute path, or several paths whose values are saved as a list.
 
-Dots separate the names of a path; a path that ends with ``[]`` names a list of objects that have
-states themselves."""
+Dots separate the names of a path; a path that ends with ``[]`` names a list of objects that
+have these states, too."""
 
 _LIST = "[]"
 
@@ -18,9 +18,9 @@ _LIST = "[]"
 class StateFields:
     """Saves and restores the attributes that the class tables ``_SHARED`` and ``_OWN`` list.
 
-    ``_SHARED`` lists the state that is the same on every rank, ``_OWN`` the state of one rank in
-    the middle of a round. An attribute that has such states itself saves and loads them; other
-    attributes are copied. A class extends the tables of its bases.
+    ``_SHARED`` lists the state that is identical on every rank, ``_OWN`` the state of one rank in
+    the middle of a round. An attribute with the same methods is saved by these methods; other
+    attributes are copied. A class extends the tables of its base classes.
     """
 
     _SHARED: ClassVar[Fields] = {}

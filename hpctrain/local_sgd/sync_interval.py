@@ -1,4 +1,4 @@
-"""Number of steps per round: fixed, from a function, or measured."""
+"""Number of steps per round: fixed, computed by a function, or measured."""
 
 import math
 from collections.abc import Callable
@@ -11,21 +11,21 @@ Steps = int | str | Callable[[int], int]
 """A number, ``"auto"``, or a function from the number of a round, counted from 0."""
 
 TRIAL_ROUNDS = 3
-"""Rounds of ``least`` steps before ``auto`` decides; the first one is not measured."""
+"""Rounds of ``least`` steps before ``"auto"`` decides; the first round is not measured."""
 
 
 class SyncInterval(StateFields):
     """Number of steps of each round, identical on all ranks.
 
-    ``auto`` measures the first rounds and chooses the smallest number of steps with which
-    averaging takes at most the fraction ``share`` of the time. It decides once: all later rounds
-    have the same length.
+    ``"auto"`` measures the first rounds and chooses the smallest number of steps with which
+    averaging takes at most the fraction ``share`` of the time. All later rounds have this number
+    of steps.
 
     Args:
-        steps: a number, ``"auto"``, or a function from the number of a round.
-        share: largest fraction of the time for averaging, for ``auto``.
-        least: smallest number of steps, for ``auto``.
-        most: largest number of steps, for ``auto``.
+        steps: number, ``"auto"``, or function of the number of a round.
+        share: largest fraction of the time for averaging, for ``"auto"``.
+        least: smallest number of steps, for ``"auto"``.
+        most: largest number of steps, for ``"auto"``.
 
     Raises:
         ConfigError: an argument is not valid.
@@ -39,7 +39,7 @@ class SyncInterval(StateFields):
         if isinstance(steps, str) and steps != "auto":
             raise ConfigError(f'steps must be a number, a function or "auto", got {steps!r}')
         if isinstance(steps, int) and steps < 1:
-            raise ConfigError(f"a round must have at least 1 step, got steps={steps}")
+            raise ConfigError(f"steps must be at least 1, got steps={steps}")
         if not 0 < share < 1:
             raise ConfigError(f"share must be above 0 and below 1, got {share}")
         if not 1 <= least <= most:
@@ -49,7 +49,7 @@ class SyncInterval(StateFields):
         self._measured: list[list[float]] = []
 
     def steps_of(self, number: int) -> int:
-        """Return the number of steps of a round. Raises ``ConfigError`` below 1."""
+        """Return the steps of round ``number``; raise ``ConfigError`` if below 1."""
         if isinstance(self._steps, int):
             return self._steps
         if isinstance(self._steps, str):
@@ -60,7 +60,7 @@ class SyncInterval(StateFields):
         return steps
 
     def learn(self, step_s: float, round_s: float) -> None:
-        """Add measured times of a step and of an averaging, identical on all ranks."""
+        """Record measured seconds of a step and of an average, identical on all ranks."""
         if self._steps != "auto" or self._chosen is not None:
             return
         self._measured.append([step_s, round_s])

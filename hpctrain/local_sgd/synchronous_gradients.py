@@ -22,13 +22,13 @@ from hpctrain.runtime.world import World
 class SynchronousGradients:
     """Averages the gradients of synchronous steps over all ranks, or over the ranks of a node.
 
-    There is one reducer per group of ranks, and at most one is active. In steps without an active
-    reducer, every rank uses its own gradient.
+    Each group of ranks has a reducer, and at most one reducer is active. In steps without an
+    active reducer, every rank uses its own gradient.
 
     Args:
         here: the world, with its plan and settings.
         optimizer: optimizer of the parameters.
-        compression: compression of gradients between all ranks; inside a node they are not
+        compression: codec of gradients between all ranks; inside a node gradients are not
             compressed.
     """
 
@@ -41,13 +41,13 @@ class SynchronousGradients:
         self._reducers: list[Reducer] = []
 
     def over(self, comm: Communicator) -> Reducer | None:
-        """Add and return a reducer; None for a single rank. Collective over ``comm``."""
+        """Add and return a reducer over ``comm``; None for a single rank. Collective."""
         if comm.size == 1:
             return None
         is_of_all = comm.size == self._size
         codec = codec_for(self._compression) if is_of_all else Identity()
         check_weights = self._here.settings.check_weights
-        # Ranks of a node may skip steps alone: replicas are averaged at the end of the round.
+        # Ranks of a node may skip different steps, since replicas are averaged later.
         steps = StepCounter(StepSync(comm), check_weights, may_skip_alone=not is_of_all)
         made = Reducer(
             Reduction(comm, self._here.plan, codec, Grouping(), SampleCount(), steps),
@@ -60,7 +60,7 @@ class SynchronousGradients:
 
     @property
     def _active(self) -> Reducer | None:
-        """The reducer of the current step, if it is a synchronous step."""
+        """Reducer of the current step; None if the step is local."""
         return next((reducer for reducer in self._reducers if reducer.is_on), None)
 
     @property
@@ -71,40 +71,40 @@ class SynchronousGradients:
 
     @property
     def leads_step(self) -> bool:
-        """Whether this rank is the first of the ranks that take the current step together."""
+        """Whether this rank is the first of the ranks that average gradients in this step."""
         active = self._active
         return active is None or active.reduction.leads
 
     @property
     def is_in_step(self) -> bool:
-        """Whether this rank has begun the current step, and averages its gradients."""
+        """Whether this rank has begun a synchronous step."""
         active = self._active
         return active is not None and active.is_in_step
 
     @property
     def raised_flags(self) -> int:
-        """Bits of any rank that takes the current step together with this rank; else 0."""
+        """Bits that any of the ranks that average gradients has raised; 0 in a local step."""
         active = self._active
         return 0 if active is None else active.steps.raised_flags
 
     def set_num_samples(self, num_samples: float, nominal: float) -> None:
-        """Set the number of samples over which the gradients of this rank are a mean."""
+        """Set the number of samples in the mean gradients of this rank."""
         for reducer in self._reducers:
             reducer.set_num_samples(num_samples, nominal)
 
     def set_passes(self, passes: int) -> None:
-        """Accumulate this number of backward passes before gradients are averaged."""
+        """Set the number of backward passes before gradients are averaged."""
         for reducer in self._reducers:
             reducer.set_passes(passes)
 
     def raise_flags(self, flags: int, *, may_differ: bool) -> None:
-        """Send bits with the next step; steps ``may_differ`` in their learning rates."""
+        """Send flags with the next steps; ``may_differ``: weights may differ between ranks."""
         for reducer in self._reducers:
             reducer.steps.flags = flags
             reducer.steps.may_differ = may_differ
 
     def average(self, *, is_skipped: bool = False) -> None:
-        """Average the gradients of the current step, unless ``backward()`` has. Collective."""
+        """Average the gradients that ``backward()`` has not averaged. Collective."""
         for reducer in self._reducers:
             reducer.finish(is_skipped=is_skipped)
 
@@ -117,7 +117,7 @@ class SynchronousGradients:
         """End the current step.
 
         Returns:
-            The seconds that this rank waited for others, and the bytes that it sent to all ranks.
+            Seconds for which this rank waited, and bytes that this rank sent to all ranks.
         """
         active = self._active
         if active is None:
@@ -130,18 +130,19 @@ class SynchronousGradients:
     def confirm(self) -> None:
         """Raise ``MismatchError`` on all ranks unless all have taken the same steps. Collective.
 
-        A rank that averages again, since its gradients were changed after ``backward()``, would
-        otherwise wait for ranks of its node that wait for it in another collective.
+        If the program has changed gradients of a rank after ``backward()``, that rank averages
+        gradients again while the other ranks continue; without this check both sides would wait in
+        different collectives.
         """
         if (active := self._active) is not None:
             active.reduction.confirm()
 
     def own_state(self) -> list[dict[str, Any]]:
-        """Return copies of the residuals of the codecs, which are not sent yet."""
+        """Return copies of the states of the codecs, such as residuals that were not sent."""
         return deepcopy([reducer.reduction.codec.state_dict() for reducer in self._reducers])
 
     def load_own_state(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Restore the residuals that fit the gradients of this rank."""
+        """Restore the states of the codecs that fit the gradients of this rank."""
         for reducer, state in zip(self._reducers, deepcopy(states), strict=True):
             if reducer.reduction.codec.fits(state):
                 reducer.reduction.codec.load_state_dict(state)

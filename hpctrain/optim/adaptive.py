@@ -1,4 +1,4 @@
-"""Common base class of LARS and LAMB."""
+"""Base class of LARS and LAMB."""
 
 from abc import abstractmethod
 from collections import defaultdict
@@ -17,14 +17,14 @@ from hpctrain.core.torch_compat import foreach_mul_
 Tensors = list[Tensor]
 
 _LARGEST = 2.0**100
-"""Largest factor of one multiplication; float32 ends at 2**127."""
+"""Largest factor of one multiplication, in the range of float32, whose largest is below 2**128."""
 
 
 class AdaptiveOptimizer(Optimizer):
     """Base class of optimizers that scale the step of each tensor by a ratio of norms.
 
-    Complex parameters are stepped as pairs of real numbers, as in Adam of torch; norms of 16-bit
-    tensors are computed in float32. Sparse gradients raise ``ConfigError``.
+    Complex parameters are updated as pairs of real numbers, as in ``torch.optim.Adam``; norms of
+    16-bit tensors are computed in float32. Sparse gradients raise ``ConfigError``.
     """
 
     def __init__(self, params: ParamsT, **defaults: Any) -> None:
@@ -47,7 +47,7 @@ class AdaptiveOptimizer(Optimizer):
         """Update the parameters.
 
         Args:
-            closure: computes gradients before the step, and returns the loss.
+            closure: function that computes gradients before the step, and returns the loss.
 
         Returns:
             The loss of the closure, or None.
@@ -67,20 +67,20 @@ class AdaptiveOptimizer(Optimizer):
 
     @abstractmethod
     def check(self, group: Mapping[str, Any]) -> None:
-        """Raise ``ConfigError`` unless the arguments of a group are valid."""
+        """Raise ``ConfigError`` unless the arguments of a parameter group are valid."""
 
     @abstractmethod
     def state_names(self, group: Mapping[str, Any]) -> Sequence[str]:
-        """Return the names of a parameter's state.
+        """Return the names of the entries of a parameter's state.
 
-        ``step`` is a number; other names are tensors.
+        ``step`` is a number; the other entries are tensors in the shape of the parameter.
         """
 
     @abstractmethod
     def update(
         self, group: Mapping[str, Any], params: Tensors, grads: Tensors, *state: Tensors
     ) -> None:
-        """Update tensors of one device and dtype, without changing ``grads``."""
+        """Update parameters of one device and dtype, and their state, in place."""
 
     def _refuse_sparse(self) -> None:
         for group in self.param_groups:
@@ -88,12 +88,12 @@ class AdaptiveOptimizer(Optimizer):
                 if parameter.grad is not None and parameter.grad.layout is not torch.strided:
                     raise ConfigError(
                         f"{type(self).__name__} must get dense gradients, got a sparse gradient "
-                        f"of {tuple(parameter.shape)}; make the layer with sparse=False, or pass "
-                        f"its parameters to torch.optim.SparseAdam"
+                        f"of shape {tuple(parameter.shape)}; make the layer with sparse=False, or "
+                        f"pass its parameters to torch.optim.SparseAdam"
                     )
 
     def _tensors_of(self, group: Mapping[str, Any]) -> list[list[Tensors]]:
-        """Return lists of parameters, gradients and state, for each device and dtype."""
+        """Return lists of parameters, gradients and state entries, by device and dtype."""
         rows, names = defaultdict(list), self.state_names(group)
         for parameter in group["params"]:
             if parameter.grad is None:

@@ -1,4 +1,4 @@
-"""Parameter groups with separate arguments, by names of parameters or for norms and biases."""
+"""Parameter groups with separate arguments, selected by name, or for norms and biases."""
 
 import difflib
 import fnmatch
@@ -10,13 +10,13 @@ from torch import nn
 from hpctrain.core.errors import ConfigError
 
 EXEMPTIONS: Mapping[str, Any] = {"weight_decay": 0.0, "adapt": False}
-"""Arguments of norms and biases, for optimizers that have them."""
+"""Arguments of norms and biases, for optimizers that have these arguments."""
 
 _MOST_NAMES = 3
 
 
 def exclusions(model: nn.Module, **options: Any) -> list[dict[str, Any]]:
-    """Divide parameters into two groups: norms and biases, with ``options``, and all others.
+    """Return two parameter groups: norms and biases, with ``options``, and all others.
 
     Norms and biases are the parameters with at most one dimension. For an optimizer without
     ``adapt`` call ``exclusions(model, weight_decay=0)``.
@@ -39,8 +39,8 @@ def parameter_groups(
 
     Args:
         model: module whose parameters are grouped; their order is kept.
-        groups: tables with ``match``, a pattern or a list of patterns, and arguments; the first
-            group that matches a name applies.
+        groups: tables with ``match``, a pattern or a list of patterns of names, and arguments of
+            the optimizer; the first table that matches a name applies.
         exempt: additional arguments of norms and biases.
         key: name of ``groups`` in error messages.
 
@@ -74,7 +74,7 @@ def matched(patterns: Sequence[str], names: Sequence[str], key: str) -> list[str
         key: configuration key for error messages.
 
     Raises:
-        ConfigError: a pattern matches no name; the text lists similar names.
+        ConfigError: a pattern matches no name; the message lists similar names.
     """
     found: set[str] = set()
     for pattern in patterns:
@@ -83,8 +83,8 @@ def matched(patterns: Sequence[str], names: Sequence[str], key: str) -> list[str
             near = difflib.get_close_matches(pattern.strip("*."), names, n=_MOST_NAMES, cutoff=0.3)
             some = [*near, *(name for name in names if name not in near)][:_MOST_NAMES]
             raise ConfigError(
-                f'{key}: "{pattern}" matches none of {len(names)} names, such as '
-                f"{', '.join(some) or 'none'}"
+                f'{key}: patterns must match a name, but "{pattern}" matches none of '
+                f"{len(names)} names, such as {', '.join(some) or 'none'}"
             )
         found.update(hits)
     return [name for name in names if name in found]

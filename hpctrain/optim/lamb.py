@@ -22,7 +22,7 @@ from hpctrain.core.torch_compat import (
 )
 from hpctrain.optim.adaptive import AdaptiveOptimizer, Tensors, multiply_, ratios
 
-_BELOW = 1 - 2**-10  # so that the average of the largest squares does not round to infinity
+_BELOW = 1 - 2**-10  # factor, so that averages of the largest squares do not become infinite
 
 
 class LAMB(AdaptiveOptimizer):
@@ -44,18 +44,18 @@ class LAMB(AdaptiveOptimizer):
         params: parameters or parameter groups; ``exclusions(model)`` makes the usual groups.
         lr: learning rate: norm of a step over norm of the weights.
         betas: factors of the two moments per step, each at least 0 and below 1.
-        eps: added to the root of the second moment.
+        eps: number that is added to the root of the second moment.
         weight_decay: factor of the weights that are added to the step before its norm is computed.
         bias_correction: whether to divide the moments by their bias in the first steps.
         phi: bounds to which norms of weights are clamped; None for no bounds.
-        adapt: False for a factor of 1, as for biases and norms.
+        adapt: whether steps are scaled by norms; False for a factor of 1, as for biases and norms.
 
     Raises:
         ConfigError: an argument is not valid.
     """
 
     tensorwise = True
-    """Whether each tensor is stepped separately; required by ``shard="node"``."""
+    """Declares that each tensor is updated separately, as ``shard="node"`` requires."""
 
     def __init__(  # noqa: PLR0913 - arguments of a group
         self,
@@ -73,26 +73,28 @@ class LAMB(AdaptiveOptimizer):
         super().__init__(params, lr=lr, weight_decay=weight_decay, phi=phi, adapt=adapt, **moments)
 
     def check(self, group: Mapping[str, Any]) -> None:
-        """Raise ``ConfigError`` unless the arguments of a group are valid."""
+        """Raise ``ConfigError`` unless the arguments of a parameter group are valid."""
         betas, phi = group["betas"], group["phi"]
         is_pair = len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
-        require(is_pair, "betas must be two numbers, at least 0 and below 1", betas)
+        require(is_pair, "betas must be two numbers, each at least 0 and below 1", betas)
         checked("eps", group["eps"], AtLeast0)
         is_range = phi is None or (len(phi) == 2 and 0 <= phi[0] <= phi[1] and phi[1] > 0)
-        require(is_range, "phi must be the smallest and largest norm, at least 0, or None", phi)
+        rule = "phi must be None, or the smallest and largest norm, each at least 0"
+        require(is_range, rule, phi)
 
     def state_names(self, group: Mapping[str, Any]) -> Sequence[str]:
-        """Return the names of the state, as in ``torch.optim.Adam``."""
+        """Return the names of the state entries, as in ``torch.optim.Adam``."""
         del group
         return "step", "exp_avg", "exp_avg_sq"
 
     def update(
         self, group: Mapping[str, Any], params: Tensors, grads: Tensors, *state: Tensors
     ) -> None:
-        """Update tensors of one device and dtype."""
+        """Update parameters of one device and dtype, and their state, in place."""
         steps, first, second = state
         beta1, beta2 = group["betas"]
-        # Squares of gradients above 1e19 overflow; both moments must be of the same gradients.
+        # Squares of gradients above 1e19 overflow. The gradients are limited in place, so that
+        # both moments are computed from the same gradients.
         largest = math.sqrt(torch.finfo(second[0].dtype).max) * _BELOW
         foreach_clamp_max_(grads, largest)
         foreach_clamp_min_(grads, -largest)

@@ -23,8 +23,8 @@ class LARS(AdaptiveOptimizer):
 
     As in the paper, the learning rate is part of the momentum: after a change of the rate, v
     contains the old rate for about 1 / (1 - momentum) steps. ``momentum_correction`` multiplies v
-    by the new rate over the old one. This equals a rate outside of the momentum, as in
-    ``torch.optim.SGD`` and most implementations, and is computed as::
+    by the ratio of the new and the old rate, which is equivalent to a rate outside of the
+    momentum, as in ``torch.optim.SGD`` and most implementations, and is computed as::
 
         v = momentum * v + ratio * (g + weight_decay * w)
         w = w - lr * v
@@ -37,20 +37,20 @@ class LARS(AdaptiveOptimizer):
 
     Args:
         params: parameters or parameter groups; ``exclusions(model)`` makes the usual groups.
-        lr: learning rate of the global batch, gamma in the paper: far above that of SGD.
+        lr: learning rate of the global batch, gamma in the paper; much larger than for SGD.
         momentum: factor of v per step, at least 0 and below 1.
         weight_decay: factor of the weights that are added to the gradient, inside the ratio.
-        trust_coefficient: eta in the paper: norm of a step over norm of the weights.
+        trust_coefficient: ratio of the norms of a step and of the weights, eta in the paper.
         nesterov: whether to use Nesterov momentum.
         momentum_correction: whether to correct v after changes of the rate.
-        adapt: False for a ratio of 1, as for biases and norms.
+        adapt: whether steps are scaled by norms; False for a ratio of 1, as for biases and norms.
 
     Raises:
         ConfigError: an argument is not valid.
     """
 
     tensorwise = True
-    """Whether each tensor is stepped separately; required by ``shard="node"``."""
+    """Declares that each tensor is updated separately, as ``shard="node"`` requires."""
 
     def __init__(  # noqa: PLR0913 - arguments of a group
         self,
@@ -71,11 +71,14 @@ class LARS(AdaptiveOptimizer):
         )
 
     def check(self, group: Mapping[str, Any]) -> None:
-        """Raise ``ConfigError`` unless the arguments of a group are valid."""
+        """Raise ``ConfigError`` unless the arguments of a parameter group are valid."""
         momentum = checked("momentum", group["momentum"], Decay)
         checked("trust_coefficient", group["trust_coefficient"], Positive)
         require(
-            not group["nesterov"] or momentum, "momentum must be above 0 with nesterov", momentum
+            not group["nesterov"] or momentum,
+            "momentum must be above 0 with nesterov=True",
+            momentum,
+            "set momentum, or leave nesterov out",
         )
 
     def state_names(self, group: Mapping[str, Any]) -> Sequence[str]:
@@ -85,7 +88,7 @@ class LARS(AdaptiveOptimizer):
     def update(
         self, group: Mapping[str, Any], params: Tensors, grads: Tensors, *state: Tensors
     ) -> None:
-        """Update tensors of one device and dtype."""
+        """Update parameters of one device and dtype, and their state, in place."""
         lr, momentum, decay = float(group["lr"]), group["momentum"], group["weight_decay"]
         inside, outside = (1.0, lr) if group["momentum_correction"] else (lr, 1.0)
         factors = torch.full((len(params),), inside, dtype=torch.float64)

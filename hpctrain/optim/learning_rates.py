@@ -13,13 +13,13 @@ class InverseTimeLR(LRScheduler):
     """Decays learning rates as ``1 / (1 + decay * step / num_steps)``.
 
     After ``num_steps`` steps the factor is ``1 / (1 + decay)``. With ``decay=num_steps`` the rate
-    of step t, counted from one, is the first rate over t (Robbins and Monro).
+    of step t, counted from 1, is the initial rate divided by t (Robbins and Monro).
 
     Args:
         optimizer: optimizer whose rates change.
         num_steps: number of steps after which the factor is ``1 / (1 + decay)``.
         decay: strength of the decay, at least 0.
-        last_epoch: number of the last step, as in all schedulers of torch; -1 to start.
+        last_epoch: number of the last step, as in all torch schedulers; -1 to start.
 
     Raises:
         ConfigError: an argument is not valid.
@@ -34,7 +34,7 @@ class InverseTimeLR(LRScheduler):
         super().__init__(optimizer, last_epoch)
 
     def get_lr(self) -> list[float | Tensor]:
-        """Return the learning rates of the groups for the next step."""
+        """Return the learning rate of each parameter group for the next step."""
         below = 1 + self.decay * self.last_epoch / self.num_steps
         return [base / below for base in self.base_lrs]
 

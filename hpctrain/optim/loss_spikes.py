@@ -1,4 +1,4 @@
-"""``LossSpikes``, which detects losses far above the recent ones."""
+"""``LossSpikes``, which detects losses far above the recent losses."""
 
 import math
 import statistics
@@ -8,8 +8,8 @@ from typing import Any
 
 from hpctrain.core.checks import Number, Positive, checked
 
-_TO_SIGMA = 1.4826  # standard deviation over median absolute deviation, normal distribution
-_LEAST = 0.01  # of the median: a constant loss has no deviation
+_TO_SIGMA = 1.4826  # ratio of standard and median absolute deviation, normal distribution
+_LEAST = 0.01  # smallest deviation as a fraction of the median, for a constant loss
 
 
 class LossSpikes:
@@ -20,8 +20,7 @@ class LossSpikes:
     little influence, and is at least 1 % of the median. Before half a ``window`` of losses is
     known, no loss is a spike.
 
-    Pass the same loss on every rank, such as ``optimizer.mean_loss``, so that all ranks make the
-    same decision.
+    All ranks must pass the same loss, such as ``optimizer.mean_loss``, to make the same decision.
 
     Args:
         deviations: standard deviations above the median, above 0.
@@ -51,7 +50,7 @@ class LossSpikes:
         return not math.isfinite(loss) or loss > self.limit
 
     def see(self, loss: float) -> None:
-        """Add the loss of a step; a loss that is not finite is ignored."""
+        """Record the loss of a step; a loss that is not finite is ignored."""
         if math.isfinite(loss):
             self._losses.append(loss)
 
@@ -60,6 +59,6 @@ class LossSpikes:
         return {"losses": [*self._losses]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the recent losses from ``state_dict``."""
+        """Restore the recent losses from a result of ``state_dict``."""
         self._losses.clear()
         self._losses.extend(state["losses"])

@@ -18,8 +18,8 @@ class NoiseScale:
 
     The expected squared norm of the mean gradient of n samples is ``G2 + S / n``, where G2 is the
     squared norm of the true gradient and S the variance of the gradient of one sample. Every step
-    provides two values of n: the parts of a batch, from ranks or micro-batches, and the whole
-    batch; both may vary in size. A part of n samples has weight n, and a step is weighted by its
+    provides two values of n: the size of the parts of a batch (of ranks or micro-batches), and of
+    the whole batch; both may vary. A part of n samples has weight n, and a step is weighted by its
     samples. All sums decay by ``decay`` per step; the ratio is taken of the decayed sums, because
     the ratio of a single step is dominated by noise.
 
@@ -43,8 +43,10 @@ class NoiseScale:
     def __init__(self, decay: float = 0.99) -> None:
         self._decay = checked("decay", decay, Decay)
         self.sums = torch.zeros(6, dtype=torch.float64)
-        """Number, samples, and samples times squared norm, of parts and of batches: the state to
-        save in a checkpoint."""
+        """Count, samples, and samples times squared norm, of parts and then of batches.
+
+        This is the state for a checkpoint.
+        """
 
     def add(self, parts: Iterable[Measured], batch: Measured) -> None:
         """Add one step. Not collective.

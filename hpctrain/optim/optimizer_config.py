@@ -38,7 +38,7 @@ class OptimizerConfig(CheckedFields):
         """Raise ``ConfigError`` if arguments contradict keys, or a group is not valid."""
         require(
             not {"lr", "params"} & {*self.args},
-            "optimizer.args must not have lr or params",
+            "optimizer.args must not contain lr or params",
             dict(self.args),
             "set optimizer.lr, and omit params",
         )

@@ -15,10 +15,10 @@ from hpctrain.parallel.mesh import require_one_axis
 def context_attention(query: Tensor, key: Tensor, value: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return causal attention over a sequence that is divided among ranks. Collective.
 
-    Rank ``r`` has the ``r``-th of equal parts of the sequence. If the number of ranks divides the
-    number of heads, each rank processes some heads of the whole sequence, with one all-to-all
-    before and one after. Otherwise keys and values are sent around a ring, and a rank stores the
-    keys and values of two parts at a time.
+    Rank r has part r of the sequence; all parts have the same length. If the number of heads is a
+    multiple of the number of ranks, each rank computes attention of some heads over the whole
+    sequence, with one all-to-all before and one after. Otherwise keys and values are sent around a
+    ring, and a rank stores the keys and values of two parts at a time.
 
     Args:
         query: ``(n, heads, length / size, head_width)``, floating point, on the CPU or a device.
@@ -50,7 +50,7 @@ def context_attention(query: Tensor, key: Tensor, value: Tensor, mesh: DeviceMes
         out: Tensor = _Ring.apply(query, key, value, group)  # type: ignore[no-untyped-call]
         return out
     together = torch.stack((query, key, value))
-    # (3, n, heads, part, width): heads of each rank first, then the received ones of each.
+    # Shape (size, 3, n, heads / size, part, width): index 0 is the destination rank.
     parts = together.unflatten(2, (size, -1)).movedim(2, 0)
     q, k, v = _exchanged(parts, group).movedim(0, 3).flatten(3, 4)
     seen = scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -65,7 +65,7 @@ def _exchanged(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all of parts; the gradient is the same all-to-all."""
+    """All-to-all of parts; backward is the same all-to-all of the gradients."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -81,9 +81,9 @@ class _Exchange(torch.autograd.Function):
 
 
 class _Ring(torch.autograd.Function):
-    """Ring attention: this rank's queries attend to one part of keys and values at a time.
+    """Ring attention: this rank's queries attend to one part of the keys and values at a time.
 
-    16-bit tensors are sent unchanged; computation is in float32.
+    16-bit tensors are sent in 16 bits, and computed in float32.
     """
 
     @staticmethod
@@ -123,7 +123,8 @@ class _Ring(torch.autograd.Function):
                     grown[0] + steep.mT @ query * scale,
                     grown[1] + likely.mT @ gradient,
                 )
-            # With its keys and values: after a full turn they are back at the rank that has these.
+            # Gradients are sent together with their keys and values, and after a full turn reach
+            # the rank that owns the part.
             grown = _pass_on(ctx.group, *grown)
         of_query, of_key, of_value = (each.to(key.dtype) for each in (of_query, *grown))
         return of_query, of_key, of_value, None
@@ -134,7 +135,7 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _scores(query: Tensor, keys: Tensor, *, is_own: bool) -> Tensor:
-    """Return ``(n, heads, part, part)`` scores; of a rank's own part only earlier positions."""
+    """Return ``(n, heads, part, part)`` scores; -inf for later positions of the own part."""
     scores: Tensor = query @ keys.mT * query.shape[-1] ** -0.5
     if is_own:
         ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
@@ -143,7 +144,7 @@ def _scores(query: Tensor, keys: Tensor, *, is_own: bool) -> Tensor:
 
 
 def _around(group: dist.ProcessGroup, *tensors: Tensor) -> Any:
-    """Yield the rank whose tensors are here, and the tensors, for each rank. Collective."""
+    """Yield each rank of the ring with its tensors, starting with this rank. Collective."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     for turn in range(size):
         yield (rank - turn) % size, *tensors

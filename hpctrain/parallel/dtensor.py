@@ -1,4 +1,4 @@
-"""Tensors that may be divided among ranks: local and full values, norms and clipping."""
+"""Local and full values, norms and clipping of tensors that may be ``DTensor`` objects."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -17,13 +17,13 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return the full value of a tensor. Collective over the ranks that have shards of it."""
+    """Return the full value of ``tensor``. Collective over the ranks that have shards."""
     full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return full
 
 
 def norm_of(gradients: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
-    """Return the norm of all gradients. Collective over the ranks that have shards of them."""
+    """Return the norm of all ``gradients``. Collective over the ranks that have shards."""
     kinds: dict[Any, list[Tensor]] = defaultdict(list)
     for gradient in gradients:
         kinds[getattr(gradient, "device_mesh", None), gradient.dtype].append(gradient)
@@ -35,7 +35,7 @@ def norm_of(gradients: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
 def clip_grad_norm_(
     parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0
 ) -> Tensor:
-    """Clip gradients by their norm; return the norm before. Collective as ``norm_of``."""
+    """Clip gradients by their norm; return the norm before. Collective like ``norm_of``."""
     held = [parameter for parameter in parameters if parameter.grad is not None]
     total = norm_of([p.grad for p in held if p.grad is not None], norm_type)
     nn.utils.clip_grads_with_norm_(held, max_norm, total)

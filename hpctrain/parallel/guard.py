@@ -1,4 +1,4 @@
-"""Comparison, before each forward and step, of the ranks that share a model."""
+"""Comparison of the ranks of a divided model before each forward and each step."""
 
 import weakref
 from collections import Counter
@@ -41,19 +41,19 @@ from hpctrain.parallel.guard_layout import LayoutFinder
 from hpctrain.parallel.last_step import LastStep
 
 FORWARD, EVALUATION, STEP = 0, 1, 2
-"""Calls that a comparison precedes. The number of an optimizer is added to ``STEP``."""
+"""Kinds of calls before which ranks compare; ``STEP + n`` is the step of optimizer n."""
 
 _RULES = {
     "contents": "ranks must hold the same values of replicated parameters, but differ in {}; "
-    "write to them on all ranks, or load the model again",
+    "write to replicated parameters on all ranks, or load the model again",
     "tied": "ranks must treat a weight that stages share identically, but differ in {}; change "
-    "it, its gradient and requires_grad on all of them",
+    "the weight, its gradient and requires_grad on all these stages",
     "pattern": "ranks of a pipeline must clear and clip gradients together, but differ in {}; "
     "call zero_grad() and clip on all ranks, and set learning rates to scale single layers",
     "taken": "ranks of a pipeline must step equally often, but differ in {}; call step() once "
     "for each Pipeline.step() on all ranks",
     "stages": "ranks of a pipeline must change the optimizer's settings together, but differ in "
-    "{}; set the same on all ranks",
+    "{}; set the same values on all ranks",
     "writes": (
         "ranks must write to parameters together, but differ in {}; write on all ranks, or write "
         "changes of one part of a parameter to its to_local()"
@@ -61,17 +61,17 @@ _RULES = {
     "gradients": "ranks must treat gradients identically, but differ in {}; call zero_grad(), "
     "clip and change .grad on all ranks",
     "settings": "ranks must step with the same settings of the optimizer, but differ in {}; set "
-    "the same on all ranks",
+    "the same values on all ranks",
     "trained": "ranks must train and freeze the same parameters, but differ in {}; set "
     "requires_grad on all ranks",
     "what": "ranks must take the same steps, but differ in {}; call forward, backward and step() "
     "equally often on all ranks",
 }
-"""Error message of each rule. If ranks break several rules, the guard reports the last one."""
+"""Error message of each rule. If ranks violate several rules, the guard reports the last."""
 _FAULTS = ("", *_RULES)
-_HEAD = 4  # words before the facts: a fault, ``is_new``, a number of one axis alone
+_HEAD = 4  # words before the facts: fault, ``is_new``, and a pair that only one axis compares
 _SAME = ("trained", "settings", "gradients", "writes")
-"""Facts that only ranks with the same parameters, or parts of them, compare; the last facts."""
+"""Facts that stages do not compare, since their parameters differ; the last facts in words."""
 
 Shared = Sequence[tuple[str, nn.Parameter | None]]
 """Name and parameter of each weight that stages share; None on ranks without the weight."""
@@ -80,8 +80,15 @@ Shared = Sequence[tuple[str, nn.Parameter | None]]
 class Guard:
     """Checks before each training forward and step that all ranks perform the same operation.
 
-    A comparison is an all-reduce of about 20 numbers along each axis: the axes of the meshes of
-    DTensors, of replicas, and of ``stages``.
+    The ranks compare facts: numbers such as checksums of settings and states of gradients, which
+    must be equal. A comparison is an all-reduce of about 20 numbers along each axis of ranks: the
+    axes of the meshes of DTensors, the replicas, and the pipeline stages.
+
+    Args:
+        model: model whose forward and steps are checked; hooks are added to its forward and to the
+            steps of every optimizer.
+        stages: axis of the pipeline stages; None without a pipeline.
+        shared: returns the weights that stages share.
     """
 
     def __init__(
@@ -91,15 +98,15 @@ class Guard:
         stages: DeviceMesh | None = None,
         shared: Callable[[], Shared] = lambda: (),
     ) -> None:
-        """Add hooks to the forward of the model, and to the steps of every optimizer."""
-        self.num_flags = 0  # numbers that every ``compare`` takes the maximum of
+        self.num_flags = 0  # number of flags whose maximum every ``compare`` returns
         self.do_all_step = True
-        """Whether each rank of a pipeline has parameters to step, and compares before steps."""
+        """Whether every rank of a pipeline trains a parameter, and compares before steps."""
         self._model, self._shared = weakref.ref(model), shared
         self._layouts = LayoutFinder(model, stages)
         self._check_weights = Settings.from_env().check_weights
         self._numbers = weakref.WeakKeyDictionary[Optimizer, tuple[int, int]]()
-        self._are_uniform = dict[int, bool]()  # of an optimizer: whether stages began equally
+        # By optimizer: whether all stages had equal settings in the first step.
+        self._are_uniform = dict[int, bool]()
         self._num_steps, self._is_queued = 0, False
         self._taken = Counter[int]()  # steps of each optimizer since the last forward
         self._last = last = LastStep(shared, self._taken, self._are_uniform)
@@ -114,7 +121,7 @@ class Guard:
             weakref.finalize(model, handle.remove)
 
     def __reduce__(self) -> Any:
-        """Return a closed guard, so that copies of a model are not compared."""
+        """Return a closed guard, so that the guard of a copied model does nothing."""
         return _closed, ()
 
     def close(self) -> None:
@@ -123,15 +130,18 @@ class Guard:
             handle.remove()
 
     def refresh(self) -> None:
-        """Discard cached parameters after the modules of the model have changed."""
+        """Discard cached parameters; called after modules of the model have changed."""
         self._layouts.refresh()
         self._samples: dict[Any, tuple[list[Tensor], WeightSample]] = {}
 
     def add_replicas(self, groups: Iterable[Any], device: str, *, is_averaged: bool) -> None:
         """Add groups of ranks that hold replicas of the same plain parameters.
 
-        With ``is_averaged``, the gradients of replicas differ until they are averaged before a
-        step.
+        Args:
+            groups: process groups.
+            device: device type of the groups' messages.
+            is_averaged: whether the gradients of replicas differ until the ranks average them
+                before a step.
         """
         self._layouts.replicas += [(group, device, is_averaged) for group in groups]
         self.refresh()
@@ -154,13 +164,14 @@ class Guard:
 
         Args:
             what: ``FORWARD``, ``EVALUATION``, or ``STEP`` and the number of the optimizer.
-            optimizer: the optimizer that takes the step.
-            flags: numbers whose maximum over all ranks, except other stages, is returned.
-            batch: a number that the ranks of a pipeline compare.
-            is_new: whether the pipeline of this rank must learn shapes.
+            optimizer: optimizer that takes the step.
+            flags: numbers whose maxima over all ranks of this stage are returned.
+            batch: checksum of the batch, which the ranks of a pipeline compare.
+            is_new: whether the pipeline of this rank must exchange the shapes of messages.
 
         Returns:
-            The maxima of ``flags``, of ``is_new`` over all ranks, and whether ``batch`` differs.
+            The maxima of ``flags``; whether ``is_new`` is true on any rank; whether ``batch``
+            differs.
 
         Raises:
             ReplicaError: replicated parameters have different values.
@@ -199,7 +210,7 @@ class Guard:
         *,
         compares: bool,
     ) -> tuple[list[int], bool]:
-        """Return the maxima of words over all ranks, and whether ``batch`` differs. Collective."""
+        """Compare along all axes: return the words, and whether ``batch`` differs. Collective."""
         layout = self._layouts.layout
         words = [0, flags[0], *pairs([None, *facts.values()]), *flags[1:]]
         for axis in layout.in_order():
@@ -210,16 +221,15 @@ class Guard:
             words = self._exchanged(words, axis, [*facts], what, batch)
             batch_differs = differ(words[2:4])
             if "tied 0" in facts and what >= STEP and _FAULTS[words[0]] != "what":
-                for (
-                    other
-                ) in layout.in_order():  # ranks of these axes do not compare shared weights
+                # These axes do not compare shared weights, but must raise the same error.
+                for other in layout.in_order():
                     words = self._exchanged(words, other, [*facts], what, None)
         return words, batch_differs
 
     def _is_clamp(self) -> bool:
-        """Return whether ``clip_grad_value_`` explains the differences. Collective.
+        """Return whether ``clip_grad_value_`` explains the differences of gradients. Collective.
 
-        That function may change the largest element on one rank, and none on the other ranks.
+        ``clip_grad_value_`` may change the part of a gradient on one rank and not on another.
         """
         layout = self._layouts.layout
         bounds = bounds_of([p for _, p in layout.watched])
@@ -239,7 +249,7 @@ class Guard:
     def _exchanged(
         self, words: list[int], axis: Axis, names: Sequence[str], what: int, own: int | None
     ) -> list[int]:
-        """Return the maxima of words over an axis, and the broken rule. Collective over the axis.
+        """Return the maxima of words over an axis; word 0 is the violated rule. Collective.
 
         Along the stages, the words of ``_SAME`` and the flags are not sent; along other axes,
         ``hidden`` facts are not compared.
@@ -264,7 +274,7 @@ class Guard:
     def _facts(
         self, what: int, optimizer: Optimizer | None, layout: GuardLayout
     ) -> dict[str, int | None]:
-        """Return numbers that must be equal on all ranks; None matches any number."""
+        """Return the numbers that must be equal on all ranks, by rule; None matches any number."""
         settings = crc(settings_of(optimizer)) if optimizer else None
         return {
             "what": what,
@@ -279,7 +289,7 @@ class Guard:
         }
 
     def _pattern(self, layout: GuardLayout, what: int) -> int | None:
-        """Return the common state of all gradients of this stage; None if the states differ."""
+        """Return the state that all gradients of this stage have; None if the states differ."""
         is_too_early = what < STEP and any(axis.is_averaged for axis in layout.axes)
         if not self._layouts.has_stages or is_too_early:
             return None
@@ -292,7 +302,7 @@ class Guard:
         return crc(shared_texts(parameter, self._num_steps))
 
     def _checksum(self, axis: Axis, what: int) -> int | None:
-        """Return a checksum of sampled values of the replicated parameters of an axis."""
+        """Return a checksum of sampled values of parameters that are replicated over ``axis``."""
         if what < STEP or not axis.replicated or self._check_weights == "off":
             return None
         return self._sample(axis).checksum(self._num_steps)
@@ -307,7 +317,7 @@ class Guard:
         return sample
 
     def _is_error(self, axis: Axis) -> bool:
-        """Return True if differing replicas are an error; else warn. Collective over the axis."""
+        """Return whether different replicas are an error; else warn. Collective over ``axis``."""
         if self._check_weights == "error":
             return True
         found = difference(self._sample(axis).by_name(self._num_steps), axis)
@@ -316,7 +326,7 @@ class Guard:
         return False
 
     def _raise(self, fault: str, what: int, optimizer: Optimizer | None) -> None:
-        """Raise an error on all ranks with the name and values of a differing fact. Collective."""
+        """Raise the error of a rule, with the values that differ, on all ranks. Collective."""
         self._last.forget()
         text, axes = "", self._layouts.layout.axes
         for axis in axes:
@@ -331,7 +341,7 @@ class Guard:
     def _texts(
         self, fault: str, what: int, optimizer: Optimizer | None, axis: Axis
     ) -> Mapping[str, str]:
-        """Return the values of a fact on this rank, as text by name."""
+        """Return the values that rule ``fault`` compares on this rank, as text by name."""
         if fault == "what":
             step = f"step() of optimizer {what - STEP}"
             return {"the call": ("forward", "evaluation", step)[min(what, STEP)]}
@@ -354,7 +364,7 @@ class Guard:
         )
 
     def _number_of(self, optimizer: Optimizer) -> int | None:
-        """Return the number of an optimizer of this model, by first steps; None for others."""
+        """Return the number of an optimizer in the order of first steps; None for other models."""
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         number, before = self._numbers.get(optimizer, (-1, -1))
         if number < 0 and count != before:
@@ -367,7 +377,7 @@ class Guard:
         return number if number >= 0 else None
 
     def before_step(self, optimizer: Optimizer, flags: Sequence[int] = ()) -> list[int]:
-        """Compare before a step; return the maximum of each flag over the ranks. Collective."""
+        """Compare before a step of ``optimizer``; return the maxima of ``flags``. Collective."""
         number = self._number_of(optimizer)
         assert number is not None
         return self.compare(STEP + number, optimizer, flags=flags)[:-2]
@@ -377,24 +387,24 @@ class Guard:
             self.before_step(optimizer)
 
     def _before_forward(self, module: nn.Module, _: object) -> None:
-        if self._model() is not module:  # a copy
+        if self._model() is not module:  # the module is a copy of the model
             return
-        # Before FSDP gathers parameters, though fully_shard() may have come later.
+        # The comparison must precede FSDP's gathering, also if fully_shard() was called later.
         move_to_front(module, self._handles[2])
-        # Recomputation during backward belongs to a forward that was compared.
+        # A forward during backward is a recomputation, and the first forward was compared.
         is_backward = graph_task_id() != -1
         if torch.is_grad_enabled() and not is_backward:
             self.compare(FORWARD)
 
     def _after_forward(self, module: nn.Module, _: object, output: object) -> None:
-        """Add a hook to an output, so that the end of its backward calls ``mark``."""
+        """Add a hook to an output, so that ``mark`` is called at the end of backward."""
         for leaf in tree_leaves(output):
             if self._model() is module and isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaf.register_hook(self._queue)
                 return
 
     def _queue(self, _: Tensor) -> None:
-        if not self._is_queued:  # after the callbacks that FSDP queues
+        if not self._is_queued:  # queued twice, to run after the callbacks that FSDP queues
             self._is_queued = True
             call_after_backward(lambda: call_after_backward(self.mark))
 
@@ -406,7 +416,7 @@ def _closed() -> Guard:
 
 
 def guarded(model: nn.Module, **options: Any) -> Guard:
-    """Return a new guard of a model, and close the guards of its modules."""
+    """Create and attach a guard of ``model``; close the guards of its modules."""
     release(model)
     guard = Guard(model, **options)
     attach(model, guard)
@@ -414,12 +424,12 @@ def guarded(model: nn.Module, **options: Any) -> Guard:
 
 
 def attach(model: nn.Module, guard: Guard) -> None:
-    """Store the guard of a model, which ``guard_of`` returns."""
+    """Attach ``guard`` to ``model``, so that ``guard_of`` returns it."""
     vars(model)["_guard"] = guard
 
 
 def guard_of(model: nn.Module) -> Guard:
-    """Return the guard of a model."""
+    """Return the guard that is attached to ``model``."""
     found: Guard = vars(model)["_guard"]
     return found
 

@@ -1,4 +1,4 @@
-"""Axes: the groups of ranks along which a guard compares, and their exchanges."""
+"""Groups of ranks along which a guard compares, and the collectives over a group."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,14 +11,14 @@ from hpctrain.parallel.guard_facts import Named
 
 
 class Axis(NamedTuple):
-    """Group of ranks that compare operations, with the parameters replicated on each rank."""
+    """Group of ranks that compare operations, with the parameters that the ranks replicate."""
 
     group: Any
     device: str
     replicated: Named
     is_stages: bool = False
-    is_averaged: bool = False  # replicas have different gradients until a step
-    is_replica: bool = False  # of the whole model: a rank may change its own, as for a test
+    is_averaged: bool = False  # whether gradients of replicas differ until the step
+    is_replica: bool = False  # whether a rank has all parameters, and may change its copy
 
 
 class GuardLayout(NamedTuple):
@@ -27,7 +27,7 @@ class GuardLayout(NamedTuple):
     named: Named
     axes: Sequence[Axis]
     watched: Named
-    """Parameters that all ranks of every axis except the stages hold, in whole or in part."""
+    """Parameters of which every rank of the axes, except the stages, holds the whole or a part."""
 
     @property
     def stages(self) -> list[Axis]:
@@ -35,10 +35,10 @@ class GuardLayout(NamedTuple):
         return [axis for axis in self.axes if axis.is_stages]
 
     def in_order(self) -> Iterator[Axis]:
-        """Yield all axes except the stages, in an order that passes each difference to every rank.
+        """Yield all axes except the stages, so that every rank learns of each difference.
 
-        Values of replicas are compared along one axis at a time, so a difference along a later
-        axis is sent along the earlier axes again.
+        Values of replicas are compared along one axis at a time, so a difference that is found
+        along a later axis is sent along the earlier axes once more.
         """
         first = [axis for axis in self.axes if axis.replicated]
         yield from first
@@ -47,7 +47,7 @@ class GuardLayout(NamedTuple):
 
 
 def maxima(words: Sequence[int], axis: Axis) -> list[int]:
-    """Return the maximum of each word over the ranks of an axis. Collective over the axis."""
+    """Return the maximum of each word over the ranks of ``axis``. Collective over the axis."""
     there = torch.tensor(words, dtype=torch.int64, device=axis.device)
     dist.all_reduce(there, dist.ReduceOp.MAX, group=axis.group)
     found: list[int] = there.tolist()
@@ -55,7 +55,7 @@ def maxima(words: Sequence[int], axis: Axis) -> list[int]:
 
 
 def gathered(one: object, axis: Axis) -> list[Any]:
-    """Return the object of each rank of an axis. Collective over the axis."""
+    """Return the objects of all ranks of ``axis``. Collective over the axis."""
     found: list[Any] = [None] * dist.get_world_size(axis.group)
     dist.all_gather_object(found, one, group=axis.group)
     return found

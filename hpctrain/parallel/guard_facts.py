@@ -1,4 +1,4 @@
-"""Facts about parameters, gradients and settings that ranks compare, as numbers and as text."""
+"""Facts that the ranks of a divided model compare, as numbers for all-reduce and as text."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from hpctrain.gradients.weight_sample import WeightSample
 
 Named = Sequence[tuple[str, nn.Parameter]]
 
-NOTHING = -(1 << 62)  # of a rank without an opinion
+NOTHING = -(1 << 62)  # word of a rank that compares no value
 STATES = (
     "no gradient",
     "set by the program",
@@ -26,29 +26,29 @@ _NONE, _SET, _LEFT, _CHANGED = range(4)
 
 
 def pairs(values: Sequence[int | None]) -> list[int]:
-    """Return ``v, -v`` for each value; the maxima over ranks show whether the values are equal."""
+    """Return ``v, -v`` for each value, whose maxima over ranks show whether values are equal."""
     return [n for v in values for n in ((NOTHING, NOTHING) if v is None else (v, -v))]
 
 
 def differ(words: Sequence[int]) -> bool:
-    """Return whether the maxima of a pair show that values differ."""
+    """Return whether the values of ranks differ, given the maxima of a pair ``v, -v``."""
     most, least = words
     return most not in (NOTHING, -least)
 
 
 def crc(what: object) -> int:
-    """Return a checksum of a value's representation."""
+    """Return the CRC-32 of ``repr(what)``."""
     return crc32(repr(what).encode())
 
 
 def part(tensor: Tensor) -> Tensor:
-    """Return the local tensor of a DTensor, the same object at each call, or the tensor itself."""
+    """Return the local tensor of a DTensor, always the same object; other tensors unchanged."""
     here: Tensor = getattr(tensor, "_local_tensor", tensor)
     return here
 
 
 def is_divided(tensor: Tensor) -> bool:
-    """Return whether the ranks hold different parts of a tensor."""
+    """Return whether each rank holds a part of ``tensor``."""
     return isinstance(tensor, DTensor) and not all(
         isinstance(one, Replicate) for one in tensor.placements
     )
@@ -63,7 +63,7 @@ def settings_of(optimizer: Optimizer) -> dict[str, str]:
 
 
 def mark(parameters: Sequence[nn.Parameter]) -> None:
-    """Record the present gradients as the result of backward."""
+    """Record version and largest element of each gradient as the result of backward."""
     held = [p.grad for p in parameters if p.grad is not None]
     sizes = _sizes(held)
     for gradient in held:
@@ -86,7 +86,7 @@ def states_of(parameters: Sequence[nn.Parameter]) -> list[int]:
     if left:
         now = _sizes(list(left))
         before, after = (torch.stack([s[g].cpu() for g in left]) for s in (left, now))
-        # As bits: NaN is no change.
+        # The comparison as bits treats NaN as unchanged.
         same = (before.view(torch.int64) == after.view(torch.int64)).tolist()
         changed = {id(g) for g, is_same in zip(left, same, strict=True) if not is_same}
         for number, parameter in enumerate(parameters):
@@ -96,11 +96,11 @@ def states_of(parameters: Sequence[nn.Parameter]) -> list[int]:
 
 
 def bounds_of(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Return four rows of numbers; ``is_clamp`` evaluates their maxima over all ranks.
+    """Return four rows of numbers, whose maxima over all ranks ``is_clamp`` evaluates.
 
-    Row 0: negative of the largest element of each gradient that changed without a counted write.
-    Row 1: largest element of each unchanged gradient. Rows 2 and 3: state of the other parameters,
-    and its negative.
+    Each row has one column per parameter. Row 0: negative of the largest element of a gradient
+    that changed without a counted write. Row 1: largest element of an unchanged gradient. Rows 2
+    and 3: for all other gradients, the index in ``STATES`` and its negative.
     """
     states = states_of(parameters)
     gradients = [p.grad for p in parameters if p.grad is not None]
@@ -117,9 +117,12 @@ def bounds_of(parameters: Sequence[nn.Parameter]) -> Tensor:
 
 
 def is_clamp(bounds: Tensor) -> bool:
-    """Return whether no unchanged gradient exceeds a gradient that changed on another rank.
+    """Return whether ``clip_grad_value_`` on all ranks can have caused the changed gradients.
 
-    The condition holds after ``clip_grad_value_`` on all ranks.
+    If so, no unchanged part of a gradient exceeds a part that changed on another rank.
+
+    Args:
+        bounds: maxima over all ranks of the rows of ``bounds_of``.
     """
     least_changed, most_unchanged = -bounds[0], bounds[1]
     is_counted = bounds[2] > -torch.inf
@@ -129,15 +132,16 @@ def is_clamp(bounds: Tensor) -> bool:
 
 
 def _version(tensor: Tensor) -> int:
-    """Return the number of writes to a tensor; for a divided tensor, only DTensor operations."""
+    """Return the number of writes to a tensor; of a divided tensor, only DTensor operations."""
     own = 0 if is_divided(tensor) or tensor is part(tensor) else version_of(part(tensor))
     return version_of(tensor) + own
 
 
 def _sizes(gradients: Sequence[Tensor]) -> dict[Tensor, Tensor]:
-    """Return the largest element of each DTensor of which every rank has at least one element.
+    """Return the largest absolute element of each gradient that has elements on every rank.
 
-    Torch does not count the writes of ``torch._foreach_...``, such as clipping, to a DTensor.
+    Only of DTensors: their version counters do not count writes by ``torch._foreach_...``, such as
+    clipping.
     """
     kinds: dict[Any, list[Tensor]] = defaultdict(list)
     for gradient in gradients:
@@ -151,7 +155,7 @@ def _sizes(gradients: Sequence[Tensor]) -> dict[Tensor, Tensor]:
 
 
 def _has_all(tensor: DTensor) -> Iterator[bool]:
-    """Yield, for each dimension, whether every rank has at least one index."""
+    """Yield, for each dimension, whether every rank has at least one element along it."""
     parts = [1] * tensor.ndim
     for one, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True):
         if not isinstance(one, Replicate):
@@ -166,7 +170,7 @@ def writes_of(named: Named) -> list[int]:
 
 
 def shared_texts(parameter: nn.Parameter, step: int) -> dict[str, str]:
-    """Return the facts about a shared weight that the stages compare, as text by name."""
+    """Return what stages compare of a shared weight, as text by name."""
     return {
         "requires_grad": str(parameter.requires_grad),
         "the gradient": STATES[states_of([parameter])[0]],
@@ -175,7 +179,7 @@ def shared_texts(parameter: nn.Parameter, step: int) -> dict[str, str]:
 
 
 def texts(fact: str, named: Named, optimizer: Optimizer | None) -> Mapping[str, str]:
-    """Return the values of a fact on this rank, as text by name."""
+    """Return the values that rule ``fact`` compares on this rank, as text by name."""
     if fact in ("settings", "stages"):
         return settings_of(optimizer) if optimizer else {}
     if fact == "trained":

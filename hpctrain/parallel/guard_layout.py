@@ -1,4 +1,4 @@
-"""Search for the parameters of a divided model and the axes along which ranks compare them."""
+"""Search for the parameters of a divided model, and for the axes of its ranks."""
 
 import weakref
 from typing import Any
@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from hpctrain.parallel.guard_axes import Axis, GuardLayout
 from hpctrain.parallel.guard_facts import Named
 
-# A separate object: a stage without parameters has an equal layout, and compares too.
+# Compared by identity: a stage without parameters has an equal layout, but a known one.
 _UNKNOWN = GuardLayout((), (), ())
 
 
@@ -26,10 +26,10 @@ class LayoutFinder:
     def __init__(self, model: nn.Module, stages: DeviceMesh | None) -> None:
         self._model, self._stages = weakref.ref(model), stages
         self.replicas: list[tuple[Any, str, bool]] = []
-        """Groups with the same plain parameters: group, type of device, and whether gradients
-        differ until they are averaged before a step."""
+        """Groups of ranks with replicas of the plain parameters: group, device type, and whether
+        gradients differ until the ranks average them before a step."""
         self._groups: dict[tuple[int, ...], tuple[Any, str]] = {}
-        """Group and type of device of all DTensors so far, by ranks."""
+        """Group and device type of each axis of the DTensors found so far, by ranks."""
         self.refresh()
 
     @property
@@ -38,7 +38,7 @@ class LayoutFinder:
         return self._stages is not None
 
     def refresh(self) -> None:
-        """Discard the cached modules and layout after the modules of the model changed."""
+        """Discard cached modules and layout; called after modules of the model have changed."""
         self._modules: list[tuple[str, nn.Module]] = []
         self.layout = _UNKNOWN
 
@@ -64,7 +64,7 @@ class LayoutFinder:
         return list({id(p): (name, p) for name, p in held}.values())
 
     def _found(self, named: Named) -> GuardLayout:
-        """Return the layout with axes of replicas first, so that all ranks see all differences."""
+        """Return the layout of ``named``, first the axes with replicated parameters."""
         replicated: dict[Any, list[tuple[str, nn.Parameter]]] = {}
         groups_of: dict[str, set[Any]] = {}
         for name, p in named:

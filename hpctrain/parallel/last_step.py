@@ -1,4 +1,4 @@
-"""States of a divided model after its last step, which the ranks compare at the end."""
+"""State of a divided model after its last step, which the ranks compare at the end."""
 
 import weakref
 from collections import Counter
@@ -22,11 +22,16 @@ Ranks = tuple[int, ...]
 
 
 class LastStep:
-    """State of a divided model after the last step, which the ranks of each axis compare.
+    """State of a divided model after its last step, for the comparison at the end of the world.
 
-    Ranks with replicas compare values and optimizer state; all ranks of an axis compare numbers
-    of steps and settings. The stages of a pipeline compare shared weights, the steps ``taken``
-    since the last batch, and the settings of optimizers that ``are_uniform``.
+    The ranks of an axis compare the numbers of steps and the settings of optimizers; ranks with
+    replicas also compare values and optimizer state. The stages of a pipeline compare shared
+    weights, the steps since the last batch, and the settings that were equal in all stages.
+
+    Args:
+        shared: returns the weights that stages share.
+        taken: steps of each optimizer since the last batch.
+        are_uniform: by optimizer number: whether all stages began with equal settings.
     """
 
     def __init__(
@@ -38,7 +43,7 @@ class LastStep:
         self._shared, self._taken, self._are_uniform = shared, taken, are_uniform
         self._axes: dict[Ranks, list[Axis]] = {}
         self._samples: dict[Ranks, WeightSample] = {}
-        """Values after the last step, for replicas that a single rank may change."""
+        """Values after the last step of replicas, which the program may change on one rank."""
         self._optimizers = weakref.WeakKeyDictionary[Optimizer, int]()
         self._num_steps = Counter[int]()
         self._layout: GuardLayout | None = None
@@ -46,7 +51,7 @@ class LastStep:
         self._names: dict[Ranks, str] = {}
 
     def begin(self, layout: GuardLayout, optimizer: Optimizer, number: int) -> None:
-        """Record that a step begins. Local, but all ranks of an axis call it."""
+        """Record that a step begins. Local, but called by all ranks of an axis."""
         self._optimizers[optimizer] = number
         if layout is self._layout:
             return
@@ -76,7 +81,7 @@ class LastStep:
                 sample.mark(None)
 
     def left(self, ranks: Ranks, /, *, has_weights: bool = True) -> Mapping[str, str]:
-        """Return the state that these ranks compare, as text by name. Not collective."""
+        """Return the state that the group ``ranks`` compares, as text by name. Not collective."""
         found: dict[str, str] = {}
         for axis in self._axes.get(ranks, ()):
             if axis.is_stages and self._taken:
@@ -98,7 +103,7 @@ class LastStep:
         }
 
     def _values(self, axis: Axis, ranks: Ranks) -> dict[str, Any]:
-        """Return replicated values with optimizer state, and step counts of divided parameters."""
+        """Return values to compare: replicas and their optimizer state, and other step counts."""
         if axis.is_stages:
             return {name: part(p.detach()) for name, p in self._shared() if p is not None}
         replicated = dict(axis.replicated)

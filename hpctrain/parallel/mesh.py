@@ -1,4 +1,4 @@
-"""Meshes of ranks, placed by topology: axes with the most traffic stay inside a node."""
+"""Meshes of ranks that keep the axes with the most traffic inside a node."""
 
 import math
 import sys
@@ -25,7 +25,7 @@ TRAFFIC = {
     "cp": "keys and values of every attention",
     "tp": "activations of every layer",
 }
-"""Data that ranks along an axis exchange."""
+"""Data that the ranks along each axis exchange."""
 
 
 def build_mesh(
@@ -33,24 +33,26 @@ def build_mesh(
 ) -> DeviceMesh:
     """Arrange all ranks along the axes ``dp``, ``pp``, ``cp`` and ``tp``. Collective.
 
-    Ranks of one ``tp`` group are placed inside a node if they fit, then ranks of ``cp``, then of
-    ``pp``; ``dp`` is outermost. Rank 0 prints the placement and the traffic between nodes to
-    stderr. The mesh has all four axes, including axes of size 1.
+    The ranks of a ``tp`` group are placed inside a node if the node has enough ranks, then the
+    ranks of ``cp``, then of ``pp``; ``dp`` is outermost. Rank 0 prints the placement and the
+    traffic between nodes to stderr. The mesh has all four axes, including axes of size 1.
 
-    Initializes the world, and torch's default group with the backend ``hpctrain``, if necessary.
+    The function initializes the world, and torch's default process group with the backend
+    ``hpctrain``, if necessary.
 
     Args:
-        tp: ranks that share the matrices of a layer, or its sequence.
+        tp: ranks that divide the matrices of each layer.
         pp: stages of a pipeline.
-        dp: replicas, or shards of one; by default the remaining ranks.
-        cp: ranks that share the sequence of a sample.
+        dp: replicas, or shards of a replica; by default the number of ranks divided by the other
+            sizes.
+        cp: ranks that divide the sequence of each sample.
         device: device type of the tensors that the ranks exchange.
 
     Raises:
         TopologyError: the product of the sizes is not the number of ranks, or the ranks of
             torch.distributed and MPI differ; on every rank.
         MismatchError: the ranks request different meshes; on every rank.
-        ConfigError: a rank lacks such a device; on every rank.
+        ConfigError: a rank has no such device; on every rank.
     """
     initialization.init()
     if not dist.is_initialized():
@@ -59,8 +61,8 @@ def build_mesh(
     here = world.current()
     with agreed(here.comm, TopologyError):
         sizes = _checked(here.topology, dp=dp, pp=pp, cp=cp, tp=tp)
-    asked = f"{_words(sizes)} on {device}"
-    require_equal(here.comm, [asked], "build_mesh", "request the same mesh on all ranks")
+    request = f"{_words(sizes)} on {device}"
+    require_equal(here.comm, [request], "build_mesh", "request the same mesh on all ranks")
     with agreed(here.comm, ConfigError):
         _use(device)
     order = packed(here.topology.nodes, [sizes[axis] for axis in reversed(AXES)])
@@ -72,23 +74,21 @@ def build_mesh(
 
 
 def _use(device: str) -> None:
-    """Initialize the device; without it torch selects GPU LOCAL_RANK, which may not exist."""
+    """Initialize the device; otherwise torch selects GPU LOCAL_RANK, which may not exist."""
     try:
         torch.empty(0, device=device)
-    except (
-        AssertionError,
-        RuntimeError,
-    ) as error:  # AssertionError: torch was built without this device type
+    # Torch raises AssertionError if it was built without this device type.
+    except (AssertionError, RuntimeError) as error:
         raise ConfigError(
             f"every rank must have the device of a mesh, but {device!r} failed on a rank: "
-            f"{str(error).splitlines()[0]}"
+            f"{str(error).splitlines()[0]}; pass a device that every rank has"
         ) from None
 
 
 def gradient_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Return the axes ``dp`` and ``cp`` as one axis, whose ranks average their gradients.
 
-    Collective over all ranks at the first call for a mesh; the same mesh afterwards.
+    Collective over all ranks at the first call for a mesh; later calls return the same axis.
 
     Args:
         mesh: result of ``build_mesh``.
@@ -118,7 +118,7 @@ def hybrid_mesh(mesh: DeviceMesh | None = None) -> DeviceMesh:
     refusal = None
     if len({*runs}) > 1 or len(runs) > len({*nodes}):
         refusal = (
-            f"for HSDP every node must have the same number of consecutive ranks of the axis, got "
+            f"every node must have the same number of consecutive ranks of the axis for HSDP, got "
             f"{sizes}; shard over the whole axis, or change the mesh"
         )
     raise_if_any(world.current().comm.allgather_object(refusal), TopologyError)
@@ -127,7 +127,7 @@ def hybrid_mesh(mesh: DeviceMesh | None = None) -> DeviceMesh:
 
 
 def require_one_axis(mesh: DeviceMesh, axis: str) -> None:
-    """Raise ``ConfigError`` unless a mesh has one axis, such as ``axis``."""
+    """Raise ``ConfigError`` unless ``mesh`` has one axis; ``axis`` is for the message."""
     if mesh.ndim != 1:
         names = ", ".join(mesh.mesh_dim_names or ("no names",))
         raise ConfigError(
@@ -136,29 +136,30 @@ def require_one_axis(mesh: DeviceMesh, axis: str) -> None:
 
 
 def _checked(topology: Topology, *, dp: int | None, **inner: int) -> dict[str, int]:
-    """Return the size of each axis."""
-    told = (dist.get_rank(), dist.get_world_size())
-    if told != (topology.rank, topology.size):
+    """Return the size of each axis, checked; ``inner`` are the axes other than ``dp``."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if (rank, size) != (topology.rank, topology.size):
         raise TopologyError(
             f"ranks of MPI and torch.distributed must be equal, but this is rank {topology.rank} "
-            f"of {topology.size} in MPI, rank {told[0]} of {told[1]} in torch.distributed; start "
+            f"of {topology.size} in MPI and rank {rank} of {size} in torch.distributed; start "
             f'the ranks with mpirun, srun or hpctrain launch, and init_process_group("hpctrain")'
         )
-    strange = {a: n for a, n in (inner | {"dp": dp}).items() if type(n) is not int}
-    if strange and strange != {"dp": None}:
-        found = ", ".join(f"{a}={n!r}" for a, n in strange.items() if n is not None)
-        raise TopologyError(f"sizes of axes must be integers, got {found}; use an int")
+    not_integers = {a: n for a, n in (inner | {"dp": dp}).items() if type(n) is not int}
+    if not_integers and not_integers != {"dp": None}:
+        found = ", ".join(f"{a}={n!r}" for a, n in not_integers.items() if n is not None)
+        raise TopologyError(f"sizes of axes must be integers, got {found}; pass an int")
     rest = math.prod(inner.values())
     if min(rest, *inner.values()) < 1 or topology.size % rest:
         raise TopologyError(
             f"the axes of a mesh must be at least 1 and divide the {topology.size} ranks, got "
-            f"{_words(inner)}, {rest} in all; start a multiple of that, or make an axis smaller"
+            f"{_words(inner)}, {rest} in all; start a multiple of {rest} ranks, or make an axis "
+            f"smaller"
         )
     sizes = {"dp": topology.size // rest if dp is None else dp, **inner}
     if math.prod(sizes.values()) != topology.size:
         raise TopologyError(
             f"the sizes of the axes of a mesh must multiply to the {topology.size} ranks, "
-            f"got {_words(sizes)}; omit dp, which is then {topology.size // rest}"
+            f"got {_words(sizes)}; omit dp, which then is {topology.size // rest}"
         )
     return sizes
 
@@ -168,7 +169,9 @@ def _words(sizes: dict[str, int]) -> str:
 
 
 def packed(nodes: Sequence[Sequence[int]], sizes: Sequence[int]) -> list[int]:
-    """Order ranks so that groups of an axis are inside a node if possible. Not collective.
+    """Return all ranks, ordered so that groups of an axis are on one node if possible.
+
+    Not collective.
 
     Args:
         nodes: ranks of each node.
@@ -196,7 +199,7 @@ def placement(mesh: DeviceMesh) -> str:
     """Describe the placement of a mesh and its traffic between nodes. Not collective.
 
     Args:
-        mesh: any mesh of torch, also from ``init_device_mesh``.
+        mesh: any torch mesh, such as from ``init_device_mesh``.
 
     Returns:
         Two lines: the axes with the ranks of their first groups, and the traffic; a third line if
@@ -234,7 +237,7 @@ def placement(mesh: DeviceMesh) -> str:
 
 
 def _traffic(axes: Sequence[str]) -> str:
-    told = [
-        f"{TRAFFIC[axis]} ({axis})" if axis in TRAFFIC else f"what {axis} sends" for axis in axes
+    words = [
+        f"{TRAFFIC[axis]} ({axis})" if axis in TRAFFIC else f"data of {axis}" for axis in axes
     ]
-    return " and ".join(told) or "nothing"
+    return " and ".join(words) or "nothing"

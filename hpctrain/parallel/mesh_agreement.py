@@ -1,4 +1,4 @@
-"""Facts about models and tensors that the ranks of a mesh compare."""
+"""Comparison of models and tensors between the ranks of a mesh."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -14,7 +14,7 @@ from hpctrain.core.checksum import crc32
 
 
 def gathered(item: object, mesh: DeviceMesh | None = None) -> list[Any]:
-    """Return the object of each rank of a mesh, by default of the world. Collective."""
+    """Return the items of all ranks of ``mesh``, by default of the world. Collective."""
     found = [item]
     for group in [None] if mesh is None else mesh.get_all_groups():
         lists: list[Any] = [None] * dist.get_world_size(group)
@@ -26,12 +26,12 @@ def gathered(item: object, mesh: DeviceMesh | None = None) -> list[Any]:
 def require_identical(
     mesh: DeviceMesh | None, lines: Sequence[str], what: str, *remedy: str
 ) -> None:
-    """Raise ``MismatchError`` on all ranks unless all pass the same lines. Collective."""
+    """Raise ``MismatchError`` on all ranks unless all ranks pass the same lines. Collective."""
     require_equal_by(partial(gathered, mesh=mesh), lines, what, *remedy)
 
 
 def signature_of(model: nn.Module) -> list[str]:
-    """Return a line for each parameter: name, shape, dtype and whether it is frozen."""
+    """Return a line for each parameter: name, shape, dtype, and ``frozen`` if frozen."""
     return [
         f"{name} {tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}"
         for name, p in model.named_parameters()

@@ -23,16 +23,16 @@ from hpctrain.gradients.elementwise import PieceStep
 from hpctrain.parallel.guard_facts import part
 
 BUCKET_ELEMENTS = 2 * MIB
-"""Elements of parameters that are updated together."""
+"""Number of parameter elements that are updated together."""
 _IN_MEMORY = {0x01021994, 0x858458F6}  # tmpfs, ramfs
 _ALIGNED = 64  # bytes; alignment for vector instructions
-_VALUES = ""  # slot of the parameter; other slots contain its state
+_VALUES = ""  # key of the slot with the parameter; other slots contain optimizer state
 
 Slots: TypeAlias = dict[str, Tensor]
 
 
 class _Slice(NamedTuple):
-    """Range of elements of a parameter, with the number of its parameter group."""
+    """Range of elements of a parameter in a bucket, with the number of the parameter group."""
 
     group: int
     parameter: Any
@@ -40,9 +40,9 @@ class _Slice(NamedTuple):
 
 
 class FileState:
-    """Shards of parameters and optimizer state in an unnamed file.
+    """Stores shards of parameters and optimizer state in an unnamed file.
 
-    The file is deleted at the end of the process. Its blocks are reserved at the start, so a disk
+    The file is deleted at the end of the process. The constructor reserves its blocks, so a disk
     that becomes full later causes no error. Pages that are not written yet, or that are read
     ahead, are in the page cache, which the kernel can reclaim.
 
@@ -50,7 +50,7 @@ class FileState:
         optimizer: optimizer of the parameters, before they are sharded.
         folder: folder on a local disk.
         num_shards: number of ranks that divide each parameter.
-        masters: dtype to promote parameters to, or None.
+        masters: dtype to which narrower parameters are promoted; None to keep their dtypes.
 
     Raises:
         ConfigError: the space cannot be reserved, or the folder is in memory.
@@ -85,7 +85,7 @@ class FileState:
 
     @torch.no_grad()
     def take_over(self) -> None:
-        """Move the shards of parameters, which the optimizer holds now, into the file."""
+        """Move the shards that are now the parameters of the optimizer into the file."""
         slots, room = iter(self._forms), BUCKET_ELEMENTS
         for number, group in enumerate(self._optimizer.param_groups):
             for p in group["params"]:
@@ -108,12 +108,12 @@ class FileState:
     def step(self) -> None:
         """Update all parameters that have a gradient, while the next bucket is read ahead.
 
-        Takes the parameters from the optimizer, so that its own ``step()``, which follows, updates
-        nothing; ``end_step`` returns them.
+        Removes the parameters from the optimizer, so that the optimizer's own ``step()``, which
+        follows, updates nothing; ``end_step`` restores the parameters.
 
         Raises:
-            ConfigError: the options of the optimizer need other state than at the start; raised
-                before any update.
+            ConfigError: the options of the optimizer require state that the file does not
+                contain; raised before any update.
         """
         groups = self._optimizer.param_groups
         self._steps.read(self._optimizer)
@@ -131,12 +131,12 @@ class FileState:
             group["params"] = []
 
     def end_step(self) -> None:
-        """Return the parameters to the optimizer."""
+        """Restore the parameters of the optimizer after ``step``."""
         for group, held in zip(self._optimizer.param_groups, self._held, strict=True):
             group["params"] = held
 
     def _step_bucket(self, bucket: list[_Slice], fresh: dict[Any, dict[str, Any]]) -> None:
-        """Update the parameters of a bucket; store new optimizer state in ``fresh``."""
+        """Update the parameters of ``bucket``; store the new optimizer state in ``fresh``."""
         pieces: dict[int, list[Tensor]] = defaultdict(list)
         state = self._steps.state
         for group, p, elements in bucket:
@@ -144,7 +144,7 @@ class FileState:
             piece.grad = _part(p.grad, elements)
             pieces[group].append(piece)
             for key, value in self._optimizer.state.get(p, {}).items():
-                is_whole = key not in self._slots[p]  # one value for all slices
+                is_whole = key not in self._slots[p]  # one value per parameter, such as step
                 state[piece][key] = deepcopy(value) if is_whole else _part(value, elements)
         self._steps.step(pieces)
         for (_, p, elements), piece in zip(bucket, chain(*pieces.values()), strict=True):
@@ -167,8 +167,9 @@ class FileState:
                 needed = {key for key, part in parts.items() if part.shape is None}
                 if more := needed - set(self._slots.get(p, ())):
                     raise ConfigError(
-                        f"the optimizer must not need more state than at shard(), but needs "
-                        f"{', '.join(sorted(more))}; set its options before shard()"
+                        "options of the optimizer must not require more state than at shard(), "
+                        f"but now require {', '.join(sorted(more))}; set the options before "
+                        "shard()"
                     )
 
     def _advise(self, bucket: list[_Slice], advice: int) -> None:
@@ -184,18 +185,18 @@ def _part(tensor: DTensor, elements: slice) -> Tensor:
 
 
 def _reserved(folder: Path, num_bytes: int) -> mmap.mmap:
-    """Map a new unnamed file with reserved blocks."""
+    """Return the memory map of a new unnamed file in ``folder`` with reserved blocks."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             if file_system_magic(file.fileno()) in _IN_MEMORY:
                 raise ConfigError(
-                    f"the folder of offload must be on a disk, but {folder} is in memory; use "
-                    f"another folder"
+                    f"the folder of offload must be on a disk, but {folder} is in memory (tmpfs "
+                    "or ramfs); use another folder"
                 )
             os.posix_fallocate(file.fileno(), 0, max(num_bytes, 1))
             return mmap.mmap(file.fileno(), max(num_bytes, 1))
     except OSError as error:
         raise ConfigError(
-            f"{folder} must have {format_bytes(num_bytes)} per rank for offload, but the "
-            f"space cannot be reserved: {refusal(error, 'use another folder')}"
+            f"{folder} must have {format_bytes(num_bytes)} of free space per rank for offload, "
+            f"but the space cannot be reserved: {refusal(error, 'use another folder')}"
         ) from error

@@ -64,7 +64,7 @@ class ParallelConfig(CheckedFields):
             "parallel.schedule must be gpipe or 1f1b with parallel.zero, which divides the "
             "only stage of a rank",
             self.schedule,
-            "choose one of them, or omit parallel.zero",
+            "choose gpipe or 1f1b, or omit parallel.zero",
         )
         require(
             self.pp > 1 or (self.schedule == "1f1b" and not self.micro_batches),

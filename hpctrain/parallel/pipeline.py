@@ -22,7 +22,7 @@ from hpctrain.parallel.split import Chain, cut, layers_of, seconds_of
 from hpctrain.parallel.stage import PipelineSchedule
 from hpctrain.parallel.tied_weights import TiedWeights
 
-SAME = "create the same on every rank"
+SAME = "create the same pipeline on every rank"
 SAME_WEIGHTS = (
     "set the same seed or load the same file on every rank, or call "
     "hvd.broadcast_parameters(model.state_dict()) before"
@@ -32,31 +32,33 @@ Wrap = Callable[[nn.Module], nn.Module]
 
 
 class Pipeline:
-    """Pipeline parallel model, divided by layers into stages. Collective over all ranks.
+    """Pipeline parallel model: divides the layers of a model into stages on several ranks.
 
-    ``model`` contains the layers of this rank under their names in the whole model, for the
-    optimizer and for distributed checkpoints: ``AdamW(pipeline.model.parameters())``. The pipeline
-    does not keep the whole model; delete it to free its memory.
+    The constructor is collective over all ranks. The attribute ``model`` contains the layers of
+    this rank under their names in the whole model, for the optimizer and for distributed
+    checkpoints: ``AdamW(pipeline.model.parameters())``. The pipeline keeps no reference to the
+    whole model; delete the whole model to free its memory.
 
     Args:
-        model: identical on all ranks, with equal weights: each rank keeps those of its stages.
+        model: whole model, identical on all ranks, with equal weights.
         mesh: one axis, such as ``build_mesh(pp=2)["pp"]``.
-        layers: names of the modules of the chain, in the order of forward; ``*`` matches any
-            part: ``["embedding", "blocks.*", "head"]``.
-        loss: returns the mean loss for the output of the last layer and the target of a
-            micro-batch.
+        layers: names of the modules that forward calls one after another, in this order; ``*``
+            matches any part: ``["embedding", "blocks.*", "head"]``.
+        loss: function of the output of the last layer and the target of a micro-batch that
+            returns the mean loss.
         num_microbatches: number of equal parts of a batch; for ``1f1b`` at least the number of
             ranks.
         schedule: ``gpipe`` or ``1f1b`` with one stage per rank, or ``interleaved``,
             ``zero_bubble`` or ``zbv`` with two.
-        stages_per_rank: for ``interleaved`` and ``zero_bubble``, which need a multiple of
-            ``M // P`` micro-batches, such as a multiple of P, for M micro-batches on P ranks.
-        sample: a micro-batch for timing the layers, to balance the stages; by default stages are
-            balanced by their number of parameters.
-        wrap: applied to each stage, such as ``fully_shard`` over ``mesh["dp"]``.
+        stages_per_rank: number of stages of each rank, for ``interleaved`` and ``zero_bubble``.
+            With these, the number of micro-batches M on P ranks must be a multiple of ``M // P``,
+            such as a multiple of P.
+        sample: micro-batch with which the layers are timed to balance the stages; None to balance
+            stages by the number of parameters.
+        wrap: function that is applied to each stage, such as ``fully_shard`` over ``mesh["dp"]``.
 
     Raises:
-        ConfigError: a schedule or layer does not exist, the schedule needs another number of
+        ConfigError: a schedule or layer does not exist, the schedule requires another number of
             stages or micro-batches, there are more stages than layers, a parameter is in no layer,
             or selective recomputation is used with a schedule that divides backward in two.
         MismatchError: the ranks pass different arguments, or models with different weights; on
@@ -82,12 +84,9 @@ class Pipeline:
         require_one_axis(mesh, "pp")
         require("a pipeline", can_pipeline, "2.7")
         self._mesh, self._group = mesh, mesh.get_group()
-        asked = f"{schedule=}, {num_microbatches=}, {stages_per_rank=}, layers={[*layers]}"
+        options = f"{schedule=}, {num_microbatches=}, {stages_per_rank=}, layers={[*layers]}"
         first = f"sample {None if sample is None else (tuple(sample.shape), sample.dtype)}"
-        require_identical(mesh, [asked, first, *signature_of(model)], "a pipeline", SAME)
-        values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        found = [f"{name} {digest(local(v))}" for name, v in values.items() if not v.is_meta]
-        require_identical(mesh, found, "the weights of a pipeline", SAME_WEIGHTS)
+        model: whole model, identical on all ranks, with equal weights.
         self._loss = loss
         self._schedule = PipelineSchedule(
             schedule, mesh.size(), stages_per_rank, num_microbatches, model
@@ -95,7 +94,7 @@ class Pipeline:
         chain, rank_of = layers_of(model, layers), self._schedule.rank_of
         costs = _agreed_costs([layer for _, layer in chain], sample)
         self.split = cut(costs, len(rank_of))
-        """Numbers of the layers of each stage."""
+        """Layer numbers of each stage."""
         self._device = next(model.parameters()).device
         release(model)
         self._place(chain, wrap)
@@ -103,7 +102,7 @@ class Pipeline:
         self._learnt: object = None
 
     def _place(self, chain: Sequence[tuple[str, nn.Module]], wrap: Wrap | None) -> None:
-        """Create the stages of this rank. Collective over all ranks."""
+        """Create ``model`` and the stages of this rank. Collective over all ranks."""
         rank_of, mesh = self._schedule.rank_of, self._mesh
         mine = [stage for stage, rank in enumerate(rank_of) if rank == mesh.get_local_rank()]
         parts = {stage: [chain[number] for number in self.split[stage]] for stage in mine}
@@ -118,7 +117,7 @@ class Pipeline:
         self._watch([*chains.values()], [*wrapped.values()])
 
     def _watch(self, chains: Sequence[nn.Module], wrapped: Sequence[nn.Module]) -> None:
-        """Attach one guard to all stages and their replicas."""
+        """Attach one guard to all stages of this rank and to their replicas."""
         guard = self._guard
         for chain in chains:
             guard.num_flags = max(guard.num_flags, release(chain))
@@ -127,11 +126,11 @@ class Pipeline:
         guard.add_replicas(groups, self._device.type, is_averaged=False)
 
     def step(self, given: Tensor, target: Tensor) -> Tensor:
-        """Accumulate the gradients of a batch. Collective over the axis.
+        """Run forward and backward of a batch, and accumulate gradients. Collective over the axis.
 
-        All ranks of the axis pass the same batch; gradients of tied weights are summed. Batch
-        sizes and ``requires_grad`` may change between steps. With tensor parallel scores, call
-        ``step`` within ``loss_parallel()``.
+        All ranks of the axis pass the same batch. The gradients of a weight that several stages
+        share are summed. Batch sizes and ``requires_grad`` may change between steps. If the
+        scores of the last layer are tensor parallel, call ``step`` within ``loss_parallel()``.
 
         Args:
             given: ``(n, ...)``, input of the first layer; ``n`` is a multiple of
@@ -144,7 +143,7 @@ class Pipeline:
         Raises:
             ConfigError: the batch cannot be divided into micro-batches, the number of targets
                 differs, or a shared weight is frozen in some stages; on every rank of the axis.
-            MismatchError: the ranks pass different batches, or changed gradients, weights or
+            MismatchError: the ranks pass different batches, or have changed gradients, weights or
                 settings differently; on every rank of the axis.
         """
         self._check_batch(given, target, FORWARD)
@@ -169,9 +168,9 @@ class Pipeline:
         losses: list[Tensor] = []
         # Torch before 2.13 compares strides with the strides of a contiguous copy.
         inputs = (given.contiguous(),) if self._stages[0].is_first else ()
-        told = target if self._stages[-1].is_last else None
+        targets = target if self._stages[-1].is_last else None
         start = time.perf_counter()
-        self._schedule.run(what, *inputs, target=told, losses=losses)
+        self._schedule.run(what, *inputs, target=targets, losses=losses)
         self._seconds = time.perf_counter() - start
         mean = torch.zeros((), dtype=torch.float64)
         if losses:
@@ -181,15 +180,15 @@ class Pipeline:
         return mean
 
     def _check_batch(self, given: Tensor, target: Tensor, what: int) -> None:
-        """Check a batch; raises on all ranks of the axis or none. Collective over the axis."""
+        """Check a batch; raise on all ranks of the axis or none. Collective over the axis."""
         lines = [f"given {digest(given)}", f"target {digest(target)}"]
         mine = zlib.crc32("".join(lines).encode())
         trained = tuple(parameter.requires_grad for parameter in self.model.parameters())
         now = tuple(given.shape), given.dtype, tuple(target.shape), trained
         is_new, differs = self._guard.compare(what, batch=mine, is_new=now != self._learnt)
         if differs:
-            way_out = "divide data among the ranks of dp only"
-            require_identical(self._mesh, lines, "a batch of a pipeline", way_out)
+            remedy = "divide data among the ranks of dp only"
+            require_identical(self._mesh, lines, "a batch of a pipeline", remedy)
         if len(given) != len(target):
             raise ConfigError(
                 f"a batch must have a target for each sample, got {len(given)} samples "
@@ -209,7 +208,7 @@ class Pipeline:
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients of all stages to a norm of at most ``max_norm``.
 
-        Collective over the axis. Tied weights count once.
+        Collective over the axis. A weight that several stages share counts once.
 
         Returns:
             The norm before scaling, on every rank.
@@ -220,32 +219,37 @@ class Pipeline:
         norm = norm_of(p.grad for p in self._tied.counted() if p.grad is not None)
         sums = torch.zeros(1 + self._mesh.size(), dtype=torch.float64)
         sums[0] = norm.to(sums).square()
-        sums[1 + self._mesh.get_local_rank()] = max_norm  # the sum contains that of each rank
+        sums[1 + self._mesh.get_local_rank()] = (
+            max_norm  # the sum contains the values of all ranks
+        )
         dist.all_reduce(sums, group=self._group)
         if not torch.equal(sums[1:], sums[1].expand(self._mesh.size())):
-            lines, way_out = [f"max_norm {max_norm}"], "pass the same value"
-            require_identical(self._mesh, lines, "an argument of clip_grad_norm_", way_out)
+            lines, remedy = [f"max_norm {max_norm}"], "pass the same value"
+            require_identical(self._mesh, lines, "an argument of clip_grad_norm_", remedy)
         norm = sums[0].sqrt()
         torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), max_norm, norm)
         return norm
 
     @property
     def most_in_flight(self) -> int:
-        """Largest number of micro-batches that this rank stored at once in the last step."""
+        """Largest number of micro-batches in flight on this rank in the last step."""
         return sum(stage.most_in_flight for stage in self._stages)
 
     def report(self) -> str:
-        """Describe the waiting time of the last step. Collective over the axis.
+        """Return a text about the waiting time of the last step. Collective over the axis.
 
         Returns:
-            On every rank: the bubble, which is the fraction of the step in which ranks wait, the
-            bubble of equal stages, ``(P - 1) / (M + P - 1)``, and the slowest rank.
+            On every rank, one line with the bubble (the fraction of the step in which ranks wait),
+            the bubble of equally fast stages, ``(P - 1) / (M + P - 1)`` for M micro-batches on P
+            ranks, and the slowest rank.
 
         Raises:
             ConfigError: ``step`` was not called.
         """
         if not self._seconds:
-            raise ConfigError("a report must follow a step, got none; call step() first")
+            raise ConfigError(
+                "report() must be called after step(), but no step was taken; call step()"
+            )
         mine = sum(stage.busy_s for stage in self._stages)
         here = dist.get_rank(), socket.gethostname()
         found = gathered((mine, self._seconds, here), self._mesh)
@@ -261,7 +265,7 @@ class Pipeline:
 
 
 def _agreed_costs(layers: Sequence[nn.Module], sample: Tensor | None) -> list[float]:
-    """Return the cost of each layer, averaged over all ranks. Collective."""
+    """Return the cost of each layer: mean seconds over all ranks, or parameters. Collective."""
     if sample is None:
         return [1.0 + sum(p.numel() for p in layer.parameters()) for layer in layers]
     found = gathered(seconds_of(layers, sample))
@@ -269,7 +273,7 @@ def _agreed_costs(layers: Sequence[nn.Module], sample: Tensor | None) -> list[fl
 
 
 def _against_others(busy: Sequence[float], places: Sequence[tuple[int, str]]) -> str:
-    """Return a text about the slowest rank and its time relative to the others."""
+    """Return a text with the slowest rank and its time relative to the other ranks."""
     slowest = busy.index(max(busy))
     others = [seconds for rank, seconds in enumerate(busy) if rank != slowest] or [max(busy)]
     ratio, (rank, host) = max(busy) / max(statistics.median(others), 1e-9), places[slowest]

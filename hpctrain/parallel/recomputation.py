@@ -14,22 +14,22 @@ from torch.utils.checkpoint import (
 from hpctrain.core.torch_compat import Operator
 from hpctrain.parallel.split import matching
 
-DEAR = ("mm", "addmm", "convolution")
-"""Operators whose results selective recomputation keeps, in addition to fused attention."""
+EXPENSIVE = ("mm", "addmm", "convolution")
+"""Operators whose results selective recomputation stores, in addition to fused attention."""
 
 
 def recompute(model: nn.Module, blocks: Sequence[str], *, selective: bool = False) -> nn.Module:
-    """Store only the inputs of modules, and repeat their forward during backward.
+    """Store only the inputs of blocks, and repeat their forward during backward.
 
-    Not collective, but backward repeats the communication of the modules' forward. Call it after
-    ``tensor_parallel``, and before ``fully_shard`` and ``Pipeline``. Names and values of
-    parameters do not change; the repeated forward draws the same random numbers.
+    Not collective, but backward repeats the communication of the blocks' forward. Call this
+    function after ``tensor_parallel``, and before ``fully_shard`` and ``Pipeline``. Names and
+    values of parameters do not change; the repeated forward draws the same random numbers.
 
     Args:
-        model: changed in place.
+        model: model, changed in place.
         blocks: names of modules, in which ``*`` matches any part: ``["blocks.*"]``.
-        selective: also store the results of weight matrices and fused attention, so that only
-            cheap operations are repeated: norms, activations, unfused scores.
+        selective: whether to store also the results of weight matrices and fused attention, so
+            that only cheap operations are repeated: norms, activations, unfused scores.
 
     Returns:
         The model.
@@ -77,5 +77,5 @@ def _policy(
 ) -> CheckpointPolicy:
     name = operator.name().partition(".")[0].removeprefix("aten::")
     fused = name.startswith("_scaled_dot_product") and "backward" not in name
-    keep = isinstance(operator, Operator) and (name in DEAR or fused)
+    keep = isinstance(operator, Operator) and (name in EXPENSIVE or fused)
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,4 +1,4 @@
-"""Optimizer of a sharded model: agreement before a step, clipping, gradient accumulation."""
+"""Optimizer of a sharded model: checks before a step, clipping, gradient accumulation."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,7 +30,8 @@ class ShardedOptimizer(Optimizer):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the averaged gradients; return their norm before clipping. Collective.
 
-        The norm includes all parameters of the model, also those sharded over other axes.
+        The norm includes all parameters of the optimizer, also parameters that are divided along
+        other axes.
         """
         self._clipped = f"max_norm {float(max_norm)}, norm_type {float(norm_type)}"
         held = (parameter for group in self.param_groups for parameter in group["params"])
@@ -40,8 +41,8 @@ class ShardedOptimizer(Optimizer):
     def no_sync(self) -> Iterator[None]:
         """Defer communication to the next backward outside the block, for gradient accumulation.
 
-        In stage 1, gradients stay unsharded inside the block and are averaged by the next
-        backward outside. In stages 1 and 2, parameters stay unsharded until that backward.
+        In stage 1, gradients stay unsharded inside the block, and the next backward outside the
+        block averages them. In stages 1 and 2, parameters stay unsharded until that backward.
         Gradients accumulate with or without the block.
         """
         gradients = self._gradients
@@ -59,14 +60,14 @@ class ShardedOptimizer(Optimizer):
 
 
 class Gradients:
-    """Records which parameters received a gradient on any rank since the last step."""
+    """Records which parameters have received a gradient on any rank since the last step.
+
+    The constructor adds a hook to each unsharded parameter, which records that the parameter has
+    received a gradient. For other parameters torch averages zeros, since other ranks may have used
+    them. The constructor is collective.
+    """
 
     def __init__(self, model: nn.Module, stage: int) -> None:
-        """Add a gradient hook to each unsharded parameter. Collective.
-
-        The hooks record which parameters receive a gradient. For the others, torch averages
-        zeros, as other ranks may have used them.
-        """
         self.model, self.stage = cast("Any", model), stage
         self._used: set[str] = set()
         self._sharded = dict(model.named_parameters())
@@ -82,7 +83,7 @@ class Gradients:
             unit.reshard()
 
     def sync(self, *, is_last: bool) -> None:
-        """Set whether the next backward is the last one before a step."""
+        """Set whether the next backward is the last before a step, and must average gradients."""
         self.model.set_requires_gradient_sync(is_last or self.stage > 1)
         self.model.set_reshard_after_backward(is_last or self.stage > 2)
 
@@ -91,11 +92,12 @@ class Gradients:
 
     def _watch(self, name: str, whole: Tensor) -> None:
         trains, self._whole[name] = whole.requires_grad, whole
-        whole.requires_grad = True  # it may be frozen now, and trained later
-        whole.register_post_accumulate_grad_hook(partial(self._has_come, name))
+        # A hook requires requires_grad, and a frozen parameter may be trained later.
+        whole.requires_grad = True
+        whole.register_post_accumulate_grad_hook(partial(self._has_gradient_now, name))
         whole.requires_grad = trains
 
-    def _has_come(self, name: str, _: Tensor) -> None:
+    def _has_gradient_now(self, name: str, _: Tensor) -> None:
         self._used.add(name)
 
     def forget(self) -> None:
@@ -109,20 +111,21 @@ class Gradients:
         """Compare the ranks before a step; drop gradients that no rank has computed. Collective.
 
         Raises:
-            ConfigError: gradients are not averaged yet; on every rank.
-            MismatchError: ``Guard`` finds a difference between the ranks; on every rank.
+            ConfigError: gradients were not averaged; on every rank.
+            MismatchError: the ranks perform different operations, see ``Guard``; on every rank.
         """
         for unit in self._units():
-            unit.reshard()  # whole since an evaluation, and old after the step
+            # Parameters that an evaluation has gathered would be outdated after the step.
+            unit.reshard()
         mine = [self._has_gradient(name, p) for name, p in self._sharded.items()]
         holds_back = any(whole.grad is not None for whole in self._whole.values())  # in stage 1
         flags = [holds_back, bool(self._used), *mine]
         is_held_back, has_any, *found = guard_of(self.model).before_step(optimizer, flags)
         if is_held_back:
             raise ConfigError(
-                "a step of stage 1 must follow a backward outside of no_sync(), which "
-                "averages gradients, but all backwards since the last step were inside; "
-                "call the last one outside"
+                "a step of stage 1 must follow a backward outside of no_sync(), which averages "
+                "gradients, but all backwards since the last step were inside no_sync(); call the "
+                "last backward before step() outside of no_sync()"
             )
         for parameter, is_known in zip(self._sharded.values(), found, strict=True):
             if has_any and not is_known:
@@ -132,7 +135,7 @@ class Gradients:
         self._used.clear()
 
     def _has_gradient(self, name: str, parameter: Tensor) -> bool:
-        """Return whether backward or the program has set the gradient; ignore unused zeros."""
+        """Return whether backward or the program has set the gradient; ignore zeros of torch."""
         gradient = parameter.grad
         if name in self._used or gradient is None:
             return gradient is not None
@@ -144,7 +147,7 @@ def before_step(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Call the closure, if any, then ``Gradients.settle``. A pre-hook of ``step()``.
 
-    The closure runs first because it computes the gradients.
+    The closure computes the gradients, so it must run before ``settle``.
     """
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     with torch.enable_grad():
@@ -157,13 +160,13 @@ def before_step(
 
 
 def after_step(stepped: Any, *_: object) -> None:
-    """End a step of offloaded parameters. A post-hook of ``step()``."""
+    """Restore offloaded parameters. A post-hook of ``step()``."""
     if file := vars(stepped)["_file"]:
         file.end_step()
 
 
 def upgraded(optimizer: Any, gradients: Gradients, file: FileState | None) -> ShardedOptimizer:
-    """Add the methods and hooks of ``ShardedOptimizer`` to an optimizer, in place."""
+    """Add the methods of ``ShardedOptimizer`` and the hooks to ``optimizer``, in place."""
     kind = type(optimizer)
     optimizer.__class__ = type(kind.__name__, (ShardedOptimizer, kind), {})
     vars(optimizer).update(_gradients=gradients, _file=file)

@@ -52,28 +52,32 @@ def shard(  # noqa: PLR0913 - independent options
     """Divide a model and its optimizer state among ranks, in place. Collective over the mesh.
 
     Forward and backward gather the parameters of one layer at a time. Backward averages the
-    gradients and stores on each rank the part that its optimizer updates. The stage determines
-    which tensors stay complete on every rank. With Adam, a 16-bit ``compute_dtype`` and N ranks,
-    the bytes per parameter, without activations and the layer in use, are at most:
+    gradients and stores on each rank the part that the rank's optimizer updates. The stage
+    determines which tensors are complete on every rank, and so the memory. With Adam, a 16-bit
+    ``compute_dtype`` and N ranks, the maximum of bytes per parameter, without activations and the
+    layer in use, is:
 
-    1. parameters from forward to backward, gradients inside ``no_sync()``: 4 + 12 / N;
-    2. parameters from forward to backward: 2 + 12 / N, or 2 + 16 / N with accumulation;
-    3. none: 16 / N.
+    1. complete parameters from forward to backward, and complete gradients inside ``no_sync()``:
+       4 + 12 / N;
+    2. complete parameters from forward to backward: 2 + 12 / N, or 2 + 16 / N with accumulation;
+    3. no complete tensors: 16 / N.
 
     Args:
-        model: identical on all ranks; its forward runs the same layers on all ranks. Values of
-            rank 0 are used. Tensor parallel models can be sharded further.
-        optimizer: an elementwise optimizer of parameters of the model, with or without state;
-            custom classes need the attribute ``elementwise = True``.
+        model: module with the same structure on all ranks, whose forward runs the same layers on
+            all ranks. The parameter values of rank 0 are used. A tensor parallel model can be
+            sharded along another axis.
+        optimizer: elementwise optimizer of parameters of the model, with or without state; a
+            custom class needs the attribute ``elementwise = True``.
         stage: 1, 2 or 3.
         mesh: one axis for shards, or two axes for replicas and shards (HSDP), as from
             ``hybrid_mesh()``; by default all ranks.
         layers: names of the modules that are gathered together; ``*`` matches any text. By
             default the members of the outermost ``nn.ModuleList`` and ``nn.Sequential`` modules.
         compute_dtype: dtype of forward and backward; parameters and state are then stored in
-            float32 or wider.
-        offload: a folder on a local disk for parameters and state, for ranks on CPUs; or
-            ``"cpu"`` to store and update them in host memory.
+            float32 or wider. None to compute in the dtype of the parameters.
+        offload: ``"cpu"`` to store and update parameters and state in host memory, or a folder on
+            a local disk to store them in a file, for ranks on CPUs; None for the memory of the
+            device.
 
     Returns:
         The optimizer, whose state and parameters are ``DTensor`` objects.
@@ -112,7 +116,7 @@ class _Choice(NamedTuple):
 def _checked(
     model: nn.Module, optimizer: Optimizer, names: Mapping[nn.Parameter, str], chosen: _Choice
 ) -> tuple[list[nn.Module], FileState | None]:
-    """Return modules to gather and the offload file. Collective; raises on all ranks or none."""
+    """Return modules to gather, and the offload file. Collective; raises on all ranks or none."""
     units, file, refusal = [], None, None
     stage, mesh, layers, compute_dtype, offload = chosen
     try:
@@ -128,13 +132,13 @@ def _checked(
     lines = [f"stage {stage}, compute_dtype {compute_dtype}, layers {layers}, file {bool(file)}"]
     lines += signature_of(model)
     lines += [" ".join(names[p] for p in group["params"]) for group in optimizer.param_groups]
-    way_out = "pass the same on all ranks"
-    require_identical(mesh, lines, "the model and arguments of shard()", way_out)
+    remedy = "pass the same model and arguments on all ranks"
+    require_identical(mesh, lines, "the model and arguments of shard()", remedy)
     return units, file
 
 
 def _distribute(model: nn.Module, units: Sequence[nn.Module], chosen: _Choice) -> None:
-    """Shard a model with the values of the first rank. Collective."""
+    """Shard ``model`` with the values of the first rank of the mesh. Collective."""
     stage, mesh, _, compute_dtype, offload = chosen
     model.to(mesh.device_type)
     for parameter in model.parameters():
@@ -150,12 +154,12 @@ def _distribute(model: nn.Module, units: Sequence[nn.Module], chosen: _Choice) -
     # By default FSDP2 keeps the root complete after forward, because backward starts with it.
     rest: dict[str, Any] = {} if stage == 3 else {"reshard_after_forward": False}
     fully_shard(model, **options, **rest)
-    if mesh.device_type == "cpu":  # on GPUs a stream overlaps the gathering
+    if mesh.device_type == "cpu":  # on GPUs FSDP2 gathers in a separate stream
         _gather_ahead(model, units)
 
 
 def _gather_ahead(model: nn.Module, units: Sequence[nn.Module]) -> None:
-    """Gather the parameters of a layer while the previous layer computes."""
+    """Make each layer gather its parameters while the previous layer computes."""
     sharded = [unit for unit in (model, *units) if isinstance(unit, FSDPModule)]
     for unit, following in pairwise(sharded[1:]):
         unit.set_modules_to_forward_prefetch([following])
@@ -163,7 +167,7 @@ def _gather_ahead(model: nn.Module, units: Sequence[nn.Module]) -> None:
         gather_asynchronously(unit)
 
     def forget(*_: object) -> None:
-        """Drop gathered parameters that a pass did not use, which are outdated in the next."""
+        """Drop gathered parameters that this forward did not use; the next step changes them."""
         for unit in sharded:
             drop_gathered(unit)
 
@@ -182,8 +186,8 @@ def _check(model: nn.Module, optimizer: Optimizer, chosen: _Choice) -> None:
         raise ConfigError(f"the stage of shard() must be 1, 2 or 3, got {stage!r}")
     if mesh.ndim > 2:
         raise ConfigError(
-            f"the mesh of shard() must have one or two axes, got {mesh.ndim} axes; use a part "
-            f'of it, such as mesh["dp"]'
+            f"the mesh of shard() must have one or two axes, got {mesh.ndim} axes; pass a part of "
+            f'the mesh, such as mesh["dp"]'
         )
     if any(isinstance(one, DistributedDataParallel | FSDPModule) for one in model.modules()):
         raise ConfigError(
@@ -193,7 +197,8 @@ def _check(model: nn.Module, optimizer: Optimizer, chosen: _Choice) -> None:
     if isinstance(optimizer, Rprop) or not is_known_as("elementwise", optimizer):
         raise ConfigError(
             f"the optimizer of shard() must be elementwise, got {type(optimizer).__name__}; use "
-            f"another of torch.optim, such as AdamW, or set elementwise = True in your class"
+            f"another optimizer of torch.optim, such as AdamW, or set elementwise = True in your "
+            f"class"
         )
 
 
@@ -203,23 +208,24 @@ def _check_parameters(
     """Raise ``ConfigError`` for parameters that torch cannot shard or the model does not have."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     held = [p for group in optimizer.param_groups for p in group["params"]]
-    if strange := sum(p not in names for p in held):
+    if unknown := sum(p not in names for p in held):
         raise ConfigError(
-            f"the optimizer of shard() must have parameters of the model only, got {strange} "
-            f"others; create it with model.parameters()"
+            f"the optimizer of shard() must have parameters of the model only, got {unknown} "
+            f"others; create the optimizer with model.parameters()"
         )
     for module_name, module in model.named_modules():
         if getattr(module, "sparse", False):
             raise ConfigError(
-                f"gradients of shard() must be dense, got sparse=True in {module_name}; omit it"
+                f"gradients of shard() must be dense, got sparse=True in {module_name}; omit "
+                f"sparse"
             )
     for parameter, name in names.items():
         if parameter.is_meta or not parameter.ndim or not parameter.is_contiguous():
             raise ConfigError(
                 f"a parameter of shard() must have values, at least one dimension and "
                 f"contiguous memory, but {name} has shape {tuple(parameter.shape)} and "
-                f"stride {parameter.stride()} on {parameter.device}; convert it first, "
-                f"for example with reshape(1) or contiguous()"
+                f"stride {parameter.stride()} on {parameter.device}; convert the parameter before "
+                f"shard(), for example with reshape(1) or contiguous()"
             )
     kinds = {p.dtype for p in names if p.requires_grad}
     if len(kinds) > 1 and not (compute_dtype and all(kind.itemsize <= 4 for kind in kinds)):
@@ -239,9 +245,9 @@ def _check_parameters(
 
 
 def _units(model: nn.Module, names: Sequence[str] | None) -> list[nn.Module]:
-    """Return the modules that are gathered together, outer modules first.
+    """Return the modules that are gathered as a unit, outer modules first.
 
-    Excludes modules that share parameters with others; the root module gathers these.
+    Modules that share parameters with other modules are excluded; the root module gathers them.
     """
     modules = {name: module for name, module in model.named_modules() if name}
     if names is None:
@@ -259,7 +265,7 @@ def _units(model: nn.Module, names: Sequence[str] | None) -> list[nn.Module]:
 
 
 def _members(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the members of the outermost module lists."""
+    """Yield the members of the outermost module lists and ``nn.Sequential`` modules."""
     for child in module.children():
         if isinstance(module, (*_LISTS, nn.Sequential)) and not isinstance(child, _LISTS):
             yield child
@@ -269,7 +275,7 @@ def _members(module: nn.Module) -> Iterator[nn.Module]:
 
 @torch.no_grad()
 def _broadcast(tensor: Tensor, mesh: DeviceMesh) -> None:
-    """Copy a tensor from the first rank of the mesh. Collective."""
+    """Copy ``tensor`` from the first rank of the mesh to all others. Collective."""
     here = local(tensor)
     sent = here.detach().contiguous()
     for dim in reversed(range(mesh.ndim)):
@@ -282,7 +288,7 @@ def _broadcast(tensor: Tensor, mesh: DeviceMesh) -> None:
 def _move(
     optimizer: Optimizer, names: Mapping[nn.Parameter, str], new: Mapping[str, nn.Parameter]
 ) -> None:
-    """Replace the parameters of an optimizer by their shards, and shard its state likewise."""
+    """Replace the parameters of ``optimizer`` by their shards, and shard its state."""
     following: dict[Any, Any] = {parameter: new[name] for parameter, name in names.items()}
     for group in optimizer.param_groups:
         group["params"][:] = [following[parameter] for parameter in group["params"]]

@@ -28,7 +28,7 @@ class Chain(nn.Module):
     def fill(self, layers: Sequence[tuple[str, nn.Module]]) -> None:
         """Replace all layers of the chain."""
         self._modules.clear()
-        self.layers = [layer for _, layer in layers]  # a list registers nothing
+        self.layers = [layer for _, layer in layers]  # modules in a plain list are not registered
         self._names = [name for name, _ in layers]
         for name, layer in layers:
             *path, last = name.split(".")
@@ -40,22 +40,22 @@ class Chain(nn.Module):
             place.add_module(last, layer)
 
     def forward(self, given: Tensor) -> Tensor:
-        """Apply all layers."""
+        """Return the output of the last layer for the input of the first layer."""
         for name, layer in zip(self._names, self.layers, strict=True):
             given = layer(given)
             if not isinstance(given, Tensor):
                 raise ConfigError(
                     f"a layer of a pipeline must return one tensor, but {name} returned "
-                    f"{type(given).__name__}; return the input of the next layer, or join "
-                    f"both into one layer"
+                    f"{type(given).__name__}; return the input of the next layer only, or join "
+                    "both layers into one"
                 )
         return given
 
 
 def names_like(pattern: str, names: Iterable[str], *, same_depth: bool = False) -> list[str]:
-    """Return the module names that match a pattern, in which ``*`` matches any text.
+    """Return the module names that match ``pattern``, in which ``*`` matches any text.
 
-    With ``same_depth`` a name must have as many parts as the pattern.
+    With ``same_depth``, ``*`` matches within one part of a dotted name only.
 
     Raises:
         ConfigError: no name matches.
@@ -67,12 +67,15 @@ def names_like(pattern: str, names: Iterable[str], *, same_depth: bool = False) 
         and not (same_depth and name.count(".") != pattern.count("."))
     ]
     if not found:
-        raise ConfigError(f"the model has no module {pattern}{hint(pattern, names)}")
+        raise ConfigError(
+            f"a name of modules must match a module of the model, but the model has no module "
+            f"{pattern}{hint(pattern, names)}"
+        )
     return found
 
 
 def places_of(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
-    """Return the modules that hold each parameter, with the name of the parameter there."""
+    """Return, by parameter, the modules that own the parameter and its name in the module."""
     places = defaultdict(list)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -81,7 +84,7 @@ def places_of(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]
 
 
 def matching(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
-    """Return modules by name, in the order of ``names``, in which ``*`` matches any part.
+    """Return modules by name, in the order of ``names``; ``*`` matches any part of a name.
 
     Raises:
         ConfigError: a name matches no module.
@@ -92,7 +95,7 @@ def matching(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
 
 
 def layers_of(model: nn.Module, names: Sequence[str]) -> list[tuple[str, nn.Module]]:
-    """Return layers of a model, in the order of ``names``, in which ``*`` matches any part.
+    """Return the layers of a pipeline, in the order of ``names``; ``*`` matches any part.
 
     Raises:
         ConfigError: a name matches no module, or a parameter of the model is in no layer.
@@ -103,17 +106,17 @@ def layers_of(model: nn.Module, names: Sequence[str]) -> list[tuple[str, nn.Modu
     if lost:
         raise ConfigError(
             f"every parameter of a pipeline must belong to one of its layers, but no "
-            f"layer has {', '.join(lost[:3])}; add the module that has it to layers, in "
-            f"the order of forward"
+            f"layer has {', '.join(lost[:3])}; add the module that contains the parameter to "
+            f"layers, in the order of forward"
         )
     return list(found.items())
 
 
 def seconds_of(layers: Sequence[nn.Module], sample: Tensor, repeats: int = 3) -> list[float]:
-    """Return the seconds of forward and backward of each layer on one micro-batch.
+    """Return the seconds of forward and backward of each layer on a micro-batch ``sample``.
 
-    Each time is the minimum of ``repeats``. Clears the gradients of the layers; buffers and random
-    states do not change.
+    Each time is the minimum of ``repeats``. The gradients of the layers are cleared; buffers and
+    random states do not change.
     """
     best = [float("inf")] * len(layers)
     with left_as_they_are(layers, sample.device):
@@ -134,11 +137,11 @@ def seconds_of(layers: Sequence[nn.Module], sample: Tensor, repeats: int = 3) ->
 
 @contextmanager
 def left_as_they_are(modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
-    """Restore buffers and random states after the block."""
+    """Restore the buffers of modules and the random states after the block."""
     held = {id(each): vars(each)["_buffers"] for one in modules for each in one.modules()}
     kept = [(buffers, dict(buffers)) for buffers in held.values()]
     copies = {id(b): b.clone() for _, own in kept for b in own.values() if b is not None}
-    for buffers, own in kept:  # replaced by copies, because torch detects in-place changes
+    for buffers, own in kept:  # copies, since autograd detects in-place changes of the originals
         buffers.update({name: b if b is None else copies[id(b)] for name, b in own.items()})
     kind = device.type
     try:
@@ -188,7 +191,7 @@ def cut(costs: Sequence[float], num_stages: int) -> list[range]:
 
 
 def shared_between(layers: Sequence[tuple[str, nn.Module]]) -> list[list[tuple[int, str]]]:
-    """Return layer numbers and names of each parameter that several layers share."""
+    """Return, per parameter that several layers share, the numbers of layers and its names."""
     places: dict[nn.Parameter, list[tuple[int, str]]] = {}
     for number, (prefix, layer) in enumerate(layers):
         for name, parameter in layer.named_parameters(prefix, remove_duplicate=False):

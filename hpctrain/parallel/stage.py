@@ -23,7 +23,7 @@ SCHEDULES = {
     "zero_bubble": (schedules.ScheduleInterleavedZeroBubble, 2),
     "zbv": (schedules.ScheduleZBVZeroBubble, 2),
 }
-"""Schedule of torch, and the default number of stages of each rank."""
+"""By name: class of torch, and default number of stages per rank."""
 
 TWO_HALVES = ("zero_bubble", "zbv")
 """Schedules that compute gradients of weights later than gradients of inputs."""
@@ -33,10 +33,10 @@ class Stage(PipelineStage):
     """Pipeline stage that measures its compute time and counts micro-batches in flight."""
 
     in_flight = most_in_flight = 0
-    halves = False  # whether gradients of weights are computed later
+    halves = False  # whether gradients of weights are computed later than of inputs
 
     def reset(self) -> None:
-        """Reset the times and counts of the last step."""
+        """Clear times and counts before a step."""
         self.seconds: dict[str, list[float]] = {}
         self.in_flight = self.most_in_flight = 0
 
@@ -54,8 +54,8 @@ class Stage(PipelineStage):
             self.seconds.setdefault(what, []).append(time.perf_counter() - start)
 
     def _prepare_forward_infra(self, *args: Any, **options: Any) -> Any:
-        # Torch before 2.13 learns shapes once. It learns them by a forward pass, for which DDP
-        # would average gradients.
+        # Torch before 2.13 determines shapes once, by a forward for which DDP would average
+        # gradients. Clearing the shapes makes torch determine them again.
         self.inputs_meta = self._outputs_meta = None
         inner = self.submod
         quiet = inner.no_sync() if isinstance(inner, DistributedDataParallel) else nullcontext()
@@ -66,25 +66,25 @@ class Stage(PipelineStage):
         return self._divisible(super()._compute_outputs(*args, **options))
 
     def forward_maybe_with_nosync(self, *args: Any, **options: Any) -> Any:
-        """Run the forward; the outputs can be cut from their graph if backward has two halves."""
+        """Run the forward; return an output that a schedule with split backward can use."""
         return self._divisible(super().forward_maybe_with_nosync(*args, **options))  # type: ignore[no-untyped-call]
 
     def _divisible(self, out: Any) -> Any:
-        """Return an output that torch can use in a schedule with split backward.
+        """Return ``out`` in a form that torch can use in a schedule with split backward.
 
-        Torch detaches the output in place, which is not possible for views, and searches weights
-        on the graph from outputs to inputs, which is empty after frozen layers.
+        Torch detaches the output in place, which is not possible for views, and searches for
+        weights in the graph from outputs to inputs, which is empty after frozen layers.
         """
         if self.halves and torch.is_grad_enabled() and out.is_floating_point():
             return as_own_tensor(out).requires_grad_()
         return out
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
-        """Return no messages: torch before 2.13 sends 8 bytes where it receives 4, for NCCL."""
+        """Return no operations: torch before 2.13 sends 8 bytes where it receives 4, for NCCL."""
         return []
 
-    # Torch passes gradients between stages of one rank even if there are none; these overrides
-    # skip that.
+    # Torch passes gradients between the stages of one rank even if no gradients exist; the two
+    # overrides below prevent an error.
     def get_local_bwd_output(self, mb_index: int) -> Any:
         """Return the gradients of the inputs, for the previous stage on the same rank."""
         if not self.has_backward:
@@ -122,13 +122,13 @@ class PipelineSchedule:
     Args:
         name: one of ``SCHEDULES``.
         size: number of ranks.
-        stages_per_rank: None for the default of the schedule.
-        num_microbatches: parts of a batch.
-        model: to be divided.
+        stages_per_rank: number of stages of each rank; None for the default of the schedule.
+        num_microbatches: number of equal parts of a batch.
+        model: model that is divided, to check for selective recomputation.
 
     Raises:
-        ConfigError: there is no such schedule, it needs another number of stages or micro-batches,
-            or splits backward, which excludes selective recomputation.
+        ConfigError: ``name`` is unknown, the schedule requires another number of stages or
+            micro-batches, or splits backward, which excludes selective recomputation.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class PipelineSchedule:
     def make_stages(
         self, modules: Mapping[int, nn.Module], device: torch.device, group: Any
     ) -> list[Stage]:
-        """Return the stages of this rank, by their modules and numbers."""
+        """Return the stages of this rank, given their modules by stage number."""
         total = len(self.rank_of)
         stages = [Stage(one, n, total, device, group=group) for n, one in modules.items()]
         for stage in stages:
@@ -160,11 +160,11 @@ class PipelineSchedule:
     def prepare(self, stages: Sequence[Stage], loss: Callable[..., Any]) -> None:
         """Rebuild the schedule, so that torch exchanges shapes again in the next run.
 
-        Called after stages, inputs or parameters changed.
+        Called after the stages, the shapes of inputs or ``requires_grad`` have changed.
         """
         given: Any = stages if len(stages) > 1 else stages[0]
 
-        # scale_grads of torch would also divide the accumulated gradients of earlier batches.
+        # The option scale_grads would also divide the accumulated gradients of earlier batches.
         def mean(output: Any, target: Any) -> Any:
             return loss(output, target) / self.num_microbatches
 
@@ -173,27 +173,27 @@ class PipelineSchedule:
         self._runs = {what: partial(run, **without_outputs(run)) for what, run in runs.items()}
 
     def run(self, what: str, *inputs: Any, **options: Any) -> None:
-        """Run a batch through the stages: ``step`` or ``eval``. Collective."""
+        """Run a batch through the stages; ``what`` is ``step`` or ``eval``. Collective."""
         self._runs[what](*inputs, **options)
 
 
 def checked(schedule: str, given: int | None, model: nn.Module) -> tuple[Any, int]:
-    """Return torch's schedule and the stages of a rank."""
+    """Return torch's schedule and the number of stages per rank; raise ``ConfigError``."""
     if schedule not in SCHEDULES:
         raise ConfigError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
     if schedule in TWO_HALVES and (named := selective_in(model)):
         raise ConfigError(
             f"selective recomputation must not be used with {' or '.join(TWO_HALVES)}, "
             f"which divide a backward in two, got {', '.join(named[:3])} and the schedule "
-            f"{schedule}; recompute all operations, or use interleaved"
+            f"{schedule}; recompute all operations, or use the schedule interleaved"
         )
     make, usual = SCHEDULES[schedule]
     per_rank = usual if given is None else given
     if per_rank != usual and (per_rank < 2 or schedule not in ("interleaved", "zero_bubble")):
         raise ConfigError(
             f"the schedule {schedule} must have {usual} stages per rank, got "
-            f"stages_per_rank={per_rank}; omit it, or use at least 2 with interleaved or "
-            f"zero_bubble"
+            f"stages_per_rank={per_rank}; omit stages_per_rank, or use at least 2 with "
+            f"interleaved or zero_bubble"
         )
     return make, per_rank
 
@@ -204,7 +204,7 @@ def check_microbatches(number: int, size: int, schedule: str) -> None:
     if number < least:
         raise ConfigError(
             f"{schedule} on {size} ranks must have at least {least} micro-batches, got "
-            f"{number}; use more, or gpipe"
+            f"{number}; use more micro-batches, or the schedule gpipe"
         )
     if schedule in ("interleaved", "zero_bubble") and number % rounds:
         raise ConfigError(
@@ -214,6 +214,6 @@ def check_microbatches(number: int, size: int, schedule: str) -> None:
 
 
 def rank_of_stage(stage: int, size: int, schedule: str) -> int:
-    """Return the rank of a stage: round robin, or in reverse for the second stages of ``zbv``."""
+    """Return the rank of a stage: round robin; in reverse for the second stages of ``zbv``."""
     there = stage % size
     return size - 1 - there if schedule == "zbv" and stage >= size else there

@@ -29,24 +29,26 @@ def tensor_parallel(
 ) -> nn.Module:
     """Divide the matrices of a transformer among the ranks of a mesh. Collective over the mesh.
 
-    The first matrices of each block are divided by ``column`` (outputs: heads, hidden features),
-    the last by ``row`` (inputs). Attention and feed-forward layer each need one all-reduce of
-    activations in forward and one in backward. With ``sequence``, activations between blocks are
-    divided along the sequence, and each all-reduce becomes an all-gather and a reduce-scatter with
-    the same number of bytes.
+    The first matrices of each block have the role ``column`` (the outputs are divided: heads,
+    hidden features), the last matrix the role ``row`` (the inputs are divided). Attention and
+    feed-forward layer each need one all-reduce of activations in forward and one in backward. With
+    ``sequence``, activations between blocks are divided along the sequence, and each all-reduce
+    becomes an all-gather and a reduce-scatter with the same number of bytes.
 
     Modules without a role are replicated; with ``sequence`` their gradients are summed over the
     ranks. Every parameter becomes a ``DTensor``, which torch's optimizers, ``clip_grad_norm_``,
     ``fully_shard`` and distributed checkpoints support.
 
     Modules exchange plain tensors ``(n, length, width)``, or ``(n, length / size, width)`` with
-    ``sequence``. Code that reshapes to heads must use ``-1`` for their number. All ranks of the
-    mesh get the same samples and must be seeded identically, for dropout; with ``sequence`` each
-    rank draws random numbers for its part. Modules that mix positions, such as attention, must
-    then be between ``column`` and ``row``, where ranks have the whole sequence.
+    ``sequence``. Code that reshapes to heads must use ``-1`` for the number of heads. All ranks of
+    the mesh get the same samples and must have the same random seed, for dropout; with
+    ``sequence`` each rank draws random numbers for its part. With ``sequence``, modules that mix
+    positions, such as attention, must be between ``column`` and ``row``, where each rank has the
+    whole sequence.
 
     Args:
-        model: identical on all ranks; changed in place. Values of rank 0 are used.
+        model: module with the same structure on all ranks, changed in place; the parameter values
+            of rank 0 are used.
         mesh: one axis, such as ``build_mesh(tp=2)["tp"]``.
         roles: role by module name, in which ``*`` matches any text. ``column`` and ``row`` are for
             ``nn.Linear``; ``vocabulary`` is for the embedding, whose rows are divided, and for the
@@ -85,10 +87,10 @@ def tensor_parallel(
 def _checked(
     model: nn.Module, mesh: DeviceMesh, roles: Mapping[str, str], *, sequence: bool
 ) -> dict[str, tuple[nn.Module, str]]:
-    """Return module and role by name. Collective; raises on all ranks or none."""
-    told = [f"sequence={sequence}", *(f"{name}: {role}" for name, role in roles.items())]
-    way_out = "pass the same on every rank"
-    require_identical(mesh, told, "arguments of tensor_parallel()", way_out)
+    """Return module and role by module name, checked. Collective; raises on all ranks or none."""
+    lines = [f"sequence={sequence}", *(f"{name}: {role}" for name, role in roles.items())]
+    remedy = "pass the same arguments on every rank"
+    require_identical(mesh, lines, "arguments of tensor_parallel()", remedy)
     require_identical(mesh, signature_of(model), "the model of tensor parallel ranks")
     found = _modules_of(model, roles)
     for name, (module, role) in found.items():
@@ -132,7 +134,7 @@ def _divide(
 
 
 def _modules_of(model: nn.Module, roles: Mapping[str, str]) -> dict[str, tuple[nn.Module, str]]:
-    """Return module and role by name."""
+    """Return module and role by module name, as the patterns in ``roles`` select."""
     modules = dict(model.named_modules())
     found: dict[str, tuple[nn.Module, str]] = {}
     for pattern, role in roles.items():
@@ -145,29 +147,29 @@ def _modules_of(model: nn.Module, roles: Mapping[str, str]) -> dict[str, tuple[n
             if found.get(name, (None, role))[1] != role:
                 raise ConfigError(
                     f"a module must have one role, got {found[name][1]} and {role} for "
-                    f"{name}; use patterns of which one matches the module"
+                    f"{name}; change the patterns so that one matches the module"
                 )
             found[name] = modules[name], role
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             raise ConfigError(
-                f"tensor_parallel() must get an undivided model, before shard() and "
-                f"fully_shard(), but {name} is already divided; call it once, on the "
-                f"model as it was built"
+                "tensor_parallel() must get an undivided model, before shard() and "
+                f"fully_shard(), but {name} is already divided; call tensor_parallel() once, "
+                "before the other functions"
             )
     for name, module in modules.items():
         own = [key for key, one in module.named_parameters(name, recurse=False) if one is not None]
         if own and name not in found and any(True for _ in module.children()):
             raise ConfigError(
                 f"tensor parallel parameters must belong to modules without submodules, "
-                f"but a module with submodules has {', '.join(own)}; move them into a "
+                f"but a module with submodules has {', '.join(own)}; move these parameters into a "
                 f"separate module"
             )
     return found
 
 
 def _check(name: str, module: nn.Module, role: str, size: int) -> None:
-    """Raise ``ConfigError`` if the matrix of a module cannot be divided."""
+    """Raise ``ConfigError`` if the matrix of ``module`` cannot be divided among ``size`` ranks."""
     divided = 0
     if isinstance(module, nn.Linear):
         divided = module.in_features if role == "row" else module.out_features
@@ -188,7 +190,7 @@ def _check(name: str, module: nn.Module, role: str, size: int) -> None:
 
 
 def _check_counterpart(name: str, role: str, found: Mapping[str, tuple[nn.Module, str]]) -> None:
-    """Raise ``ConfigError`` for ``column`` without ``row`` in its block, or the reverse."""
+    """Raise ``ConfigError`` for a ``column`` without a ``row`` in its block, or the reverse."""
     other = {"column": "row", "row": "column"}.get(role)
     around = name
     while other and around:
@@ -208,7 +210,7 @@ def _check_counterpart(name: str, role: str, found: Mapping[str, tuple[nn.Module
         raise ConfigError(
             f"a block must have both roles, column and row, got {role} for {name} without "
             f"a {other}; assign {other} to the {'last' if role == 'column' else 'first'} "
-            f"nn.Linear of its block, or remove {role}"
+            f"nn.Linear of the block, or remove {role}"
         )
 
 
@@ -223,7 +225,7 @@ def _style(module: nn.Module, role: str, stream: Placement) -> ParallelStyle:
 
 
 class _SharedInput:
-    """Input shared by several matrices, gathered once for all of them."""
+    """Input that several ``column`` matrices of a module share, gathered once."""
 
     def __init__(self, mesh: DeviceMesh, placement: Placement) -> None:
         self._mesh, self._placement = mesh, placement
@@ -239,12 +241,12 @@ class _SharedInput:
         return (self._whole, *others)
 
     def forget(self, *_: object) -> None:
-        """Release both tensors; a forward hook of the parent module."""
+        """Release the input and the gathered tensor. A forward hook of the parent module."""
         self._given = self._whole = None
 
 
 def _replicate(module: nn.Module, mesh: DeviceMesh, stream: Placement) -> None:
-    """Replicate a layer that processes each position separately."""
+    """Replicate the parameters of a module that processes each position separately."""
     if not any(True for _ in module.parameters(recurse=False)):
         return
 
@@ -256,5 +258,5 @@ def _replicate(module: nn.Module, mesh: DeviceMesh, stream: Placement) -> None:
 
 
 def _placed(gradient: DTensor, *, placements: tuple[Placement, ...]) -> DTensor:
-    """Sum the gradient of a replicated parameter over the ranks. A tensor hook."""
+    """Return the gradient with the placements of its parameter, summed if necessary. A hook."""
     return gradient.redistribute(placements=placements)

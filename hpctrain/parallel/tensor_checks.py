@@ -1,4 +1,4 @@
-"""Checks that tensor parallel ranks run identical forward passes."""
+"""Checks that the tensor parallel ranks run the same forward on the same samples."""
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -23,28 +23,40 @@ SOFTMAX = (softmax, torch.softmax, Tensor.softmax)
 
 
 def require_divided_stream(model: nn.Module, found: Mapping[str, tuple[nn.Module, str]]) -> None:
-    """Raise ``ConfigError`` unless activations can be divided along the sequence."""
+    """Raise ``ConfigError`` unless activations can be divided along the sequence.
+
+    Args:
+        model: model before its matrices are divided.
+        found: module and role by module name.
+    """
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and name not in found:
             raise ConfigError(
-                f"an embedding must have the role vocabulary with sequence=True, but "
-                f"{name} has none; assign it, or omit sequence"
+                f"an embedding must have the role vocabulary with sequence=True, but {name} has "
+                "no role; assign the role, or omit sequence"
             )
         if isinstance(module, MIXING):
             raise ConfigError(
                 f"layers without a role must process each position alone with "
                 f"sequence=True, but {name}, a {type(module).__name__}, combines "
-                f"positions; omit sequence"
+                f"positions; omit sequence, or replace the layer"
             )
     if not any(isinstance(module, nn.Embedding) for module, _ in found.values()):
         raise ConfigError(
-            "an embedding must have the role vocabulary with sequence=True, but the "
-            "model has none; assign it to one, or omit sequence"
+            "an embedding must have the role vocabulary with sequence=True, but no embedding of "
+            "the model has; assign the role to the embedding of tokens, or omit sequence"
         )
 
 
 class CheckedSamples:
-    """Checks the input of an embedding: identical on all ranks, with a divisible length."""
+    """Checks the inputs of an embedding: same samples on all ranks, valid tokens and length.
+
+    Args:
+        mesh: tensor parallel ranks.
+        name: name of the embedding, for messages.
+        rows: number of rows of the embedding.
+        sequence: whether activations are divided along the sequence.
+    """
 
     def __init__(self, mesh: DeviceMesh, name: str, rows: int, *, sequence: bool) -> None:
         self._mesh, self._parts = mesh, mesh.size() if sequence else 1
@@ -52,16 +64,15 @@ class CheckedSamples:
         self._is_first = True
 
     def check(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        """Check the input before a forward; raises on all ranks or none. A forward pre-hook."""
+        """Check the input of a forward; raise on all ranks or none. A forward pre-hook."""
         given, is_first = inputs[0], self._is_first
-        if self._is_first:  # a program that divides data by rank does so in the first step
+        if self._is_first:  # later steps of a program divide data like the first
             self._is_first = False
-            way_out = "divide data among the ranks of dp only"
+            remedy = "divide data among the ranks of dp only"
             what = "a batch of tensor parallel ranks"
-            require_identical(self._mesh, [digest(given)], what, way_out)
-        if given.numel() and (
-            is_first or given.device.type == "cpu"
-        ):  # else devices are waited for
+            require_identical(self._mesh, [digest(given)], what, remedy)
+        # Reading a result waits for the device, so on a GPU only the first input is checked.
+        if given.numel() and (is_first or given.device.type == "cpu"):
             least, most = (int(each) for each in given.aminmax())
             if least < 0 or most >= self._rows:
                 raise ConfigError(
@@ -77,13 +88,14 @@ class CheckedSamples:
 
 
 class ForwardChecks:
-    """Checks random numbers and attention in calls of a model or of its layers.
+    """Checks random generators and attention in calls of a model or of its layers.
 
-    At calls 1, 2, 4, 8 and so on that draw random numbers, the ranks compare the states of their
-    generators. With several ``parts``, attention to a part of the sequence raises an error.
+    In calls 1, 2, 4, 8 and so on of a module that draws random numbers, the ranks compare the
+    states of their random generators. With several ``parts``, attention that gets only one part of
+    the sequence raises an error.
 
     Args:
-        mesh: the ranks of tensor parallelism.
+        mesh: tensor parallel ranks.
         parts: number of parts of the sequence.
     """
 
@@ -161,12 +173,13 @@ class _WholeAttention(TorchFunctionMode):
             raise ConfigError(
                 f"attention must get the whole sequence with sequence=True, which is "
                 f"available only between column and row, got {length} positions, one of "
-                f"{self._parts} parts; assign roles to its matrices, or omit sequence"
+                f"{self._parts} parts; assign column and row to the matrices of attention, or "
+                f"omit sequence"
             )
 
 
 def _state(device_type: str) -> bytes:
-    """Return the state of the random generators."""
+    """Return the states of the random generators of the CPU and of the device."""
     if device_type == "cpu":
         return bytes(host_bytes(torch.get_rng_state()))
     state: Tensor = torch.get_device_module(device_type).get_rng_state()

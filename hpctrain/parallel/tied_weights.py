@@ -15,13 +15,15 @@ from hpctrain.parallel.split import Chain, shared_between
 
 
 class TiedWeights:
-    """Sums the gradients of weights that several stages share. Collective to construct.
+    """Sums the gradients of weights that several stages share.
+
+    The constructor is collective.
 
     Args:
         chain: names and layers of the whole model.
         rank_of: pipeline rank of each layer, by number of the layer.
-        mesh: the axis of the pipeline.
-        model: receives the layers of this rank.
+        mesh: axis of the pipeline.
+        model: chain that will contain the layers of this rank.
     """
 
     def __init__(
@@ -33,7 +35,7 @@ class TiedWeights:
     ) -> None:
         self._mesh, self._model = mesh, model
         self._shared = shared_between(chain)
-        self._groups: dict[str, Any] = {}  # ranks that share a weight of this rank, by name
+        self._groups: dict[str, Any] = {}  # by name of a shared weight: group of its ranks
         self._counted_elsewhere: set[str] = set()
         self._kept: list[Tensor | None] = []  # gradients of earlier steps
         ranks, mine = dist.get_process_group_ranks(mesh.get_group()), mesh.get_local_rank()
@@ -50,7 +52,7 @@ class TiedWeights:
                 self._counted_elsewhere.add(name_on[mine])
 
     def shared(self) -> list[tuple[str, nn.Parameter | None]]:
-        """Return all shared weights by one of their names; None for weights of other ranks."""
+        """Return name and parameter of all shared weights; None for weights of other ranks."""
         here = dict(self._model.named_parameters(remove_duplicate=False))
         return [
             (places[0][1], next((here[name] for _, name in places if name in self._groups), None))
@@ -58,7 +60,7 @@ class TiedWeights:
         ]
 
     def counted(self) -> list[nn.Parameter]:
-        """Return this rank's parameters, except shared weights that a lower rank counts."""
+        """Return this rank's parameters without shared weights that a lower rank also has."""
         named = self._model.named_parameters()
         return [p for name, p in named if name not in self._counted_elsewhere]
 
@@ -76,22 +78,22 @@ class TiedWeights:
                 words = (f"{name} {('frozen', 'trained')[trained[name]]}" for _, name in places)
                 raise ConfigError(
                     f"all stages must train a shared weight, or none, got {', '.join(words)}; "
-                    f"set requires_grad to the same value on all"
+                    f"set requires_grad to the same value in all stages"
                 )
         return all(any(of_rank.values()) for of_rank in found)
 
     def begin_step(self) -> None:
-        """Set aside gradients of earlier steps, which are already summed. Local."""
+        """Store and clear the gradients of earlier steps, which are already summed. Local."""
         self._kept = []
         for parameter in self._parameters():
             self._kept.append(parameter.grad)
             parameter.grad = None
 
     def end_step(self) -> None:
-        """Sum the gradients of a step, and add the gradients of earlier steps. Collective."""
+        """Sum the gradients of this step over the ranks, and add the stored ones. Collective."""
         tied = zip(self._parameters(), self._groups.values(), self._kept, strict=True)
         for parameter, group, before in tied:
-            if not parameter.requires_grad:  # also on the other ranks
+            if not parameter.requires_grad:  # frozen on the other ranks, too
                 parameter.grad = before
                 continue
             if parameter.grad is None:

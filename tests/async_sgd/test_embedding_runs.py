@@ -125,11 +125,11 @@ def refuse(make, table, state):
     own = "5000 rows of 6, padding_idx=2, init=0.05, seed=3, dtype=torch.float32"
     for other, text in (
         ({"optimizer": "sgd"}, "must load the state of the same optimizer"),
-        ({"seed": 4}, f"of one of {own}"),
+        ({"seed": 4}, f"the saved table has {own}"),
         ({"init": 0.1}, "init=0.1"),
         ({"padding_idx": 3}, "padding_idx=3"),
         ({"dtype": torch.float64}, "dtype=torch.float64"),
-        ({"rows": 4000}, "of 4000 rows of 6.*5000 rows of 6"),
+        ({"rows": 4000}, "has 4000 rows of 6.*5000 rows of 6"),
     ):
         with pytest.raises(hpctrain.CheckpointError, match=text):
             make(**other).load_sharded_state(state)

@@ -335,7 +335,7 @@ def test_error_of_one_rank_raises_on_all_ranks(hvd_nodes):
         all_hear(lambda do=wrong: do(table), "cannot be copied", ConfigError)
     for wrong in (None, table):
         all_hear(lambda of=wrong: table.step_with(of), "optimizer of a table must be", ConfigError)
-    all_hear(table.half, "make it with dtype=, or convert", ConfigError)
+    all_hear(table.half, "make the table with dtype=, or convert", ConfigError)
     with pytest.raises(AttributeError, match="look rows up by"):
         _ = table.weight
     assert "padding_idx=None, init=0.05, seed=5, dtype=torch.float64" in repr(table)
@@ -411,7 +411,7 @@ def test_table_has_its_own_sample_count_with_a_plain_optimizer(hvd_nodes):
     assert torch.equal(*map(copy_of, tables))
     other, averaging = make_table(hvd), hvd.DistributedOptimizer(optimizer)
     other.step_with(averaging)
-    with pytest.raises(ConfigError, match="counts as that does"):
+    with pytest.raises(ConfigError, match="must be set by that optimizer"):
         other.set_num_samples(3)
     assert averaging.param_groups  # the optimizer is referenced here; a deleted one counts nothing
 

@@ -18,7 +18,7 @@ from hpctrain.cost import Model as StepModel
 from hpctrain.data import steps
 from hpctrain.data.order import window
 from hpctrain.data.packing import pack
-from hpctrain.horovod.elastic.run import MAX_IN_VAIN
+from hpctrain.horovod.elastic.run import MAX_FAILURES
 from hpctrain.launch import lease, restart, supervise
 from hpctrain.negotiation import engine_driver, pending_table
 from hpctrain.train.run_config import RunConfig
@@ -51,7 +51,7 @@ FIGURES = [
     ("hangs", f"| {SETTINGS.timeout:g} s (`HPCTRAIN_TIMEOUT`) |"),
     ("hangs", f"| {supervise.FEW_S:g} s | under `hpctrain launch`: a rank ended"),
     ("recover", f"within {restart.ANSWER_S:g} seconds"),
-    ("recover", f"After {['no', 'one', 'two', 'three'][MAX_IN_VAIN]} unsuccessful retries"),
+    ("recover", f"After {['no', 'one', 'two', 'three'][MAX_FAILURES]} unsuccessful retries"),
     ("data", f"A window mixes {window.MIXED_PER_SAMPLE} blocks per sample"),
     ("data", f"global batch, and at least {WINDOW}. A block has at least"),
     ("data", f"A block has at least {window.BLOCK_BYTES // KIB} KiB"),

@@ -241,9 +241,9 @@ def test_the_loss_decreases_with_any_codec_and_replicas_stay_equal(hvd, name):
 @pytest.mark.parametrize(
     ("codec", "kind", "said"),
     [
-        ("sign", torch.optim.Adam, "divides by the magnitude of gradients"),
+        ("sign", torch.optim.Adam, "divide by the magnitude of gradients"),
         (TopK(0.1, error_feedback=False), torch.optim.SGD, "values that are never among"),
-        ("dgc", torch.optim.AdamW, "codec already applies momentum"),
+        ("dgc", torch.optim.AdamW, "because the codec applies momentum"),
     ],
 )
 def test_codecs_that_do_not_converge_warn(hvd, codec, kind, said):
@@ -314,7 +314,7 @@ def test_codecs_have_names_and_an_unknown_name_is_reported():
         (lambda: DeepGradientCompression(masks_momentum="no"), "masks_momentum must be true or"),
         (lambda: PowerSGD(2.5), "rank must be an integer"),
         (lambda: PowerSGD(min_gain=-1), "min_gain must be at least 0"),
-        (lambda: DeepGradientCompression(0.1, 3.0), "momentum must be 0 to 1"),
+        (lambda: DeepGradientCompression(0.1, 3.0), "momentum must be from 0 to 1"),
         (lambda: DeepGradientCompression(clip_norm=-1.0), "clip_norm above 0 or None"),
         (lambda: DeepGradientCompression(warmup=(2.0,)), "density must be"),
         (lambda: codec_for(Int8), r"compression must be a codec such as Int8\(\), .*got <class"),

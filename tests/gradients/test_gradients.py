@@ -234,7 +234,7 @@ def test_a_count_on_some_ranks_only_is_an_error_on_all(hvd):
     model, optimizer = wrapped(hvd)
     if hvd.rank() == 0:
         optimizer.set_num_samples(5)
-    with pytest.raises(MismatchError, match=f"1 of {hvd.size()} have called it"):
+    with pytest.raises(MismatchError, match=f"1 of {hvd.size()} ranks have called it"):
         backward(hvd, model)
 
 

@@ -48,5 +48,5 @@ def test_agreement_contains_exactly_the_reports_of_all_ranks(size):
             assert found[fact] == (fact == name)
         for number in ("member", "step", "flags"):
             assert found[number] == (3 if number == name else 0)
-        assert found["changed_alike"] == (name == "by_hand")
+        assert found["changed_equally"] == (name == "program_changes")
         assert found["num_active"] == size

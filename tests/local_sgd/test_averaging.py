@@ -49,10 +49,10 @@ def test_every_tensor_is_set_to_the_weighted_mean(world, bucket_bytes, anchored)
     ]
     options = (current().comm, Identity(), Tensors(lambda: mine), bucket_bytes)
     averaging = AnchoredAveraging(*options, node=node_comm()) if anchored else Averaging(*options)
-    assert not averaging.is_under_way
+    assert not averaging.is_in_flight
     before = [tensor.clone() for _, tensor in mine]
     averaging.start(weights[world.rank], 1 / sum(weights))
-    assert averaging.is_under_way
+    assert averaging.is_in_flight
     squared = averaging.finish()
     for (_, tensor), mean in zip(mine, expected, strict=True):
         torch.testing.assert_close(tensor.double(), mean, rtol=1e-5, atol=1e-6)
@@ -292,7 +292,7 @@ def test_averages_count_only_the_samples_of_steps_taken(world, hvd_nodes, name):
                 if not method.rounds.agrees and not close(run.model, expected, names):
                     wrong.append(step)
             assert torch.equal(before, run.replica)
-        is_apart = not (method.rounds.agrees or method._exchange.is_under_way)
+        is_apart = not (method.rounds.agrees or method._exchange.is_in_flight)
     assert wrong == []
     if is_apart and "bf16" not in name:
         assert close(run.model, expected, names)

@@ -261,7 +261,7 @@ def test_invalid_or_different_arguments_are_rejected_on_every_rank(world, hvd_no
         with pytest.raises(ConfigError, match="fraction"):
             Run(hvd_nodes, name, 4, **options)
     run = Run(hvd_nodes, "LocalSGD", 2, fraction=0.5)
-    with pytest.raises(ConfigError, match="without one"):
+    with pytest.raises(ConfigError, match="without a closure"):
         run.optimizer.step(lambda: torch.zeros(()))
     run.method.close()
     assert num_kinds(world, replica_of(run.model, run.optimizer)) == 1

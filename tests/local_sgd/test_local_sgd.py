@@ -324,7 +324,7 @@ def test_rounds_continue_after_finish_and_a_closed_method_is_rejected(world, hvd
         method.skip_step,
         lambda: method.set_num_samples(1),
     ):
-        with pytest.raises(ConfigError, match=f"this {name} has ended with its block; make a new"):
+        with pytest.raises(ConfigError, match=f"the block has ended; make a new {name}"):
             again()
     Run(hvd_nodes, name, 4, model=run.model, optimizer=lambda _: run.optimizer).end(3)
     assert run.num_kinds(world) == 1

@@ -29,7 +29,7 @@ FEW = pytest.mark.ranks(2, 3)
 
 STAGED = {"warmup_steps": 3, "cooldown_start": 15}
 WRONG = [
-    ("LocalSGD", {"steps": 0}, "at least 1 step"),
+    ("LocalSGD", {"steps": 0}, "must be at least 1, got steps=0"),
     ("LocalSGD", {"steps": "often"}, '"auto"'),
     ("LocalSGD", {"state": "mean"}, "local, average, reset"),
     ("LocalSGD", {"steps": "auto", "share": 1.5}, "above 0 and below 1"),
@@ -64,7 +64,7 @@ def test_invalid_arguments_are_rejected(hvd_nodes):
 def test_an_optimizer_must_be_plain_and_have_one_method(hvd_nodes):
     model = make_model()
     optimizer = sgd(model)
-    message = "DiLoCo follows LocalSGD"
+    message = "LocalSGD has the optimizer of this DiLoCo"
     with hvd_nodes.LocalSGD(model, optimizer, 2), pytest.raises(ConfigError, match=message):
         hvd_nodes.DiLoCo(model, optimizer, 2)
     run = Run(hvd_nodes, "DiLoCo", 2, model=model, optimizer=lambda _: optimizer).to(2)

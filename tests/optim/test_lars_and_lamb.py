@@ -205,7 +205,7 @@ def test_a_closure_is_called_and_weights_without_gradient_do_not_change(kind):
         (LARS, {"momentum": 0.0, "nesterov": True}, "momentum must be above 0 with nesterov"),
         (LAMB, {"weight_decay": -0.1}, "weight_decay must be at least 0"),
         (LAMB, {"betas": (0.9, 1.0)}, "betas must be two numbers"),
-        (LAMB, {"phi": (2.0, 1.0)}, "phi must be the smallest and largest norm"),
+        (LAMB, {"phi": (2.0, 1.0)}, "phi must be None, or the smallest and largest norm"),
         (LAMB, {"eps": -1.0}, "eps must be at least 0"),
     ],
 )

@@ -303,7 +303,7 @@ def test_cleared_gradients_do_not_affect_the_next_step(clears):
         if has_cleared:
             with optimizer.no_sync():
                 local_loss(model, *first).backward()
-            with pytest.raises(ConfigError, match="outside of no_sync"):
+            with pytest.raises(ConfigError, match="call the last backward before step"):
                 optimizer.step()
             with optimizer.no_sync():
                 local_loss(model, *first).backward()
@@ -340,7 +340,7 @@ REFUSED = {
     "must be elementwise, got Adafactor": {
         "make": lambda m: torch.optim.Adafactor(m.parameters())
     },
-    "got 1 others; create it with model.parameters()": {
+    "got 1 others; create the optimizer with model.parameters()": {
         "make": lambda _: adamw([nn.Parameter(torch.zeros(2))])
     },
     "must have one or two axes, got 4 axes": {"mesh": build_mesh},
@@ -369,12 +369,12 @@ def test_differences_between_ranks_are_an_error_on_all():
     optimizer = shard(model, adamw(model.parameters()), stage=1)
     with optimizer.no_sync():
         local_loss(model, *batches(1)[0]).backward()
-    with pytest.raises(ConfigError, match="call the last one outside"):
+    with pytest.raises(ConfigError, match="call the last backward before step"):
         optimizer.step()
     optimizer.zero_grad()
     local_loss(model, *batches(1)[0]).backward()
     optimizer.param_groups[0]["lr"] = 0.1 + dist.get_rank()
-    with pytest.raises(MismatchError, match=r"rank 1: .*1.1.*set the same on all"):
+    with pytest.raises(MismatchError, match=r"rank 1: .*1.1.*set the same values on all"):
         optimizer.step()
 
 

@@ -82,7 +82,7 @@ def test_a_mismatch_is_one_error_of_all_ranks_in_the_first_step(here, configure,
         ("optimizer.args.nesterov=true", "optimizer.args: SGD refuses: Nesterov momentum"),
         (
             'optimizer.groups=[{ match = "*.bia" }]',
-            'optimizer.groups: "*.bia" matches none of 4',
+            'optimizer.groups: patterns must match a name, but "*.bia" matches none of 4',
         ),
         ('optimizer.groups=[{ match = "*.bia" }]', "such as 4.bias, 1.bias"),
         ('optimizer.groups=[{ match = "*", momentun = 0 }]', "did you mean momentum?"),

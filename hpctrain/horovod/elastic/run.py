@@ -33,9 +33,9 @@ class AttemptEnd(enum.IntEnum):
 
     DONE = 0
     UPDATED = 1  # hosts are added or removed
-    MET_OTHERS = 2  # an operation did not match that of another rank, which had failed before
+    MISMATCHED = 2  # an operation did not match the operation of a rank that has failed before
     FAILED = 3
-    LOST = 4  # ranks have died, and the survivors are a smaller world
+    LOST = 4  # ranks have died, and the survivors form a smaller world
 
 
 class Ending(NamedTuple):
@@ -52,25 +52,25 @@ def agree(mine: Ending) -> Ending:
     """Return the most severe outcome of an attempt over all ranks.
 
     Collective; all ranks get the same outcome. If other ranks are still training, the all-gather
-    of this rank does not match their next operation. Then all of these ranks raise, the other
-    ranks call ``agree``, too, and this rank repeats the all-gather.
+    of this rank does not match their next operation. Then this rank and those ranks raise an
+    error, those ranks call ``agree``, too, and this rank repeats the all-gather.
     """
     here = world.current()
-    if mine.end is not AttemptEnd.DONE:  # interrupts ranks that wait for a named operation
+    if mine.end is not AttemptEnd.DONE:  # interrupt the ranks that wait for a named operation
         here.sets.break_off(f"rank {here.comm.rank} returned to its last commit: {mine.error}")
-    told = (mine.end, mine.skip_sync, None if mine.error is None else str(mine.error))
-    endings = _gather(here.comm, told)
+    outcome = (mine.end, mine.skip_sync, None if mine.error is None else str(mine.error))
+    endings = _gather(here.comm, outcome)
     worst = max(end for end, _, _ in endings)
     text = by_rank([message if end == worst else None for end, _, message in endings])
     skip_sync = all(end is AttemptEnd.UPDATED and skip for end, skip, _ in endings)
     return Ending(worst, mine.error, skip_sync, text, mine.result)
 
 
-def _gather(comm: Communicator, told: T) -> list[T]:
+def _gather(comm: Communicator, outcome: T) -> list[T]:
     for _ in range(MAX_STRAYS):
         with contextlib.suppress(MismatchError):
-            return comm.allgather_object(told)
-    return comm.allgather_object(told)
+            return comm.allgather_object(outcome)
+    return comm.allgather_object(outcome)
 
 
 def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
@@ -97,21 +97,21 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     Raises:
         CommError: training fails repeatedly without a new commit, or more often than
             ``HPCTRAIN_ELASTIC_RESET_LIMIT`` allows; the cause is the last failure.
-        ConfigError: with spares, the function is called twice, or other objects than optimizers
-            communicate before.
+        ConfigError: with spares, the function is called twice, or the program has communicated
+            before, other than by the constructors of optimizers.
         MismatchError: the ranks execute different operations; on every rank.
         NotInitializedError: ``hpctrain.init()`` was not called.
         RankLostError: all ranks that had the state are lost, and only spares remain.
 
     Source: Horovod 0.28, ``horovod.torch.elastic.run``.
     Differs: MPI is not started again, and spares are started with the other ranks; the ranks agree
-    on the outcome of each attempt, so no rank returns while another tries again.
+    on the outcome of each attempt, so no rank returns while another repeats the attempt.
     """
 
     @functools.wraps(func)
     def training(state: S, *args: P.args, **kwargs: P.kwargs) -> R:
         def attempt(before: Ending | None) -> R:
-            resets.take_up()
+            resets.synchronize()
             if before is not None and before.end in (AttemptEnd.FAILED, AttemptEnd.LOST):
                 state.restore()
             if resets.number:
@@ -130,7 +130,7 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
                 return cast("R", together.result)
             if together.end is not AttemptEnd.LOST:
                 world.current().rebuild.renew()
-            if together.end is AttemptEnd.MET_OTHERS:
+            if together.end is AttemptEnd.MISMATCHED:
                 raise together.error or MismatchError(together.text)
             resets.count(together)
 
@@ -140,7 +140,7 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
 def _require_no_calls() -> None:
     """With spares, raise ``ConfigError`` if this rank has communicated before.
 
-    Spares could not have taken part.
+    Spares cannot join such communication.
     """
     here = world.current()
     if here.origin.spares is None:
@@ -155,7 +155,7 @@ def _require_no_calls() -> None:
 
 
 def _agreed_in_place(attempt: Callable[[], object]) -> Ending:
-    """Run an attempt; return the outcome on all survivors. Shrink the world if ranks are lost.
+    """Run an attempt; return the outcome on all survivors, in a smaller world after a loss.
 
     Collective over the survivors. Errors of the program are raised unchanged.
     """
@@ -168,38 +168,38 @@ def _ending_of(attempt: Callable[[], object]) -> Ending:
         return Ending(AttemptEnd.DONE, result=attempt())
     except HorovodInternalError as error:
         return Ending(AttemptEnd.FAILED, error)
-    except MismatchError as error:  # the other rank may have failed before
-        return Ending(AttemptEnd.MET_OTHERS, error)
+    except MismatchError as error:  # another rank may have failed before
+        return Ending(AttemptEnd.MISMATCHED, error)
     except HostsUpdatedInterrupt as interrupt:
         return Ending(AttemptEnd.UPDATED, interrupt, interrupt.skip_sync)
 
 
-MAX_IN_VAIN = 3
-"""Maximum number of consecutive failures without a commit in between."""
+MAX_FAILURES = 3
+"""Maximum number of consecutive failures without a new commit."""
 
 
 class Resets:
     """Synchronizes and counts the attempts to train one state.
 
     Args:
-        state: the state of the training.
+        state: state of the training.
     """
 
     def __init__(self, state: "State") -> None:
         self.number = 0
         self.has_state = world.current().is_first  # a spare has no state until the first sync
         self._state = state
-        self._in_vain = 0
+        self._num_failures = 0
         self._commits = state.num_commits
         self._limit = world.current().settings.elastic_reset_limit
 
-    def take_up(self) -> None:
-        """Synchronize the current ranks, including new spares. Collective.
+    def synchronize(self) -> None:
+        """Synchronize the current ranks, including new spares, before an attempt. Collective.
 
-        Afterwards, all ranks with a state have the same last commit.
+        After this call, all ranks with a state have the same last commit.
 
         Raises:
-            ConfigError: before the call, a spare executed other operations than the workers.
+            ConfigError: a spare has executed other operations than the workers before.
             RankLostError: no rank has the state; on every rank.
         """
         here = world.current()
@@ -207,8 +207,8 @@ class Resets:
         try:
             here.rebuild.move()
             if self.number or here.origin.spares is not None:
-                told = (self.number, self.has_state, self._state.num_commits)
-                every = here.comm.allgather_object(told)
+                report = (self.number, self.has_state, self._state.num_commits)
+                every = here.comm.allgather_object(report)
                 self.number, has_state, _ = every[0]
                 self._state.settle([num_commits for _, _, num_commits in every])
         except MismatchError as error:
@@ -217,7 +217,7 @@ class Resets:
             raise ConfigError(f"{error}\n{SPARES_RULE}") from error
         if not has_state:
             raise RankLostError(
-                f"a rank must have the state, but all that had it are lost, and only "
+                f"a rank must have the state, but all ranks that had it are lost, and only "
                 f"{here.topology.size} spares remain; restart from the last checkpoint, with more "
                 f"ranks or spares"
             )
@@ -231,18 +231,19 @@ class Resets:
         """
         is_failure = ending.end in (AttemptEnd.FAILED, AttemptEnd.LOST)
         if self._state.num_commits != self._commits or not is_failure:
-            self._in_vain = 0
+            self._num_failures = 0
         self._commits = self._state.num_commits
-        self._in_vain += ending.end is AttemptEnd.FAILED  # the same rank cannot be lost again
+        # Losses of ranks are not counted, since they cannot repeat endlessly.
+        self._num_failures += ending.end is AttemptEnd.FAILED
         if self._limit is not None and self.number >= self._limit:
             raise CommError(
-                f"training must not be reset more than {self._limit} times, but must be once "
-                f"more: {ending.text}; remove the cause or increase HPCTRAIN_ELASTIC_RESET_LIMIT"
+                f"training must not be reset more than {self._limit} times, but needs one more "
+                f"reset: {ending.text}; remove the cause or increase HPCTRAIN_ELASTIC_RESET_LIMIT"
             ) from ending.error
-        if self._in_vain > MAX_IN_VAIN:
+        if self._num_failures > MAX_FAILURES:
             raise CommError(
-                f"training must reach a commit in {MAX_IN_VAIN} resets, but failed each time from "
-                f"the same commit, the last time with: {ending.text}; remove the cause"
+                f"training must reach a commit in {MAX_FAILURES} resets, but failed each time "
+                f"from the same commit, the last time with: {ending.text}; remove the cause"
             ) from ending.error
         self.number += 1
         if world.rank() == 0:

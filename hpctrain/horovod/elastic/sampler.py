@@ -19,13 +19,13 @@ def epoch_order(num_samples: int, seed: int | None) -> list[int]:
 
 
 def left_of(order: Sequence[int], num_done: int, done: Collection[int] = ()) -> list[int]:
-    """Return the indices of an epoch, except the first ``num_done`` and those in ``done``."""
+    """Return the indices in ``order``, except the first ``num_done`` and all in ``done``."""
     left = list(order[num_done:])
     return [index for index in left if index not in done] if done else left
 
 
 def part_of(left: Sequence[int], rank: int, size: int, order: Sequence[int]) -> list[int]:
-    """Return every ``size``-th index, for one rank; all ranks get the same number of indices.
+    """Return every ``size``-th index, from index ``rank`` on; all ranks get equally many indices.
 
     If ``size`` does not divide the length of ``left``, the last round is padded from the start of
     the epoch's ``order``, so that interrupted and uninterrupted epochs have the same padding.
@@ -92,18 +92,18 @@ class ElasticSampler(Sampler[int]):
         if self.processed_indices:
             raise ConfigError(
                 f"an epoch must be recorded by record_batch or record_indices, not by both, but "
-                f"epoch {self.epoch} has {len(self.processed_indices)} recorded indices"
+                f"epoch {self.epoch} has {len(self.processed_indices)} recorded indices; call "
+                f"record_indices in this epoch"
             )
         self.processed_num += batch_size * self.num_replicas
 
     def record_indices(self, indices: Iterable[int]) -> None:
         """Record that this rank has processed ``indices``. Local.
 
-        For batches whose size differs between ranks.
-
-        Takes effect at the next ``reset()``. ``TorchState.sync()`` merges the records of all
-        ranks; the sampler returns indices that only a lost rank has recorded again. This method
-        stores each index, whereas ``record_batch`` stores a count, of which no part is lost.
+        For batches whose size differs between ranks. Takes effect at the next ``reset()``.
+        ``TorchState.sync()`` merges the records of all ranks; the sampler returns indices that
+        only a lost rank has recorded again. This method stores each index, whereas
+        ``record_batch`` stores a count, which all ranks have.
 
         Raises:
             ConfigError: this epoch is recorded by ``record_batch``.
@@ -111,7 +111,8 @@ class ElasticSampler(Sampler[int]):
         if self.processed_num:
             raise ConfigError(
                 f"an epoch must be recorded by record_batch or record_indices, not by both, but "
-                f"epoch {self.epoch} has {self.processed_num} indices recorded by batches"
+                f"epoch {self.epoch} has {self.processed_num} indices recorded by batches; call "
+                f"record_batch in this epoch"
             )
         self.processed_indices.update(int(index) for index in indices)
 

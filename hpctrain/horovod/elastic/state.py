@@ -1,4 +1,4 @@
-"""Training state that elastic training commits, restores and sends to other ranks."""
+"""State that elastic training commits, restores and sends to other ranks."""
 
 import copy
 import enum
@@ -18,7 +18,7 @@ from hpctrain.core.errors import ConfigError, HpctrainError
 from hpctrain.horovod.elastic.sampler import ElasticSampler
 from hpctrain.runtime import world
 
-Broadcast = Callable[[Any], Any]  # returns the object of rank 0 on every rank
+Broadcast = Callable[[Any], Any]  # function that returns the object of rank 0 on every rank
 
 
 class HostUpdate(enum.IntFlag):
@@ -38,7 +38,8 @@ class HostsUpdatedInterrupt(HpctrainError, RuntimeError):  # noqa: N818 - Horovo
 
     def __init__(self, skip_sync: bool = False) -> None:  # noqa: FBT001, FBT002 - Horovod's
         super().__init__(
-            "the hosts of this job change; call commit() in a function of hpctrain.elastic.run"
+            "the hosts of this job have changed; call commit() in a function that is decorated by "
+            "hpctrain.elastic.run"
         )
         self.skip_sync = skip_sync
 
@@ -50,13 +51,13 @@ class State(ABC):
     ranks.
 
     Args:
-        bcast_object: function that returns the object of rank 0 on every rank; by default that of
-            hpctrain.
+        bcast_object: function that returns the object of rank 0 on every rank; by default a
+            broadcast of hpctrain.
         get_rank: function that returns the rank of this process; by default ``hpctrain.rank``.
 
     Source: Horovod 0.28, ``horovod.common.elastic.State``.
-    Differs: both arguments are optional; changes of hosts reported on any rank are used, not only
-    on rank 0; a commit counts on all ranks or on none.
+    Differs: both arguments are optional; changes of hosts may be reported on any rank, not only on
+    rank 0; a commit counts on all ranks or on none.
     """
 
     def __init__(
@@ -67,8 +68,8 @@ class State(ABC):
         self._host_messages: queue.SimpleQueue[tuple[float, int]] = queue.SimpleQueue()
         self._last_updated_timestamp = 0.0
         self._reset_callbacks: list[Callable[[], object]] = []
-        self.num_commits = 0  # commits of this state on this rank
-        self._num_begun = 0  # commits begun; the last may be incomplete
+        self.num_commits = 0  # complete commits on this rank
+        self._num_begun = 0  # commits that were begun; the last may be incomplete
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], object]]) -> None:
         """Register functions that ``elastic.run`` calls, in order, when training resumes. Local.
@@ -103,9 +104,9 @@ class State(ABC):
     def commit(self) -> None:
         """Save the state after all ranks have called ``commit``. Collective.
 
-        After a failed operation, training resumes from the last commit. A commit copies the state
-        in memory. A commit counts on all ranks or on none: if an error has prevented it on some
-        ranks, ``elastic.run`` completes it.
+        After a failed operation, training resumes from the last commit, which is a copy of the
+        state in memory. A commit counts on all ranks or on none: if an error has interrupted a
+        commit on some ranks, ``elastic.run`` completes that commit.
 
         Raises:
             HostsUpdatedInterrupt: hosts are added or removed; on every rank.
@@ -147,9 +148,9 @@ class State(ABC):
             if timestamp > self._last_updated_timestamp:
                 newest, what = max(newest, timestamp), what | HostUpdate(update)
         removed, added = (bool(what & bit) for bit in (HostUpdate.REMOVED, HostUpdate.ADDED))
-        told = torch.tensor([newest, removed, added], dtype=torch.float64)
-        world.current().comm.allreduce_(told, op=Op.MAX).wait()
-        newest, removed, added = float(told[0]), bool(told[1]), bool(told[2])
+        report = torch.tensor([newest, removed, added], dtype=torch.float64)
+        world.current().comm.allreduce_(report, op=Op.MAX).wait()
+        newest, removed, added = float(report[0]), bool(report[1]), bool(report[2])
         if newest <= self._last_updated_timestamp:
             return None
         self._last_updated_timestamp = newest
@@ -185,8 +186,8 @@ class ObjectState(State):
         ConfigError: an attribute has the name of an attribute of this class, or begins with ``_``.
 
     Source: Horovod 0.28, ``horovod.common.elastic.ObjectState``.
-    Differs: values are copied, so in-place changes of a list are restored too; attributes that are
-    set later are saved as well, unless their name begins with ``_``.
+    Differs: values are copied, so in-place changes of a list are restored, too; attributes that
+    are set later are saved, too, unless their name begins with ``_``.
     """
 
     def __init__(
@@ -226,7 +227,7 @@ class ObjectState(State):
         """Set an attribute; if a new attribute has a plain value, also save the value.
 
         Raises:
-            ConfigError: the value cannot be copied, or the name is that of a method.
+            ConfigError: the value cannot be copied, or ``name`` is the name of a method.
         """
         saved = self.__dict__.get("_saved_state")
         if callable(getattr(type(self), name, None)) and not callable(value):
@@ -246,7 +247,7 @@ class ObjectState(State):
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """Declare to type checkers that ``kwargs`` become attributes."""
+            """Declare the attributes of ``kwargs`` for type checkers."""
 
 
 def _copied(name: str, value: Any) -> Any:
@@ -257,7 +258,7 @@ def _copied(name: str, value: Any) -> Any:
     except Exception as error:
         raise ConfigError(
             f"attributes of a state must support deepcopy and pickle, but {name}, of type "
-            f"{type(value).__name__}, does not: {error}; store it elsewhere, or as _{name}"
+            f"{type(value).__name__}, does not: {error}; store the value elsewhere, or as _{name}"
         ) from error
 
 
@@ -269,7 +270,7 @@ class Handler:
     """Saves and restores an object with ``state_dict()`` and ``load_state_dict()``.
 
     Args:
-        value: the object, such as a scheduler.
+        value: object, such as a scheduler.
     """
 
     def __init__(self, value: Any) -> None:
@@ -283,12 +284,12 @@ class Handler:
     def restore(self) -> None:
         """Load a copy of the saved state.
 
-        A copy is required because many objects keep references to loaded values.
+        A copy is loaded, because many objects keep references to loaded values.
         """
         self.value.load_state_dict(copy.deepcopy(self._saved))
 
     def sync(self) -> None:
-        """Load the state of rank 0, and save it. Collective."""
+        """Load the state of rank 0, and save that state. Collective."""
         self.value.load_state_dict(self._of_all_ranks())
         self.save()
 
@@ -317,7 +318,7 @@ class ModelHandler(Handler):
 
 
 class OptimizerHandler(Handler):
-    """Saves and restores an optimizer."""
+    """Saves and restores an optimizer, without gradients."""
 
     def restore(self) -> None:
         """Load the saved state, and clear gradients, which are not saved."""
@@ -368,7 +369,7 @@ def has_state(value: object) -> bool:
 class TorchState(ObjectState):
     """Training state of a model, an optimizer and other values, which become attributes.
 
-    Attributes that are set later are saved in the same way. For modules, optimizers, an
+    Attributes that are set later are also saved. For modules, optimizers, an
     ``ElasticSampler`` and other objects with ``state_dict()`` and ``load_state_dict()``, the state
     is saved, restored and sent to other ranks; the objects themselves are not replaced. Other
     values are copied and must be picklable.
@@ -377,8 +378,8 @@ class TorchState(ObjectState):
 
     Args:
         model: any module.
-        optimizer: any optimizer, wrapped by ``DistributedOptimizer`` or not.
-        kwargs: further models, optimizers, samplers, and values such as ``epoch=0``.
+        optimizer: any optimizer, including a ``DistributedOptimizer``.
+        kwargs: other models, optimizers, samplers, and values such as ``epoch=0``.
 
     Raises:
         ConfigError: an attribute has the name of an attribute of this class, or begins with ``_``.
@@ -431,9 +432,9 @@ class TorchState(ObjectState):
         first = self._bcast_object(names)
         world.current().comm.agree(
             names == first,
-            f"the states of all ranks must have the same objects with state_dict(), but this one "
-            f"has {', '.join(names)}, and that of rank 0 {', '.join(first)}; pass them to the "
-            f"constructor on all ranks",
+            f"the states of all ranks must have the same objects with state_dict(), but the state "
+            f"of this rank has {', '.join(names)}, and that of rank 0 {', '.join(first)}; pass "
+            f"the same objects to the constructor on all ranks",
         )
         self._is_shared = True
         for name in names:
@@ -462,7 +463,7 @@ class TorchState(ObjectState):
                     self._saved_state.pop(name, None)
             elif is_kept:
                 raise ConfigError(
-                    f"a new {name} must have a state_dict() like the old one, got a "
+                    f"a new {name} must have a state_dict() like the old {name}, got a "
                     f"{type(value).__name__}; use another name for plain values"
                 )
         super().__setattr__(name, value)
@@ -470,6 +471,7 @@ class TorchState(ObjectState):
     def _refuse_where_spares_lack(self, name: str, *, is_known: bool) -> None:
         if self._is_shared and not is_known and world.current().origin.spares is not None:
             raise ConfigError(
-                f"with --spares each object with state_dict() must be passed to the constructor "
-                f"of the state, but {name} was set later; pass it there, or leave out --spares"
+                "with --spares each object with state_dict() must be passed to the constructor "
+                f"of the state, but {name} was set later; pass {name} to the constructor, or "
+                "leave out --spares"
             )

@@ -14,7 +14,7 @@ from hpctrain.launch.mpiexec import check_hosts
 from hpctrain.runtime.run import run as hpctrain_run
 
 HARMLESS = {"disable_cache", "ssh_port", "start_timeout", "use_gloo", "use_mpi", "verbose"}
-"""Ignored arguments: they concern Horovod's output, or other hosts."""
+"""Arguments that are ignored, because they concern Horovod's output, or other hosts."""
 
 
 def run(
@@ -27,7 +27,7 @@ def run(
     hosts: str | None = None,
     **others: Any,
 ) -> list[Any]:
-    """Call ``func(*args, **kwargs)`` on new ranks of this host, as ``horovod.run`` does.
+    """Call ``func(*args, **kwargs)`` on new ranks of this host, like ``horovod.run``.
 
     Not collective.
 
@@ -38,8 +38,8 @@ def run(
         num_proc: number of ranks.
         np: old name of ``num_proc``.
         hosts: None, or this host with enough slots, such as ``"localhost:4"``.
-        others: other arguments of ``horovod.run``. Arguments in ``HARMLESS`` are ignored; all
-            others must be None or False.
+        others: other arguments of ``horovod.run``. Arguments in ``HARMLESS`` are ignored; the rest
+            must be None or False.
 
     Returns:
         The results of the function, by rank.
@@ -49,15 +49,16 @@ def run(
         RankError, LaunchError, KeyboardInterrupt: see ``hpctrain.run``.
     """
     ranks = num_proc if np is None else np
-    if asked := sorted(
+    if unsupported := sorted(
         name for name in others.keys() - HARMLESS if others[name] not in (None, False)
     ):
         raise ConfigError(
-            f"horovod.run must have arguments of hpctrain.run only, got {', '.join(asked)}; "
+            f"horovod.run can only have arguments of hpctrain.run, got {', '.join(unsupported)}; "
             "leave them out, or start the ranks by `hpctrain launch` or mpirun"
         )
     _require_this_host(hosts, ranks)
-    # The function may refer to Horovod's modules, so each rank installs these before it unpickles.
+    # The function may refer to Horovod's modules, so each rank installs the shim before
+    # unpickling.
     call = cloudpickle.dumps((func, tuple(args), dict(kwargs or {})))
     return hpctrain_run(_call, (call,), np=ranks)
 
@@ -76,7 +77,7 @@ def _require_this_host(hosts: str | None, ranks: int) -> None:
     others = [entry for entry in hosts.split(",") if entry.partition(":")[0] not in here]
     if others:
         raise ConfigError(
-            f"horovod.run must start ranks on this host only, got {', '.join(others)}; "
+            f"horovod.run can start ranks on this host only, got {', '.join(others)}; "
             f"use `hpctrain launch -n {ranks} --hosts {hosts} python SCRIPT`"
         )
 

@@ -35,10 +35,10 @@ _OWN |= {"DiLoCo", "HierarchicalLocalSGD", "LocalSGD", "PostLocalSGD", "StagedSG
 _OWN |= {"AsyncSGD", "Downpour", "Hogwild", "StaleSynchronous", "stable_rate", "ShardedEmbedding"}
 _OWN |= {name for name in hpctrain.__all__ if "all_gather" in name or "reduce_scatter" in name}
 _OWN |= {name for name in hpctrain.__all__ if name.endswith("Error")} - {"HorovodInternalError"}
-"""Names of ``hpctrain`` that ``horovod.torch`` does not have, or has as modules."""
+"""Names of ``hpctrain`` that are not names of ``horovod.torch``, or are modules there."""
 _TORCH = _names(set(hpctrain.__all__) - _OWN)
 _BEHIND = {**_TORCH, **_names(("is_homogeneous",))}
-"""Names of the submodules of ``horovod.torch``: each has all, whichever Horovod defines there."""
+"""Names of each submodule of ``horovod.torch``: all names, also if Horovod defines fewer."""
 _ELASTIC = _names(("ElasticSampler", "HostsUpdatedInterrupt", "ObjectState", "State"), _STATES)
 _ELASTIC |= {**_names(("TorchState", "run"), _STATES), **_names(("HorovodInternalError",))}
 _BUILT = ("ccl_built", "ddl_built", "gloo_built", "mpi_built", "nccl_built")
@@ -91,8 +91,8 @@ def refusal(name: str) -> str:
     framework = FRAMEWORKS.get(".".join(name.split(".")[:2]), "")
     if framework:
         return (
-            f"hpctrain supports PyTorch only, not {framework}, so it has no {name}; run this "
-            f"script with Horovod itself, or see {GUIDE}"
+            f"hpctrain supports PyTorch only, not {framework}, so {name} cannot be imported; run "
+            f"this script with Horovod itself, or see {GUIDE}"
         )
     return (
         f"hpctrain has no counterpart of {last!r} of Horovod's module {module}; "
@@ -148,7 +148,7 @@ TOP = "horovod"
 class AliasFinder(Loader):
     """Import hook for ``MODULES``; imports of other Horovod modules raise ``ImportError``."""
 
-    hpctrain_shim: ClassVar[bool] = True  # read by code that needs the real Horovod
+    hpctrain_shim: ClassVar[bool] = True  # read by code that requires Horovod itself
 
     def find_spec(self, fullname: str, *_: object) -> ModuleSpec | None:
         """Return the spec of a module in ``MODULES``; None for modules outside of Horovod.
@@ -190,7 +190,7 @@ def install() -> None:
     loaded = sys.modules.get(TOP)
     if loaded is not None and not hasattr(loaded, MARK):
         raise ConfigError(
-            "the shim must be installed before Horovod is imported, but it was imported from "
+            "the shim must be installed before Horovod is imported, but Horovod was imported from "
             f"{getattr(loaded, '__file__', None)}; call hpctrain.horovod.shim.install() first"
         )
     sys.meta_path.insert(0, AliasFinder())

@@ -2,7 +2,7 @@
 
 ``PYTHONPATH`` contains this folder, so that Python imports this file when it starts a script, or a
 Python process that the script starts. The file removes the folder from ``sys.path``, and then
-imports the ``sitecustomize`` of the site, so that everything else is as without the shim.
+imports the ``sitecustomize`` of the site, as without the shim.
 """
 
 import importlib
@@ -12,7 +12,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 PYTHON = "HPCTRAIN_SHIM_PYTHON"
-"""Environment variable with the path of the Python that has hpctrain; others are unchanged."""
+"""Environment variable with the path of the Python that gets the shim."""
 
 
 def begin() -> None:

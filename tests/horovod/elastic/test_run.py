@@ -189,7 +189,7 @@ def test_the_number_of_resets_can_be_limited(monkeypatch):
         state.commit()
         raise HorovodInternalError("again")
 
-    with pytest.raises(CommError, match=r"1 times, but must be once more: .*again; remove"):
+    with pytest.raises(CommError, match=r"1 times, but needs one more reset: .*again; remove"):
         train(ObjectState(value=0))
     assert len(attempts) == 2
     hvd.shutdown()

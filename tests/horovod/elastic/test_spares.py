@@ -114,7 +114,7 @@ REFUSED = {
     "no state": {
         "before": "if is_spare(): Path('here').touch(); time.sleep(1)",
         "inside": "number or threading.Thread(target=wait_and_die, daemon=True).start()",
-        "said": "all that had it are lost, and only 1 spares remain",
+        "said": "all ranks that had it are lost, and only 1 spares remain",
     },
     "a model that it has not": {
         "before": "elastic.ObjectState = elastic.TorchState",
