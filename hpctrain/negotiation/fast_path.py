@@ -415,7 +415,7 @@ class FastPath:
         word = commit.num_commits << _NUMBER_BITS | known.number + 1
         code = known.reduce(word, node.turn, tensor.data_ptr())
         if commit.record(code, word):
-            node.end_turn((1 + self._size) * known.num_bytes)
+            node.switch_slots((1 + self._size) * known.num_bytes)
             increment_version((tensor,))
         return None if code == LATE else code == DONE
 

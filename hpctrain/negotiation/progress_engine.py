@@ -134,7 +134,7 @@ class ProgressEngine:
         queue, fast_path, name = self.queue, self.fast_path, repeated.name
         if fast_path is None or queue.in_flight or queue.submitted or queue.joining or queue.held:
             return False
-        if self.to_ask or self.broken or self._timelines.current or self._negotiator.takes_part:
+        if self.questions or self.broken or self._timelines.current or self._negotiator.takes_part:
             return False
         known = fast_path.known(name, repeated.signature)
         if known is None or queue.in_flight.setdefault(name, _AT_ONCE) is not _AT_ONCE:
@@ -148,7 +148,7 @@ class ProgressEngine:
         if verdict:
             self._stalls.last_call.note(_ALLREDUCE, name)
         if queue.held:
-            queue.let_go()
+            queue.submit_held()
         return verdict
 
     def check_stalls(self) -> None:

@@ -86,7 +86,10 @@ class Pipeline:
         self._mesh, self._group = mesh, mesh.get_group()
         options = f"{schedule=}, {num_microbatches=}, {stages_per_rank=}, layers={[*layers]}"
         first = f"sample {None if sample is None else (tuple(sample.shape), sample.dtype)}"
-        model: whole model, identical on all ranks, with equal weights.
+        require_identical(mesh, [options, first, *signature_of(model)], "a pipeline", SAME)
+        values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        found = [f"{name} {digest(local(v))}" for name, v in values.items() if not v.is_meta]
+        require_identical(mesh, found, "the weights of a pipeline", SAME_WEIGHTS)
         self._loss = loss
         self._schedule = PipelineSchedule(
             schedule, mesh.size(), stages_per_rank, num_microbatches, model
