@@ -119,7 +119,10 @@ def _refusal(data: object, optimizer: object) -> str | None:
     """Return the reason why ``data`` cannot be divided or is already divided."""
     kind = type(data).__name__
     if isinstance(data, Loader | DividedLoader):
-        return f"{kind} is already divided among the ranks; omit shard_data()"
+        return (
+            f"shard_data() must get data that are not divided yet, but {kind} is already divided "
+            f"among the ranks; omit shard_data()"
+        )
     if optimizer is not None and not hasattr(optimizer, "set_num_samples"):
         return (
             f"the optimizer of shard_data() must be a DistributedOptimizer, or the result of "
@@ -137,8 +140,9 @@ def _refusal_of_loader(loader: "DataLoader[Any]") -> str | None:
     samplers = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", 0))
     if any(hasattr(it, "num_replicas") for it in samplers):
         return (
-            "this DataLoader is already divided among the ranks by its sampler; omit "
-            "shard_data(), or give the DataLoader a sampler for one process"
+            "shard_data() must get data that are not divided yet, but the DataLoader is already "
+            "divided among the ranks by its sampler; omit shard_data(), or give the DataLoader a "
+            "sampler for one process"
         )
     if type(loader).__iter__ is not DataLoader.__iter__:
         kind = type(loader).__name__
@@ -148,9 +152,9 @@ def _refusal_of_loader(loader: "DataLoader[Any]") -> str | None:
         )
     if loader.batch_size is None and loader.batch_sampler is None:
         return (
-            "a DataLoader of shard_data() must have a batch_size, but it is None, so that "
-            "only its data set can divide batches; set a batch_size, or give each rank every "
-            "size()-th batch: DataLoader(shard_data(dataset), batch_size=None)"
+            "the DataLoader of shard_data() must have a batch_size, but it is None; set a "
+            "batch_size, or, if the data set yields whole batches, give each rank every size()-th "
+            "batch: DataLoader(shard_data(dataset), batch_size=None)"
         )
     return None
 
@@ -293,9 +297,7 @@ class _OwnIndices(Sampler[list[Any]]):
         drawn_by_root = [*map(len, batches)], indices, reason
         sizes, indices, reason = broadcast_object(drawn_by_root, name=self._name)
         if reason:
-            raise DataError(
-                f"the order of an epoch could not be computed on rank 0: {reason}"
-            ) from failure
+            raise DataError(f"rank 0 cannot draw the order of an epoch: {reason}") from failure
         return sizes, indices
 
 
@@ -339,11 +341,9 @@ class StreamLoader(DividedLoader):
         identities = allgather_object(identity, name=self._name)
         if len(set(identities)) > 1 and self._rank == 0:
             logger.warning(
-                "shard_data() takes every %dth sample of a data set that every rank reads "
-                "whole, but the first batches differ, by the checksums %s; make the data set "
-                "return the same samples in the same order on every rank, without division "
-                "by rank and with the same seed",
-                self._size,
+                "an iterable data set in shard_data() must yield the same samples in the same "
+                "order on every rank, but the first batches differ, with the checksums %s; use "
+                "the same seed on every rank, and do not divide the samples by rank",
                 by_rank(identities),
             )
 
@@ -378,17 +378,19 @@ class _Weights:
         """Raise ``ConfigError`` if a global batch of this size would get a wrong weight."""
         if self._optimizer is None and num_samples % self._size:
             raise ConfigError(
-                f"without an optimizer all ranks must have the same number of samples, got a "
-                f"batch of {num_samples} for {self._size} ranks; use shard_data(loader, "
-                f"optimizer), which weights gradients, or drop_last=True and a batch size "
-                f"that is a multiple of the ranks; evaluate inside torch.no_grad()"
+                f"without an optimizer in shard_data() all ranks must have the same number of "
+                f"samples, got a batch of {num_samples} for {self._size} ranks; use "
+                f"shard_data(loader, optimizer), which weights gradients, or drop_last=True and "
+                f"a batch size that is a multiple of the number of ranks; evaluate inside "
+                f"torch.no_grad()"
             )
         passes = getattr(self._optimizer, "backward_passes_per_step", 1)
         if passes > 1 and num_samples not in (0, self._batch_size or num_samples):
             raise ConfigError(
-                f"backward_passes_per_step={passes} must get batches of one size, got one of "
-                f"{num_samples} samples with batch_size {self._batch_size}; use "
-                f"drop_last=True, or omit the argument and call step() after {passes} passes"
+                f"all batches must have the same size with backward_passes_per_step={passes}, got "
+                f"a batch of {num_samples} samples with batch_size {self._batch_size}; use "
+                f"drop_last=True, or omit backward_passes_per_step and call step() after "
+                f"{passes} passes"
             )
 
 

@@ -99,7 +99,7 @@ class Loader(Reading):
                 f"smaller batch or more data"
             )
         if self.pin_memory and not torch.accelerator.is_available():
-            _LOG.warning("pin_memory=True has no effect: there is no GPU")
+            _LOG.warning("pin_memory must be False without a GPU, got True; it has no effect")
             self.pin_memory = False
         self._ordering = Ordering.choose(self.order, self.dataset, self.global_batch, self.window)
 
@@ -143,8 +143,8 @@ class Loader(Reading):
         _require(
             state.get("format", 0) == STATE_FORMAT,
             f"the state of a loader must have format {STATE_FORMAT}, got "
-            f"{state.get('format')!r}; it was saved by another version of hpctrain, or is not "
-            f"of a loader",
+            f"{state.get('format')!r}; pass a result of Loader.state_dict() of this version of "
+            f"hpctrain",
         )
         try:
             uuid = str(state["uuid"])
@@ -153,25 +153,26 @@ class Loader(Reading):
             skipped = Skipped((int(start), int(stop)) for start, stop in state["skipped"])
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(
-                f"the state of a loader must be a result of state_dict(), but: {error!r}; pass "
-                f"such a state"
+                f"the state of a loader must be a result of state_dict(), but reading it "
+                f"raised {error!r}; pass such a result"
             ) from error
         _require(
             uuid == self.dataset.uuid,
-            f"the state must be of the data set {self.dataset.uuid}, but was saved with "
-            f"{uuid}; use the same data set, or start without the state",
+            f"the state of a loader must belong to its data set, {self.dataset.uuid}, but "
+            f"belongs to {uuid}; use the same data set, or start without the state",
         )
         _require(
             epoch >= 0 and 0 <= consumed <= len(self.dataset),
-            f"a position must be an epoch and 0 to {len(self.dataset)} samples, got epoch "
-            f"{epoch} and {consumed} samples; the state was changed",
+            f"the state of a loader must have an epoch of at least 0 and at most "
+            f"{len(self.dataset)} consumed samples, got epoch {epoch} and {consumed} samples; "
+            f"pass an unchanged result of state_dict()",
         )
         found = state.get("split")
         _require(
             found == self._split_checksum,
-            f"a loader must continue with the split of its state, but got one with the "
-            f"checksum {self._split_checksum} for {found}; pass the same file, or "
-            f"start without the state",
+            f"a loader must continue with the split of its state, but its split has the "
+            f"checksum {self._split_checksum} and the state has {found}; pass the same split, "
+            f"or start without the state",
         )
         self.seed, self.epoch, self.consumed = seed, epoch, consumed
         self._ordering, self._skipped, self._pass = ordering, skipped, None
@@ -190,9 +191,9 @@ class Loader(Reading):
                 for batch in batches:
                     _require(
                         self._pass is current,
-                        "a pass over a loader must not continue after another pass, "
-                        "set_epoch or load_state_dict, which end it; call iter() again, or "
-                        "use a loader for each pass",
+                        "an iterator of a loader must not be used after another iter(), "
+                        "set_epoch() or load_state_dict() of the loader, but this one was; "
+                        "call iter() again, or use a separate loader for each iterator",
                     )
                     error = batch if isinstance(batch, Exception) else None
                     if left_out := self._leave_out(_failures(error, self.comm)):
@@ -241,19 +242,19 @@ class Loader(Reading):
             self.split.parts_of(rank, size)
             _require(
                 shards is None,
-                "a split and micro_shards must not be combined, because both divide a step; omit "
-                "one",
+                f"micro_shards must be None with a split, because both divide a step, got "
+                f"{shards}; omit one of them",
             )
         skips = self.on_corrupt == "skip"
         _require(
             shards is None or not skips,
-            "on_corrupt must be 'raise' with micro_shards, because skipped samples would "
-            "move samples between them",
+            f"on_corrupt must be 'raise' with micro_shards, because skipped samples would "
+            f"move samples between micro-shards, got {self.on_corrupt!r}; omit one of them",
         )
         _require(
             not skips or size == 1 or self.comm is not None,
-            'on_corrupt="skip" must have comm, because all ranks must skip the same samples; '
-            "pass it",
+            'on_corrupt="skip" must be used with comm on several ranks, because all ranks must '
+            f"skip the same samples, but comm is None and size is {size}; pass comm",
         )
 
     @property

@@ -102,7 +102,10 @@ class NodeFolder:
 
     def __reduce__(self) -> Any:
         """Raise ``TypeError``: a copy in another process would not hold the lock."""
-        raise TypeError("a NodeFolder must be used by the process that created it")
+        raise TypeError(
+            f"a NodeFolder must stay in the process that locked it, but process "
+            f"{os.getpid()} pickles or copies it; call NodeFolder.join(path) in the other process"
+        )
 
 
 def sweep(parent: Path) -> list[Path]:

@@ -161,7 +161,9 @@ class Batch:
         # While a batch is unpickled it has no fields yet, and this must not ask for them.
         if name != "fields" and name in self.fields:
             return self.fields[name]
-        raise AttributeError(f"a batch has no field {name!r}")
+        raise AttributeError(
+            f"the name of a field must be one of {', '.join(self.fields)}, got {name!r}"
+        )
 
 
 class Indexable:

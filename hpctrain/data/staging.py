@@ -99,7 +99,7 @@ class StagedOpener:
             try:
                 return OpenShard(self.directory, manifest, index, io=io, chunks=chunks)
             except CorruptError as error:
-                logger.warning("%s; the training reads it from %s from now on", error, directory)
+                logger.warning("%s; from now on this rank reads it from %s", error, directory)
         return OpenShard(directory, manifest, index, io=io, chunks=chunks)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -174,7 +174,7 @@ def _explained(dataset: ShardedDataset) -> Iterator[None]:
     except OSError as error:
         raise DataError(
             f"cannot copy data set {dataset.path} to this node: {error}; choose a folder that "
-            f"every rank of the node sees and can write to"
+            f"every rank of the node can read and write"
         ) from error
 
 
@@ -193,10 +193,11 @@ def _choose(dataset: ShardedDataset, to: Path | str) -> tuple[NodeFolder | None,
             return NodeFolder.create(best.folder, label), chosen
     rooms = [f"{site.folder} has room for {format_bytes(site.room_bytes)}" for site in found]
     logger.warning(
-        "data set %s is not copied, %s fit nowhere else on this node: %s",
+        "data set %s is not copied, because no storage of this node has room for a shard of its "
+        "%s: %s",
         dataset.path,
         format_bytes(total_bytes),
-        "; ".join(rooms) or "no other storage is the node's own",
+        "; ".join(rooms) or "the node has no other storage",
     )
     return None, []
 
@@ -221,8 +222,8 @@ def _tell(dataset: ShardedDataset, path: Path, present: frozenset[int], why: str
         logger.info("data set %s is copied to %s: %s", dataset.path, path, size)
         return
     logger.warning(
-        "%d of %d shards of data set %s are copied to %s, %s: %s; the others are read from "
-        "the original",
+        "%d of %d shards of data set %s are copied to %s, %s: %s; the other shards are read "
+        "from the original",
         len(present),
         len(shards),
         dataset.path,

@@ -138,7 +138,7 @@ class Manifest:
             raise DataError(f"a split must be a word such as train, got {self.split!r}")
         if not self.fields:
             raise DataError(
-                'a data set must have at least one field, such as {"x": ((8, 8), "f4")}'
+                'a data set must have at least one field, such as {"x": ((8, 8), "f4")}, got none'
             )
         for name in self.fields:
             if not name.isidentifier():
@@ -244,13 +244,13 @@ class Manifest:
             raise DataError(f"its format is {record['format']!r}, not {FORMAT!r}")
         if record["version"] > VERSION:
             raise DataError(
-                f"its version is {record['version']}, and this hpctrain reads up to {VERSION}; "
-                f"update hpctrain"
+                f"its version must be at most {VERSION}, got {record['version']}, which a later "
+                f"hpctrain wrote; update hpctrain, or"
             )
         if record.pop("crc32", None) != _crc32(record):
             raise DataError("its crc32 is wrong, so it was changed or damaged")
         if not record["shards"]:
-            raise DataError("it names no shard")
+            raise DataError("it must name at least one shard, got none")
         _check_numbers(record)
         return cls(
             uuid=record["uuid"],
@@ -284,9 +284,9 @@ class Manifest:
             index = (place.index_crc32, place.num_rows)
             if (None not in index) != field.ragged:
                 raise DataError(
-                    f"only ragged fields must have an index, but field {name} of shard "
-                    f"{shard.file} is{'' if field.ragged else ' not'} ragged and its index is "
-                    f"{index}"
+                    f"a field must have an index if and only if it is ragged, but field {name} of "
+                    f"shard {shard.file} is{'' if field.ragged else ' not'} ragged and has the "
+                    f"crc32 and rows {index}"
                 )
             num_rows = shard.num_samples if place.num_rows is None else place.num_rows
             for offset, size in (

@@ -133,7 +133,8 @@ class WriterLock:
             ) from None
         except OSError as error:
             logger.warning(
-                "%s has no locks (%s): make sure that no other program writes there meanwhile",
+                "the directory of a writer must be on a file system with locks, but %s has no "
+                "locks (%s); make sure that no other program writes there meanwhile",
                 self._path.parent,
                 error.strerror,
             )

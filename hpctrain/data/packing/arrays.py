@@ -98,14 +98,14 @@ def length_of(columns: Columns, where: str, what: str) -> int:
     for name, column in columns.items():
         if not column.shape:
             raise DataError(
-                f"an array must have a first dimension, of samples, but {name} of {where} has "
-                f"none; choose others: --field NAME={what}"
+                f"the first dimension of an array must count samples, but {name} of {where} is a "
+                f"scalar; choose other arrays: --field NAME={what}"
             )
     lengths = {name: int(column.shape[0]) for name, column in columns.items()}
     if len(set(lengths.values())) != 1:
         raise DataError(
             f"all fields must have the same number of samples, but {where} has "
-            f"{lengths or 'no array'}; choose some: --field NAME={what}"
+            f"{lengths or 'no array'}; choose arrays of one length: --field NAME={what}"
         )
     return next(iter(lengths.values()))
 
@@ -167,8 +167,9 @@ class Dataset:
             return field_of(self.shape[1:], self._dataset.dtype, what)
         if len(self.shape) != 1:
             raise DataError(
-                f"texts and rows of different lengths must have one dimension, but {what} has "
-                f"{self.shape}; choose others: --field NAME=/DATASET"
+                f"a dataset of texts or of rows of variable length must have one dimension, but "
+                f"{what} has the shape {self.shape}; choose other datasets: --field "
+                f"NAME=/DATASET"
             )
         return field_of((), element, what, ragged=True)
 
@@ -202,8 +203,8 @@ def _examined_hdf5(path: str, wanted: WantedFields) -> PackSource:
         datasets = {name: Dataset(file, at) for name, at in places.items()}
         num_samples = length_of(datasets, path, "/DATASET")
         note = (
-            f"links of {path} are skipped, each dataset is packed once, from the file that "
-            f"stores it: {', '.join(links)}"
+            f"links in {path} are skipped, because each dataset is packed once, from the file "
+            f"that stores it: {', '.join(links)}"
         )
         return PackSource(
             runs=[(num_samples, Opened(partial(_open_datasets, path, places)))],

@@ -59,8 +59,8 @@ def _is_new(
         return True
     if not f"{at}/".startswith(f"{before.rstrip('/')}/"):
         raise DataError(
-            f"a folder must occur once in a source, but {before} and {path} are the same; remove "
-            f"the link"
+            f"a folder must occur once in a source, but {before} and {path} are the same folder; "
+            f"remove the link"
         )
     if left_out is not None:
         left_out.append(path)
@@ -155,8 +155,7 @@ def form_of_images(
     (least, *_, most) = sorted(sizes)
     note = (
         f"the images of {where} have different sizes, from {least[0]}x{least[1]} to "
-        f"{most[0]}x{most[1]}, so that their files are packed as bytes; pack pixels with "
-        f"--resize HxW"
+        f"{most[0]}x{most[1]}, so their files are packed as bytes; pack pixels with --resize HxW"
     )
     return "bytes", (note,)
 
@@ -174,7 +173,9 @@ def decoded(content: bytes, form: Form, what: str, resize: Size | None = None) -
         return _pixels(content, what, resize)
     what_it_is = "an array of numpy" if form == "array" else "a number in JSON"
     errors = (ValueError, EOFError, MemoryError, OverflowError, RecursionError)
-    with readable(what, f"{what_it_is}, which :bytes after an ending packs unchanged", *errors):
+    with readable(
+        what, f"{what_it_is} (:bytes after its ending packs the file unchanged)", *errors
+    ):
         if form == "array":
             return np.asarray(np.lib.format.read_array(BytesIO(content), allow_pickle=False))
         return np.asarray(json.loads(content))
@@ -199,7 +200,7 @@ def _pixels(content: bytes, what: str, resize: Size | None) -> Array:
         # Pillow would make 255 of everything above.
         raise DataError(
             f"pixels must have 8 bits, but {what} has more (mode {mode} of Pillow); pack the file "
-            f"with --encoded, or an array, from .npy files"
+            f"with --encoded, or convert the images to .npy arrays"
         )
     if resize is not None and (rgb.height, rgb.width) != resize:
         rgb = rgb.resize((resize[1], resize[0]), pil.Resampling.BILINEAR)
@@ -220,7 +221,6 @@ def _opened(content: bytes, what: str) -> Iterator[Any]:
 def _too_large(what: str, found: str) -> DataError:
     most = needed("PIL.Image", "an image").MAX_IMAGE_PIXELS
     return DataError(
-        f"a decoded image must have at most {most} pixels, but {what} has more ({found}), and "
-        f"a small file can claim any number; make it smaller, or pack the file unchanged with "
-        f"--encoded"
+        f"an image must have at most {most} pixels, but {what} has more ({found}); make it "
+        f"smaller, or pack the file unchanged with --encoded"
     )

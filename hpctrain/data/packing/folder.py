@@ -103,13 +103,13 @@ def _notes(
 ) -> Iterator[str]:
     if num_others:
         are_no = f"is no {what}" if num_others == 1 else f"are no {what}s"
-        yield f"{num_others} file{'s' * (num_others > 1)} below {path} {are_no}: left out"
+        yield f"{num_others} file{'s' * (num_others > 1)} below {path} {are_no} and not packed"
     if links:
-        yield f"links to a folder above are skipped: {', '.join(links)}"
+        yield f"links to a parent folder are skipped: {', '.join(links)}"
     if classes and _SPLITS.issuperset(map(str.lower, classes)):
         yield (
             f"the classes of {path} are named like splits: {', '.join(classes)}; if they are "
-            f"splits, pack each by itself: {path / classes[0]}, ..."
+            f"splits, pack each folder separately: {path / classes[0]}, ..."
         )
 
 
@@ -140,8 +140,9 @@ def _check_classes(root: Path, classes: Sequence[str], links: Sequence[str], wha
     lacking = sorted(name for name in folders - set(classes) if not name.startswith("."))
     if lacking:
         raise DataError(
-            f"each folder next to classes must have {what}s, but there is none below "
-            f"{', '.join(str(root / name) for name in lacking)}; restore them or remove the folder"
+            f"each folder of a class must have {what}s, but there is none below "
+            f"{', '.join(str(root / name) for name in lacking)}; restore the files or remove the "
+            f"folder"
         )
 
 

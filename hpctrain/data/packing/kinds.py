@@ -80,7 +80,9 @@ def _opened(source: object, kind: str, wanted: WantedFields) -> PackSource:
     if kind != FOLDER:
         return KINDS[kind].open(_files(path, kind), wanted)
     if not path.is_dir():
-        raise DataError(f"{path} must be a folder to be packed as one; check the path")
+        raise DataError(
+            f"--as {FOLDER} must be used with a folder, but {path} is none; check the path"
+        )
     return open_folder(path, wanted)
 
 
@@ -119,8 +121,8 @@ def _kind_of_folder(path: Path) -> str:
     if len(found) != 1:
         listed = ", ".join(f"{count} of {kind}" for kind, count in found.items())
         raise DataError(
-            f"a folder must have images, .npy arrays, or files of one kind that end in one of "
-            f"{_endings()}, but {path} has {listed or 'none of them'}; set the kind with --as "
+            f"a folder must have images, .npy arrays, or files of one kind, which end in one of "
+            f"{_endings()}, but {path} has {listed or 'no such file'}; set the kind with --as "
             f"KIND"
         )
     return str(next(iter(found)))
@@ -153,8 +155,8 @@ def _matching(path: Path) -> list[str]:
         found = sorted(one for one in Path(path.anchor).glob(pattern) if not one.is_dir())
     if not found:
         raise DataError(
-            f"there is no {path}; pass a file, a folder, a pattern in quotes such as "
-            f"'shards/*.tar', or module:function"
+            f"a source must exist, but there is no {path}; pass a file, a folder, a pattern in "
+            f"quotes such as 'shards/*.tar', or module:function"
         )
     names = list(map(str, found))
     for name in names:

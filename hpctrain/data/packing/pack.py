@@ -201,8 +201,8 @@ def _explained() -> Iterator[None]:
         ) from error
     except MemoryError as error:
         raise DataError(
-            f"some samples of the source must fit into memory at a time, but these do not: "
-            f"{reason_of(error)}; check the sizes in the source, or pack smaller samples"
+            f"a few samples of the source must fit into memory together, but do not: "
+            f"{reason_of(error)}; check the shapes in the source, or pack smaller samples"
         ) from error
 
 
@@ -211,7 +211,9 @@ def _idle_ranks(source: PackSource, size: int) -> tuple[str, ...]:
     num_parts = len(source.parts)
     if num_parts < size and not source.is_indexed:
         parts, packs = ("part", "packs") if num_parts == 1 else ("parts", "pack")
-        return (f"the source has {num_parts} {parts} only: {num_parts} of {size} ranks {packs}",)
+        return (
+            f"{num_parts} of {size} ranks {packs}, because the source has {num_parts} {parts}",
+        )
     return ()
 
 

@@ -83,7 +83,8 @@ def _check_object(made: Any, name: str) -> None:
     if not is_iterable or (isinstance(made, Mapping) and 0 not in made):
         raise DataError(
             f"a source must yield samples, or have len() and [index], but {name} gives one "
-            f"{type(made).__name__}; yield a dict for each sample, or pack a file of numpy.savez"
+            f"{type(made).__name__}; yield a dict for each sample, or pack a file of "
+            f"numpy.savez"
         )
 
 
@@ -104,7 +105,7 @@ def _parts(item: Any, where: str) -> dict[str, Array]:
     else:
         raise DataError(
             f'a sample must be a dict such as {{"x": array, "y": 3}}, or a tuple, but '
-            f"{where} is of type {type(item).__name__}"
+            f"{where} has the type {type(item).__name__}"
         )
     return {name: _array(value, f"{name} of {where}") for name, value in parts.items()}
 
@@ -116,6 +117,5 @@ def _array(value: Any, what: str) -> Array:
         return np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(
-            f"numpy must be able to make an array of {what}, but: {reason_of(error)}; convert it "
-            f"first"
+            f"numpy.asarray must accept {what}, but raised: {reason_of(error)}; convert it first"
         ) from error

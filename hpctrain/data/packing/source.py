@@ -254,8 +254,9 @@ def joined(sources: Sequence[PackSource]) -> PackSource:
     for one in sources:
         if one.fields != first.fields:
             raise DataError(
-                f"files that are packed together must have the same fields, but {first.files[0]} "
-                f"has {dict(first.fields)}, {one.files[0]} has {dict(one.fields)}; pack each alone"
+                f"files of a source must have the same fields, but {first.files[0]} has "
+                f"{dict(first.fields)} and {one.files[0]} has {dict(one.fields)}; pack each file "
+                f"separately"
             )
     return replace(
         first,
@@ -296,10 +297,9 @@ class LoadedSamples:
             )
             if num_bytes > self._max_bytes:
                 raise DataError(
-                    f"samples that can only be read in order must fit into "
-                    f"{format_bytes(self._max_bytes)} on every rank to be shuffled, but they "
-                    f"take more; leave out --shuffle, because the loader shuffles, or pack on "
-                    f"fewer ranks"
+                    f"with --shuffle, samples that can only be read in order must fit into "
+                    f"{format_bytes(self._max_bytes)} on every rank, but need more; leave out "
+                    f"--shuffle, because the loader shuffles, or pack on fewer ranks"
                 )
             batches.append(batch)
         return self._found.joined_batches(batches)
@@ -325,8 +325,8 @@ def cast(values: Array, dtype: str, what: str) -> Array:
             wrong |= values >= float(np.iinfo(found.dtype).max) + 1
     if wrong.any():
         raise DataError(
-            f"{what} holds {values[wrong].flat[0]}, which {dtype} cannot hold; choose another "
-            f"type: --field NAME=WHAT:TYPE"
+            f"the type of a field must represent all its values, but {dtype} cannot represent "
+            f"{values[wrong].flat[0]} in {what}; choose another type: --field NAME=WHAT:TYPE"
         )
     return found
 
@@ -350,7 +350,7 @@ def needed(module: str, what: str) -> ModuleType:
     except ImportError as error:
         package = (error.name or module).partition(".")[0]
         raise DataError(
-            f"{what} must be read with the package {package}, which is not installed; pip "
+            f"{what} must be read with the package {package}, but it is not installed; pip "
             f'install "hpctrain[pack]"'
         ) from None
 
@@ -383,7 +383,7 @@ def field_of(shape: Sequence[int], dtype: Any, what: str, *, ragged: bool = Fals
     try:
         return Field.of(tuple(shape), dtype, ragged=ragged)
     except DataError as error:
-        raise DataError(f"{what}: {error}, or choose others: --field NAME=WHAT") from None
+        raise DataError(f"{what}: {error}, or choose other fields: --field NAME=WHAT") from None
 
 
 def raw(data: bytes) -> Array:
@@ -399,7 +399,10 @@ def _learnt(arrays: Sequence[Array], what: str, *, ragged: bool) -> tuple[Field,
     shape = arrays[0].shape
     is_ragged = ragged or any(array.shape != shape for array in arrays)
     if is_ragged and not all(array.shape for array in arrays):
-        raise DataError(f"{what}: a ragged field must have a length, but it is a number")
+        raise DataError(
+            f"samples of a ragged field must have a first dimension, but {what} is a number in "
+            f"some samples; leave the field out of --ragged, or make all samples arrays"
+        )
     dtype = _common_dtype(arrays, what)
     field = field_of(shape[1:] if is_ragged else shape, dtype, what, ragged=is_ragged)
     return field, field.sample_bytes * (sum(map(len, arrays)) / len(arrays) if is_ragged else 1)
@@ -411,11 +414,12 @@ def picked(
     """Return the value of each field from the parts of a sample; ``names`` are by field."""
     wrong = [f"lacks {name}" for name in names.values() if name not in parts]
     if takes_all:
-        wrong += [f"has {name} besides" for name in sorted({*parts} - {*names.values()})]
+        wrong += [f"also has {name}" for name in sorted({*parts} - {*names.values()})]
     if wrong:
         raise DataError(
-            f"all samples must have the parts of the first, {', '.join(names.values())}, but "
-            f"{where} {' and '.join(wrong)}; complete it, or name common parts: --field NAME=WHAT"
+            f"all samples must have the arrays of the first sample, {', '.join(names.values())}, "
+            f"but {where} {' and '.join(wrong)}; complete it, or name the arrays that all samples "
+            f"have: --field NAME=WHAT"
         )
     return {name: parts[at] for name, at in names.items()}
 
@@ -424,8 +428,9 @@ def _common_dtype(arrays: Sequence[Array], what: str) -> np.dtype[Any]:
     dtype = np.result_type(*arrays)
     if dtype.kind == "f" and all(array.dtype.kind in "iu" for array in arrays):
         raise DataError(
-            f"integers must have a common integer type, but {what} has signed and unsigned ones "
-            f"of 64 bits, which only {dtype} holds; convert them to one type, or pack bytes"
+            f"integers of a field must have a common integer type, but {what} has signed and "
+            f"unsigned integers of 64 bits, whose only common type is {dtype}; convert them to "
+            f"one type, or pack bytes"
         )
     return dtype
 

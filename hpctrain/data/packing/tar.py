@@ -63,14 +63,14 @@ def open_tar(files: Sequence[str], wanted: WantedFields) -> PackSource:
     for name, ending in wanted.fields.items():
         if ending.partition(":")[2] not in ("", "bytes"):
             raise DataError(
-                f"--field {name}={ending}: an ending must be followed by nothing, by :bytes "
-                f"or by a type such as :f4; correct it"
+                f"--field of an archive must be NAME=ENDING, NAME=ENDING:bytes or a type such as "
+                f"NAME=ENDING:f4, got {name}={ending}; correct it"
             )
     some = list(islice(samples_in(where, tuple(asked.values())), NUM_EXAMINED))
     if not some:
         raise DataError(
             f"an archive of webdataset must have files such as 0001.jpg and 0001.cls, but "
-            f"{where} has none{' of these endings' if asked else ''}; remove it from the "
+            f"{where} has none{' with these endings' if asked else ''}; remove it from the "
             f"source"
         )
     endings = chosen(list(some[0][1]), asked, where)
@@ -161,7 +161,7 @@ def _check_file(sample: str, ending: str, claimed: int, before: Mapping[str, byt
         raise DataError(
             f"the files of a sample must have at most {format_bytes(MAX_SAMPLE_BYTES)} together, "
             f"but {sample} claims {format_bytes(claimed)}; name some of its endings, "
-            f"--field NAME=ENDING, or pack samples of this size by your own function"
+            f"--field NAME=ENDING, or pack samples of this size with a Python function"
         )
 
 
@@ -196,7 +196,7 @@ def _files_in(path: str) -> Iterator[tuple[str, int, Callable[[], bytes]]]:
             if content := archive.extractfile(member) if member.isfile() else None:
                 yield member.name, member.size, content.read
         if not has_ended:
-            raise tarfile.ReadError("its end is missing")
+            raise tarfile.ReadError("the end of the archive is missing")
         _check_rest(archive.fileobj, path)
 
 
@@ -206,8 +206,9 @@ def _check_rest(stream: Any, path: str) -> None:
     while piece := stream.read(MIB):
         if more := piece.lstrip(b"\0"):
             raise DataError(
-                f"an archive must end at a block of zeros, but {path} has one before byte {at} "
-                f"and more from byte {at + len(piece) - len(more)} on: it is damaged, or several "
-                f"in one; fetch it again, or rewrite it from the files of tar --ignore-zeros -xf"
+                f"an archive must end with blocks of zeros, but {path} has them before byte {at} "
+                f"and other bytes from byte {at + len(piece) - len(more)} on, because it is "
+                f"damaged or consists of several archives; download it again, or unpack it with "
+                f"tar --ignore-zeros -xf and archive the files again"
             )
         at += len(piece)

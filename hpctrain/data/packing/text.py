@@ -34,8 +34,8 @@ def open_text(files: Sequence[str], wanted: WantedFields) -> PackSource:
         windows = [_windows(file, name, wanted.length) for file in files]
         if not any(one.num_samples for one in windows):
             raise DataError(
-                f"a file must have at least {wanted.length} bytes, but none has; choose a "
-                f"smaller --length"
+                f"at least one file must have the {wanted.length} bytes of a sample, but none "
+                f"has; choose a smaller --length"
             )
         return joined([one for one in windows if one.num_samples])
     found = PackSource(
@@ -107,9 +107,11 @@ def _name(wanted: WantedFields) -> str:
     default = "tokens" if wanted.tokenizer else "text"
     for what in wanted.fields.values():
         if what != default:
-            raise DataError(f"a text must be packed from its only part, {default!r}, got {what!r}")
+            raise DataError(
+                f"--field of a text must name its only array, {default!r}, got {what!r}"
+            )
     if len(wanted.fields) > 1:
-        raise DataError(f"a text must be one field, got {', '.join(wanted.fields)}")
+        raise DataError(f"a text must be packed as one field, got {', '.join(wanted.fields)}")
     return next(iter(wanted.fields), default)
 
 
