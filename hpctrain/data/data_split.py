@@ -38,8 +38,8 @@ class Split:
         is_array = isinstance(parts, np.ndarray)
         if not is_array or not parts.size or parts.ndim != 1 or parts.dtype != np.uint32:
             raise DataError(
-                f"a split must be an array of uint32 with the part of each sample, of shape "
-                f"(samples,), got "
+                f"parts of a split must be an array of uint32 with the part of each sample, of "
+                f"shape (samples,), got "
                 f"{f'{parts.dtype} {parts.shape}' if is_array else type(parts).__name__}"
             )
         self.uuid, self.parts, self.about = uuid, parts, about
@@ -48,7 +48,8 @@ class Split:
         empty = np.flatnonzero(self.sizes == 0)
         if len(self.sizes) != num_parts:
             raise DataError(
-                f"a part must be in [0, {num_parts}), got {len(self.sizes) - 1}; raise num_parts"
+                f"parts of a split must be in [0, num_parts), got part {len(self.sizes) - 1} and "
+                f"num_parts {num_parts}; use a larger num_parts"
             )
         if empty.size:
             which = f"part{'s' if empty.size > 1 else ''} {', '.join(map(str, empty[:8]))}"
@@ -126,10 +127,10 @@ class Split:
         """Raise ``DataError`` if this split belongs to another data set."""
         if (self.uuid, len(self.parts)) != (dataset.uuid, len(dataset)):
             raise DataError(
-                f"a split must belong to the data set, but it is of {self.uuid} with "
+                f"a split must belong to the data set, but it was written for {self.uuid} with "
                 f"{len(self.parts)} samples and the data set is {dataset.uuid} with "
-                f"{len(dataset)}; write a split of this data set with hpctrain data split "
-                f"--by-label"
+                f"{len(dataset)} samples; write a split of this data set with hpctrain data "
+                f"split --by-label"
             )
 
     @staticmethod

@@ -152,7 +152,9 @@ class Mixture:
             raise DataError(f"an epoch of a mixture must have at least 1 sample, got {length}")
         for source in self.sources:
             if not len(source):
-                raise DataError(f"data sets of a mixture must have samples, but {source} has none")
+                raise DataError(
+                    f"data sets of a mixture must not be empty, but {source} has no samples"
+                )
             first = self.sources[0].fields
             if _seen(source.fields) != _seen(first):
                 raise DataError(

@@ -148,7 +148,7 @@ class _Copies:
         directory, manifest = self._dataset.path, self._dataset.manifest
         shard = manifest.shards[index]
         check_file(directory, manifest, index)
-        why, crc = "it has the wrong crc32", 0
+        why, crc = "the file has the wrong crc32", 0
         try:
             with (directory / shard.file).open("rb") as file:
                 while piece := file.read(_PIECE_BYTES):

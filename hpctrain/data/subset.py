@@ -35,13 +35,16 @@ class Subset(Indexable):
         given = np.asarray([] if self._range else indices)
         if given.size and given.dtype.kind not in "iu":
             raise DataError(
-                f"a subset must have the numbers of its samples, got {given.dtype} values; "
-                f"for a mask use numpy.flatnonzero(mask)"
+                f"indices of a subset must be integers, got {given.dtype}; convert a mask with "
+                f"numpy.flatnonzero(mask)"
             )
         self._indices = given.astype(np.int64)
         self._length = len(self._range) if self._range else self._indices.size
         if not self._length or self._indices.ndim != 1:
-            raise DataError("a subset must have at least 1 sample and indices of one dimension")
+            raise DataError(
+                f"a subset must have a one-dimensional array of at least 1 index, got the shape "
+                f"{self._indices.shape}"
+            )
         ends = (self._range[0], self._range[-1]) if self._range else self._indices
         low, high = int(np.min(ends)), int(np.max(ends))
         if low < 0 or high >= len(dataset):

@@ -201,7 +201,7 @@ class ShardWriter:
         with agreed(self._comm, DataError):
             if arguments != first:
                 raise DataError(
-                    f"all ranks must write with the same arguments, but rank 0 has {first}, "
+                    f"all ranks must write with the same arguments, but rank 0 has {first} and "
                     f"rank {self._comm.rank} has {arguments}"
                 )
 
@@ -218,7 +218,7 @@ class ShardWriter:
                 there = manifest_in(self._directory)
                 if there and there.split != self.manifest.split:
                     raise DataError(
-                        f"a directory can hold one split, but {self._directory} holds "
+                        f"a directory can contain only one split, but {self._directory} holds "
                         f"{there.split!r}; write {self.manifest.split!r} to another directory"
                     )
                 found = self._journal and self._journal.uuid()

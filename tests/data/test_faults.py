@@ -152,7 +152,7 @@ def test_a_shard_that_is_truncated_or_missing_is_named_when_the_set_is_opened(
     directory, num_bytes
 ):
     path, shard = file_of(directory, 1)
-    words = rf"{path.name}: it must have {shard.num_bytes} bytes"
+    words = rf"{path.name}: the file must have {shard.num_bytes} bytes"
     if num_bytes is None:
         path.unlink()
         words = rf"cannot read shard .*{path.name}: No such file"

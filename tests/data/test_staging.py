@@ -167,7 +167,7 @@ def test_a_shard_that_cannot_be_read_is_an_error_on_every_rank(comm, folder, wri
     ("damage", "words"),
     [
         (change, r"is damaged, so it is not copied .* crc32 \(samples 401 to 801\)"),
-        (cut, "bytes by its manifest"),
+        (cut, "bytes by the manifest"),
         (Path.unlink, "No such file"),
     ],
 )

@@ -147,7 +147,7 @@ class ShardFile(RawShard):
         }
         """Of ragged fields: the first row of each sample, and the end, ``(num_samples + 1,)``."""
         if bytes(self._plain(0, (len(_SIGNATURE),), "|u1")) != _SIGNATURE:
-            raise ValueError("it is not the file of its manifest: it is not HDF5")
+            raise ValueError("the file does not begin with the signature of HDF5")
         self._unmapped = {name: self._unmapped_values(name, chunks) for name in manifest.fields}
         self.values = {name: self._mapped_values(name) for name in manifest.fields}
 
@@ -244,7 +244,9 @@ def _mapped(descriptor: int, num_bytes: int) -> NDArray[np.uint8]:
 
 def _check_table(what: str, table: NDArray[Any], want: int | None) -> None:
     if crc32(table.data) != want:
-        raise ValueError(f"it is not the file of its manifest: /{what} has the wrong crc32")
+        raise ValueError(
+            f"/{what} has the wrong crc32, so the file does not belong to the manifest"
+        )
 
 
 def size_problem(shard: ShardEntry, num_bytes: int) -> str:
@@ -252,7 +254,7 @@ def size_problem(shard: ShardEntry, num_bytes: int) -> str:
     if num_bytes == shard.num_bytes:
         return ""
     return (
-        f"it must have {shard.num_bytes} bytes by its manifest, got {num_bytes}: it was "
+        f"the file must have {shard.num_bytes} bytes by the manifest, got {num_bytes}, so it was "
         f"truncated or replaced"
     )
 
@@ -386,8 +388,8 @@ class OpenShard:
                 start += block * self._manifest.block_size
                 stop = min(start + self._manifest.block_size, end)
                 raise CorruptError(
-                    f"shard {self._path} is damaged: {problem}, samples "
-                    f"{start} to {stop - 1} of the data set; copy the file again",
+                    f"shard {self._path} is damaged: {problem}; samples {start} to {stop - 1} of "
+                    f"the data set cannot be read; copy the file again",
                     start,
                     stop,
                 )
@@ -416,9 +418,8 @@ class OpenShard:
 def _lost(directory: Path, manifest: Manifest, index: int, why: str) -> CorruptError:
     start, stop = manifest.samples_of(index)
     return CorruptError(
-        f"cannot read shard {directory / manifest.shards[index].file}: {why}; "
-        f"samples {start} to {stop - 1} of the data set are in it; copy it again or check the "
-        f"mount",
+        f"cannot read shard {directory / manifest.shards[index].file}: {why}; samples {start} to "
+        f"{stop - 1} of the data set are in this shard; copy the file again, or check the mount",
         start,
         stop,
     )

@@ -49,7 +49,9 @@ def peek(directory: Path | str, index: int) -> list[dict[str, Any]]:
     """Read one sample and return the name, shape, dtype and first values of each field."""
     dataset = data.ShardedDataset(directory, io="read")  # loads torch
     if not 0 <= index < len(dataset):
-        raise DataError(f"the sample must be from 0 to {len(dataset) - 1}, got {index}")
+        raise DataError(
+            f"the number of a sample must be from 0 to {len(dataset) - 1}, got {index}"
+        )
     found = []
     for name, values in dataset[index].items():
         first = np.ravel(values)[:_NUM_VALUES].tolist()

@@ -42,8 +42,8 @@ class LabelShares:
             raise DataError(f"ALPHA must be above 0, inf for equal shares, got {self.alpha}")
         if self.num_parts < 1 or self.seed < 0:
             raise DataError(
-                f"num_parts must be positive and seed at least 0, got {self.num_parts} and "
-                f"{self.seed}"
+                f"num_parts must be positive and seed at least 0, got num_parts {self.num_parts} "
+                f"and seed {self.seed}"
             )
 
 
@@ -70,7 +70,7 @@ def split_by_label(
     with agreed(comm, DataError):
         if comm.rank == 0 and (out.exists() or out.is_symlink()):
             raise DataError(
-                f"{out} already exists, and a split does not replace files; choose another name"
+                f"the file of a split must not exist, but {out} does; choose another name"
             )
     whole = ShardedDataset.open(directory, comm, io="read")
     with agreed(comm, DataError):
@@ -113,7 +113,8 @@ def parts_by_label(labels: Labels, num_parts: int, alpha: float, seed: int) -> N
             shares = draw.dirichlet(np.full(num_parts, alpha))
         if not np.isfinite(shares).all():
             raise DataError(
-                f"ALPHA must be large enough to draw shares, got {alpha:g}; use a larger one"
+                f"ALPHA must be large enough for finite random shares, got {alpha:g}; use a "
+                f"larger ALPHA"
             )
         bounds = np.rint(np.cumsum(shares)[:-1] * len(samples)).astype(np.int64)
         sizes = np.diff(bounds, prepend=0, append=len(samples))
@@ -132,8 +133,8 @@ def _labels_alone(whole: ShardedDataset, label: str) -> ShardedDataset:
     if field is None or not is_label or np.dtype(field.dtype).kind not in "iub":
         names = ", ".join(f"{name} {f.dtype} {f.shape}" for name, f in manifest.fields.items())
         raise DataError(
-            f"a label must be a field with one integer for each sample, but {label!r} is none "
-            f"of these: {names}; name it by --label"
+            f"--label must name a field with one integer for each sample, got {label!r}, and the "
+            f"fields are {names}; choose one of them"
         )
     shards = tuple(
         replace(shard, places={label: shard.places[label]}) for shard in manifest.shards

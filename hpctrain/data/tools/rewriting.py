@@ -43,7 +43,8 @@ class Shape:
                 raise DataError(f"{name} must be positive, got {value}")
         if self.samples_per_shard and self.shard_bytes:
             raise DataError(
-                "the size of shards must be given in samples or in bytes, not in both; omit one"
+                f"the size of shards must be given either in samples or in bytes, got "
+                f"{self.samples_per_shard} samples and {self.shard_bytes} bytes; omit one"
             )
         if self.compression not in (None, "none", "zstd"):
             raise DataError(f"compression must be zstd or none, got {self.compression!r}")
@@ -162,7 +163,7 @@ def parse_shares(texts: Sequence[str]) -> dict[str, Fraction]:
         if not PLAIN_NAME.fullmatch(name) or share <= 0:
             raise DataError(f"a part must be a name and a share such as train=0.9, got {text!r}")
         if name in shares:
-            raise DataError(f"each part must have its own name, got {name} twice")
+            raise DataError(f"each part must have a separate name, got {name} twice")
         shares[name] = share
     if sum(shares.values()) != 1:
         raise DataError(
@@ -182,8 +183,8 @@ def sizes_of(num_samples: int, shares: Shares) -> list[int]:
     for name, size in zip(shares, sizes, strict=True):
         if not size:
             raise DataError(
-                f"each part must get at least one sample, but {name} gets none of {num_samples}; "
-                f"give it a larger share"
+                f"each part must get at least one sample, but {name} gets none of {num_samples} "
+                f"samples; give it a larger share"
             )
     return sizes
 

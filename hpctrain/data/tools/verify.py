@@ -88,8 +88,8 @@ class FaultReport:
         lines += [f"leftover: {name}" for name in self.leftovers]
         if self.leftovers and self.uuid is None:
             lines.append(
-                "leftovers are from a command that was stopped; run the same command again "
-                "to continue or replace them"
+                "leftovers are files of a command that was stopped; run the same command again "
+                "to continue it or to replace them"
             )
         elif self.leftovers:
             lines.append(
@@ -106,8 +106,8 @@ class FaultReport:
         )
         way_out = (
             f"restore the shards from another copy: hpctrain data repair {self.directory} "
-            f"--from COPY; without a copy, pack the source again, or skip them in training: "
-            f'on_corrupt="skip"'
+            f"--from COPY; without a copy, pack the source again, or skip the lost samples in "
+            f'training: on_corrupt="skip"'
         )
         return [*lines, lost, way_out]
 
@@ -159,11 +159,13 @@ def check_directory(directory: Path) -> None:
         mode = directory.stat().st_mode
     except OSError as error:
         raise DataError(
-            f"cannot see the data set {directory}: {reason_of(error)}; check path and mount"
+            f"cannot see the data set {directory}: {reason_of(error)}; check the path and the "
+            f"mount"
         ) from error
     if not stat.S_ISDIR(mode):
         raise DataError(
-            f"a data set must be a directory, but {directory} is not; pass its directory"
+            f"a data set must be a directory, but {directory} is a file; pass the directory that "
+            f"contains it"
         )
 
 
@@ -235,7 +237,7 @@ class _ShardCheck(RawShard):
         found = []
         if num_bytes != shard.num_bytes:
             how = "was cut off" if num_bytes < shard.num_bytes else "has grown"
-            what = f"{how}: it has {num_bytes} bytes, but {shard.num_bytes} by its manifest"
+            what = f"{how}: it has {num_bytes} bytes, but {shard.num_bytes} in the manifest"
             found.append(self._fault(what=what))
         for name in shard.places:
             if not is_as_written or not self._has_values(name):
@@ -244,8 +246,8 @@ class _ShardCheck(RawShard):
             found.append(
                 self._fault(
                     what=(
-                        "is damaged outside of its samples and their checksums (the metadata of "
-                        "HDF5): it has the wrong crc32, its samples are intact"
+                        "has the wrong crc32, but its samples and their checksums are intact: "
+                        "metadata of HDF5 are damaged"
                     )
                 )
             )

@@ -83,7 +83,9 @@ class DecodePool:
         worker = self._free.get()
         try:
             if worker is None:
-                raise DataError("the decode pool must be open, but was closed; create another one")
+                raise DataError(
+                    "the decode pool must be open, but was closed; create another pool"
+                )
             return worker.ask(np.asarray(indices, np.int64), epoch, seed)
         finally:
             self._free.put(worker)
@@ -111,7 +113,7 @@ class _Task(NamedTuple):
         columns = self.dataset.take(indices)
         if isinstance(self.transform, PerSample):
             return self.transform.at(columns, indices, epoch, seed, begin)
-        part = "whose numbers would differ on another number of ranks"
+        part = "because its numbers would differ on another number of ranks"
         with refused_draws(part) if self.any_ranks else nullcontext():
             return apply(self.transform, columns, indices, epoch, seed)
 
@@ -146,7 +148,7 @@ class _Worker:
 
     def _load(self, task: bytes) -> None:
         with self._connected():
-            self._answer(max(self._timeout_s, START_S), lambda: "its start")
+            self._answer(max(self._timeout_s, START_S), lambda: "the start of its process")
             self._connection.send_bytes(task)
             answer = self._answer(self._timeout_s, lambda: "loading data set and transform")
         if answer != "ready":
@@ -193,9 +195,9 @@ def _pickled(task: _Task) -> bytes:
         return bytes(cloudpickle.dumps(task))
     except Exception as error:
         raise DataError(
-            f"data set and transform must pickle, because they are sent to other processes, "
-            f"but: {error}; omit open files, locks and generators, or transform in threads: "
-            f"workers=0"
+            f"data set and transform must be picklable, because they are sent to other "
+            f"processes, but pickling raised: {error}; omit open files, locks and generators, or "
+            f"transform in threads: workers=0"
         ) from error
 
 

@@ -107,7 +107,7 @@ class Processes:
         process = f" (process {death[0]})" if death else ""
         return DataError(
             f"decode worker {number} of {len(self.workers)}{process} must answer within "
-            f"{limit_s:g} s, but was still at {work}; check its stack, or raise "
+            f"{limit_s:g} s, but was still at {work}; check its stack, or use a larger "
             f"worker_timeout_s{self._stack_of(number)}"
         )
 
