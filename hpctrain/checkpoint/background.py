@@ -111,7 +111,7 @@ class BackgroundWriter(Generic[T]):
         self._thread: ThreadPoolExecutor | None = None
         if background and _allowed(comm):
             own = comm.group(range(comm.size))
-            assert own is not None, "a group of all ranks must contain this rank"
+            assert own is not None, "a group of all ranks contains this rank"
             self._comm = own
             self._thread = ThreadPoolExecutor(1, "hpctrain-checkpoint")
 
@@ -126,7 +126,7 @@ class BackgroundWriter(Generic[T]):
         The job before must have been joined. The argument of ``job`` is the communicator that it
         must use. ``join`` raises the errors of the job.
         """
-        assert self._running is None, "only one job may run at a time"
+        assert self._running is None, "the caller must join a job before it starts another"
         if self._thread is not None:
             self._running = self._thread.submit(job, self._comm)
             return
@@ -163,7 +163,8 @@ def _allowed(comm: Communicator) -> bool:
         return True
     if comm.rank == 0:
         _LOG.warning(
-            "checkpoints are not written in the background, because the MPI library allows "
-            "calls from one thread only; training waits for each of them"
+            "the MPI library must support calls from several threads to write checkpoints in the "
+            "background, but supports calls from one thread only; training waits for each "
+            "checkpoint"
         )
     return False

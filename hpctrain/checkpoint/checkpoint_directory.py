@@ -170,8 +170,8 @@ class CheckpointDirectory:
         self.path(step).rename(aside)
         self._known.pop(step, None)
         _LOG.warning(
-            "checkpoint %s is damaged, or of a step after the one that this run resumed from; it "
-            "is renamed to %s, remove it if it is not needed",
+            "checkpoint %s is damaged, or later than the step from which this run resumed, so it "
+            "is renamed to %s; remove it if it is not needed",
             self.path(step),
             aside.name,
         )

@@ -44,7 +44,7 @@ def part_of(state: Mapping[str, Any], path: str) -> Any:
         )
         if name not in inside:
             raise CheckpointError(
-                f"the part to export must be in the state, but there is no "
+                f"a part of a state must exist, but there is no "
                 f"{'/'.join(names[: number + 1])}; choose one of "
                 f"{', '.join(sorted(inside)[:20]) or 'no names'}"
             )
@@ -70,7 +70,7 @@ def export(state: Mapping[str, Any], path: Path | str, *, overwrite: bool = Fals
     check_ending(path)
     if path.is_dir():
         raise CheckpointError(
-            f"{path} is a directory, which an export does not replace; choose another name"
+            f"the file of an export must not be a directory, but {path} is; choose another name"
         )
     if path.exists() and not overwrite:
         raise CheckpointError(
@@ -83,8 +83,8 @@ def export(state: Mapping[str, Any], path: Path | str, *, overwrite: bool = Fals
         raise CheckpointError(
             f"a safetensors file must contain only tensors, but "
             f"{', '.join(map(str, others[:20]))} of the state "
-            f"{'are' if len(others) > 1 else 'is'} none; choose a part with --only, such as "
-            f"model, or a file that ends in .pt"
+            f"{'are no tensors' if len(others) > 1 else 'is no tensor'}; choose a part with "
+            f"--only, such as model, or a file that ends in .pt"
         )
     try:
         make_folder(path.parent)

@@ -47,13 +47,13 @@ def checkpoint_of(path: Path | str, which: str) -> Path:
         if scored:
             return max(scored)[1]
         raise CheckpointError(
-            f"the best checkpoint must have a score, but no checkpoint of {path} was saved "
-            f"after a test; set checkpoint.keep_best or test.patience"
+            f"the best checkpoint must have the score of a test, but no checkpoint of {path} has "
+            f"one; set checkpoint.keep_best or test.patience for the next run"
         )
     steps = {str(step_of(one.name)): one for one in found}
     if which not in steps:
         raise CheckpointError(
-            f"a checkpoint must be last, best, or the step of a checkpoint, here one of "
+            f"a checkpoint must be chosen as last, best or by its step, one of "
             f"{', '.join(steps)}, got {which!r}"
         )
     return steps[which]

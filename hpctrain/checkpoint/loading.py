@@ -148,7 +148,7 @@ def _private_tree(
         skeleton = json.loads(bytes(host_bytes(text)))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"checkpoint {directory} is damaged: private values of a rank are not JSON: "
+            f"checkpoint {directory} is damaged: the private values of a rank are not JSON: "
             f"{error}; use another checkpoint"
         ) from error
     return _assembled(directory, skeleton, tensors, f"{PRIVATE}/")
@@ -159,14 +159,14 @@ def _read_state(
 ) -> Any:
     if missing := sorted(set(into) - set(manifest.tensors)):
         raise CheckpointError(
-            f"the checkpoint must have all tensors that are loaded, but {directory} has no "
-            f"{', '.join(missing)}; load others of "
+            f"the tensors of into must be in the checkpoint, but {directory} has no "
+            f"{', '.join(missing)}; choose from its tensors, "
             f"{printable(', '.join(list(manifest.tensors)[:20]))}"
         )
     for path, shard in into.items():
         if shard.global_shape != (shape := manifest.tensors[path].shape):
             raise CheckpointError(
-                f"the tensor {path} must have the shape of the checkpoint, {list(shape)}, got "
+                f"the tensor {path} must have the shape in the checkpoint, {list(shape)}, got "
                 f"{list(shard.global_shape)}; change the model, or convert the checkpoint"
             )
     tensors = _read(directory, manifest.tensors, into, first=rank % manifest.world)
@@ -217,7 +217,8 @@ def _assembled(
     def leaf(path: str) -> Any:
         if prefix + path not in leaves:
             raise CheckpointError(
-                f"its skeleton has the tensor {path[:80]!r}, but the manifest does not"
+                f"the skeleton of the state names the tensor {path[:80]!r}, but the manifest "
+                f"does not"
             )
         return leaves[prefix + path]
 

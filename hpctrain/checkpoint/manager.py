@@ -329,8 +329,8 @@ class Manager:
             reasons = "; ".join(self._damaged.values())
             raise CheckpointError(
                 f"none of {len(self._damaged)} checkpoints in {self._shelf.root} can be read: "
-                f"{reasons}; restore one from a backup, or move them away to start the run "
-                f"again"
+                f"{reasons}; restore a checkpoint from a backup, or move all of them to another "
+                f"directory to start the run again"
             )
         return step
 

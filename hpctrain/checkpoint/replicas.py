@@ -78,7 +78,7 @@ def require_same(comm: Communicator, found: Mapping[str, int | None]) -> None:
     shown = "; ".join(f"{', '.join(names)} ({groups})" for groups, names in names_of.items())
     raise CheckpointError(
         f"tensors that ranks share must be equal on all of them, but {len(differ)} of "
-        f"{len(found)} differ: {shown}; pass source_rank=0 to write those of rank 0, call "
+        f"{len(found)} differ: {shown}; pass source_rank=0 to write the tensors of rank 0, call "
         f"hvd.broadcast_parameters() on them before the save, or remove them from the state "
         f"and pass them as private="
     )

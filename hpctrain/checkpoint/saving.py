@@ -219,7 +219,7 @@ def _contents(source: SaveSource, facts: Mapping[str, Any], *, is_compared: bool
     for path, leaf in leaves_of_own.items():
         if isinstance(leaf, TensorPiece):
             raise CheckpointError(
-                f"private values must not be pieces of a tensor, got one at {path}; put it into "
+                f"private values must not contain a TensorPiece, got one at {path}; put it into "
                 f"the state"
             )
         tensor_file.check_storable(path, leaf)
@@ -251,7 +251,7 @@ def _plan(
         shape = pieces[0][path].global_shape
         if fault := fault_of_cover(shape, list(parts.values())):
             raise CheckpointError(
-                f"the pieces of all ranks must be the whole tensor, each element once, but "
+                f"the pieces of a tensor on all ranks must contain each element once, but "
                 f"{fault} of {path} {list(shape)}; pass the correct piece on every rank"
             )
     return {**divide(whole, len(pieces), source_rank), **sharded}

@@ -41,17 +41,16 @@ class CheckpointSchedule:
         elif every == "auto":
             if mtbf_s is None or not mtbf_s > 0:
                 raise ConfigError(
-                    f'checkpoints "auto" must have the mean time between failures of the '
-                    f'whole job, got mtbf={mtbf_s}; pass it, such as "24h", or another '
-                    f"interval"
+                    f"mtbf, the mean time between failures of the job, must be above 0 with "
+                    f'every="auto", got {mtbf_s}; pass a time such as "24h", or another every'
                 )
             self._mtbf_s = mtbf_s
         elif every != "none":
             self._every_s = parse_seconds(every)
         if (self._every_steps is not None and self._every_steps < 1) or self._every_s == 0:
             raise ConfigError(
-                f"checkpoints must be every 1 or more steps, or after more than 0 s, got "
-                f'{every!r}; "none" writes none'
+                f"every must be at least 1 step or a time above 0 s, got {every!r}; use "
+                f'every="none" to write no checkpoints'
             )
 
     @property

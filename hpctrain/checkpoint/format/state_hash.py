@@ -78,9 +78,9 @@ def _gathered(
     parts = comm.allgather_object((whole.digest(), mine))
     if len({held for held, _ in parts}) > 1:
         raise CheckpointError(
-            "ranks that divide the work of a hash must have the same state, but names or "
-            "values differ; find them with hvd.check_replicas(model, optimizer), or hash the "
-            "state on each rank without comm"
+            "all ranks of comm must have the same state, but names or values differ; find "
+            "the difference with hvd.check_replicas(model, optimizer), or hash the state of each "
+            "rank without comm"
         )
     return {number: digest for _, part in parts for number, digest in part.items()}
 
@@ -92,7 +92,8 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         for key, item in value.items():
             if not isinstance(key, str | int):
                 raise CheckpointError(
-                    f"keys of a state must be str or int, got {key!r} in {path or 'it'}"
+                    f"keys of a state must be str or int, got {key!r} at {path or 'its root'}; "
+                    f"convert the keys"
                 )
             yield from _leaves(item, f"{path}/{key!r}")
     elif isinstance(value, list | tuple):

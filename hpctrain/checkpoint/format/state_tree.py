@@ -91,7 +91,7 @@ def _take_item(
     if type(key) not in (str, int) or (isinstance(key, int) and not -_INT64 <= key < _INT64):
         raise CheckpointError(
             f"keys of a state must be str or int of 64 bit, got {key!r} at "
-            f"{'/'.join(at) or 'its root'}; convert them"
+            f"{'/'.join(at) or 'its root'}; convert the keys"
         )
     assert isinstance(key, str | int)
     return [key, _take(value, (*at, component(key)), leaves)]
@@ -100,8 +100,8 @@ def _take_item(
 def _put(node: Any, tensor_of: Callable[[str], Any], depth: int) -> Any:
     if depth > MAX_DEPTH:
         raise CheckpointError(
-            f"the skeleton of a state must have at most {MAX_DEPTH} nested containers, but "
-            f"has more"
+            f"the skeleton of a state must have at most {MAX_DEPTH} nested containers, but this "
+            f"one has more"
         )
     if node is None or isinstance(node, bool | int | float | str):
         return node

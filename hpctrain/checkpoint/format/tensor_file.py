@@ -47,13 +47,14 @@ def check_storable(path: str, tensor: Tensor) -> None:
     """Raise ``CheckpointError`` if a tensor has no values, is not dense or has a wrong dtype."""
     if tensor.is_meta or tensor.layout is not torch.strided:
         raise CheckpointError(
-            f"tensors of a checkpoint must be dense and have values, got {tensor.layout} on "
-            f"{tensor.device} at {path}; convert it first"
+            f"tensors of a checkpoint must be dense and not on the meta device, got "
+            f"{tensor.layout} on {tensor.device} at {path}; convert the tensor, or remove it from "
+            f"the state"
         )
     if name_of(tensor.dtype) not in DTYPES:
         raise CheckpointError(
             f"tensors of a checkpoint must have one of the dtypes {', '.join(DTYPES)}, got "
-            f"{name_of(tensor.dtype)} at {path}; convert it first"
+            f"{name_of(tensor.dtype)} at {path}; convert the tensor"
         )
 
 
@@ -155,15 +156,15 @@ class TensorFile:
     def _read_header(self) -> Iterator[tuple[str, _Entry]]:
         size = os.fstat(self._descriptor).st_size
         length = int.from_bytes(self._bytes(0, 8, size), "little")
-        if length > min(size - 8, _HEADER_BYTES):
-            raise self._fault(f"its header has {length} bytes, but the file only {size}")
+        if length > (limit := min(size - 8, _HEADER_BYTES)):
+            raise self._fault(f"its header must have at most {limit} bytes, got {length}")
         try:
             header = json.loads(self._bytes(8, length, size))
             pairs = header.items()
             entries = [(str(name), entry) for name, entry in pairs if name != "__metadata__"]
             entries.sort(key=lambda item: item[1]["data_offsets"])
         except (ValueError, RecursionError, AttributeError, TypeError, KeyError):
-            raise self._fault("its header is not that of a safetensors file") from None
+            raise self._fault("its header is not a header of safetensors") from None
         end = 0
         for name, record in entries:
             entry = self._entry(record, end, 8 + length)
@@ -171,7 +172,7 @@ class TensorFile:
             yield name, entry
         if 8 + length + end != size:
             raise self._fault(
-                f"it must have {8 + length + end} bytes by its header, but has {size}"
+                f"by its header the file must have {8 + length + end} bytes, but it has {size}"
             )
 
     def _entry(self, record: Any, end: int, origin: int) -> _Entry:
@@ -180,14 +181,17 @@ class TensorFile:
                 record[key] for key in ("dtype", "shape", "data_offsets")
             )
         except (ValueError, TypeError, KeyError):
-            raise self._fault("its header is not that of a safetensors file") from None
+            raise self._fault("its header is not a header of safetensors") from None
         if type(start) is not int or type(stop) is not int or not start == end <= stop:
-            raise self._fault(f"a tensor must begin at {end}, but is at [{start}, {stop})")
+            raise self._fault(
+                f"its header must list tensors without gaps and overlaps, but after byte {end} it "
+                f"lists a tensor at bytes [{start}, {stop})"
+            )
         return _Entry(dtype, shape, origin + start, stop - start)
 
     def _bytes(self, start: int, length: int, size: int) -> bytes:
         if start + length > size:
-            raise self._fault(f"it ends after {size} bytes")
+            raise self._fault(f"the file ends after {size} bytes")
         data = bytearray(length)
         self._pread(memoryview(data), start)
         return bytes(data)
@@ -196,7 +200,7 @@ class TensorFile:
         while memory:
             count = os.preadv(self._descriptor, [memory], offset)
             if count == 0:
-                raise self._fault(f"it ends after {offset} bytes")
+                raise self._fault(f"the file ends after {offset} bytes")
             memory, offset = memory[count:], offset + count
 
     def _fault(self, what: str) -> CheckpointError:
