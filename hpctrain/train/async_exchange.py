@@ -200,8 +200,8 @@ class AsyncExchange(OwnStepsExchange):
         if most != least:
             raise MismatchError(
                 f"all ranks must take the same number of steps, but this rank has taken "
-                f"{self._step} and others {least} to {most}; give every rank the same "
-                f"number of batches"
+                f"{self._step} and other ranks {least} to {most}; give every rank the "
+                f"same number of batches"
             )
         self._counted = counted
         self.raised_flags = sum(1 << bit for bit in range(4) if sums[2 + bit])

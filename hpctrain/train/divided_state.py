@@ -106,9 +106,9 @@ class DividedState:
         }
         if lines := misfits(have, want):
             raise CheckpointError(
-                f"the checkpoint must match the model, but {len(lines)} "
-                f"tensor{'s' * (len(lines) != 1)} do not; build the model that was saved:\n  "
-                + "\n  ".join(lines)
+                f"tensors of the model must have the names, shapes and dtypes in the checkpoint, "
+                f"but {len(lines)} {'tensors differ' if len(lines) != 1 else 'tensor differs'}; "
+                f"build the model that was saved:\n  " + "\n  ".join(lines)
             )
         here = {
             f"model/{component(name)}": _shard(value)

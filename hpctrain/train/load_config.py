@@ -80,7 +80,7 @@ def load(
     """
     values = TomlValues(RunConfig)
     if path is not None:
-        way_out = f"hpctrain train {path} --init writes one"
+        way_out = f"create it with hpctrain train {path} --init"
         values.merge(read_toml(path, RunConfig, way_out), f"file {path}")
     for name, value in (environment or {}).items():
         if name in _ENVIRONMENT:

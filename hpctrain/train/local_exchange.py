@@ -264,7 +264,7 @@ def naming(method: str) -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError) as error:  # a ConfigError is a ValueError
-        raise ConfigError(f"[sync] {method} refuses: {error}") from error
+        raise ConfigError(f"[sync] must be valid, but {method} refuses: {error}") from error
 
 
 def _make_method(config: RunConfig, built: BuiltModel) -> LocalMethod:
@@ -318,7 +318,7 @@ def _taken(args: dict[str, Any], name: str, other: str, epoch_steps: int) -> int
         return None
     if other in args:
         raise ConfigError(
-            f"sync.args must have {name} or {other}, but has {name}={epochs!r} and "
+            f"sync.args must have either {name} or {other}, but has {name}={epochs!r} and "
             f"{other}={args[other]!r}; leave one out"
         )
     if isinstance(epochs, bool) or not isinstance(epochs, int | float) or not epochs >= 0:

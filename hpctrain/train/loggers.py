@@ -89,8 +89,8 @@ def factory(name: str) -> Factory:
         raise ConfigError(f'log.to must name a logger, got "{name}"{hint(name, _FACTORIES)}')
     if name in _PACKAGES and importlib.util.find_spec(name) is None:
         raise ConfigError(
-            f'log.to = "{name}" needs the package {name}, which is not installed; '
-            f"pip install 'hpctrain[{name}]', or leave it out of log.to"
+            f'log.to = "{name}" must be used with the package {name}, but it is not installed; '
+            f"pip install 'hpctrain[{name}]', or leave {name} out of log.to"
         )
     return _FACTORIES[name]
 

@@ -90,14 +90,17 @@ def load_first_weights(model: nn.Module, config: ModelConfig) -> None:
     if lines := misfits(have, want):
         more = len(lines) - _MOST_LINES
         lines[_MOST_LINES:] = [f"and {more} more"] if more > 0 else []
-        told = f'model.init_from = "{config.init_from}" fits {len(fits)} of {len(want)} tensors'
+        told = f'"{config.init_from}" fits {len(fits)} of {len(want)} tensors'
         text = "\n  ".join(lines)
         if config.init_strict or not fits:
             raise ConfigError(
-                f"{told}; build the model that was saved, or load the fitting tensors "
-                f"with model.init_strict = false:\n  {text}"
+                f"model.init_from must fit all tensors of the model, but {told}; build the model "
+                f"that was saved, or load the fitting tensors with model.init_strict = false:\n  "
+                f"{text}"
             )
-        logger.warning(f"{told}, the others keep their initial values:\n  {text}")
+        logger.warning(
+            f"model.init_from = {told}, the others keep their initial values:\n  {text}"
+        )
     model.load_state_dict(fits, strict=False)
 
 
@@ -114,7 +117,7 @@ def _read(path: Path) -> dict[str, Tensor]:
         except (OSError, RuntimeError, ValueError, LookupError, EOFError, *_UNREADABLE) as error:
             is_other = isinstance(error, pickle.UnpicklingError)  # torch's text is too long
             said = (
-                "it contains objects other than tensors"
+                "the file contains objects other than tensors"
                 if is_other
                 else str(error).splitlines()[0]
             )
@@ -172,8 +175,8 @@ def choose_device(config: TrainingConfig, num_devices: int) -> tuple[torch.devic
     if not num_devices or not kind:
         if config.device == kind:
             raise ConfigError(
-                f"train.device = {kind!r} must find a device on every rank, but some have none; "
-                f"request them, as by #SBATCH --gpus-per-node, or set train.device = cpu"
+                f"every rank must have a device for train.device = {kind!r}, but some ranks have "
+                f"none; request devices, as by #SBATCH --gpus-per-node, or set train.device = cpu"
             )
         return cpu, ""
     refused = {
@@ -206,7 +209,9 @@ def prepare(model: nn.Module, run: RunConfig) -> None:
     try:
         model.compile(**args)
     except (RuntimeError, ValueError, TypeError) as error:
-        raise ConfigError(f"train.compile_args: torch.compile refuses: {error}") from error
+        raise ConfigError(
+            f"train.compile_args must be valid, but torch.compile refuses: {error}"
+        ) from error
 
 
 def asked(model: nn.Module, what: str, given: Any) -> Any:
@@ -247,7 +252,7 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     if signature(kind.step).parameters["closure"].default is Parameter.empty:
         raise ConfigError(
             f"optimizer.name must be an optimizer that uses one gradient per step, but "
-            f"{config.name} computes several; choose another, or write your own loop"
+            f"{config.name} computes several; choose another optimizer, or write your own loop"
         )
     args = {**config.args, "lr": config.lr}
     exempt = dict(EXEMPTIONS) if config.exempt_norms_and_biases else {}
@@ -262,7 +267,9 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     except ConfigError:
         raise
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"optimizer.args: {config.name} refuses: {error}") from error
+        raise ConfigError(
+            f"optimizer.args must be valid, but {config.name} refuses: {error}"
+        ) from error
     assert isinstance(optimizer, Optimizer)
     return optimizer
 
@@ -329,7 +336,9 @@ def make_schedule(run: RunConfig, epoch_steps: int) -> Callable[[int], float]:
     try:
         schedule = call(_DECAYS[config.name], first, config.args, "schedule.args")
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"schedule.args: {config.name} refuses: {error}") from error
+        raise ConfigError(
+            f"schedule.args must be valid, but {config.name} refuses: {error}"
+        ) from error
     if warmup:
         start = 1 / peak if peak > 1 else 1 / (warmup + 1)
         rise = lr_scheduler.LinearLR(one, start, 1.0, warmup)

@@ -205,7 +205,10 @@ class _Rows:
             try:
                 self._file = os.open(part, os.O_WRONLY)
             except OSError as error:
-                raise ConfigError(f"{part} is not seen by this rank: {error.strerror}") from None
+                raise ConfigError(
+                    f"all ranks must see the part files, but this rank does not see {part}: "
+                    f"{error.strerror}"
+                ) from None
 
     def write(self, first: int, values: NDArray[Any]) -> str:
         """Write rows from index ``first``; return an error message, empty on success."""

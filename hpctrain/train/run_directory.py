@@ -67,8 +67,9 @@ class RunDirectory:
             holder = None
         if holder is not None and (is_used or not holder.is_gone(Holder.here())):
             raise ConfigError(
-                f"{self.path} is in use: {holder.describe()} trains there, or was killed; "
-                f"continue its run with --resume, which waits for that job, or {elsewhere}"
+                f"a run directory must be used by one job at a time, but {self.path} is in use: "
+                f"{holder.describe()} trains there, or was killed; continue its run with "
+                f"--resume, which waits for that job, or {elsewhere}"
             )
         if is_used:
             raise ConfigError(

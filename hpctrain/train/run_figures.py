@@ -88,7 +88,9 @@ def draw_runs(
         ConfigError: the suffix is unknown, or the file cannot be written.
     """
     if path.suffix.lower() not in FORMATS:
-        raise ConfigError(f"a plot must be a file that ends in {', '.join(FORMATS)}, got {path}")
+        raise ConfigError(
+            f"the file of a plot must end in {', '.join(FORMATS)}, got {path}; name another file"
+        )
     is_one = len(runs) == 1
     figures = figures_of(runs, smooth)
     figures = [each for each in figures if is_one or not each.name.startswith("ranks")]

@@ -460,9 +460,11 @@ def check_fit(have: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> None:
     """
     if lines := misfits(have, want):
         raise CheckpointError(
-            f"the checkpoint must match the model, but {len(lines)} "
-            f"tensor{'s' * (len(lines) != 1)} do not; build the model that was saved, or change "
-            f"its state between hpctrain.checkpoint.load and save:\n  " + "\n  ".join(lines)
+            f"tensors of the model must have the names, shapes and dtypes in the checkpoint, but "
+            f"{len(lines)} {'tensors differ' if len(lines) != 1 else 'tensor differs'}; build the "
+            f"model that was saved, or convert the checkpoint: load it with "
+            f"hpctrain.checkpoint.load, change the state, and save it with "
+            f"hpctrain.checkpoint.save:\n  " + "\n  ".join(lines)
         )
 
 

@@ -69,8 +69,8 @@ class Tables:
         }
         if self and (reason := next((text for text, holds in refused.items() if holds), "")):
             raise ConfigError(
-                f"ShardedEmbedding must step its rows once for all ranks, but {reason}; leave "
-                f"that out, or use torch.nn.Embedding"
+                f"ShardedEmbedding must step its rows once for all ranks, but {reason}; omit that "
+                f"key, or use torch.nn.Embedding"
             )
 
     def __bool__(self) -> bool:
@@ -127,8 +127,8 @@ class Tables:
         for name, table in self._tables.items():
             if name not in state:
                 raise CheckpointError(
-                    f"the checkpoint must have the table {name}, but does not; continue with the "
-                    f"model that was saved"
+                    f"the checkpoint must have the ShardedEmbedding {name} of the model, but "
+                    f"does not; continue with the model that was saved"
                 )
             table.load_sharded_state(state[name])
 
@@ -144,8 +144,8 @@ class Tables:
         def find() -> Path:
             if not source.is_dir():
                 raise ConfigError(
-                    f"model.init_from must be a run or a checkpoint for a model with "
-                    f"ShardedEmbedding, got {source}, a file without rows; name its folder"
+                    f"model.init_from must be the directory of a run or of a checkpoint for a "
+                    f"model with ShardedEmbedding, got the file {source}; name the directory"
                 )
             return checkpoint_of(source, "last")
 

@@ -135,7 +135,7 @@ class Task:
             raise DataError(
                 f"a transform must keep {' and '.join(names)} of every sample as tensors, but "
                 f"{whose or 'a data set'} returned {has} for {batch.num_samples} samples; return "
-                f"all of them, and choose samples in data.target"
+                f"all fields and samples, and choose samples in data.target"
             )
         if not (isinstance(inputs, Tensor) and isinstance(labels, Tensor)):
             raise DataError(_ONE_LENGTH)
@@ -177,8 +177,8 @@ class Task:
             )
         if tries_backward and not loss.requires_grad:
             raise DataError(
-                f"the loss must depend on weights that require gradients, but that of {model} and "
-                f"{whose} does not; check for detach(), no_grad() or operations outside torch"
+                f"the loss must depend on weights that require gradients, but the loss of {model} "
+                f"and {whose} does not; check for detach(), no_grad() or operations outside torch"
             )
         if tries_backward and getattr(output, "requires_grad", False):
             with told_of(whose, output, labels):
@@ -301,8 +301,8 @@ def _loaders(
         raise ConfigError(
             f"data.target must return two data sets (train, test) or three (train, validation, "
             f"test), such as those of ShardedDataset.open, but {config.data.target} returned "
-            f"{described(data)}; pack yours with write_arrays or hpctrain data pack (see hpctrain "
-            f"guide train), or write your own script with hpctrain.shard_data(dataset)"
+            f"{described(data)}; pack your data with write_arrays or hpctrain data pack (see "
+            f"hpctrain guide train), or write your own script with hpctrain.shard_data(dataset)"
         )
     train, *tests = data
     if config.data.validation:
@@ -347,8 +347,8 @@ def _divided(dataset: Any, part: float, seed: int) -> tuple[Subset, Subset]:
     num_held = round(part * len(dataset))
     if not 0 < num_held < len(dataset):
         raise ConfigError(
-            f"data.validation must leave samples on both sides, but {part:g} of {len(dataset)} "
-            f"training samples is {num_held}; use another fraction"
+            f"data.validation must leave samples for training and for validation, but {part:g} of "
+            f"{len(dataset)} samples is {num_held}; use another fraction"
         )
     order = np.random.default_rng(seed).permutation(len(dataset))
     return Subset(dataset, np.sort(order[num_held:])), Subset(dataset, np.sort(order[:num_held]))
@@ -366,7 +366,7 @@ def _check_batch(config: RunConfig, num_samples: int, comm: Communicator) -> Non
     batch = config.train.global_batch
     if batch > num_samples:
         raise ConfigError(
-            f"train.global_batch must not exceed the training samples, but it is {batch} of "
+            f"train.global_batch must not exceed the training samples, got {batch} for "
             f"{num_samples} samples; use --set train.global_batch={num_samples} or less, or more "
             f"data"
         )

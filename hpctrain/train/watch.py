@@ -225,8 +225,8 @@ class RunWatch:
             return []
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise ConfigError(
-                f"the times of ranks must be lists of one length, but {path} has none: {error!r}; "
-                f"remove the file, a running job writes it again"
+                f"the times of ranks must be lists of one length, but reading {path} raised "
+                f"{error!r}; remove the file, which a running job writes again"
             ) from None
         if len(rows) != self._begun.get("world_size"):
             return []
