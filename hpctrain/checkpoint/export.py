@@ -1,4 +1,4 @@
-"""States for other programs: a file of torch, or of safetensors."""
+"""Export of a state to a file of torch or of safetensors, which other programs read."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,7 +21,10 @@ ENDINGS = (".pt", ".pth", ".safetensors")
 
 
 def newest_state(path: Path | str, only: str | None = None) -> tuple[Path, dict[str, Any]]:
-    """Return path and state of a checkpoint, or of the newest one of a run directory."""
+    """Return path and state of a checkpoint, or of the newest checkpoint of a run directory.
+
+    With ``only``, return only that part of the state.
+    """
     source = checkpoints_in(path)[-1]
     state = load(source, SerialCommunicator()).state
     part = state if only is None else part_of(state, only)
@@ -53,7 +56,7 @@ def part_of(state: Mapping[str, Any], path: str) -> Any:
 
 
 def check_ending(path: Path) -> None:
-    """Check that the ending of a name selects a format."""
+    """Raise ``CheckpointError`` unless the suffix of a file is one of ``ENDINGS``."""
     if path.suffix not in ENDINGS:
         raise CheckpointError(
             f"the file of an export must end in {', '.join(ENDINGS)}, got {path.name!r}"

@@ -18,7 +18,7 @@ FOLDER = "checkpoints"  # of the checkpoints in a run directory
 
 
 def checkpoints_in(path: Path | str) -> list[Path]:
-    """Return the checkpoint at a path, or all of a run directory, by step.
+    """Return the checkpoint at a path, or all checkpoints of a run directory, by step.
 
     Unfinished checkpoints and checkpoints that were set aside are omitted.
     """
@@ -138,10 +138,10 @@ def _short(value: object) -> str:
 
 
 def verify(path: Path | str) -> Iterator[tuple[Path, list[str]]]:
-    """Read every byte of one checkpoint, or of all of a run directory, and compare checksums.
+    """Compare every byte of one checkpoint, or of all of a run directory, with the checksums.
 
     Not collective. Yields each checkpoint and its faults, oldest first; checkpoints that the run
-    removes meanwhile are omitted. Raises ``CheckpointError``: there is none.
+    removes meanwhile are omitted. Raises ``CheckpointError``: there is no checkpoint.
     """
     has_checked = False
     for directory in checkpoints_in(path):

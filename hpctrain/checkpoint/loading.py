@@ -1,4 +1,4 @@
-"""Reading a checkpoint on any number of ranks; every byte is checked, nothing is executed."""
+"""Read a checkpoint on any number of ranks; check every byte, and execute no code of it."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -61,8 +61,8 @@ def load(
             only the blocks of the files that it touches are read.
 
     Raises:
-        CheckpointError: there is no checkpoint, or it is damaged or hostile, or has not the
-            tensors of ``into``; on every rank.
+        CheckpointError: there is no checkpoint, or it is damaged or hostile, or lacks a
+            tensor of ``into``; on every rank.
     """
     what = f"read checkpoint {directory}"
     read = explained(what)(lambda: read_bytes(absolute(directory)))
@@ -142,7 +142,7 @@ class Privates(Mapping[int, Any]):
 def _private_tree(
     directory: Path, records: Mapping[str, Record], tensors: Mapping[str, Any]
 ) -> Any:
-    """Return the private values of a rank, with these ``tensors``."""
+    """Return the private values of a rank, given its private tensors by name."""
     text = _read(directory, {PRIVATE: records[PRIVATE]}, {})[PRIVATE]
     try:
         skeleton = json.loads(bytes(host_bytes(text)))
@@ -233,7 +233,7 @@ def _assembled(
 def _by_rank(
     groups: Sequence[Mapping[str, Record]], wanted: Mapping[str, Shard] | None = None
 ) -> dict[int, list[_Stored]]:
-    """Return the parts in the file of each rank, of the ``wanted`` shards or of all."""
+    """Return the stored parts by rank, whose file has them; only parts of ``wanted`` shards."""
     stored: dict[int, list[_Stored]] = {}
     for name, record in (item for records in groups for item in records.items()):
         for part in record.parts:

@@ -86,8 +86,8 @@ class Manager:
             keep_best: number of checkpoints with the best score that are kept in addition.
             mtbf: mean time between two failures of the whole job, in seconds or such as
                 ``"24h"``; ``"auto"`` needs it.
-            background: whether training continues while a checkpoint is written; it waits if the
-                MPI library does not allow calls from two threads.
+            background: whether training continues while a checkpoint is written; training waits if
+                the MPI library does not allow calls from two threads.
             guard: called on rank 0, in any thread, before a checkpoint is written, before it
                 appears and before others are removed; may raise CheckpointError to prevent it.
 
@@ -154,11 +154,11 @@ class Manager:
             private: values of this rank.
             facts: values for JSON, for example for checks before a load.
             wait: return when the checkpoint is on disk; an error of the last save is only logged.
-            score: how good the model is, the larger the better; for ``keep_best``.
+            score: quality of the model, larger is better; used by ``keep_best``.
             source_rank: write the state of this rank alone; see ``save``.
 
         Raises:
-            CheckpointError: this save or the last one failed, and this one is not done; or step,
+            CheckpointError: this save or the last save failed, and nothing was saved; or step,
                 score or source_rank differ between ranks; on every rank.
         """
         began = time.monotonic()
@@ -224,7 +224,8 @@ class Manager:
         """Load the newest readable checkpoint; return None if there are no checkpoints.
 
         Collective; waits for the save in flight. Damaged checkpoints are logged and skipped, as by
-        ``latest``; if another job removes one while it is read, the directory is listed again.
+        ``latest``; if another job removes a checkpoint during the read, the directory is listed
+        again.
 
         Args:
             into: parts of tensors that this rank wants; see ``load``.

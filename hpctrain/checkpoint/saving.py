@@ -1,4 +1,4 @@
-"""Writing of a checkpoint: all ranks write their shares, rank 0 the manifest."""
+"""Write a checkpoint: all ranks write their shares, then rank 0 writes the manifest."""
 
 import math
 import os
@@ -128,8 +128,8 @@ def save(  # noqa: PLR0913 - what belongs to a checkpoint
 
     Raises:
         CheckpointError: a value of the state is not supported, the ranks disagree or hold
-            different tensors, the directory has the name of another step, or a disk refuses; on
-            every rank, and an older checkpoint is intact.
+            different tensors, the directory has the name of another step, or a file cannot be
+            written; on every rank, and an older checkpoint is intact.
     """
     take = partial(SaveSource.of, state, private or {}, comm, source_rank)
     options = SaveOptions(step=step, facts=dict(facts or {}), guard=guard, source_rank=source_rank)
@@ -331,7 +331,7 @@ def _of_copies(
     pieces: Sequence[Mapping[str, Shard]],
     source_rank: int | None,
 ) -> dict[str, int | None]:
-    """Return the crc32 of pieces on several ranks; None for pieces of other ranks only."""
+    """Return the crc32 of each piece that several ranks hold; None if this rank lacks it."""
     found: dict[str, int | None] = {}
     for (path, shard), ranks in _holders(pieces).items():
         if len(ranks) > 1 and shard.numel and source_rank not in ranks:

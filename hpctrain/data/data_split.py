@@ -148,7 +148,7 @@ class SplitSteps(Steps):
     """
 
     def __init__(self, split: Split, order: Order, division: Division, positions: range) -> None:
-        """Keep ``order`` within each part; the other arguments are those of ``Steps``."""
+        """Store ``order``, the order of the samples in each part; see ``Steps`` for the others."""
         super().__init__(_Line(split, order), division, positions)
         self._parts, self._own = split.parts, split.parts_of(division.rank, division.size)
 

@@ -1,4 +1,4 @@
-"""This rank's part of a plain data set or ``DataLoader``: ``hpctrain.shard_data``."""
+"""Divide a torch ``DataLoader`` or data set among the ranks: ``hpctrain.shard_data``."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
@@ -116,7 +116,7 @@ def _compare(identities: Sequence[Mapping[str, str]]) -> None:
 
 
 def _refusal(data: object, optimizer: object) -> str | None:
-    """Return the reason why ``data`` cannot be divided or is already divided."""
+    """Return the error message if ``data`` cannot be divided or is already divided, else None."""
     kind = type(data).__name__
     if isinstance(data, Loader | DividedLoader):
         return (
@@ -401,7 +401,10 @@ _OF_FLOATS = "about "  # marks a checksum of numbers that processors may round d
 
 
 def identity_of_samples(samples: Iterable[object]) -> str:
-    """Return a checksum of the texts and integers of samples, without uint8, often pixels."""
+    """Return a checksum of the texts and integers in samples, to compare ranks.
+
+    Floating point values and uint8 are left out, because random augmentation changes pixels.
+    """
     total = 0
     for sample in samples:
         held = [*sample.values()] if isinstance(sample, Mapping) else sample
@@ -415,11 +418,10 @@ def identity_of_samples(samples: Iterable[object]) -> str:
 
 
 def _checksums(value: object, name: str, depth: int = _MAX_DEPTH) -> Iterator[tuple[str, str]]:
-    """Yield checksums of the numbers that a data set holds, by attribute. Not collective.
+    """Yield the names of attributes of a data set with checksums of their numbers. Local.
 
-    A random split or order with another seed differs in the indices of a ``Subset``, labels,
-    tables of positions and arrays of samples. Samples that are read do not count: they may be
-    augmented at random.
+    A split or order that was drawn with another seed differs in the indices of a ``Subset``, in
+    labels or in arrays of samples. No sample is read, because it may be augmented randomly.
     """
     numbers = _numbers(value)
     if numbers is not None:

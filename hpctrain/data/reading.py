@@ -1,4 +1,4 @@
-"""Reading and transformation of the next batches of a rank, in threads or processes."""
+"""Read and transform the next batches of a rank in threads or processes."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping

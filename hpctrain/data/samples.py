@@ -1,4 +1,4 @@
-"""Samples: the protocol of data sets, the values of a batch, and a batch itself."""
+"""Protocol of data sets, and the batches of samples that they return."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -48,7 +48,7 @@ class Ragged:
         return self.values[int(self.offsets[index]) : int(self.offsets[index + 1])]
 
     def padded(self, fill: float = 0, length: int | None = None) -> Tensor:
-        """Return one tensor ``(num_samples, length, *shape)``, short samples filled up.
+        """Return one tensor ``(num_samples, length, *shape)``, padded at the end of samples.
 
         Args:
             fill: value after the end of a sample.
@@ -167,7 +167,7 @@ class Batch:
 
 
 class Indexable:
-    """Base class that adds indexing to ``take``; single samples are slow."""
+    """Base class that implements ``dataset[index]`` with ``take``, one read per sample."""
 
     take: Callable[..., Columns]
     __len__: Callable[..., int]

@@ -84,7 +84,7 @@ def stage(dataset: ShardedDataset, node: Communicator, to: Path | str = "auto") 
 
 @dataclass(frozen=True)
 class StagedOpener:
-    """Opener that reads shards from the node's copy where possible. Can be pickled."""
+    """Function that opens a shard in the copy on this node, or in the original. Can be pickled."""
 
     directory: Path  # of the copy
     present: frozenset[int]  # numbers of the shards that were copied

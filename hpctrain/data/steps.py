@@ -1,4 +1,4 @@
-"""Samples of each step of an epoch on a rank, and the samples that it reads soon."""
+"""Sample indices of each step of an epoch on a rank, and of the reads to start ahead."""
 
 import threading
 from bisect import bisect_left
@@ -40,7 +40,7 @@ class Ordering:
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Self:
-        """Return the ordering of a dictionary that contains the items of ``record()``.
+        """Return the ordering that ``record()`` described.
 
         Raises ``KeyError``, ``TypeError`` or ``ValueError``: items are missing or invalid.
         """
@@ -52,7 +52,7 @@ class Ordering:
         return cls(name=name, shape=shape)
 
     def record(self) -> dict[str, Any]:
-        """Return the ordering as JSON values."""
+        """Return the ordering as JSON values, for the state of a loader."""
         sizes = asdict(self.shape) if self.shape else dict.fromkeys(("block", "window", "lanes"))
         return {"order": self.name, **sizes}
 

@@ -51,7 +51,8 @@ def write_arrays(
     Args:
         directory: created if missing; a data set in it is replaced atomically at the end.
         arrays: one array per field, or a ``Ragged``, all of the same length.
-        samples_per_shard: samples of each file but the last; aim at 256 MiB to 2 GiB.
+        samples_per_shard: samples of each file except the last; 256 MiB to 2 GiB per file
+            are a good size.
         split: name of this part of the data, such as ``train``; one per directory.
         block_size: samples per crc32.
         compression: compression of every field: None or ``zstd``.
@@ -60,7 +61,7 @@ def write_arrays(
         The manifest, as published.
 
     Raises:
-        DataError: the lengths differ, a dtype is not supported, or the disk refuses.
+        DataError: the lengths differ, a dtype is not supported, or a file cannot be written.
     """
     whole = {
         name: array if isinstance(array, Ragged) else np.asarray(array)
@@ -119,7 +120,7 @@ class ShardWriter:
             resume_key: a text that identifies the content. Finished shards of a writer that was
                 killed or has failed are kept if key, fields, split, sizes and number of ranks
                 are the same: continue with sample ``num_written``.
-            may_replace: False refuses a directory that holds a data set.
+            may_replace: whether a data set in the directory is replaced; otherwise it is an error.
             classes: names of the labels 0, 1, ..., for the manifest.
 
         Raises:
@@ -157,11 +158,11 @@ class ShardWriter:
         """Append any number of samples of this rank. Not collective.
 
         Args:
-            samples: for each field an array ``(num_samples, *shape)``; for a ragged one a list
+            samples: for each field an array ``(num_samples, *shape)``; for a ragged field a list
                 of arrays ``(length, *shape)``, or a ``Ragged``.
 
         Raises:
-            DataError: the arrays do not fit the fields, or the disk refuses.
+            DataError: the arrays do not match the fields, or a file cannot be written.
         """
         rows = checked_rows(self.manifest.fields, samples)
         start, stop = 0, count(rows)

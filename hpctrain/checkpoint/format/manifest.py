@@ -147,7 +147,10 @@ def require_named(directory: Path | str, step: int) -> None:
 
 
 def read_bytes(directory: Path | str) -> bytes:
-    """Read the bytes of a manifest."""
+    """Read the manifest file of a checkpoint.
+
+    Raises ``CheckpointError``: the file is missing, cannot be read or is larger than 1 GiB.
+    """
     path = Path(directory) / NAME
     try:
         with os.fdopen(open_regular(path), "rb") as file:

@@ -86,7 +86,7 @@ def _gathered(
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield leaves, and an empty container for each container, with their paths."""
+    """Yield the leaves of a state with their paths, and an empty container per container."""
     if isinstance(value, Mapping):
         yield path, {}
         for key, item in value.items():
@@ -116,7 +116,7 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _deal(leaves: list[tuple[str, Any]], size: int) -> list[list[int]]:
-    """Distribute the leaves over the ranks, about equal in bytes, the largest first."""
+    """Return the leaves that each rank hashes, about the same number of bytes per rank."""
     weights = [value.nbytes if isinstance(value, Tensor) else 0 for _, value in leaves]
     hands: list[list[int]] = [[] for _ in range(size)]
     loads = [0] * size
@@ -136,7 +136,7 @@ def _digest(path: str, value: Any) -> bytes:
 
 
 def _head(path: str, value: Any) -> bytes:
-    """Return a leaf without the elements of a tensor."""
+    """Return the bytes to hash for a leaf; of a tensor path, dtype and shape, no elements."""
     if isinstance(value, Tensor):
         return repr((path, str(value.dtype), tuple(value.shape))).encode()
     plain = value.hex() if isinstance(value, float) else value

@@ -38,7 +38,7 @@ def unflatten(skeleton: object, tensor_of: Callable[[str], Any]) -> Any:
 
 
 def component(key: str | int) -> str:
-    """Return the component of a path for a key or an index."""
+    """Return a key or an index as a component of a path, with escaped characters."""
     if isinstance(key, int):
         return str(key)
     text = key.replace("%", "%25").replace("/", "%2F")
@@ -164,7 +164,7 @@ def mapped(tree: Any, change: Callable[[Tensor], Any]) -> Any:
 
 
 def lines(state: object) -> list[str]:
-    """Return every plain value of a state as ``path = value``, for a message."""
+    """Return a line ``path = value`` for every plain value, to compare states between ranks."""
     found = []
     for path, value in walk(state):
         if isinstance(value, Mapping | list | tuple):

@@ -44,7 +44,7 @@ DTYPES: dict[str, torch.dtype] = {
 
 
 def check_storable(path: str, tensor: Tensor) -> None:
-    """Raise ``CheckpointError`` if a tensor has no values, is not dense or has a wrong dtype."""
+    """Raise ``CheckpointError`` for a tensor without values, not dense, or of another dtype."""
     if tensor.is_meta or tensor.layout is not torch.strided:
         raise CheckpointError(
             f"tensors of a checkpoint must be dense and not on the meta device, got "
@@ -87,7 +87,7 @@ def _header(tensors: Mapping[str, Tensor]) -> bytes:
 
 
 def stored_as(dtype: str, shape: Sequence[int]) -> tuple[str, list[int]]:
-    """Return the dtype and shape in the file of a tensor with this dtype and shape."""
+    """Return the dtype and shape in the header of the file, in the names of safetensors."""
     if dtype in _SAFETENSORS:
         return _SAFETENSORS[dtype], list(shape)
     return "U8", [*shape, DTYPES[dtype].itemsize]
@@ -125,7 +125,7 @@ class TensorFile:
         self._entries = dict(self._read_header())
 
     def check(self, name: str, dtype: str, shape: Sequence[int]) -> None:
-        """Compare dtype and shape of a tensor in the file with those in the manifest.
+        """Compare a tensor in the file with its dtype and shape in the manifest.
 
         Raises ``CheckpointError``: the file has another tensor of this name, or none.
         """

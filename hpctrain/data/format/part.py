@@ -1,4 +1,4 @@
-"""Writing of one HDF5 shard, and the offsets of its values."""
+"""Write one shard of a data set, an HDF5 file, and determine the offsets of its values."""
 
 import io
 import json

@@ -148,7 +148,7 @@ class WriterLock:
         return False
 
     def close(self) -> None:
-        """Release the lock. Idempotent."""
+        """Release the lock, so that another process may write. Idempotent."""
         if not self._file.closed:
             with suppress(OSError):
                 self._path.unlink()

@@ -110,7 +110,7 @@ def read_ahead(
 
 
 def _bring(file: ShardFile, blocks: Array) -> None:
-    """Read blocks, and check the crc32 of new blocks; damaged blocks stay unchecked."""
+    """Read blocks and check the crc32 of unchecked blocks; damaged blocks stay unchecked."""
     _advise(file, blocks, file.block_size)
     new = blocks[~file.checked[blocks]]
     if not file.is_changed():

@@ -54,7 +54,7 @@ class MappedValues(Values):
         self._array = array
 
     def between(self, start: int, stop: int) -> NDArray[Any]:
-        """Return a view."""
+        """Return a view of rows ``[start, stop)``."""
         return self._array[start:stop]
 
     def take(self, rows: Array, out: NDArray[Any], places: Array | None) -> None:
@@ -80,7 +80,7 @@ class DirectValues(Values):
         self._row_bytes = prod(shape) * dtype.itemsize
 
     def between(self, start: int, stop: int) -> NDArray[Any]:
-        """Read rows."""
+        """Return rows ``[start, stop)``, read from the file."""
         size = (stop - start) * self._row_bytes
         data = read_at(self._descriptor, self._offset + start * self._row_bytes, size)
         return data.view(self._dtype).reshape(stop - start, *self._shape)
@@ -114,7 +114,7 @@ class ChunkCache:
         self._chunks: OrderedDict[tuple[int, int], NDArray[Any]] = OrderedDict()
         self._lock = Lock()
         self.numbers = itertools.count()
-        """First halves of keys: each field of a file takes one."""
+        """Source of the first element of keys, which is unique for each field of a file."""
 
     def get(self, key: tuple[int, int], decode: Callable[[], NDArray[Any]]) -> NDArray[Any]:
         """Return a chunk from the cache, or call ``decode`` and store its result."""

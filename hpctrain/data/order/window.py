@@ -76,7 +76,7 @@ class WindowOrder:
     """
 
     def __init__(self, n: int, seed: int, epoch: int, shape: WindowShape) -> None:
-        """Derive the keys; ``n``, ``seed`` and ``epoch`` as in ``global_order``.
+        """Derive the keys of the permutations; the arguments are those of ``global_order``.
 
         Raises ``DataError``: an argument is out of range.
         """
@@ -108,7 +108,7 @@ class WindowOrder:
         return lanes
 
     def _in_slots(self, slots: Indices) -> Indices:
-        """Return the blocks in some slots; a short last block keeps its own slot."""
+        """Return the blocks in slots; a short last block has the slot of its own number."""
         full = slots < self._num_full
         blocks = self._partition.forward(as_words(np.where(full, slots, 0)))
         return np.where(full, as_indices(blocks), slots)
@@ -162,7 +162,10 @@ class _LaneWindows:
         self.longest = self._turns + (self.num_longer > 0)
 
     def of(self, turns: Indices) -> tuple[Indices, Indices, Indices]:
-        """Return, for each turn, its window, the first turn of the window and its length."""
+        """Return, for each position in a lane, its window, the start of the window and its length.
+
+        All values count blocks of the lane.
+        """
         longer = turns < self.num_longer * self.longest
         windows = np.where(longer, turns // self.longest, (turns - self.num_longer) // self._turns)
         starts = windows * self._turns + np.minimum(windows, self.num_longer)
@@ -170,7 +173,7 @@ class _LaneWindows:
 
 
 def _divided(numbers: Indices, size: int) -> tuple[Indices, Indices]:
-    """Return quotients and remainders, ten times as fast as the remainder of numpy."""
+    """Return quotients and remainders by ``size``, ten times as fast as ``numpy.divmod``."""
     quotients = numbers // size
     return quotients, numbers - quotients * size
 

@@ -53,11 +53,11 @@ class Opened:
 
 
 def open_arrays(files: Sequence[str], wanted: WantedFields) -> PackSource:
-    """Examine arrays.
+    """Return the source for ``.npy`` and ``.npz`` files.
 
-    Of an ``.npy``, ``wanted.fields`` may name several ``.npy`` files in the same folder; without
-    it the field is ``x``. Raises ``DataError``: no arrays, of different lengths, or of types that
-    a data set cannot hold.
+    For an ``.npy``, ``wanted.fields`` may name several ``.npy`` files in the same folder; by
+    default the field is ``x``. Raises ``DataError``: no arrays, of different lengths, or of types
+    that a data set cannot hold.
     """
     return joined([_examined(Path(file), wanted) for file in files])
 
@@ -94,7 +94,7 @@ def _examined(path: Path, wanted: WantedFields) -> PackSource:
 
 
 def length_of(columns: Columns, where: str, what: str) -> int:
-    """Return the number of samples of columns."""
+    """Return the number of samples, which must be equal in all columns."""
     for name, column in columns.items():
         if not column.shape:
             raise DataError(
@@ -183,11 +183,11 @@ class Dataset:
 
 
 def open_hdf5(files: Sequence[str], wanted: WantedFields) -> PackSource:
-    """Examine HDF5 files. Strings and rows of different lengths become ragged fields.
+    """Return the source for HDF5 files; strings and variable-length rows become ragged fields.
 
-    Without ``wanted.fields`` all datasets are packed, by the last part of their path. Raises
-    ``DataError``: a file cannot be read, the datasets have different lengths, or one of them is of
-    a type that a data set cannot hold.
+    Without ``wanted.fields`` all datasets are packed; a field has the last part of the path.
+    Raises ``DataError``: a file cannot be read, the datasets have different lengths, or one of
+    them is of a type that a data set cannot hold.
     """
     return joined([_examined_hdf5(file, wanted) for file in files])
 
@@ -223,7 +223,7 @@ def _open_datasets(path: str, places: Mapping[str, str]) -> dict[str, Dataset]:
 
 
 def _listed(file: Any) -> tuple[list[str], list[str]]:
-    """Return the paths of all datasets, each once, and of all links."""
+    """Return the paths of all datasets in an HDF5 file, each once, and of all links."""
     found: dict[str, bool] = {}
     names: list[str] = []
     file.visititems(lambda name, item: found.update({name: isinstance(item, h5py.Dataset)}))

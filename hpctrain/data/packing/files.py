@@ -53,7 +53,7 @@ def files_below(folder: Path, left_out: list[str] | None = None) -> Iterator[str
 def _is_new(
     at: str, path: str, seen: dict[tuple[int, int], str], left_out: list[str] | None
 ) -> bool:
-    """Record a folder in ``at``; return False for a link to a folder that contains ``at``."""
+    """Record the folder ``path`` in ``at``; return False for a link to a parent folder."""
     before = seen.setdefault(_identity(path), path)
     if before == path:
         return True
@@ -131,7 +131,7 @@ Size = tuple[int, int]  # height and width
 IMAGE_ENDINGS = frozenset(
     (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 )
-"""Of the files that are taken for images."""
+"""Endings of files that are packed as images."""
 
 _WIDE_MODES = ("I", "F")  # of Pillow: integers of 16 and 32 bits, and floats
 
@@ -139,10 +139,10 @@ _WIDE_MODES = ("I", "F")  # of Pillow: integers of 16 and 32 bits, and floats
 def form_of_images(
     contents: Mapping[str, bytes], wanted: WantedFields, where: str
 ) -> tuple[Form, tuple[str, ...]]:
-    """Return whether images are packed as pixels or as bytes, and notes for the user.
+    """Return ``image`` or ``bytes``, the form in which images are packed, and notes for the user.
 
-    Reads only the headers of ``contents``, some files by name. Raises ``DataError``: an image
-    cannot be read.
+    Reads only the headers of ``contents``, the bytes of some files by name. Raises ``DataError``:
+    an image cannot be read.
     """
     if wanted.encoded or wanted.resize:
         return "bytes" if wanted.encoded else "image", ()

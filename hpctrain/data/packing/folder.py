@@ -36,7 +36,7 @@ _SPLITS = frozenset(
 
 
 def open_folder(path: Path, wanted: WantedFields) -> PackSource:
-    """Examine a folder of images or arrays; each folder in it is a class.
+    """Return the source for a folder of images or arrays; each folder in it is a class.
 
     Classes are numbered in the order of their names. Images are packed as pixels if 64 of them
     have the same size or ``resize`` is given, otherwise as the bytes of their files.
@@ -114,7 +114,7 @@ def _notes(
 
 
 def _classes(root: Path, files: Sequence[str]) -> tuple[tuple[str, ...], NDArray[np.int64]]:
-    """Return the names of the classes, and the number of each file's class."""
+    """Return the names of the classes, the folders in ``root``, and the class of each file."""
     start = len(f"{str(root).rstrip('/')}/")
     tops = [file[start:].rpartition("/")[0].partition("/")[0] for file in files]
     classes = sorted(set(tops) - {""})
@@ -134,7 +134,7 @@ def _classes(root: Path, files: Sequence[str]) -> tuple[tuple[str, ...], NDArray
 
 
 def _check_classes(root: Path, classes: Sequence[str], links: Sequence[str], what: str) -> None:
-    """Raise ``DataError`` if a folder has no files, as this would change class numbers."""
+    """Raise ``DataError`` if a folder has no samples: its absence would change class numbers."""
     with os.scandir(root) as entries:
         folders = {entry.name for entry in entries if entry.is_dir() and entry.path not in links}
     lacking = sorted(name for name in folders - set(classes) if not name.startswith("."))

@@ -1,4 +1,4 @@
-"""Kinds of sources by name, and how each is opened."""
+"""Kinds of sources by name, and the function that opens a source of each kind."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,10 +30,10 @@ def _table(opener: str, what: str) -> Callable[[Sequence[str], WantedFields], Pa
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceKind:
-    """A kind of source."""
+    """Kind of source: the function that opens it, its file names and its options."""
 
     open: Callable[[Any, WantedFields], PackSource]
-    """Gets its files; of a folder its path, of Python the object or its name."""
+    """Called with the files; for a folder with its path, for Python with the object or name."""
     endings: tuple[str, ...] = ()  # of its files
     options: tuple[str, ...] = ()
     """Options of ``WantedFields`` that this kind takes, in addition to ``fields``."""
@@ -63,7 +63,10 @@ _NUM_LOOKED_AT = 10_000  # files from which the kind of a folder is inferred
 
 
 def open_source(source: object, kind: str, wanted: WantedFields) -> PackSource:
-    """Examine a source, of a kind that ``kind_of`` finds."""
+    """Return the ``PackSource`` of a source; ``kind`` is a result of ``kind_of``.
+
+    Raises ``DataError``: the source cannot be read, or an option has no effect on this kind.
+    """
     _check_options(kind, wanted)
     if kind in _TABLES:  # which convert column by column
         found = _opened(source, kind, wanted)
@@ -87,7 +90,7 @@ def _opened(source: object, kind: str, wanted: WantedFields) -> PackSource:
 
 
 def kind_of(source: object, kind: str | None = None) -> str:
-    """Return the given kind, or the kind that the source has."""
+    """Return ``kind`` if given, otherwise the kind that the names of the files indicate."""
     if kind is not None and kind not in KINDS:
         raise DataError(f"the kind of a source must be one of {', '.join(KINDS)}, got {kind!r}")
     if not isinstance(source, str | Path):

@@ -1,4 +1,4 @@
-"""Make a data set of arrays, images, tables, archives, text or Python objects."""
+"""Pack arrays, images, tables, archives, text or Python objects into a data set."""
 
 import hashlib
 import json
@@ -76,7 +76,7 @@ def pack(
     comm: Communicator | None = None,
     start: Start | None = None,
 ) -> Packed:
-    """Make a data set of a source.
+    """Pack a source, such as files or a Python object, into a data set.
 
     Collective over ``comm``: each rank packs a contiguous share of the samples, or of the files if
     the number of samples is unknown. Only the boundaries of shards depend on the number of ranks.
@@ -86,10 +86,11 @@ def pack(
         source: path of a file or a folder, a pattern such as ``"shards/*.tar"``, the name
             ``"module:function"`` of a function, or an object with samples: with
             ``len()`` and ``[index]``, or one that can be iterated over more than once.
-        directory: made when missing.
+        directory: directory of the data set, created if missing.
         config: fields to pack, and options.
         comm: ranks that pack together.
-        start: returns the function that gets the progress of this rank, in samples.
+        start: called with the number of samples of this rank, None if unknown, and the number
+            that is packed already; returns a function that is called with the size of each batch.
 
     Returns:
         The manifest and notes, the same on every rank.
@@ -97,8 +98,8 @@ def pack(
     Raises:
         DataError: the source cannot be read, its samples differ in shape, or the directory cannot
             be written or holds a data set already; on every rank, and a data set that the
-            directory held is as before. An exception of your own function is raised on its rank,
-            and is a DataError on the others.
+            directory held is as before. An exception of the user's function is raised on its rank,
+            and the other ranks raise a DataError.
     """
     config = config or PackConfig()
     comm = comm or SerialCommunicator()

@@ -1,4 +1,4 @@
-"""Python objects: iterables of dicts of arrays, and data sets with a length and an index."""
+"""Sources that are Python objects: iterables of samples, and data sets with an index."""
 
 from collections.abc import Iterator, Mapping
 from itertools import islice, starmap
@@ -25,7 +25,7 @@ from hpctrain.data.packing.source import (
 
 
 def open_python(source: Any, wanted: WantedFields) -> PackSource:
-    """Examine an object, a function that returns an object, or a name ``module:function``.
+    """Return the source for an object, a function that returns it, or ``module:function``.
 
     An item is a dict of arrays, or a tuple, whose parts are named 0, 1, ...
     """

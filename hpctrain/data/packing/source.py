@@ -1,4 +1,4 @@
-"""Samples of a source, with random or sequential access; each rank packs its share."""
+"""Description of a source of samples to pack, from which each rank reads its share."""
 
 import dataclasses
 import importlib
@@ -162,7 +162,7 @@ class PackSource:
             yield self._stacked(waiting)
 
     def joined_batches(self, batches: Sequence[Batch]) -> Batch:
-        """Concatenate batches."""
+        """Concatenate batches field by field; samples of ragged fields stay in lists."""
         if len(batches) == 1:
             return batches[0]
         return {
@@ -249,7 +249,7 @@ class PackSource:
 
 
 def joined(sources: Sequence[PackSource]) -> PackSource:
-    """Join sources with the same fields, one for each file."""
+    """Return one source with the samples of several sources, which must have equal fields."""
     first = sources[0]
     for one in sources:
         if one.fields != first.fields:
@@ -267,7 +267,7 @@ def joined(sources: Sequence[PackSource]) -> PackSource:
 
 
 class LoadedSamples:
-    """Function for random access to a sequential source, all of whose samples are in memory."""
+    """Function that returns samples of a sequential source, which it reads into memory."""
 
     def __init__(self, found: PackSource, max_bytes: int) -> None:
         """Store the source; each process reads all samples at its first call.
@@ -280,7 +280,7 @@ class LoadedSamples:
         return len(next(iter(self._columns.values())))
 
     def __call__(self, indices: NDArray[np.int64]) -> Batch:
-        """Return samples."""
+        """Return the samples at ``indices``."""
         return _rows_of(self._columns, indices)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -313,7 +313,10 @@ def _rows_of(batch: Batch, indices: NDArray[np.int64]) -> Batch:
 
 
 def cast(values: Array, dtype: str, what: str) -> Array:
-    """Convert numbers. Only floats may lose precision."""
+    """Convert numbers to ``dtype``; only floats may lose precision.
+
+    Raises ``DataError``: ``dtype`` cannot represent a number; ``what`` names the array.
+    """
     with np.errstate(over="ignore", invalid="ignore"):
         found = values.astype(dtype)
     if found.dtype.kind == "f":
@@ -344,7 +347,7 @@ def readable(what: str, kind: str, *errors: type[BaseException]) -> Iterator[Non
 
 
 def needed(module: str, what: str) -> ModuleType:
-    """Import an optional module that packing needs."""
+    """Import a module of the extra ``hpctrain[pack]``; ``what`` names the source in the error."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -356,7 +359,10 @@ def needed(module: str, what: str) -> ModuleType:
 
 
 def chosen(available: Sequence[str], wanted: Mapping[str, str], where: str) -> dict[str, str]:
-    """Return the origin of each field: ``wanted``, or by default all origins under their names."""
+    """Return the array of the source for each field: ``wanted``, or by default all arrays.
+
+    Raises ``DataError``: an array is not ``available``, or two arrays have the same field name.
+    """
     for name in wanted.values():
         if name not in available:
             raise DataError(
@@ -379,7 +385,7 @@ def chosen(available: Sequence[str], wanted: Mapping[str, str], where: str) -> d
 
 
 def field_of(shape: Sequence[int], dtype: Any, what: str, *, ragged: bool = False) -> Field:
-    """Make the field of an array of the source."""
+    """Return the ``Field`` for samples of this shape and dtype; ``what`` names them in errors."""
     try:
         return Field.of(tuple(shape), dtype, ragged=ragged)
     except DataError as error:
@@ -395,7 +401,7 @@ T = TypeVar("T")
 
 
 def _learnt(arrays: Sequence[Array], what: str, *, ragged: bool) -> tuple[Field, float]:
-    """Return the field of some arrays, and their mean bytes."""
+    """Return the field that fits the given samples, and the mean bytes of a sample."""
     shape = arrays[0].shape
     is_ragged = ragged or any(array.shape != shape for array in arrays)
     if is_ragged and not all(array.shape for array in arrays):
@@ -411,7 +417,11 @@ def _learnt(arrays: Sequence[Array], what: str, *, ragged: bool) -> tuple[Field,
 def picked(
     where: str, parts: Mapping[str, T], names: Mapping[str, str], *, takes_all: bool
 ) -> dict[str, T]:
-    """Return the value of each field from the parts of a sample; ``names`` are by field."""
+    """Return the value of each field of a sample.
+
+    ``parts`` are the arrays of the sample by name, ``names`` the names by field. Raises
+    ``DataError``: an array is missing or, with ``takes_all``, has no field.
+    """
     wrong = [f"lacks {name}" for name in names.values() if name not in parts]
     if takes_all:
         wrong += [f"also has {name}" for name in sorted({*parts} - {*names.values()})]

@@ -50,7 +50,7 @@ def open_table(
     columns: Columns,
     parts: Sequence[tuple[int | None, str, Callable[[], Iterator[Rows]]]],
 ) -> PackSource:
-    """Examine a table whose parts are given as number of rows, file and reader."""
+    """Return the source for a table; each read has a number of rows, a file and a reader."""
     reads = [(length, partial(_read, columns, path, read)) for length, path, read in parts]
     origins = {name: ",".join(names) for name, (names, _) in columns.items()}
     found = PackSource(files=files, parts=reads, origins=origins)
@@ -92,7 +92,7 @@ def columns_of(names: Sequence[str], wanted: WantedFields, path: str) -> Columns
 
 
 def _side_by_side(names: Sequence[str], columns: Sequence[Any], path: str) -> Array:
-    """Return columns of numbers as one array, ``(num_rows, num_columns)``."""
+    """Return several columns of numbers as one array, ``(num_rows, num_columns)``."""
     for at, values in zip(names, columns, strict=True):
         if isinstance(values, list) or values.ndim > 1:
             raise DataError(
@@ -141,7 +141,7 @@ class CsvBlock(NamedTuple):
 
 
 def open_csv(files: Sequence[str], wanted: WantedFields) -> PackSource:
-    """Examine CSV files; the separator of ``.tsv`` is a tab.
+    """Return the source for CSV files; the separator of ``.tsv`` is a tab.
 
     Columns of numbers become fields of numbers, all other columns become bytes.
     """
@@ -335,7 +335,7 @@ _MAGIC = b"ARROW1"  # begins a file of Arrow, and no stream
 
 
 def open_parquet(files: Sequence[str], wanted: WantedFields) -> PackSource:
-    """Examine Parquet files. Texts, bytes and lists become ragged fields.
+    """Return the source for Parquet files; texts, bytes and lists become ragged fields.
 
     Raises ``DataError``: a file cannot be read, or a column does not exist.
     """
@@ -349,7 +349,7 @@ def open_parquet(files: Sequence[str], wanted: WantedFields) -> PackSource:
 
 
 def open_arrow(files: Sequence[str], wanted: WantedFields) -> PackSource:
-    """Examine Arrow files, such as those of ``datasets``; see ``open_parquet``."""
+    """Return the source for Arrow files, such as those of ``datasets``; see ``open_parquet``."""
     names, parts = {}, []
     for path in files:
         with readable(path, "a table", pa.ArrowException):
@@ -364,7 +364,7 @@ def _columns_opened(
     parts: Sequence[tuple[str, int, list[int] | None]],
     wanted: WantedFields,
 ) -> PackSource:
-    """Examine tables; a part is a file, its number of rows, and for Parquet its row groups."""
+    """Return the source for tables; a part is a file, its rows, and Parquet row groups."""
     files = [*names]
     columns = columns_of(names[files[0]], wanted, files[0])
     used = sorted({at for names, _ in columns.values() for at in names})
@@ -375,7 +375,7 @@ def _columns_opened(
 
 
 def _mapped(path: str) -> Any:
-    """Map a table into memory, a file of Arrow or a stream."""
+    """Map an Arrow file, in the file or the stream format, into memory as a table."""
     source = pa.memory_map(path)
     is_file = source.read(len(_MAGIC)) == _MAGIC
     source.seek(0)

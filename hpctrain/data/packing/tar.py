@@ -51,12 +51,12 @@ _NOTES = frozenset(
 
 
 def open_tar(files: Sequence[str], wanted: WantedFields) -> PackSource:
-    """Examine archives.
+    """Return the source for archives in the format of webdataset.
 
     A field is named after an ending. Images become pixels if the first samples have one
-    size or ``resize`` is given, else they stay bytes; ``.npy`` become arrays, ``.cls``
-    integers, ``.txt`` and ``.json`` numbers where the first samples are; all else stays
-    bytes, as does an ending that is wanted as ``ENDING:bytes``.
+    size or ``resize`` is given, otherwise they stay bytes; ``.npy`` become arrays, ``.cls``
+    integers, ``.txt`` and ``.json`` numbers if the first samples are numbers. Other files, and
+    endings that ``wanted.fields`` names as ``ENDING:bytes``, stay bytes.
     """
     where = files[0]
     asked = {name: ending.partition(":")[0].lstrip(".") for name, ending in wanted.fields.items()}
@@ -168,16 +168,16 @@ def _check_file(sample: str, ending: str, claimed: int, before: Mapping[str, byt
 def _files_in(path: str) -> Iterator[tuple[str, int, Callable[[], bytes]]]:
     """Yield name, size and reader of each file of an archive.
 
-    Makes sure that the archive is whole and the only one, which tarfile does not.
+    Raises an error if the archive is truncated or another archive follows, unlike tarfile.
     """
     has_ended = False
 
     class Header(tarfile.TarInfo):
-        """Header that detects the end of an archive, a block of zeros, and too large notes."""
+        """Header that detects the end of an archive and rejects large extended headers."""
 
         @classmethod
         def frombuf(cls, buf: Any, encoding: str, errors: str) -> Self:
-            """Read a header."""
+            """Parse a header; raise ``ReadError`` for an extended header that is too large."""
             nonlocal has_ended
             has_ended = bool(buf) and not any(buf)
             header = super().frombuf(buf, encoding, errors)
@@ -201,7 +201,7 @@ def _files_in(path: str) -> Iterator[tuple[str, int, Callable[[], bytes]]]:
 
 
 def _check_rest(stream: Any, path: str) -> None:
-    """Read what follows the end of an archive; a packed one has its checksum there."""
+    """Check that only zeros follow an archive; reading to the end also checks gzip's crc32."""
     at = stream.tell()
     while piece := stream.read(MIB):
         if more := piece.lstrip(b"\0"):

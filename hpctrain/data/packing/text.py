@@ -1,4 +1,4 @@
-"""Text files as bytes, or as tokens of a function of the user."""
+"""Sources that are text files, packed as bytes or as tokens of the user's tokenizer."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -24,7 +24,7 @@ from hpctrain.data.packing.source import (
 
 
 def open_text(files: Sequence[str], wanted: WantedFields) -> PackSource:
-    """Examine text files.
+    """Return the source for text files.
 
     The field is ``text``, bytes, or with a tokenizer ``tokens``, of the dtype that it returns;
     ragged, unless ``wanted.length`` cuts all samples to one length.
@@ -88,7 +88,7 @@ def _tokens(path: str, tokenizer: Callable[[str], Any], text: bytes) -> Array:
 
 
 def _windows(file: str, name: str, length: int) -> PackSource:
-    """Examine the windows of the bytes of a file; a shorter rest is omitted."""
+    """Return the source for a file that is cut into ``length`` bytes per sample; omit the rest."""
     count = Path(file).stat().st_size // length
     opened = Opened(partial(_open_windows, file, name, (count, length)))
     return PackSource(

@@ -58,9 +58,10 @@ def split_by_label(
     """Divide the samples of each label among parts.
 
     Every sample is in one part; ``out`` is a file, see ``Split``, and only the labels are read.
-    Collective with ``comm``, whose ranks share the reading; ``start`` returns the function that
-    gets the progress of this rank, in samples. Raises ``DataError``: ``out`` exists, a part would
-    get no sample, or files cannot be read or written; on every rank.
+    Collective with ``comm``, whose ranks share the reading; ``start`` is called with the number
+    of samples of this rank and returns a function that gets the size of each piece. Raises
+    ``DataError``: ``out`` exists, a part would get no sample, or files cannot be read or written;
+    on every rank.
 
     Source: Hsu et al. 2019, arXiv:1909.06335, with the roles of labels and parts as in Li et al.
     2021, arXiv:2102.02079.
@@ -102,7 +103,7 @@ def split_by_label(
 
 
 def parts_by_label(labels: Labels, num_parts: int, alpha: float, seed: int) -> NDArray[np.uint32]:
-    """Return the part of each sample. Raises ``DataError``: shares cannot be drawn."""
+    """Return the part of each sample. Raises ``DataError``: ``alpha`` is too small."""
     draw = np.random.default_rng(seed)
     parts = np.zeros(len(labels), np.uint32)
     by_label = np.argsort(labels, kind="stable")
@@ -126,7 +127,7 @@ def parts_by_label(labels: Labels, num_parts: int, alpha: float, seed: int) -> N
 
 
 def _labels_alone(whole: ShardedDataset, label: str) -> ShardedDataset:
-    """Return the same data set with one field, of integers."""
+    """Return the same data set with only the field ``label``, which must hold integers."""
     manifest = whole.manifest
     field = manifest.fields.get(label)
     is_label = field and not field.ragged and field.shape in ((), (1,))

@@ -40,7 +40,7 @@ def or_alone(comm: "Communicator | None") -> "Communicator":
 
 
 def followed(start: Start | None, total: int) -> Advance:
-    """Return ``start(total)``, which reports progress, or a no-op without ``start``."""
+    """Return ``start(total)``, the function that reports progress; a no-op without ``start``."""
     return start(total) if start else lambda _: None
 
 

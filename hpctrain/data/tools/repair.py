@@ -65,7 +65,7 @@ def repair(
 
 
 def _manifest(directory: Path, source: Path | None) -> tuple[Manifest, list[str]]:
-    """Return the manifest, which is taken from the copy if it is lost."""
+    """Return the manifest and a list of actions; restore a lost manifest from the copy."""
     check_directory(directory)
     copy = None if source is None else _manifest_of_copy(directory, source)
     try:
@@ -85,7 +85,7 @@ def _manifest(directory: Path, source: Path | None) -> tuple[Manifest, list[str]
 
 
 def _manifest_of_copy(directory: Path, source: Path) -> Manifest | None:
-    """Return the manifest of the copy; None if it is damaged, as shards have checksums too."""
+    """Return the manifest of the copy; None if damaged: its shards are checked individually."""
     check_directory(source)
     if source.samefile(directory):
         raise DataError(
@@ -119,7 +119,7 @@ def _take(
 
 
 def _take_shard(source: Path, directory: Path, shard: ShardEntry) -> str:
-    """Replace the file of a shard by that of the copy; return why if the copy is damaged too."""
+    """Replace the file of a shard by the copy; return the reason if the copy is damaged too."""
     path = source / shard.file
     try:
         if path.stat().st_size != shard.num_bytes or crc32_of(path) != shard.crc32:

@@ -64,7 +64,8 @@ def reshard(
     number of ranks. Needs memory for a few MiB, or a few blocks if these are larger. Every block
     is checked as it is read. After a kill, the same call resumes after the finished shards.
 
-    ``start`` returns the function that gets the progress of this rank, in samples. Raises
+    ``start`` is called with the number of samples of this rank and returns a function that gets
+    the size of each piece. Raises
     ``DataError``: the data set is damaged, or the new one cannot be written; on every rank.
     """
     directory, out, comm = Path(directory), Path(out), or_alone(comm)
@@ -107,9 +108,9 @@ def split(
 
     Every sample is in exactly one part, which is a function of its index, the shares, and ``seed``
     in [0, 2^64). The samples of a part keep their order, and the shares sum to 1. Collective with
-    ``comm``, whose ranks share the work; ``start`` returns the function that gets the progress of
-    this rank, in samples. Raises ``DataError``: a part would get no sample, the data set is
-    damaged, or a part cannot be written; on every rank.
+    ``comm``, whose ranks share the work; ``start`` is called with the number of samples of this
+    rank and returns a function that gets the size of each piece. Raises ``DataError``: a part
+    would get no sample, the data set is damaged, or a part cannot be written; on every rank.
     """
     directory, out, comm = Path(directory), Path(out), or_alone(comm)
     dataset = ShardedDataset.open(directory, comm, io="read")
@@ -145,7 +146,7 @@ def split(
 
 
 def share(num_samples: int, comm: Communicator, step: int) -> tuple[int, int]:
-    """Return the samples of this rank: parts as even as possible, cut at multiples of ``step``."""
+    """Return start and stop of this rank's samples, even parts cut at multiples of ``step``."""
     num_steps = -(-num_samples // step)
     start, stop = ((comm.rank + end) * num_steps // comm.size * step for end in (0, 1))
     return min(start, num_samples), min(stop, num_samples)
@@ -174,7 +175,7 @@ def parse_shares(texts: Sequence[str]) -> dict[str, Fraction]:
 
 
 def sizes_of(num_samples: int, shares: Shares) -> list[int]:
-    """Return the samples of each part: its share, rounded so that they sum to ``num_samples``."""
+    """Return the number of samples of each part; the rounded shares sum to ``num_samples``."""
     exact = [num_samples * share for share in shares.values()]
     sizes = [int(share) for share in exact]
     lacking = sorted(range(len(sizes)), key=lambda part: sizes[part] - exact[part])

@@ -276,7 +276,7 @@ class _ShardCheck(RawShard):
         return False
 
     def _field(self, name: str) -> list[Fault]:
-        """Compare the blocks of a field with their checksums, and these with the manifest."""
+        """Compare blocks of a field with their checksums, and the checksums with the manifest."""
         fault = partial(self._fault, field=name)
         firsts = np.arange(self._num_blocks + 1) * self._manifest.block_size
         bounds = np.minimum(firsts, self.shard.num_samples)
@@ -321,7 +321,7 @@ class _ShardCheck(RawShard):
         return found
 
     def _samples(self, blocks: Iterable[int]) -> tuple[Range, ...]:
-        """Return the samples of the data set that are in some blocks."""
+        """Return the ranges of samples of the data set that are in these blocks of the shard."""
         size, first, count = self._manifest.block_size, self._first_sample, self.shard.num_samples
         return merged(
             (first + block * size, first + min((block + 1) * size, count)) for block in blocks
