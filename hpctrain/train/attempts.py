@@ -85,7 +85,7 @@ class RunPart:
 
 
 class RunInDirectory:
-    """Trains in a run directory; writes records and checkpoints.
+    """Trains one part of a run in its directory, and writes records and checkpoints.
 
     Args:
         task: model, data and exchange to train.
@@ -281,7 +281,7 @@ class RunInDirectory:
 
     @contextmanager
     def _told_failure(self, metrics: Metrics, manager: Manager) -> Iterator[None]:
-        """Record errors that all ranks raise, after the last checkpoint is on disk. Collective."""
+        """Write a record ``failed`` for a ``NotFiniteError`` or ``ReplicaError``. Collective."""
         try:
             yield
         except (NotFiniteError, ReplicaError) as error:
@@ -318,7 +318,7 @@ class RunInDirectory:
 
 
 def _where_it_goes_on(manager: Manager) -> str:
-    """Return a message about the effect of --resume. Collective."""
+    """Return a line about the checkpoint from which ``--resume`` continues. Collective."""
     newest = None
     with suppress(CheckpointError):
         newest = manager.latest()

@@ -96,7 +96,7 @@ class AccumulatedExchange(StepExchange):
         self.method.set_num_samples(num_samples, nominal=nominal)
 
     def _synchronize(self) -> None:
-        """Join the reduction of gradients on a rank without samples. Collective."""
+        """Take part in the reduction of gradients on a rank without samples. Collective."""
         self.method.synchronize()
 
     def _set_num_passes(self, num_passes: int) -> None:
@@ -141,7 +141,7 @@ class AveragedExchange(AccumulatedExchange):
         return cls(config, comm, built.model, optimizer, built.precision, built.tables)
 
     def begin(self, rate: float, *, must_agree: bool) -> None:
-        """Set the learning rates of optimizer and tables. Local."""
+        """Set the learning rates of the optimizer and of sharded embeddings. Local."""
         super().begin(rate, must_agree=must_agree)
         self._tables.factor = rate
 
@@ -156,15 +156,15 @@ class AveragedExchange(AccumulatedExchange):
 
     @property
     def sums_are_finite(self) -> bool:
-        """Whether the averages are known to be finite."""
+        """Whether the averaged gradients are known to be finite."""
         return self.method.sums_are_finite is True
 
     def look_at_sums(self) -> None:
-        """Check from the next step on whether the averages are finite. Local."""
+        """Check from the next step on whether the averaged gradients are finite. Local."""
         self.method.look_at_sums()
 
     def step(self) -> None:
-        """Update parameters and tables. Collective."""
+        """Update the parameters and the rows of sharded embeddings. Collective."""
         super().step()
         self._tables.step()
 
@@ -173,7 +173,7 @@ class AveragedExchange(AccumulatedExchange):
         super()._set_num_samples(num_samples, nominal)
 
     def forward_nothing(self, inputs: Tensor, times: int = 1) -> None:
-        """Join the other ranks' lookups in tables. Collective."""
+        """Take part in embedding lookups on a rank without samples. Collective."""
         self._tables.look_up_nothing(self.model, inputs, times)
 
     def _end_piece(self, number: int, num_pieces: int, size: int, num_samples: int) -> None:
@@ -252,15 +252,15 @@ class ShardedExchange(AveragedExchange):
     """Averages gradients of parameters stored once per node (``train.shard = "node"``)."""
 
     def clip(self, max_norm: float) -> float:
-        """Clip the averages in the next step; return their norm before clipping. Collective."""
+        """Clip the averaged gradients in the next step; return their norm before. Collective."""
         return float(self.method.clip_grad_norm_(max_norm))
 
     def gradient_norm(self) -> float:
-        """Return the L2 norm of the averages. Collective."""
+        """Return the L2 norm of the averaged gradients. Collective."""
         return self.clip(math.inf)
 
     def clip_values(self, max_value: float) -> None:
-        """Clip each element of the averages in the next step. Local."""
+        """Clip each element of the averaged gradients in the next step. Local."""
         self.method.clip_grad_value_(max_value)
 
     def _end_backward(self) -> None:

@@ -54,7 +54,7 @@ class Boundary:
         return bool(self._requests.reason) or is_lost
 
     def wishes(self, step: int) -> int:
-        """Return the flags of this rank for the end of ``step``. Local."""
+        """Return this rank's flags of the step header: a requested stop or checkpoint. Local."""
         wishes = STOP if self.is_asked_to_stop else 0
         may_save = self._comm.rank == 0 and time.monotonic() >= self._not_before
         return wishes | (SAVE if may_save and self._manager.due(step) else 0)

@@ -85,7 +85,7 @@ class Progress(Bar):
     def advance(
         self, step: int, interval: "Interval", sync: Mapping[str, Any] | None = None
     ) -> None:
-        """Update the bar.
+        """Update the progress bar.
 
         Args:
             step: number of finished steps.
@@ -99,7 +99,7 @@ class Progress(Bar):
         self._bar.update(self._bar_task, completed=step, description=text)
 
     def tell(self, line: str) -> None:
-        """Print a line above the bar."""
+        """Print a line above the progress bar."""
         self._console.print(line)
 
     def epoch_ended(self, epoch: int, scores: "Scores | None") -> None:

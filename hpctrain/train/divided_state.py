@@ -147,7 +147,7 @@ def _shard(tensor: Tensor) -> Shard:
 
 
 def _leaf(value: Any) -> Any:
-    """Return a value as a leaf of a state; scalars are not divided."""
+    """Return this rank's part of a tensor as a ``TensorPiece``; scalars are not divided."""
     if not isinstance(value, Tensor):
         return value
     return TensorPiece(local(value), _shard(value)) if value.dim() else local(value)
@@ -159,7 +159,7 @@ def _told(leaf: Any) -> Any:
 
 
 def _absent(told: Any) -> Any:
-    """Return an empty piece for a tensor of another pipeline stage; other values unchanged."""
+    """Return an empty piece for a tensor of another pipeline stage; return other values as is."""
     if not isinstance(told, tuple):
         return told
     shape, dtype = told

@@ -75,7 +75,7 @@ class StepGuard:
 
     @property
     def num_left_out(self) -> int:
-        """Number of steps lost by skipping the current step, including undone steps."""
+        """Number of steps that are lost if this step is skipped, including undone steps."""
         return self._now.num_left_out
 
     def begin(self, step: int, lr: float, flags: int) -> None:
@@ -274,7 +274,7 @@ class StepGuard:
         self._has_warned = True
 
     def traced(self, error: NotFiniteError) -> NotFiniteError:
-        """Return ``error`` with the samples that may be its cause. Collective."""
+        """Return ``error`` with the samples of the steps that may be its cause. Collective."""
         return NotFiniteError("\n".join((str(error), *self._findings.lines(self._now.number))))
 
     def _stop(self) -> None:

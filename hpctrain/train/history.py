@@ -143,7 +143,7 @@ class RunHistory:
 
     @property
     def spared(self) -> str:
-        """Message about the effect of compression; empty without compression."""
+        """Message about the bytes and time that compression saves; empty without compression."""
         if not self.savings:
             return ""
         node, rail, ratio, won_s = (self.savings[name] or 0.0 for name in SAVINGS)
@@ -208,7 +208,7 @@ def histories(paths: Sequence[Path]) -> list[RunHistory]:
 
 
 def told(runs: Sequence[RunHistory], name: str) -> list[str]:
-    """Return the attribute ``name`` of each run, with labels if there are several runs."""
+    """Return the text ``name`` of each run, after its label if there are several runs."""
     texts = [(run.label, getattr(run, name)) for run in runs]
     return [text if len(runs) == 1 else f"{label}: {text}" for label, text in texts if text]
 

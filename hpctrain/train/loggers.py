@@ -96,7 +96,7 @@ def factory(name: str) -> Factory:
 
 
 def check(names: Iterable[str]) -> None:
-    """Check that all loggers exist.
+    """Raise an error unless all loggers of ``log.to`` exist.
 
     Raises:
         ConfigError: as ``factory``.
@@ -128,7 +128,7 @@ class CsvLogger:
                 csv.DictWriter(file, self._columns[event]).writerow(row)
 
     def close(self) -> None:
-        """Do nothing: no file stays open."""
+        """No-op: no file stays open."""
 
     def _path(self, event: str) -> Path:
         return self._folder / f"{event}.csv"

@@ -137,7 +137,10 @@ def _read(path: Path) -> dict[str, Tensor]:
 
 
 def misfits(have: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> list[str]:
-    """Return one line per tensor that is missing, unexpected, or differs in shape or dtype."""
+    """Compare the tensors ``have`` with the expected tensors ``want``; return a line per fault.
+
+    A fault is a missing tensor, an unexpected tensor, or another shape or dtype.
+    """
     found, wanted = (
         {name: f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for name, t in of.items()}
         for of in (have, want)
@@ -156,7 +159,7 @@ def choose_device(config: TrainingConfig, num_devices: int) -> tuple[torch.devic
     """Return the device of the model and the reason of the choice. Local.
 
     Args:
-        config: has ``train.device``.
+        config: table ``[train]``, of which ``device`` is used.
         num_devices: number of accelerators that every rank has.
 
     Returns:
@@ -215,12 +218,12 @@ def prepare(model: nn.Module, run: RunConfig) -> None:
 
 
 def asked(model: nn.Module, what: str, given: Any) -> Any:
-    """Return how a model is divided, from ``[parallel]`` or from an attribute of the model.
+    """Return the roles or layers by which a model is divided among ranks.
 
     Args:
         model: may have an attribute ``parallel_roles`` or ``parallel_layers``.
         what: ``roles`` or ``layers``.
-        given: value of the key in ``[parallel]``; takes precedence.
+        given: value of the key in ``[parallel]``; takes precedence over the attribute.
 
     Raises:
         ConfigError: neither the key nor the attribute is set.

@@ -65,7 +65,7 @@ class ModelParallel:
         self.state.keep(self.model, self.optimizer)
 
     def _divided(self, model: nn.Module) -> nn.Module:
-        """Apply tensor, context and pipeline parallelism, then sharding. Collective."""
+        """Apply tensor, context and pipeline parallelism, then shard parameters. Collective."""
         config, mesh = self._config, self._layout.mesh
         if config.tp > 1:
             roles = asked(model, "roles", config.roles)

@@ -121,7 +121,7 @@ class BatchPadding:
         return mine
 
     def filled(self, *tensors: Tensor, size: int = 1) -> list[Tensor]:
-        """Return tensors from ``own``, padded to at least ``size`` samples. Local."""
+        """Return results of ``own``, padded to at least ``size`` samples with copies. Local."""
         return [
             torch.cat([values, spare.expand(size - len(values), *spare.shape[1:])])
             if len(values) < size

@@ -148,7 +148,7 @@ def predict(task: Task, path: Path, facts: Mapping[str, Any]) -> tuple[int, ...]
 
 
 def _output(task: Task, batch: Batch) -> NDArray[Any] | None:
-    """Return the outputs for this rank's samples; None without samples."""
+    """Return the outputs of the model for this rank's samples; None without samples."""
     if not batch.num_samples:
         task.exchange.forward_nothing(task.split(batch)[0])
         return None
@@ -168,7 +168,7 @@ def _output(task: Task, batch: Batch) -> NDArray[Any] | None:
 
 
 def _kind(values: NDArray[Any]) -> tuple[tuple[int, ...], str]:
-    """Return shape and dtype of one row of the output."""
+    """Return shape and dtype of one row, to compare batches."""
     return values.shape[1:], values.dtype.str
 
 

@@ -57,7 +57,7 @@ class PrometheusLogger:
             part.write_text(text(self._run, self._samples()), encoding="utf-8")
 
     def close(self) -> None:
-        """Do nothing: no file stays open."""
+        """No-op: no file stays open."""
 
     def _samples(self) -> Iterator[_Sample]:
         step, test = self._last.get("step"), self._last.get("test")

@@ -70,5 +70,5 @@ def targets(config: RunConfig) -> tuple[str, str]:
 
 
 def step_name(config: RunConfig) -> str:
-    """Return the description of a step in error messages."""
+    """Return the description of a training step, with model and loss, for error messages."""
     return f"the step of {' and '.join(targets(config))}"

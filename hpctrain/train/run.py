@@ -135,7 +135,7 @@ class _Run:
             return self._train(lease)
 
     def _settings(self, given: Mapping[str, Any]) -> Settings:
-        """Return all settings of this process; keys of the configuration take precedence."""
+        """Return the ``HPCTRAIN_*`` settings; keys of the configuration take precedence."""
         comm = self._loaded.config.comm
         values = {
             "log_dir": None if self._how.dry_run else self._directory.logs,
@@ -425,7 +425,7 @@ def held(
 
 
 def _losses(directory: RunDirectory, holder: Holder) -> str:
-    """Return a message about the steps that are lost when ``holder`` loses the run."""
+    """Return a message about the steps that are lost if this job takes the run from ``holder``."""
     newest, last = None, 0
     with suppress(CheckpointError):
         newest, _ = CheckpointDirectory(directory.checkpoints).newest()

@@ -156,7 +156,7 @@ def _aligned(tables: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def _different(values: Mapping[str, list[Any]]) -> list[str]:
-    """Return the names whose values differ; all names if there is one table."""
+    """Return the names whose values differ between the tables; all names of a single table."""
     return [n for n, each in values.items() if len(each) == 1 or len({*map(repr, each)}) > 1]
 
 

@@ -68,7 +68,7 @@ class Rollback:
             self._snapshot = Snapshot(self._task, self._memory, step)
 
     def go_back(self, step: int) -> tuple[int, int]:
-        """Restore the last snapshot instead of taking ``step``. Local.
+        """Restore the last snapshot; the caller skips ``step``. Local.
 
         Returns:
             The step whose state is restored, and the number of newly skipped steps.

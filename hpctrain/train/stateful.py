@@ -134,7 +134,7 @@ class BestTest:
         self.num_since = 0
 
     def see(self, score: float | None, **place: Any) -> None:
-        """Add a test.
+        """Add the result of a test.
 
         A test with an equal score becomes the best test, because its checkpoint is newer, but
         does not count as an improvement.
@@ -160,7 +160,7 @@ class BestTest:
         return {"step": self.step, "epoch": self.epoch, "metric": self.metric}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state."""
+        """Return the state, for a checkpoint."""
         return dict(vars(self))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -184,7 +184,7 @@ class GuardMemory:
         return 1.0 if since >= steps else factor + (1.0 - factor) * since / steps
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state."""
+        """Return the state, for a checkpoint."""
         own = {"num_left_out": self.num_left_out, "lowered_at": self.lowered_at}
         return {**own, **self.spikes.state_dict()}
 

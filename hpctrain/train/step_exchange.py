@@ -117,7 +117,7 @@ class StepExchange:
             group["lr"] = peak * rate
 
     def raise_flags(self, flags: int) -> None:
-        """Add these bits to the step header, which all ranks receive. Local."""
+        """Add these bits to the step header, a message to all ranks with each step. Local."""
         self.method.raise_flags(flags)
 
     def report_loss(self, loss: float) -> None:
@@ -204,7 +204,7 @@ class StepExchange:
         self.optimizer.zero_grad()
 
     def counted(self, loss: float, batch: StepBatch, num_samples: int) -> tuple[float, int]:
-        """Return the loss and the number of samples that this rank adds to a record."""
+        """Return the loss and the number of samples that this rank adds to the next record."""
         del batch
         return loss, num_samples
 
@@ -219,7 +219,7 @@ class StepExchange:
         """Exclude the time since the last step from measured step times. Local."""
 
     def end_epoch(self, loss: float) -> None:
-        """Receive the mean training loss of an epoch, identical on all ranks."""
+        """Pass the mean training loss of an epoch, identical on all ranks, to the method."""
 
     def finish(self) -> None:
         """Synchronize the models of all ranks. Collective."""
@@ -257,7 +257,7 @@ class StepExchange:
             self.forward_nothing(values[0])
 
     def forward_nothing(self, inputs: Tensor, times: int = 1) -> None:
-        """Join the collectives of the other ranks' forward passes without samples."""
+        """Take part in the collectives of a forward pass, on a rank without samples."""
 
     def sum_rows(self, rows: Sequence[Sequence[float]], num_columns: int) -> list[float]:
         """Return the sum of each column over the rows of all ranks. Collective.
@@ -443,7 +443,7 @@ class StepExchange:
 
 
 def column_sums(rows: Sequence[Sequence[float]], num_columns: int) -> list[float]:
-    """Return the exact sum of each column, rounded once."""
+    """Return the sum of each column of ``rows``, computed exactly and rounded once."""
     columns = zip(*rows, strict=True) if rows else [()] * num_columns
     return [exact_sum(column) for column in columns]
 

@@ -1,4 +1,4 @@
-"""Findings of each rank about steps that are not finite, for records and messages."""
+"""Loss, gradient norm and samples of steps that are not finite, for records and messages."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -103,7 +103,7 @@ class StepFindings:
         }
 
     def lines(self, step: int) -> list[str]:
-        """Return lines to add to an error that all ranks raise; empty if reported. Collective."""
+        """Return lines about the findings of all ranks; empty if reported. Collective."""
         if self.is_reported:
             return []
         self.own = self.own or self._older()
@@ -115,7 +115,7 @@ class StepFindings:
 
 
 def message_of(shown: Mapping[int, NotFiniteFinding]) -> str:
-    """Return the message of the error that stops the run."""
+    """Return the message of the error that stops a run after a step that is not finite."""
     step = min(finding.step for finding in shown.values())
     was_taken = all(finding.norm is None for finding in shown.values())
     rule = "loss and gradients must be finite,"

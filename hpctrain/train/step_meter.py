@@ -1,4 +1,4 @@
-"""Sums over the steps since the last record, and over ranks."""
+"""Losses, times and sample counts of steps, summed since the last record and over ranks."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
