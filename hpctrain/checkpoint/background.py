@@ -40,8 +40,8 @@ class StateCopy:
         self._num_ranks = num_ranks
         self._copies: dict[str, Tensor] = {}
         self.num_bytes = 0  # copied by the last ``take``
-        self.checksums: dict[str, Checksum] = {}  # of the last state, for ``SaveSource``
-        self.compare_s = 0.0  # how long they took
+        self.checksums: dict[str, Checksum] = {}  # checksums of the last state, for ``SaveSource``
+        self.compare_s = 0.0  # seconds that the checksums took
 
     def take(self, state: Any, source_rank: int | None = None) -> Any:
         """Copy a state to CPU memory, overwrite the last copy, and return the copied state.
@@ -53,7 +53,7 @@ class StateCopy:
         leaves, skeleton = flatten(state)
         # The division must be that of the save.
         parts = divided(leaves, self._num_ranks, source_rank)
-        held, self._copies = self._copies, {}  # memory of tensors that this state lacks is freed
+        held, self._copies = self._copies, {}  # free the copies of tensors that this state lacks
         self.num_bytes = 0
         copies: dict[str, Tensor | TensorPiece] = {}
         for path, leaf in leaves.items():
@@ -82,7 +82,7 @@ class StateCopy:
         if not is_dense(tensor):
             return tensor  # the write raises the error
         if part is None:
-            return torch.empty((), dtype=tensor.dtype).expand(tensor.shape)  # no memory
+            return torch.empty((), dtype=tensor.dtype).expand(tensor.shape)  # out of memory
         copy, here = held.get(path), Shard.whole(part.global_shape).slices(part)
         num_bytes = part.numel * tensor.itemsize
         if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:

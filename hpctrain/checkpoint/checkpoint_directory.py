@@ -13,7 +13,7 @@ from hpctrain.checkpoint.format.manifest import CheckpointManifest, name_of, ste
 from hpctrain.core.atomic import PART, reason_of, sync
 from hpctrain.core.errors import CheckpointError
 
-SCORE = "score"  # among the facts of a checkpoint: how good its model is
+SCORE = "score"  # key in the facts of a checkpoint: score of its model
 
 ASIDE = ".aside"
 """Ending of a checkpoint of later steps than a resumed run; kept, and never loaded."""
@@ -28,7 +28,7 @@ class Kept:
     """Step, validity and score of a checkpoint, from which ``expendable`` decides."""
 
     step: int
-    whole: bool = True  # whether it can be loaded, as far as is known
+    whole: bool = True  # False if the checkpoint is known to be damaged
     score: float | None = None
     """How good the model is, the larger the better; None and NaN are never the best."""
 
@@ -86,7 +86,7 @@ class CheckpointDirectory:
         ``CheckpointError``: the directory exists and cannot be read.
         """
         faults: dict[int, str] = {}
-        gone: dict[int, str] = {}  # removed by another job: the directory is listed again
+        gone: dict[int, str] = {}  # removed by another job; list the directory again
         while steps := [s for s in self.steps() if s not in {*passed_over, *faults, *gone}]:
             try:
                 CheckpointManifest.read(self.path(steps[0]))

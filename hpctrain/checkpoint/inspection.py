@@ -12,9 +12,9 @@ from hpctrain.checkpoint.loading import check
 from hpctrain.core.errors import CheckpointError
 from hpctrain.core.units import format_bytes
 
-_LONGEST = 200  # characters shown of a fact
+_LONGEST = 200  # maximum characters of a fact
 
-FOLDER = "checkpoints"  # of the checkpoints in a run directory
+FOLDER = "checkpoints"  # folder of the checkpoints in a run directory
 
 
 def checkpoints_in(path: Path | str) -> list[Path]:
@@ -41,7 +41,7 @@ def checkpoint_of(path: Path | str, which: str) -> Path:
     if which == "last":
         return found[-1]
     if which == "best":
-        # The newest of equal scores, which a run keeps.
+        # Of equal scores choose the newest, which the run keeps.
         facts = ((CheckpointManifest.read(one).facts, one) for one in found)
         scored = [(of_one[SCORE], one) for of_one, one in facts if SCORE in of_one]
         if scored:
@@ -149,5 +149,5 @@ def verify(path: Path | str) -> Iterator[tuple[Path, list[str]]]:
         if not faults or directory.exists() or directory == Path(path):
             has_checked = True
             yield directory, faults
-    if not has_checked:  # all were removed: there are others now, or none
+    if not has_checked:  # all listed checkpoints were removed, so list the directory again
         yield from verify(path)

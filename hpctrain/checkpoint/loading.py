@@ -91,7 +91,7 @@ def check(directory: Path | str) -> list[str]:
         partial(_check_file, directory / file_name(rank), parts)
         for rank, parts in sorted(_by_rank(everything).items())
     ]
-    # Files can be whole and the state still not be built from them.
+    # A state may be invalid although all files are intact.
     checks.append(
         partial(_assembled, directory, manifest.skeleton, dict.fromkeys(manifest.tensors))
     )

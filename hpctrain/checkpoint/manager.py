@@ -42,10 +42,10 @@ class Figures:
     """Size and times of a checkpoint; the times are maxima over all ranks."""
 
     step: int
-    num_bytes: int  # of all tensors, on all ranks
-    stall_s: float  # time that training waited
-    write_s: float  # until all was on disk
-    compare_s: float  # part of both: comparison of the states
+    num_bytes: int  # bytes of all tensors, on all ranks
+    stall_s: float  # seconds that training waited
+    write_s: float  # seconds until all files were on disk
+    compare_s: float  # part of both times: comparison of replicated tensors
 
     @property
     def bytes_per_s(self) -> float:
@@ -110,8 +110,8 @@ class Manager:
         self._guard = guard
         self._damaged: dict[int, str] = {}
         self._figures: Figures | None = None
-        self._step: int | None = None  # of the last one saved or loaded
-        self._has_score = False  # that one
+        self._step: int | None = None  # step of the last checkpoint saved or loaded
+        self._has_score = False  # whether that checkpoint has a score
         self._stall_s = 0.0
         # Of the state, and of private values.
         self._snapshots = (StateCopy(comm.rank, comm.size), StateCopy())
@@ -315,7 +315,7 @@ class Manager:
         )
 
     def _tidy(self, step: int, *, damaged: set[int]) -> None:
-        if self._guard is not None:  # again: time has passed since the checkpoint appeared
+        if self._guard is not None:  # repeated, as another job may have taken the run meanwhile
             self._guard()
         self._shelf.tidy(step, keep=self._keep, keep_best=self._keep_best, damaged=damaged)
 

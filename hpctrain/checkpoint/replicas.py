@@ -16,7 +16,7 @@ from hpctrain.core.errors import CheckpointError
 from hpctrain.core.units import MIB, format_ranks
 
 _POOL_BYTES = 64 * MIB
-_BITS = (1 << 62) - 1  # of a checksum: its negative and one more number fit into int64
+_BITS = (1 << 62) - 1  # bits of a checksum, so that its negative fits into int64 too
 _MOST_NAMED = 3
 _MOST_GROUPS = 4
 
@@ -37,7 +37,7 @@ def checksums(leaves: Mapping[str, Tensor | TensorPiece]) -> dict[str, Checksum]
     tensors = {path: t for path, t in leaves.items() if isinstance(t, Tensor) and is_dense(t)}
     remote = {path: device_checksum(t) for path, t in tensors.items() if not t.is_cpu}
     local = {path: t for path, t in tensors.items() if t.is_cpu}
-    # A pool costs about as long as the checksums of a few MiB.
+    # A thread pool takes about as long to start as checksums of a few MiB.
     many = sum(tensor.nbytes for tensor in local.values()) >= _POOL_BYTES
     with ThreadPoolExecutor(torch.get_num_threads()) if many else nullcontext() as pool:
         crcs = list((pool.map if pool else map)(crc_of, local.values()))

@@ -45,18 +45,18 @@ _Spec = tuple[str, tuple[int, ...]]  # dtype and shape of a whole tensor
 _Written = tuple[dict[str, list[int]], dict[str, _Spec]]
 """Checksums of the tensors that a rank wrote, and the specs of its private ones."""
 
-WHOLE_BYTES = MIB  # smaller tensors are not cut
+WHOLE_BYTES = MIB  # smaller tensors are not divided
 
-Parts = dict[int, Shard]  # what each writing rank writes of one tensor
+Parts = dict[int, Shard]  # part of one tensor that each rank writes
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
     """Size and duration of a save."""
 
-    bytes: int  # of all tensors, on all ranks
+    bytes: int  # bytes of all tensors, on all ranks
     seconds: float
-    compare_s: float  # of these: how long this rank compared its state with the others
+    compare_s: float  # part of ``seconds``: comparison of the state with other ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +65,8 @@ class SaveSource:
 
     state: Any
     private: Any
-    checksums: Mapping[str, Checksum]  # of the tensors that other ranks write as well
-    compare_s: float  # how long they took
+    checksums: Mapping[str, Checksum]  # checksums of the replicated tensors
+    compare_s: float  # seconds that the checksums took
 
     @classmethod
     def of(
@@ -85,7 +85,7 @@ class _Contents:
     leaves: dict[str, Tensor | TensorPiece]
     skeleton: Any
     own: dict[str, Tensor]
-    common: list[str]  # lines that must be the same on every rank
+    common: list[str]  # lines that must be identical on every rank
 
     @property
     def pieces(self) -> dict[str, Shard]:

@@ -218,7 +218,7 @@ class SharedLoader(DividedLoader):
         """Start an epoch. Collective; at least one of every 64 steps is collective too."""
         is_training = torch.is_grad_enabled()
         for num_samples in self._order.known_sizes() if is_training else ():
-            self._weigh.check(num_samples)  # before the first step, not at the last
+            self._weigh.check(num_samples)  # before the first step, not at the last batch
         self._order.keeps_empty = is_training
         batches = super().__iter__()
         return self._counted(batches, self._order.counts, is_training=is_training)
@@ -240,7 +240,7 @@ class _OwnIndices(Sampler[list[Any]]):
         self._batches, self._rank, self._size, self._name = batches, rank, size, name
         self.counts: deque[tuple[int, int]] = deque()
         """Samples of this rank, and of all ranks, in each batch that is not yet delivered."""
-        self.keeps_empty = True  # whether a rank without samples in a batch reads one of another
+        self.keeps_empty = True  # whether a rank without samples reads a sample of another rank
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -272,7 +272,7 @@ class _OwnIndices(Sampler[list[Any]]):
             own = [
                 (_listed(each[self._rank :: self._size]), _listed(each[:1])) for each in batches
             ]
-            del indices, batches  # while batches are read, only the indices of this rank are kept
+            del indices, batches  # keep only the indices of this rank while batches are read
             for total, (share, first) in zip(sizes, own, strict=True):
                 if share or keeps_empty:
                     counts.append((len(share), total))
@@ -287,12 +287,12 @@ class _OwnIndices(Sampler[list[Any]]):
                 batches.append(list(batch))
                 if sum(map(len, batches)) >= INDICES_PER_MESSAGE:
                     break
-        except Exception as error:  # of the program's own sampler: an error on every rank
+        except Exception as error:  # an error of the user's sampler must be raised on every rank
             failure = error
         indices: Any = list(chain.from_iterable(batches))
         if all(type(index) is int for index in indices):
             with suppress(OverflowError):
-                indices = np.array(indices, np.int64)  # a fifth of the memory
+                indices = np.array(indices, np.int64)  # a fifth of a list's memory
         reason = f"{type(failure).__name__}: {failure}" if failure else ""
         drawn_by_root = [*map(len, batches)], indices, reason
         sizes, indices, reason = broadcast_object(drawn_by_root, name=self._name)
@@ -322,7 +322,7 @@ class StreamLoader(DividedLoader):
         return self._shares(super().__iter__(), is_training=torch.is_grad_enabled())
 
     def _shares(self, batches: Iterator[Any], *, is_training: bool) -> Iterator[Any]:
-        while True:  # ends when one rank has no batch
+        while True:  # the epoch ends on all ranks when one rank has no batch
             found: Any = next(batches, None)
             has_one = torch.tensor([float(found is not None)])
             if not allreduce(has_one, op=Min, name=self._name).item():
@@ -425,7 +425,7 @@ def _checksums(value: object, name: str, depth: int = _MAX_DEPTH) -> Iterator[tu
     """
     numbers = _numbers(value)
     if numbers is not None:
-        first = numbers.flat[:_MAX_NUMBERS].tobytes()  # of a view that has gaps not all is copied
+        first = numbers.flat[:_MAX_NUMBERS].tobytes()  # copies only these elements
         is_float = numbers.dtype.kind == "f"
         crc = crc32(first) if is_float else crc32(first, numbers.size)
         yield name, f"{_OF_FLOATS if is_float else ''}{crc:08x}"

@@ -61,7 +61,7 @@ class Loader(Reading):
     comm: Communicator | None = None
     """Ranks that load together. With ``comm``, iterating is collective and errors are raised on
     every rank."""
-    seed: int = 0  # of the order of every epoch; the same on every rank
+    seed: int = 0  # seed of the order of every epoch; identical on every rank
     order: OrderName = "auto"
     """``global``: any sample may be at any position. ``window``: whole blocks are read and mixed,
     for small samples of a large data set. ``sequential``: the order on disk. ``auto``: global
@@ -73,7 +73,7 @@ class Loader(Reading):
     there are more parts than ranks. Of a step they have samples in proportion to their sizes."""
     on_corrupt: Literal["raise", "skip"] = "raise"
     """Damaged samples are an error, or all ranks leave them out from then on, with a warning."""
-    epoch: int = field(default=0, init=False)  # the epoch of the next batch
+    epoch: int = field(default=0, init=False)  # epoch of the next batch
     consumed: int = field(default=0, init=False)
     """Samples of this epoch that were delivered, on all ranks together."""
     step_samples: int = field(default=0, init=False)
@@ -185,7 +185,7 @@ class Loader(Reading):
         current = self._pass = object()
         left_out = True
         while left_out:
-            # From where we are; once more after samples were skipped, for all ranks together.
+            # Start at the current position, and again on all ranks after samples were skipped.
             left_out = False
             with closing(self._batches()) as batches:
                 for batch in batches:
@@ -201,7 +201,7 @@ class Loader(Reading):
                     assert isinstance(batch, Batch)
                     end = min(self.consumed + self.global_batch, len(self.dataset))
                     self.step_samples, self.consumed = end - self.consumed, end
-                    # No reference stays here: once the consumer drops the batch, its memory is
+                    # Keep no reference: when the consumer drops the batch, its memory is
                     # free for the next one.
                     given = [batch]
                     del batch
@@ -296,7 +296,7 @@ class Loader(Reading):
             raise errors[min(errors)]
         for error in found:
             if self._skipped.covers(error.start, error.stop):
-                continue  # found by two ranks
+                continue  # two ranks found the same damage
             self._skipped = Skipped([*self._skipped.ranges, (error.start, error.stop)])
             if self.rank == 0:
                 _LOG.warning(
@@ -328,7 +328,7 @@ def _failures(error: Exception | None, comm: Communicator | None) -> dict[int, E
             result[rank], frames = found
             add_note(result[rank], "\n".join([f"(raised on rank {rank})", *frames]))
     if error is not None:
-        result[comm.rank] = error  # with its traceback
+        result[comm.rank] = error  # keeps the traceback of this rank
     return result
 
 

@@ -37,7 +37,7 @@ class Mixture:
     their order, which is shuffled already.
     """
 
-    block_size = 1  # neighbours are unrelated
+    block_size = 1  # neighbouring samples are unrelated, so blocks have one sample
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class Mixture:
             samples = np.empty_like(positions)
             for epoch in np.unique(epochs).tolist():
                 here = epochs == epoch
-                # Two sources of one size must not go through the same order.
+                # Two sources of equal size must have different orders.
                 order = _order(len(source), self._seed, epoch * len(self.sources) + number)
                 samples[here] = order.samples_at(positions[here])
             yield source, samples, places
@@ -215,7 +215,7 @@ def _pattern(counts: tuple[int, ...]) -> Indices:
 def _gathered(parts: list[Values], back: Indices) -> Values:
     """Return the joined samples of all parts in the order ``back``."""
     if len(parts) == 1:
-        return parts[0]  # its places are in order
+        return parts[0]  # its places are already in order
     ragged = [part for part in parts if isinstance(part, Ragged)]
     if ragged:
         samples = [part[index] for part in ragged for index in range(len(part))]

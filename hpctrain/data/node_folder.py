@@ -16,7 +16,7 @@ from hpctrain.core.libc import file_system_magic
 from hpctrain.core.paths import absolute
 from hpctrain.core.python_compat import Self
 
-MEMORY = Path("/dev") / "shm"  # the memory of the node, as a folder
+MEMORY = Path("/dev") / "shm"  # folder in the memory of the node
 PREFIX = "hpctrain-"
 LOCK = "lock"
 
@@ -24,8 +24,8 @@ _MEMORY_FILE_SYSTEMS = (0x01021994, 0x858458F6)
 """The magic numbers of tmpfs and ramfs, by statfs(2)."""
 _LOCAL_FILE_SYSTEMS = (0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x2FC12FC1, 0x794C7630)
 """Of ext2 to ext4, xfs, btrfs, f2fs, zfs and overlayfs: on a disk of this node."""
-_FREE_SHARE = 0.95  # of a disk or memory that the user chose; others write there too
-_MEMORY_SHARE = 0.5  # of free memory that the user did not choose: the ranks need the rest
+_FREE_SHARE = 0.95  # of the free space of a folder that the user chose
+_MEMORY_SHARE = 0.5  # of the free memory otherwise, because the ranks need memory too
 
 
 class Site(NamedTuple):
@@ -119,7 +119,7 @@ def sweep(parent: Path) -> list[Path]:
             with suppress(OSError):
                 if path.stat().st_uid != os.getuid():
                     continue
-                # A folder without a lock is not ours, and a lock that is held means it is in use.
+                # A folder without a lock file belongs to others; a held lock means it is in use.
                 with (path / LOCK).open("r+b") as lock:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     shutil.rmtree(path, ignore_errors=True)
@@ -128,7 +128,7 @@ def sweep(parent: Path) -> list[Path]:
 
 
 def _locked(path: Path, flags: int = 0) -> int:
-    # NFS gives exclusive locks only on descriptors open for writing, so none is read-only.
+    # NFS grants exclusive locks only on descriptors that are open for writing.
     lock = os.open(path, os.O_RDWR | flags, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_SH)
@@ -139,9 +139,9 @@ def _locked(path: Path, flags: int = 0) -> int:
 
 
 def _let_go(path: Path, lock: int, owner: int) -> None:
-    if os.getpid() != owner:  # a forked child shares the lock and must not give it up
+    if os.getpid() != owner:  # a forked child shares the lock and must not release it
         return
-    with suppress(BlockingIOError):  # then others still read
+    with suppress(BlockingIOError):  # raised while other processes hold the lock
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(path, ignore_errors=True)
     os.close(lock)

@@ -19,7 +19,7 @@ from hpctrain.data.format.dataset_manifest import Field
 class Ragged:
     """Samples that differ in their first dimension, joined in one tensor with offsets."""
 
-    values: Tensor  # ``(total, *shape)``: the samples, one after another
+    values: Tensor  # ``(total, *shape)``: the samples, concatenated
     offsets: Tensor
     """``(num_samples + 1,)`` int64: sample i is ``values[offsets[i]:offsets[i + 1]]``."""
 
@@ -141,7 +141,7 @@ class Batch:
 
     fields: Mapping[str, Values]
     """Values by name, in the order of the data set or of what the transform returned."""
-    num_samples: int  # samples of this rank; 0 where a short tail does not go round
+    num_samples: int  # of this rank; 0 if a short batch has too few for all ranks
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Batch":
         """Return the batch on a device; with pinned memory ``non_blocking`` does not wait."""
@@ -158,7 +158,7 @@ class Batch:
         return self.fields[name]
 
     def __getattr__(self, name: str) -> Values:
-        # While a batch is unpickled it has no fields yet, and this must not ask for them.
+        # During unpickling the batch has no fields yet, and looking them up would recurse.
         if name != "fields" and name in self.fields:
             return self.fields[name]
         raise AttributeError(

@@ -86,7 +86,7 @@ def stage(dataset: ShardedDataset, node: Communicator, to: Path | str = "auto") 
 class StagedOpener:
     """Function that opens a shard in the copy on this node, or in the original. Can be pickled."""
 
-    directory: Path  # of the copy
+    directory: Path  # directory of the copy
     present: frozenset[int]  # numbers of the shards that were copied
     held: NodeFolder | None = field(repr=False, compare=False)
     """Lock that keeps the copy; None after unpickling in another process."""
@@ -116,7 +116,7 @@ class _Copies:
         self._next_s = time.monotonic() + FIRST_S
         self.left = left  # shards to copy
         self.present: list[int] = []  # shards that were copied completely
-        self.full = ""  # why the storage is full; empty if it is not
+        self.full = ""  # reason of the full storage; empty if it is not full
 
     def add(self, index: int) -> None:
         """Copy a shard, unless the storage is full."""

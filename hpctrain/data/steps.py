@@ -23,7 +23,7 @@ OrderName = Literal["auto", "global", "window", "sequential"]
 
 FAST_ALONE_BYTES = 100_000
 """Samples of at least this size are read as fast in random order as in blocks."""
-CACHED_BYTES = GIB  # a data set of this size stays in memory once it was read
+CACHED_BYTES = GIB  # a data set up to this size stays in memory after it was read
 
 PLANNED = 65536
 """Number of positions that are converted to samples in one call, to amortize its overhead."""
@@ -36,7 +36,7 @@ class Ordering:
     """Kind of sample order, from which ``order`` computes each epoch, identically on all ranks."""
 
     name: Literal["global", "window", "sequential"]
-    shape: WindowShape | None = None  # of a window order
+    shape: WindowShape | None = None  # only of a window order
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Self:
@@ -112,7 +112,7 @@ class Skipped:
 
     def holds(self, indices: Indices) -> NDArray[np.bool_]:
         """Return for each index whether it is skipped."""
-        # A range begins at each even bound and ends at the next, odd one.
+        # Each bound at an even index starts a range, and the next bound ends it.
         inside: NDArray[np.bool_] = np.searchsorted(self._bounds, indices, side="right") % 2 == 1
         return inside
 
@@ -125,9 +125,9 @@ class Skipped:
 class Division:
     """Rules that divide an epoch into steps, and each global batch among the ranks."""
 
-    global_batch: int  # samples per step, of all ranks together
-    rank: int = 0  # rank of this process; that of ``comm``, if it is given
-    size: int = 1  # number of ranks; that of ``comm``, if it is given
+    global_batch: int  # samples per step, over all ranks
+    rank: int = 0  # rank of this process; with ``comm``, its rank
+    size: int = 1  # number of ranks; with ``comm``, its size
     micro_shards: int | None = None
     """Number of parts of a global batch, at least the number of ranks. Each rank gets consecutive
     parts, which do not depend on the number of ranks. None means one part per rank."""
@@ -175,7 +175,7 @@ class Steps:
     def samples(self, number: int) -> Indices:
         """Return the samples of this rank in a step."""
         group, place = divmod(number, self._group)
-        with self._planning:  # the lock avoids that two threads compute the same group
+        with self._planning:  # two threads must not compute the same group
             return self._planned(group)[place]
 
     def soon(self, number: int) -> Indices:

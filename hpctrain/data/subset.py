@@ -30,7 +30,7 @@ class Subset(Indexable):
         """
         self.dataset = dataset
         self.fields, self.sample_bytes = dataset.fields, dataset.sample_bytes
-        self.block_size = dataset.block_size  # if the indices ascend without gaps
+        self.block_size = dataset.block_size  # exact only if the indices ascend without gaps
         self._range = indices if isinstance(indices, range) and indices.step > 0 else None
         given = np.asarray([] if self._range else indices)
         if given.size and given.dtype.kind not in "iu":

@@ -169,9 +169,7 @@ class ThreadDraws:
     """
 
     def __init__(self) -> None:
-        self._turn = (
-            0  # odd while the main thread waits for a batch; each wait has a different number
-        )
+        self._turn = 0  # odd while the main thread waits for a batch; different for each wait
 
     def waited(self, batches: Iterable[T]) -> Iterator[T]:
         """Yield from ``batches``, and record when the main thread waits for the next one."""

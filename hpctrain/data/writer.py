@@ -244,7 +244,7 @@ class ShardWriter:
             mine.append(self._journal.path.name)
         kept = {name for some in self._comm.allgather_object(mine) for name in some}
         if self._comm.rank == 0:
-            # Shards without a manifest may be all that remains of a data set: keep them for now.
+            # Shards without a manifest may be the rest of a damaged data set, so keep them.
             sweep(self._directory, None, kept)
         self._comm.barrier()
 
@@ -272,7 +272,7 @@ class ShardWriter:
         if self._publication.named:
             return
         draft = self.manifest
-        # Without a journal every rank has ended its block or is lost: no rank writes any more.
+        # Without a journal every rank has ended its block or is lost, so no rank writes.
         mine = f"r{self._comm.rank:05d}-" if self._journal else ""
         kept = {shard.file for shard in draft.shards} if self._journal else set()
         for path in self._directory.glob(f"{draft.split}-{draft.uuid[:8]}-{mine}*"):

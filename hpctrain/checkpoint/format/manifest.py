@@ -55,7 +55,7 @@ class CheckpointManifest:
     """Contents of the manifest of a checkpoint: plain values, tensors and their files."""
 
     step: int
-    world: int  # number of ranks that wrote it
+    world: int  # number of ranks that wrote the checkpoint
     facts: dict[str, Any]
     skeleton: Any
     tensors: dict[str, Record]

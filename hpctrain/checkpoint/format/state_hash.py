@@ -169,7 +169,7 @@ def device_checksum(tensor: Tensor) -> Tensor:
         words = flat[start : start + _PIECE_BYTES // 8].to(torch.int64)
         index = torch.arange(start, start + len(words), device=flat.device)
         mixed = (words + index * _MIX[0]) * _MIX[1]
-        # Shifts of int64 copy the sign: the mask makes this one invertible.
+        # Shifts of int64 copy the sign bit; the mask makes this shift invertible.
         total += ((mixed ^ ((mixed >> 32) & 0xFFFFFFFF)) * _MIX[2]).sum()
     return total
 

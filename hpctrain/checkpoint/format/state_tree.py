@@ -10,7 +10,7 @@ from torch import Tensor
 from hpctrain.checkpoint.format.shard import TensorPiece
 from hpctrain.core.errors import CheckpointError
 
-MAX_DEPTH = 100  # containers inside containers; a state that holds itself has no end
+MAX_DEPTH = 100  # maximum nesting, which ends the traversal of a container that contains itself
 
 _INT64 = 1 << 63
 _LIKE_INT = re.compile(r"-?\d+")

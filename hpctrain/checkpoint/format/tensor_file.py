@@ -35,7 +35,7 @@ _SAFETENSORS = {
     "uint32": "U32", "uint16": "U16", "float8_e4m3fnuz": "F8_E4M3FNUZ",
     "float8_e5m2fnuz": "F8_E5M2FNUZ", "float8_e8m0fnu": "F8_E8M0",
 }  # fmt: skip
-_AS_BYTES = ("complex128",)  # safetensors has no name for it: it is U8 with one more dimension
+_AS_BYTES = ("complex128",)  # safetensors lacks this dtype; stored as U8 with one more dimension
 
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name) for name in (*_SAFETENSORS, *_AS_BYTES) if hasattr(torch, name)
@@ -63,7 +63,7 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
 
     Raises ``OSError``: the file cannot be written.
     """
-    # Wide elements first: every tensor is then aligned to its own elements.
+    # Tensors with wide elements come first, so every tensor is aligned to its element size.
     ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].itemsize))
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
@@ -227,7 +227,7 @@ def open_regular(path: Path) -> int:
     Raises ``CheckpointError``: the file is not a regular file. ``OSError``: the file cannot be
     opened.
     """
-    # A pipe would wait for a writer when opened, without this.
+    # Without O_NONBLOCK, opening a pipe would wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

@@ -122,7 +122,7 @@ class Column:
     def __init__(self, name: str, field: Field, spool: IO[bytes]) -> None:
         self._name, self._field, self._spool = name, field, spool
         self._num_rows = 0
-        self._ends = [np.zeros(1, np.int64)]  # of samples of a ragged field, in rows
+        self._ends = [np.zeros(1, np.int64)]  # ends of the samples of a ragged field, in rows
 
     def append(self, samples: "NDArray[Any] | RaggedRows") -> None:
         """Append samples, which must have the dtype of the field."""
@@ -155,7 +155,7 @@ class Column:
         field, num_rows = self._field, self._num_rows
         step = max(1, _COPY_BYTES // max(1, field.sample_bytes))
         properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-        properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)  # the argument needs h5py 3.12
+        properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)  # an argument only since h5py 3.12
         options: dict[str, Any] = {"dcpl": properties}
         if field.compression and field.sample_bytes:
             step = _rows_of_chunk(field, block_size, num_rows)

@@ -29,8 +29,8 @@ FORMAT = "hpctrain-h5"
 VERSION = 1
 MANIFEST = "manifest.json"
 """Name of the file that describes a data set; it is written last."""
-LOCK = "writer.lock"  # held by the writer that is at work in the directory
-CLASSES = "classes.txt"  # the name of label 0 in the first line, and so on
+LOCK = "writer.lock"  # lock file of the writer that uses the directory
+CLASSES = "classes.txt"  # line ``i`` has the name of label ``i``, from 0
 COMPRESSIONS = (None, "zstd")
 PLAIN_NAME = re.compile(r"\w[\w.-]*")
 SHARD_FILE = re.compile(
@@ -103,9 +103,9 @@ class Place:
 
     offset: int | None  # first byte of ``/data/<field>``, None where only HDF5 can read it
     crc_offset: int | None  # first byte of ``/crc/<field>``, None where only HDF5 can read it
-    crc32: int  # of the bytes of ``/crc/<field>``: identifies a shard of another data set
+    crc32: int  # crc32 of ``/crc/<field>``, which differs between data sets
     index_offset: int | None = None  # first byte of ``/index/<field>`` of a ragged field
-    index_crc32: int | None = None  # of all bytes of ``/index/<field>``
+    index_crc32: int | None = None  # crc32 of ``/index/<field>``
     num_rows: int | None = None
     """Rows of ``/data/<field>`` if the field is ragged: the sum of the lengths of its samples."""
 
@@ -114,7 +114,7 @@ class Place:
 class ShardEntry:
     """Name, size and checksum of one shard, an HDF5 file, and the places of its fields."""
 
-    file: str  # name in the directory of the data set
+    file: str  # file name in the directory of the data set
     num_samples: int
     num_bytes: int
     crc32: int

@@ -27,7 +27,7 @@ def load_filters(fields: Mapping[str, Field]) -> None:
     if not is_compressed(fields):
         return
     try:
-        import_module("hdf5plugin")  # an extra, which registers its filters
+        import_module("hdf5plugin")  # the import registers the filters
     except ImportError:
         raise DataError(
             "fields compressed with zstd must be read with the package hdf5plugin, but it is "

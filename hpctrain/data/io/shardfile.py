@@ -267,7 +267,7 @@ def open_hdf5(path: Path) -> h5py.File:
     access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
     access.set_file_locking(False, ignore_when_disabled=False)
     access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
-    # Chunks are kept by us, and a second read must reach the file.
+    # ``ChunkCache`` keeps chunks, and a repeated read must reach the file.
     access.set_sieve_buf_size(0)
     access.set_cache(0, 0, 0, 0.0)
     return h5py.File(h5py.h5f.open(os.fsencode(path), h5py.h5f.ACC_RDONLY, access))

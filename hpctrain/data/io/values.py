@@ -19,7 +19,7 @@ Array = NDArray[np.int64]
 
 CACHE_BYTES = 512 * MIB
 _PLAIN_CHUNK_BYTES = MIB
-_LARGE_ROW_BYTES = 32 * KIB  # a second copy of such a row takes longer than a statement of Python
+_LARGE_ROW_BYTES = 32 * KIB  # above, copying a row twice is slower than a Python loop
 
 
 class Values:
@@ -60,7 +60,7 @@ class MappedValues(Values):
     def take(self, rows: Array, out: NDArray[Any], places: Array | None) -> None:
         """Copy small rows in one call of numpy, large rows one by one without a buffer."""
         if places is None:
-            # numpy buffers the result unless ``mode`` defines indices out of range.
+            # numpy buffers the result unless ``mode`` defines what indices out of range do.
             self._array.take(rows, axis=0, out=out, mode="clip")
         elif out.strides[0] < _LARGE_ROW_BYTES:
             out[places] = self._array.take(rows, axis=0, mode="clip")

@@ -11,7 +11,7 @@ SMALL = 512
 """Up to this size a network has more rounds: six do not reach all orders of a few values."""
 
 _ROUNDS, _ROUNDS_SMALL = 6, 12
-_PIECE = 16384  # values whose intermediate results fit a core's cache
+_PIECE = 16384  # number of values whose intermediate results fit into the cache of a core
 
 
 class Feistel:
@@ -72,7 +72,7 @@ class Feistel:
             side = index % 2
             extent, half = self._extents[side], halves[side]
             hashed = self._hash(halves[1 - side], key, tweaks, side)
-            # Below twice the extent; and below zero an unsigned difference is huge.
+            # The sum is below twice the extent, and a negative unsigned difference is huge.
             if is_back:
                 half -= hashed
                 np.minimum(half, half + extent, out=half)
@@ -87,7 +87,7 @@ class Feistel:
             words ^= tweaks
         splitmix64_(words)
         extent = self._extents[side]
-        # numpy divides by a constant much faster than it takes the remainder.
+        # numpy computes quotients by a constant much faster than remainders.
         words -= words // extent * extent
         return words
 

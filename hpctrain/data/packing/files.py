@@ -43,7 +43,7 @@ def files_below(folder: Path, left_out: list[str] | None = None) -> Iterator[str
             if entry.is_dir():
                 inside.append(entry.path)
                 continue
-            # The listing has the type of each entry, without a call for each of millions.
+            # The listing has the type of each entry, which saves a call per entry.
             if not entry.is_file():
                 check_file(entry.path)
             yield entry.path
@@ -100,7 +100,7 @@ def fingerprint(files: Iterable[str]) -> str:
     """
     names = list(files)
     pieces = [names[at : at + _FILES_PER_TASK] for at in range(0, len(names), _FILES_PER_TASK)]
-    # File systems of clusters take long to answer, but answer many at a time.
+    # File systems of clusters have a long latency, but serve many requests concurrently.
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         digests = list(pool.map(_digest, pieces))
     return hashlib.sha256("".join(digests).encode()).hexdigest()
@@ -133,7 +133,7 @@ IMAGE_ENDINGS = frozenset(
 )
 """Endings of files that are packed as images."""
 
-_WIDE_MODES = ("I", "F")  # of Pillow: integers of 16 and 32 bits, and floats
+_WIDE_MODES = ("I", "F")  # modes of Pillow for integers of 16 and 32 bits, and floats
 
 
 def form_of_images(
@@ -197,7 +197,7 @@ def _pixels(content: bytes, what: str, resize: Size | None) -> Array:
             raise _too_large(what, f"{image.height}x{image.width}")
         rgb = image.convert("RGB")
     if mode.startswith(_WIDE_MODES):
-        # Pillow would make 255 of everything above.
+        # Pillow would replace all larger values by 255.
         raise DataError(
             f"pixels must have 8 bits, but {what} has more (mode {mode} of Pillow); pack the file "
             f"with --encoded, or convert the images to .npy arrays"

@@ -34,7 +34,7 @@ class SourceKind:
 
     open: Callable[[Any, WantedFields], PackSource]
     """Called with the files; for a folder with its path, for Python with the object or name."""
-    endings: tuple[str, ...] = ()  # of its files
+    endings: tuple[str, ...] = ()  # suffixes of the files
     options: tuple[str, ...] = ()
     """Options of ``WantedFields`` that this kind takes, in addition to ``fields``."""
 
@@ -68,7 +68,7 @@ def open_source(source: object, kind: str, wanted: WantedFields) -> PackSource:
     Raises ``DataError``: the source cannot be read, or an option has no effect on this kind.
     """
     _check_options(kind, wanted)
-    if kind in _TABLES:  # which convert column by column
+    if kind in _TABLES:  # these kinds convert the types of columns themselves
         found = _opened(source, kind, wanted)
     else:
         names, types = _split_types(wanted.fields)

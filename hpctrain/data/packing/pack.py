@@ -24,7 +24,7 @@ from hpctrain.data.packing.source import LoadedSamples, PackSource, WantedFields
 from hpctrain.data.writer import BLOCK_SIZE, ShardWriter
 
 SHARD_BYTES = 512 * MIB
-SHUFFLED_BYTES = 4096 * MIB  # on all ranks, of a source that is read from front to end
+SHUFFLED_BYTES = 4096 * MIB  # limit of a shuffle in memory, over all ranks
 
 Start = Callable[[int | None, int], Callable[[int], None]]
 """Gets the samples that this rank packs, if known, and those packed before; returns the function
@@ -37,13 +37,13 @@ class PackConfig(WantedFields):
 
     kind: str | None = None
     """Of the source: arrays, hdf5, tar, csv, parquet, text, folder, python; None to find out."""
-    split: str = "train"  # name of this part of the data; a directory holds one
+    split: str = "train"  # name of this part of the data; one per directory
     samples_per_shard: int | None = None
     """Samples of each file but the last of a rank; None to let ``shard_bytes`` decide."""
-    shard_bytes: int = SHARD_BYTES  # about how large a shard becomes, before compression
+    shard_bytes: int = SHARD_BYTES  # approximate bytes of a shard before compression
     block_size: int = BLOCK_SIZE
     """Samples per crc32, and the least that a shuffle within a window reads at a time."""
-    compression: str | None = None  # ``zstd``, or None: reading is fastest without
+    compression: str | None = None  # ``zstd``, or None, which is fastest to read
     shuffle: int | None = None
     """Seed of the order in which samples are written; None keeps that of the source."""
     overwrite: bool = False  # replace a data set that is in the directory already
@@ -65,7 +65,7 @@ class Packed:
     """Manifest of the packed data set, and notes for the user."""
 
     manifest: Manifest
-    notes: tuple[str, ...]  # facts that a person should know, one sentence each; logged too
+    notes: tuple[str, ...]  # notes for the user, one sentence each; also logged
 
 
 def pack(
@@ -122,7 +122,7 @@ def pack(
         classes=found.classes,
     ) as writer:
         _write(writer, found, config.shuffle, comm, start)
-    if not found.classes:  # classes of the set before
+    if not found.classes:  # remove the file of the replaced data set
         on_root(comm, partial((directory / CLASSES).unlink, missing_ok=True), DataError)
     return Packed(manifest=writer.manifest, notes=notes)
 
@@ -181,7 +181,7 @@ def _kind_of(source: object, directory: Path, config: PackConfig) -> str:
 
 def _key(found: PackSource, source: object, config: PackConfig, size: int) -> str | None:
     if not isinstance(source, str | Path):
-        return None  # another object may have other samples
+        return None  # another object of this type may have other samples
     files = fingerprint(chain(found.files, found.code))
     options = {**asdict(config), "overwrite": None, "size": size}
     # One module may have many functions, which all have the same file of code.

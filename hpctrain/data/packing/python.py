@@ -59,7 +59,7 @@ def open_python(source: Any, wanted: WantedFields) -> PackSource:
 
     found = PackSource(
         runs=[(len(made), take)] if is_indexed else (),
-        parts=() if is_indexed else [(None, read)],  # it cannot be cut
+        parts=() if is_indexed else [(None, read)],  # an iterable cannot be divided among ranks
         origins=names,
         code=tuple(map(str, target.file_of(name))) if is_named else (),
     )
@@ -79,7 +79,7 @@ def resolve(name: str, where: str) -> Any:
 
 def _check_object(made: Any, name: str) -> None:
     is_iterable = hasattr(made, "__iter__") or hasattr(made, "__getitem__")
-    # A dict is one sample, or whole arrays, rather than samples by number.
+    # A dict is one sample or a set of arrays, unless it has integer keys.
     if not is_iterable or (isinstance(made, Mapping) and 0 not in made):
         raise DataError(
             f"a source must yield samples, or have len() and [index], but {name} gives one "

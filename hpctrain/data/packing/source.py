@@ -26,7 +26,7 @@ Batch = dict[str, Array | list[Array]]
 
 BATCH_BYTES = 8 * MIB
 BATCH_SAMPLES = (
-    1024  # of the batches in which a source is read: the limit that is reached first ends one
+    1024  # limits of a batch in samples and bytes, of which the first reached ends the batch
 )
 
 
@@ -60,7 +60,7 @@ Take = Callable[[NDArray[np.int64]], Batch | list[Sample]]
 Read = Callable[[], Iterator[Batch | Sample]]
 """Reads samples from front to end, some at a time or one by one."""
 
-NUM_EXAMINED = 64  # samples from which the fields are learnt
+NUM_EXAMINED = 64  # number of samples from which the fields are determined
 
 
 @dataclass(kw_only=True)
@@ -80,9 +80,9 @@ class PackSource:
     """Paths of all files that are read, in order; text needs less memory than ``Path``."""
     code: tuple[str, ...] = ()
     """Files with functions of the user; if they change, an interrupted packing cannot resume."""
-    sample_bytes: float = 0  # about how large a sample is, over all fields
+    sample_bytes: float = 0  # approximate bytes of a sample, over all fields
     classes: tuple[str, ...] = ()  # names of the labels 0, 1, ..., where the source has names
-    notes: tuple[str, ...] = ()  # facts that a person should know, one sentence each
+    notes: tuple[str, ...] = ()  # notes for the user, one sentence each
     origins: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """For each renamed field, the name of its data in the source."""
     types: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -231,7 +231,7 @@ class PackSource:
             if order is None:
                 yield self.take(positions)
                 continue
-            # Read from front to end, then bring the samples into their order.
+            # Read sequentially, then reorder the samples.
             indices = order.samples_at(positions)
             rising = np.argsort(indices)
             back = np.argsort(rising)

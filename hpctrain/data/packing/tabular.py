@@ -36,7 +36,7 @@ from hpctrain.data.packing.source import (
 TEXT = "text"  # type of a column of CSV that stays text
 
 _TYPE = re.compile(rf"{TEXT}|{NUMBER_TYPE.pattern}")
-_LARGEST_WHOLE = 2**53  # up to which floats of 8 bytes hold all integers
+_LARGEST_WHOLE = 2**53  # float64 represents all integers up to this value
 
 Rows = Callable[[str, str | None], Array | list[Array]]
 """Some rows of a table: give the values of a column, of the type that was asked for."""
@@ -132,7 +132,7 @@ class CsvBlock(NamedTuple):
 
     path: str
     names: list[str]
-    columns: list[tuple[str, ...]]  # values as text, each byte a character
+    columns: list[tuple[str, ...]]  # values as text, one character per byte (latin-1)
 
     def column(self, name: str) -> tuple[str, ...]:
         """Return the values of a column."""
@@ -174,7 +174,7 @@ def _rows_of(learnt: Learnt, path: str) -> Iterator[Rows]:
 def _values_of(block: CsvBlock, learnt: Learnt, at: str, dtype: str | None) -> Array | list[Array]:
     texts, kind = block.column(at), learnt.kinds[at]
     if dtype is not None and (dtype[0] not in "bf" or kind == TEXT):
-        kind = dtype  # a float between would lose digits
+        kind = dtype  # a conversion to float first would lose digits
     if kind == TEXT:
         return [raw(text.encode("latin-1")) for text in texts]
     if dtype and dtype[0] == "f" and kind == "i8" and not _NANS.isdisjoint(texts):
@@ -280,7 +280,7 @@ def _notes(columns: Columns, kinds: Mapping[str, str], first: CsvBlock) -> Itera
 
 def _blocks(path: str) -> Iterator[CsvBlock]:
     """Read a file in blocks of whole rows."""
-    # It is a limit of the process, and the usual one is an eighth of this.
+    # The limit applies to the whole process, and its default is an eighth of this.
     csv.field_size_limit(max(csv.field_size_limit(), _MAX_VALUE_BYTES))
     errors = (OSError, EOFError, zlib.error)
     with (
@@ -331,7 +331,7 @@ def _names(row: list[str], path: str) -> list[str]:
 
 _TEXTS = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
 _ROWS_PER_BATCH = 4096
-_MAGIC = b"ARROW1"  # begins a file of Arrow, and no stream
+_MAGIC = b"ARROW1"  # first bytes of the Arrow file format, which the stream format lacks
 
 
 def open_parquet(files: Sequence[str], wanted: WantedFields) -> PackSource:

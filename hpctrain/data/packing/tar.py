@@ -29,12 +29,12 @@ from hpctrain.data.packing.source import (
     readable,
 )
 
-Contents = tuple[str, dict[str, bytes]]  # key of a sample, and the contents of its files by ending
+Contents = tuple[str, dict[str, bytes]]  # key of a sample, and the contents of its files by suffix
 
 MAX_SAMPLE_BYTES = GIB
 """Of the files of a sample: an archive of a few KB can claim any size."""
 
-_MAX_HEADER_BYTES = MIB  # of long names and other notes on a file, which tarfile reads into memory
+_MAX_HEADER_BYTES = MIB  # maximum size of an extended header, which tarfile reads into memory
 
 _UNREADABLE = (tarfile.TarError, EOFError, zlib.error, OSError)
 _ALWAYS_NUMBERS = (".cls", ".id", ".index")

@@ -14,7 +14,7 @@ from hpctrain.data.reader import ShardedDataset
 from hpctrain.data.tools.rank_work import Start, followed, in_turns, or_alone
 from hpctrain.data.tools.rewriting import share
 
-_PIECE = 1 << 16  # labels read at once
+_PIECE = 1 << 16  # number of labels per read
 
 Labels = NDArray[np.int64]
 
@@ -24,8 +24,8 @@ class LabelSplit:
     """Result of ``split_by_label``: the split, and the counts of labels in each part."""
 
     split: Split
-    labels: Labels  # all that occur, ascending
-    counts: NDArray[np.int64]  # ``(parts, labels)``: samples
+    labels: Labels  # labels that occur, ascending
+    counts: NDArray[np.int64]  # number of samples, ``(parts, labels)``
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +33,7 @@ class LabelShares:
     """Shares of the labels in each part, drawn from a Dirichlet distribution."""
 
     num_parts: int
-    alpha: float  # small: a part has few labels; ``inf``: the same share of each label
+    alpha: float  # small: few labels per part; ``inf``: the same share of each label
     label: str = "y"  # field of the data set
     seed: int = 0
 
@@ -119,7 +119,7 @@ def parts_by_label(labels: Labels, num_parts: int, alpha: float, seed: int) -> N
             )
         bounds = np.rint(np.cumsum(shares)[:-1] * len(samples)).astype(np.int64)
         sizes = np.diff(bounds, prepend=0, append=len(samples))
-        # The part that gets the rest is drawn, too.
+        # The part that gets the remaining samples is drawn too.
         parts[draw.permutation(samples)] = np.repeat(
             draw.permutation(num_parts).astype(np.uint32), sizes
         )

@@ -14,9 +14,9 @@ T = TypeVar("T")
 
 Advance = Callable[[int], None]
 """Gets how much was done since its last call: samples, or bytes."""
-Start = Callable[[int], Advance]  # gets how much this rank has to do
+Start = Callable[[int], Advance]  # called with the amount of work of this rank
 
-TURN_S = 2.0  # how long a rank works until it hears of the others
+TURN_S = 2.0  # seconds of work between two synchronizations of the ranks
 
 
 class _OneRank:

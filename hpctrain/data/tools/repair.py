@@ -28,7 +28,7 @@ class RepairOutcome:
     """Result of ``repair``: the actions, and the faults that remain."""
 
     deeds: tuple[str, ...]  # actions, one sentence each
-    report: FaultReport  # its state afterwards
+    report: FaultReport  # state of the data set after the repair
 
 
 def repair(

@@ -18,11 +18,9 @@ from hpctrain.data.samples import Indices
 from hpctrain.data.tools.rank_work import Start, followed, in_turns, or_alone
 from hpctrain.data.writer import ShardWriter
 
-PIECE_BYTES = 4 * MIB  # of samples read at once, unless a block is larger
+PIECE_BYTES = 4 * MIB  # bytes of samples per read, unless a block is larger
 
-_TAG = (
-    1 << 63
-)  # keeps the permutation of a split apart from the permutations of epochs, which count from 0
+_TAG = 1 << 63  # separates the permutation of a split from the permutations of epochs, from 0
 
 Shares = Mapping[str, Fraction]  # share of each part; they sum to 1
 
@@ -31,8 +29,8 @@ Shares = Mapping[str, Fraction]  # share of each part; they sum to 1
 class Shape:
     """Sizes and compression of a rewritten data set; None keeps the present value."""
 
-    samples_per_shard: int | None = None  # samples of each shard but the last
-    shard_bytes: int | None = None  # or about this many bytes of samples, before compression
+    samples_per_shard: int | None = None  # samples of each shard except the last
+    shard_bytes: int | None = None  # approximate bytes instead, before compression
     block_size: int | None = None  # samples per checksum
     compression: str | None = None  # ``none`` or ``zstd``, of all fields
 

@@ -27,8 +27,8 @@ from hpctrain.data.tools.rank_work import Advance, Start, followed, in_turns, or
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
 
-PIECE_BYTES = 4 * MIB  # of a file, read at once
-_MAX_THREADS = 4  # more do not read faster: a crc32 takes 7 GB each second
+PIECE_BYTES = 4 * MIB  # bytes of a file per read
+_MAX_THREADS = 4  # more threads do not read faster, as one thread computes crc32 at 7 GB/s
 _UNREADABLE = (*UNREADABLE, DataError)
 
 
@@ -37,9 +37,9 @@ class Fault:
     """Fault of one file of a data set, and the samples that it affects."""
 
     file: str
-    what: str  # the fault, as the end of a sentence that begins with the file
+    what: str  # description of the fault, such as "has grown"; the file is the subject
     shard: int | None = None  # number of the shard, None for the manifest
-    field: str | None = None  # the field, None where all of the file is meant
+    field: str | None = None  # the field; None for a fault of the whole file
     blocks: tuple[int, ...] = ()  # damaged blocks, counted from the start of the shard
     samples: tuple[Range, ...] = ()
     """Samples that cannot be had, in growing order; none where only other bytes are damaged."""
@@ -300,7 +300,7 @@ class _ShardCheck(RawShard):
             return [fault(what=f"has damaged checksums of field {name}; its samples are intact")]
         bad = ~is_read if table is None else ~is_read | (found != table)
         if not bad.any():
-            bad = np.ones_like(bad)  # a shard in itself, but of another data set
+            bad = np.ones_like(bad)  # the shard is intact, but belongs to another data set
         numbers = tuple(np.flatnonzero(bad).tolist())
         blocks = f"block{'s' * (len(numbers) != 1)} {format_numbers(numbers)} of field {name}"
         has = "has" if len(numbers) == 1 else "have"
@@ -312,7 +312,7 @@ class _ShardCheck(RawShard):
         """Return the crc32 of each block of a field, decoded; None if it cannot be read."""
         found: list[int | None] = [None] * self._num_blocks
         with suppress(*_UNREADABLE):
-            values = self.values_of(name, ChunkCache(0))  # which keeps the last chunk alone
+            values = self.values_of(name, ChunkCache(0))  # caches only the last chunk
             for block in range(self._num_blocks):
                 start, stop = int(bounds[block]), int(bounds[block + 1])
                 with suppress(*_UNREADABLE):
