@@ -25,7 +25,7 @@ from hpctrain.data.loader import Loader
 from hpctrain.data.samples import Batch
 from hpctrain.parallel.parallel_config import ParallelConfig
 from hpctrain.train.load_config import load
-from hpctrain.train.refusals import targets, told_of
+from hpctrain.train.refusals import targets, explain_errors
 from hpctrain.train.run_directory import RunDirectory
 from hpctrain.train.stateful import widened
 from hpctrain.train.sync_config import SyncConfig
@@ -154,7 +154,7 @@ def _output(task: Task, batch: Batch) -> NDArray[Any] | None:
         return None
     with task.precision.autocast():
         inputs, _ = task.split(batch)
-        with told_of(targets(task.config)[0], inputs):
+        with explain_errors(targets(task.config)[0], inputs):
             output = task.model(inputs)
     output = widened(output)
     if not isinstance(output, Tensor) or output.shape[:1] != (batch.num_samples,):

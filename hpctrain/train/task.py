@@ -39,7 +39,7 @@ from hpctrain.train.model import (
     prepare,
     with_shard,
 )
-from hpctrain.train.refusals import targets, told_of
+from hpctrain.train.refusals import targets, explain_errors
 from hpctrain.train.run_config import LossConfig, RunConfig
 from hpctrain.train.scores import LOSS, Metric, make_metric
 from hpctrain.train.stateful import Ema, Precision
@@ -166,9 +166,9 @@ class Task:
         """
         model, whose = targets(self.config)
         with self.precision.autocast():
-            with told_of(model, inputs):
+            with explain_errors(model, inputs):
                 output = self.model(inputs) if output is None else output
-            with told_of(whose, output, labels):
+            with explain_errors(whose, output, labels):
                 loss: object = self.loss(output, labels)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise DataError(
@@ -181,7 +181,7 @@ class Task:
                 f"and {whose} does not; check for detach(), no_grad() or operations outside torch"
             )
         if tries_backward and getattr(output, "requires_grad", False):
-            with told_of(whose, output, labels):
+            with explain_errors(whose, output, labels):
                 torch.autograd.grad(loss.sum(), output, retain_graph=True, allow_unused=True)
         return output, loss
 
