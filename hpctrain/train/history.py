@@ -207,7 +207,7 @@ def histories(paths: Sequence[Path]) -> list[RunHistory]:
     return [RunHistory.read(path, label) for path, label in zip(paths, labels, strict=True)]
 
 
-def told(runs: Sequence[RunHistory], name: str) -> list[str]:
+def labelled(runs: Sequence[RunHistory], name: str) -> list[str]:
     """Return the text ``name`` of each run, after its label if there are several runs."""
     texts = [(run.label, getattr(run, name)) for run in runs]
     return [text if len(runs) == 1 else f"{label}: {text}" for label, text in texts if text]

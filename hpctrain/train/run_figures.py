@@ -10,7 +10,7 @@ from hpctrain.core.atomic import refusal
 from hpctrain.core.errors import ConfigError
 from hpctrain.report.drawing import draw_panels
 from hpctrain.report.figure import PARTS, Figure, Kind, Series
-from hpctrain.train.history import LOSS, TIMES, Record, RunHistory, told
+from hpctrain.train.history import LOSS, TIMES, Record, RunHistory, labelled
 
 FORMATS = (".png", ".svg", ".pdf")
 MAX_POINTS = 2000  # of a curve; above the resolution of a screen
@@ -94,7 +94,7 @@ def draw_runs(
     is_one = len(runs) == 1
     figures = figures_of(runs, smooth)
     figures = [each for each in figures if is_one or not each.name.startswith("ranks")]
-    lines = told(runs, "headline")
+    lines = labelled(runs, "headline")
     lines += [] if figures else ["no step is recorded yet"]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -126,7 +126,7 @@ def _losses(runs: Sequence[RunHistory], smooth: int) -> Figure:
         note=f"Pale: as recorded; full: averaged over records; dots: {_splits(runs)} samples.",
         series=[*series, *_marks(runs)],
         scale="log" if is_wide else "zoom",
-        warning="; ".join(told(runs, "warning")),
+        warning="; ".join(labelled(runs, "warning")),
     )
 
 

@@ -22,7 +22,7 @@ from hpctrain.report.page import (
     value_cell,
     write_page,
 )
-from hpctrain.train.history import LOSS, RunHistory, number, told
+from hpctrain.train.history import LOSS, RunHistory, labelled, number
 from hpctrain.train.run_config import RunConfig
 from hpctrain.train.run_figures import figures_of
 
@@ -55,8 +55,8 @@ def write_report(runs: Sequence[RunHistory], path: Path, smooth: int = 0) -> Pat
     environment = _aligned([run.environment for run in runs])
     labels = [run.label for run in runs]
     parts = [
-        *(f'<p class="soft">{escape(text)}</p>' for text in told(runs, "headline")),
-        *(f'<p class="missing">{escape(text)}</p>' for text in told(runs, "warning")),
+        *(f'<p class="soft">{escape(text)}</p>' for text in labelled(runs, "headline")),
+        *(f'<p class="missing">{escape(text)}</p>' for text in labelled(runs, "warning")),
         figures_html(figures) if figures else '<p class="missing">No step is recorded yet.</p>',
         "<h2>Results</h2>",
         table("results", ("what", *labels), _results(runs)),
