@@ -46,7 +46,7 @@ from hpctrain.train.load_config import LoadedData
 from hpctrain.train.loggers import check as check_loggers
 from hpctrain.train.loop import Outcome, Stopped, train_step
 from hpctrain.train.metrics import Metrics, result
-from hpctrain.train.resume import check_same, finished, goes_on, plan_to_keep, settled
+from hpctrain.train.resume import check_same, finished, continues_run, plan_to_keep, settled
 from hpctrain.train.run_config import RunConfig
 from hpctrain.train.run_directory import RunDirectory
 from hpctrain.train.run_status import last_record
@@ -98,7 +98,7 @@ class _Run:
     def carry_out(self, given: Mapping[str, Any]) -> int:
         """Join the world and train; after a loss of ranks, resume with the others. Collective."""
         config, directory, how = self._loaded.config, self._directory, self._how
-        continues = not how.dry_run and goes_on(config, directory, asked=how.resume)
+        continues = not how.dry_run and continues_run(config, directory, asked=how.resume)
         if not how.dry_run:
             directory.make_log_folder()
         settings = self._settings(given)
@@ -155,7 +155,7 @@ class _Run:
         """
         config, directory, how, comm = self._loaded.config, self._directory, self._how, self._comm
         continues = on_root(
-            comm, lambda: not how.dry_run and goes_on(config, directory, asked=how.resume)
+            comm, lambda: not how.dry_run and continues_run(config, directory, asked=how.resume)
         )
         config = settled(config, directory if continues else None, comm)
         # If ranks are lost before the first checkpoint, the smaller world keeps the micro-shards.

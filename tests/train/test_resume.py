@@ -18,7 +18,7 @@ from hpctrain.core.records import read
 from hpctrain.launch.lease import Lease
 from hpctrain.train.load_config import load as load_config
 from hpctrain.train.loop import Outcome, Stopped
-from hpctrain.train.resume import check_same, finished, goes_on
+from hpctrain.train.resume import check_same, finished, continues_run
 from hpctrain.train.run import RunOptions, run
 from hpctrain.train.run_directory import RunDirectory
 from hpctrain.train.run_state import RunState
@@ -212,12 +212,12 @@ def test_a_resume_needs_an_existing_run_with_the_same_configuration(here, config
     job = Job(here, configure, shared / "run", *PLAIN)
     auto = configure(*PLAIN, "checkpoint.resume=auto")
     with pytest.raises(ConfigError, match="leave --resume out"):
-        goes_on(job.config, job.directory, asked=True)
-    assert not goes_on(auto, job.directory, asked=False)
+        continues_run(job.config, job.directory, asked=True)
+    assert not continues_run(auto, job.directory, asked=False)
     job.part(stop="SIGTERM", after=1)
-    assert goes_on(job.config, job.directory, asked=True)
-    assert goes_on(auto, job.directory, asked=False)
-    assert not goes_on(job.config, job.directory, asked=False)
+    assert continues_run(job.config, job.directory, asked=True)
+    assert continues_run(auto, job.directory, asked=False)
+    assert not continues_run(job.config, job.directory, asked=False)
     other = configure(*PLAIN, "train.epochs=5", "log.every_steps=3", "train.global_batch=9")
     with pytest.raises(ConfigError, match=r"train.epochs was 4, is 5.*--changed") as refused:
         check_same(job.directory, other, changed=False)
