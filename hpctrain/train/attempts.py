@@ -144,12 +144,12 @@ class RunInDirectory:
         def begin() -> RunPart:
             self._check_lease()
             path, state = directory.metrics, self._state
-            # directory.go_on() removes the last records.
+            # directory.resume() removes the last records.
             part = RunPart.after(read(path) if path.exists() else ())
             if part.ended_by:
                 self._console.print(part.describe())
             if continues:
-                directory.go_on(config_text, plan, num_records=state.num_records, step=state.step)
+                directory.resume(config_text, plan, num_records=state.num_records, step=state.step)
             else:
                 directory.create(config_text, self._environment(), plan)
             return part

@@ -23,7 +23,7 @@ from hpctrain.train.metrics import RANKS, cut
 
 
 class RunDirectory:
-    """Paths of the files of a run; only rank 0 calls ``create`` and ``go_on``."""
+    """Paths of the files of a run; only rank 0 calls ``create`` and ``resume``."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -109,7 +109,7 @@ class RunDirectory:
             _publish({self.environment: _json(environment), self.plan: _json(plan)})
             _publish({self.config: config})  # last, because has_begun() checks this file
 
-    def go_on(self, config: str, plan: dict[str, Any], *, num_records: int, step: int) -> None:
+    def resume(self, config: str, plan: dict[str, Any], *, num_records: int, step: int) -> None:
         """Prepare the directory for the next part of a run. Local.
 
         Args:
