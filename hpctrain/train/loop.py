@@ -92,17 +92,17 @@ class TrainingLoop:
         if state.owes_test and (stopped := self._finish_epoch(loader.epoch)):
             return stopped
         while loader.epoch < self._task.config.train.epochs and not state.has_lost_patience:
-            epoch, wishes = loader.epoch + 1, 0
+            epoch, flags = loader.epoch + 1, 0
             for batch in state.tally.inputs(loader):
-                wishes = self._step(batch, epoch)
-                if wishes & STOP:
+                flags = self._step(batch, epoch)
+                if flags & STOP:
                     return Stopped(reason=boundary.stop(state), step=state.step)
-                if wishes & SAVE and loader.consumed < self._task.num_train_samples:
+                if flags & SAVE and loader.consumed < self._task.num_train_samples:
                     self._save()
             # The loader is now at the start of the next epoch.
             if self._task.exchange.wants_epoch_loss:
                 self._task.exchange.end_epoch(state.epoch_tally.take(self._task.comm).loss)
-            if stopped := self._finish_epoch(epoch, wants_save=bool(wishes & SAVE)):
+            if stopped := self._finish_epoch(epoch, wants_save=bool(flags & SAVE)):
                 return stopped
         assert state.scores is not None
         boundary.finish(state, score=self._score())
@@ -173,7 +173,7 @@ class TrainingLoop:
         factor = task.schedule(state.step) * rate
         lr = task.config.optimizer.lr * factor
         exchange.begin(factor, must_agree=self._must_agree(state.step + 1))
-        guard.begin(state.step + 1, lr, self._boundary.wishes(state.step + 1))
+        guard.begin(state.step + 1, lr, self._boundary.requested_flags(state.step + 1))
         leads = exchange.leads_step
         before, start = task.comm.traffic(), perf_counter()
         loss, num_samples, is_taken = train_step(task, batch, guard)
