@@ -25,7 +25,7 @@ from hpctrain.data.loader import Loader
 from hpctrain.data.samples import Batch
 from hpctrain.parallel.parallel_config import ParallelConfig
 from hpctrain.train.load_config import load
-from hpctrain.train.refusals import targets, explain_errors
+from hpctrain.train.refusals import explain_errors, targets
 from hpctrain.train.run_directory import RunDirectory
 from hpctrain.train.stateful import widened
 from hpctrain.train.sync_config import SyncConfig

@@ -46,7 +46,7 @@ from hpctrain.train.load_config import LoadedData
 from hpctrain.train.loggers import check as check_loggers
 from hpctrain.train.loop import Outcome, Stopped, train_step
 from hpctrain.train.metrics import Metrics, result
-from hpctrain.train.resume import check_same, finished, continues_run, plan_to_keep, settled
+from hpctrain.train.resume import check_same, continues_run, finished, plan_to_keep, settled
 from hpctrain.train.run_config import RunConfig
 from hpctrain.train.run_directory import RunDirectory
 from hpctrain.train.run_status import last_record

@@ -39,7 +39,7 @@ from hpctrain.train.model import (
     prepare,
     with_shard,
 )
-from hpctrain.train.refusals import targets, explain_errors
+from hpctrain.train.refusals import explain_errors, targets
 from hpctrain.train.run_config import LossConfig, RunConfig
 from hpctrain.train.scores import LOSS, Metric, make_metric
 from hpctrain.train.stateful import Ema, Precision

@@ -18,7 +18,7 @@ from hpctrain.core.records import read
 from hpctrain.launch.lease import Lease
 from hpctrain.train.load_config import load as load_config
 from hpctrain.train.loop import Outcome, Stopped
-from hpctrain.train.resume import check_same, finished, continues_run
+from hpctrain.train.resume import check_same, continues_run, finished
 from hpctrain.train.run import RunOptions, run
 from hpctrain.train.run_directory import RunDirectory
 from hpctrain.train.run_state import RunState
