@@ -160,11 +160,11 @@ class RunInDirectory:
             hosts = dict(zip(here.topology.hosts, here.topology.nodes, strict=True))
             about = {"num_steps": self._task.num_steps, "hosts": hosts, "modules": self._modules}
             about["tested"] = self._task.tested
-            self._tell_beginning(metrics, {**asdict(part), **facts, **about})
+            self._record_start(metrics, {**asdict(part), **facts, **about})
             facts |= {"configuration": config_text, "plan": plan}
             facts["dataset"] = self._task.train.dataset.uuid
             boundary = Boundary(comm, requests, manager, metrics, facts, self._lease)
-            with self._told_failure(metrics, manager):
+            with self._record_failure(metrics, manager):
                 outcome = self._train(metrics, boundary)
             self._close(manager)
             boundary.check_lease()  # without the lease the last record was not written
@@ -173,7 +173,7 @@ class RunInDirectory:
         comm.barrier()  # a launcher may kill rank 0 once another rank exits
         return outcome
 
-    def _tell_beginning(self, metrics: Metrics, facts: Mapping[str, Any]) -> None:
+    def _record_start(self, metrics: Metrics, facts: Mapping[str, Any]) -> None:
         state = self._state
         if state.num_records:
             place = {"step": state.step, "epoch": state.epochs_done}
@@ -280,7 +280,7 @@ class RunInDirectory:
         return outcome
 
     @contextmanager
-    def _told_failure(self, metrics: Metrics, manager: Manager) -> Iterator[None]:
+    def _record_failure(self, metrics: Metrics, manager: Manager) -> Iterator[None]:
         """Write a record ``failed`` for a ``NotFiniteError`` or ``ReplicaError``. Collective."""
         try:
             yield
@@ -291,11 +291,11 @@ class RunInDirectory:
             metrics.sync()
             self._comm.barrier()
             if isinstance(error, NotFiniteError):
-                raise NotFiniteError(f"{error}\n{_where_it_goes_on(manager)}") from error
+                raise NotFiniteError(f"{error}\n{_resume_hint(manager)}") from error
             raise
         except CheckpointError as error:  # the final state could not be saved
             self._close(manager)
-            raise MismatchError(f"{error}\n{_where_it_goes_on(manager)}") from error
+            raise MismatchError(f"{error}\n{_resume_hint(manager)}") from error
 
     def _close(self, manager: Manager) -> None:
         try:
@@ -317,7 +317,7 @@ class RunInDirectory:
         }
 
 
-def _where_it_goes_on(manager: Manager) -> str:
+def _resume_hint(manager: Manager) -> str:
     """Return a line about the checkpoint from which ``--resume`` continues. Collective."""
     newest = None
     with suppress(CheckpointError):
