@@ -106,25 +106,25 @@ class _Run:
         initialization.join(replace(settings, plan=settings.plan or kept))
         if config.parallel.divides:
             with recovery.ends_with_losses(_DIVIDED_RULE):
-                return self._take_part()
+                return self._train_with_lease()
         if not recovery.is_on():
-            return self._take_part()
+            return self._train_with_lease()
         while True:
             code: int | None
-            code, _, error = recovery.attempt(self._take_up, moves=False)
+            code, _, error = recovery.attempt(self._train_or_resume, moves=False)
             if code is not None:
                 return code
             if error is not None:
                 traceback.clear_frames(error.__traceback__)  # release the objects of the old world
 
-    def _take_up(self) -> int:
+    def _train_or_resume(self) -> int:
         """Train in the current world; resume if ranks were lost before. Collective."""
         if not world.current().is_first:
             begun = on_root(world.current().comm, self._directory.has_begun)
             self._how = replace(self._how, resume=self._how.resume or begun)
-        return self._take_part()
+        return self._train_with_lease()
 
-    def _take_part(self) -> int:
+    def _train_with_lease(self) -> int:
         """Train in the current world, after acquiring the run directory. Collective."""
         self._comm = world.current().comm
         self._console = make_console(shown=self._comm.rank == 0)
@@ -262,13 +262,13 @@ class _Run:
             f"{format_seconds(outcome.training_s)} in all; results in {task.config.directory}"
         )
         if task.config.sync.compression != "none" and self._comm.rank == 0:
-            for line in self._told_compression(task):
+            for line in self._compression_lines(task):
                 self._console.print(line)
-        for line in self._told_tests(task, outcome):
+        for line in self._test_lines(task, outcome):
             self._console.print(line, style="bold green")
         return 0
 
-    def _told_compression(self, task: Task) -> Iterator[str]:
+    def _compression_lines(self, task: Task) -> Iterator[str]:
         """Yield lines about the bytes that compression saves and the codec that ``auto`` chose."""
         name = task.config.sync.compression
         if choice := getattr(task.exchange.codec, "choice", ""):
@@ -277,7 +277,7 @@ class _Run:
         if savings:
             yield f"compression {name}: {savings}"
 
-    def _told_tests(self, task: Task, outcome: Outcome) -> Iterator[str]:
+    def _test_lines(self, task: Task, outcome: Outcome) -> Iterator[str]:
         """Yield lines about the last test and, if different, the best test."""
         best = outcome.best
         if task.config.keep_best and best and best["step"] != outcome.step:
