@@ -98,7 +98,7 @@ class Progress(Bar):
         text = _describe(interval) + self._rounds
         self._bar.update(self._bar_task, completed=step, description=text)
 
-    def tell(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """Print a line above the progress bar."""
         self._console.print(line)
 

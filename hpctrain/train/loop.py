@@ -257,7 +257,7 @@ class TrainingLoop:
         )
         self._progress.advance(state.step, interval, rounds)
         if interval.num_skipped:
-            self._progress.tell(left_out(interval.num_skipped))
+            self._progress.print_line(left_out(interval.num_skipped))
         if task.exchange.takes_own_steps:
             self._guard.check_left_out(state.num_skipped)
 
