@@ -61,7 +61,7 @@ class CheckpointDirectory:
     def __init__(self, root: Path) -> None:
         self.root = root
         self._known: dict[int, Kept] = {}
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     def path(self, step: int) -> Path:
         """Return the directory of the checkpoint after ``step`` steps."""
@@ -136,8 +136,8 @@ class CheckpointDirectory:
             return action()
         except (OSError, CheckpointError) as error:
             reason = reason_of(error)
-            if reason not in self._told:
-                self._told.add(reason)
+            if reason not in self._reported:
+                self._reported.add(reason)
                 _LOG.warning("old checkpoints in %s cannot be removed: %s", self.root, reason)
             return None
 
