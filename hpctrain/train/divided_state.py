@@ -65,8 +65,8 @@ class DividedState:
     def state(self) -> dict[str, Any]:
         """Return the states ``model`` and ``optimizer``, with this rank's pieces. Collective."""
         here = dict(self._leaves())
-        told = {place: _told(leaf) for place, leaf in here.items()}
-        found = gathered(told, self._stages)
+        descriptions = {place: _description(leaf) for place, leaf in here.items()}
+        found = gathered(descriptions, self._stages)
         state: dict[str, Any] = {"model": {}, "optimizer": {"state": {}}}
         for place, leaf in chain.from_iterable(each.items() for each in found):
             *path, last = place
@@ -122,7 +122,7 @@ class DividedState:
                 shard = here.get(path)
                 if part == "optimizer":
                     shard = shards.get(int(rest.split("/")[1]))
-                found[path] = shard or _nothing(record.shape)
+                found[path] = shard or _empty_shard(record.shape)
         return found
 
     @torch.no_grad()
@@ -153,21 +153,21 @@ def _leaf(value: Any) -> Any:
     return TensorPiece(local(value), _shard(value)) if value.dim() else local(value)
 
 
-def _told(leaf: Any) -> Any:
+def _description(leaf: Any) -> Any:
     """Return shape and dtype of a tensor, or the value of another leaf."""
     return (leaf.shard.global_shape, leaf.tensor.dtype) if isinstance(leaf, TensorPiece) else leaf
 
 
-def _absent(told: Any) -> Any:
+def _absent(description: Any) -> Any:
     """Return an empty piece for a tensor of another pipeline stage; return other values as is."""
-    if not isinstance(told, tuple):
-        return told
-    shape, dtype = told
-    nothing = _nothing(shape)
-    return TensorPiece(torch.empty(nothing.shape, dtype=dtype), nothing)
+    if not isinstance(description, tuple):
+        return description
+    shape, dtype = description
+    empty = _empty_shard(shape)
+    return TensorPiece(torch.empty(empty.shape, dtype=dtype), empty)
 
 
-def _nothing(shape: tuple[int, ...]) -> Shard:
+def _empty_shard(shape: tuple[int, ...]) -> Shard:
     return Shard(shape, (0,) * len(shape), (0, *shape[1:]))
 
 
