@@ -66,7 +66,9 @@ def stage(dataset: ShardedDataset, node: Communicator, to: Path | str = "auto") 
     try:
         with agreed(node, DataError), _explained(dataset):
             held = held or NodeFolder.join(path)
-        copies = _Copies(dataset, path, chosen[node.rank :: node.size], tells=node.rank == 0)
+        copies = _Copies(
+            dataset, path, chosen[node.rank :: node.size], logs_progress=node.rank == 0
+        )
         in_turns(node, copies.left, copies.add)
         done = node.allgather_object((copies.present, copies.full))
     except BaseException:
@@ -75,7 +77,7 @@ def stage(dataset: ShardedDataset, node: Communicator, to: Path | str = "auto") 
         raise
     present = frozenset(index for some, _ in done for index in some)
     if node.rank == 0:
-        _tell(dataset, path, present, next((full for _, full in done if full), ""))
+        _log_result(dataset, path, present, next((full for _, full in done if full), ""))
     if not present:
         held.close()
         return dataset
@@ -110,9 +112,9 @@ class _Copies:
     """Copier of the shards that one rank has to copy."""
 
     def __init__(
-        self, dataset: ShardedDataset, target: Path, left: list[int], *, tells: bool
+        self, dataset: ShardedDataset, target: Path, left: list[int], *, logs_progress: bool
     ) -> None:
-        self._dataset, self._target, self._tells = dataset, target, tells
+        self._dataset, self._target, self._logs_progress = dataset, target, logs_progress
         self._next_s = time.monotonic() + FIRST_S
         self.left = left  # shards to copy
         self.present: list[int] = []  # shards that were copied completely
@@ -138,7 +140,7 @@ class _Copies:
             self.full = reason_of(error)
             return
         self.present.append(index)
-        if self._tells and time.monotonic() >= self._next_s:
+        if self._logs_progress and time.monotonic() >= self._next_s:
             self._next_s = time.monotonic() + EVERY_S
             sizes = (_size(self._dataset, some) for some in (self.present, self.left))
             logger.warning("this rank has copied %s of %s to %s", *sizes, self._target)
@@ -215,7 +217,7 @@ def _size(dataset: ShardedDataset, indices: Iterable[int]) -> str:
     return format_bytes(sum(dataset.manifest.shards[index].num_bytes for index in indices))
 
 
-def _tell(dataset: ShardedDataset, path: Path, present: frozenset[int], why: str) -> None:
+def _log_result(dataset: ShardedDataset, path: Path, present: frozenset[int], why: str) -> None:
     shards = dataset.manifest.shards
     size = _size(dataset, present)
     if len(present) == len(shards):
