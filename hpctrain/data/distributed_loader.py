@@ -70,8 +70,8 @@ def shard_data(data: T, optimizer: Counts | None = None) -> T:
     facts = f"{type(data).__name__} {_length(data)} {getattr(data, 'batch_size', None)}"
     facts = f"{facts}, {'with' if optimizer else 'without'} an optimizer"
     identity = dict(_checksums(data, type(data).__name__))
-    heard = allgather_object((refusal, facts, identity), name="shard")
-    refusals, all_facts, identities = zip(*heard, strict=True)
+    gathered = allgather_object((refusal, facts, identity), name="shard")
+    refusals, all_facts, identities = zip(*gathered, strict=True)
     raise_if_any(refusals)
     if len(set(all_facts)) > 1:
         raise MismatchError(

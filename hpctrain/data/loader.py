@@ -183,10 +183,10 @@ class Loader(Reading):
         arguments = {name: getattr(self, name) for name in names}
         _require_same(self.state_dict() | arguments, self.comm)
         current = self._pass = object()
-        left_out = True
-        while left_out:
+        has_skipped = True
+        while has_skipped:
             # Start at the current position, and again on all ranks after samples were skipped.
-            left_out = False
+            has_skipped = False
             with closing(self._batches()) as batches:
                 for batch in batches:
                     _require(
@@ -196,7 +196,7 @@ class Loader(Reading):
                         "call iter() again, or use a separate loader for each iterator",
                     )
                     error = batch if isinstance(batch, Exception) else None
-                    if left_out := self._leave_out(_failures(error, self.comm)):
+                    if has_skipped := self._skip_damaged(_failures(error, self.comm)):
                         break
                     assert isinstance(batch, Batch)
                     end = min(self.consumed + self.global_batch, len(self.dataset))
@@ -283,7 +283,7 @@ class Loader(Reading):
         except Exception as error:
             yield error
 
-    def _leave_out(self, errors: dict[int, Exception]) -> bool:
+    def _skip_damaged(self, errors: dict[int, Exception]) -> bool:
         """Skip and log damaged samples from now on.
 
         Raise other errors, and damage outside the requested samples.

@@ -69,7 +69,7 @@ class NodeFolder:
     def __init__(self, path: Path, lock: int) -> None:
         """Take ownership of the descriptor of a locked file; called by ``create`` and ``join``."""
         self.path = path
-        self._end = weakref.finalize(self, _let_go, path, lock, os.getpid())
+        self._end = weakref.finalize(self, _release, path, lock, os.getpid())
 
     @classmethod
     def create(cls, parent: Path, label: str) -> Self:
@@ -138,7 +138,7 @@ def _locked(path: Path, flags: int = 0) -> int:
     return lock
 
 
-def _let_go(path: Path, lock: int, owner: int) -> None:
+def _release(path: Path, lock: int, owner: int) -> None:
     if os.getpid() != owner:  # a forked child shares the lock and must not release it
         return
     with suppress(BlockingIOError):  # raised while other processes hold the lock

@@ -106,10 +106,10 @@ def read_ahead(
     shard = file.shard
     piece = max(1, _PIECE_BYTES * shard.num_samples // (shard.num_bytes * file.block_size))
     for start in range(0, len(blocks), piece):
-        threads.submit(_bring, file, blocks[start : start + piece])
+        threads.submit(_read_blocks, file, blocks[start : start + piece])
 
 
-def _bring(file: ShardFile, blocks: Array) -> None:
+def _read_blocks(file: ShardFile, blocks: Array) -> None:
     """Read blocks and check the crc32 of unchecked blocks; damaged blocks stay unchecked."""
     _advise(file, blocks, file.block_size)
     new = blocks[~file.checked[blocks]]
