@@ -42,7 +42,7 @@ def state_hash(state: Mapping[str, Any], comm: Communicator | None = None) -> st
             the ranks hold different states, on every rank.
     """
     leaves = sorted(_leaves(state, ""), key=lambda leaf: leaf[0])
-    mine = _deal(leaves, comm.size)[comm.rank] if comm else range(len(leaves))
+    mine = _assign(leaves, comm.size)[comm.rank] if comm else range(len(leaves))
     digests = {number: _digest(*leaves[number]) for number in mine}
     if comm and comm.size > 1:
         digests = _gathered(digests, leaves, comm)
@@ -115,16 +115,16 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         )
 
 
-def _deal(leaves: list[tuple[str, Any]], size: int) -> list[list[int]]:
+def _assign(leaves: list[tuple[str, Any]], size: int) -> list[list[int]]:
     """Return the leaves that each rank hashes, about the same number of bytes per rank."""
     weights = [value.nbytes if isinstance(value, Tensor) else 0 for _, value in leaves]
-    hands: list[list[int]] = [[] for _ in range(size)]
+    of_ranks: list[list[int]] = [[] for _ in range(size)]
     loads = [0] * size
     for number in sorted(range(len(leaves)), key=lambda n: -weights[n]):
         rank = loads.index(min(loads))
-        hands[rank].append(number)
+        of_ranks[rank].append(number)
         loads[rank] += weights[number] + 1
-    return hands
+    return of_ranks
 
 
 def _digest(path: str, value: Any) -> bytes:
