@@ -164,9 +164,9 @@ def write(
         source = take()
         contents = _contents(source, facts, is_compared=source_rank is None)
     call = [f"directory {directory}", f"step {step}", f"source_rank {source_rank}"]
-    way_out = "pass values that differ between ranks as private"
+    remedy = "pass values that differ between ranks as private"
     with mismatches():
-        require_equal(comm, call + contents.common, "the state of a checkpoint", way_out)
+        require_equal(comm, call + contents.common, "the state of a checkpoint", remedy)
     tree = contents.skeleton, {path: _spec(leaf) for path, leaf in contents.leaves.items()}
     if source_rank is not None:
         tree = comm.broadcast_object(tree, root=source_rank)

@@ -73,8 +73,9 @@ def resolve(name: str, where: str) -> Any:
     Raises ``DataError``: there is no such module, or no such name in it.
     """
     make_importable(Path.cwd())
-    way_out = "go to its folder, or install it"
-    return target.resolve(name, where, way_out=way_out, error_type=DataError)
+    return target.resolve(
+        name, where, way_out="go to its folder, or install it", error_type=DataError
+    )
 
 
 def _check_object(made: Any, name: str) -> None:

@@ -133,13 +133,13 @@ def split(
             for name in shares
         ]
 
-        def deal(samples: Indices) -> None:
+        def append_to_parts(samples: Indices) -> None:
             parts = part_of(samples)
             for number, writer in enumerate(writers):
                 writer.append(dataset.take(samples[parts == number]))
             advance(len(samples))
 
-        in_turns(comm, _pieces(dataset, first, stop), deal)
+        in_turns(comm, _pieces(dataset, first, stop), append_to_parts)
     return {name: writer.manifest for name, writer in zip(shares, writers, strict=True)}
 
 

@@ -104,12 +104,12 @@ class FaultReport:
             f"damaged: {self.num_lost} of {self.num_samples} samples cannot be read, "
             f"{len(self.bad_shards)} of {self.num_shards} shards are damaged"
         )
-        way_out = (
+        remedy = (
             f"restore the shards from another copy: hpctrain data repair {self.directory} "
             f"--from COPY; without a copy, pack the source again, or skip the lost samples in "
             f'training: on_corrupt="skip"'
         )
-        return [*lines, lost, way_out]
+        return [*lines, lost, remedy]
 
     def _size(self) -> str:
         return (
