@@ -31,7 +31,7 @@ from hpctrain.train.boundary import Boundary
 from hpctrain.train.console import Progress
 from hpctrain.train.evaluation import evaluate
 from hpctrain.train.loggers import Loggers
-from hpctrain.train.loop import Outcome, Stopped, TrainingLoop, left_out
+from hpctrain.train.loop import Outcome, Stopped, TrainingLoop, skipped_text
 from hpctrain.train.metrics import Metrics
 from hpctrain.train.profiler import Profiler
 from hpctrain.train.resume import given_arguments
@@ -276,7 +276,7 @@ class RunInDirectory:
             state_hash=task.exchange.hash(),
         )
         if state.num_skipped:
-            self._console.print(left_out(state.num_skipped))
+            self._console.print(skipped_text(state.num_skipped))
         return outcome
 
     @contextmanager

@@ -183,7 +183,7 @@ class TrainingLoop:
             num_samples=num_samples,
             work_s=work_s,
             communication_s=communication_s,
-            num_skipped=guard.num_left_out if leads and not is_taken else 0,
+            num_skipped=guard.num_lost if leads and not is_taken else 0,
         )
         moved, input_s = task.comm.traffic().since(before), state.tally.input_s
         self._savings.add(moved)
@@ -257,9 +257,9 @@ class TrainingLoop:
         )
         self._progress.advance(state.step, interval, rounds)
         if interval.num_skipped:
-            self._progress.print_line(left_out(interval.num_skipped))
+            self._progress.print_line(skipped_text(interval.num_skipped))
         if task.exchange.takes_own_steps:
-            self._guard.check_left_out(state.num_skipped)
+            self._guard.check_num_skipped(state.num_skipped)
 
     def _score(self) -> float | None:
         """Return a value that increases with the quality of the model; None if not finite."""
@@ -301,7 +301,7 @@ def ends_interval(step: int, epoch_steps: int, every_steps: int, *, since: int =
     return last * num_intervals // epoch_steps > (last - since) * num_intervals // epoch_steps
 
 
-def left_out(num_steps: int) -> str:
+def skipped_text(num_steps: int) -> str:
     """Return a message with the number of skipped steps."""
     steps = "1 step was" if num_steps == 1 else f"{num_steps} steps were"
     return f"{steps} skipped: not finite, or a spike of the loss"
@@ -336,7 +336,7 @@ def train_step(task: Task, batch: Batch, guard: StepGuard) -> tuple[float, int, 
     overflows = task.precision.unscale(task.optimizer)
     # After an overflow of the loss scaling the gradients are not finite, so only the loss counts.
     if not guard.may_step(loss, 0.0 if overflows else _clip(task)):
-        guard.leave_out()
+        guard.skip_step()
         return 0.0, 0, False
     if overflows:
         task.optimizer.zero_grad()

@@ -60,7 +60,7 @@ class Rollback:
     def __init__(self, task: Task, memory: GuardMemory, every: int) -> None:
         self._task, self._memory, self._every = task, memory, every
         self._snapshot: Snapshot | None = None
-        self._left_out_to = 0  # last step that earlier rollbacks skipped
+        self._skipped_to = 0  # last step that earlier rollbacks skipped
 
     def begin(self, step: int) -> None:
         """Take a snapshot before a step if due. Collective if the ranks divide the model."""
@@ -75,10 +75,10 @@ class Rollback:
         """
         assert self._snapshot is not None
         since = self._snapshot.step - 1
-        num_left_out = step - max(since, self._left_out_to)
-        self._left_out_to = step
+        num_lost = step - max(since, self._skipped_to)
+        self._skipped_to = step
         self._snapshot.restore()
-        return since, num_left_out
+        return since, num_lost
 
 
 def _copy(tensor: Tensor) -> Tensor:
