@@ -217,7 +217,7 @@ def prepare(model: nn.Module, run: RunConfig) -> None:
         ) from error
 
 
-def asked(model: nn.Module, what: str, given: Any) -> Any:
+def division_of(model: nn.Module, what: str, given: Any) -> Any:
     """Return the roles or layers by which a model is divided among ranks.
 
     Args:
@@ -241,7 +241,7 @@ def asked(model: nn.Module, what: str, given: Any) -> Any:
 def _recompute_layers(model: nn.Module, config: ParallelConfig) -> None:
     """Recompute activations in backward, for all layers except the first and the last."""
     if config.recompute != "none":
-        layers = layers_of(model, asked(model, "layers", config.layers))[1:-1]
+        layers = layers_of(model, division_of(model, "layers", config.layers))[1:-1]
         recompute(model, [name for name, _ in layers], selective=config.recompute == "selective")
 
 
