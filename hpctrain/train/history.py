@@ -142,7 +142,7 @@ class RunHistory:
         return {n: None if None in c else fmean(c) for n, c in columns.items()}
 
     @property
-    def spared(self) -> str:
+    def savings_text(self) -> str:
         """Message about the bytes and time that compression saves; empty without compression."""
         if not self.savings:
             return ""

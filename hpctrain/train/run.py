@@ -273,7 +273,9 @@ class _Run:
         name = task.config.sync.compression
         if choice := getattr(task.exchange.codec, "choice", ""):
             yield f"compression {name} chose {choice}"
-        savings = imported("hpctrain.train.history:RunHistory").read(self._directory.path).spared
+        savings = (
+            imported("hpctrain.train.history:RunHistory").read(self._directory.path).savings_text
+        )
         if savings:
             yield f"compression {name}: {savings}"
 
