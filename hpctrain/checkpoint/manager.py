@@ -239,7 +239,7 @@ class Manager:
             except CheckpointError as error:
                 # A checkpoint that another job removed is not damaged: there may be newer ones.
                 if self._comm.broadcast_object(self._shelf.is_there(step)):
-                    self._pass_over(step, str(error))
+                    self._skip_damaged(step, str(error))
                 continue
             self._step, self._has_score = step, SCORE in loaded.facts
             self._schedule.taken(step, time.monotonic())
@@ -325,7 +325,7 @@ class Manager:
         look = explained(f"list checkpoints in {self._shelf.root}")(self._shelf.newest)
         step, faults = on_root(self._comm, partial(look, self._damaged), CheckpointError)
         for damaged, fault in faults.items():
-            self._pass_over(damaged, fault)
+            self._skip_damaged(damaged, fault)
         if step is None and self._damaged:
             reasons = "; ".join(self._damaged.values())
             raise CheckpointError(
@@ -335,7 +335,7 @@ class Manager:
             )
         return step
 
-    def _pass_over(self, step: int, fault: str) -> None:
+    def _skip_damaged(self, step: int, fault: str) -> None:
         self._damaged[step] = fault
         self._warn(f"{fault}; the checkpoint of step {step} is skipped")
 

@@ -414,7 +414,7 @@ def held(
 
     try:
         if lease is not None and force and (holder := Holder.read(directory.path)):
-            console.print(_losses(directory, holder))
+            console.print(_lost_steps(directory, holder))
         while waits_for := on_root(comm, attempt):
             if waits_for != told:
                 console.print(waits_for)
@@ -426,7 +426,7 @@ def held(
             lease.release()
 
 
-def _losses(directory: RunDirectory, holder: Holder) -> str:
+def _lost_steps(directory: RunDirectory, holder: Holder) -> str:
     """Return a message about the steps that are lost if this job takes the run from ``holder``."""
     newest, last = None, 0
     with suppress(CheckpointError):

@@ -235,7 +235,7 @@ def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task
         schedule = make_schedule(config, len(train))
     if config.data.stage:
         stage_for(train, config.data.stage, comm, world.current().topology)
-    tables = _give_first_weights(config, model, comm, is_new=is_new)
+    tables = _broadcast_weights(config, model, comm, is_new=is_new)
     nodes = world.current().topology.nodes if comm.node is not None else ()
     config, reason = with_shard(config, model, optimizer, [*map(len, nodes)])
     precision = Precision(config.train.precision, model)
@@ -268,7 +268,7 @@ def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task
     )
 
 
-def _give_first_weights(
+def _broadcast_weights(
     config: RunConfig, model: nn.Module, comm: Communicator, *, is_new: bool
 ) -> Tables:
     """Give all ranks the same parameters; return the sharded embedding tables. Collective."""

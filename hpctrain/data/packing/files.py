@@ -21,10 +21,10 @@ _NUM_THREADS = 16
 _FILES_PER_TASK = 256
 
 
-def files_below(folder: Path, left_out: list[str] | None = None) -> Iterator[str]:
+def files_below(folder: Path, skipped_links: list[str] | None = None) -> Iterator[str]:
     """Yield all files below a folder in the order of their names, a folder's own files first.
 
-    Links are followed, except links to a parent folder, which are added to ``left_out``. Names
+    Links are followed, except links to a parent folder, which are added to ``skipped_links``. Names
     that begin with a dot are ignored. Raises ``DataError``: two paths are the same folder, a link
     has no target, or an entry is neither a file nor a folder. ``OSError``: a folder cannot be
     read.
@@ -47,11 +47,11 @@ def files_below(folder: Path, left_out: list[str] | None = None) -> Iterator[str
             if not entry.is_file():
                 check_file(entry.path)
             yield entry.path
-        waiting += reversed([path for path in inside if _is_new(at, path, seen, left_out)])
+        waiting += reversed([path for path in inside if _is_new(at, path, seen, skipped_links)])
 
 
 def _is_new(
-    at: str, path: str, seen: dict[tuple[int, int], str], left_out: list[str] | None
+    at: str, path: str, seen: dict[tuple[int, int], str], skipped_links: list[str] | None
 ) -> bool:
     """Record the folder ``path`` in ``at``; return False for a link to a parent folder."""
     before = seen.setdefault(_identity(path), path)
@@ -62,8 +62,8 @@ def _is_new(
             f"a folder must occur once in a source, but {before} and {path} are the same folder; "
             f"remove the link"
         )
-    if left_out is not None:
-        left_out.append(path)
+    if skipped_links is not None:
+        skipped_links.append(path)
     return False
 
 
