@@ -271,7 +271,10 @@ def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task
 def _broadcast_weights(
     config: RunConfig, model: nn.Module, comm: Communicator, *, is_new: bool
 ) -> Tables:
-    """Give all ranks the same parameters; return the sharded embedding tables. Collective."""
+    """Load ``model.init_from``, and broadcast the parameters of rank 0. Collective.
+
+    Returns the sharded embeddings, whose rows are loaded too. Local methods broadcast later.
+    """
     with agreed(comm):
         tables = Tables(model, config)
     if is_new and config.model.init_from:

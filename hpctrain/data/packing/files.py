@@ -24,9 +24,9 @@ _FILES_PER_TASK = 256
 def files_below(folder: Path, skipped_links: list[str] | None = None) -> Iterator[str]:
     """Yield all files below a folder in the order of their names, a folder's own files first.
 
-    Links are followed, except links to a parent folder, which are added to ``skipped_links``. Names
-    that begin with a dot are ignored. Raises ``DataError``: two paths are the same folder, a link
-    has no target, or an entry is neither a file nor a folder. ``OSError``: a folder cannot be
+    Links are followed, except links to a parent folder, which are added to ``skipped_links``.
+    Names that begin with a dot are ignored. Raises ``DataError``: two paths are the same folder, a
+    link has no target, or an entry is neither a file nor a folder. ``OSError``: a folder cannot be
     read.
     """
     root = str(folder)
