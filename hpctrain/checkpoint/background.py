@@ -98,14 +98,14 @@ class StateCopy:
 
 
 class BackgroundWriter(Generic[T]):
-    """Runner of jobs in a thread with a separate communicator, or immediately without a thread."""
+    """Runner of jobs in a thread with a separate communicator, or immediately without a thread.
+
+    Construction creates the thread and its communicator, and is collective. Jobs run immediately
+    if ``background`` is false, or if the MPI library does not allow calls from two threads, which
+    is logged once.
+    """
 
     def __init__(self, comm: Communicator, *, background: bool) -> None:
-        """Create the thread and its communicator. Collective.
-
-        Jobs run immediately if ``background`` is false, or if the MPI library does not allow calls
-        from two threads, which is logged once.
-        """
         self._comm = comm
         self._running: Future[T] | None = None
         self._thread: ThreadPoolExecutor | None = None

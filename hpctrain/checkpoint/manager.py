@@ -62,9 +62,28 @@ class Manager:
 
     A failed save keeps the older checkpoints. The next ``save``, ``wait`` or ``close`` raises its
     error on every rank, with the step of the failed save; training may continue, and save again.
+
+    Construction is collective.
+
+    Args:
+        directory: directory of all checkpoints of the run, seen by all ranks; need not exist.
+        comm: communicator of the ranks; used only in collective calls.
+        every: number of steps, a time such as ``"10min"``, ``"auto"`` or ``"none"``.
+        keep: number of newest checkpoints that are kept, at least 1.
+        keep_best: number of checkpoints with the best score that are kept in addition.
+        mtbf: mean time between two failures of the whole job, in seconds or such as
+            ``"24h"``; ``"auto"`` needs it.
+        background: whether training continues while a checkpoint is written; training waits if
+            the MPI library does not allow calls from two threads.
+        guard: called on rank 0, in any thread, before a checkpoint is written, before it
+            appears and before others are removed; may raise CheckpointError to prevent it.
+
+    Raises:
+        ConfigError: a value is not valid.
+        MismatchError: the ranks pass different values; on every rank.
     """
 
-    def __init__(  # noqa: PLR0913 - the keys of a table of a run's configuration
+    def __init__(  # noqa: PLR0913 - keys of table [checkpoint]
         self,
         directory: Path | str,
         comm: Communicator,
@@ -76,25 +95,6 @@ class Manager:
         background: bool = True,
         guard: Callable[[], None] | None = None,
     ) -> None:
-        """Join the ranks that save together. Collective.
-
-        Args:
-            directory: directory of all checkpoints of the run, seen by all ranks; need not exist.
-            comm: communicator of the ranks; used only in collective calls.
-            every: number of steps, a time such as ``"10min"``, ``"auto"`` or ``"none"``.
-            keep: number of newest checkpoints that are kept, at least 1.
-            keep_best: number of checkpoints with the best score that are kept in addition.
-            mtbf: mean time between two failures of the whole job, in seconds or such as
-                ``"24h"``; ``"auto"`` needs it.
-            background: whether training continues while a checkpoint is written; training waits if
-                the MPI library does not allow calls from two threads.
-            guard: called on rank 0, in any thread, before a checkpoint is written, before it
-                appears and before others are removed; may raise CheckpointError to prevent it.
-
-        Raises:
-            ConfigError: a value is not valid.
-            MismatchError: the ranks pass different values; on every rank.
-        """
         given = [f"every {every}", f"keep {keep}", f"keep_best {keep_best}", f"mtbf {mtbf}"]
         given.append(f"background {background}")
         require_equal(comm, given, "an argument of Manager", "pass the same values")
@@ -131,7 +131,7 @@ class Manager:
             return False
         return self._schedule.due(step, time.monotonic() if now is None else now)
 
-    def save(  # noqa: PLR0913 - what belongs to a checkpoint
+    def save(  # noqa: PLR0913 - all parts of a checkpoint
         self,
         state: Mapping[str, Any],
         step: int,

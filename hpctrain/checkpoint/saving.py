@@ -95,7 +95,7 @@ class _Contents:
         }
 
 
-def save(  # noqa: PLR0913 - what belongs to a checkpoint
+def save(  # noqa: PLR0913 - all parts of a checkpoint
     directory: Path | str,
     state: Mapping[str, Any],
     comm: Communicator,

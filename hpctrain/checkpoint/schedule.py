@@ -16,19 +16,17 @@ class CheckpointSchedule:
 
     With ``auto``, the first save is immediate and measures the cost, from which the formula of
     Daly gives the interval.
+
+    Args:
+        every: as for ``Manager``.
+        mtbf_s: mean time between two failures of the whole job; ``"auto"`` needs it.
+        now: the clock, in seconds; intervals start here.
+
+    Raises:
+        ConfigError: ``every`` is invalid, or ``"auto"`` lacks ``mtbf_s``.
     """
 
     def __init__(self, every: int | str, *, mtbf_s: float | None = None, now: float = 0.0) -> None:
-        """Parse ``every``.
-
-        Args:
-            every: as for ``Manager``.
-            mtbf_s: mean time between two failures of the whole job; ``"auto"`` needs it.
-            now: the clock, in seconds; intervals start here.
-
-        Raises:
-            ConfigError: ``every`` is invalid, or ``"auto"`` lacks ``mtbf_s``.
-        """
         self._every_steps: int | None = None
         self._every_s: float | None = None
         self._mtbf_s: float | None = None

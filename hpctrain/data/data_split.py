@@ -26,15 +26,20 @@ class Split:
 
     ``hpctrain data split --by-label`` writes the assignment to a file, 4 bytes per sample, and
     does not change the data set.
+
+    Args:
+        uuid: identifier of the data set.
+        parts: ``(samples,)`` uint32, the part of each sample, in [0, num_parts).
+        num_parts: number of parts; each must have a sample.
+        about: description of the assignment.
+
+    Raises:
+        DataError: a part is out of range or has no samples.
     """
 
     def __init__(
         self, uuid: str, parts: NDArray[np.uint32], num_parts: int, about: str = ""
     ) -> None:
-        """Assign sample ``i`` of the data set ``uuid`` to ``parts[i]``, in [0, num_parts).
-
-        Raises ``DataError``: a part is out of range or has no samples.
-        """
         is_array = isinstance(parts, np.ndarray)
         if not is_array or not parts.size or parts.ndim != 1 or parts.dtype != np.uint32:
             raise DataError(
@@ -145,10 +150,11 @@ class SplitSteps(Steps):
     The number of samples of a part in a step is proportional to the size of the part, so that all
     parts end an epoch at the same step. The samples of a step do not depend on the number of
     ranks.
+
+    ``order`` is the order of the samples in each part; see ``Steps`` for the other arguments.
     """
 
     def __init__(self, split: Split, order: Order, division: Division, positions: range) -> None:
-        """Store ``order``, the order of the samples in each part; see ``Steps`` for the others."""
         super().__init__(_Line(split, order), division, positions)
         self._parts, self._own = split.parts, split.parts_of(division.rank, division.size)
 

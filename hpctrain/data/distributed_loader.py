@@ -197,10 +197,12 @@ the number of ranks. The batch that reaches the number of indices is the last of
 
 
 class DividedLoader(DataLoader[Any]):
-    """Base class of copies of a ``DataLoader`` that divide each batch among the ranks."""
+    """Base class of copies of a ``DataLoader`` that divide each batch among the ranks.
+
+    The constructor copies the attributes of a loader, except those given in ``replaced``.
+    """
 
     def __init__(self, loader: "DataLoader[Any]", weigh: "_Weights", **replaced: Any) -> None:
-        """Copy the attributes of a loader, except those given in ``replaced``."""
         vars(self).update(vars(loader), _iterator=None, **replaced)
         self._weigh = weigh
 

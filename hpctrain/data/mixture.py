@@ -33,6 +33,14 @@ class Mixture:
     continues the sequence. The sample at a position is computed from the position in constant
     memory.
 
+    Args:
+        weights: share of each data set in the samples; only their proportions count.
+        length: samples of an epoch; by default as many as all data sets have together.
+        seed: seed of the orders of the data sets.
+
+    Raises:
+        DataError: weights or length are invalid, or the fields of the data sets differ.
+
     Differs from an ordinary data set: indices do not end at ``len``, and a loader reads them in
     their order, which is shuffled already.
     """
@@ -46,16 +54,6 @@ class Mixture:
         *,
         seed: int = 0,
     ) -> None:
-        """Mix data sets that have the same fields.
-
-        Args:
-            weights: share of each data set in the samples; only their proportions count.
-            length: samples of an epoch; by default as many as all data sets have together.
-            seed: seed of the orders of the data sets.
-
-        Raises:
-            DataError: weights or length are invalid, or the fields of the data sets differ.
-        """
         pairs: list[tuple[Samples, float]] = list(
             weights.items() if isinstance(weights, Mapping) else weights
         )

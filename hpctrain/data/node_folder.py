@@ -64,10 +64,11 @@ class NodeFolder:
 
     A process releases the lock at its end, or when this object is deleted. If all processes are
     killed, the ``sweep`` of a later job removes the folder.
+
+    ``create`` and ``join`` call the constructor, which takes ownership of the descriptor ``lock``.
     """
 
     def __init__(self, path: Path, lock: int) -> None:
-        """Take ownership of the descriptor of a locked file; called by ``create`` and ``join``."""
         self.path = path
         self._end = weakref.finalize(self, _release, path, lock, os.getpid())
 

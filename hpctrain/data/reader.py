@@ -33,6 +33,19 @@ class ShardedDataset(Indexable):
 
     Can be pickled, and used after a fork, because each process opens shards at their first use.
     Several threads may read concurrently.
+
+    The constructor reads the manifest, and checks that every shard exists and has the right size.
+
+    Args:
+        path: directory with ``manifest.json``.
+        verify: when to check the crc32 of a block: at its first read, always, or never.
+        io: ``map`` shards into memory, ``read`` the wanted rows, or ``auto``: map a data set
+            that fits into free memory twice. A mapped page that the disk cannot read ends the
+            process; this is rare, as blocks are read and checked before.
+        manifest: manifest of this directory, if it was read and checked before.
+
+    Raises:
+        DataError: the data set is missing, damaged or incomplete.
     """
 
     def __init__(
@@ -43,19 +56,6 @@ class ShardedDataset(Indexable):
         io: IO = "auto",
         manifest: Manifest | None = None,
     ) -> None:
-        """Read the manifest, and check that every shard exists and has the right size.
-
-        Args:
-            path: directory with ``manifest.json``.
-            verify: when to check the crc32 of a block: at its first read, always, or never.
-            io: ``map`` shards into memory, ``read`` the wanted rows, or ``auto``: map a data set
-                that fits into free memory twice. A mapped page that the disk cannot read ends the
-                process; this is rare, as blocks are read and checked before.
-            manifest: manifest of this directory, if it was read and checked before.
-
-        Raises:
-            DataError: the data set is missing, damaged or incomplete.
-        """
         checked("verify", verify, Verify, DataError)
         checked("io", io, IO, DataError)
         self.path = absolute(path)

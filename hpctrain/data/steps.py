@@ -95,10 +95,12 @@ class Ordering:
 
 
 class Skipped:
-    """An immutable set of sample indices, stored as ranges and shared by threads."""
+    """An immutable set of sample indices, stored as ranges and shared by threads.
+
+    The given ranges ``[start, stop)`` may overlap.
+    """
 
     def __init__(self, ranges: Iterable[tuple[int, int]] = ()) -> None:
-        """Store the union of ranges ``[start, stop)``, which may overlap."""
         self.ranges = merged(ranges)
         self._bounds = np.array(self.ranges, np.int64).ravel()
 
@@ -159,10 +161,11 @@ class Steps:
 
     The samples of a global batch do not depend on the number of ranks. If the order has lanes,
     samples are sorted by lane before each rank gets a contiguous part, so a rank reads few lanes.
+
+    ``positions`` is a range of positions up to the end of an epoch.
     """
 
     def __init__(self, order: Order, division: Division, positions: range) -> None:
-        """Divide the samples at ``positions``, a range up to the end of an epoch."""
         self._order, self._division, self._positions = order, division, positions
         self._num_steps = division.num_steps(len(positions))
         self._group = max(1, PLANNED // division.global_batch)

@@ -15,19 +15,17 @@ class Subset(Indexable):
     """View of some samples of a data set, numbered in the order of the given indices.
 
     Choose ascending indices for a window order, which reads neighbouring samples together.
+
+    Args:
+        dataset: data set that contains the samples.
+        indices: indices of the samples; a range needs no memory, other values need 8 bytes
+            each.
+
+    Raises:
+        DataError: ``indices`` is empty, out of range or not of integers.
     """
 
     def __init__(self, dataset: Samples, indices: range | ArrayLike) -> None:
-        """Choose samples.
-
-        Args:
-            dataset: data set that contains the samples.
-            indices: indices of the samples; a range needs no memory, other values need 8 bytes
-                each.
-
-        Raises:
-            DataError: ``indices`` is empty, out of range or not of integers.
-        """
         self.dataset = dataset
         self.fields, self.sample_bytes = dataset.fields, dataset.sample_bytes
         self.block_size = dataset.block_size  # exact only if the indices ascend without gaps

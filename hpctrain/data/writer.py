@@ -86,12 +86,34 @@ class ShardWriter:
     When the block ends without error, the data set is published, or replaces the data set in the
     directory. After an exception the directory is unchanged. If the process is killed, temporary
     files remain; the next writer removes them or, with ``resume_key``, resumes from them.
+
+    Construction is collective over ``comm``.
+
+    Args:
+        directory: created if missing; with ``comm``, on a file system of all ranks.
+        fields: shape and dtype by name, such as ``{"x": ((8, 8), "f4")}``, or a ``Field``.
+        samples_per_shard: samples of each file but the last of a rank.
+        split: name of this part of the data, such as ``train``.
+        block_size: samples per crc32.
+        compression: compression of fields without their own: None or ``zstd``.
+        comm: ranks that write concurrently. Each rank appends its samples, or none; the data
+            set contains the samples of rank 0, then of rank 1, ... An error on one rank is an
+            error on every rank, at the latest when the block ends.
+        resume_key: a text that identifies the content. Finished shards of a writer that was
+            killed or has failed are kept if key, fields, split, sizes and number of ranks
+            are the same: continue with sample ``num_written``.
+        may_replace: whether a data set in the directory is replaced; otherwise it is an error.
+        classes: names of the labels 0, 1, ..., for the manifest.
+
+    Raises:
+        DataError: an argument is not valid or not the same on every rank, the directory cannot
+            be created, another writer uses it, or it contains another split.
     """
 
     manifest: Manifest
     """The manifest: the shards of this rank, and of all ranks once the block has ended."""
 
-    def __init__(  # noqa: PLR0913 - one door, by name
+    def __init__(  # noqa: PLR0913 - all arguments are keywords
         self,
         directory: Path | str,
         fields: Mapping[str, FieldSpec],
@@ -105,28 +127,6 @@ class ShardWriter:
         may_replace: bool = True,
         classes: tuple[str, ...] = (),
     ) -> None:
-        """Start a data set. Collective over ``comm``.
-
-        Args:
-            directory: created if missing; with ``comm``, on a file system of all ranks.
-            fields: shape and dtype by name, such as ``{"x": ((8, 8), "f4")}``, or a ``Field``.
-            samples_per_shard: samples of each file but the last of a rank.
-            split: name of this part of the data, such as ``train``.
-            block_size: samples per crc32.
-            compression: compression of fields without their own: None or ``zstd``.
-            comm: ranks that write concurrently. Each rank appends its samples, or none; the data
-                set contains the samples of rank 0, then of rank 1, ... An error on one rank is an
-                error on every rank, at the latest when the block ends.
-            resume_key: a text that identifies the content. Finished shards of a writer that was
-                killed or has failed are kept if key, fields, split, sizes and number of ranks
-                are the same: continue with sample ``num_written``.
-            may_replace: whether a data set in the directory is replaced; otherwise it is an error.
-            classes: names of the labels 0, 1, ..., for the manifest.
-
-        Raises:
-            DataError: an argument is not valid or not the same on every rank, the directory cannot
-                be created, another writer uses it, or it contains another split.
-        """
         self._samples_per_shard = samples_per_shard
         self._comm: Communicator = comm or SerialCommunicator()
         self._part: ShardPart | None = None

@@ -176,6 +176,8 @@ class _Rows:
     """Output file with a contiguous HDF5 dataset; each rank writes its rows at byte offsets.
 
     Each rank has only its own rows in memory, and HDF5 does not need to be built with MPI.
+
+    Construction is collective: rank 0 creates the file, and all ranks open it.
     """
 
     def __init__(
@@ -186,7 +188,6 @@ class _Rows:
         facts: Mapping[str, Any],
         comm: Communicator,
     ) -> None:
-        """Create the file on rank 0, and open it on all ranks. Collective."""
         self._kind, self._comm = kind, comm
         self.shape = (num_rows, *kind[0])
 

@@ -116,10 +116,12 @@ class _Entry:
 
 
 class TensorFile:
-    """An open file of tensors; its header was checked, so all offsets are inside the file."""
+    """An open file of tensors; its header was checked, so all offsets are inside the file.
+
+    The constructor raises ``CheckpointError`` if the header is damaged or hostile.
+    """
 
     def __init__(self, path: Path, descriptor: int) -> None:
-        """Read the header. Raises ``CheckpointError``: the header is damaged or hostile."""
         self._path = path
         self._descriptor = descriptor
         self._entries = dict(self._read_header())

@@ -31,10 +31,12 @@ _FORMAT = 1
 
 
 class Journal:
-    """File that lists the finished shards of one rank, so that a later writer can resume."""
+    """File that lists the finished shards of one rank, so that a later writer can resume.
+
+    A later writer resumes only if its ``terms`` are identical.
+    """
 
     def __init__(self, directory: Path, draft: Manifest, rank: int, terms: dict[str, Any]) -> None:
-        """Choose the file. A later writer resumes only if its ``terms`` are identical."""
         self.path = directory / f"{draft.split}-r{rank:05d}.journal"
         self._directory = directory
         self._terms = {

@@ -40,12 +40,14 @@ _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
 
 class RawShard:
-    """The open file of a shard, with tables and values that may be damaged."""
+    """The open file of a shard, with tables and values that may be damaged.
+
+    The constructor opens the file of shard ``index``, and raises ``OSError`` if that fails.
+    """
 
     _map: NDArray[np.uint8] | None = None
 
     def __init__(self, path: Path, manifest: Manifest, index: int) -> None:
-        """Open the file of the shard ``index``. Raises ``OSError``: it cannot be opened."""
         self._path, self._manifest = path, manifest
         self.shard = manifest.shards[index]
         self._hdf5: Any = None
@@ -119,15 +121,14 @@ class ShardFile(RawShard):
     """The open file of a shard whose tables were checked, with flags of the checked blocks.
 
     If the file changes, ``OpenShard`` opens it again as another object.
+
+    The constructor compares size and tables of the file with the manifest. It raises
+    ``UNREADABLE`` if the file is missing, damaged, or belongs to another manifest.
     """
 
     def __init__(
         self, path: Path, manifest: Manifest, index: int, *, io: IO, chunks: ChunkCache
     ) -> None:
-        """Open the file, and compare its size and tables with the manifest.
-
-        Raises ``UNREADABLE``: the file is missing, damaged, or belongs to another manifest.
-        """
         super().__init__(path, manifest, index)
         self.block_size = manifest.block_size
         self.checked = np.zeros(manifest.num_blocks(self.shard), bool)
@@ -293,6 +294,16 @@ class OpenShard:
 
     A failed read is repeated once on the reopened file, because the error can be transient or the
     file can have been replaced. A forked process must open its own reader.
+
+    Args:
+        directory: directory of the data set.
+        manifest: manifest of the data set.
+        index: number of the shard.
+        io: as for ``ShardedDataset``, but ``auto`` does not map.
+        chunks: cache of decoded chunks, which several shards may share.
+
+    Raises:
+        CorruptError: the file is missing, or is not the file that the manifest describes.
     """
 
     def __init__(
@@ -304,12 +315,6 @@ class OpenShard:
         io: IO = "auto",
         chunks: ChunkCache | None = None,
     ) -> None:
-        """Open the file of shard ``index`` in ``directory``.
-
-        ``io`` has the values of ``ShardedDataset``, but ``auto`` does not map. ``chunks`` is a
-        cache that several shards share. Raises ``CorruptError``: the file is missing, or is not
-        the file that the manifest describes.
-        """
         self._manifest, self._index = manifest, index
         self._path = directory / manifest.shards[index].file
         self._lost = partial(_lost, directory, manifest, index)

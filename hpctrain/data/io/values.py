@@ -69,12 +69,14 @@ class MappedValues(Values):
 
 
 class DirectValues(Values):
-    """Rows that are stored as plain bytes, and read with ``pread`` when they are needed."""
+    """Rows that are stored as plain bytes, and read with ``pread`` when they are needed.
+
+    ``offset`` is the position of the first byte in the file, ``shape`` the shape of a row.
+    """
 
     def __init__(
         self, descriptor: int, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]
     ) -> None:
-        """Store the open file, the offset of the first byte, and the shape of a row."""
         self._descriptor, self._offset = descriptor, offset
         self._shape, self._dtype = shape, dtype
         self._row_bytes = prod(shape) * dtype.itemsize
@@ -129,10 +131,12 @@ class ChunkCache:
 
 
 class CachedValues(Values):
-    """Rows of a chunked or compressed HDF5 dataset; decoded chunks are cached."""
+    """Rows of a chunked or compressed HDF5 dataset; decoded chunks are cached.
+
+    ``dataset`` is an open HDF5 dataset ``(num_rows, *shape)``.
+    """
 
     def __init__(self, dataset: Any, cache: ChunkCache) -> None:
-        """Store the open dataset ``(num_rows, *shape)``."""
         self._dataset, self._cache, self._number = dataset, cache, next(cache.numbers)
         row_bytes = max(1, prod(dataset.shape[1:]) * dataset.dtype.itemsize)
         plain_rows = max(1, _PLAIN_CHUNK_BYTES // row_bytes)

@@ -22,11 +22,12 @@ class Feistel:
     result is not below the limit, the network is applied again until it is (cycle walking); with
     the limit ``size``, fewer than one value in sqrt(size) needs this.
 
+    The keys of the rounds are derived from ``words`` in [0, 2^64); ``size`` must be below 2^62.
+
     Source: Luby and Rackoff 1988 for the network, Black and Rogaway 2002 for the walk.
     """
 
     def __init__(self, size: int, *words: int) -> None:
-        """Derive the keys of the rounds from words in [0, 2^64); ``size`` must be below 2^62."""
         self.size = size
         rows = isqrt(size - 1) + 1
         self._extents = (np.uint64(rows), np.uint64(-(-size // rows)))

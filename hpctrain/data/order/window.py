@@ -73,13 +73,11 @@ class WindowOrder:
     each epoch, a second permutation orders the blocks of each lane. This sequence is cut into
     windows, and a third permutation mixes the samples of each window. Samples whose blocks do not
     fill all lanes ("the rest") are distributed evenly over the epoch.
+
+    The arguments are those of ``global_order``. Raises ``DataError``: one is out of range.
     """
 
     def __init__(self, n: int, seed: int, epoch: int, shape: WindowShape) -> None:
-        """Derive the keys of the permutations; the arguments are those of ``global_order``.
-
-        Raises ``DataError``: an argument is out of range.
-        """
         check_order(n, seed, epoch)
         self._n = n
         self.shape = shape

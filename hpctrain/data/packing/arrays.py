@@ -141,10 +141,12 @@ def _member(path: Path, name: str) -> Array:
 
 
 class Dataset:
-    """Column that reads samples of an HDF5 dataset at ascending indices."""
+    """Column that reads samples of an HDF5 dataset at ascending indices.
+
+    The file must stay open while the column is used.
+    """
 
     def __init__(self, file: h5py.File, name: str) -> None:
-        """Find a dataset in an open file, which must stay open while the column is used."""
         self._file, self._path = file, file.filename
         self._dataset = own_dataset(file, name)
         self.shape = self._dataset.shape

@@ -267,13 +267,13 @@ def joined(sources: Sequence[PackSource]) -> PackSource:
 
 
 class LoadedSamples:
-    """Function that returns samples of a sequential source, which it reads into memory."""
+    """Function that returns samples of a sequential source, which it reads into memory.
+
+    Each process reads all samples at its first call, which raises ``DataError`` if they need more
+    than ``max_bytes``.
+    """
 
     def __init__(self, found: PackSource, max_bytes: int) -> None:
-        """Store the source; each process reads all samples at its first call.
-
-        The first call raises ``DataError`` if the samples need more than ``max_bytes``.
-        """
         self._found, self._max_bytes = found, max_bytes
 
     def __len__(self) -> int:

@@ -47,6 +47,19 @@ class DecodePool:
     Several threads may request batches concurrently; a batch is made by one worker. If a worker
     dies, exceeds its time limit, or cannot load the data set or the transform, all batches that
     are not complete fail.
+
+    The constructor returns before the workers have loaded the data set.
+
+    Args:
+        dataset: data set to read from.
+        transform: applied to the samples of a batch; None to return them unchanged.
+        num_workers: number of processes.
+        timeout_s: time limit for loading and for each batch; ``inf`` for no limit.
+        any_ranks: raise an error if a transform of whole batches draws from a global generator,
+            because its random numbers would depend on the number of ranks.
+
+    Raises:
+        DataError: data set or transform cannot be pickled, or no process can be started.
     """
 
     def __init__(
@@ -58,13 +71,6 @@ class DecodePool:
         *,
         any_ranks: bool = False,
     ) -> None:
-        """Start the processes, and return before the workers have loaded the data set.
-
-        ``timeout_s`` is the time limit for loading and for each batch; ``inf`` means no limit.
-        With ``any_ranks``, a transform of whole batches must not draw from a global generator,
-        because its random numbers would depend on the number of ranks. Raises ``DataError``: the
-        data set or the transform cannot be pickled, or no process can be started.
-        """
         task = _pickled(_Task(dataset, transform, any_ranks))
         self._processes = Processes(num_workers)
         self._free: queue.SimpleQueue[_Worker | None] = queue.SimpleQueue()

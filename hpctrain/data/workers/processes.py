@@ -152,10 +152,12 @@ _MODULES = "\n\nExtension modules: "  # ``faulthandler`` writes this after the s
 
 
 class Notes:
-    """Memory shared by rank and worker: index of the current sample, and stacks after a signal."""
+    """Memory shared by rank and worker: index of the current sample, and stacks after a signal.
+
+    ``descriptor`` is the inherited descriptor of a memory file; without it one is created.
+    """
 
     def __init__(self, descriptor: int | None = None) -> None:
-        """Create a memory file, or open the memory file of an inherited descriptor."""
         if descriptor is None:
             descriptor = os.memfd_create("hpctrain-notes", os.MFD_CLOEXEC)
         self._file = os.fdopen(descriptor, "r+b", buffering=0)
