@@ -77,7 +77,7 @@ def load(
 
 
 def check(directory: Path | str) -> list[str]:
-    """Read all of a checkpoint and return its faults. Not collective.
+    """Read every file of a checkpoint, and return its faults. Not collective.
 
     Everything that ``load`` refuses on any number of ranks is a fault.
     """
@@ -233,7 +233,7 @@ def _assembled(
 def _by_rank(
     groups: Sequence[Mapping[str, Record]], wanted: Mapping[str, Shard] | None = None
 ) -> dict[int, list[_Stored]]:
-    """Return the stored parts by rank, whose file has them; only parts of ``wanted`` shards."""
+    """Return the stored parts by the rank that wrote them; only parts of ``wanted`` shards."""
     stored: dict[int, list[_Stored]] = {}
     for name, record in (item for records in groups for item in records.items()):
         for part in record.parts:

@@ -49,7 +49,7 @@ def checksums(leaves: Mapping[str, Tensor | TensorPiece]) -> dict[str, Checksum]
 
 
 def require_same(comm: Communicator, found: Mapping[str, int | None]) -> None:
-    """Check that each checksum is identical on all ranks that have it. Collective.
+    """Check that each tensor has the same checksum on all ranks that hold it. Collective.
 
     One all-reduce finds the maximum of each checksum and of its negative, so its size does not
     depend on the number of ranks; only differing checksums are gathered.

@@ -77,7 +77,7 @@ class CheckpointSchedule:
         return self.interval_s is not None and now - self._last_s >= self.interval_s
 
     def taken(self, step: int, now: float) -> None:
-        """Record that a checkpoint was started, or loaded, at this step and time."""
+        """Record that a checkpoint of ``step`` was started, or loaded, at the time ``now``."""
         self._last_step = step
         self._last_s = now
 

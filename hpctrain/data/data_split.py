@@ -178,5 +178,5 @@ class _Line:
         self._samples: Indices = samples[np.argsort(place, kind="stable")]
 
     def samples_at(self, positions: Indices) -> Indices:
-        """Return the samples at some positions."""
+        """Return the samples at ``positions`` of the epoch."""
         return self._samples[positions]

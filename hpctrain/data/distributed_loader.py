@@ -252,7 +252,7 @@ class _OwnIndices(Sampler[list[Any]]):
         return self._shares(self.counts, keeps_empty=self.keeps_empty)
 
     def known_sizes(self) -> list[int]:
-        """Return the batch sizes of the epoch if they are known, otherwise an empty list."""
+        """Return the sizes of all batches of the epoch; an empty list if they are not known."""
         batches = self._batches
         if type(batches) is not BatchSampler or not isinstance(batches.sampler, Sized):
             return []
@@ -460,7 +460,7 @@ def _is_data(value: object) -> bool:
 
 
 def _numbers(value: object) -> np.ndarray | None:
-    """Return an array of integers or floats, if ``value`` is one or holds integers."""
+    """Return ``value`` as an array of numbers; None unless an array or a list of integers."""
     if isinstance(value, Tensor):
         is_known = value.dtype in (torch.float32, torch.float64) or not value.is_floating_point()
         is_readable = is_known and value.layout == torch.strided and value.is_cpu

@@ -126,7 +126,7 @@ class Mixture:
         return file_of(source, int(samples[0]))
 
     def _parts(self, indices: Indices) -> Iterator[tuple[Samples, Indices, Indices]]:
-        """Yield each source, the requested samples of it, and their places in ``indices``."""
+        """Yield each source, its requested samples, and their indices in ``indices``."""
         numbers, draws = self.locate(indices)
         for number in np.unique(numbers).tolist():
             places = np.flatnonzero(numbers == number)
@@ -165,7 +165,7 @@ _order = lru_cache(maxsize=64)(global_order)
 
 
 def _seen(fields: Mapping[str, Field]) -> list[tuple[Any, ...]]:
-    """Return name, shape, dtype and raggedness of each field, without its compression."""
+    """Return name, shape, dtype and raggedness of each field, to compare data sets."""
     return [(name, field.shape, field.dtype, field.ragged) for name, field in fields.items()]
 
 

@@ -25,7 +25,7 @@ class Ragged:
 
     @classmethod
     def of(cls, samples: Sequence[Tensor]) -> Self:
-        """Join samples in one tensor.
+        """Join tensors of different lengths, one per sample.
 
         Args:
             samples: at least one, each ``(length, *shape)``, of the same dtype and device.

@@ -176,7 +176,7 @@ class Steps:
         return self._num_steps
 
     def samples(self, number: int) -> Indices:
-        """Return the samples of this rank in a step."""
+        """Return the indices of this rank's samples in step ``number``."""
         group, place = divmod(number, self._group)
         with self._planning:  # two threads must not compute the same group
             return self._planned(group)[place]
@@ -200,7 +200,7 @@ class Steps:
         return steps[: stop - group * self._group]
 
     def _mine(self, positions: Indices) -> Indices:
-        """Return the columns of this rank in ``positions``, ``(num_steps, global batch)``."""
+        """Return this rank's columns of ``positions``, ``(num_steps, global batch)``."""
         if isinstance(self._order, WindowOrder) and positions.size:
             lanes = self._order.lanes_of(positions.ravel()).reshape(positions.shape)
             by_lane = np.argsort(lanes, axis=1, kind="stable")

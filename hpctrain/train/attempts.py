@@ -1,4 +1,4 @@
-"""Training in a run directory, from the start or from a checkpoint, as one part of the run."""
+"""Training of one part of a run in its directory, from the start or from a checkpoint."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress

@@ -244,7 +244,7 @@ class AveragedExchange(AccumulatedExchange):
             self.noise.sums = noise.clone()
 
     def wanted(self, latest: Callable[[], Any]) -> Mapping[str, Shard] | None:
-        """Return the table rows that this rank reads; None for all tensors. Collective."""
+        """Return the embedding rows that this rank reads; None without embeddings. Collective."""
         return self._tables.wanted() if self._tables and latest() is not None else None
 
 

@@ -46,7 +46,7 @@ class DividedState:
         self._parameters: dict[int, nn.Parameter] = {}
 
     def part_of(self, optimizer: Optimizer, model: nn.Module) -> Optimizer:
-        """Return an optimizer for this rank's part ``model``, with the original groups. Local."""
+        """Return an optimizer for ``model``, this rank's part, with the original groups. Local."""
         here = {self._owner[name]: p for name, p in model.named_parameters()}
         groups = [
             {**group, "params": [here[name] for name in names if name in here]}
@@ -177,7 +177,7 @@ def _tensor(leaf: Any) -> Tensor:
 
 
 def _like(value: Any, parameter: Tensor) -> Any:
-    """Return a value of the optimizer state with the placement of its parameter."""
+    """Return a loaded value of the optimizer state, placed like its parameter."""
     if not isinstance(value, TensorPiece):
         return value.clone() if isinstance(value, Tensor) else value
     here = value.tensor.to(parameter.device, copy=True)

@@ -85,7 +85,7 @@ def comparison(runs: Sequence[RunHistory]) -> RenderableType:
 
 
 def overview(runs: Sequence[RunHistory]) -> RenderableType:
-    """Return a table with one row per run, for a terminal."""
+    """Return a table with state and results of each run, one row per run, for a terminal."""
     heads = ("run", "state", "step", "loss", "metric", "ranks", "started")
     rows: list[list[Cell]] = []
     for run in runs:

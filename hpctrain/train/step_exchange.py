@@ -407,7 +407,7 @@ class StepExchange:
                 parameter.copy_(own["parameters"][name])
 
     def wanted(self, latest: Callable[[], Any]) -> Mapping[str, Shard] | None:
-        """Return the shards that this rank reads from the newest checkpoint; None for all.
+        """Return the shards that this rank reads from the newest checkpoint; None: whole tensors.
 
         Args:
             latest: collective function that returns the folder of the newest checkpoint, or None.

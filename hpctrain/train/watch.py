@@ -38,7 +38,7 @@ class RankTimes:
 
     @property
     def work_s(self) -> float:
-        """Seconds of a step that other ranks wait for."""
+        """Seconds of a step for input and compute, for which other ranks wait."""
         return self.compute_s + self.input_s
 
 

@@ -69,7 +69,10 @@ def value_hashes(values: Mapping[str, Any]) -> dict[str, str]:
 def _gathered(
     mine: dict[int, bytes], leaves: list[tuple[str, Any]], comm: Communicator
 ) -> dict[int, bytes]:
-    """Join the digests of all ranks, which hold the same ``leaves``. Collective."""
+    """Gather the digests of the leaves that each rank has hashed. Collective.
+
+    Raises ``CheckpointError`` on every rank: the ranks hold different ``leaves``.
+    """
     whole = hashlib.sha256()
     for path, value in leaves:
         whole.update(_head(path, value))

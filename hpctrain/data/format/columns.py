@@ -135,7 +135,7 @@ class Column:
         self._spool.write(data.data.cast("B") if data.size else b"")
 
     def write(self, file: h5py.File, block_size: int) -> Place:
-        """Write ``/data/<field>`` and its tables to a file; return their place without offsets."""
+        """Write ``/data/<field>`` and its tables to a file; return a ``Place`` without offsets."""
         self._write_values(file, block_size)
         index = np.concatenate(self._ends).astype("<u8")
         starts = np.arange(0, self._num_rows, block_size)

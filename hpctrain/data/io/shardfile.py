@@ -323,7 +323,7 @@ class OpenShard:
         self.file = self._opened()
 
     def check_blocks(self, rows: Array, *, again: bool) -> None:
-        """Check the crc32 of the blocks of some samples.
+        """Check the crc32 of the blocks that contain the samples ``rows``.
 
         Without ``again``, blocks that were checked before are skipped. If the file
         was changed since it was opened, it is reopened and no block counts as checked. Raises

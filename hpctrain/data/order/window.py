@@ -95,11 +95,11 @@ class WindowOrder:
         self._rest = global_order(max(1, self._num_rest), key_of(seed, epoch, _REST), epoch)
 
     def samples_at(self, positions: Indices) -> Indices:
-        """Return the samples at some positions, with the same shape."""
+        """Return the samples at ``positions`` of the epoch, with the same shape."""
         return self._samples_at(positions.ravel()).reshape(positions.shape)
 
     def lanes_of(self, positions: Indices) -> Indices:
-        """Return the lanes of the samples at some positions, without computing the samples."""
+        """Return the lanes of the samples at ``positions``, without computing the samples."""
         rest, rest_numbers, numbers = self._split(positions)
         _, lanes = _divided(numbers, self._num_lanes)
         lanes[rest] = self._rest.samples_at(rest_numbers) // self._block % self._num_lanes

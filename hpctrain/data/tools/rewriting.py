@@ -151,7 +151,10 @@ def share(num_samples: int, comm: Communicator, step: int) -> tuple[int, int]:
 
 
 def parse_shares(texts: Sequence[str]) -> dict[str, Fraction]:
-    """Read shares such as ``train=0.9`` or ``test=1/10``."""
+    """Return the share of each part, from texts such as ``train=0.9`` or ``test=1/10``.
+
+    Raises ``DataError``: a text is not a share, a name occurs twice, or the sum is not 1.
+    """
     shares: dict[str, Fraction] = {}
     for text in texts:
         name, _, value = text.partition("=")
@@ -189,7 +192,7 @@ def sizes_of(num_samples: int, shares: Shares) -> list[int]:
 
 
 def parts_drawn(sizes: Sequence[int], seed: int) -> Callable[[Indices], Indices]:
-    """Draw parts of these sizes at random; return the function from samples to parts."""
+    """Draw random parts of these sizes; return a function from samples to their parts."""
     ends = np.cumsum(sizes)
     order = global_order(int(ends[-1]), seed, _TAG)
     return lambda samples: np.searchsorted(ends, order.positions_of(samples), side="right")

@@ -175,7 +175,7 @@ class _Worker:
         return self._connection.recv()
 
     def _work(self, indices: NDArray[np.int64]) -> str:
-        """Describe the current sample and its file; between samples, those of the whole batch."""
+        """Describe the current sample and its file, or all samples of the batch if unknown."""
         sample = self._processes.notes[self._number].sample
         found = indices.tolist() if sample is None else [sample]
         files = dict.fromkeys(filter(None, (file_of(self._dataset, each) for each in found)))
