@@ -25,7 +25,7 @@ T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
 
 _PINNED_BYTES = MIB
-"""Copies of at least this size of device memory are pinned; smaller ones share their pages."""
+"""Pinned memory is used for copies of at least this size; smaller copies would share pages."""
 
 
 class StateCopy:

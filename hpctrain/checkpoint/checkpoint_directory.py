@@ -16,7 +16,7 @@ from hpctrain.core.errors import CheckpointError
 SCORE = "score"  # key in the facts of a checkpoint: score of its model
 
 ASIDE = ".aside"
-"""Ending of a checkpoint of later steps than a resumed run; kept, and never loaded."""
+"""Suffix of a checkpoint that a resumed run has set aside; it is kept, and never loaded."""
 
 T = TypeVar("T")
 
@@ -30,7 +30,7 @@ class Kept:
     step: int
     whole: bool = True  # False if the checkpoint is known to be damaged
     score: float | None = None
-    """How good the model is, the larger the better; None and NaN are never the best."""
+    """Quality of the model, larger is better; None and NaN are never the best."""
 
 
 def expendable(present: Iterable[Kept], *, keep: int, keep_best: int = 0) -> list[int]:

@@ -43,7 +43,7 @@ from hpctrain.core.units import MIB
 _Spec = tuple[str, tuple[int, ...]]  # dtype and shape of a whole tensor
 
 _Written = tuple[dict[str, list[int]], dict[str, _Spec]]
-"""Checksums of the tensors that a rank wrote, and the specs of its private ones."""
+"""Checksums of the tensors that a rank wrote, and the specs of its private tensors."""
 
 WHOLE_BYTES = MIB  # smaller tensors are not divided
 

@@ -25,7 +25,7 @@ from hpctrain.runtime.world import current
 T = TypeVar("T", bound="Dataset[Any] | DataLoader[Any]")
 
 _NUMBERS = count(1)
-"""Of loaders, for reports of ranks that wait; all ranks make theirs in the same order."""
+"""Numbers of loaders for the names of their messages, identical on all ranks."""
 
 
 class Counts(Protocol):
@@ -192,8 +192,8 @@ class _StreamPart(IterableDataset[Any]):
 
 
 BATCHES_PER_MESSAGE, INDICES_PER_MESSAGE = 64, 1 << 20
-"""Rank 0 broadcasts its order in pieces: an order may be endless, and memory must not grow with
-the number of ranks. The batch that reaches the number of indices is the last of its piece."""
+"""Limits of a message with the next batches of the order, which rank 0 broadcasts in pieces: an
+order may be endless. The batch that reaches the number of indices is the last of a message."""
 
 
 class DividedLoader(DataLoader[Any]):
@@ -241,7 +241,7 @@ class _OwnIndices(Sampler[list[Any]]):
     def __init__(self, batches: Any, rank: int, size: int, name: str) -> None:
         self._batches, self._rank, self._size, self._name = batches, rank, size, name
         self.counts: deque[tuple[int, int]] = deque()
-        """Samples of this rank, and of all ranks, in each batch that is not yet delivered."""
+        """Samples of this rank and of all ranks, for each batch that is not yet delivered."""
         self.keeps_empty = True  # whether a rank without samples reads a sample of another rank
 
     def __len__(self) -> int:
@@ -397,7 +397,7 @@ class _Weights:
 
 
 _MAX_NUMBERS = 1 << 16
-"""Numbers of an array that are compared; another split or order differs in the first ones."""
+"""Numbers of an array that are compared; another split or order differs in the first numbers."""
 _MAX_DEPTH = 4
 _OF_FLOATS = "about "  # marks a checksum of numbers that processors may round differently
 

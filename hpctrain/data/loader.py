@@ -27,7 +27,7 @@ from hpctrain.data.workers.shm_message import portable
 _LOG = logging.getLogger(__name__)
 
 STATE_FORMAT = 1
-"""Of ``state_dict``, in which nothing depends on the number of ranks or on the global batch."""
+"""Version of ``state_dict``, which does not depend on the number of ranks or the global batch."""
 
 _RULES = {
     "global_batch": Number,
@@ -65,19 +65,19 @@ class Loader(Reading):
     order: OrderName = "auto"
     """``global``: any sample may be at any position. ``window``: whole blocks are read and mixed,
     for small samples of a large data set. ``sequential``: the order on disk. ``auto``: global
-    for samples of 100 kB and for a data set that stays in memory, else window."""
+    for samples of at least 100 kB and for a data set that stays in memory, otherwise window."""
     window: WindowShape | None = None
-    """Blocks that a window order mixes; by default chosen so that it mixes well."""
+    """Sizes of a window order; by default ``WindowShape.of`` chooses them."""
     split: Split | Path | str | None = None
-    """Parts of the data set, or the file that has them: each rank reads its own, neighbours where
-    there are more parts than ranks. Of a step they have samples in proportion to their sizes."""
+    """Division of the data set into parts, or its file. Each rank reads consecutive parts; each
+    step has samples of every part in proportion to the size of the part."""
     on_corrupt: Literal["raise", "skip"] = "raise"
-    """Damaged samples are an error, or all ranks leave them out from then on, with a warning."""
+    """``raise`` an error for damaged samples, or ``skip`` them on all ranks with a warning."""
     epoch: int = field(default=0, init=False)  # epoch of the next batch
     consumed: int = field(default=0, init=False)
-    """Samples of this epoch that were delivered, on all ranks together."""
+    """Number of samples of this epoch that were delivered, over all ranks."""
     step_samples: int = field(default=0, init=False)
-    """Samples of the step that was delivered last, on all ranks together."""
+    """Number of samples of the last delivered step, over all ranks."""
     _ordering: Ordering = field(init=False, repr=False)
     _skipped: Skipped = field(default_factory=Skipped, init=False, repr=False)
     _pass: object = field(default=None, init=False, repr=False)

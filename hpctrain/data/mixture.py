@@ -19,9 +19,9 @@ from hpctrain.data.order.order import Order, Sequential, global_order
 from hpctrain.data.samples import Columns, Indices, Ragged, Samples, Values, file_of
 
 PERIOD = 1 << 16
-"""Length of the pattern of sources that repeats; weights are rounded to multiples of 1/PERIOD."""
+"""Length of the repeated pattern of sources; weights are rounded to multiples of 1/PERIOD."""
 _PATTERN = 2
-"""Number of the rule by which sources take turns: with another one, other samples come."""
+"""Version of the rule that orders the sources, as another rule gives other samples."""
 
 
 class Mixture:

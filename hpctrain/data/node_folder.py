@@ -21,9 +21,9 @@ PREFIX = "hpctrain-"
 LOCK = "lock"
 
 _MEMORY_FILE_SYSTEMS = (0x01021994, 0x858458F6)
-"""The magic numbers of tmpfs and ramfs, by statfs(2)."""
+"""Magic numbers of tmpfs and ramfs, as in statfs(2)."""
 _LOCAL_FILE_SYSTEMS = (0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x2FC12FC1, 0x794C7630)
-"""Of ext2 to ext4, xfs, btrfs, f2fs, zfs and overlayfs: on a disk of this node."""
+"""Magic numbers of file systems on a disk: ext2-4, xfs, btrfs, f2fs, zfs and overlayfs."""
 _FREE_SHARE = 0.95  # of the free space of a folder that the user chose
 _MEMORY_SHARE = 0.5  # of the free memory otherwise, because the ranks need memory too
 

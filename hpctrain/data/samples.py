@@ -140,7 +140,7 @@ class Batch:
     """One rank's part of a global batch: ``x, y = batch``, ``batch.x`` or ``batch["x"]``."""
 
     fields: Mapping[str, Values]
-    """Values by name, in the order of the data set or of what the transform returned."""
+    """Values by name, in the order of the data set or of the result of the transform."""
     num_samples: int  # of this rank; 0 if a short batch has too few for all ranks
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Batch":

@@ -17,7 +17,7 @@ _PIECE_BYTES = 64 << 20
 
 _LANES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # the others are read as int64
 _MIX = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
-"""Odd factors: the golden ratio, and those of splitmix64, as numbers with a sign."""
+"""Odd factors: the golden ratio and the factors of splitmix64, as signed integers."""
 
 
 def state_hash(state: Mapping[str, Any], comm: Communicator | None = None) -> str:

@@ -41,7 +41,7 @@ class RaggedRows:
 Rows = Mapping[str, "NDArray[Any] | RaggedRows"]
 
 Samples = Mapping[str, ArrayLike | Ragged | RaggedRows | Sequence[ArrayLike]] | Rows
-"""For each field an array ``(num_samples, *shape)``; for a ragged one a list of arrays
+"""For each field an array ``(num_samples, *shape)``; for a ragged field a list of arrays
 ``(length, *shape)``, or a ``Ragged``."""
 
 

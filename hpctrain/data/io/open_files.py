@@ -79,7 +79,7 @@ class Handles:
 THREADS = 4  # some threads read while others compute checksums
 _PIECE_BYTES = 4 * MIB  # bytes of consecutive blocks that one thread reads
 _REQUEST_BYTES = 128 * KIB
-"""Linux reads no more than its read-ahead window for one request, 128 KiB unless it was set."""
+"""Size of a request: Linux reads at most its read-ahead window at a time, 128 KiB by default."""
 
 
 def read_ahead(

@@ -132,7 +132,7 @@ class ShardFile(RawShard):
         super().__init__(path, manifest, index)
         self.block_size = manifest.block_size
         self.checked = np.zeros(manifest.num_blocks(self.shard), bool)
-        """Blocks whose crc32 was right."""
+        """Whether the crc32 of each block was checked and is right."""
         self.all_checked = False
         self.identity = self._identity()
         """Device, inode, size and time of change: all equal as long as the file is unchanged."""
@@ -146,7 +146,7 @@ class ShardFile(RawShard):
         self.indices = {
             name: self.index(name) for name, field in manifest.fields.items() if field.ragged
         }
-        """Of ragged fields: the first row of each sample, and the end, ``(num_samples + 1,)``."""
+        """First row of each sample and the end, ``(num_samples + 1,)``, for each ragged field."""
         if bytes(self._plain(0, (len(_SIGNATURE),), "|u1")) != _SIGNATURE:
             raise ValueError("the file does not begin with the signature of HDF5")
         self._unmapped = {name: self._unmapped_values(name, chunks) for name in manifest.fields}

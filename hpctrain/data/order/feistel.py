@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 Words = NDArray[np.uint64]
 
 SMALL = 512
-"""Up to this size a network has more rounds: six do not reach all orders of a few values."""
+"""Up to this size a network has more rounds: six cannot produce all orders of a few values."""
 
 _ROUNDS, _ROUNDS_SMALL = 6, 12
 _PIECE = 16384  # number of values whose intermediate results fit into the cache of a core

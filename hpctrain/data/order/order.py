@@ -15,7 +15,7 @@ from hpctrain.data.order.feistel import Feistel, Words
 from hpctrain.data.samples import Indices
 
 SMALL = 4096
-"""Up to here a permutation is drawn, as all orders of few samples must be equally likely."""
+"""Up to this size a permutation is drawn, so that all orders are equally likely."""
 
 
 class Order(Protocol):

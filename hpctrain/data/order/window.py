@@ -23,8 +23,8 @@ from hpctrain.data.samples import Indices
 BLOCK_BYTES = 64 * KIB  # a read of this size from a disk costs little more than a smaller one
 LANES = 1024  # approximate maximum by default, so that every rank of a usual job has its own lanes
 MIXED_PER_SAMPLE, MIXED = 32, 8192
-"""Default blocks of a window for each sample of a global batch, and the least number of
-blocks: class-sorted data then come as evenly as from a permutation, within one percent."""
+"""Default number of blocks in all windows per sample of a global batch, and the minimum. Batches
+of class-sorted data are then as even as with a full permutation, within one percent."""
 
 # Keys that differ from the keys of other orders in any epoch.
 _KEY, _TURN, _INSIDE, _REST = 1, 2, 3, 4
@@ -36,7 +36,7 @@ class WindowShape:
 
     block: int  # neighbouring samples that are read together
     window: int
-    """Blocks of a lane that are mixed; somewhat more where they do not go into the lane."""
+    """Blocks of a lane that are mixed; slightly more if the lane is not a multiple of them."""
     lanes: int  # parts of the data that are read concurrently
 
     def __post_init__(self) -> None:

@@ -34,7 +34,7 @@ _LOCAL_HEADER_BYTES = 30
 _UNREADABLE = (ValueError, EOFError, zipfile.BadZipFile, zlib.error, struct.error)
 
 Columns = Mapping[str, Any]
-"""By field, an object with a ``shape`` that gives samples for ``[rising indices]``."""
+"""By field, an object with ``shape`` that returns samples for ``[ascending indices]``."""
 
 
 class Opened:

@@ -27,8 +27,8 @@ SHARD_BYTES = 512 * MIB
 SHUFFLED_BYTES = 4096 * MIB  # limit of a shuffle in memory, over all ranks
 
 Start = Callable[[int | None, int], Callable[[int], None]]
-"""Gets the samples that this rank packs, if known, and those packed before; returns the function
-that gets the size of each batch."""
+"""Function of the number of samples of this rank, None if unknown, and the number that is packed
+already. It returns a function that is called with the size of each batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,16 +36,17 @@ class PackConfig(WantedFields):
     """Options of packing: fields to read, and format of the data set."""
 
     kind: str | None = None
-    """Of the source: arrays, hdf5, tar, csv, parquet, text, folder, python; None to find out."""
+    """Kind of the source: arrays, hdf5, tar, csv, parquet, arrow, text, folder or python; None to
+    infer the kind from the names of the files."""
     split: str = "train"  # name of this part of the data; one per directory
     samples_per_shard: int | None = None
-    """Samples of each file but the last of a rank; None to let ``shard_bytes`` decide."""
+    """Samples of each file except the last of a rank; None to derive it from ``shard_bytes``."""
     shard_bytes: int = SHARD_BYTES  # approximate bytes of a shard before compression
     block_size: int = BLOCK_SIZE
-    """Samples per crc32, and the least that a shuffle within a window reads at a time."""
+    """Samples per crc32; a window order reads at least one such block at a time."""
     compression: str | None = None  # ``zstd``, or None, which is fastest to read
     shuffle: int | None = None
-    """Seed of the order in which samples are written; None keeps that of the source."""
+    """Seed of the order in which samples are written; None keeps the order of the source."""
     overwrite: bool = False  # replace a data set that is in the directory already
 
     def __post_init__(self) -> None:

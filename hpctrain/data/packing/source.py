@@ -22,7 +22,7 @@ from hpctrain.data.order.order import global_order
 
 Array = NDArray[Any]
 Batch = dict[str, Array | list[Array]]
-"""Some samples: for each field ``(num_samples, *shape)``, of a ragged one a list of samples."""
+"""Samples by field: an array ``(num_samples, *shape)``, or a list of samples if ragged."""
 
 BATCH_BYTES = 8 * MIB
 BATCH_SAMPLES = (
@@ -35,11 +35,11 @@ class WantedFields:
     """Options that choose fields of a source and their form."""
 
     fields: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Name of a field -> what of the source it holds; empty for all, by the source's names."""
+    """Name of the array in the source for each field; empty for all arrays of the source."""
     ragged: tuple[str, ...] = ()
-    """Fields whose samples differ in length, where the first samples do not show it."""
+    """Fields that are ragged even if the first samples have equal lengths."""
     resize: tuple[int, int] | None = None
-    """Height and width that every image is brought to; its proportions are not kept."""
+    """Height and width of every image; proportions are not kept."""
     encoded: bool = False
     """Keep images as the bytes of their files, as a ragged field, and decode when training."""
     length: int | None = None
@@ -52,13 +52,13 @@ class WantedFields:
 NUMBER_TYPE = re.compile("b1|[iu][1248]|f[248]")
 
 Sample = tuple[str, Mapping[str, Array]]
-"""Its origin, for errors, and its arrays by field."""
+"""Description of the origin of a sample, for errors, and its arrays by field."""
 
 Take = Callable[[NDArray[np.int64]], Batch | list[Sample]]
-"""Reads samples by their numbers, which rise."""
+"""Function that returns samples at ascending indices."""
 
 Read = Callable[[], Iterator[Batch | Sample]]
-"""Reads samples from front to end, some at a time or one by one."""
+"""Function that returns all samples in sequence, in batches or one by one."""
 
 NUM_EXAMINED = 64  # number of samples from which the fields are determined
 
@@ -73,7 +73,7 @@ class PackSource:
 
     fields: Mapping[str, Field] = dataclasses.field(default_factory=dict)
     runs: Sequence[tuple[int, Take]] = ()
-    """For random access: number of samples, and function that reads some of them."""
+    """For random access: number of samples of each run, and the function that reads them."""
     parts: Sequence[tuple[int | None, Read]] = ()
     """For sequential access: number of samples of each part or None, and its reader."""
     files: Sequence[str] = ()
@@ -86,7 +86,7 @@ class PackSource:
     origins: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """For each renamed field, the name of its data in the source."""
     types: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """For some fields, the dtype to which numbers are converted."""
+    """Dtype to which the numbers of a field are converted, if they are converted."""
 
     @property
     def is_indexed(self) -> bool:

@@ -39,10 +39,10 @@ _TYPE = re.compile(rf"{TEXT}|{NUMBER_TYPE.pattern}")
 _LARGEST_WHOLE = 2**53  # float64 represents all integers up to this value
 
 Rows = Callable[[str, str | None], Array | list[Array]]
-"""Some rows of a table: give the values of a column, of the type that was asked for."""
+"""Rows of a table: function of a column and a requested dtype that returns the values."""
 
 Columns = dict[str, tuple[list[str], str | None]]
-"""Of each field its columns, which lie side by side, and the type that was asked for."""
+"""Columns of each field, which form one array, and the requested dtype or None."""
 
 
 def open_table(
@@ -116,13 +116,13 @@ _BLOCK_BYTES = MIB
 _BOM = "\xef\xbb\xbf"
 _GAPS = {"", "#N/A", "#N/A N/A", "#NA", "N/A", "NA", "NULL", "n/a", "null"}
 _NANS = {"NaN", "nan", "-NaN", "-nan"}
-"""Texts that are numbers, too, where floats are asked for."""
+"""Texts that are missing values, but numbers if a float dtype is requested."""
 _GAPS |= _NANS | {"1.#IND", "1.#QNAN", "-1.#IND", "-1.#QNAN"}
-"""Texts in a column of numbers where one is missing."""
+"""Texts that mark a missing value in a column of numbers."""
 _NO_NUMBER = re.compile(r"[ \t]*[+-]?(0x|nan\()", re.IGNORECASE)
-"""Begins what pyarrow takes for a number, and a table does not mean so."""
+"""Beginning of texts that pyarrow parses as numbers, but that are not numbers in a table."""
 _PADDED = re.compile(r"[ \t]*[+-]?0\d")
-"""Begins numbers that may be names."""
+"""Beginning of numbers with leading zeros, which may be identifiers."""
 _NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?\s*\Z", re.IGNORECASE)
 _SEPARATOR = re.compile(r"[;|\t]")
 

@@ -32,7 +32,7 @@ from hpctrain.data.packing.source import (
 Contents = tuple[str, dict[str, bytes]]  # key of a sample, and the contents of its files by suffix
 
 MAX_SAMPLE_BYTES = GIB
-"""Of the files of a sample: an archive of a few KB can claim any size."""
+"""Maximum size of the files of a sample, because an archive of a few KB can claim any size."""
 
 _MAX_HEADER_BYTES = MIB  # maximum size of an extended header, which tarfile reads into memory
 

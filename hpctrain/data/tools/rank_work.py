@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 Advance = Callable[[int], None]
-"""Gets how much was done since its last call: samples, or bytes."""
+"""Function that is called with the number of samples or bytes done since its last call."""
 Start = Callable[[int], Advance]  # called with the amount of work of this rank
 
 TURN_S = 2.0  # seconds of work between two synchronizations of the ranks

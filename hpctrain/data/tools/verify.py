@@ -42,7 +42,7 @@ class Fault:
     field: str | None = None  # the field; None for a fault of the whole file
     blocks: tuple[int, ...] = ()  # damaged blocks, counted from the start of the shard
     samples: tuple[Range, ...] = ()
-    """Samples that cannot be had, in growing order; none where only other bytes are damaged."""
+    """Lost samples, in ascending order; empty if only other bytes are damaged."""
 
     def __str__(self) -> str:
         lost = ", ".join(f"{start}-{stop - 1}" for start, stop in self.samples)

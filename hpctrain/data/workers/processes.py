@@ -30,7 +30,7 @@ from hpctrain.data.workers.shm_message import pack, portable
 from hpctrain.launch.mpiexec import marks_rank
 
 END_S = 5.0
-"""How long the processes may take to end before they are killed; they take one second at most."""
+"""Seconds before processes that do not end are killed; they usually end within one second."""
 
 _BOOT = """
 import json, sys
@@ -201,7 +201,7 @@ class Notes:
 _Alive: TypeAlias = dict[int, tuple[int, int]]
 """Number and process of each worker, by a pipe that ends with it."""
 
-GRACE_S = 1.0  # how long a worker may continue after the rank has closed the pool, or is dead
+GRACE_S = 1.0  # seconds that a worker may continue after the rank has closed the pool or ended
 STACK_S = 2.0  # how long a worker that must end may take to write its stack before it is killed
 
 
