@@ -11,7 +11,7 @@ from hpctrain.core.units import MIB
 from hpctrain.data.format.dataset_manifest import Field
 
 CHUNK_BYTES = 2 * MIB
-"""Target size of a chunk: smaller chunks compress less, larger chunks cost more per random read."""
+"""Target size of a chunk: smaller chunks compress less, larger chunks waste decoding."""
 
 _LEVEL = 3
 _MOST_BYTES = 2**32 - 1
