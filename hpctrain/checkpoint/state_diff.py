@@ -25,7 +25,7 @@ NO_RESULTS = {"time", "records"}
 _NOTED = {"training_s": "time", "num_records": "records"}
 """Paths in the state of ``hpctrain train`` that are no results."""
 _SUMS = re.compile(rf"({PRIVATE}/\d+/)?(epoch_)?tally/sums")
-_DURATIONS = slice(2, 5)  # of these sums
+_DURATIONS = slice(2, 5)  # indices of durations in these sums
 
 _LONGEST = 60  # maximum characters of a plain value
 

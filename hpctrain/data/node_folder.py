@@ -24,8 +24,8 @@ _MEMORY_FILE_SYSTEMS = (0x01021994, 0x858458F6)
 """Magic numbers of tmpfs and ramfs, as in statfs(2)."""
 _LOCAL_FILE_SYSTEMS = (0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x2FC12FC1, 0x794C7630)
 """Magic numbers of file systems on a disk: ext2-4, xfs, btrfs, f2fs, zfs and overlayfs."""
-_FREE_SHARE = 0.95  # of the free space of a folder that the user chose
-_MEMORY_SHARE = 0.5  # of the free memory otherwise, because the ranks need memory too
+_FREE_SHARE = 0.95  # used fraction of the free space of a folder that the user chose
+_MEMORY_SHARE = 0.5  # used fraction of the free memory, because the ranks need memory too
 
 
 class Site(NamedTuple):

@@ -74,7 +74,7 @@ class AccumulatedExchange(StepExchange):
             if pieces:
                 loss = forward(*map(_aligned, pieces[0]), tries_backward=observer.is_first)[1]
         if not pieces:
-            self._synchronize()  # in place of backward
+            self._synchronize()  # replaces the backward pass on a rank without samples
             return 0.0, 0
         if accumulate > 1:
             self._set_num_passes(num_pieces)
@@ -132,7 +132,7 @@ class AveragedExchange(AccumulatedExchange):
     ) -> None:
         super().__init__(config, comm, model, optimizer, optimizer, precision)
         self._tables, self.noise = tables, _noise(config, comm, optimizer)
-        self._measured = list[Measured]()  # of the first micro-batch, on a single rank
+        self._measured = list[Measured]()  # norms of the first micro-batch, on a single rank
 
     @classmethod
     def build(cls, config: RunConfig, comm: Communicator, built: BuiltModel) -> Self:

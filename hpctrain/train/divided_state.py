@@ -39,7 +39,7 @@ class DividedState:
         self._stages = stages
         first = {id(p): name for name, p in model.named_parameters()}
         named = model.named_parameters(remove_duplicate=False)
-        self._owner = {name: first[id(p)] for name, p in named}  # of tied weights
+        self._owner = {name: first[id(p)] for name, p in named}  # tied weights have one owner
         self._groups = [[first[id(p)] for p in g["params"]] for g in optimizer.param_groups]
         self._numbers = {name: i for i, name in enumerate(chain(*self._groups))}
         self._whole = {name: v.to("meta") for name, v in model.state_dict().items()}
@@ -142,7 +142,7 @@ class DividedState:
 def _shard(tensor: Tensor) -> Shard:
     if not isinstance(tensor, DTensor):
         return Shard.whole(tensor.shape)
-    (chunk,) = tensor.__create_chunk_list__()  # as torch.distributed.checkpoint calls it
+    (chunk,) = tensor.__create_chunk_list__()  # method that torch.distributed.checkpoint uses
     return Shard(tuple(tensor.shape), tuple(chunk.offsets), tuple(chunk.sizes))
 
 

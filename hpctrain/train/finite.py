@@ -27,9 +27,9 @@ class _Step:
 
     number: int = 0
     lr: float = 0.0
-    flags: int = 0  # for all ranks
+    flags: int = 0  # flags of this rank for all ranks
     buffers: StepValues | None = None  # copies to restore if the step is skipped
-    mean_loss: float = math.nan  # of all samples
+    mean_loss: float = math.nan  # mean over the samples of all ranks
     limit: float = math.nan  # mean losses above this value are spikes
     is_spike: bool = False
     num_lost: int = 1

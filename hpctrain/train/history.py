@@ -34,8 +34,8 @@ class RunHistory:
     path: Path
     view: RunView
     records: list[Record]
-    configuration: dict[str, Any]  # by dotted key
-    environment: dict[str, Any]  # by dotted name
+    configuration: dict[str, Any]  # values by dotted key
+    environment: dict[str, Any]  # values by dotted name
 
     @classmethod
     def read(cls, path: Path, label: str = "") -> "RunHistory":

@@ -32,7 +32,7 @@ from hpctrain.train.task import Task
 class Outcome:
     """Result of a finished run."""
 
-    scores: Scores  # of the last test
+    scores: Scores  # results of the last test
     training_s: float  # total duration of all steps, without tests
     num_samples: int  # processed in all epochs; a sample counts once per epoch
     step: int  # number of finished steps

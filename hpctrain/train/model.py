@@ -50,7 +50,7 @@ class BuiltModel:
     model: nn.Module
     optimizer: Optimizer  # plain, without state
     loss: Callable[[Tensor, Tensor], Tensor]  # mean over the samples of a batch
-    precision: Precision  # of forward and loss
+    precision: Precision  # precision of forward and loss
     tables: Tables  # embeddings whose rows are divided among the ranks
     epoch_steps: int  # steps per epoch
 

@@ -13,7 +13,7 @@ from hpctrain.report.figure import PARTS, Figure, Kind, Series
 from hpctrain.train.history import LOSS, TIMES, Record, RunHistory, labelled
 
 FORMATS = (".png", ".svg", ".pdf")
-MAX_POINTS = 2000  # of a curve; above the resolution of a screen
+MAX_POINTS = 2000  # points of a curve; more than a screen can resolve
 MAX_RANKS = 32  # bars of a figure
 MAX_MARKS = 20
 

@@ -43,8 +43,8 @@ class StepBatch:
 
     inputs: Tensor
     labels: Tensor
-    num_samples: int  # of this rank; 0 if the last batch of an epoch has too few samples
-    num_global: int  # of all ranks
+    num_samples: int  # samples of this rank; 0 if the last batch of an epoch has too few samples
+    num_global: int  # samples of all ranks
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,7 @@ class NotFiniteFinding:
     step: int
     epoch: int
     lr: float
-    loss: float  # of this rank's samples
+    loss: float  # mean over this rank's samples
     norm: float | None
     """L2 norm of the gradients, after averaging if ranks average; None if not computed."""
     samples: list[int]  # indices of this rank's samples in the data set

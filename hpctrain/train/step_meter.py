@@ -21,7 +21,7 @@ class Interval:
     """Measurements of several steps; times are means over steps and ranks, in seconds."""
 
     num_steps: int
-    num_samples: int  # of all ranks
+    num_samples: int  # samples of all ranks
     loss: float  # mean over the samples; NaN if all steps were skipped
     compute_s: float
     communication_s: float  # not overlapped with compute
