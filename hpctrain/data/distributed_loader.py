@@ -170,7 +170,12 @@ def _part(dataset: "Dataset[Any]", rank: int, size: int) -> "Subset[Any]":
     total = _length(dataset) or 0
     steps = -(-total // size)
     if total % size and rank == 0:
-        logger.info("%d samples on %d ranks: %d are used twice", total, size, steps * size - total)
+        logger.info(
+            "%d samples do not divide evenly among %d ranks: %d samples are used twice",
+            total,
+            size,
+            steps * size - total,
+        )
     return Subset(dataset, [(rank + step * size) % total for step in range(steps)])
 
 

@@ -195,8 +195,8 @@ def _choose(dataset: ShardedDataset, to: Path | str) -> tuple[NodeFolder | None,
             return NodeFolder.create(best.folder, label), chosen
     rooms = [f"{site.folder} has room for {format_bytes(site.room_bytes)}" for site in found]
     logger.warning(
-        "data set %s is not copied, because no storage of this node has room for a shard of its "
-        "%s: %s",
+        "data set %s of %s is not copied, because no storage of this node has room for one of "
+        "its shards: %s",
         dataset.path,
         format_bytes(total_bytes),
         "; ".join(rooms) or "the node has no other storage",

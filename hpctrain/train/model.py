@@ -184,8 +184,8 @@ def choose_device(config: TrainingConfig, num_devices: int) -> tuple[torch.devic
         return cpu, ""
     refused = {
         "train.device is cpu": config.device == "cpu",
-        "train.reproducible fixes bits of CPUs": config.reproducible,
-        "train.shard = node needs node memory, parallel.zero does not": config.shard == "node",
+        "train.reproducible is implemented on CPUs only": config.reproducible,
+        "train.shard = node uses memory of the host, use parallel.zero": config.shard == "node",
     }
     if reason := next((text for text, holds in refused.items() if holds), ""):
         return cpu, f"cpu, though every rank has {kind}: {reason}"
@@ -378,7 +378,7 @@ def with_shard(
         return config, ""
     devices = {parameter.device.type for parameter in model.parameters()} - {"cpu"}
     refused = {
-        f"they are on {'/'.join(devices)}": bool(devices),
+        f"parameters are on {'/'.join(devices)}": bool(devices),
         "no node has two ranks that share memory": most < 2,
         "train.reproducible sums gradients differently": train.reproducible,
         "ranks divide the model as [parallel] says": config.parallel.divides,
@@ -386,10 +386,10 @@ def with_shard(
         "sync.compression is not none": config.sync.compression != "none",
         "log.noise_scale needs the gradients of single ranks": config.log.noise_scale,
         "a layer has sparse gradients": any(getattr(m, "sparse", False) for m in model.modules()),
-        f"a step of {config.optimizer.name} may use other tensors": not can_shard(optimizer),
+        f"{config.optimizer.name} may use other parameters in a step": not can_shard(optimizer),
     }
     if reason := next((text for text, holds in refused.items() if holds), ""):
         text = f"every rank has all parameters: {reason}"
         return replace(config, train=replace(train, shard="none")), text
-    text = f"a node has parameters and state once, for up to {most} ranks"
+    text = f"parameters and state are stored once per node, for up to {most} ranks"
     return replace(config, train=replace(train, shard="node")), text

@@ -283,7 +283,8 @@ class _Run:
         """Yield lines about the last test and, if different, the best test."""
         best = outcome.best
         if task.config.keep_best and best and best["step"] != outcome.step:
-            folder = RunDirectory(task.config.directory).checkpoints  # not absolute
+            # The configured path may be relative, as the user wrote it.
+            folder = RunDirectory(task.config.directory).checkpoints
             path = CheckpointDirectory(folder).path(best["step"])
             yield f"best {task.tested} {task.metric_name} {best['metric']:.4f}, in {path}"
         yield from outcome.scores.lines(task.metric_name)

@@ -249,7 +249,7 @@ class TrainingConfig(CheckedFields):
             f"train.global_batch must be at least the number of micro-shards, {number}, with "
             f"train.reproducible = true",
             self.global_batch,
-            "raise it, or set a smaller train.micro_shards",
+            "use a larger batch, or a smaller train.micro_shards",
         )
 
 

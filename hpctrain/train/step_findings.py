@@ -120,11 +120,11 @@ def message_of(shown: Mapping[int, NotFiniteFinding]) -> str:
     was_taken = all(finding.norm is None for finding in shown.values())
     rule = "loss and gradients must be finite,"
     cause = (
-        f"{rule} but the weights after step {step} are not: the step was too large, or one of its "
-        f"gradients was not finite"
+        f"{rule} but the weights after step {step} are not finite: the step was too large, or "
+        f"one of its gradients was not finite"
         if was_taken
-        else f"{rule} but they are not on {format_ranks(shown)} in step {step}, which was not "
-        f"taken"
+        else f"{rule} but they are not on {format_ranks(shown)} in step {step}, which was "
+        f"not taken"
     )
     remedies = (
         "check these samples; metrics.jsonl has all of them",

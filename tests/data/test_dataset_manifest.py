@@ -65,7 +65,7 @@ def test_a_flipped_bit_in_any_byte_of_a_manifest_is_found(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"format": "other"}, "its format is 'other'"),
+        ({"format": "other"}, "must be .*, got 'other'"),
         ({"version": 2}, "update hpctrain"),
         ({"shards": [{}]}, "KeyError"),
         ({"fields": {"x": field_record(), "y": field_record(ragged=True)}}, "must have an index"),

@@ -335,7 +335,11 @@ def test_positional_arguments_are_not_suggested():
     ("overrides", "chosen", "reason"),
     [
         ([], "node", "for up to 2 ranks"),
-        (["optimizer.name=AdamW", "train.clip_norm=1"], "node", "parameters and state once"),
+        (
+            ["optimizer.name=AdamW", "train.clip_norm=1"],
+            "node",
+            "parameters and state are stored once",
+        ),
         (["train.precision=fp16"], "node", "for up to 2 ranks"),
         (["sync.compression=int8"], "none", "sync.compression is not none"),
         (["train.reproducible=true"], "none", "reproducible"),

@@ -241,7 +241,7 @@ class Manifest:
     @classmethod
     def _from_record(cls, record: dict[str, Any]) -> Self:
         if record["format"] != FORMAT:
-            raise DataError(f"its format is {record['format']!r}, not {FORMAT!r}")
+            raise DataError(f"its format must be {FORMAT!r}, got {record['format']!r}")
         if record["version"] > VERSION:
             raise DataError(
                 f"its version must be at most {VERSION}, got {record['version']}, which a later "
