@@ -23,7 +23,7 @@ ENDINGS = (".pt", ".pth", ".safetensors")
 def newest_state(path: Path | str, only: str | None = None) -> tuple[Path, dict[str, Any]]:
     """Return path and state of a checkpoint, or of the newest checkpoint of a run directory.
 
-    With ``only``, return only that part of the state.
+    If ``only`` is a path in the state, return only the value at that path.
     """
     source = checkpoints_in(path)[-1]
     state = load(source, SerialCommunicator()).state

@@ -119,12 +119,13 @@ def save(  # noqa: PLR0913 - all parts of a checkpoint
         comm: the ranks that write.
         step: step of the state.
         private: values of each rank, such as random states; stored by rank.
-        facts: values for JSON, for example for checks before a load; those of rank 0 are stored.
+        facts: values for JSON, for example for checks before a load; the values of rank 0 are
+            stored.
         guard: called on rank 0 before any file is written, and again before the checkpoint
             appears. A CheckpointError that it raises cancels the save.
         source_rank: write the plain values and tensors of this rank alone. If this
-            rank and others hold the same piece, the copy of this rank is written. All other pieces
-            come from the other ranks.
+            rank and others hold the same piece, the copy of this rank is written. The other ranks
+            write all other pieces.
 
     Raises:
         CheckpointError: a value of the state is not supported, the ranks disagree or hold

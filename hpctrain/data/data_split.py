@@ -145,9 +145,9 @@ class Split:
 
 
 class SplitSteps(Steps):
-    """Steps in which each rank reads the samples of its own parts of a ``Split``.
+    """Steps in which each rank reads the samples of its parts, as assigned by a ``Split``.
 
-    The number of samples of a part in a step is proportional to the size of the part, so that all
+    Each step has samples of every part in proportion to the size of the part, so all
     parts end an epoch at the same step. The samples of a step do not depend on the number of
     ranks.
 
@@ -167,7 +167,7 @@ class SplitSteps(Steps):
 
 
 class _Line:
-    """Order of an epoch that interleaves the parts in proportion to their sizes."""
+    """Order of an epoch that interleaves all parts in proportion to their sizes."""
 
     def __init__(self, split: Split, order: Order) -> None:
         samples = order.samples_at(np.arange(len(split.parts)))

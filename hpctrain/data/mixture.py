@@ -186,9 +186,10 @@ def _whole(weights: NDArray[np.float64]) -> Indices:
 def _pattern(counts: tuple[int, ...]) -> Indices:
     """Return the source of each sample of a period.
 
-    Sample k of a source must come in the interval of positions in which the share of the source
+    Sample k of a source must be in the interval of positions in which the share of the source
     grows from k to k + 1. At each position, the sample whose interval ends first is chosen among
-    those whose interval has begun (earliest deadline first), which meets all deadlines.
+    those whose interval has begun (earliest deadline first), so every sample is within its
+    interval.
 
     Source: Baruah, Cohen, Plaxton and Varvel 1996, "Proportionate progress".
     """

@@ -257,7 +257,7 @@ class StepExchange:
             self.forward_nothing(values[0])
 
     def forward_nothing(self, inputs: Tensor, times: int = 1) -> None:
-        """Take part in the collectives of a forward pass, on a rank without samples."""
+        """Run the collectives of a forward pass on a rank without samples; default no-op."""
 
     def sum_rows(self, rows: Sequence[Sequence[float]], num_columns: int) -> list[float]:
         """Return the sum of each column over the rows of all ranks. Collective.

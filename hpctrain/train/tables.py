@@ -84,7 +84,7 @@ class Tables:
 
     @torch.no_grad()
     def look_up_nothing(self, model: nn.Module, inputs: Tensor, times: int = 1) -> None:
-        """Take part in embedding lookups on a rank without samples. Collective with ``forward``.
+        """Run the collectives of embedding lookups on a rank without samples.
 
         Runs ``model`` in evaluation mode on empty inputs, so running means do not change.
 

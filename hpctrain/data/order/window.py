@@ -74,7 +74,7 @@ class WindowOrder:
     windows, and a third permutation mixes the samples of each window. Samples whose blocks do not
     fill all lanes ("the rest") are distributed evenly over the epoch.
 
-    The arguments are those of ``global_order``. Raises ``DataError``: one is out of range.
+    See ``global_order`` for the arguments. Raises ``DataError``: one is out of range.
     """
 
     def __init__(self, n: int, seed: int, epoch: int, shape: WindowShape) -> None:
@@ -106,7 +106,7 @@ class WindowOrder:
         return lanes
 
     def _in_slots(self, slots: Indices) -> Indices:
-        """Return the blocks in slots; a short last block has the slot of its own number."""
+        """Return the blocks in ``slots``; a short last block stays in the slot of its number."""
         full = slots < self._num_full
         blocks = self._partition.forward(as_words(np.where(full, slots, 0)))
         return np.where(full, as_indices(blocks), slots)
