@@ -68,7 +68,7 @@ class AccumulatedExchange(StepExchange):
         num_pieces = min(accumulate, num_samples)
         cut = (values.tensor_split(max(num_pieces, 1)) for values in batch.tensors)
         pieces = [*zip(*cut, strict=True)] if num_pieces else []
-        self.forward_nothing(batch.inputs, accumulate - num_pieces)
+        self.forward_empty(batch.inputs, accumulate - num_pieces)
         # Most errors of shapes and types occur in the first step and must reach all ranks.
         with agreed(self.comm) if observer.is_first else nullcontext():
             if pieces:
@@ -172,9 +172,9 @@ class AveragedExchange(AccumulatedExchange):
         self._tables.begin(num_samples, nominal)
         super()._set_num_samples(num_samples, nominal)
 
-    def forward_nothing(self, inputs: Tensor, times: int = 1) -> None:
+    def forward_empty(self, inputs: Tensor, times: int = 1) -> None:
         """Run the collectives of embedding lookups on a rank without samples. Collective."""
-        self._tables.look_up_nothing(self.model, inputs, times)
+        self._tables.look_up_empty(self.model, inputs, times)
 
     def _end_piece(self, number: int, num_pieces: int, size: int, num_samples: int) -> None:
         # With several ranks ``watch_noise`` adds the norms. A single rank compares the first

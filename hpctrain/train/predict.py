@@ -150,7 +150,7 @@ def predict(task: Task, path: Path, facts: Mapping[str, Any]) -> tuple[int, ...]
 def _output(task: Task, batch: Batch) -> NDArray[Any] | None:
     """Return the outputs of the model for this rank's samples; None without samples."""
     if not batch.num_samples:
-        task.exchange.forward_nothing(task.split(batch)[0])
+        task.exchange.forward_empty(task.split(batch)[0])
         return None
     with task.precision.autocast():
         inputs, _ = task.split(batch)

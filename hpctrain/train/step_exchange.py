@@ -254,9 +254,9 @@ class StepExchange:
         if len(values[0]):
             yield *values, None
         else:
-            self.forward_nothing(values[0])
+            self.forward_empty(values[0])
 
-    def forward_nothing(self, inputs: Tensor, times: int = 1) -> None:
+    def forward_empty(self, inputs: Tensor, times: int = 1) -> None:
         """Run the collectives of a forward pass on a rank without samples; default no-op."""
 
     def sum_rows(self, rows: Sequence[Sequence[float]], num_columns: int) -> list[float]:

@@ -83,7 +83,7 @@ class Tables:
             table.set_num_samples(num_samples, nominal)
 
     @torch.no_grad()
-    def look_up_nothing(self, model: nn.Module, inputs: Tensor, times: int = 1) -> None:
+    def look_up_empty(self, model: nn.Module, inputs: Tensor, times: int = 1) -> None:
         """Run the collectives of embedding lookups on a rank without samples.
 
         Runs ``model`` in evaluation mode on empty inputs, so running means do not change.
