@@ -25,7 +25,7 @@ T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
 
 _PINNED_BYTES = MIB
-"""Copies of at least this size of device memory are pinned; smaller ones share their pages."""
+"""Pinned memory is used for copies of at least this size; smaller copies would share pages."""
 
 
 class StateCopy:
@@ -40,8 +40,8 @@ class StateCopy:
         self._num_ranks = num_ranks
         self._copies: dict[str, Tensor] = {}
         self.num_bytes = 0  # copied by the last ``take``
-        self.checksums: dict[str, Checksum] = {}  # of the last state, for ``SaveSource``
-        self.compare_s = 0.0  # how long they took
+        self.checksums: dict[str, Checksum] = {}  # checksums of the last state, for ``SaveSource``
+        self.compare_s = 0.0  # seconds that the checksums took
 
     def take(self, state: Any, source_rank: int | None = None) -> Any:
         """Copy a state to CPU memory, overwrite the last copy, and return the copied state.
@@ -53,7 +53,7 @@ class StateCopy:
         leaves, skeleton = flatten(state)
         # The division must be that of the save.
         parts = divided(leaves, self._num_ranks, source_rank)
-        held, self._copies = self._copies, {}  # memory of tensors that this state lacks is freed
+        held, self._copies = self._copies, {}  # free the copies of tensors that this state lacks
         self.num_bytes = 0
         copies: dict[str, Tensor | TensorPiece] = {}
         for path, leaf in leaves.items():
@@ -82,7 +82,7 @@ class StateCopy:
         if not is_dense(tensor):
             return tensor  # the write raises the error
         if part is None:
-            return torch.empty((), dtype=tensor.dtype).expand(tensor.shape)  # no memory
+            return torch.empty((), dtype=tensor.dtype).expand(tensor.shape)  # out of memory
         copy, here = held.get(path), Shard.whole(part.global_shape).slices(part)
         num_bytes = part.numel * tensor.itemsize
         if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
@@ -98,20 +98,20 @@ class StateCopy:
 
 
 class BackgroundWriter(Generic[T]):
-    """Runner of jobs in a thread with a separate communicator, or immediately without a thread."""
+    """Runner of jobs in a thread with a separate communicator, or immediately without a thread.
+
+    Construction creates the thread and its communicator, and is collective. Jobs run immediately
+    if ``background`` is false, or if the MPI library does not allow calls from two threads, which
+    is logged once.
+    """
 
     def __init__(self, comm: Communicator, *, background: bool) -> None:
-        """Create the thread and its communicator. Collective.
-
-        Jobs run immediately if ``background`` is false, or if the MPI library does not allow calls
-        from two threads, which is logged once.
-        """
         self._comm = comm
         self._running: Future[T] | None = None
         self._thread: ThreadPoolExecutor | None = None
         if background and _allowed(comm):
             own = comm.group(range(comm.size))
-            assert own is not None, "a group of all ranks must contain this rank"
+            assert own is not None, "a group of all ranks contains this rank"
             self._comm = own
             self._thread = ThreadPoolExecutor(1, "hpctrain-checkpoint")
 
@@ -126,7 +126,7 @@ class BackgroundWriter(Generic[T]):
         The job before must have been joined. The argument of ``job`` is the communicator that it
         must use. ``join`` raises the errors of the job.
         """
-        assert self._running is None, "only one job may run at a time"
+        assert self._running is None, "the caller must join a job before it starts another"
         if self._thread is not None:
             self._running = self._thread.submit(job, self._comm)
             return
@@ -163,7 +163,8 @@ def _allowed(comm: Communicator) -> bool:
         return True
     if comm.rank == 0:
         _LOG.warning(
-            "checkpoints are not written in the background, because the MPI library allows "
-            "calls from one thread only; training waits for each of them"
+            "the MPI library must support calls from several threads to write checkpoints in the "
+            "background, but supports calls from one thread only; training waits for each "
+            "checkpoint"
         )
     return False

@@ -13,10 +13,10 @@ from hpctrain.checkpoint.format.manifest import CheckpointManifest, name_of, ste
 from hpctrain.core.atomic import PART, reason_of, sync
 from hpctrain.core.errors import CheckpointError
 
-SCORE = "score"  # among the facts of a checkpoint: how good its model is
+SCORE = "score"  # key in the facts of a checkpoint: score of its model
 
 ASIDE = ".aside"
-"""Ending of a checkpoint of later steps than a resumed run; kept, and never loaded."""
+"""Suffix of a checkpoint that a resumed run has set aside; it is kept, and never loaded."""
 
 T = TypeVar("T")
 
@@ -28,9 +28,9 @@ class Kept:
     """Step, validity and score of a checkpoint, from which ``expendable`` decides."""
 
     step: int
-    whole: bool = True  # whether it can be loaded, as far as is known
+    whole: bool = True  # False if the checkpoint is known to be damaged
     score: float | None = None
-    """How good the model is, the larger the better; None and NaN are never the best."""
+    """Quality of the model, larger is better; None and NaN are never the best."""
 
 
 def expendable(present: Iterable[Kept], *, keep: int, keep_best: int = 0) -> list[int]:
@@ -61,7 +61,7 @@ class CheckpointDirectory:
     def __init__(self, root: Path) -> None:
         self.root = root
         self._known: dict[int, Kept] = {}
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     def path(self, step: int) -> Path:
         """Return the directory of the checkpoint after ``step`` steps."""
@@ -86,7 +86,7 @@ class CheckpointDirectory:
         ``CheckpointError``: the directory exists and cannot be read.
         """
         faults: dict[int, str] = {}
-        gone: dict[int, str] = {}  # removed by another job: the directory is listed again
+        gone: dict[int, str] = {}  # removed by another job; list the directory again
         while steps := [s for s in self.steps() if s not in {*passed_over, *faults, *gone}]:
             try:
                 CheckpointManifest.read(self.path(steps[0]))
@@ -136,8 +136,8 @@ class CheckpointDirectory:
             return action()
         except (OSError, CheckpointError) as error:
             reason = reason_of(error)
-            if reason not in self._told:
-                self._told.add(reason)
+            if reason not in self._reported:
+                self._reported.add(reason)
                 _LOG.warning("old checkpoints in %s cannot be removed: %s", self.root, reason)
             return None
 
@@ -170,8 +170,8 @@ class CheckpointDirectory:
         self.path(step).rename(aside)
         self._known.pop(step, None)
         _LOG.warning(
-            "checkpoint %s is damaged, or of a step after the one that this run resumed from; it "
-            "is renamed to %s, remove it if it is not needed",
+            "checkpoint %s is damaged, or later than the step from which this run resumed, so it "
+            "is renamed to %s; remove it if it is not needed",
             self.path(step),
             aside.name,
         )

@@ -1,4 +1,4 @@
-"""States for other programs: a file of torch, or of safetensors."""
+"""Export of a state to a file of torch or of safetensors, which other programs read."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,7 +21,10 @@ ENDINGS = (".pt", ".pth", ".safetensors")
 
 
 def newest_state(path: Path | str, only: str | None = None) -> tuple[Path, dict[str, Any]]:
-    """Return path and state of a checkpoint, or of the newest one of a run directory."""
+    """Return path and state of a checkpoint, or of the newest checkpoint of a run directory.
+
+    If ``only`` is a path in the state, return only the value at that path.
+    """
     source = checkpoints_in(path)[-1]
     state = load(source, SerialCommunicator()).state
     part = state if only is None else part_of(state, only)
@@ -44,7 +47,7 @@ def part_of(state: Mapping[str, Any], path: str) -> Any:
         )
         if name not in inside:
             raise CheckpointError(
-                f"the part to export must be in the state, but there is no "
+                f"a part of a state must exist, but there is no "
                 f"{'/'.join(names[: number + 1])}; choose one of "
                 f"{', '.join(sorted(inside)[:20]) or 'no names'}"
             )
@@ -53,7 +56,7 @@ def part_of(state: Mapping[str, Any], path: str) -> Any:
 
 
 def check_ending(path: Path) -> None:
-    """Check that the ending of a name selects a format."""
+    """Raise ``CheckpointError`` unless the suffix of a file is one of ``ENDINGS``."""
     if path.suffix not in ENDINGS:
         raise CheckpointError(
             f"the file of an export must end in {', '.join(ENDINGS)}, got {path.name!r}"
@@ -70,7 +73,7 @@ def export(state: Mapping[str, Any], path: Path | str, *, overwrite: bool = Fals
     check_ending(path)
     if path.is_dir():
         raise CheckpointError(
-            f"{path} is a directory, which an export does not replace; choose another name"
+            f"the file of an export must not be a directory, but {path} is; choose another name"
         )
     if path.exists() and not overwrite:
         raise CheckpointError(
@@ -83,8 +86,8 @@ def export(state: Mapping[str, Any], path: Path | str, *, overwrite: bool = Fals
         raise CheckpointError(
             f"a safetensors file must contain only tensors, but "
             f"{', '.join(map(str, others[:20]))} of the state "
-            f"{'are' if len(others) > 1 else 'is'} none; choose a part with --only, such as "
-            f"model, or a file that ends in .pt"
+            f"{'are no tensors' if len(others) > 1 else 'is no tensor'}; choose a part with "
+            f"--only, such as model, or a file that ends in .pt"
         )
     try:
         make_folder(path.parent)

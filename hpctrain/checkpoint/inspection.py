@@ -12,13 +12,13 @@ from hpctrain.checkpoint.loading import check
 from hpctrain.core.errors import CheckpointError
 from hpctrain.core.units import format_bytes
 
-_LONGEST = 200  # characters shown of a fact
+_LONGEST = 200  # maximum characters of a fact
 
-FOLDER = "checkpoints"  # of the checkpoints in a run directory
+FOLDER = "checkpoints"  # folder of the checkpoints in a run directory
 
 
 def checkpoints_in(path: Path | str) -> list[Path]:
-    """Return the checkpoint at a path, or all of a run directory, by step.
+    """Return the checkpoint at a path, or all checkpoints of a run directory, by step.
 
     Unfinished checkpoints and checkpoints that were set aside are omitted.
     """
@@ -41,19 +41,19 @@ def checkpoint_of(path: Path | str, which: str) -> Path:
     if which == "last":
         return found[-1]
     if which == "best":
-        # The newest of equal scores, which a run keeps.
+        # Of equal scores choose the newest, which the run keeps.
         facts = ((CheckpointManifest.read(one).facts, one) for one in found)
         scored = [(of_one[SCORE], one) for of_one, one in facts if SCORE in of_one]
         if scored:
             return max(scored)[1]
         raise CheckpointError(
-            f"the best checkpoint must have a score, but no checkpoint of {path} was saved "
-            f"after a test; set checkpoint.keep_best or test.patience"
+            f"the best checkpoint must have the score of a test, but no checkpoint of {path} has "
+            f"one; set checkpoint.keep_best or test.patience for the next run"
         )
     steps = {str(step_of(one.name)): one for one in found}
     if which not in steps:
         raise CheckpointError(
-            f"a checkpoint must be last, best, or the step of a checkpoint, here one of "
+            f"a checkpoint must be chosen as last, best or by its step, one of "
             f"{', '.join(steps)}, got {which!r}"
         )
     return steps[which]
@@ -138,10 +138,10 @@ def _short(value: object) -> str:
 
 
 def verify(path: Path | str) -> Iterator[tuple[Path, list[str]]]:
-    """Read every byte of one checkpoint, or of all of a run directory, and compare checksums.
+    """Compare every byte of one checkpoint, or of all of a run directory, with the checksums.
 
     Not collective. Yields each checkpoint and its faults, oldest first; checkpoints that the run
-    removes meanwhile are omitted. Raises ``CheckpointError``: there is none.
+    removes meanwhile are omitted. Raises ``CheckpointError``: there is no checkpoint.
     """
     has_checked = False
     for directory in checkpoints_in(path):
@@ -149,5 +149,5 @@ def verify(path: Path | str) -> Iterator[tuple[Path, list[str]]]:
         if not faults or directory.exists() or directory == Path(path):
             has_checked = True
             yield directory, faults
-    if not has_checked:  # all were removed: there are others now, or none
+    if not has_checked:  # all listed checkpoints were removed, so list the directory again
         yield from verify(path)

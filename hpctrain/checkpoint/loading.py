@@ -1,4 +1,4 @@
-"""Reading a checkpoint on any number of ranks; every byte is checked, nothing is executed."""
+"""Read a checkpoint on any number of ranks; check every byte, and execute no code of it."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -61,8 +61,8 @@ def load(
             only the blocks of the files that it touches are read.
 
     Raises:
-        CheckpointError: there is no checkpoint, or it is damaged or hostile, or has not the
-            tensors of ``into``; on every rank.
+        CheckpointError: there is no checkpoint, or it is damaged or hostile, or lacks a
+            tensor of ``into``; on every rank.
     """
     what = f"read checkpoint {directory}"
     read = explained(what)(lambda: read_bytes(absolute(directory)))
@@ -77,7 +77,7 @@ def load(
 
 
 def check(directory: Path | str) -> list[str]:
-    """Read all of a checkpoint and return its faults. Not collective.
+    """Read every file of a checkpoint, and return its faults. Not collective.
 
     Everything that ``load`` refuses on any number of ranks is a fault.
     """
@@ -91,7 +91,7 @@ def check(directory: Path | str) -> list[str]:
         partial(_check_file, directory / file_name(rank), parts)
         for rank, parts in sorted(_by_rank(everything).items())
     ]
-    # Files can be whole and the state still not be built from them.
+    # A state may be invalid although all files are intact.
     checks.append(
         partial(_assembled, directory, manifest.skeleton, dict.fromkeys(manifest.tensors))
     )
@@ -142,13 +142,13 @@ class Privates(Mapping[int, Any]):
 def _private_tree(
     directory: Path, records: Mapping[str, Record], tensors: Mapping[str, Any]
 ) -> Any:
-    """Return the private values of a rank, with these ``tensors``."""
+    """Return the private values of a rank, given its private tensors by name."""
     text = _read(directory, {PRIVATE: records[PRIVATE]}, {})[PRIVATE]
     try:
         skeleton = json.loads(bytes(host_bytes(text)))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"checkpoint {directory} is damaged: private values of a rank are not JSON: "
+            f"checkpoint {directory} is damaged: the private values of a rank are not JSON: "
             f"{error}; use another checkpoint"
         ) from error
     return _assembled(directory, skeleton, tensors, f"{PRIVATE}/")
@@ -159,14 +159,14 @@ def _read_state(
 ) -> Any:
     if missing := sorted(set(into) - set(manifest.tensors)):
         raise CheckpointError(
-            f"the checkpoint must have all tensors that are loaded, but {directory} has no "
-            f"{', '.join(missing)}; load others of "
+            f"the tensors of into must be in the checkpoint, but {directory} has no "
+            f"{', '.join(missing)}; choose from its tensors, "
             f"{printable(', '.join(list(manifest.tensors)[:20]))}"
         )
     for path, shard in into.items():
         if shard.global_shape != (shape := manifest.tensors[path].shape):
             raise CheckpointError(
-                f"the tensor {path} must have the shape of the checkpoint, {list(shape)}, got "
+                f"the tensor {path} must have the shape in the checkpoint, {list(shape)}, got "
                 f"{list(shard.global_shape)}; change the model, or convert the checkpoint"
             )
     tensors = _read(directory, manifest.tensors, into, first=rank % manifest.world)
@@ -217,7 +217,8 @@ def _assembled(
     def leaf(path: str) -> Any:
         if prefix + path not in leaves:
             raise CheckpointError(
-                f"its skeleton has the tensor {path[:80]!r}, but the manifest does not"
+                f"the skeleton of the state names the tensor {path[:80]!r}, but the manifest "
+                f"does not"
             )
         return leaves[prefix + path]
 
@@ -232,7 +233,7 @@ def _assembled(
 def _by_rank(
     groups: Sequence[Mapping[str, Record]], wanted: Mapping[str, Shard] | None = None
 ) -> dict[int, list[_Stored]]:
-    """Return the parts in the file of each rank, of the ``wanted`` shards or of all."""
+    """Return the stored parts by the rank that wrote them; only parts of ``wanted`` shards."""
     stored: dict[int, list[_Stored]] = {}
     for name, record in (item for records in groups for item in records.items()):
         for part in record.parts:

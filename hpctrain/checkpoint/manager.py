@@ -42,10 +42,10 @@ class Figures:
     """Size and times of a checkpoint; the times are maxima over all ranks."""
 
     step: int
-    num_bytes: int  # of all tensors, on all ranks
-    stall_s: float  # time that training waited
-    write_s: float  # until all was on disk
-    compare_s: float  # part of both: comparison of the states
+    num_bytes: int  # bytes of all tensors, on all ranks
+    stall_s: float  # seconds that training waited
+    write_s: float  # seconds until all files were on disk
+    compare_s: float  # part of both times: comparison of replicated tensors
 
     @property
     def bytes_per_s(self) -> float:
@@ -62,9 +62,28 @@ class Manager:
 
     A failed save keeps the older checkpoints. The next ``save``, ``wait`` or ``close`` raises its
     error on every rank, with the step of the failed save; training may continue, and save again.
+
+    Construction is collective.
+
+    Args:
+        directory: directory of all checkpoints of the run, seen by all ranks; need not exist.
+        comm: communicator of the ranks; used only in collective calls.
+        every: number of steps, a time such as ``"10min"``, ``"auto"`` or ``"none"``.
+        keep: number of newest checkpoints that are kept, at least 1.
+        keep_best: number of checkpoints with the best score that are kept in addition.
+        mtbf: mean time between two failures of the whole job, in seconds or such as
+            ``"24h"``; ``"auto"`` needs it.
+        background: whether training continues while a checkpoint is written; training waits if
+            the MPI library does not allow calls from two threads.
+        guard: called on rank 0, in any thread, before a checkpoint is written, before it
+            appears and before others are removed; may raise CheckpointError to prevent it.
+
+    Raises:
+        ConfigError: a value is not valid.
+        MismatchError: the ranks pass different values; on every rank.
     """
 
-    def __init__(  # noqa: PLR0913 - the keys of a table of a run's configuration
+    def __init__(  # noqa: PLR0913 - keys of table [checkpoint]
         self,
         directory: Path | str,
         comm: Communicator,
@@ -76,25 +95,6 @@ class Manager:
         background: bool = True,
         guard: Callable[[], None] | None = None,
     ) -> None:
-        """Join the ranks that save together. Collective.
-
-        Args:
-            directory: directory of all checkpoints of the run, seen by all ranks; need not exist.
-            comm: communicator of the ranks; used only in collective calls.
-            every: number of steps, a time such as ``"10min"``, ``"auto"`` or ``"none"``.
-            keep: number of newest checkpoints that are kept, at least 1.
-            keep_best: number of checkpoints with the best score that are kept in addition.
-            mtbf: mean time between two failures of the whole job, in seconds or such as
-                ``"24h"``; ``"auto"`` needs it.
-            background: whether training continues while a checkpoint is written; it waits if the
-                MPI library does not allow calls from two threads.
-            guard: called on rank 0, in any thread, before a checkpoint is written, before it
-                appears and before others are removed; may raise CheckpointError to prevent it.
-
-        Raises:
-            ConfigError: a value is not valid.
-            MismatchError: the ranks pass different values; on every rank.
-        """
         given = [f"every {every}", f"keep {keep}", f"keep_best {keep_best}", f"mtbf {mtbf}"]
         given.append(f"background {background}")
         require_equal(comm, given, "an argument of Manager", "pass the same values")
@@ -110,8 +110,8 @@ class Manager:
         self._guard = guard
         self._damaged: dict[int, str] = {}
         self._figures: Figures | None = None
-        self._step: int | None = None  # of the last one saved or loaded
-        self._has_score = False  # that one
+        self._step: int | None = None  # step of the last checkpoint saved or loaded
+        self._has_score = False  # whether that checkpoint has a score
         self._stall_s = 0.0
         # Of the state, and of private values.
         self._snapshots = (StateCopy(comm.rank, comm.size), StateCopy())
@@ -131,7 +131,7 @@ class Manager:
             return False
         return self._schedule.due(step, time.monotonic() if now is None else now)
 
-    def save(  # noqa: PLR0913 - what belongs to a checkpoint
+    def save(  # noqa: PLR0913 - all parts of a checkpoint
         self,
         state: Mapping[str, Any],
         step: int,
@@ -154,11 +154,11 @@ class Manager:
             private: values of this rank.
             facts: values for JSON, for example for checks before a load.
             wait: return when the checkpoint is on disk; an error of the last save is only logged.
-            score: how good the model is, the larger the better; for ``keep_best``.
+            score: quality of the model, larger is better; used by ``keep_best``.
             source_rank: write the state of this rank alone; see ``save``.
 
         Raises:
-            CheckpointError: this save or the last one failed, and this one is not done; or step,
+            CheckpointError: this save or the last save failed, and nothing was saved; or step,
                 score or source_rank differ between ranks; on every rank.
         """
         began = time.monotonic()
@@ -224,7 +224,8 @@ class Manager:
         """Load the newest readable checkpoint; return None if there are no checkpoints.
 
         Collective; waits for the save in flight. Damaged checkpoints are logged and skipped, as by
-        ``latest``; if another job removes one while it is read, the directory is listed again.
+        ``latest``; if another job removes a checkpoint during the read, the directory is listed
+        again.
 
         Args:
             into: parts of tensors that this rank wants; see ``load``.
@@ -238,7 +239,7 @@ class Manager:
             except CheckpointError as error:
                 # A checkpoint that another job removed is not damaged: there may be newer ones.
                 if self._comm.broadcast_object(self._shelf.is_there(step)):
-                    self._pass_over(step, str(error))
+                    self._skip_damaged(step, str(error))
                 continue
             self._step, self._has_score = step, SCORE in loaded.facts
             self._schedule.taken(step, time.monotonic())
@@ -314,7 +315,7 @@ class Manager:
         )
 
     def _tidy(self, step: int, *, damaged: set[int]) -> None:
-        if self._guard is not None:  # again: time has passed since the checkpoint appeared
+        if self._guard is not None:  # repeated, as another job may have taken the run meanwhile
             self._guard()
         self._shelf.tidy(step, keep=self._keep, keep_best=self._keep_best, damaged=damaged)
 
@@ -324,17 +325,17 @@ class Manager:
         look = explained(f"list checkpoints in {self._shelf.root}")(self._shelf.newest)
         step, faults = on_root(self._comm, partial(look, self._damaged), CheckpointError)
         for damaged, fault in faults.items():
-            self._pass_over(damaged, fault)
+            self._skip_damaged(damaged, fault)
         if step is None and self._damaged:
             reasons = "; ".join(self._damaged.values())
             raise CheckpointError(
                 f"none of {len(self._damaged)} checkpoints in {self._shelf.root} can be read: "
-                f"{reasons}; restore one from a backup, or move them away to start the run "
-                f"again"
+                f"{reasons}; restore a checkpoint from a backup, or move all of them to another "
+                f"directory to start the run again"
             )
         return step
 
-    def _pass_over(self, step: int, fault: str) -> None:
+    def _skip_damaged(self, step: int, fault: str) -> None:
         self._damaged[step] = fault
         self._warn(f"{fault}; the checkpoint of step {step} is skipped")
 

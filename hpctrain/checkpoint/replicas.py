@@ -16,7 +16,7 @@ from hpctrain.core.errors import CheckpointError
 from hpctrain.core.units import MIB, format_ranks
 
 _POOL_BYTES = 64 * MIB
-_BITS = (1 << 62) - 1  # of a checksum: its negative and one more number fit into int64
+_BITS = (1 << 62) - 1  # bits of a checksum, so that its negative fits into int64 too
 _MOST_NAMED = 3
 _MOST_GROUPS = 4
 
@@ -37,7 +37,7 @@ def checksums(leaves: Mapping[str, Tensor | TensorPiece]) -> dict[str, Checksum]
     tensors = {path: t for path, t in leaves.items() if isinstance(t, Tensor) and is_dense(t)}
     remote = {path: device_checksum(t) for path, t in tensors.items() if not t.is_cpu}
     local = {path: t for path, t in tensors.items() if t.is_cpu}
-    # A pool costs about as long as the checksums of a few MiB.
+    # A thread pool takes about as long to start as checksums of a few MiB.
     many = sum(tensor.nbytes for tensor in local.values()) >= _POOL_BYTES
     with ThreadPoolExecutor(torch.get_num_threads()) if many else nullcontext() as pool:
         crcs = list((pool.map if pool else map)(crc_of, local.values()))
@@ -49,7 +49,7 @@ def checksums(leaves: Mapping[str, Tensor | TensorPiece]) -> dict[str, Checksum]
 
 
 def require_same(comm: Communicator, found: Mapping[str, int | None]) -> None:
-    """Check that each checksum is identical on all ranks that have it. Collective.
+    """Check that each tensor has the same checksum on all ranks that hold it. Collective.
 
     One all-reduce finds the maximum of each checksum and of its negative, so its size does not
     depend on the number of ranks; only differing checksums are gathered.
@@ -78,7 +78,7 @@ def require_same(comm: Communicator, found: Mapping[str, int | None]) -> None:
     shown = "; ".join(f"{', '.join(names)} ({groups})" for groups, names in names_of.items())
     raise CheckpointError(
         f"tensors that ranks share must be equal on all of them, but {len(differ)} of "
-        f"{len(found)} differ: {shown}; pass source_rank=0 to write those of rank 0, call "
+        f"{len(found)} differ: {shown}; pass source_rank=0 to write the tensors of rank 0, call "
         f"hvd.broadcast_parameters() on them before the save, or remove them from the state "
         f"and pass them as private="
     )

@@ -1,4 +1,4 @@
-"""Writing of a checkpoint: all ranks write their shares, rank 0 the manifest."""
+"""Write a checkpoint: all ranks write their shares, then rank 0 writes the manifest."""
 
 import math
 import os
@@ -43,20 +43,20 @@ from hpctrain.core.units import MIB
 _Spec = tuple[str, tuple[int, ...]]  # dtype and shape of a whole tensor
 
 _Written = tuple[dict[str, list[int]], dict[str, _Spec]]
-"""Checksums of the tensors that a rank wrote, and the specs of its private ones."""
+"""Checksums of the tensors that a rank wrote, and the specs of its private tensors."""
 
-WHOLE_BYTES = MIB  # smaller tensors are not cut
+WHOLE_BYTES = MIB  # smaller tensors are not divided
 
-Parts = dict[int, Shard]  # what each writing rank writes of one tensor
+Parts = dict[int, Shard]  # part of one tensor that each rank writes
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
     """Size and duration of a save."""
 
-    bytes: int  # of all tensors, on all ranks
+    bytes: int  # bytes of all tensors, on all ranks
     seconds: float
-    compare_s: float  # of these: how long this rank compared its state with the others
+    compare_s: float  # part of ``seconds``: comparison of the state with other ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +65,8 @@ class SaveSource:
 
     state: Any
     private: Any
-    checksums: Mapping[str, Checksum]  # of the tensors that other ranks write as well
-    compare_s: float  # how long they took
+    checksums: Mapping[str, Checksum]  # checksums of the replicated tensors
+    compare_s: float  # seconds that the checksums took
 
     @classmethod
     def of(
@@ -85,7 +85,7 @@ class _Contents:
     leaves: dict[str, Tensor | TensorPiece]
     skeleton: Any
     own: dict[str, Tensor]
-    common: list[str]  # lines that must be the same on every rank
+    common: list[str]  # lines that must be identical on every rank
 
     @property
     def pieces(self) -> dict[str, Shard]:
@@ -95,7 +95,7 @@ class _Contents:
         }
 
 
-def save(  # noqa: PLR0913 - what belongs to a checkpoint
+def save(  # noqa: PLR0913 - all parts of a checkpoint
     directory: Path | str,
     state: Mapping[str, Any],
     comm: Communicator,
@@ -119,17 +119,18 @@ def save(  # noqa: PLR0913 - what belongs to a checkpoint
         comm: the ranks that write.
         step: step of the state.
         private: values of each rank, such as random states; stored by rank.
-        facts: values for JSON, for example for checks before a load; those of rank 0 are stored.
+        facts: values for JSON, for example for checks before a load; the values of rank 0 are
+            stored.
         guard: called on rank 0 before any file is written, and again before the checkpoint
             appears. A CheckpointError that it raises cancels the save.
         source_rank: write the plain values and tensors of this rank alone. If this
-            rank and others hold the same piece, the copy of this rank is written. All other pieces
-            come from the other ranks.
+            rank and others hold the same piece, the copy of this rank is written. The other ranks
+            write all other pieces.
 
     Raises:
         CheckpointError: a value of the state is not supported, the ranks disagree or hold
-            different tensors, the directory has the name of another step, or a disk refuses; on
-            every rank, and an older checkpoint is intact.
+            different tensors, the directory has the name of another step, or a file cannot be
+            written; on every rank, and an older checkpoint is intact.
     """
     take = partial(SaveSource.of, state, private or {}, comm, source_rank)
     options = SaveOptions(step=step, facts=dict(facts or {}), guard=guard, source_rank=source_rank)
@@ -164,9 +165,9 @@ def write(
         source = take()
         contents = _contents(source, facts, is_compared=source_rank is None)
     call = [f"directory {directory}", f"step {step}", f"source_rank {source_rank}"]
-    way_out = "pass values that differ between ranks as private"
+    remedy = "pass values that differ between ranks as private"
     with mismatches():
-        require_equal(comm, call + contents.common, "the state of a checkpoint", way_out)
+        require_equal(comm, call + contents.common, "the state of a checkpoint", remedy)
     tree = contents.skeleton, {path: _spec(leaf) for path, leaf in contents.leaves.items()}
     if source_rank is not None:
         tree = comm.broadcast_object(tree, root=source_rank)
@@ -219,7 +220,7 @@ def _contents(source: SaveSource, facts: Mapping[str, Any], *, is_compared: bool
     for path, leaf in leaves_of_own.items():
         if isinstance(leaf, TensorPiece):
             raise CheckpointError(
-                f"private values must not be pieces of a tensor, got one at {path}; put it into "
+                f"private values must not contain a TensorPiece, got one at {path}; put it into "
                 f"the state"
             )
         tensor_file.check_storable(path, leaf)
@@ -251,7 +252,7 @@ def _plan(
         shape = pieces[0][path].global_shape
         if fault := fault_of_cover(shape, list(parts.values())):
             raise CheckpointError(
-                f"the pieces of all ranks must be the whole tensor, each element once, but "
+                f"the pieces of a tensor on all ranks must contain each element once, but "
                 f"{fault} of {path} {list(shape)}; pass the correct piece on every rank"
             )
     return {**divide(whole, len(pieces), source_rank), **sharded}
@@ -331,7 +332,7 @@ def _of_copies(
     pieces: Sequence[Mapping[str, Shard]],
     source_rank: int | None,
 ) -> dict[str, int | None]:
-    """Return the crc32 of pieces on several ranks; None for pieces of other ranks only."""
+    """Return the crc32 of each piece that several ranks hold; None if this rank lacks it."""
     found: dict[str, int | None] = {}
     for (path, shard), ranks in _holders(pieces).items():
         if len(ranks) > 1 and shard.numel and source_rank not in ranks:

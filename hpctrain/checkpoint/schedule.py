@@ -16,19 +16,17 @@ class CheckpointSchedule:
 
     With ``auto``, the first save is immediate and measures the cost, from which the formula of
     Daly gives the interval.
+
+    Args:
+        every: as for ``Manager``.
+        mtbf_s: mean time between two failures of the whole job; ``"auto"`` needs it.
+        now: the clock, in seconds; intervals start here.
+
+    Raises:
+        ConfigError: ``every`` is invalid, or ``"auto"`` lacks ``mtbf_s``.
     """
 
     def __init__(self, every: int | str, *, mtbf_s: float | None = None, now: float = 0.0) -> None:
-        """Parse ``every``.
-
-        Args:
-            every: as for ``Manager``.
-            mtbf_s: mean time between two failures of the whole job; ``"auto"`` needs it.
-            now: the clock, in seconds; intervals start here.
-
-        Raises:
-            ConfigError: ``every`` is invalid, or ``"auto"`` lacks ``mtbf_s``.
-        """
         self._every_steps: int | None = None
         self._every_s: float | None = None
         self._mtbf_s: float | None = None
@@ -41,17 +39,16 @@ class CheckpointSchedule:
         elif every == "auto":
             if mtbf_s is None or not mtbf_s > 0:
                 raise ConfigError(
-                    f'checkpoints "auto" must have the mean time between failures of the '
-                    f'whole job, got mtbf={mtbf_s}; pass it, such as "24h", or another '
-                    f"interval"
+                    f"mtbf, the mean time between failures of the job, must be above 0 with "
+                    f'every="auto", got {mtbf_s}; pass a time such as "24h", or another every'
                 )
             self._mtbf_s = mtbf_s
         elif every != "none":
             self._every_s = parse_seconds(every)
         if (self._every_steps is not None and self._every_steps < 1) or self._every_s == 0:
             raise ConfigError(
-                f"checkpoints must be every 1 or more steps, or after more than 0 s, got "
-                f'{every!r}; "none" writes none'
+                f"every must be at least 1 step or a time above 0 s, got {every!r}; use "
+                f'every="none" to write no checkpoints'
             )
 
     @property
@@ -80,7 +77,7 @@ class CheckpointSchedule:
         return self.interval_s is not None and now - self._last_s >= self.interval_s
 
     def taken(self, step: int, now: float) -> None:
-        """Record that a checkpoint was started, or loaded, at this step and time."""
+        """Record that a checkpoint of ``step`` was started, or loaded, at the time ``now``."""
         self._last_step = step
         self._last_s = now
 

@@ -25,9 +25,9 @@ NO_RESULTS = {"time", "records"}
 _NOTED = {"training_s": "time", "num_records": "records"}
 """Paths in the state of ``hpctrain train`` that are no results."""
 _SUMS = re.compile(rf"({PRIVATE}/\d+/)?(epoch_)?tally/sums")
-_DURATIONS = slice(2, 5)  # of these sums
+_DURATIONS = slice(2, 5)  # indices of durations in these sums
 
-_LONGEST = 60  # characters shown of a plain value
+_LONGEST = 60  # maximum characters of a plain value
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -36,7 +36,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Difference:
     """A path at which two states differ, and a description of the difference."""
 
-    path: str  # of the tensor or plain value, such as ``model/0.weight``
+    path: str  # path of the tensor or plain value, such as ``model/0.weight``
     what: str
     """``values``, ``shape``, ``dtype``, ``missing``, ``plain``; or ``time`` that a run of
     ``hpctrain train`` has measured, and ``records``, their number, which are no results."""
@@ -125,7 +125,7 @@ def _of_tensors(path: str, a: Tensor, b: Tensor) -> Iterator[Difference]:
         if getattr(a, what) != getattr(b, what):
             yield Difference(path, what, f"{path}: {_described(a)}, and {_described(b)}")
             return
-    # A complex number is two, which differ by themselves.
+    # Compare the real and the imaginary part separately.
     x, y = (_real(each).contiguous().reshape(a.numel(), 1 + a.is_complex()) for each in (a, b))
     bits = _BITS[x.element_size()]
     unequal = (x.view(bits) != y.view(bits)).any(dim=1)
@@ -148,7 +148,7 @@ def _real(tensor: Tensor) -> Tensor:
 def _gap(a: Tensor, b: Tensor) -> float:
     """Return the largest difference of two finite numbers."""
     if not a.dtype.is_floating_point:
-        # Python's numbers: differences of uint64 fit no type of torch.
+        # Use Python integers, because differences of uint64 fit no dtype of torch.
         pairs = zip(a.flatten().tolist(), b.flatten().tolist(), strict=True)
         return float(max(abs(int(x) - int(y)) for x, y in pairs))
     gaps = (a.double() - b.double()).abs()

@@ -26,20 +26,25 @@ class Split:
 
     ``hpctrain data split --by-label`` writes the assignment to a file, 4 bytes per sample, and
     does not change the data set.
+
+    Args:
+        uuid: identifier of the data set.
+        parts: ``(samples,)`` uint32, the part of each sample, in [0, num_parts).
+        num_parts: number of parts; each must have a sample.
+        about: description of the assignment.
+
+    Raises:
+        DataError: a part is out of range or has no samples.
     """
 
     def __init__(
         self, uuid: str, parts: NDArray[np.uint32], num_parts: int, about: str = ""
     ) -> None:
-        """Assign sample ``i`` of the data set ``uuid`` to ``parts[i]``, in [0, num_parts).
-
-        Raises ``DataError``: a part is out of range or has no samples.
-        """
         is_array = isinstance(parts, np.ndarray)
         if not is_array or not parts.size or parts.ndim != 1 or parts.dtype != np.uint32:
             raise DataError(
-                f"a split must be an array of uint32 with the part of each sample, of shape "
-                f"(samples,), got "
+                f"parts of a split must be an array of uint32 with the part of each sample, of "
+                f"shape (samples,), got "
                 f"{f'{parts.dtype} {parts.shape}' if is_array else type(parts).__name__}"
             )
         self.uuid, self.parts, self.about = uuid, parts, about
@@ -48,7 +53,8 @@ class Split:
         empty = np.flatnonzero(self.sizes == 0)
         if len(self.sizes) != num_parts:
             raise DataError(
-                f"a part must be in [0, {num_parts}), got {len(self.sizes) - 1}; raise num_parts"
+                f"parts of a split must be in [0, num_parts), got part {len(self.sizes) - 1} and "
+                f"num_parts {num_parts}; use a larger num_parts"
             )
         if empty.size:
             which = f"part{'s' if empty.size > 1 else ''} {', '.join(map(str, empty[:8]))}"
@@ -126,10 +132,10 @@ class Split:
         """Raise ``DataError`` if this split belongs to another data set."""
         if (self.uuid, len(self.parts)) != (dataset.uuid, len(dataset)):
             raise DataError(
-                f"a split must belong to the data set, but it is of {self.uuid} with "
+                f"a split must belong to the data set, but it was written for {self.uuid} with "
                 f"{len(self.parts)} samples and the data set is {dataset.uuid} with "
-                f"{len(dataset)}; write a split of this data set with hpctrain data split "
-                f"--by-label"
+                f"{len(dataset)} samples; write a split of this data set with hpctrain data "
+                f"split --by-label"
             )
 
     @staticmethod
@@ -139,15 +145,16 @@ class Split:
 
 
 class SplitSteps(Steps):
-    """Steps in which each rank reads the samples of its own parts of a ``Split``.
+    """Steps in which each rank reads the samples of its parts, as assigned by a ``Split``.
 
-    The number of samples of a part in a step is proportional to the size of the part, so that all
+    Each step has samples of every part in proportion to the size of the part, so all
     parts end an epoch at the same step. The samples of a step do not depend on the number of
     ranks.
+
+    ``order`` is the order of the samples in each part; see ``Steps`` for the other arguments.
     """
 
     def __init__(self, split: Split, order: Order, division: Division, positions: range) -> None:
-        """Keep ``order`` within each part; the other arguments are those of ``Steps``."""
         super().__init__(_Line(split, order), division, positions)
         self._parts, self._own = split.parts, split.parts_of(division.rank, division.size)
 
@@ -160,7 +167,7 @@ class SplitSteps(Steps):
 
 
 class _Line:
-    """Order of an epoch that interleaves the parts in proportion to their sizes."""
+    """Order of an epoch that interleaves all parts in proportion to their sizes."""
 
     def __init__(self, split: Split, order: Order) -> None:
         samples = order.samples_at(np.arange(len(split.parts)))
@@ -171,5 +178,5 @@ class _Line:
         self._samples: Indices = samples[np.argsort(place, kind="stable")]
 
     def samples_at(self, positions: Indices) -> Indices:
-        """Return the samples at some positions."""
+        """Return the samples at ``positions`` of the epoch."""
         return self._samples[positions]

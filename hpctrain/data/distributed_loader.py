@@ -1,4 +1,4 @@
-"""This rank's part of a plain data set or ``DataLoader``: ``hpctrain.shard_data``."""
+"""Divide a torch ``DataLoader`` or data set among the ranks: ``hpctrain.shard_data``."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
@@ -25,7 +25,7 @@ from hpctrain.runtime.world import current
 T = TypeVar("T", bound="Dataset[Any] | DataLoader[Any]")
 
 _NUMBERS = count(1)
-"""Of loaders, for reports of ranks that wait; all ranks make theirs in the same order."""
+"""Numbers of loaders for the names of their messages, identical on all ranks."""
 
 
 class Counts(Protocol):
@@ -70,8 +70,8 @@ def shard_data(data: T, optimizer: Counts | None = None) -> T:
     facts = f"{type(data).__name__} {_length(data)} {getattr(data, 'batch_size', None)}"
     facts = f"{facts}, {'with' if optimizer else 'without'} an optimizer"
     identity = dict(_checksums(data, type(data).__name__))
-    heard = allgather_object((refusal, facts, identity), name="shard")
-    refusals, all_facts, identities = zip(*heard, strict=True)
+    gathered = allgather_object((refusal, facts, identity), name="shard")
+    refusals, all_facts, identities = zip(*gathered, strict=True)
     raise_if_any(refusals)
     if len(set(all_facts)) > 1:
         raise MismatchError(
@@ -116,10 +116,13 @@ def _compare(identities: Sequence[Mapping[str, str]]) -> None:
 
 
 def _refusal(data: object, optimizer: object) -> str | None:
-    """Return the reason why ``data`` cannot be divided or is already divided."""
+    """Return the error message if ``data`` cannot be divided or is already divided, else None."""
     kind = type(data).__name__
     if isinstance(data, Loader | DividedLoader):
-        return f"{kind} is already divided among the ranks; omit shard_data()"
+        return (
+            f"shard_data() must get data that are not divided yet, but {kind} is already divided "
+            f"among the ranks; omit shard_data()"
+        )
     if optimizer is not None and not hasattr(optimizer, "set_num_samples"):
         return (
             f"the optimizer of shard_data() must be a DistributedOptimizer, or the result of "
@@ -137,8 +140,9 @@ def _refusal_of_loader(loader: "DataLoader[Any]") -> str | None:
     samplers = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", 0))
     if any(hasattr(it, "num_replicas") for it in samplers):
         return (
-            "this DataLoader is already divided among the ranks by its sampler; omit "
-            "shard_data(), or give the DataLoader a sampler for one process"
+            "shard_data() must get data that are not divided yet, but the DataLoader is already "
+            "divided among the ranks by its sampler; omit shard_data(), or give the DataLoader a "
+            "sampler for one process"
         )
     if type(loader).__iter__ is not DataLoader.__iter__:
         kind = type(loader).__name__
@@ -148,9 +152,9 @@ def _refusal_of_loader(loader: "DataLoader[Any]") -> str | None:
         )
     if loader.batch_size is None and loader.batch_sampler is None:
         return (
-            "a DataLoader of shard_data() must have a batch_size, but it is None, so that "
-            "only its data set can divide batches; set a batch_size, or give each rank every "
-            "size()-th batch: DataLoader(shard_data(dataset), batch_size=None)"
+            "the DataLoader of shard_data() must have a batch_size, but it is None; set a "
+            "batch_size, or, if the data set yields whole batches, give each rank every size()-th "
+            "batch: DataLoader(shard_data(dataset), batch_size=None)"
         )
     return None
 
@@ -166,7 +170,12 @@ def _part(dataset: "Dataset[Any]", rank: int, size: int) -> "Subset[Any]":
     total = _length(dataset) or 0
     steps = -(-total // size)
     if total % size and rank == 0:
-        logger.info("%d samples on %d ranks: %d are used twice", total, size, steps * size - total)
+        logger.info(
+            "%d samples do not divide evenly among %d ranks: %d samples are used twice",
+            total,
+            size,
+            steps * size - total,
+        )
     return Subset(dataset, [(rank + step * size) % total for step in range(steps)])
 
 
@@ -188,15 +197,17 @@ class _StreamPart(IterableDataset[Any]):
 
 
 BATCHES_PER_MESSAGE, INDICES_PER_MESSAGE = 64, 1 << 20
-"""Rank 0 broadcasts its order in pieces: an order may be endless, and memory must not grow with
-the number of ranks. The batch that reaches the number of indices is the last of its piece."""
+"""Limits of a message with the next batches of the order, which rank 0 broadcasts in pieces: an
+order may be endless. The batch that reaches the number of indices is the last of a message."""
 
 
 class DividedLoader(DataLoader[Any]):
-    """Base class of copies of a ``DataLoader`` that divide each batch among the ranks."""
+    """Base class of copies of a ``DataLoader`` that divide each batch among the ranks.
+
+    The constructor copies the attributes of a loader, except those given in ``replaced``.
+    """
 
     def __init__(self, loader: "DataLoader[Any]", weigh: "_Weights", **replaced: Any) -> None:
-        """Copy the attributes of a loader, except those given in ``replaced``."""
         vars(self).update(vars(loader), _iterator=None, **replaced)
         self._weigh = weigh
 
@@ -214,7 +225,7 @@ class SharedLoader(DividedLoader):
         """Start an epoch. Collective; at least one of every 64 steps is collective too."""
         is_training = torch.is_grad_enabled()
         for num_samples in self._order.known_sizes() if is_training else ():
-            self._weigh.check(num_samples)  # before the first step, not at the last
+            self._weigh.check(num_samples)  # before the first step, not at the last batch
         self._order.keeps_empty = is_training
         batches = super().__iter__()
         return self._counted(batches, self._order.counts, is_training=is_training)
@@ -235,8 +246,8 @@ class _OwnIndices(Sampler[list[Any]]):
     def __init__(self, batches: Any, rank: int, size: int, name: str) -> None:
         self._batches, self._rank, self._size, self._name = batches, rank, size, name
         self.counts: deque[tuple[int, int]] = deque()
-        """Samples of this rank, and of all ranks, in each batch that is not yet delivered."""
-        self.keeps_empty = True  # whether a rank without samples in a batch reads one of another
+        """Samples of this rank and of all ranks, for each batch that is not yet delivered."""
+        self.keeps_empty = True  # whether a rank without samples reads a sample of another rank
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -246,7 +257,7 @@ class _OwnIndices(Sampler[list[Any]]):
         return self._shares(self.counts, keeps_empty=self.keeps_empty)
 
     def known_sizes(self) -> list[int]:
-        """Return the batch sizes of the epoch if they are known, otherwise an empty list."""
+        """Return the sizes of all batches of the epoch; an empty list if they are not known."""
         batches = self._batches
         if type(batches) is not BatchSampler or not isinstance(batches.sampler, Sized):
             return []
@@ -268,7 +279,7 @@ class _OwnIndices(Sampler[list[Any]]):
             own = [
                 (_listed(each[self._rank :: self._size]), _listed(each[:1])) for each in batches
             ]
-            del indices, batches  # while batches are read, only the indices of this rank are kept
+            del indices, batches  # keep only the indices of this rank while batches are read
             for total, (share, first) in zip(sizes, own, strict=True):
                 if share or keeps_empty:
                     counts.append((len(share), total))
@@ -283,19 +294,17 @@ class _OwnIndices(Sampler[list[Any]]):
                 batches.append(list(batch))
                 if sum(map(len, batches)) >= INDICES_PER_MESSAGE:
                     break
-        except Exception as error:  # of the program's own sampler: an error on every rank
+        except Exception as error:  # an error of the user's sampler must be raised on every rank
             failure = error
         indices: Any = list(chain.from_iterable(batches))
         if all(type(index) is int for index in indices):
             with suppress(OverflowError):
-                indices = np.array(indices, np.int64)  # a fifth of the memory
+                indices = np.array(indices, np.int64)  # a fifth of a list's memory
         reason = f"{type(failure).__name__}: {failure}" if failure else ""
         drawn_by_root = [*map(len, batches)], indices, reason
         sizes, indices, reason = broadcast_object(drawn_by_root, name=self._name)
         if reason:
-            raise DataError(
-                f"the order of an epoch could not be computed on rank 0: {reason}"
-            ) from failure
+            raise DataError(f"rank 0 cannot draw the order of an epoch: {reason}") from failure
         return sizes, indices
 
 
@@ -320,7 +329,7 @@ class StreamLoader(DividedLoader):
         return self._shares(super().__iter__(), is_training=torch.is_grad_enabled())
 
     def _shares(self, batches: Iterator[Any], *, is_training: bool) -> Iterator[Any]:
-        while True:  # ends when one rank has no batch
+        while True:  # the epoch ends on all ranks when one rank has no batch
             found: Any = next(batches, None)
             has_one = torch.tensor([float(found is not None)])
             if not allreduce(has_one, op=Min, name=self._name).item():
@@ -339,11 +348,9 @@ class StreamLoader(DividedLoader):
         identities = allgather_object(identity, name=self._name)
         if len(set(identities)) > 1 and self._rank == 0:
             logger.warning(
-                "shard_data() takes every %dth sample of a data set that every rank reads "
-                "whole, but the first batches differ, by the checksums %s; make the data set "
-                "return the same samples in the same order on every rank, without division "
-                "by rank and with the same seed",
-                self._size,
+                "an iterable data set in shard_data() must yield the same samples in the same "
+                "order on every rank, but the first batches differ, with the checksums %s; use "
+                "the same seed on every rank, and do not divide the samples by rank",
                 by_rank(identities),
             )
 
@@ -378,28 +385,33 @@ class _Weights:
         """Raise ``ConfigError`` if a global batch of this size would get a wrong weight."""
         if self._optimizer is None and num_samples % self._size:
             raise ConfigError(
-                f"without an optimizer all ranks must have the same number of samples, got a "
-                f"batch of {num_samples} for {self._size} ranks; use shard_data(loader, "
-                f"optimizer), which weights gradients, or drop_last=True and a batch size "
-                f"that is a multiple of the ranks; evaluate inside torch.no_grad()"
+                f"without an optimizer in shard_data() all ranks must have the same number of "
+                f"samples, got a batch of {num_samples} for {self._size} ranks; use "
+                f"shard_data(loader, optimizer), which weights gradients, or drop_last=True and "
+                f"a batch size that is a multiple of the number of ranks; evaluate inside "
+                f"torch.no_grad()"
             )
         passes = getattr(self._optimizer, "backward_passes_per_step", 1)
         if passes > 1 and num_samples not in (0, self._batch_size or num_samples):
             raise ConfigError(
-                f"backward_passes_per_step={passes} must get batches of one size, got one of "
-                f"{num_samples} samples with batch_size {self._batch_size}; use "
-                f"drop_last=True, or omit the argument and call step() after {passes} passes"
+                f"all batches must have the same size with backward_passes_per_step={passes}, got "
+                f"a batch of {num_samples} samples with batch_size {self._batch_size}; use "
+                f"drop_last=True, or omit backward_passes_per_step and call step() after "
+                f"{passes} passes"
             )
 
 
 _MAX_NUMBERS = 1 << 16
-"""Numbers of an array that are compared; another split or order differs in the first ones."""
+"""Numbers of an array that are compared; another split or order differs in the first numbers."""
 _MAX_DEPTH = 4
 _OF_FLOATS = "about "  # marks a checksum of numbers that processors may round differently
 
 
 def identity_of_samples(samples: Iterable[object]) -> str:
-    """Return a checksum of the texts and integers of samples, without uint8, often pixels."""
+    """Return a checksum of the texts and integers in samples, to compare ranks.
+
+    Floating point values and uint8 are left out, because random augmentation changes pixels.
+    """
     total = 0
     for sample in samples:
         held = [*sample.values()] if isinstance(sample, Mapping) else sample
@@ -413,15 +425,14 @@ def identity_of_samples(samples: Iterable[object]) -> str:
 
 
 def _checksums(value: object, name: str, depth: int = _MAX_DEPTH) -> Iterator[tuple[str, str]]:
-    """Yield checksums of the numbers that a data set holds, by attribute. Not collective.
+    """Yield the names of attributes of a data set with checksums of their numbers. Local.
 
-    A random split or order with another seed differs in the indices of a ``Subset``, labels,
-    tables of positions and arrays of samples. Samples that are read do not count: they may be
-    augmented at random.
+    A split or order that was drawn with another seed differs in the indices of a ``Subset``, in
+    labels or in arrays of samples. No sample is read, because it may be augmented randomly.
     """
     numbers = _numbers(value)
     if numbers is not None:
-        first = numbers.flat[:_MAX_NUMBERS].tobytes()  # of a view that has gaps not all is copied
+        first = numbers.flat[:_MAX_NUMBERS].tobytes()  # copies only these elements
         is_float = numbers.dtype.kind == "f"
         crc = crc32(first) if is_float else crc32(first, numbers.size)
         yield name, f"{_OF_FLOATS if is_float else ''}{crc:08x}"
@@ -454,7 +465,7 @@ def _is_data(value: object) -> bool:
 
 
 def _numbers(value: object) -> np.ndarray | None:
-    """Return an array of integers or floats, if ``value`` is one or holds integers."""
+    """Return ``value`` as an array of numbers; None unless an array or a list of integers."""
     if isinstance(value, Tensor):
         is_known = value.dtype in (torch.float32, torch.float64) or not value.is_floating_point()
         is_readable = is_known and value.layout == torch.strided and value.is_cpu

@@ -27,7 +27,7 @@ from hpctrain.data.workers.shm_message import portable
 _LOG = logging.getLogger(__name__)
 
 STATE_FORMAT = 1
-"""Of ``state_dict``, in which nothing depends on the number of ranks or on the global batch."""
+"""Version of ``state_dict``, which does not depend on the number of ranks or the global batch."""
 
 _RULES = {
     "global_batch": Number,
@@ -61,23 +61,23 @@ class Loader(Reading):
     comm: Communicator | None = None
     """Ranks that load together. With ``comm``, iterating is collective and errors are raised on
     every rank."""
-    seed: int = 0  # of the order of every epoch; the same on every rank
+    seed: int = 0  # seed of the order of every epoch; identical on every rank
     order: OrderName = "auto"
     """``global``: any sample may be at any position. ``window``: whole blocks are read and mixed,
     for small samples of a large data set. ``sequential``: the order on disk. ``auto``: global
-    for samples of 100 kB and for a data set that stays in memory, else window."""
+    for samples of at least 100 kB and for a data set that stays in memory, otherwise window."""
     window: WindowShape | None = None
-    """Blocks that a window order mixes; by default chosen so that it mixes well."""
+    """Sizes of a window order; by default ``WindowShape.of`` chooses them."""
     split: Split | Path | str | None = None
-    """Parts of the data set, or the file that has them: each rank reads its own, neighbours where
-    there are more parts than ranks. Of a step they have samples in proportion to their sizes."""
+    """Division of the data set into parts, or its file. Each rank reads consecutive parts; each
+    step has samples of every part in proportion to the size of the part."""
     on_corrupt: Literal["raise", "skip"] = "raise"
-    """Damaged samples are an error, or all ranks leave them out from then on, with a warning."""
-    epoch: int = field(default=0, init=False)  # the epoch of the next batch
+    """``raise`` an error for damaged samples, or ``skip`` them on all ranks with a warning."""
+    epoch: int = field(default=0, init=False)  # epoch of the next batch
     consumed: int = field(default=0, init=False)
-    """Samples of this epoch that were delivered, on all ranks together."""
+    """Number of samples of this epoch that were delivered, over all ranks."""
     step_samples: int = field(default=0, init=False)
-    """Samples of the step that was delivered last, on all ranks together."""
+    """Number of samples of the last delivered step, over all ranks."""
     _ordering: Ordering = field(init=False, repr=False)
     _skipped: Skipped = field(default_factory=Skipped, init=False, repr=False)
     _pass: object = field(default=None, init=False, repr=False)
@@ -99,7 +99,7 @@ class Loader(Reading):
                 f"smaller batch or more data"
             )
         if self.pin_memory and not torch.accelerator.is_available():
-            _LOG.warning("pin_memory=True has no effect: there is no GPU")
+            _LOG.warning("pin_memory must be False without a GPU, got True; it has no effect")
             self.pin_memory = False
         self._ordering = Ordering.choose(self.order, self.dataset, self.global_batch, self.window)
 
@@ -143,8 +143,8 @@ class Loader(Reading):
         _require(
             state.get("format", 0) == STATE_FORMAT,
             f"the state of a loader must have format {STATE_FORMAT}, got "
-            f"{state.get('format')!r}; it was saved by another version of hpctrain, or is not "
-            f"of a loader",
+            f"{state.get('format')!r}; pass a result of Loader.state_dict() of this version of "
+            f"hpctrain",
         )
         try:
             uuid = str(state["uuid"])
@@ -153,25 +153,26 @@ class Loader(Reading):
             skipped = Skipped((int(start), int(stop)) for start, stop in state["skipped"])
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(
-                f"the state of a loader must be a result of state_dict(), but: {error!r}; pass "
-                f"such a state"
+                f"the state of a loader must be a result of state_dict(), but reading it "
+                f"raised {error!r}; pass such a result"
             ) from error
         _require(
             uuid == self.dataset.uuid,
-            f"the state must be of the data set {self.dataset.uuid}, but was saved with "
-            f"{uuid}; use the same data set, or start without the state",
+            f"the state of a loader must belong to its data set, {self.dataset.uuid}, but "
+            f"belongs to {uuid}; use the same data set, or start without the state",
         )
         _require(
             epoch >= 0 and 0 <= consumed <= len(self.dataset),
-            f"a position must be an epoch and 0 to {len(self.dataset)} samples, got epoch "
-            f"{epoch} and {consumed} samples; the state was changed",
+            f"the state of a loader must have an epoch of at least 0 and at most "
+            f"{len(self.dataset)} consumed samples, got epoch {epoch} and {consumed} samples; "
+            f"pass an unchanged result of state_dict()",
         )
         found = state.get("split")
         _require(
             found == self._split_checksum,
-            f"a loader must continue with the split of its state, but got one with the "
-            f"checksum {self._split_checksum} for {found}; pass the same file, or "
-            f"start without the state",
+            f"a loader must continue with the split of its state, but its split has the "
+            f"checksum {self._split_checksum} and the state has {found}; pass the same split, "
+            f"or start without the state",
         )
         self.seed, self.epoch, self.consumed = seed, epoch, consumed
         self._ordering, self._skipped, self._pass = ordering, skipped, None
@@ -182,25 +183,25 @@ class Loader(Reading):
         arguments = {name: getattr(self, name) for name in names}
         _require_same(self.state_dict() | arguments, self.comm)
         current = self._pass = object()
-        left_out = True
-        while left_out:
-            # From where we are; once more after samples were skipped, for all ranks together.
-            left_out = False
+        has_skipped = True
+        while has_skipped:
+            # Start at the current position, and again on all ranks after samples were skipped.
+            has_skipped = False
             with closing(self._batches()) as batches:
                 for batch in batches:
                     _require(
                         self._pass is current,
-                        "a pass over a loader must not continue after another pass, "
-                        "set_epoch or load_state_dict, which end it; call iter() again, or "
-                        "use a loader for each pass",
+                        "an iterator of a loader must not be used after another iter(), "
+                        "set_epoch() or load_state_dict() of the loader, but this one was; "
+                        "call iter() again, or use a separate loader for each iterator",
                     )
                     error = batch if isinstance(batch, Exception) else None
-                    if left_out := self._leave_out(_failures(error, self.comm)):
+                    if has_skipped := self._skip_damaged(_failures(error, self.comm)):
                         break
                     assert isinstance(batch, Batch)
                     end = min(self.consumed + self.global_batch, len(self.dataset))
                     self.step_samples, self.consumed = end - self.consumed, end
-                    # No reference stays here: once the consumer drops the batch, its memory is
+                    # Keep no reference: when the consumer drops the batch, its memory is
                     # free for the next one.
                     given = [batch]
                     del batch
@@ -241,19 +242,19 @@ class Loader(Reading):
             self.split.parts_of(rank, size)
             _require(
                 shards is None,
-                "a split and micro_shards must not be combined, because both divide a step; omit "
-                "one",
+                f"micro_shards must be None with a split, because both divide a step, got "
+                f"{shards}; omit one of them",
             )
         skips = self.on_corrupt == "skip"
         _require(
             shards is None or not skips,
-            "on_corrupt must be 'raise' with micro_shards, because skipped samples would "
-            "move samples between them",
+            f"on_corrupt must be 'raise' with micro_shards, because skipped samples would "
+            f"move samples between micro-shards, got {self.on_corrupt!r}; omit one of them",
         )
         _require(
             not skips or size == 1 or self.comm is not None,
-            'on_corrupt="skip" must have comm, because all ranks must skip the same samples; '
-            "pass it",
+            'on_corrupt="skip" must be used with comm on several ranks, because all ranks must '
+            f"skip the same samples, but comm is None and size is {size}; pass comm",
         )
 
     @property
@@ -282,7 +283,7 @@ class Loader(Reading):
         except Exception as error:
             yield error
 
-    def _leave_out(self, errors: dict[int, Exception]) -> bool:
+    def _skip_damaged(self, errors: dict[int, Exception]) -> bool:
         """Skip and log damaged samples from now on.
 
         Raise other errors, and damage outside the requested samples.
@@ -295,7 +296,7 @@ class Loader(Reading):
             raise errors[min(errors)]
         for error in found:
             if self._skipped.covers(error.start, error.stop):
-                continue  # found by two ranks
+                continue  # two ranks found the same damage
             self._skipped = Skipped([*self._skipped.ranges, (error.start, error.stop)])
             if self.rank == 0:
                 _LOG.warning(
@@ -327,7 +328,7 @@ def _failures(error: Exception | None, comm: Communicator | None) -> dict[int, E
             result[rank], frames = found
             add_note(result[rank], "\n".join([f"(raised on rank {rank})", *frames]))
     if error is not None:
-        result[comm.rank] = error  # with its traceback
+        result[comm.rank] = error  # keeps the traceback of this rank
     return result
 
 

@@ -19,9 +19,9 @@ from hpctrain.data.order.order import Order, Sequential, global_order
 from hpctrain.data.samples import Columns, Indices, Ragged, Samples, Values, file_of
 
 PERIOD = 1 << 16
-"""Length of the pattern of sources that repeats; weights are rounded to multiples of 1/PERIOD."""
+"""Length of the repeated pattern of sources; weights are rounded to multiples of 1/PERIOD."""
 _PATTERN = 2
-"""Number of the rule by which sources take turns: with another one, other samples come."""
+"""Version of the rule that orders the sources, as another rule gives other samples."""
 
 
 class Mixture:
@@ -33,11 +33,19 @@ class Mixture:
     continues the sequence. The sample at a position is computed from the position in constant
     memory.
 
+    Args:
+        weights: share of each data set in the samples; only their proportions count.
+        length: samples of an epoch; by default as many as all data sets have together.
+        seed: seed of the orders of the data sets.
+
+    Raises:
+        DataError: weights or length are invalid, or the fields of the data sets differ.
+
     Differs from an ordinary data set: indices do not end at ``len``, and a loader reads them in
     their order, which is shuffled already.
     """
 
-    block_size = 1  # neighbours are unrelated
+    block_size = 1  # neighbouring samples are unrelated, so blocks have one sample
 
     def __init__(
         self,
@@ -46,16 +54,6 @@ class Mixture:
         *,
         seed: int = 0,
     ) -> None:
-        """Mix data sets that have the same fields.
-
-        Args:
-            weights: share of each data set in the samples; only their proportions count.
-            length: samples of an epoch; by default as many as all data sets have together.
-            seed: seed of the orders of the data sets.
-
-        Raises:
-            DataError: weights or length are invalid, or the fields of the data sets differ.
-        """
         pairs: list[tuple[Samples, float]] = list(
             weights.items() if isinstance(weights, Mapping) else weights
         )
@@ -128,7 +126,7 @@ class Mixture:
         return file_of(source, int(samples[0]))
 
     def _parts(self, indices: Indices) -> Iterator[tuple[Samples, Indices, Indices]]:
-        """Yield each source, the requested samples of it, and their places in ``indices``."""
+        """Yield each source, its requested samples, and their indices in ``indices``."""
         numbers, draws = self.locate(indices)
         for number in np.unique(numbers).tolist():
             places = np.flatnonzero(numbers == number)
@@ -137,7 +135,7 @@ class Mixture:
             samples = np.empty_like(positions)
             for epoch in np.unique(epochs).tolist():
                 here = epochs == epoch
-                # Two sources of one size must not go through the same order.
+                # Two sources of equal size must have different orders.
                 order = _order(len(source), self._seed, epoch * len(self.sources) + number)
                 samples[here] = order.samples_at(positions[here])
             yield source, samples, places
@@ -152,7 +150,9 @@ class Mixture:
             raise DataError(f"an epoch of a mixture must have at least 1 sample, got {length}")
         for source in self.sources:
             if not len(source):
-                raise DataError(f"data sets of a mixture must have samples, but {source} has none")
+                raise DataError(
+                    f"data sets of a mixture must not be empty, but {source} has no samples"
+                )
             first = self.sources[0].fields
             if _seen(source.fields) != _seen(first):
                 raise DataError(
@@ -165,7 +165,7 @@ _order = lru_cache(maxsize=64)(global_order)
 
 
 def _seen(fields: Mapping[str, Field]) -> list[tuple[Any, ...]]:
-    """Return name, shape, dtype and raggedness of each field, without its compression."""
+    """Return name, shape, dtype and raggedness of each field, to compare data sets."""
     return [(name, field.shape, field.dtype, field.ragged) for name, field in fields.items()]
 
 
@@ -186,9 +186,10 @@ def _whole(weights: NDArray[np.float64]) -> Indices:
 def _pattern(counts: tuple[int, ...]) -> Indices:
     """Return the source of each sample of a period.
 
-    Sample k of a source must come in the interval of positions in which the share of the source
+    Sample k of a source must be in the interval of positions in which the share of the source
     grows from k to k + 1. At each position, the sample whose interval ends first is chosen among
-    those whose interval has begun (earliest deadline first), which meets all deadlines.
+    those whose interval has begun (earliest deadline first), so every sample is within its
+    interval.
 
     Source: Baruah, Cohen, Plaxton and Varvel 1996, "Proportionate progress".
     """
@@ -213,7 +214,7 @@ def _pattern(counts: tuple[int, ...]) -> Indices:
 def _gathered(parts: list[Values], back: Indices) -> Values:
     """Return the joined samples of all parts in the order ``back``."""
     if len(parts) == 1:
-        return parts[0]  # its places are in order
+        return parts[0]  # its places are already in order
     ragged = [part for part in parts if isinstance(part, Ragged)]
     if ragged:
         samples = [part[index] for part in ragged for index in range(len(part))]

@@ -16,16 +16,16 @@ from hpctrain.core.libc import file_system_magic
 from hpctrain.core.paths import absolute
 from hpctrain.core.python_compat import Self
 
-MEMORY = Path("/dev") / "shm"  # the memory of the node, as a folder
+MEMORY = Path("/dev") / "shm"  # folder in the memory of the node
 PREFIX = "hpctrain-"
 LOCK = "lock"
 
 _MEMORY_FILE_SYSTEMS = (0x01021994, 0x858458F6)
-"""The magic numbers of tmpfs and ramfs, by statfs(2)."""
+"""Magic numbers of tmpfs and ramfs, as in statfs(2)."""
 _LOCAL_FILE_SYSTEMS = (0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x2FC12FC1, 0x794C7630)
-"""Of ext2 to ext4, xfs, btrfs, f2fs, zfs and overlayfs: on a disk of this node."""
-_FREE_SHARE = 0.95  # of a disk or memory that the user chose; others write there too
-_MEMORY_SHARE = 0.5  # of free memory that the user did not choose: the ranks need the rest
+"""Magic numbers of file systems on a disk: ext2-4, xfs, btrfs, f2fs, zfs and overlayfs."""
+_FREE_SHARE = 0.95  # used fraction of the free space of a folder that the user chose
+_MEMORY_SHARE = 0.5  # used fraction of the free memory, because the ranks need memory too
 
 
 class Site(NamedTuple):
@@ -64,12 +64,13 @@ class NodeFolder:
 
     A process releases the lock at its end, or when this object is deleted. If all processes are
     killed, the ``sweep`` of a later job removes the folder.
+
+    ``create`` and ``join`` call the constructor, which takes ownership of the descriptor ``lock``.
     """
 
     def __init__(self, path: Path, lock: int) -> None:
-        """Take ownership of the descriptor of a locked file; called by ``create`` and ``join``."""
         self.path = path
-        self._end = weakref.finalize(self, _let_go, path, lock, os.getpid())
+        self._end = weakref.finalize(self, _release, path, lock, os.getpid())
 
     @classmethod
     def create(cls, parent: Path, label: str) -> Self:
@@ -102,7 +103,10 @@ class NodeFolder:
 
     def __reduce__(self) -> Any:
         """Raise ``TypeError``: a copy in another process would not hold the lock."""
-        raise TypeError("a NodeFolder must be used by the process that created it")
+        raise TypeError(
+            f"a NodeFolder must stay in the process that locked it, but process "
+            f"{os.getpid()} pickles or copies it; call NodeFolder.join(path) in the other process"
+        )
 
 
 def sweep(parent: Path) -> list[Path]:
@@ -116,7 +120,7 @@ def sweep(parent: Path) -> list[Path]:
             with suppress(OSError):
                 if path.stat().st_uid != os.getuid():
                     continue
-                # A folder without a lock is not ours, and a lock that is held means it is in use.
+                # A folder without a lock file belongs to others; a held lock means it is in use.
                 with (path / LOCK).open("r+b") as lock:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     shutil.rmtree(path, ignore_errors=True)
@@ -125,7 +129,7 @@ def sweep(parent: Path) -> list[Path]:
 
 
 def _locked(path: Path, flags: int = 0) -> int:
-    # NFS gives exclusive locks only on descriptors open for writing, so none is read-only.
+    # NFS grants exclusive locks only on descriptors that are open for writing.
     lock = os.open(path, os.O_RDWR | flags, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_SH)
@@ -135,10 +139,10 @@ def _locked(path: Path, flags: int = 0) -> int:
     return lock
 
 
-def _let_go(path: Path, lock: int, owner: int) -> None:
-    if os.getpid() != owner:  # a forked child shares the lock and must not give it up
+def _release(path: Path, lock: int, owner: int) -> None:
+    if os.getpid() != owner:  # a forked child shares the lock and must not release it
         return
-    with suppress(BlockingIOError):  # then others still read
+    with suppress(BlockingIOError):  # raised while other processes hold the lock
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(path, ignore_errors=True)
     os.close(lock)

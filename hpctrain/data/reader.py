@@ -33,6 +33,19 @@ class ShardedDataset(Indexable):
 
     Can be pickled, and used after a fork, because each process opens shards at their first use.
     Several threads may read concurrently.
+
+    The constructor reads the manifest, and checks that every shard exists and has the right size.
+
+    Args:
+        path: directory with ``manifest.json``.
+        verify: when to check the crc32 of a block: at its first read, always, or never.
+        io: ``map`` shards into memory, ``read`` the wanted rows, or ``auto``: map a data set
+            that fits into free memory twice. A mapped page that the disk cannot read ends the
+            process; this is rare, as blocks are read and checked before.
+        manifest: manifest of this directory, if it was read and checked before.
+
+    Raises:
+        DataError: the data set is missing, damaged or incomplete.
     """
 
     def __init__(
@@ -43,19 +56,6 @@ class ShardedDataset(Indexable):
         io: IO = "auto",
         manifest: Manifest | None = None,
     ) -> None:
-        """Read the manifest, and check that every shard exists and has the right size.
-
-        Args:
-            path: directory with ``manifest.json``.
-            verify: when to check the crc32 of a block: at its first read, always, or never.
-            io: ``map`` shards into memory, ``read`` the wanted rows, or ``auto``: map a data set
-                that fits into free memory twice. A mapped page that the disk cannot read ends the
-                process; this is rare, as blocks are read and checked before.
-            manifest: manifest of this directory, if it was read and checked before.
-
-        Raises:
-            DataError: the data set is missing, damaged or incomplete.
-        """
         checked("verify", verify, Verify, DataError)
         checked("io", io, IO, DataError)
         self.path = absolute(path)
@@ -87,7 +87,7 @@ class ShardedDataset(Indexable):
             DataError: the data set is missing, damaged or incomplete; on every rank.
         """
         found = on_root(comm, lambda: Manifest.read(absolute(path)), DataError)
-        # At least one each, so that a rank without the mount finds out.
+        # Each rank checks at least one shard, to detect a missing mount.
         num_shards = len(found.shards)
         with agreed(comm, DataError):
             dataset = cls(path, verify=verify, io=io, manifest=found)
@@ -153,7 +153,7 @@ class ShardedDataset(Indexable):
         found = _split(wanted, self._starts)
         parts = [ShardRows(shard_of(home), rows, places) for home, rows, places in found]
         for shard, rows, _ in parts:
-            # Without checks too, a file that has changed is noticed.
+            # Detect a changed file even if checksums are not verified.
             some = rows[:0] if self._verify == "off" else rows
             shard.check_blocks(some, again=self._verify == "always")
         batch: dict[str, Values] = {}
@@ -190,7 +190,7 @@ class ShardedDataset(Indexable):
 
     def _in_range(self, indices: ArrayLike) -> Array:
         wanted = np.asarray(indices, np.int64)
-        # As unsigned numbers, negative ones are too large as well.
+        # Negative indices are too large as unsigned numbers.
         if wanted.size and wanted.view(np.uint64).max() >= self._num_samples:
             raise DataError(
                 f"indices must be in [0, {len(self)}), got {wanted.min()} to {wanted.max()}"
@@ -201,9 +201,9 @@ class ShardedDataset(Indexable):
         own = self._own
         if own is None or own.pid != os.getpid():
             if own is not None:
-                # Handles of HDF5 must not be used after a fork, nor closed: its lock may be held.
+                # After a fork, HDF5 handles must not be used or closed: a lock may be held.
                 self._inherited.append(own)
-            # Not a method of ours: that would keep this object, and its open files, for longer.
+            # A bound method would keep this object and its open files alive.
             open_shard = partial(self._opener, self.path, self.manifest, chunks=ChunkCache())
             self._own = own = Handles(self.manifest, open_shard, self._io)
         return own
@@ -217,8 +217,8 @@ class ShardRows(NamedTuple):
     """The samples of a batch that are stored in one shard."""
 
     shard: OpenShard
-    rows: Array  # numbered from the start of the shard
-    places: Array | None  # where they belong in the batch, None if they are all of it
+    rows: Array  # indices of the samples in the shard
+    places: Array | None  # indices in the batch; None if they are the whole batch
 
 
 def _split(wanted: Array, starts: Array) -> Iterator[tuple[int, Array, Array | None]]:

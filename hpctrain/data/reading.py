@@ -1,4 +1,4 @@
-"""Reading and transformation of the next batches of a rank, in threads or processes."""
+"""Read and transform the next batches of a rank in threads or processes."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,14 +25,14 @@ T = TypeVar("T")
 class Reading(Division):
     """The data set of a loader, its transform, and options for reading batches ahead."""
 
-    dataset: Samples = field(kw_only=False)  # the same on every rank
+    dataset: Samples = field(kw_only=False)  # identical on every rank
     transform: Transform | None = None
     """Function applied to each batch after it is read. ``PerSample`` converts a function of one
     sample, which can take a random generator. A transform that runs in threads must not draw from
     the global generators."""
-    threads: int = 4  # how many steps are read at the same time
+    threads: int = 4  # number of steps that are read concurrently
     prefetch: int = 4  # batches read ahead; more for more ``workers``
-    workers: int = 0  # processes that read and transform, for a transform that holds Python's lock
+    workers: int = 0  # processes that read and transform, for transforms that hold the GIL
     worker_timeout_s: float = WORKER_TIMEOUT_S
     """Time limit of a worker for a batch; ``inf`` for no limit. A worker that exceeds it is ended,
     and the error names its current samples. Choose less than ``HPCTRAIN_TIMEOUT``, after which
@@ -70,7 +70,7 @@ class Reading(Division):
             # A thread waits for a worker; each worker has its next batch waiting.
             threads = depth = max(self.prefetch, 2 * self.workers)
         elif in_memory and not (self.transform or self.pin_memory):
-            depth = 0  # a copy in memory takes less time than passing it to a thread
+            depth = 0  # a copy in memory takes less time than a call in a thread
 
         def read(number: int) -> Batch | Exception:
             try:

@@ -1,4 +1,4 @@
-"""Samples: the protocol of data sets, the values of a batch, and a batch itself."""
+"""Protocol of data sets, and the batches of samples that they return."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,13 +19,13 @@ from hpctrain.data.format.dataset_manifest import Field
 class Ragged:
     """Samples that differ in their first dimension, joined in one tensor with offsets."""
 
-    values: Tensor  # ``(total, *shape)``: the samples, one after another
+    values: Tensor  # ``(total, *shape)``: the samples, concatenated
     offsets: Tensor
     """``(num_samples + 1,)`` int64: sample i is ``values[offsets[i]:offsets[i + 1]]``."""
 
     @classmethod
     def of(cls, samples: Sequence[Tensor]) -> Self:
-        """Join samples in one tensor.
+        """Join tensors of different lengths, one per sample.
 
         Args:
             samples: at least one, each ``(length, *shape)``, of the same dtype and device.
@@ -48,7 +48,7 @@ class Ragged:
         return self.values[int(self.offsets[index]) : int(self.offsets[index + 1])]
 
     def padded(self, fill: float = 0, length: int | None = None) -> Tensor:
-        """Return one tensor ``(num_samples, length, *shape)``, short samples filled up.
+        """Return one tensor ``(num_samples, length, *shape)``, padded at the end of samples.
 
         Args:
             fill: value after the end of a sample.
@@ -140,8 +140,8 @@ class Batch:
     """One rank's part of a global batch: ``x, y = batch``, ``batch.x`` or ``batch["x"]``."""
 
     fields: Mapping[str, Values]
-    """Values by name, in the order of the data set or of what the transform returned."""
-    num_samples: int  # samples of this rank; 0 where a short tail does not go round
+    """Values by name, in the order of the data set or of the result of the transform."""
+    num_samples: int  # samples of this rank; 0 if a short batch has too few
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Batch":
         """Return the batch on a device; with pinned memory ``non_blocking`` does not wait."""
@@ -158,14 +158,16 @@ class Batch:
         return self.fields[name]
 
     def __getattr__(self, name: str) -> Values:
-        # While a batch is unpickled it has no fields yet, and this must not ask for them.
+        # During unpickling the batch has no fields yet, and looking them up would recurse.
         if name != "fields" and name in self.fields:
             return self.fields[name]
-        raise AttributeError(f"a batch has no field {name!r}")
+        raise AttributeError(
+            f"the name of a field must be one of {', '.join(self.fields)}, got {name!r}"
+        )
 
 
 class Indexable:
-    """Base class that adds indexing to ``take``; single samples are slow."""
+    """Base class that implements ``dataset[index]`` with ``take``, one read per sample."""
 
     take: Callable[..., Columns]
     __len__: Callable[..., int]

@@ -66,7 +66,9 @@ def stage(dataset: ShardedDataset, node: Communicator, to: Path | str = "auto") 
     try:
         with agreed(node, DataError), _explained(dataset):
             held = held or NodeFolder.join(path)
-        copies = _Copies(dataset, path, chosen[node.rank :: node.size], tells=node.rank == 0)
+        copies = _Copies(
+            dataset, path, chosen[node.rank :: node.size], logs_progress=node.rank == 0
+        )
         in_turns(node, copies.left, copies.add)
         done = node.allgather_object((copies.present, copies.full))
     except BaseException:
@@ -75,7 +77,7 @@ def stage(dataset: ShardedDataset, node: Communicator, to: Path | str = "auto") 
         raise
     present = frozenset(index for some, _ in done for index in some)
     if node.rank == 0:
-        _tell(dataset, path, present, next((full for _, full in done if full), ""))
+        _log_result(dataset, path, present, next((full for _, full in done if full), ""))
     if not present:
         held.close()
         return dataset
@@ -84,9 +86,9 @@ def stage(dataset: ShardedDataset, node: Communicator, to: Path | str = "auto") 
 
 @dataclass(frozen=True)
 class StagedOpener:
-    """Opener that reads shards from the node's copy where possible. Can be pickled."""
+    """Function that opens a shard in the copy on this node, or in the original. Can be pickled."""
 
-    directory: Path  # of the copy
+    directory: Path  # directory of the copy
     present: frozenset[int]  # numbers of the shards that were copied
     held: NodeFolder | None = field(repr=False, compare=False)
     """Lock that keeps the copy; None after unpickling in another process."""
@@ -99,7 +101,7 @@ class StagedOpener:
             try:
                 return OpenShard(self.directory, manifest, index, io=io, chunks=chunks)
             except CorruptError as error:
-                logger.warning("%s; the training reads it from %s from now on", error, directory)
+                logger.warning("%s; from now on this rank reads it from %s", error, directory)
         return OpenShard(directory, manifest, index, io=io, chunks=chunks)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -110,13 +112,13 @@ class _Copies:
     """Copier of the shards that one rank has to copy."""
 
     def __init__(
-        self, dataset: ShardedDataset, target: Path, left: list[int], *, tells: bool
+        self, dataset: ShardedDataset, target: Path, left: list[int], *, logs_progress: bool
     ) -> None:
-        self._dataset, self._target, self._tells = dataset, target, tells
+        self._dataset, self._target, self._logs_progress = dataset, target, logs_progress
         self._next_s = time.monotonic() + FIRST_S
         self.left = left  # shards to copy
         self.present: list[int] = []  # shards that were copied completely
-        self.full = ""  # why the storage is full; empty if it is not
+        self.full = ""  # reason of the full storage; empty if it is not full
 
     def add(self, index: int) -> None:
         """Copy a shard, unless the storage is full."""
@@ -138,7 +140,7 @@ class _Copies:
             self.full = reason_of(error)
             return
         self.present.append(index)
-        if self._tells and time.monotonic() >= self._next_s:
+        if self._logs_progress and time.monotonic() >= self._next_s:
             self._next_s = time.monotonic() + EVERY_S
             sizes = (_size(self._dataset, some) for some in (self.present, self.left))
             logger.warning("this rank has copied %s of %s to %s", *sizes, self._target)
@@ -148,7 +150,7 @@ class _Copies:
         directory, manifest = self._dataset.path, self._dataset.manifest
         shard = manifest.shards[index]
         check_file(directory, manifest, index)
-        why, crc = "it has the wrong crc32", 0
+        why, crc = "the file has the wrong crc32", 0
         try:
             with (directory / shard.file).open("rb") as file:
                 while piece := file.read(_PIECE_BYTES):
@@ -174,7 +176,7 @@ def _explained(dataset: ShardedDataset) -> Iterator[None]:
     except OSError as error:
         raise DataError(
             f"cannot copy data set {dataset.path} to this node: {error}; choose a folder that "
-            f"every rank of the node sees and can write to"
+            f"every rank of the node can read and write"
         ) from error
 
 
@@ -193,10 +195,11 @@ def _choose(dataset: ShardedDataset, to: Path | str) -> tuple[NodeFolder | None,
             return NodeFolder.create(best.folder, label), chosen
     rooms = [f"{site.folder} has room for {format_bytes(site.room_bytes)}" for site in found]
     logger.warning(
-        "data set %s is not copied, %s fit nowhere else on this node: %s",
+        "data set %s of %s is not copied, because no storage of this node has room for one of "
+        "its shards: %s",
         dataset.path,
         format_bytes(total_bytes),
-        "; ".join(rooms) or "no other storage is the node's own",
+        "; ".join(rooms) or "the node has no other storage",
     )
     return None, []
 
@@ -214,15 +217,15 @@ def _size(dataset: ShardedDataset, indices: Iterable[int]) -> str:
     return format_bytes(sum(dataset.manifest.shards[index].num_bytes for index in indices))
 
 
-def _tell(dataset: ShardedDataset, path: Path, present: frozenset[int], why: str) -> None:
+def _log_result(dataset: ShardedDataset, path: Path, present: frozenset[int], why: str) -> None:
     shards = dataset.manifest.shards
     size = _size(dataset, present)
     if len(present) == len(shards):
         logger.info("data set %s is copied to %s: %s", dataset.path, path, size)
         return
     logger.warning(
-        "%d of %d shards of data set %s are copied to %s, %s: %s; the others are read from "
-        "the original",
+        "%d of %d shards of data set %s are copied to %s, %s: %s; the other shards are read "
+        "from the original",
         len(present),
         len(shards),
         dataset.path,

@@ -1,4 +1,4 @@
-"""Samples of each step of an epoch on a rank, and the samples that it reads soon."""
+"""Sample indices of each step of an epoch on a rank, and of the reads to start ahead."""
 
 import threading
 from bisect import bisect_left
@@ -23,7 +23,7 @@ OrderName = Literal["auto", "global", "window", "sequential"]
 
 FAST_ALONE_BYTES = 100_000
 """Samples of at least this size are read as fast in random order as in blocks."""
-CACHED_BYTES = GIB  # a data set of this size stays in memory once it was read
+CACHED_BYTES = GIB  # a data set up to this size stays in memory after it was read
 
 PLANNED = 65536
 """Number of positions that are converted to samples in one call, to amortize its overhead."""
@@ -36,11 +36,11 @@ class Ordering:
     """Kind of sample order, from which ``order`` computes each epoch, identically on all ranks."""
 
     name: Literal["global", "window", "sequential"]
-    shape: WindowShape | None = None  # of a window order
+    shape: WindowShape | None = None  # only of a window order
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Self:
-        """Return the ordering of a dictionary that contains the items of ``record()``.
+        """Return the ordering that ``record()`` described.
 
         Raises ``KeyError``, ``TypeError`` or ``ValueError``: items are missing or invalid.
         """
@@ -52,7 +52,7 @@ class Ordering:
         return cls(name=name, shape=shape)
 
     def record(self) -> dict[str, Any]:
-        """Return the ordering as JSON values."""
+        """Return the ordering as JSON values, for the state of a loader."""
         sizes = asdict(self.shape) if self.shape else dict.fromkeys(("block", "window", "lanes"))
         return {"order": self.name, **sizes}
 
@@ -95,10 +95,12 @@ class Ordering:
 
 
 class Skipped:
-    """An immutable set of sample indices, stored as ranges and shared by threads."""
+    """An immutable set of sample indices, stored as ranges and shared by threads.
+
+    The given ranges ``[start, stop)`` may overlap.
+    """
 
     def __init__(self, ranges: Iterable[tuple[int, int]] = ()) -> None:
-        """Store the union of ranges ``[start, stop)``, which may overlap."""
         self.ranges = merged(ranges)
         self._bounds = np.array(self.ranges, np.int64).ravel()
 
@@ -112,7 +114,7 @@ class Skipped:
 
     def holds(self, indices: Indices) -> NDArray[np.bool_]:
         """Return for each index whether it is skipped."""
-        # A range begins at each even bound and ends at the next, odd one.
+        # Each bound at an even index starts a range, and the next bound ends it.
         inside: NDArray[np.bool_] = np.searchsorted(self._bounds, indices, side="right") % 2 == 1
         return inside
 
@@ -125,9 +127,9 @@ class Skipped:
 class Division:
     """Rules that divide an epoch into steps, and each global batch among the ranks."""
 
-    global_batch: int  # samples per step, of all ranks together
-    rank: int = 0  # rank of this process; that of ``comm``, if it is given
-    size: int = 1  # number of ranks; that of ``comm``, if it is given
+    global_batch: int  # samples per step, over all ranks
+    rank: int = 0  # rank of this process; with ``comm``, its rank
+    size: int = 1  # number of ranks; with ``comm``, its size
     micro_shards: int | None = None
     """Number of parts of a global batch, at least the number of ranks. Each rank gets consecutive
     parts, which do not depend on the number of ranks. None means one part per rank."""
@@ -159,10 +161,11 @@ class Steps:
 
     The samples of a global batch do not depend on the number of ranks. If the order has lanes,
     samples are sorted by lane before each rank gets a contiguous part, so a rank reads few lanes.
+
+    ``positions`` is a range of positions up to the end of an epoch.
     """
 
     def __init__(self, order: Order, division: Division, positions: range) -> None:
-        """Divide the samples at ``positions``, a range up to the end of an epoch."""
         self._order, self._division, self._positions = order, division, positions
         self._num_steps = division.num_steps(len(positions))
         self._group = max(1, PLANNED // division.global_batch)
@@ -173,9 +176,9 @@ class Steps:
         return self._num_steps
 
     def samples(self, number: int) -> Indices:
-        """Return the samples of this rank in a step."""
+        """Return the indices of this rank's samples in step ``number``."""
         group, place = divmod(number, self._group)
-        with self._planning:  # the lock avoids that two threads compute the same group
+        with self._planning:  # two threads must not compute the same group
             return self._planned(group)[place]
 
     def soon(self, number: int) -> Indices:
@@ -197,7 +200,7 @@ class Steps:
         return steps[: stop - group * self._group]
 
     def _mine(self, positions: Indices) -> Indices:
-        """Return the columns of this rank in ``positions``, ``(num_steps, global batch)``."""
+        """Return this rank's columns of ``positions``, ``(num_steps, global batch)``."""
         if isinstance(self._order, WindowOrder) and positions.size:
             lanes = self._order.lanes_of(positions.ravel()).reshape(positions.shape)
             by_lane = np.argsort(lanes, axis=1, kind="stable")

@@ -15,33 +15,34 @@ class Subset(Indexable):
     """View of some samples of a data set, numbered in the order of the given indices.
 
     Choose ascending indices for a window order, which reads neighbouring samples together.
+
+    Args:
+        dataset: data set that contains the samples.
+        indices: indices of the samples; a range needs no memory, other values need 8 bytes
+            each.
+
+    Raises:
+        DataError: ``indices`` is empty, out of range or not of integers.
     """
 
     def __init__(self, dataset: Samples, indices: range | ArrayLike) -> None:
-        """Choose samples.
-
-        Args:
-            dataset: data set that contains the samples.
-            indices: indices of the samples; a range needs no memory, other values need 8 bytes
-                each.
-
-        Raises:
-            DataError: ``indices`` is empty, out of range or not of integers.
-        """
         self.dataset = dataset
         self.fields, self.sample_bytes = dataset.fields, dataset.sample_bytes
-        self.block_size = dataset.block_size  # if the indices ascend without gaps
+        self.block_size = dataset.block_size  # exact only if the indices ascend without gaps
         self._range = indices if isinstance(indices, range) and indices.step > 0 else None
         given = np.asarray([] if self._range else indices)
         if given.size and given.dtype.kind not in "iu":
             raise DataError(
-                f"a subset must have the numbers of its samples, got {given.dtype} values; "
-                f"for a mask use numpy.flatnonzero(mask)"
+                f"indices of a subset must be integers, got {given.dtype}; convert a mask with "
+                f"numpy.flatnonzero(mask)"
             )
         self._indices = given.astype(np.int64)
         self._length = len(self._range) if self._range else self._indices.size
         if not self._length or self._indices.ndim != 1:
-            raise DataError("a subset must have at least 1 sample and indices of one dimension")
+            raise DataError(
+                f"a subset must have a one-dimensional array of at least 1 index, got the shape "
+                f"{self._indices.shape}"
+            )
         ends = (self._range[0], self._range[-1]) if self._range else self._indices
         low, high = int(np.min(ends)), int(np.max(ends))
         if low < 0 or high >= len(dataset):

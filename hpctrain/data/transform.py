@@ -46,7 +46,8 @@ class PerSample:
         """
         if self.random:
             raise DataError(
-                "PerSample(random=True) must get the numbers of the samples; pass it to a Loader"
+                "PerSample(random=True) must get the indices of the samples, but was called "
+                "without them; pass it to a Loader"
             )
         made = [self.function(sample) for sample in _samples(columns)]
         return _joined(made, columns, self.function)
@@ -127,8 +128,8 @@ def _column(name: str, values: list[Tensor]) -> Values:
     if all(value.dim() for value in values) and len({shape[1:] for shape in shapes}) == 1:
         return Ragged.of(values)
     raise DataError(
-        f"samples of a batch must have equal dimensions except the first, but field {name} "
-        f"has {', '.join(map(str, sorted(map(tuple, shapes))))}"
+        f"samples of a batch must have equal dimensions except the first, but samples of field "
+        f"{name} have the shapes {', '.join(map(str, sorted(map(tuple, shapes))))}"
     )
 
 
@@ -168,9 +169,7 @@ class ThreadDraws:
     """
 
     def __init__(self) -> None:
-        self._turn = (
-            0  # odd while the main thread waits for a batch; each wait has a different number
-        )
+        self._turn = 0  # odd while the main thread waits for a batch; different for each wait
 
     def waited(self, batches: Iterable[T]) -> Iterator[T]:
         """Yield from ``batches``, and record when the main thread waits for the next one."""
@@ -194,15 +193,16 @@ class ThreadDraws:
         yield
         drawn = _drawn(before) if self._turn == turn else []
         if drawn and self._turn == turn:  # training was waiting during the whole transform
-            raise _refusal(drawn, "from which threads would draw in random order")
+            raise _refusal(drawn, "because threads would draw its numbers in an undefined order")
 
 
 def _refusal(drawn: list[str], why: str) -> DataError:
     return DataError(
         f"a transform must not draw from the global generator of {' and '.join(drawn)}, {why}; "
-        f"take a generator of each sample: PerSample(function, random=True), in a configuration "
-        f"data.per_sample and data.random = true; or transform one sample at a time in processes, "
-        f"whose generators restart with each: PerSample(function) and workers = 1 or more"
+        f"use a generator per sample: PerSample(function, random=True), in a configuration "
+        f"data.per_sample and data.random = true; or transform single samples in processes, "
+        f"which seed the global generators for each sample: PerSample(function) and workers = 1 "
+        f"or more"
     )
 
 

@@ -51,7 +51,8 @@ def write_arrays(
     Args:
         directory: created if missing; a data set in it is replaced atomically at the end.
         arrays: one array per field, or a ``Ragged``, all of the same length.
-        samples_per_shard: samples of each file but the last; aim at 256 MiB to 2 GiB.
+        samples_per_shard: samples of each file except the last; 256 MiB to 2 GiB per file
+            are a good size.
         split: name of this part of the data, such as ``train``; one per directory.
         block_size: samples per crc32.
         compression: compression of every field: None or ``zstd``.
@@ -60,7 +61,7 @@ def write_arrays(
         The manifest, as published.
 
     Raises:
-        DataError: the lengths differ, a dtype is not supported, or the disk refuses.
+        DataError: the lengths differ, a dtype is not supported, or a file cannot be written.
     """
     whole = {
         name: array if isinstance(array, Ragged) else np.asarray(array)
@@ -85,12 +86,34 @@ class ShardWriter:
     When the block ends without error, the data set is published, or replaces the data set in the
     directory. After an exception the directory is unchanged. If the process is killed, temporary
     files remain; the next writer removes them or, with ``resume_key``, resumes from them.
+
+    Construction is collective over ``comm``.
+
+    Args:
+        directory: created if missing; with ``comm``, on a file system of all ranks.
+        fields: shape and dtype by name, such as ``{"x": ((8, 8), "f4")}``, or a ``Field``.
+        samples_per_shard: samples of each file but the last of a rank.
+        split: name of this part of the data, such as ``train``.
+        block_size: samples per crc32.
+        compression: compression of fields without their own: None or ``zstd``.
+        comm: ranks that write concurrently. Each rank appends its samples, or none; the data
+            set contains the samples of rank 0, then of rank 1, ... An error on one rank is an
+            error on every rank, at the latest when the block ends.
+        resume_key: a text that identifies the content. Finished shards of a writer that was
+            killed or has failed are kept if key, fields, split, sizes and number of ranks
+            are the same: continue with sample ``num_written``.
+        may_replace: whether a data set in the directory is replaced; otherwise it is an error.
+        classes: names of the labels 0, 1, ..., for the manifest.
+
+    Raises:
+        DataError: an argument is not valid or not the same on every rank, the directory cannot
+            be created, another writer uses it, or it contains another split.
     """
 
     manifest: Manifest
     """The manifest: the shards of this rank, and of all ranks once the block has ended."""
 
-    def __init__(  # noqa: PLR0913 - one door, by name
+    def __init__(  # noqa: PLR0913 - all arguments are keywords
         self,
         directory: Path | str,
         fields: Mapping[str, FieldSpec],
@@ -104,28 +127,6 @@ class ShardWriter:
         may_replace: bool = True,
         classes: tuple[str, ...] = (),
     ) -> None:
-        """Start a data set. Collective over ``comm``.
-
-        Args:
-            directory: created if missing; with ``comm``, on a file system of all ranks.
-            fields: shape and dtype by name, such as ``{"x": ((8, 8), "f4")}``, or a ``Field``.
-            samples_per_shard: samples of each file but the last of a rank.
-            split: name of this part of the data, such as ``train``.
-            block_size: samples per crc32.
-            compression: compression of fields without their own: None or ``zstd``.
-            comm: ranks that write concurrently. Each rank appends its samples, or none; the data
-                set contains the samples of rank 0, then of rank 1, ... An error on one rank is an
-                error on every rank, at the latest when the block ends.
-            resume_key: a text that identifies the content. Finished shards of a writer that was
-                killed or has failed are kept if key, fields, split, sizes and number of ranks
-                are the same: continue with sample ``num_written``.
-            may_replace: False refuses a directory that holds a data set.
-            classes: names of the labels 0, 1, ..., for the manifest.
-
-        Raises:
-            DataError: an argument is not valid or not the same on every rank, the directory cannot
-                be created, another writer uses it, or it contains another split.
-        """
         self._samples_per_shard = samples_per_shard
         self._comm: Communicator = comm or SerialCommunicator()
         self._part: ShardPart | None = None
@@ -157,11 +158,11 @@ class ShardWriter:
         """Append any number of samples of this rank. Not collective.
 
         Args:
-            samples: for each field an array ``(num_samples, *shape)``; for a ragged one a list
+            samples: for each field an array ``(num_samples, *shape)``; for a ragged field a list
                 of arrays ``(length, *shape)``, or a ``Ragged``.
 
         Raises:
-            DataError: the arrays do not fit the fields, or the disk refuses.
+            DataError: the arrays do not match the fields, or a file cannot be written.
         """
         rows = checked_rows(self.manifest.fields, samples)
         start, stop = 0, count(rows)
@@ -201,7 +202,7 @@ class ShardWriter:
         with agreed(self._comm, DataError):
             if arguments != first:
                 raise DataError(
-                    f"all ranks must write with the same arguments, but rank 0 has {first}, "
+                    f"all ranks must write with the same arguments, but rank 0 has {first} and "
                     f"rank {self._comm.rank} has {arguments}"
                 )
 
@@ -218,7 +219,7 @@ class ShardWriter:
                 there = manifest_in(self._directory)
                 if there and there.split != self.manifest.split:
                     raise DataError(
-                        f"a directory can hold one split, but {self._directory} holds "
+                        f"a directory can contain only one split, but {self._directory} holds "
                         f"{there.split!r}; write {self.manifest.split!r} to another directory"
                     )
                 found = self._journal and self._journal.uuid()
@@ -243,7 +244,7 @@ class ShardWriter:
             mine.append(self._journal.path.name)
         kept = {name for some in self._comm.allgather_object(mine) for name in some}
         if self._comm.rank == 0:
-            # Shards without a manifest may be all that remains of a data set: keep them for now.
+            # Shards without a manifest may be the rest of a damaged data set, so keep them.
             sweep(self._directory, None, kept)
         self._comm.barrier()
 
@@ -271,7 +272,7 @@ class ShardWriter:
         if self._publication.named:
             return
         draft = self.manifest
-        # Without a journal every rank has ended its block or is lost: no rank writes any more.
+        # Without a journal every rank has ended its block or is lost, so no rank writes.
         mine = f"r{self._comm.rank:05d}-" if self._journal else ""
         kept = {shard.file for shard in draft.shards} if self._journal else set()
         for path in self._directory.glob(f"{draft.split}-{draft.uuid[:8]}-{mine}*"):

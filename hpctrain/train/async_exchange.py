@@ -23,7 +23,7 @@ from hpctrain.train.stateful import Precision
 from hpctrain.train.step_exchange import Figures
 from hpctrain.train.sync_config import SyncConfig
 
-MEETING_STEPS = 16
+SYNC_STEPS = 16
 """Steps between synchronizations, so that stop requests reach all ranks soon."""
 
 
@@ -38,7 +38,7 @@ _KINDS: Mapping[str, tuple[type[AsyncMethod], str]] = {
 class AsyncExchange(OwnStepsExchange):
     """Sends the updates of each rank to servers with a method of ``[sync]``, e.g. ``ssp``.
 
-    Every ``MEETING_STEPS`` steps, and when the training loop requires it, all ranks synchronize
+    Every ``SYNC_STEPS`` steps, and when the training loop requires it, all ranks synchronize
     and combine their flags.
 
     Args:
@@ -66,8 +66,8 @@ class AsyncExchange(OwnStepsExchange):
     ) -> None:
         super().__init__(config, comm, model, method.optimizer, method, precision)
         method.is_compared = False  # the run settles before its end, so no check at exit is needed
-        self._must_meet = False
-        self._step = self._step_since_meeting = 0
+        self._must_synchronize = False
+        self._step = self._step_since_sync = 0
         self._figures: Figures = {"staleness": 0.0, "staleness_most": 0}
         self._counted = (0, 0)
         self._hook = method.optimizer.register_step_post_hook(lambda *_: self._end_step())
@@ -82,7 +82,7 @@ class AsyncExchange(OwnStepsExchange):
     def begin(self, rate: float, *, must_agree: bool) -> None:
         """Set the learning rates; if ``must_agree``, synchronize after the step. Local."""
         super().begin(rate, must_agree=must_agree)
-        self._must_meet = must_agree
+        self._must_synchronize = must_agree
 
     @property
     def communication_seconds(self) -> float:
@@ -107,7 +107,7 @@ class AsyncExchange(OwnStepsExchange):
     @property
     def is_between_rounds(self) -> bool:
         """Whether the ranks have synchronized after the last step."""
-        return self._step_since_meeting == 0
+        return self._step_since_sync == 0
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -181,12 +181,12 @@ class AsyncExchange(OwnStepsExchange):
 
     def _end_step(self) -> None:
         self._step += 1
-        self._step_since_meeting += 1
+        self._step_since_sync += 1
         self.raised_flags = 0
-        if self._must_meet or self._step % MEETING_STEPS == 0:
-            self._meet()
+        if self._must_synchronize or self._step % SYNC_STEPS == 0:
+            self._synchronize_all()
 
-    def _meet(self) -> None:
+    def _synchronize_all(self) -> None:
         """Synchronize all ranks, and combine flags and staleness. Collective."""
         histogram = self.method.staleness_histogram
         counted = sum(histogram.values()), sum(s * n for s, n in histogram.items())
@@ -200,14 +200,14 @@ class AsyncExchange(OwnStepsExchange):
         if most != least:
             raise MismatchError(
                 f"all ranks must take the same number of steps, but this rank has taken "
-                f"{self._step} and others {least} to {most}; give every rank the same "
-                f"number of batches"
+                f"{self._step} and other ranks {least} to {most}; give every rank the "
+                f"same number of batches"
             )
         self._counted = counted
         self.raised_flags = sum(1 << bit for bit in range(4) if sums[2 + bit])
         mean = float(sums[1] / sums[0]) if sums[0] else 0.0
         self._figures = {"staleness": mean, "staleness_most": int(flat[6])}
-        self._must_meet, self._step_since_meeting = False, 0
+        self._must_synchronize, self._step_since_sync = False, 0
 
 
 def _make_method(config: SyncConfig, built: BuiltModel) -> AsyncMethod:

@@ -1,4 +1,4 @@
-"""Training in a run directory, from the start or from a checkpoint, as one part of the run."""
+"""Training of one part of a run in its directory, from the start or from a checkpoint."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -31,7 +31,7 @@ from hpctrain.train.boundary import Boundary
 from hpctrain.train.console import Progress
 from hpctrain.train.evaluation import evaluate
 from hpctrain.train.loggers import Loggers
-from hpctrain.train.loop import Outcome, Stopped, TrainingLoop, left_out
+from hpctrain.train.loop import Outcome, Stopped, TrainingLoop, skipped_text
 from hpctrain.train.metrics import Metrics
 from hpctrain.train.profiler import Profiler
 from hpctrain.train.resume import given_arguments
@@ -85,7 +85,7 @@ class RunPart:
 
 
 class RunInDirectory:
-    """Trains in a run directory; writes records and checkpoints.
+    """Trains one part of a run in its directory, and writes records and checkpoints.
 
     Args:
         task: model, data and exchange to train.
@@ -144,12 +144,12 @@ class RunInDirectory:
         def begin() -> RunPart:
             self._check_lease()
             path, state = directory.metrics, self._state
-            # directory.go_on() removes the last records.
+            # directory.resume() removes the last records.
             part = RunPart.after(read(path) if path.exists() else ())
             if part.ended_by:
                 self._console.print(part.describe())
             if continues:
-                directory.go_on(config_text, plan, num_records=state.num_records, step=state.step)
+                directory.resume(config_text, plan, num_records=state.num_records, step=state.step)
             else:
                 directory.create(config_text, self._environment(), plan)
             return part
@@ -160,11 +160,11 @@ class RunInDirectory:
             hosts = dict(zip(here.topology.hosts, here.topology.nodes, strict=True))
             about = {"num_steps": self._task.num_steps, "hosts": hosts, "modules": self._modules}
             about["tested"] = self._task.tested
-            self._tell_beginning(metrics, {**asdict(part), **facts, **about})
+            self._record_start(metrics, {**asdict(part), **facts, **about})
             facts |= {"configuration": config_text, "plan": plan}
             facts["dataset"] = self._task.train.dataset.uuid
             boundary = Boundary(comm, requests, manager, metrics, facts, self._lease)
-            with self._told_failure(metrics, manager):
+            with self._record_failure(metrics, manager):
                 outcome = self._train(metrics, boundary)
             self._close(manager)
             boundary.check_lease()  # without the lease the last record was not written
@@ -173,7 +173,7 @@ class RunInDirectory:
         comm.barrier()  # a launcher may kill rank 0 once another rank exits
         return outcome
 
-    def _tell_beginning(self, metrics: Metrics, facts: Mapping[str, Any]) -> None:
+    def _record_start(self, metrics: Metrics, facts: Mapping[str, Any]) -> None:
         state = self._state
         if state.num_records:
             place = {"step": state.step, "epoch": state.epochs_done}
@@ -276,12 +276,12 @@ class RunInDirectory:
             state_hash=task.exchange.hash(),
         )
         if state.num_skipped:
-            self._console.print(left_out(state.num_skipped))
+            self._console.print(skipped_text(state.num_skipped))
         return outcome
 
     @contextmanager
-    def _told_failure(self, metrics: Metrics, manager: Manager) -> Iterator[None]:
-        """Record errors that all ranks raise, after the last checkpoint is on disk. Collective."""
+    def _record_failure(self, metrics: Metrics, manager: Manager) -> Iterator[None]:
+        """Write a record ``failed`` for a ``NotFiniteError`` or ``ReplicaError``. Collective."""
         try:
             yield
         except (NotFiniteError, ReplicaError) as error:
@@ -291,11 +291,11 @@ class RunInDirectory:
             metrics.sync()
             self._comm.barrier()
             if isinstance(error, NotFiniteError):
-                raise NotFiniteError(f"{error}\n{_where_it_goes_on(manager)}") from error
+                raise NotFiniteError(f"{error}\n{_resume_hint(manager)}") from error
             raise
         except CheckpointError as error:  # the final state could not be saved
             self._close(manager)
-            raise MismatchError(f"{error}\n{_where_it_goes_on(manager)}") from error
+            raise MismatchError(f"{error}\n{_resume_hint(manager)}") from error
 
     def _close(self, manager: Manager) -> None:
         try:
@@ -317,8 +317,8 @@ class RunInDirectory:
         }
 
 
-def _where_it_goes_on(manager: Manager) -> str:
-    """Return a message about the effect of --resume. Collective."""
+def _resume_hint(manager: Manager) -> str:
+    """Return a line about the checkpoint from which ``--resume`` continues. Collective."""
     newest = None
     with suppress(CheckpointError):
         newest = manager.latest()

@@ -68,13 +68,13 @@ class AccumulatedExchange(StepExchange):
         num_pieces = min(accumulate, num_samples)
         cut = (values.tensor_split(max(num_pieces, 1)) for values in batch.tensors)
         pieces = [*zip(*cut, strict=True)] if num_pieces else []
-        self.forward_nothing(batch.inputs, accumulate - num_pieces)
+        self.forward_empty(batch.inputs, accumulate - num_pieces)
         # Most errors of shapes and types occur in the first step and must reach all ranks.
         with agreed(self.comm) if observer.is_first else nullcontext():
             if pieces:
                 loss = forward(*map(_aligned, pieces[0]), tries_backward=observer.is_first)[1]
         if not pieces:
-            self._synchronize()  # in place of backward
+            self._synchronize()  # replaces the backward pass on a rank without samples
             return 0.0, 0
         if accumulate > 1:
             self._set_num_passes(num_pieces)
@@ -96,7 +96,7 @@ class AccumulatedExchange(StepExchange):
         self.method.set_num_samples(num_samples, nominal=nominal)
 
     def _synchronize(self) -> None:
-        """Join the reduction of gradients on a rank without samples. Collective."""
+        """Run the reduction of gradients on a rank without samples. Collective."""
         self.method.synchronize()
 
     def _set_num_passes(self, num_passes: int) -> None:
@@ -132,7 +132,7 @@ class AveragedExchange(AccumulatedExchange):
     ) -> None:
         super().__init__(config, comm, model, optimizer, optimizer, precision)
         self._tables, self.noise = tables, _noise(config, comm, optimizer)
-        self._measured = list[Measured]()  # of the first micro-batch, on a single rank
+        self._measured = list[Measured]()  # norms of the first micro-batch, on a single rank
 
     @classmethod
     def build(cls, config: RunConfig, comm: Communicator, built: BuiltModel) -> Self:
@@ -141,7 +141,7 @@ class AveragedExchange(AccumulatedExchange):
         return cls(config, comm, built.model, optimizer, built.precision, built.tables)
 
     def begin(self, rate: float, *, must_agree: bool) -> None:
-        """Set the learning rates of optimizer and tables. Local."""
+        """Set the learning rates of the optimizer and of sharded embeddings. Local."""
         super().begin(rate, must_agree=must_agree)
         self._tables.factor = rate
 
@@ -156,15 +156,15 @@ class AveragedExchange(AccumulatedExchange):
 
     @property
     def sums_are_finite(self) -> bool:
-        """Whether the averages are known to be finite."""
+        """Whether the averaged gradients are known to be finite."""
         return self.method.sums_are_finite is True
 
     def look_at_sums(self) -> None:
-        """Check from the next step on whether the averages are finite. Local."""
+        """Check from the next step on whether the averaged gradients are finite. Local."""
         self.method.look_at_sums()
 
     def step(self) -> None:
-        """Update parameters and tables. Collective."""
+        """Update the parameters and the rows of sharded embeddings. Collective."""
         super().step()
         self._tables.step()
 
@@ -172,9 +172,9 @@ class AveragedExchange(AccumulatedExchange):
         self._tables.begin(num_samples, nominal)
         super()._set_num_samples(num_samples, nominal)
 
-    def forward_nothing(self, inputs: Tensor, times: int = 1) -> None:
-        """Join the other ranks' lookups in tables. Collective."""
-        self._tables.look_up_nothing(self.model, inputs, times)
+    def forward_empty(self, inputs: Tensor, times: int = 1) -> None:
+        """Run the collectives of embedding lookups on a rank without samples. Collective."""
+        self._tables.look_up_empty(self.model, inputs, times)
 
     def _end_piece(self, number: int, num_pieces: int, size: int, num_samples: int) -> None:
         # With several ranks ``watch_noise`` adds the norms. A single rank compares the first
@@ -244,7 +244,7 @@ class AveragedExchange(AccumulatedExchange):
             self.noise.sums = noise.clone()
 
     def wanted(self, latest: Callable[[], Any]) -> Mapping[str, Shard] | None:
-        """Return the table rows that this rank reads; None for all tensors. Collective."""
+        """Return the embedding rows that this rank reads; None without embeddings. Collective."""
         return self._tables.wanted() if self._tables and latest() is not None else None
 
 
@@ -252,15 +252,15 @@ class ShardedExchange(AveragedExchange):
     """Averages gradients of parameters stored once per node (``train.shard = "node"``)."""
 
     def clip(self, max_norm: float) -> float:
-        """Clip the averages in the next step; return their norm before clipping. Collective."""
+        """Clip the averaged gradients in the next step; return their norm before. Collective."""
         return float(self.method.clip_grad_norm_(max_norm))
 
     def gradient_norm(self) -> float:
-        """Return the L2 norm of the averages. Collective."""
+        """Return the L2 norm of the averaged gradients. Collective."""
         return self.clip(math.inf)
 
     def clip_values(self, max_value: float) -> None:
-        """Clip each element of the averages in the next step. Local."""
+        """Clip each element of the averaged gradients in the next step. Local."""
         self.method.clip_grad_value_(max_value)
 
     def _end_backward(self) -> None:

@@ -53,11 +53,11 @@ class Boundary:
         is_lost = self._lease is not None and self._lease.is_lost
         return bool(self._requests.reason) or is_lost
 
-    def wishes(self, step: int) -> int:
-        """Return the flags of this rank for the end of ``step``. Local."""
-        wishes = STOP if self.is_asked_to_stop else 0
+    def requested_flags(self, step: int) -> int:
+        """Return this rank's flags of the step header: a requested stop or checkpoint. Local."""
+        flags = STOP if self.is_asked_to_stop else 0
         may_save = self._comm.rank == 0 and time.monotonic() >= self._not_before
-        return wishes | (SAVE if may_save and self._manager.due(step) else 0)
+        return flags | (SAVE if may_save and self._manager.due(step) else 0)
 
     def saves_after(self, step: int) -> bool:
         """Return whether a checkpoint is due after ``step``. Local.

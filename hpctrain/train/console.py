@@ -85,7 +85,7 @@ class Progress(Bar):
     def advance(
         self, step: int, interval: "Interval", sync: Mapping[str, Any] | None = None
     ) -> None:
-        """Update the bar.
+        """Update the progress bar.
 
         Args:
             step: number of finished steps.
@@ -98,8 +98,8 @@ class Progress(Bar):
         text = _describe(interval) + self._rounds
         self._bar.update(self._bar_task, completed=step, description=text)
 
-    def tell(self, line: str) -> None:
-        """Print a line above the bar."""
+    def print_line(self, line: str) -> None:
+        """Print a line above the progress bar."""
         self._console.print(line)
 
     def epoch_ended(self, epoch: int, scores: "Scores | None") -> None:

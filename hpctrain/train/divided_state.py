@@ -39,14 +39,14 @@ class DividedState:
         self._stages = stages
         first = {id(p): name for name, p in model.named_parameters()}
         named = model.named_parameters(remove_duplicate=False)
-        self._owner = {name: first[id(p)] for name, p in named}  # of tied weights
+        self._owner = {name: first[id(p)] for name, p in named}  # tied weights have one owner
         self._groups = [[first[id(p)] for p in g["params"]] for g in optimizer.param_groups]
         self._numbers = {name: i for i, name in enumerate(chain(*self._groups))}
         self._whole = {name: v.to("meta") for name, v in model.state_dict().items()}
         self._parameters: dict[int, nn.Parameter] = {}
 
     def part_of(self, optimizer: Optimizer, model: nn.Module) -> Optimizer:
-        """Return an optimizer for this rank's part ``model``, with the original groups. Local."""
+        """Return an optimizer for ``model``, this rank's part, with the original groups. Local."""
         here = {self._owner[name]: p for name, p in model.named_parameters()}
         groups = [
             {**group, "params": [here[name] for name in names if name in here]}
@@ -65,8 +65,8 @@ class DividedState:
     def state(self) -> dict[str, Any]:
         """Return the states ``model`` and ``optimizer``, with this rank's pieces. Collective."""
         here = dict(self._leaves())
-        told = {place: _told(leaf) for place, leaf in here.items()}
-        found = gathered(told, self._stages)
+        descriptions = {place: _description(leaf) for place, leaf in here.items()}
+        found = gathered(descriptions, self._stages)
         state: dict[str, Any] = {"model": {}, "optimizer": {"state": {}}}
         for place, leaf in chain.from_iterable(each.items() for each in found):
             *path, last = place
@@ -106,9 +106,9 @@ class DividedState:
         }
         if lines := misfits(have, want):
             raise CheckpointError(
-                f"the checkpoint must match the model, but {len(lines)} "
-                f"tensor{'s' * (len(lines) != 1)} do not; build the model that was saved:\n  "
-                + "\n  ".join(lines)
+                f"tensors of the model must have the names, shapes and dtypes in the checkpoint, "
+                f"but {len(lines)} {'tensors differ' if len(lines) != 1 else 'tensor differs'}; "
+                f"build the model that was saved:\n  " + "\n  ".join(lines)
             )
         here = {
             f"model/{component(name)}": _shard(value)
@@ -122,7 +122,7 @@ class DividedState:
                 shard = here.get(path)
                 if part == "optimizer":
                     shard = shards.get(int(rest.split("/")[1]))
-                found[path] = shard or _nothing(record.shape)
+                found[path] = shard or _empty_shard(record.shape)
         return found
 
     @torch.no_grad()
@@ -142,32 +142,32 @@ class DividedState:
 def _shard(tensor: Tensor) -> Shard:
     if not isinstance(tensor, DTensor):
         return Shard.whole(tensor.shape)
-    (chunk,) = tensor.__create_chunk_list__()  # as torch.distributed.checkpoint calls it
+    (chunk,) = tensor.__create_chunk_list__()  # method that torch.distributed.checkpoint uses
     return Shard(tuple(tensor.shape), tuple(chunk.offsets), tuple(chunk.sizes))
 
 
 def _leaf(value: Any) -> Any:
-    """Return a value as a leaf of a state; scalars are not divided."""
+    """Return this rank's part of a tensor as a ``TensorPiece``; scalars are not divided."""
     if not isinstance(value, Tensor):
         return value
     return TensorPiece(local(value), _shard(value)) if value.dim() else local(value)
 
 
-def _told(leaf: Any) -> Any:
+def _description(leaf: Any) -> Any:
     """Return shape and dtype of a tensor, or the value of another leaf."""
     return (leaf.shard.global_shape, leaf.tensor.dtype) if isinstance(leaf, TensorPiece) else leaf
 
 
-def _absent(told: Any) -> Any:
-    """Return an empty piece for a tensor of another pipeline stage; other values unchanged."""
-    if not isinstance(told, tuple):
-        return told
-    shape, dtype = told
-    nothing = _nothing(shape)
-    return TensorPiece(torch.empty(nothing.shape, dtype=dtype), nothing)
+def _absent(description: Any) -> Any:
+    """Return an empty piece for a tensor of another pipeline stage; return other values as is."""
+    if not isinstance(description, tuple):
+        return description
+    shape, dtype = description
+    empty = _empty_shard(shape)
+    return TensorPiece(torch.empty(empty.shape, dtype=dtype), empty)
 
 
-def _nothing(shape: tuple[int, ...]) -> Shard:
+def _empty_shard(shape: tuple[int, ...]) -> Shard:
     return Shard(shape, (0,) * len(shape), (0, *shape[1:]))
 
 
@@ -177,7 +177,7 @@ def _tensor(leaf: Any) -> Tensor:
 
 
 def _like(value: Any, parameter: Tensor) -> Any:
-    """Return a value of the optimizer state with the placement of its parameter."""
+    """Return a loaded value of the optimizer state, placed like its parameter."""
     if not isinstance(value, TensorPiece):
         return value.clone() if isinstance(value, Tensor) else value
     here = value.tensor.to(parameter.device, copy=True)

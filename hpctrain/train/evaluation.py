@@ -36,7 +36,7 @@ class StopPoll:
         self.is_over = False  # whether any rank has a stop request; identical on all ranks
 
     def ask(self) -> bool:
-        """Poll if due, and return ``is_over``. Collective; called before each batch."""
+        """Return whether a rank has a stop request; poll if due. Collective, before each batch."""
         if self._num_batches >= self._every:
             is_first = not self._num_batches  # no batch time yet: poll again after one batch
             batch_s = LOOK_S if is_first else (monotonic() - self._since) / self._num_batches
@@ -113,7 +113,7 @@ def _evaluate(task: Task, poll: StopPoll | None) -> Scores:
 def _judge(
     task: Task, output: Tensor, labels: Tensor, counts: dict[str, Tensor]
 ) -> Iterator[float]:
-    """Yield the sums of mean metrics, and add to ``counts`` for other metrics."""
+    """Yield the sum of each mean metric over a batch; add other metrics to ``counts``."""
     for metric, name in zip(task.metrics, task.config.test.metrics, strict=True):
         with noted(f'test.metric = "{name}"', output, labels):
             if metric.values is not None:
@@ -134,7 +134,7 @@ def _score(metric: Metric, counts: Tensor | None, comm: Communicator) -> float:
 
 
 def _parts(task: Task, poll: StopPoll | None) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
-    """Yield ``(inputs, labels, output)`` for this rank's part of each batch.
+    """Yield ``(inputs, labels, output)`` for this rank's part of each test batch.
 
     ``output`` is None unless several ranks compute it together, see ``StepExchange.test_parts``.
     """

@@ -72,7 +72,7 @@ class FailureRecord:
 
     def _write(self, text: str) -> None:
         holder = Holder.read(self._directory.path)
-        if holder is not None and holder.token != self._token:  # another job has the directory
+        if holder is not None and holder.token != self._token:  # taken by another job
             return
         path = self._directory.metrics
         with suppress(OSError, ValueError):

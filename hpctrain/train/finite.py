@@ -27,12 +27,12 @@ class _Step:
 
     number: int = 0
     lr: float = 0.0
-    flags: int = 0  # for all ranks
+    flags: int = 0  # flags of this rank for all ranks
     buffers: StepValues | None = None  # copies to restore if the step is skipped
-    mean_loss: float = math.nan  # of all samples
+    mean_loss: float = math.nan  # mean over the samples of all ranks
     limit: float = math.nan  # mean losses above this value are spikes
     is_spike: bool = False
-    num_left_out: int = 1
+    num_lost: int = 1
     """Steps that are skipped, including steps that a rollback undoes."""
 
 
@@ -74,9 +74,9 @@ class StepGuard:
         self.is_first = True  # whether no step has computed a loss yet
 
     @property
-    def num_left_out(self) -> int:
-        """Number of steps lost by skipping the current step, including undone steps."""
-        return self._now.num_left_out
+    def num_lost(self) -> int:
+        """Number of steps that are lost if this step is skipped, including undone steps."""
+        return self._now.num_lost
 
     def begin(self, step: int, lr: float, flags: int) -> None:
         """Start a step; all ranks receive the ``flags`` of every rank. Local."""
@@ -151,7 +151,7 @@ class StepGuard:
             "lower_rate",
             f"the learning rate is multiplied by {factor:g}, and returns to the schedule within "
             f"{steps} steps",
-            num_left_out=0,
+            num_lost=0,
         )
         self._findings.own = None
 
@@ -162,7 +162,7 @@ class StepGuard:
         return NotFiniteFinding(loss=loss, norm=norm, samples=samples, **about)
 
     @torch.no_grad()
-    def leave_out(self) -> None:
+    def skip_step(self) -> None:
         """Skip the optimizer step. Collective if the step is collective.
 
         Parameters and optimizer state do not change, and if training continues, buffers do not
@@ -193,15 +193,15 @@ class StepGuard:
         done, now = "the step is skipped", self._now
         if action == "rollback":
             assert self._rollback is not None
-            since, now.num_left_out = self._rollback.go_back(now.number)
+            since, now.num_lost = self._rollback.go_back(now.number)
             done = (
                 f"the run is rolled back to its state after step {since}, later steps are skipped"
             )
-        self._memory.num_left_out += now.num_left_out
-        self._report(action, done, num_left_out=now.num_left_out)
-        self.check_left_out(self._memory.num_left_out)
+        self._memory.num_skipped += now.num_lost
+        self._report(action, done, num_lost=now.num_lost)
+        self.check_num_skipped(self._memory.num_skipped)
 
-    def check_left_out(self, number: int) -> None:
+    def check_num_skipped(self, number: int) -> None:
         """Check the number of skipped steps against ``train.max_skips``. Local.
 
         Raises:
@@ -217,10 +217,10 @@ class StepGuard:
                 f"optimizer.lr (with --changed)"
             )
 
-    def _report(self, action: str, done: str, *, num_left_out: int) -> None:
+    def _report(self, action: str, done: str, *, num_lost: int) -> None:
         """Record the action for this step, and log a warning. Collective."""
         now = self._now
-        about: dict[str, Any] = {"action": action, "skipped": num_left_out}
+        about: dict[str, Any] = {"action": action, "skipped": num_lost}
         if now.is_spike:
             about |= {"loss": now.mean_loss, "limit": now.limit}
             self._findings.report(now.number, "spike", **about)
@@ -274,7 +274,7 @@ class StepGuard:
         self._has_warned = True
 
     def traced(self, error: NotFiniteError) -> NotFiniteError:
-        """Return ``error`` with the samples that may be its cause. Collective."""
+        """Return ``error`` with the samples of the steps that may be its cause. Collective."""
         return NotFiniteError("\n".join((str(error), *self._findings.lines(self._now.number))))
 
     def _stop(self) -> None:

@@ -34,8 +34,8 @@ class RunHistory:
     path: Path
     view: RunView
     records: list[Record]
-    configuration: dict[str, Any]  # by dotted key
-    environment: dict[str, Any]  # by dotted name
+    configuration: dict[str, Any]  # values by dotted key
+    environment: dict[str, Any]  # values by dotted name
 
     @classmethod
     def read(cls, path: Path, label: str = "") -> "RunHistory":
@@ -142,8 +142,8 @@ class RunHistory:
         return {n: None if None in c else fmean(c) for n, c in columns.items()}
 
     @property
-    def spared(self) -> str:
-        """Message about the effect of compression; empty without compression."""
+    def savings_text(self) -> str:
+        """Message about the bytes and time that compression saves; empty without compression."""
         if not self.savings:
             return ""
         node, rail, ratio, won_s = (self.savings[name] or 0.0 for name in SAVINGS)
@@ -207,8 +207,8 @@ def histories(paths: Sequence[Path]) -> list[RunHistory]:
     return [RunHistory.read(path, label) for path, label in zip(paths, labels, strict=True)]
 
 
-def told(runs: Sequence[RunHistory], name: str) -> list[str]:
-    """Return the attribute ``name`` of each run, with labels if there are several runs."""
+def labelled(runs: Sequence[RunHistory], name: str) -> list[str]:
+    """Return the text ``name`` of each run, after its label if there are several runs."""
     texts = [(run.label, getattr(run, name)) for run in runs]
     return [text if len(runs) == 1 else f"{label}: {text}" for label, text in texts if text]
 

@@ -80,8 +80,8 @@ def load(
     """
     values = TomlValues(RunConfig)
     if path is not None:
-        way_out = f"hpctrain train {path} --init writes one"
-        values.merge(read_toml(path, RunConfig, way_out), f"file {path}")
+        remedy = f"create it with hpctrain train {path} --init"
+        values.merge(read_toml(path, RunConfig, remedy), f"file {path}")
     for name, value in (environment or {}).items():
         if name in _ENVIRONMENT:
             text = f"{value} {_UNITS[name]}" if name in _UNITS else value

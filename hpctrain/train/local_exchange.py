@@ -260,11 +260,11 @@ class LocalExchange(OwnStepsExchange):
 
 @contextmanager
 def naming(method: str) -> Iterator[None]:
-    """Convert errors of a method's constructor into ``ConfigError`` with its name."""
+    """Convert errors of the constructor of a local method into ``ConfigError`` with its name."""
     try:
         yield
     except (TypeError, ValueError) as error:  # a ConfigError is a ValueError
-        raise ConfigError(f"[sync] {method} refuses: {error}") from error
+        raise ConfigError(f"[sync] must be valid, but {method} refuses: {error}") from error
 
 
 def _make_method(config: RunConfig, built: BuiltModel) -> LocalMethod:
@@ -288,7 +288,7 @@ def _make_method(config: RunConfig, built: BuiltModel) -> LocalMethod:
 
 
 def _check(kind: type[LocalMethod], args: Mapping[str, Any]) -> None:
-    """Raise if neither a method nor its base class ``LocalSGD`` accepts an argument."""
+    """Raise ``ConfigError`` for an argument that neither the method nor ``LocalSGD`` accepts."""
     if kind is not LocalSGD and issubclass(kind, LocalSGD):
         own = signature(kind).parameters
         args = {name: value for name, value in args.items() if name not in own}
@@ -312,13 +312,13 @@ def _in_steps(config: SyncConfig, epoch_steps: int, num_steps: int) -> dict[str,
 
 
 def _taken(args: dict[str, Any], name: str, other: str, epoch_steps: int) -> int | None:
-    """Remove the argument ``name``, in epochs, and return it in steps; None if absent."""
+    """Remove the argument ``name``, in epochs, from ``args``; return it in steps, or None."""
     epochs = args.pop(name, None)
     if epochs is None:
         return None
     if other in args:
         raise ConfigError(
-            f"sync.args must have {name} or {other}, but has {name}={epochs!r} and "
+            f"sync.args must have either {name} or {other}, but has {name}={epochs!r} and "
             f"{other}={args[other]!r}; leave one out"
         )
     if isinstance(epochs, bool) or not isinstance(epochs, int | float) or not epochs >= 0:

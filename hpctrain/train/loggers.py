@@ -89,14 +89,14 @@ def factory(name: str) -> Factory:
         raise ConfigError(f'log.to must name a logger, got "{name}"{hint(name, _FACTORIES)}')
     if name in _PACKAGES and importlib.util.find_spec(name) is None:
         raise ConfigError(
-            f'log.to = "{name}" needs the package {name}, which is not installed; '
-            f"pip install 'hpctrain[{name}]', or leave it out of log.to"
+            f'log.to = "{name}" must be used with the package {name}, but it is not installed; '
+            f"pip install 'hpctrain[{name}]', or leave {name} out of log.to"
         )
     return _FACTORIES[name]
 
 
 def check(names: Iterable[str]) -> None:
-    """Check that all loggers exist.
+    """Raise an error unless all loggers of ``log.to`` exist.
 
     Raises:
         ConfigError: as ``factory``.
@@ -128,7 +128,7 @@ class CsvLogger:
                 csv.DictWriter(file, self._columns[event]).writerow(row)
 
     def close(self) -> None:
-        """Do nothing: no file stays open."""
+        """No-op: no file stays open."""
 
     def _path(self, event: str) -> Path:
         return self._folder / f"{event}.csv"

@@ -32,7 +32,7 @@ from hpctrain.train.task import Task
 class Outcome:
     """Result of a finished run."""
 
-    scores: Scores  # of the last test
+    scores: Scores  # results of the last test
     training_s: float  # total duration of all steps, without tests
     num_samples: int  # processed in all epochs; a sample counts once per epoch
     step: int  # number of finished steps
@@ -92,17 +92,17 @@ class TrainingLoop:
         if state.owes_test and (stopped := self._finish_epoch(loader.epoch)):
             return stopped
         while loader.epoch < self._task.config.train.epochs and not state.has_lost_patience:
-            epoch, wishes = loader.epoch + 1, 0
+            epoch, flags = loader.epoch + 1, 0
             for batch in state.tally.inputs(loader):
-                wishes = self._step(batch, epoch)
-                if wishes & STOP:
+                flags = self._step(batch, epoch)
+                if flags & STOP:
                     return Stopped(reason=boundary.stop(state), step=state.step)
-                if wishes & SAVE and loader.consumed < self._task.num_train_samples:
+                if flags & SAVE and loader.consumed < self._task.num_train_samples:
                     self._save()
             # The loader is now at the start of the next epoch.
             if self._task.exchange.wants_epoch_loss:
                 self._task.exchange.end_epoch(state.epoch_tally.take(self._task.comm).loss)
-            if stopped := self._finish_epoch(epoch, wants_save=bool(wishes & SAVE)):
+            if stopped := self._finish_epoch(epoch, wants_save=bool(flags & SAVE)):
                 return stopped
         assert state.scores is not None
         boundary.finish(state, score=self._score())
@@ -172,7 +172,7 @@ class TrainingLoop:
         factor = task.schedule(state.step) * rate
         lr = task.config.optimizer.lr * factor
         exchange.begin(factor, must_agree=self._must_agree(state.step + 1))
-        guard.begin(state.step + 1, lr, self._boundary.wishes(state.step + 1))
+        guard.begin(state.step + 1, lr, self._boundary.requested_flags(state.step + 1))
         leads = exchange.leads_step
         before, start = task.comm.traffic(), perf_counter()
         loss, num_samples, is_taken = train_step(task, batch, guard)
@@ -182,7 +182,7 @@ class TrainingLoop:
             num_samples=num_samples,
             work_s=work_s,
             communication_s=communication_s,
-            num_skipped=guard.num_left_out if leads and not is_taken else 0,
+            num_skipped=guard.num_lost if leads and not is_taken else 0,
         )
         moved, input_s = task.comm.traffic().since(before), state.tally.input_s
         self._savings.add(moved)
@@ -256,9 +256,9 @@ class TrainingLoop:
         )
         self._progress.advance(state.step, interval, rounds)
         if interval.num_skipped:
-            self._progress.tell(left_out(interval.num_skipped))
+            self._progress.print_line(skipped_text(interval.num_skipped))
         if task.exchange.takes_own_steps:
-            self._guard.check_left_out(state.num_skipped)
+            self._guard.check_num_skipped(state.num_skipped)
 
     def _score(self) -> float | None:
         """Return a value that increases with the quality of the model; None if not finite."""
@@ -300,7 +300,7 @@ def ends_interval(step: int, epoch_steps: int, every_steps: int, *, since: int =
     return last * num_intervals // epoch_steps > (last - since) * num_intervals // epoch_steps
 
 
-def left_out(num_steps: int) -> str:
+def skipped_text(num_steps: int) -> str:
     """Return a message with the number of skipped steps."""
     steps = "1 step was" if num_steps == 1 else f"{num_steps} steps were"
     return f"{steps} skipped: not finite, or a spike of the loss"
@@ -335,7 +335,7 @@ def train_step(task: Task, batch: Batch, guard: StepGuard) -> tuple[float, int, 
     overflows = task.precision.unscale(task.optimizer)
     # After an overflow of the loss scaling the gradients are not finite, so only the loss counts.
     if not guard.may_step(loss, 0.0 if overflows else _clip(task)):
-        guard.leave_out()
+        guard.skip_step()
         return 0.0, 0, False
     if overflows:
         task.optimizer.zero_grad()

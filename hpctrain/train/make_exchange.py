@@ -55,11 +55,10 @@ def _check(config: RunConfig, comm: Communicator) -> None:
         raise ConfigError(
             "log.noise_scale must be false with train.shard, train.reproducible, a local "
             "sync.method or [parallel], because it compares gradients of ranks with their "
-            "average; omit one of them"
+            "average, got true; omit one of them"
         )
     if _name(config) in ("averaged", "sharded") and parallel.dp not in (0, comm.size):
         raise ConfigError(
-            f"parallel.dp must be the number of ranks, {comm.size}, where each has the whole "
-            f"model, but it is {parallel.dp}; leave it out, or divide the model by tp, pp or cp "
-            f"too"
+            f"parallel.dp must be the number of ranks, {comm.size}, if each rank has the whole "
+            f"model, got {parallel.dp}; leave it out, or divide the model by tp, pp or cp too"
         )

@@ -107,7 +107,7 @@ class Metrics:
 
 
 def cut(path: Path, num_records: int, step: int) -> None:
-    """Truncate a file of records atomically to its first records; no-op without a file.
+    """Truncate ``metrics.jsonl`` atomically to its first records; no-op without a file.
 
     After a loss of power, lines may be missing or contain zeros. Damaged lines are removed with a
     warning.

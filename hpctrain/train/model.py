@@ -50,7 +50,7 @@ class BuiltModel:
     model: nn.Module
     optimizer: Optimizer  # plain, without state
     loss: Callable[[Tensor, Tensor], Tensor]  # mean over the samples of a batch
-    precision: Precision  # of forward and loss
+    precision: Precision  # precision of forward and loss
     tables: Tables  # embeddings whose rows are divided among the ranks
     epoch_steps: int  # steps per epoch
 
@@ -90,14 +90,17 @@ def load_first_weights(model: nn.Module, config: ModelConfig) -> None:
     if lines := misfits(have, want):
         more = len(lines) - _MOST_LINES
         lines[_MOST_LINES:] = [f"and {more} more"] if more > 0 else []
-        told = f'model.init_from = "{config.init_from}" fits {len(fits)} of {len(want)} tensors'
+        told = f'"{config.init_from}" fits {len(fits)} of {len(want)} tensors'
         text = "\n  ".join(lines)
         if config.init_strict or not fits:
             raise ConfigError(
-                f"{told}; build the model that was saved, or load the fitting tensors "
-                f"with model.init_strict = false:\n  {text}"
+                f"model.init_from must fit all tensors of the model, but {told}; build the model "
+                f"that was saved, or load the fitting tensors with model.init_strict = false:\n  "
+                f"{text}"
             )
-        logger.warning(f"{told}, the others keep their initial values:\n  {text}")
+        logger.warning(
+            f"model.init_from = {told}, the others keep their initial values:\n  {text}"
+        )
     model.load_state_dict(fits, strict=False)
 
 
@@ -114,7 +117,7 @@ def _read(path: Path) -> dict[str, Tensor]:
         except (OSError, RuntimeError, ValueError, LookupError, EOFError, *_UNREADABLE) as error:
             is_other = isinstance(error, pickle.UnpicklingError)  # torch's text is too long
             said = (
-                "it contains objects other than tensors"
+                "the file contains objects other than tensors"
                 if is_other
                 else str(error).splitlines()[0]
             )
@@ -134,7 +137,10 @@ def _read(path: Path) -> dict[str, Tensor]:
 
 
 def misfits(have: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> list[str]:
-    """Return one line per tensor that is missing, unexpected, or differs in shape or dtype."""
+    """Compare the tensors ``have`` with the expected tensors ``want``; return a line per fault.
+
+    A fault is a missing tensor, an unexpected tensor, or another shape or dtype.
+    """
     found, wanted = (
         {name: f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for name, t in of.items()}
         for of in (have, want)
@@ -153,7 +159,7 @@ def choose_device(config: TrainingConfig, num_devices: int) -> tuple[torch.devic
     """Return the device of the model and the reason of the choice. Local.
 
     Args:
-        config: has ``train.device``.
+        config: table ``[train]``, of which ``device`` is used.
         num_devices: number of accelerators that every rank has.
 
     Returns:
@@ -172,14 +178,14 @@ def choose_device(config: TrainingConfig, num_devices: int) -> tuple[torch.devic
     if not num_devices or not kind:
         if config.device == kind:
             raise ConfigError(
-                f"train.device = {kind!r} must find a device on every rank, but some have none; "
-                f"request them, as by #SBATCH --gpus-per-node, or set train.device = cpu"
+                f"every rank must have a device for train.device = {kind!r}, but some ranks have "
+                f"none; request devices, as by #SBATCH --gpus-per-node, or set train.device = cpu"
             )
         return cpu, ""
     refused = {
         "train.device is cpu": config.device == "cpu",
-        "train.reproducible fixes bits of CPUs": config.reproducible,
-        "train.shard = node needs node memory, parallel.zero does not": config.shard == "node",
+        "train.reproducible is implemented on CPUs only": config.reproducible,
+        "train.shard = node uses memory of the host, use parallel.zero": config.shard == "node",
     }
     if reason := next((text for text, holds in refused.items() if holds), ""):
         return cpu, f"cpu, though every rank has {kind}: {reason}"
@@ -206,16 +212,18 @@ def prepare(model: nn.Module, run: RunConfig) -> None:
     try:
         model.compile(**args)
     except (RuntimeError, ValueError, TypeError) as error:
-        raise ConfigError(f"train.compile_args: torch.compile refuses: {error}") from error
+        raise ConfigError(
+            f"train.compile_args must be valid, but torch.compile refuses: {error}"
+        ) from error
 
 
-def asked(model: nn.Module, what: str, given: Any) -> Any:
-    """Return how a model is divided, from ``[parallel]`` or from an attribute of the model.
+def division_of(model: nn.Module, what: str, given: Any) -> Any:
+    """Return the roles or layers by which a model is divided among ranks.
 
     Args:
         model: may have an attribute ``parallel_roles`` or ``parallel_layers``.
         what: ``roles`` or ``layers``.
-        given: value of the key in ``[parallel]``; takes precedence.
+        given: value of the key in ``[parallel]``; takes precedence over the attribute.
 
     Raises:
         ConfigError: neither the key nor the attribute is set.
@@ -233,7 +241,7 @@ def asked(model: nn.Module, what: str, given: Any) -> Any:
 def _recompute_layers(model: nn.Module, config: ParallelConfig) -> None:
     """Recompute activations in backward, for all layers except the first and the last."""
     if config.recompute != "none":
-        layers = layers_of(model, asked(model, "layers", config.layers))[1:-1]
+        layers = layers_of(model, division_of(model, "layers", config.layers))[1:-1]
         recompute(model, [name for name, _ in layers], selective=config.recompute == "selective")
 
 
@@ -247,7 +255,7 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     if signature(kind.step).parameters["closure"].default is Parameter.empty:
         raise ConfigError(
             f"optimizer.name must be an optimizer that uses one gradient per step, but "
-            f"{config.name} computes several; choose another, or write your own loop"
+            f"{config.name} computes several; choose another optimizer, or write your own loop"
         )
     args = {**config.args, "lr": config.lr}
     exempt = dict(EXEMPTIONS) if config.exempt_norms_and_biases else {}
@@ -262,7 +270,9 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     except ConfigError:
         raise
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"optimizer.args: {config.name} refuses: {error}") from error
+        raise ConfigError(
+            f"optimizer.args must be valid, but {config.name} refuses: {error}"
+        ) from error
     assert isinstance(optimizer, Optimizer)
     return optimizer
 
@@ -329,7 +339,9 @@ def make_schedule(run: RunConfig, epoch_steps: int) -> Callable[[int], float]:
     try:
         schedule = call(_DECAYS[config.name], first, config.args, "schedule.args")
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"schedule.args: {config.name} refuses: {error}") from error
+        raise ConfigError(
+            f"schedule.args must be valid, but {config.name} refuses: {error}"
+        ) from error
     if warmup:
         start = 1 / peak if peak > 1 else 1 / (warmup + 1)
         rise = lr_scheduler.LinearLR(one, start, 1.0, warmup)
@@ -366,7 +378,7 @@ def with_shard(
         return config, ""
     devices = {parameter.device.type for parameter in model.parameters()} - {"cpu"}
     refused = {
-        f"they are on {'/'.join(devices)}": bool(devices),
+        f"parameters are on {'/'.join(devices)}": bool(devices),
         "no node has two ranks that share memory": most < 2,
         "train.reproducible sums gradients differently": train.reproducible,
         "ranks divide the model as [parallel] says": config.parallel.divides,
@@ -374,10 +386,10 @@ def with_shard(
         "sync.compression is not none": config.sync.compression != "none",
         "log.noise_scale needs the gradients of single ranks": config.log.noise_scale,
         "a layer has sparse gradients": any(getattr(m, "sparse", False) for m in model.modules()),
-        f"a step of {config.optimizer.name} may use other tensors": not can_shard(optimizer),
+        f"{config.optimizer.name} may use other parameters in a step": not can_shard(optimizer),
     }
     if reason := next((text for text, holds in refused.items() if holds), ""):
         text = f"every rank has all parameters: {reason}"
         return replace(config, train=replace(train, shard="none")), text
-    text = f"a node has parameters and state once, for up to {most} ranks"
+    text = f"parameters and state are stored once per node, for up to {most} ranks"
     return replace(config, train=replace(train, shard="node")), text

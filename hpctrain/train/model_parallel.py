@@ -20,7 +20,7 @@ from hpctrain.parallel.pipeline import Pipeline
 from hpctrain.parallel.sharded_optimizer import ShardedOptimizer
 from hpctrain.parallel.tensor import tensor_parallel
 from hpctrain.train.divided_state import DividedState
-from hpctrain.train.model import BuiltModel, asked
+from hpctrain.train.model import BuiltModel, division_of
 from hpctrain.train.parallel_layout import (
     BatchPadding,
     GradientAverage,
@@ -65,10 +65,10 @@ class ModelParallel:
         self.state.keep(self.model, self.optimizer)
 
     def _divided(self, model: nn.Module) -> nn.Module:
-        """Apply tensor, context and pipeline parallelism, then sharding. Collective."""
+        """Apply tensor, context and pipeline parallelism, then shard parameters. Collective."""
         config, mesh = self._config, self._layout.mesh
         if config.tp > 1:
-            roles = asked(model, "roles", config.roles)
+            roles = division_of(model, "roles", config.roles)
             tensor_parallel(model, mesh["tp"], roles, sequence=config.sequence)
         if config.cp > 1:
             divide = getattr(model, "parallel_context", None)
@@ -85,7 +85,7 @@ class ModelParallel:
         self._pipeline = Pipeline(
             model,
             mesh["pp"],
-            asked(model, "layers", config.layers),
+            division_of(model, "layers", config.layers),
             loss=self._micro_batches.loss,
             num_microbatches=self._layout.micro_batches,
             schedule=config.schedule,

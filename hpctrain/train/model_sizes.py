@@ -44,7 +44,7 @@ def sizes_of(target: str) -> dict[str, Any]:
     found: dict[str, Any] = {
         "parameters": sum(each.numel() for each in parameters),
         "layers": _layers(model),
-        "heads": _told(model, _HEADS),
+        "heads": _attribute(model, _HEADS),
     }
     embeddings = [each for each in model.modules() if isinstance(each, nn.Embedding)]
     if embeddings:
@@ -53,7 +53,7 @@ def sizes_of(target: str) -> dict[str, Any]:
         shapes = Counter(tuple(each.shape) for each in parameters)
         found["tied"] = shapes[words.num_embeddings, words.embedding_dim] < 2
         positions = [each.num_embeddings for each in embeddings if each is not words]
-        found["sequence"] = _told(model, _SEQUENCE) or max(positions, default=None)
+        found["sequence"] = _attribute(model, _SEQUENCE) or max(positions, default=None)
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -72,7 +72,7 @@ def _layers(model: nn.Module) -> int | None:
     return layers
 
 
-def _told(model: nn.Module, names: tuple[str, ...]) -> int | None:
+def _attribute(model: nn.Module, names: tuple[str, ...]) -> int | None:
     owners = (
         each for module in model.modules() for each in (module, getattr(module, "config", 0))
     )

@@ -134,8 +134,9 @@ class ParallelExchange(StepExchange):
             found.setdefault(where, set()).add(value)
         if differ := [where for where, values in found.items() if len(values) > 1]:
             raise ReplicaError(
-                f"replicas must be equal, but those at [pp, tp] = {', '.join(differ)} differ; "
-                f"find the change on some ranks only, such as one outside optimizer.step()"
+                f"replicas must be equal, but replicas at [pp, tp] = {', '.join(differ)} differ; "
+                f"find the code that changes parameters on some ranks only, for example outside "
+                f"optimizer.step()"
             )
         return True
 

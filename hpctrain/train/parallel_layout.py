@@ -121,7 +121,7 @@ class BatchPadding:
         return mine
 
     def filled(self, *tensors: Tensor, size: int = 1) -> list[Tensor]:
-        """Return tensors from ``own``, padded to at least ``size`` samples. Local."""
+        """Return results of ``own``, padded to at least ``size`` samples with copies. Local."""
         return [
             torch.cat([values, spare.expand(size - len(values), *spare.shape[1:])])
             if len(values) < size
@@ -151,7 +151,7 @@ class MicroBatches:
         self._number = number
         # Labels, number of samples without padding, weight per sample.
         self._batch = torch.empty(0), 0, 0.0
-        self._outputs: dict[int, Tensor] | None = None  # by first sample; None in training
+        self._outputs: dict[int, Tensor] | None = None  # by their first sample; None in training
 
     def train(
         self, step: Callable[..., Tensor], inputs: Tensor, labels: Tensor, weight: float
@@ -207,7 +207,7 @@ class GradientAverage:
     def run(self) -> None:
         """Replace the gradients by their average over the replicas. Collective over replicas."""
         buckets: dict[torch.dtype, list[Tensor]] = {}
-        num_bytes = Counter[torch.dtype]()  # of each bucket
+        num_bytes = Counter[torch.dtype]()  # bytes of the open bucket of each dtype
         trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         used = torch.tensor([parameter.grad is not None for parameter in trained]).int()
         dist.all_reduce(used, dist.ReduceOp.MAX, group=self._group)

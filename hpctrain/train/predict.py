@@ -25,7 +25,7 @@ from hpctrain.data.loader import Loader
 from hpctrain.data.samples import Batch
 from hpctrain.parallel.parallel_config import ParallelConfig
 from hpctrain.train.load_config import load
-from hpctrain.train.refusals import targets, told_of
+from hpctrain.train.refusals import explain_errors, targets
 from hpctrain.train.run_directory import RunDirectory
 from hpctrain.train.stateful import widened
 from hpctrain.train.sync_config import SyncConfig
@@ -148,13 +148,13 @@ def predict(task: Task, path: Path, facts: Mapping[str, Any]) -> tuple[int, ...]
 
 
 def _output(task: Task, batch: Batch) -> NDArray[Any] | None:
-    """Return the outputs for this rank's samples; None without samples."""
+    """Return the outputs of the model for this rank's samples; None without samples."""
     if not batch.num_samples:
-        task.exchange.forward_nothing(task.split(batch)[0])
+        task.exchange.forward_empty(task.split(batch)[0])
         return None
     with task.precision.autocast():
         inputs, _ = task.split(batch)
-        with told_of(targets(task.config)[0], inputs):
+        with explain_errors(targets(task.config)[0], inputs):
             output = task.model(inputs)
     output = widened(output)
     if not isinstance(output, Tensor) or output.shape[:1] != (batch.num_samples,):
@@ -168,7 +168,7 @@ def _output(task: Task, batch: Batch) -> NDArray[Any] | None:
 
 
 def _kind(values: NDArray[Any]) -> tuple[tuple[int, ...], str]:
-    """Return shape and dtype of one row of the output."""
+    """Return shape and dtype of one row, to compare batches."""
     return values.shape[1:], values.dtype.str
 
 
@@ -176,6 +176,8 @@ class _Rows:
     """Output file with a contiguous HDF5 dataset; each rank writes its rows at byte offsets.
 
     Each rank has only its own rows in memory, and HDF5 does not need to be built with MPI.
+
+    Construction is collective: rank 0 creates the file, and all ranks open it.
     """
 
     def __init__(
@@ -186,7 +188,6 @@ class _Rows:
         facts: Mapping[str, Any],
         comm: Communicator,
     ) -> None:
-        """Create the file on rank 0, and open it on all ranks. Collective."""
         self._kind, self._comm = kind, comm
         self.shape = (num_rows, *kind[0])
 
@@ -205,7 +206,10 @@ class _Rows:
             try:
                 self._file = os.open(part, os.O_WRONLY)
             except OSError as error:
-                raise ConfigError(f"{part} is not seen by this rank: {error.strerror}") from None
+                raise ConfigError(
+                    f"all ranks must see the part files, but this rank does not see {part}: "
+                    f"{error.strerror}"
+                ) from None
 
     def write(self, first: int, values: NDArray[Any]) -> str:
         """Write rows from index ``first``; return an error message, empty on success."""

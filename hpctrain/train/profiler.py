@@ -30,7 +30,7 @@ class Profiler:
         self._first = 0
 
     def before(self, step: int) -> None:
-        """Start or write the trace if ``step`` is the first or follows the last. Local.
+        """Start the trace before the first traced step, and write it after the last. Local.
 
         The trace includes work between two steps, such as a test.
         """

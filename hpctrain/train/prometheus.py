@@ -42,7 +42,7 @@ class PrometheusLogger:
         self._run = str(config.get("name", folder.name))
         self._hosts: dict[int, str] = {}
         self._last: dict[str, Mapping[str, Any]] = {}  # records, by event
-        self._num_left_out = self._num_spikes = 0
+        self._num_skipped = self._num_spikes = 0
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Add a record, and write all metrics."""
@@ -51,13 +51,13 @@ class PrometheusLogger:
         if event in ("started", "resumed"):
             hosts = record.get("hosts", {})
             self._hosts = {rank: host for host, ranks in hosts.items() for rank in ranks}
-        self._num_left_out += record.get("skipped", 0) if event == "step" else 0
+        self._num_skipped += record.get("skipped", 0) if event == "step" else 0
         self._num_spikes += event == "spike"
         with publishing(self._path) as part:
             part.write_text(text(self._run, self._samples()), encoding="utf-8")
 
     def close(self) -> None:
-        """Do nothing: no file stays open."""
+        """No-op: no file stays open."""
 
     def _samples(self) -> Iterator[_Sample]:
         step, test = self._last.get("step"), self._last.get("test")
@@ -77,7 +77,7 @@ class PrometheusLogger:
                     yield "test_metric", {"metric": name}, value
         if saved := self._last.get("checkpoint"):
             yield "checkpoint_step", {}, saved["step"]
-        yield "left_out_steps", {}, self._num_left_out
+        yield "left_out_steps", {}, self._num_skipped
         yield "spikes", {}, self._num_spikes
         yield "finished", {}, "finished" in self._last
 

@@ -16,7 +16,7 @@ _REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
 
 
 @contextmanager
-def told_of(whose: str, *values: object) -> Iterator[None]:
+def explain_errors(whose: str, *values: object) -> Iterator[None]:
     """Add the name and arguments of a function to errors inside the block.
 
     Errors that torch raises become ``DataError``; errors of the user's function get a note.
@@ -70,5 +70,5 @@ def targets(config: RunConfig) -> tuple[str, str]:
 
 
 def step_name(config: RunConfig) -> str:
-    """Return the description of a step in error messages."""
+    """Return the description of a training step, with model and loss, for error messages."""
     return f"the step of {' and '.join(targets(config))}"

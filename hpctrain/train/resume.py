@@ -41,7 +41,7 @@ _NOT_MATHEMATICS = (
 )
 
 
-def goes_on(config: RunConfig, directory: RunDirectory, *, asked: bool) -> bool:
+def continues_run(config: RunConfig, directory: RunDirectory, *, asked: bool) -> bool:
     """Return True if this job continues the run in the directory.
 
     A run that wrote neither a checkpoint nor a test starts again from step 0.

@@ -46,7 +46,7 @@ from hpctrain.train.load_config import LoadedData
 from hpctrain.train.loggers import check as check_loggers
 from hpctrain.train.loop import Outcome, Stopped, train_step
 from hpctrain.train.metrics import Metrics, result
-from hpctrain.train.resume import check_same, finished, goes_on, plan_to_keep, settled
+from hpctrain.train.resume import check_same, continues_run, finished, plan_to_keep, settled
 from hpctrain.train.run_config import RunConfig, located
 from hpctrain.train.run_directory import RunDirectory
 from hpctrain.train.run_status import last_record
@@ -99,7 +99,7 @@ class _Run:
     def carry_out(self, given: Mapping[str, Any]) -> int:
         """Join the world and train; after a loss of ranks, resume with the others. Collective."""
         config, directory, how = self._loaded.config, self._directory, self._how
-        continues = not how.dry_run and goes_on(config, directory, asked=how.resume)
+        continues = not how.dry_run and continues_run(config, directory, asked=how.resume)
         if not how.dry_run:
             directory.make_log_folder()
         settings = self._settings(given)
@@ -107,25 +107,25 @@ class _Run:
         initialization.join(replace(settings, plan=settings.plan or kept))
         if config.parallel.divides:
             with recovery.ends_with_losses(_DIVIDED_RULE):
-                return self._take_part()
+                return self._train_with_lease()
         if not recovery.is_on():
-            return self._take_part()
+            return self._train_with_lease()
         while True:
             code: int | None
-            code, _, error = recovery.attempt(self._take_up, moves=False)
+            code, _, error = recovery.attempt(self._train_or_resume, moves=False)
             if code is not None:
                 return code
             if error is not None:
                 traceback.clear_frames(error.__traceback__)  # release the objects of the old world
 
-    def _take_up(self) -> int:
+    def _train_or_resume(self) -> int:
         """Train in the current world; resume if ranks were lost before. Collective."""
         if not world.current().is_first:
             begun = on_root(world.current().comm, self._directory.has_begun)
             self._how = replace(self._how, resume=self._how.resume or begun)
-        return self._take_part()
+        return self._train_with_lease()
 
-    def _take_part(self) -> int:
+    def _train_with_lease(self) -> int:
         """Train in the current world, after acquiring the run directory. Collective."""
         self._comm = world.current().comm
         self._console = make_console(shown=self._comm.rank == 0)
@@ -136,7 +136,7 @@ class _Run:
             return self._train(lease)
 
     def _settings(self, given: Mapping[str, Any]) -> Settings:
-        """Return all settings of this process; keys of the configuration take precedence."""
+        """Return the ``HPCTRAIN_*`` settings; keys of the configuration take precedence."""
         comm = self._loaded.config.comm
         values = {
             "log_dir": None if self._how.dry_run else self._directory.logs,
@@ -156,7 +156,7 @@ class _Run:
         """
         config, directory, how, comm = self._loaded.config, self._directory, self._how, self._comm
         continues = on_root(
-            comm, lambda: not how.dry_run and goes_on(config, directory, asked=how.resume)
+            comm, lambda: not how.dry_run and continues_run(config, directory, asked=how.resume)
         )
         config = settled(config, directory if continues else None, comm)
         # If ranks are lost before the first checkpoint, the smaller world keeps the micro-shards.
@@ -263,26 +263,29 @@ class _Run:
             f"{format_seconds(outcome.training_s)} in all; results in {task.config.directory}"
         )
         if task.config.sync.compression != "none" and self._comm.rank == 0:
-            for line in self._told_compression(task):
+            for line in self._compression_lines(task):
                 self._console.print(line)
-        for line in self._told_tests(task, outcome):
+        for line in self._test_lines(task, outcome):
             self._console.print(line, style="bold green")
         return 0
 
-    def _told_compression(self, task: Task) -> Iterator[str]:
+    def _compression_lines(self, task: Task) -> Iterator[str]:
         """Yield lines about the bytes that compression saves and the codec that ``auto`` chose."""
         name = task.config.sync.compression
         if choice := getattr(task.exchange.codec, "choice", ""):
             yield f"compression {name} chose {choice}"
-        savings = imported("hpctrain.train.history:RunHistory").read(self._directory.path).spared
+        savings = (
+            imported("hpctrain.train.history:RunHistory").read(self._directory.path).savings_text
+        )
         if savings:
             yield f"compression {name}: {savings}"
 
-    def _told_tests(self, task: Task, outcome: Outcome) -> Iterator[str]:
+    def _test_lines(self, task: Task, outcome: Outcome) -> Iterator[str]:
         """Yield lines about the last test and, if different, the best test."""
         best = outcome.best
         if task.config.keep_best and best and best["step"] != outcome.step:
-            folder = RunDirectory(task.config.directory).checkpoints  # as the user wrote it
+            # The configured path may be relative, as the user wrote it.
+            folder = RunDirectory(task.config.directory).checkpoints
             path = CheckpointDirectory(folder).path(best["step"])
             yield f"best {task.tested} {task.metric_name} {best['metric']:.4f}, in {path}"
         yield from outcome.scores.lines(task.metric_name)
@@ -413,7 +416,7 @@ def held(
 
     try:
         if lease is not None and force and (holder := Holder.read(directory.path)):
-            console.print(_losses(directory, holder))
+            console.print(_lost_steps(directory, holder))
         while waits_for := on_root(comm, attempt):
             if waits_for != told:
                 console.print(waits_for)
@@ -425,8 +428,8 @@ def held(
             lease.release()
 
 
-def _losses(directory: RunDirectory, holder: Holder) -> str:
-    """Return a message about the steps that are lost when ``holder`` loses the run."""
+def _lost_steps(directory: RunDirectory, holder: Holder) -> str:
+    """Return a message about the steps that are lost if this job takes the run from ``holder``."""
     newest, last = None, 0
     with suppress(CheckpointError):
         newest, _ = CheckpointDirectory(directory.checkpoints).newest()

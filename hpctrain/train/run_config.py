@@ -36,7 +36,7 @@ _NO_SCALE = (
     "all ranks must have the same loss scale; set bf16, which needs no scale",
 )
 _NO_ROLLBACK = "stop", "skip", "ignore"
-_ON_CPU = ("auto", "cpu"), "it is implemented on CPUs"
+_ON_CPU = ("auto", "cpu"), "train.reproducible is implemented on CPUs only"
 _ON_HOST = (
     ("auto", "cpu"),
     "state is divided in host memory; set parallel.zero = 1 to divide state on GPUs",
@@ -250,7 +250,7 @@ class TrainingConfig(CheckedFields):
             f"train.global_batch must be at least the number of micro-shards, {number}, with "
             f"train.reproducible = true",
             self.global_batch,
-            "raise it, or set a smaller train.micro_shards",
+            "use a larger batch, or a smaller train.micro_shards",
         )
 
 

@@ -23,7 +23,7 @@ from hpctrain.train.metrics import RANKS, cut
 
 
 class RunDirectory:
-    """Paths of the files of a run; only rank 0 calls ``create`` and ``go_on``."""
+    """Paths of the files of a run; only rank 0 calls ``create`` and ``resume``."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -67,8 +67,9 @@ class RunDirectory:
             holder = None
         if holder is not None and (is_used or not holder.is_gone(Holder.here())):
             raise ConfigError(
-                f"{self.path} is in use: {holder.describe()} trains there, or was killed; "
-                f"continue its run with --resume, which waits for that job, or {elsewhere}"
+                f"a run directory must be used by one job at a time, but {self.path} is in use: "
+                f"{holder.describe()} trains there, or was killed; continue its run with "
+                f"--resume, which waits for that job, or {elsewhere}"
             )
         if is_used:
             raise ConfigError(
@@ -108,7 +109,7 @@ class RunDirectory:
             _publish({self.environment: _json(environment), self.plan: _json(plan)})
             _publish({self.config: config})  # last, because has_begun() checks this file
 
-    def go_on(self, config: str, plan: dict[str, Any], *, num_records: int, step: int) -> None:
+    def resume(self, config: str, plan: dict[str, Any], *, num_records: int, step: int) -> None:
         """Prepare the directory for the next part of a run. Local.
 
         Args:

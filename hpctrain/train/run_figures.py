@@ -10,10 +10,10 @@ from hpctrain.core.atomic import refusal
 from hpctrain.core.errors import ConfigError
 from hpctrain.report.drawing import draw_panels
 from hpctrain.report.figure import PARTS, Figure, Kind, Series
-from hpctrain.train.history import LOSS, TIMES, Record, RunHistory, told
+from hpctrain.train.history import LOSS, TIMES, Record, RunHistory, labelled
 
 FORMATS = (".png", ".svg", ".pdf")
-MAX_POINTS = 2000  # of a curve; above the resolution of a screen
+MAX_POINTS = 2000  # points of a curve; more than a screen can resolve
 MAX_RANKS = 32  # bars of a figure
 MAX_MARKS = 20
 
@@ -39,14 +39,14 @@ def figures_of(runs: Sequence[RunHistory], smooth: int = 0) -> list[Figure]:
         smooth: number of records that curves are averaged over; 1 for no averaging, 0 chooses by
             the number of records.
     """
-    noise = "Samples of a batch whose gradient is as much noise as signal."
-    away = "Root of the mean square distance from the mean of all replicas."
+    noise = "Batch size in samples at which noise and signal of the gradient are equal."
+    away = "Root mean square distance of the replicas from their mean."
     coded = _steps_with("won_s")
-    won = "Of a step, against the probed link without compression."
+    won = "Per step, against the measured link without compression."
     found = [
         _losses(runs, smooth),
         *_metrics(runs),
-        _by_step(runs, "lr", "Learning rate", "As set for the last step of a record."),
+        _by_step(runs, "lr", "Learning rate", "In the last step of a record."),
         _times(runs),
         _by_step(runs, "samples_per_s", "Samples per second", "Over all ranks.", smooth=smooth),
         _by_step(runs, "drift", "Distance of replicas", away, _steps_with("drift")),
@@ -55,7 +55,7 @@ def figures_of(runs: Sequence[RunHistory], smooth: int = 0) -> list[Figure]:
             runs,
             "rail_bytes",
             "Bytes between nodes",
-            "Of a step, compressed.",
+            "Per step, with compression.",
             _steps_with("won_s"),
         ),
         _by_step(runs, "won_s", "Seconds won by compression", won, coded),
@@ -88,11 +88,13 @@ def draw_runs(
         ConfigError: the suffix is unknown, or the file cannot be written.
     """
     if path.suffix.lower() not in FORMATS:
-        raise ConfigError(f"a plot must be a file that ends in {', '.join(FORMATS)}, got {path}")
+        raise ConfigError(
+            f"the file of a plot must end in {', '.join(FORMATS)}, got {path}; name another file"
+        )
     is_one = len(runs) == 1
     figures = figures_of(runs, smooth)
     figures = [each for each in figures if is_one or not each.name.startswith("ranks")]
-    lines = told(runs, "headline")
+    lines = labelled(runs, "headline")
     lines += [] if figures else ["no step is recorded yet"]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -124,7 +126,7 @@ def _losses(runs: Sequence[RunHistory], smooth: int) -> Figure:
         note=f"Pale: as recorded; full: averaged over records; dots: {_splits(runs)} samples.",
         series=[*series, *_marks(runs)],
         scale="log" if is_wide else "zoom",
-        warning="; ".join(told(runs, "warning")),
+        warning="; ".join(labelled(runs, "warning")),
     )
 
 
@@ -253,10 +255,10 @@ def _times(runs: Sequence[RunHistory]) -> Figure:
         series = _parts("bars", list(steps), [r.mean_times for r in runs if r.label in steps])
     return Figure(
         name="time",
-        title="Where the time of a step went",
+        title="Time of a step by phase",
         x_label="step" if is_one else "",
         y_label="milliseconds",
-        note="Means over ranks. Exposed communication is what computing did not hide."
+        note="Means over ranks. Exposed communication did not overlap with computation."
         + (_CUT if top else ""),
         series=series,
         is_stacked=True,
@@ -273,7 +275,7 @@ def _ranks(runs: Sequence[RunHistory]) -> Iterator[Figure]:
             name=f"ranks-{number}",
             title="Last steps by rank" + (f", {run.label}" if len(runs) > 1 else ""),
             y_label="milliseconds",
-            note=f"The slowest {len(ranks)} of {len(run.view.ranks)}: others wait for them.",
+            note=f"The slowest {len(ranks)} of {len(run.view.ranks)} ranks; others wait for them.",
             series=_parts("bars", [f"rank {rank.rank}" for rank in ranks], rows),
             is_stacked=True,
         )

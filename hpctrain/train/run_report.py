@@ -22,7 +22,7 @@ from hpctrain.report.page import (
     value_cell,
     write_page,
 )
-from hpctrain.train.history import LOSS, RunHistory, number, told
+from hpctrain.train.history import LOSS, RunHistory, labelled, number
 from hpctrain.train.run_config import RunConfig
 from hpctrain.train.run_figures import figures_of
 
@@ -55,8 +55,8 @@ def write_report(runs: Sequence[RunHistory], path: Path, smooth: int = 0) -> Pat
     environment = _aligned([run.environment for run in runs])
     labels = [run.label for run in runs]
     parts = [
-        *(f'<p class="soft">{escape(text)}</p>' for text in told(runs, "headline")),
-        *(f'<p class="missing">{escape(text)}</p>' for text in told(runs, "warning")),
+        *(f'<p class="soft">{escape(text)}</p>' for text in labelled(runs, "headline")),
+        *(f'<p class="missing">{escape(text)}</p>' for text in labelled(runs, "warning")),
         figures_html(figures) if figures else '<p class="missing">No step is recorded yet.</p>',
         "<h2>Results</h2>",
         table("results", ("what", *labels), _results(runs)),
@@ -85,7 +85,7 @@ def comparison(runs: Sequence[RunHistory]) -> RenderableType:
 
 
 def overview(runs: Sequence[RunHistory]) -> RenderableType:
-    """Return a table with one row per run, for a terminal."""
+    """Return a table with state and results of each run, one row per run, for a terminal."""
     heads = ("run", "state", "step", "loss", "metric", "ranks", "started")
     rows: list[list[Cell]] = []
     for run in runs:
@@ -156,7 +156,7 @@ def _aligned(tables: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def _different(values: Mapping[str, list[Any]]) -> list[str]:
-    """Return the names whose values differ; all names if there is one table."""
+    """Return the names whose values differ between the tables; all names of a single table."""
     return [n for n, each in values.items() if len(each) == 1 or len({*map(repr, each)}) > 1]
 
 

@@ -128,7 +128,7 @@ class RunState:
         set_random_states(own["random"], task.device)
 
     def _restore_tallies(self, shared: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
-        """Restore the sums of this rank or of all ranks; older checkpoints lack some sums."""
+        """Restore the sums of the record and of the epoch, which older checkpoints may lack."""
         for name, tally in (("tally", self.tally), ("epoch_tally", self.epoch_tally)):
             if own is not None and name in own:
                 tally.load_state_dict(own[name])

@@ -97,7 +97,7 @@ def _top(k: int) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def _hits(output: Tensor, label: Tensor) -> Tensor:
-    """Count correct predictions, predictions and labels by class; ``(3, classes)`` on the CPU."""
+    """Return correct predictions, predictions and labels by class; ``(3, classes)`` on the CPU."""
     num_classes = output.shape[1]
     answer, label = output.argmax(dim=1).flatten().cpu(), label.flatten().long().cpu()
     rows = (answer[answer == label], answer, label)

@@ -60,7 +60,7 @@ class Rollback:
     def __init__(self, task: Task, memory: GuardMemory, every: int) -> None:
         self._task, self._memory, self._every = task, memory, every
         self._snapshot: Snapshot | None = None
-        self._left_out_to = 0  # last step that earlier rollbacks skipped
+        self._skipped_to = 0  # last step that earlier rollbacks skipped
 
     def begin(self, step: int) -> None:
         """Take a snapshot before a step if due. Collective if the ranks divide the model."""
@@ -68,17 +68,17 @@ class Rollback:
             self._snapshot = Snapshot(self._task, self._memory, step)
 
     def go_back(self, step: int) -> tuple[int, int]:
-        """Restore the last snapshot instead of taking ``step``. Local.
+        """Restore the last snapshot; the caller skips ``step``. Local.
 
         Returns:
             The step whose state is restored, and the number of newly skipped steps.
         """
         assert self._snapshot is not None
         since = self._snapshot.step - 1
-        num_left_out = step - max(since, self._left_out_to)
-        self._left_out_to = step
+        num_lost = step - max(since, self._skipped_to)
+        self._skipped_to = step
         self._snapshot.restore()
-        return since, num_left_out
+        return since, num_lost
 
 
 def _copy(tensor: Tensor) -> Tensor:

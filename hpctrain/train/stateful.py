@@ -134,7 +134,7 @@ class BestTest:
         self.num_since = 0
 
     def see(self, score: float | None, **place: Any) -> None:
-        """Add a test.
+        """Add the result of a test.
 
         A test with an equal score becomes the best test, because its checkpoint is newer, but
         does not count as an improvement.
@@ -160,7 +160,7 @@ class BestTest:
         return {"step": self.step, "epoch": self.epoch, "metric": self.metric}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state."""
+        """Return the state, for a checkpoint."""
         return dict(vars(self))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -173,7 +173,7 @@ class GuardMemory:
 
     def __init__(self, config: TrainingConfig) -> None:
         self.spikes = LossSpikes(config.spike_deviations, config.spike_window)
-        self.num_left_out = 0  # number of skipped steps that are common to all ranks
+        self.num_skipped = 0  # number of skipped steps that are common to all ranks
         self.lowered_at: int | None = None  # last step at which the learning rate was lowered
         self._config = config
 
@@ -184,11 +184,11 @@ class GuardMemory:
         return 1.0 if since >= steps else factor + (1.0 - factor) * since / steps
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state."""
-        own = {"num_left_out": self.num_left_out, "lowered_at": self.lowered_at}
+        """Return the state, for a checkpoint."""
+        own = {"num_left_out": self.num_skipped, "lowered_at": self.lowered_at}
         return {**own, **self.spikes.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state."""
-        self.num_left_out, self.lowered_at = state["num_left_out"], state["lowered_at"]
+        self.num_skipped, self.lowered_at = state["num_left_out"], state["lowered_at"]
         self.spikes.load_state_dict(state)

@@ -43,8 +43,8 @@ class StepBatch:
 
     inputs: Tensor
     labels: Tensor
-    num_samples: int  # of this rank; 0 if the last batch of an epoch has too few samples
-    num_global: int  # of all ranks
+    num_samples: int  # samples of this rank; 0 if the last batch of an epoch has too few samples
+    num_global: int  # samples of all ranks
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor]:
@@ -117,7 +117,7 @@ class StepExchange:
             group["lr"] = peak * rate
 
     def raise_flags(self, flags: int) -> None:
-        """Add these bits to the step header, which all ranks receive. Local."""
+        """Add these bits to the step header, a message to all ranks with each step. Local."""
         self.method.raise_flags(flags)
 
     def report_loss(self, loss: float) -> None:
@@ -204,7 +204,7 @@ class StepExchange:
         self.optimizer.zero_grad()
 
     def counted(self, loss: float, batch: StepBatch, num_samples: int) -> tuple[float, int]:
-        """Return the loss and the number of samples that this rank adds to a record."""
+        """Return the loss and the number of samples that this rank adds to the next record."""
         del batch
         return loss, num_samples
 
@@ -219,7 +219,7 @@ class StepExchange:
         """Exclude the time since the last step from measured step times. Local."""
 
     def end_epoch(self, loss: float) -> None:
-        """Receive the mean training loss of an epoch, identical on all ranks."""
+        """Pass the mean training loss of an epoch, identical on all ranks, to the method."""
 
     def finish(self) -> None:
         """Synchronize the models of all ranks. Collective."""
@@ -254,10 +254,10 @@ class StepExchange:
         if len(values[0]):
             yield *values, None
         else:
-            self.forward_nothing(values[0])
+            self.forward_empty(values[0])
 
-    def forward_nothing(self, inputs: Tensor, times: int = 1) -> None:
-        """Join the collectives of the other ranks' forward passes without samples."""
+    def forward_empty(self, inputs: Tensor, times: int = 1) -> None:
+        """Run the collectives of a forward pass on a rank without samples; default no-op."""
 
     def sum_rows(self, rows: Sequence[Sequence[float]], num_columns: int) -> list[float]:
         """Return the sum of each column over the rows of all ranks. Collective.
@@ -407,7 +407,7 @@ class StepExchange:
                 parameter.copy_(own["parameters"][name])
 
     def wanted(self, latest: Callable[[], Any]) -> Mapping[str, Shard] | None:
-        """Return the shards that this rank reads from the newest checkpoint; None for all.
+        """Return the shards that this rank reads from the newest checkpoint; None: whole tensors.
 
         Args:
             latest: collective function that returns the folder of the newest checkpoint, or None.
@@ -443,7 +443,7 @@ class StepExchange:
 
 
 def column_sums(rows: Sequence[Sequence[float]], num_columns: int) -> list[float]:
-    """Return the exact sum of each column, rounded once."""
+    """Return the sum of each column of ``rows``, computed exactly and rounded once."""
     columns = zip(*rows, strict=True) if rows else [()] * num_columns
     return [exact_sum(column) for column in columns]
 
@@ -460,9 +460,11 @@ def check_fit(have: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> None:
     """
     if lines := misfits(have, want):
         raise CheckpointError(
-            f"the checkpoint must match the model, but {len(lines)} "
-            f"tensor{'s' * (len(lines) != 1)} do not; build the model that was saved, or change "
-            f"its state between hpctrain.checkpoint.load and save:\n  " + "\n  ".join(lines)
+            f"tensors of the model must have the names, shapes and dtypes in the checkpoint, but "
+            f"{len(lines)} {'tensors differ' if len(lines) != 1 else 'tensor differs'}; build the "
+            f"model that was saved, or convert the checkpoint: load it with "
+            f"hpctrain.checkpoint.load, change the state, and save it with "
+            f"hpctrain.checkpoint.save:\n  " + "\n  ".join(lines)
         )
 
 

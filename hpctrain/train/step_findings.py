@@ -1,4 +1,4 @@
-"""Findings of each rank about steps that are not finite, for records and messages."""
+"""Loss, gradient norm and samples of steps that are not finite, for records and messages."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ class NotFiniteFinding:
     step: int
     epoch: int
     lr: float
-    loss: float  # of this rank's samples
+    loss: float  # mean over this rank's samples
     norm: float | None
     """L2 norm of the gradients, after averaging if ranks average; None if not computed."""
     samples: list[int]  # indices of this rank's samples in the data set
@@ -103,7 +103,7 @@ class StepFindings:
         }
 
     def lines(self, step: int) -> list[str]:
-        """Return lines to add to an error that all ranks raise; empty if reported. Collective."""
+        """Return lines about the findings of all ranks; empty if reported. Collective."""
         if self.is_reported:
             return []
         self.own = self.own or self._older()
@@ -115,16 +115,16 @@ class StepFindings:
 
 
 def message_of(shown: Mapping[int, NotFiniteFinding]) -> str:
-    """Return the message of the error that stops the run."""
+    """Return the message of the error that stops a run after a step that is not finite."""
     step = min(finding.step for finding in shown.values())
     was_taken = all(finding.norm is None for finding in shown.values())
     rule = "loss and gradients must be finite,"
     cause = (
-        f"{rule} but the weights after step {step} are not: the step was too large, or one of its "
-        f"gradients was not finite"
+        f"{rule} but the weights after step {step} are not finite: the step was too large, or "
+        f"one of its gradients was not finite"
         if was_taken
-        else f"{rule} but they are not on {format_ranks(shown)} in step {step}, which was not "
-        f"taken"
+        else f"{rule} but they are not on {format_ranks(shown)} in step {step}, which was "
+        f"not taken"
     )
     remedies = (
         "check these samples; metrics.jsonl has all of them",

@@ -1,4 +1,4 @@
-"""Sums over the steps since the last record, and over ranks."""
+"""Losses, times and sample counts of steps, summed since the last record and over ranks."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,7 +21,7 @@ class Interval:
     """Measurements of several steps; times are means over steps and ranks, in seconds."""
 
     num_steps: int
-    num_samples: int  # of all ranks
+    num_samples: int  # samples of all ranks
     loss: float  # mean over the samples; NaN if all steps were skipped
     compute_s: float
     communication_s: float  # not overlapped with compute

@@ -22,7 +22,7 @@ class Stragglers:
     def __init__(self, hosts: Mapping[int, str]) -> None:
         self._hosts = hosts
         self._records: deque[set[int]] = deque(maxlen=RECENT)
-        self._told: set[int] = set()
+        self._reported: set[int] = set()
 
     def see(self, times: Mapping[str, Sequence[float]]) -> list[str]:
         """Add a record; return messages about ranks that became slow or normal. Local.
@@ -37,16 +37,16 @@ class Stragglers:
         lines = []
         for rank, count in enumerate(self.counts(len(work))):
             who = f"rank {rank}" + (f" on {host}" if (host := self._hosts.get(rank)) else "")
-            if count >= PERSISTENT and rank not in self._told:
-                self._told.add(rank)
+            if count >= PERSISTENT and rank not in self._reported:
+                self._reported.add(rank)
                 lines.append(
                     f"{who} is slow in {count} of the last {len(self._records)} records, and all "
                     f"others wait for it: per step it computes {times['compute_s'][rank]:.3g} s "
                     f"and waits {times['input_s'][rank]:.3g} s for its input, the median rank "
                     f"takes {median:.3g} s for both; check its host: clock, cores, other jobs"
                 )
-            elif not count and rank in self._told:
-                self._told.discard(rank)
+            elif not count and rank in self._reported:
+                self._reported.discard(rank)
                 lines.append(f"{who} is as fast as the others again")
         return lines
 

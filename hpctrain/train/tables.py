@@ -1,4 +1,4 @@
-"""Sharded embeddings of a model, which are updated in addition to the optimizer."""
+"""Sharded embeddings of a model, whose rows are updated in addition to its parameters."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,7 +24,7 @@ class RowTable(Protocol):
     lr: float
 
     def zero_grad(self) -> None:
-        """Clear the gradients."""
+        """Clear the gradients of the rows."""
 
     def set_num_samples(self, num_samples: float, nominal: float) -> None:
         """Set the number of samples of this rank in the next step."""
@@ -33,7 +33,7 @@ class RowTable(Protocol):
         """Average gradients and update the rows. Collective."""
 
     def sharded_state(self) -> dict[str, Any]:
-        """Return rows and optimizer state of this rank."""
+        """Return the rows and the optimizer state of this rank, for a checkpoint."""
 
     def wanted(self, path: str) -> dict[str, Shard]:
         """Return the shards that this rank reads from the state at ``path``."""
@@ -69,27 +69,27 @@ class Tables:
         }
         if self and (reason := next((text for text, holds in refused.items() if holds), "")):
             raise ConfigError(
-                f"ShardedEmbedding must step its rows once for all ranks, but {reason}; leave "
-                f"that out, or use torch.nn.Embedding"
+                f"ShardedEmbedding must step its rows once for all ranks, but {reason}; omit that "
+                f"key, or use torch.nn.Embedding"
             )
 
     def __bool__(self) -> bool:
         return bool(self._tables)
 
     def begin(self, num_samples: int, nominal: float) -> None:
-        """Clear gradients, and set the number of samples of this rank in the next step. Local."""
+        """Clear the gradients of the rows, and set this rank's samples in the next step. Local."""
         for table in self._tables.values():
             table.zero_grad()
             table.set_num_samples(num_samples, nominal)
 
     @torch.no_grad()
-    def look_up_nothing(self, model: nn.Module, inputs: Tensor, times: int = 1) -> None:
-        """Join the lookups of ranks that have samples. Collective with their ``forward``.
+    def look_up_empty(self, model: nn.Module, inputs: Tensor, times: int = 1) -> None:
+        """Run the collectives of embedding lookups on a rank without samples.
 
         Runs ``model`` in evaluation mode on empty inputs, so running means do not change.
 
         Args:
-            model: has these tables.
+            model: model that contains these embeddings.
             inputs: input of the model; only shape and dtype matter.
             times: number of forward passes.
         """
@@ -102,17 +102,17 @@ class Tables:
         model.train(was_training)
 
     def step(self) -> None:
-        """Update all tables, with ``factor`` times their learning rates. Collective."""
+        """Update the rows of all embeddings, with learning rates times ``factor``. Collective."""
         for name, table in self._tables.items():
             table.lr = self._peaks[name] * self.factor
             table.step()
 
     def state(self) -> dict[str, Any]:
-        """Return this rank's rows and state of each table, for a checkpoint."""
+        """Return this rank's rows and optimizer state of each embedding, for a checkpoint."""
         return {name: table.sharded_state() for name, table in self._tables.items()}
 
     def wanted(self) -> dict[str, Shard]:
-        """Return the shards that this rank reads from a checkpoint with ``tables``."""
+        """Return the shards of the embeddings that this rank reads from a checkpoint."""
         found: dict[str, Shard] = {}
         for name, table in self._tables.items():
             found |= table.wanted(f"tables/{component(name)}")
@@ -122,18 +122,18 @@ class Tables:
         """Continue from ``state()`` of any number of ranks. Collective.
 
         Raises:
-            CheckpointError: the state lacks a table.
+            CheckpointError: the state lacks an embedding of the model.
         """
         for name, table in self._tables.items():
             if name not in state:
                 raise CheckpointError(
-                    f"the checkpoint must have the table {name}, but does not; continue with the "
-                    f"model that was saved"
+                    f"the checkpoint must have the ShardedEmbedding {name} of the model, but "
+                    f"does not; continue with the model that was saved"
                 )
             table.load_sharded_state(state[name])
 
     def load(self, source: Path, comm: Communicator) -> None:
-        """Load the rows of a run or a checkpoint. Collective.
+        """Load the rows of the embeddings from a run or a checkpoint. Collective.
 
         Raises:
             MismatchError: ``source`` is not a run directory or checkpoint; on all ranks.
@@ -144,8 +144,8 @@ class Tables:
         def find() -> Path:
             if not source.is_dir():
                 raise ConfigError(
-                    f"model.init_from must be a run or a checkpoint for a model with "
-                    f"ShardedEmbedding, got {source}, a file without rows; name its folder"
+                    f"model.init_from must be the directory of a run or of a checkpoint for a "
+                    f"model with ShardedEmbedding, got the file {source}; name the directory"
                 )
             return checkpoint_of(source, "last")
 

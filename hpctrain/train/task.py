@@ -39,7 +39,7 @@ from hpctrain.train.model import (
     prepare,
     with_shard,
 )
-from hpctrain.train.refusals import targets, told_of
+from hpctrain.train.refusals import explain_errors, targets
 from hpctrain.train.run_config import LossConfig, RunConfig
 from hpctrain.train.scores import LOSS, Metric, make_metric
 from hpctrain.train.stateful import Ema, Precision
@@ -135,7 +135,7 @@ class Task:
             raise DataError(
                 f"a transform must keep {' and '.join(names)} of every sample as tensors, but "
                 f"{whose or 'a data set'} returned {has} for {batch.num_samples} samples; return "
-                f"all of them, and choose samples in data.target"
+                f"all fields and samples, and choose samples in data.target"
             )
         if not (isinstance(inputs, Tensor) and isinstance(labels, Tensor)):
             raise DataError(_ONE_LENGTH)
@@ -166,9 +166,9 @@ class Task:
         """
         model, whose = targets(self.config)
         with self.precision.autocast():
-            with told_of(model, inputs):
+            with explain_errors(model, inputs):
                 output = self.model(inputs) if output is None else output
-            with told_of(whose, output, labels):
+            with explain_errors(whose, output, labels):
                 loss: object = self.loss(output, labels)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise DataError(
@@ -177,11 +177,11 @@ class Task:
             )
         if tries_backward and not loss.requires_grad:
             raise DataError(
-                f"the loss must depend on weights that require gradients, but that of {model} and "
-                f"{whose} does not; check for detach(), no_grad() or operations outside torch"
+                f"the loss must depend on weights that require gradients, but the loss of {model} "
+                f"and {whose} does not; check for detach(), no_grad() or operations outside torch"
             )
         if tries_backward and getattr(output, "requires_grad", False):
-            with told_of(whose, output, labels):
+            with explain_errors(whose, output, labels):
                 torch.autograd.grad(loss.sum(), output, retain_graph=True, allow_unused=True)
         return output, loss
 
@@ -235,7 +235,7 @@ def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task
         schedule = make_schedule(config, len(train))
     if config.data.stage:
         stage_for(train, config.data.stage, comm, world.current().topology)
-    tables = _give_first_weights(config, model, comm, is_new=is_new)
+    tables = _broadcast_weights(config, model, comm, is_new=is_new)
     nodes = world.current().topology.nodes if comm.node is not None else ()
     config, reason = with_shard(config, model, optimizer, [*map(len, nodes)])
     precision = Precision(config.train.precision, model)
@@ -268,10 +268,13 @@ def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task
     )
 
 
-def _give_first_weights(
+def _broadcast_weights(
     config: RunConfig, model: nn.Module, comm: Communicator, *, is_new: bool
 ) -> Tables:
-    """Give all ranks the same parameters; return the sharded embedding tables. Collective."""
+    """Load ``model.init_from``, and broadcast the parameters of rank 0. Collective.
+
+    Returns the sharded embeddings, whose rows are loaded too. Local methods broadcast later.
+    """
     with agreed(comm):
         tables = Tables(model, config)
     if is_new and config.model.init_from:
@@ -301,8 +304,8 @@ def _loaders(
         raise ConfigError(
             f"data.target must return two data sets (train, test) or three (train, validation, "
             f"test), such as those of ShardedDataset.open, but {config.data.target} returned "
-            f"{described(data)}; pack yours with write_arrays or hpctrain data pack (see hpctrain "
-            f"guide train), or write your own script with hpctrain.shard_data(dataset)"
+            f"{described(data)}; pack your data with write_arrays or hpctrain data pack (see "
+            f"hpctrain guide train), or write your own script with hpctrain.shard_data(dataset)"
         )
     train, *tests = data
     if config.data.validation:
@@ -347,8 +350,8 @@ def _divided(dataset: Any, part: float, seed: int) -> tuple[Subset, Subset]:
     num_held = round(part * len(dataset))
     if not 0 < num_held < len(dataset):
         raise ConfigError(
-            f"data.validation must leave samples on both sides, but {part:g} of {len(dataset)} "
-            f"training samples is {num_held}; use another fraction"
+            f"data.validation must leave samples for training and for validation, but {part:g} of "
+            f"{len(dataset)} samples is {num_held}; use another fraction"
         )
     order = np.random.default_rng(seed).permutation(len(dataset))
     return Subset(dataset, np.sort(order[num_held:])), Subset(dataset, np.sort(order[:num_held]))
@@ -366,7 +369,7 @@ def _check_batch(config: RunConfig, num_samples: int, comm: Communicator) -> Non
     batch = config.train.global_batch
     if batch > num_samples:
         raise ConfigError(
-            f"train.global_batch must not exceed the training samples, but it is {batch} of "
+            f"train.global_batch must not exceed the training samples, got {batch} for "
             f"{num_samples} samples; use --set train.global_batch={num_samples} or less, or more "
             f"data"
         )

@@ -38,7 +38,7 @@ class RankTimes:
 
     @property
     def work_s(self) -> float:
-        """Seconds of a step that other ranks wait for."""
+        """Seconds of a step for input and compute, for which other ranks wait."""
         return self.compute_s + self.input_s
 
 
@@ -58,7 +58,7 @@ class RunView:
     step: int
     step_s: float | None  # mean step time of the last records
     checkpoints: list[int]  # steps of the checkpoints, oldest first
-    ranks: list[RankTimes]  # by rank; empty if there is no file of times
+    ranks: list[RankTimes]  # times by rank; empty if there is no file of times
 
     @property
     def left_s(self) -> float | None:
@@ -115,7 +115,7 @@ class RunWatch:
     def _forget(self) -> None:
         self._inode, self._offset = -1, 0
         self._begun: Record = {}
-        self._last: dict[str, Record] = {}  # by event; "" is the last record of any event
+        self._last: dict[str, Record] = {}  # last record by event; "" is any event
         self._steps: deque[Record] = deque(maxlen=RECENT + 1)
 
     def look(self) -> RunView:
@@ -225,8 +225,8 @@ class RunWatch:
             return []
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise ConfigError(
-                f"the times of ranks must be lists of one length, but {path} has none: {error!r}; "
-                f"remove the file, a running job writes it again"
+                f"the times of ranks must be lists of one length, but reading {path} raised "
+                f"{error!r}; remove the file, which a running job writes again"
             ) from None
         if len(rows) != self._begun.get("world_size"):
             return []

@@ -79,7 +79,7 @@ def test_existing_file_is_replaced_with_overwrite_only(tmp_path, name):
     assert READERS[name](out).keys() == {"b"}
     out.unlink()
     out.mkdir()
-    with pytest.raises(CheckpointError, match="is a directory, which an export does not replace"):
+    with pytest.raises(CheckpointError, match="must not be a directory, but"):
         export({}, out, overwrite=True)
 
 
@@ -96,7 +96,11 @@ def test_full_disk_raises_and_leaves_no_file(tmp_path, name):
     ("name", "state", "told"),
     [
         ("x.safetensors", {"a": torch.zeros(1).to(torch.complex128)}, "cannot be written"),
-        ("x.safetensors", {"model": {}, "n": 1}, "model, n of the state are none; choose a part"),
+        (
+            "x.safetensors",
+            {"model": {}, "n": 1},
+            "model, n of the state are no tensors; choose",
+        ),
         ("x.onnx", {}, r"must end in .pt, .pth, .safetensors, got 'x.onnx'"),
         ("x", {}, "got 'x'"),
     ],

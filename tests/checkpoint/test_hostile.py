@@ -67,9 +67,7 @@ def test_truncated_file_is_found(good, name):
 def test_missing_or_irregular_file_raises(good, name, tmp_path):
     path = good / name
     kept = path.rename(tmp_path / "kept")
-    refused(
-        good, "No such file" if name == FILE else "its save did not finish: it has no manifest"
-    )
+    refused(good, "No such file" if name == FILE else "its save did not finish: manifest")
     path.symlink_to(kept)
     refused(good, "Too many levels of symbolic links")
     path.unlink()
@@ -204,7 +202,7 @@ def test_huge_world_is_permitted_and_empty_world_raises(good):
     assert check(good) == []
     assert load(good, ALONE).step == 1
     seal(good, {**told, "world": 0, "tensors": {}, "private": {}, "skeleton": None})
-    refused(good, "no rank wrote it")
+    refused(good, "number of ranks that wrote the checkpoint is 0")
 
 
 def test_no_escape_reaches_the_terminal(good):
@@ -269,7 +267,7 @@ def test_file_with_an_invalid_header_raises(good, text):
 def test_header_with_an_excessive_length_raises(good, length):
     with (good / FILE).open("r+b") as file:
         file.write(length.to_bytes(8, "little"))
-    refused(good, rf"its header has {length} bytes")
+    refused(good, rf"its header must have at most \d+ bytes, got {length}")
 
 
 def test_tensor_larger_than_memory_raises_with_the_directory(good):

@@ -47,7 +47,7 @@ def test_intersection_holds_the_common_elements(shape):
         (lambda: Shard((4,), (-1,), (2,)), "a shard must be inside its tensor"),
         (lambda: Shard((4,), (0, 0), (1, 1)), "a shard must be inside its tensor"),
         (lambda: Shard.whole((3,)).intersection(Shard.whole((4,))), "have the same global shape"),
-        (lambda: TensorPiece(torch.zeros(3), Shard.whole((4,))), r"got \[3\] and \[4\]"),
+        (lambda: TensorPiece(torch.zeros(3), Shard.whole((4,))), r"the shard, \[4\], got \[3\]"),
     ],
 )
 def test_invalid_boxes_are_rejected(make, told):

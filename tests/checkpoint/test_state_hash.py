@@ -80,7 +80,7 @@ def test_a_tensor_can_be_resized_afterwards():
     ("value", "told"),
     [
         (np.float32(1), "got float32 at /'a'/1"),
-        ({1.5: 0}, r"keys of a state .* got 1.5 in /'a'/1"),
+        ({1.5: 0}, r"keys of a state .* got 1.5 at /'a'/1"),
         (torch.eye(2).to_sparse(), "dense, got torch.sparse_coo at /'a'/1"),
         (object(), "got object"),
     ],

@@ -54,11 +54,11 @@ def test_directory_with_the_name_of_another_step_is_rejected_everywhere(run, cap
     folder = run / "checkpoints"
     (folder / "step-00000003").rename(folder / "step-00000009")
     assert told_by(run) == [(1, True), (2, True), (4, True), (9, False)]
-    said = "step-00000009 has step 3; rename it to step-00000003"
+    said = "step-00000009 is used for the checkpoint of step 3; use the name step-00000003"
     for refused in (describe, lambda path: checkpoint.load(path, SerialCommunicator())):
         with pytest.raises(CheckpointError, match=said):
             refused(folder / "step-00000009")
-    with pytest.raises(CheckpointError, match="rename it to step-00000005"):
+    with pytest.raises(CheckpointError, match="use the name step-00000005"):
         checkpoint.save(folder / "step-00000006", {}, SerialCommunicator(), step=5)
     manager = checkpoint.Manager(folder, SerialCommunicator())
     assert manager.load_latest().step == 4

@@ -65,13 +65,13 @@ def test_a_flipped_bit_in_any_byte_of_a_manifest_is_found(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"format": "other"}, "its format is 'other'"),
+        ({"format": "other"}, "must be .*, got 'other'"),
         ({"version": 2}, "update hpctrain"),
         ({"shards": [{}]}, "KeyError"),
         ({"fields": {"x": field_record(), "y": field_record(ragged=True)}}, "must have an index"),
         ({"fields": {"x": field_record(filter="lzma")}}, "None or zstd, got 'lzma'"),
         ({"fields": {"x": None}}, "TypeError"),
-        ({"shards": []}, "names no shard"),
+        ({"shards": []}, "must name at least one shard, got none"),
         ({"block_size": 1.5}, "numbers must be integers, .*got 1.5"),
         ({"block_size": 2**63}, "below 2\\^62"),
         ({"fields": {"x": field_record(shape=[2.0]), "y": field_record()}}, "integers"),

@@ -181,7 +181,7 @@ def test_a_batch_is_a_tuple_a_mapping_and_a_record(dataset_of):
         ({"order": "global", "window": WindowShape(block=1, window=1, lanes=1)}, "window="),
         ({"tail": "drop", "global_batch": 32}, "at least one step"),
         ({"on_corrupt": "ignore"}, "raise, skip"),
-        ({"on_corrupt": "skip"}, "must have comm"),
+        ({"on_corrupt": "skip"}, "must be used with comm"),
         ({"micro_shards": 1}, "micro_shards = 1 on 2 ranks"),
         ({"micro_shards": 2, "on_corrupt": "skip"}, "must be 'raise' with micro_shards"),
     ],

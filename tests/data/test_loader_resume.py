@@ -131,7 +131,7 @@ def test_a_state_is_the_same_in_every_release():
     [
         ({"format": 2}, "format 1, got 2"),
         ({"uuid": "other"}, "the same data set"),
-        ({"consumed": 61}, "0 to 60 samples"),
+        ({"consumed": 61}, "at most 60 consumed samples"),
         ({"epoch": -1}, "epoch -1"),
         ({"order": "random"}, "no order 'random'"),
         ({"order": "window"}, "must be a result of state_dict"),

@@ -104,7 +104,7 @@ class LoaderMachine(RuleBasedStateMachine):
         if consumed == N:
             assert next(batches, None) is None
         else:
-            with pytest.raises(DataError, match="a pass over a loader must not continue"):
+            with pytest.raises(DataError, match="an iterator of a loader must not be used"):
                 next(batches)
 
     @rule()
@@ -204,5 +204,5 @@ def test_a_pass_ends_when_its_loader_changes_position(move):
     batches = iter(loader)
     next(batches)
     move(loader)
-    with pytest.raises(DataError, match="a pass over a loader must not continue"):
+    with pytest.raises(DataError, match="an iterator of a loader must not be used"):
         next(batches)

@@ -130,7 +130,7 @@ def other_fields():
         ({InMemory(3): float("nan")}, None, "positive weights"),
         ({InMemory(3): 1, InMemory(4): 1e-9}, None, "must be at least 1/"),
         ({InMemory(3): 1}, 0, "at least 1 sample"),
-        ({InMemory(3): 1, InMemory(0): 1}, None, "must have samples"),
+        ({InMemory(3): 1, InMemory(0): 1}, None, "must not be empty"),
         ({InMemory(3): 1, other_fields(): 1}, None, "same fields"),
     ],
 )

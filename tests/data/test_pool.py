@@ -160,7 +160,7 @@ def test_an_error_of_a_worker_has_the_frames_of_the_user_and_its_traceback_as_ca
 
 def test_a_transform_that_does_not_pickle_is_refused_at_the_start():
     lock = threading.Lock()
-    with pytest.raises(DataError, match=r"must pickle, .*lock.*workers=0"):
+    with pytest.raises(DataError, match=r"must be picklable, .*lock.*workers=0"):
         DecodePool(make_numbers(), lambda columns: lock and columns, 1)
 
 

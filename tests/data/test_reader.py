@@ -285,7 +285,9 @@ def test_data_unreadable_on_one_rank_raise_on_every_rank(world, shared):
     if world.rank == 0:
         os.truncate(shared / shard.file, 100)
     world.Barrier()
-    with pytest.raises(DataError, match=rf"{shard.file}: it must have {shard.num_bytes} bytes"):
+    with pytest.raises(
+        DataError, match=rf"{shard.file}: the file must have {shard.num_bytes} bytes"
+    ):
         ShardedDataset.open(shared, comm)
     world.Barrier()
     if world.rank == 0:

@@ -134,7 +134,7 @@ def test_another_pass_ends_the_one_before():
     first = iter(loader)
     next(first)
     assert next(iter(loader)).num_samples == 10
-    with pytest.raises(DataError, match="must not continue after another pass"):
+    with pytest.raises(DataError, match="must not be used after another iter"):
         next(first)
     state = loader.state_dict()
     for change in (lambda: loader.set_epoch(3), lambda: loader.load_state_dict(state)):

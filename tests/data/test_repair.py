@@ -48,7 +48,7 @@ def test_damaged_shards_are_restored_from_the_copy(copy, damaged, tmp_path, lost
     outcome = repair(damaged, other)
     assert outcome.report.is_whole
     assert files_of(damaged) == files_of(copy)
-    assert {deed.split()[0] for deed in outcome.deeds} == {"took"}
+    assert {deed.split()[0] for deed in outcome.deeds} == {"copied"}
     assert len(outcome.deeds) == 3 + (lost == MANIFEST)
 
 

@@ -250,7 +250,10 @@ def test_any_number_of_ranks_writes_the_same_and_all_raise_an_error_of_one(
     for work, words in (
         (lambda: reshard(bad, directory / "none", Shape(), comm), "block 0 of field number"),
         (lambda: reshard(source, directory / "out", Shape(), comm), "already contains a data set"),
-        (lambda: split(source, directory / "no", TINY, comm), "b gets none of 100; give it"),
+        (
+            lambda: split(source, directory / "no", TINY, comm),
+            "b gets none of 100 samples; give it",
+        ),
     ):
         with pytest.raises(DataError, match=words):
             work()

@@ -92,7 +92,7 @@ def test_a_file_is_the_same_for_any_number_of_ranks_and_has_what_the_table_says(
         assert mine[-1]["y"] == LABELS[own][-1]
         with pytest.raises(IndexError, match="an index must be from"):
             mine[len(mine)]
-    with pytest.raises(DataError, match="exists, and a split does not replace files"):
+    with pytest.raises(DataError, match="the file of a split must not exist, but"):
         split_by_label(original, out, LabelShares(num_parts=5, alpha=0.3), comm)
     other = out.with_name("late.npz")
     late = LabelShares(num_parts=5, alpha=0.3, label="late")
@@ -111,8 +111,8 @@ def test_a_file_is_the_same_for_any_number_of_ranks_and_has_what_the_table_says(
             r"parts \d+, .* would have none of 300; use fewer",
         ),
         ({"num_parts": 301, "alpha": float("inf")}, "would have none of"),
-        ({"num_parts": 2, "label": "x"}, "'x' is none of these: x <f8"),
-        ({"num_parts": 2, "label": "z"}, "name it by --label"),
+        ({"num_parts": 2, "label": "x"}, "got 'x', and the fields are x <f8"),
+        ({"num_parts": 2, "label": "z"}, "--label must name a field"),
     ],
 )
 def test_an_invalid_split_is_rejected_on_every_rank_and_leaves_no_file(
@@ -137,7 +137,7 @@ def test_a_file_that_is_damaged_or_of_other_data_is_refused(original, tmp_path):
             Split.read(path)
     path.write_bytes(whole)
     for call in (Split.read(path).check, lambda data: Split.read(path).subset(data, 0, 1)):
-        with pytest.raises(DataError, match="must belong to the data set, but it is of"):
+        with pytest.raises(DataError, match="must belong to the data set, but it was written for"):
             call(InMemory(NUM_SAMPLES))
     loader = {"global_batch": 9, "split": path}
     with pytest.raises(DataError, match="must belong to the data set"):
@@ -152,7 +152,7 @@ def test_a_file_that_is_damaged_or_of_other_data_is_refused(original, tmp_path):
             np.zeros(3, np.uint32),
             "part 1 would have none of 3; use fewer parts",
         ),
-        (np.full(3, 7, np.uint32), r"a part must be in \[0, 2\), got 7"),
+        (np.full(3, 7, np.uint32), r"parts of a split must be in \[0, num_parts\), got part 7"),
         (np.zeros(3), "with the part of each sample"),
         ([0, 1], "got list"),
     ):

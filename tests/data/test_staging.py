@@ -167,7 +167,7 @@ def test_a_shard_that_cannot_be_read_is_an_error_on_every_rank(comm, folder, wri
     ("damage", "words"),
     [
         (change, r"is damaged, so it is not copied .* crc32 \(samples 401 to 801\)"),
-        (cut, "bytes by its manifest"),
+        (cut, "bytes by the manifest"),
         (Path.unlink, "No such file"),
     ],
 )
@@ -193,7 +193,7 @@ def test_a_folder_that_one_rank_cannot_use_is_an_error_on_every_rank(
         stage(source, comm, folder / "file" / "node")
     if comm.rank == 1:
         monkeypatch.setattr(staging.NodeFolder, "join", lambda _: (folder / "file/x").mkdir())
-    with pytest.raises(DataError, match="choose a folder that every rank of the node sees"):
+    with pytest.raises(DataError, match="choose a folder that every rank of the node can read"):
         stage(source, comm, folder / "node")
     comm.barrier()
     assert not list((folder / "node").iterdir())

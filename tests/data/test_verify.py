@@ -113,7 +113,7 @@ def make_folder(path, _):
             "has damaged checksums of field image; its samples are intact",
             (),
         ),
-        (lambda path, _: flip(path, 0), "(the metadata of HDF5)", ()),
+        (lambda path, _: flip(path, 0), "metadata of HDF5 are damaged", ()),
         (
             lambda path, found: flip(path, found.places["boxes"].index_offset + 8),
             "has a damaged index of field boxes",
@@ -157,10 +157,12 @@ def test_a_lost_or_damaged_manifest_is_a_fault(damaged, content):
 
 def test_verify_rejects_a_path_that_is_not_a_directory(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(DataError, match=r"a data set must be a directory, .* is not"):
+    with pytest.raises(DataError, match=r"a data set must be a directory, but .* is a file"):
         verify(tmp_path / "file")
     for name in ("none", "file/none"):
-        with pytest.raises(DataError, match=r"cannot see the data set .*; check path and mount"):
+        with pytest.raises(
+            DataError, match=r"cannot see the data set .*; check the path and the mount"
+        ):
             verify(tmp_path / name)
 
 

@@ -10,7 +10,7 @@ import torch
 from hpctrain.checkpoint.manager import Manager
 from hpctrain.core.errors import ConfigError, MismatchError, NotFiniteError
 from hpctrain.core.records import read
-from hpctrain.train.async_exchange import MEETING_STEPS
+from hpctrain.train.async_exchange import SYNC_STEPS
 from hpctrain.train.loop import Outcome, Stopped
 from hpctrain.train.run_state import RunState
 from tests.train.job import Job, assert_same_bits, assert_same_run
@@ -56,7 +56,7 @@ def test_the_state_of_servers_is_restored_bitwise(here, configure, shared, metho
     manager = Manager(job.directory.checkpoints, here.comm)
     saved = manager.load_latest()
     manager.close()
-    assert saved.step % MEETING_STEPS == 0 or saved.step % 6 == 0
+    assert saved.step % SYNC_STEPS == 0 or saved.step % 6 == 0
     task = job.built()
     state = RunState(task=task)
     state.restore(saved.state, saved.private[here.comm.rank])
@@ -82,7 +82,7 @@ def test_a_stop_reaches_all_ranks_at_the_next_synchronization(here, configure, s
     job = Job(here, configure, shared / "run", *overrides)
     stopped = job.part(at=ask)
     assert isinstance(stopped, Stopped)
-    assert stopped.step == MEETING_STEPS
+    assert stopped.step == SYNC_STEPS
     assert isinstance(job.part(), Outcome)
 
 

@@ -174,7 +174,7 @@ def test_explain_gives_type_and_default_or_suggests_a_key():
 
 def test_missing_files_folders_and_binary_files_are_rejected(tmp_path):
     with pytest.raises(
-        ConfigError, match=r"there is no file .*none.toml; hpctrain train .* --init"
+        ConfigError, match=r"there is no file .*none.toml; create it with hpctrain train .* --init"
     ):
         load(tmp_path / "none.toml")
     (tmp_path / "b.toml").write_bytes(b"\xff\xfe")

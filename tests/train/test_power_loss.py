@@ -49,5 +49,5 @@ def test_a_run_directory_is_on_disk_before_its_first_step(disk):
         metrics.write("started")
         metrics.sync()
     assert not disk.lost()
-    directory.go_on("seed = 2\n", {"rails": 2}, num_records=1, step=0)
+    directory.resume("seed = 2\n", {"rails": 2}, num_records=1, step=0)
     assert not disk.lost()

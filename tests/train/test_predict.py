@@ -159,7 +159,7 @@ def test_a_run_without_progress_ends_and_keeps_its_best_checkpoint(here, configu
     kept = [int(path.name[5:]) for path in checkpoints_in(job.directory.path)]
     assert {best["step"], records[-1]["step"]} <= {*kept}
     assert checkpoint_of(job.directory.path, "best").name.endswith(f"{best['step']}")
-    with pytest.raises(CheckpointError, match=r"here one of .* got '5'"):
+    with pytest.raises(CheckpointError, match=r"by its step, one of .* got '5'"):
         checkpoint_of(job.directory.path, "5")
     here.comm.barrier()
     job.config = configure(*job.overrides, "test.patience=3")

@@ -18,7 +18,7 @@ from hpctrain.core.records import read
 from hpctrain.launch.lease import Lease
 from hpctrain.train.load_config import load as load_config
 from hpctrain.train.loop import Outcome, Stopped
-from hpctrain.train.resume import check_same, finished, goes_on
+from hpctrain.train.resume import check_same, continues_run, finished
 from hpctrain.train.run import RunOptions, run
 from hpctrain.train.run_directory import RunDirectory
 from hpctrain.train.run_state import RunState
@@ -212,12 +212,12 @@ def test_a_resume_needs_an_existing_run_with_the_same_configuration(here, config
     job = Job(here, configure, shared / "run", *PLAIN)
     auto = configure(*PLAIN, "checkpoint.resume=auto")
     with pytest.raises(ConfigError, match="leave --resume out"):
-        goes_on(job.config, job.directory, asked=True)
-    assert not goes_on(auto, job.directory, asked=False)
+        continues_run(job.config, job.directory, asked=True)
+    assert not continues_run(auto, job.directory, asked=False)
     job.part(stop="SIGTERM", after=1)
-    assert goes_on(job.config, job.directory, asked=True)
-    assert goes_on(auto, job.directory, asked=False)
-    assert not goes_on(job.config, job.directory, asked=False)
+    assert continues_run(job.config, job.directory, asked=True)
+    assert continues_run(auto, job.directory, asked=False)
+    assert not continues_run(job.config, job.directory, asked=False)
     other = configure(*PLAIN, "train.epochs=5", "log.every_steps=3", "train.global_batch=9")
     with pytest.raises(ConfigError, match=r"train.epochs was 4, is 5.*--changed") as refused:
         check_same(job.directory, other, changed=False)
@@ -334,9 +334,7 @@ def test_every_mismatched_tensor_is_listed():
     have = {"a": torch.zeros(2), "b": torch.zeros(2, 3), "c": torch.zeros(1), "ok": torch.ones(1)}
     want = {"a": torch.zeros(3), "b": torch.zeros(2, 3).half(), "ok": torch.ones(1)}
     want["d"] = torch.zeros(())
-    with pytest.raises(
-        CheckpointError, match="must match the model, but 4 tensors do not"
-    ) as caught:
+    with pytest.raises(CheckpointError, match="in the checkpoint, but 4 tensors differ") as caught:
         check_fit(have, want)
     assert [line.strip() for line in str(caught.value).splitlines()[1:]] == [
         "a: float32 (2,), expected float32 (3,)",

@@ -180,7 +180,7 @@ def test_the_plot_has_run_ranks_metric_rate_and_resumes(tmp_path):
 def test_impossible_plots_raise_errors_with_a_remedy(tmp_path, monkeypatch):
     path = write_run(tmp_path / "a")
     runs = histories([path])
-    with pytest.raises(ConfigError, match=r"ends in \.png, \.svg, \.pdf, got a\.gif"):
+    with pytest.raises(ConfigError, match=r"end in \.png, \.svg, \.pdf, got a\.gif"):
         draw_runs(runs, tmp_path.relative_to(tmp_path) / "a.gif")
     with pytest.raises(ConfigError, match=r"cannot be written: .*; name another file with --out"):
         draw_runs(runs, path / "config.toml" / "a.png")

@@ -294,8 +294,8 @@ def test_records_and_the_report_have_the_savings_of_compression(here, configure,
         assert history.savings["rail_bytes"] == pytest.approx(
             sum(record["rail_bytes"] for record in steps) / len(steps)
         )
-        assert "times less than without compression" in history.spared
-        assert not RunHistory.read(plain.directory.path).spared
+        assert "times less than without compression" in history.savings_text
+        assert not RunHistory.read(plain.directory.path).savings_text
         page = write_report([history], shared / "page.html").read_text()
         assert "Bytes between nodes" in page
         assert "between nodes, a step" in page

@@ -79,7 +79,10 @@ def test_a_mismatch_is_one_error_of_all_ranks_in_the_first_step(here, configure,
         ("optimizer.name=SDG", "did you mean SGD?"),
         ("optimizer.name=lr_scheduler", "optimizer.name"),
         ("optimizer.args.momentun=0.1", "did you mean momentum?"),
-        ("optimizer.args.nesterov=true", "optimizer.args: SGD refuses: Nesterov momentum"),
+        (
+            "optimizer.args.nesterov=true",
+            "optimizer.args must be valid, but SGD refuses: Nesterov momentum",
+        ),
         (
             'optimizer.groups=[{ match = "*.bia" }]',
             'optimizer.groups: patterns must match a name, but "*.bia" matches none of 4',
@@ -91,7 +94,7 @@ def test_a_mismatch_is_one_error_of_all_ranks_in_the_first_step(here, configure,
             "name must be one of constant, linear, cosine, poly, inverse_time, got 'step'",
         ),
         ("schedule.args.finall=0.1", "did you mean final?"),
-        ("schedule.args.final=low", "schedule.args: cosine refuses"),
+        ("schedule.args.final=low", "schedule.args must be valid, but cosine refuses"),
         ("test.metric=precision", "test.metric must be accuracy, loss"),
     ],
 )
@@ -198,7 +201,7 @@ def test_an_error_of_one_rank_is_raised_on_all_with_its_rank(here, configure):
             ["sync.args.state=lost"],
             "local_sgd refuses: state must be one of local, average, reset",
         ),
-        (["sync.args.most=many"], r"\[sync\] local_sgd refuses: .*'str'"),
+        (["sync.args.most=many"], r"\[sync\] must be valid, but local_sgd refuses: .*'str'"),
         (["sync.method=diloco", "sync.args.outer_lr=-1"], "outer_lr must be above 0, got -1"),
         (
             ["sync.method=post_local_sgd", "sync.args={start = 3, start_epochs = 1}"],
@@ -332,7 +335,11 @@ def test_positional_arguments_are_not_suggested():
     ("overrides", "chosen", "reason"),
     [
         ([], "node", "for up to 2 ranks"),
-        (["optimizer.name=AdamW", "train.clip_norm=1"], "node", "parameters and state once"),
+        (
+            ["optimizer.name=AdamW", "train.clip_norm=1"],
+            "node",
+            "parameters and state are stored once",
+        ),
         (["train.precision=fp16"], "node", "for up to 2 ranks"),
         (["sync.compression=int8"], "none", "sync.compression is not none"),
         (["train.reproducible=true"], "none", "reproducible"),
@@ -355,7 +362,7 @@ def test_auto_shards_if_all_options_allow_it_and_gives_the_reason(
 @pytest.mark.parametrize("sync", [[], ["sync.method=local_sgd", "sync.steps=2"]])
 def test_a_batch_larger_than_the_data_is_rejected_with_a_size_that_works(here, configure, sync):
     asked = ["train.global_batch=54", *sync]
-    with pytest.raises(MismatchError, match="it is 54 of 53 samples") as caught:
+    with pytest.raises(MismatchError, match="got 54 for 53 samples") as caught:
         build(configure(*asked), here.comm)
     remedy = re.search(r"--set (train.global_batch=\d+)", str(caught.value))[1]
     assert build(configure(*asked, remedy), here.comm).num_steps > 0

@@ -113,7 +113,9 @@ def test_a_resumed_run_holds_out_the_same_samples(here, configure, shared):
 
 def test_a_validation_fraction_without_or_with_all_samples_is_rejected(here, configure):
     for part in ("0.001", "0.999"):
-        with pytest.raises(MismatchError, match=r"data.validation must leave samples on both"):
+        with pytest.raises(
+            MismatchError, match=r"data.validation must leave samples for training and"
+        ):
             build(configure(f"data.validation={part}"), here.comm)
     with pytest.raises(ConfigError, match=r"data.validation must be 0 with data.stage"):
         configure(*HELD, "data.stage=auto")

@@ -55,7 +55,7 @@ class CheckpointManifest:
     """Contents of the manifest of a checkpoint: plain values, tensors and their files."""
 
     step: int
-    world: int  # number of ranks that wrote it
+    world: int  # number of ranks that wrote the checkpoint
     facts: dict[str, Any]
     skeleton: Any
     tensors: dict[str, Record]
@@ -82,14 +82,14 @@ class CheckpointManifest:
         path = Path(directory) / NAME
         first = _FIRST_LINE.match(data)
         if not first:
-            raise damaged(path, "its first line is not that of a manifest")
+            raise damaged(path, "its first line is not the first line of a manifest")
         if crc32(data[first.end() :]) != int(first[1], 16):
-            raise damaged(path, "its bytes have changed")
+            raise damaged(path, "its crc32 is wrong")
         try:
             given = json.loads(data)
             version = given["version"]
             if given["format"] != _FORMAT or type(version) is not int:
-                raise damaged(path, f"its format is {given['format']!r}")
+                raise damaged(path, f"its format must be {_FORMAT!r}, got {given['format']!r}")
             if version > VERSION:
                 raise CheckpointError(
                     f"checkpoint {directory} has version {version}, but this hpctrain reads "
@@ -133,24 +133,32 @@ def step_of(name: str) -> int | None:
 
 
 def require_named(directory: Path | str, step: int) -> None:
-    """Raise ``CheckpointError`` if the name of the directory states another step."""
+    """Raise ``CheckpointError`` if a directory is named after another step than ``step``.
+
+    Called with the directory and the step of a checkpoint that is read or is to be written. A
+    directory without a step in its name may contain any checkpoint.
+    """
     if step_of(Path(directory).name) not in (None, step):
         raise CheckpointError(
-            f"the directory of a checkpoint must be named after its step, but {directory} has "
-            f"step {step}; rename it to {name_of(step)}"
+            f"a directory with the name of a step must contain the checkpoint of that step, but "
+            f"{directory} is used for the checkpoint of step {step}; use the name "
+            f"{name_of(step)}"
         )
 
 
 def read_bytes(directory: Path | str) -> bytes:
-    """Read the bytes of a manifest."""
+    """Read the manifest file of a checkpoint.
+
+    Raises ``CheckpointError``: the file is missing, cannot be read or is larger than 1 GiB.
+    """
     path = Path(directory) / NAME
     try:
         with os.fdopen(open_regular(path), "rb") as file:
             data = file.read(GIB + 1)
     except FileNotFoundError:
         raise CheckpointError(
-            f"there is no checkpoint {directory}, or its save did not finish: it has no "
-            f"{NAME}; use another checkpoint"
+            f"there is no checkpoint {directory}, or its save did not finish: {NAME} is missing; "
+            f"use another checkpoint"
         ) from None
     except OSError as error:
         raise CheckpointError(
@@ -158,7 +166,7 @@ def read_bytes(directory: Path | str) -> bytes:
             f"checkpoint"
         ) from error
     if len(data) > GIB:
-        raise damaged(path, "it is larger than 1 GiB")
+        raise damaged(path, "the file is larger than 1 GiB")
     return data
 
 
@@ -187,17 +195,17 @@ def _record_in_json(record: Record) -> dict[str, Any]:
 def _manifest(given: Any) -> CheckpointManifest:
     world = _natural(given["world"])
     if world < 1:
-        raise ValueError("no rank wrote it")
+        raise ValueError("the number of ranks that wrote the checkpoint is 0")
     private = {int(rank): _records(records, world) for rank, records in given["private"].items()}
     for rank, records in private.items():
         for name, record in records.items():
             if any(part.rank != rank for part in record.parts) or not name.startswith(PRIVATE):
-                raise ValueError(f"{name} is not private to rank {rank}")
+                raise ValueError(f"{name} is not a private value of rank {rank}")
     tensors = _records(given["tensors"], world)
     if foreign := [path for path in tensors if path.startswith(PRIVATE)]:
         raise ValueError(f"{foreign[0]} is not the path of a tensor")
     if not isinstance(given["facts"], dict):
-        raise TypeError("facts must be a table")
+        raise TypeError("the facts are not a JSON object")
     return CheckpointManifest(
         step=_natural(given["step"]),
         world=world,
@@ -220,7 +228,7 @@ def _record(path: str, given: Mapping[str, Any], world: int) -> Record:
     parts = tuple(_part(part, shape, DTYPES[dtype].itemsize) for part in given["parts"])
     ranks = {part.rank for part in parts}
     if len(ranks) != len(parts) or not all(rank < world for rank in ranks):
-        raise ValueError(f"the parts of {path} are not of different ranks below {world}")
+        raise ValueError(f"the parts of {path} are not stored by different ranks below {world}")
     if fault := fault_of_cover(shape, [part.shard for part in parts]):
         raise ValueError(f"{fault} of {path}")
     return Record(dtype, shape, parts)
@@ -234,11 +242,11 @@ def _part(given: Mapping[str, Any], shape: tuple[int, ...], itemsize: int) -> St
         raise ValueError(str(error)) from None
     crcs = tuple(map(_natural, given["crc32"]))
     if len(crcs) != -(-shard.numel * itemsize // BLOCK_BYTES):
-        raise ValueError(f"{len(crcs)} checksums for {shard.numel * itemsize} bytes")
+        raise ValueError(f"a part of {shard.numel * itemsize} bytes has {len(crcs)} checksums")
     return StoredPart(_natural(given["rank"]), shard, crcs)
 
 
 def _natural(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 1 << 63:
-        raise ValueError(f"{str(value)[:40]} is not a number of items")
+        raise ValueError(f"numbers must be integers at least 0, got {str(value)[:40]}")
     return value

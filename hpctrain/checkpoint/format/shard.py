@@ -27,8 +27,9 @@ class Shard:
             for whole, start, size in zip(self.global_shape, self.offset, self.shape, strict=True)
         ):
             raise CheckpointError(
-                f"a shard must be inside its tensor and have as many dimensions, got shape "
-                f"{list(self.shape)} at {list(self.offset)} of {list(self.global_shape)}"
+                f"a shard must be inside its tensor and have as many dimensions, got a shard of "
+                f"shape {list(self.shape)} at {list(self.offset)} of a tensor of shape "
+                f"{list(self.global_shape)}"
             )
 
     @classmethod
@@ -91,8 +92,8 @@ class TensorPiece:
     def __post_init__(self) -> None:
         if tuple(self.tensor.shape) != self.shard.shape:
             raise CheckpointError(
-                f"a piece must have the shape of its shard, got {list(self.tensor.shape)} and "
-                f"{list(self.shard.shape)}"
+                f"the tensor of a TensorPiece must have the shape of the shard, "
+                f"{list(self.shard.shape)}, got {list(self.tensor.shape)}"
             )
 
 

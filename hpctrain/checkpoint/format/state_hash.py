@@ -17,7 +17,7 @@ _PIECE_BYTES = 64 << 20
 
 _LANES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # the others are read as int64
 _MIX = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
-"""Odd factors: the golden ratio, and those of splitmix64, as numbers with a sign."""
+"""Odd factors: the golden ratio and the factors of splitmix64, as signed integers."""
 
 
 def state_hash(state: Mapping[str, Any], comm: Communicator | None = None) -> str:
@@ -42,7 +42,7 @@ def state_hash(state: Mapping[str, Any], comm: Communicator | None = None) -> st
             the ranks hold different states, on every rank.
     """
     leaves = sorted(_leaves(state, ""), key=lambda leaf: leaf[0])
-    mine = _deal(leaves, comm.size)[comm.rank] if comm else range(len(leaves))
+    mine = _assign(leaves, comm.size)[comm.rank] if comm else range(len(leaves))
     digests = {number: _digest(*leaves[number]) for number in mine}
     if comm and comm.size > 1:
         digests = _gathered(digests, leaves, comm)
@@ -69,7 +69,10 @@ def value_hashes(values: Mapping[str, Any]) -> dict[str, str]:
 def _gathered(
     mine: dict[int, bytes], leaves: list[tuple[str, Any]], comm: Communicator
 ) -> dict[int, bytes]:
-    """Join the digests of all ranks, which hold the same ``leaves``. Collective."""
+    """Gather the digests of the leaves that each rank has hashed. Collective.
+
+    Raises ``CheckpointError`` on every rank: the ranks hold different ``leaves``.
+    """
     whole = hashlib.sha256()
     for path, value in leaves:
         whole.update(_head(path, value))
@@ -78,21 +81,22 @@ def _gathered(
     parts = comm.allgather_object((whole.digest(), mine))
     if len({held for held, _ in parts}) > 1:
         raise CheckpointError(
-            "ranks that divide the work of a hash must have the same state, but names or "
-            "values differ; find them with hvd.check_replicas(model, optimizer), or hash the "
-            "state on each rank without comm"
+            "all ranks of comm must have the same state, but names or values differ; find "
+            "the difference with hvd.check_replicas(model, optimizer), or hash the state of each "
+            "rank without comm"
         )
     return {number: digest for _, part in parts for number, digest in part.items()}
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield leaves, and an empty container for each container, with their paths."""
+    """Yield the leaves of a state with their paths, and an empty container per container."""
     if isinstance(value, Mapping):
         yield path, {}
         for key, item in value.items():
             if not isinstance(key, str | int):
                 raise CheckpointError(
-                    f"keys of a state must be str or int, got {key!r} in {path or 'it'}"
+                    f"keys of a state must be str or int, got {key!r} at {path or 'its root'}; "
+                    f"convert the keys"
                 )
             yield from _leaves(item, f"{path}/{key!r}")
     elif isinstance(value, list | tuple):
@@ -114,16 +118,16 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         )
 
 
-def _deal(leaves: list[tuple[str, Any]], size: int) -> list[list[int]]:
-    """Distribute the leaves over the ranks, about equal in bytes, the largest first."""
+def _assign(leaves: list[tuple[str, Any]], size: int) -> list[list[int]]:
+    """Return the leaves that each rank hashes, about the same number of bytes per rank."""
     weights = [value.nbytes if isinstance(value, Tensor) else 0 for _, value in leaves]
-    hands: list[list[int]] = [[] for _ in range(size)]
+    of_ranks: list[list[int]] = [[] for _ in range(size)]
     loads = [0] * size
     for number in sorted(range(len(leaves)), key=lambda n: -weights[n]):
         rank = loads.index(min(loads))
-        hands[rank].append(number)
+        of_ranks[rank].append(number)
         loads[rank] += weights[number] + 1
-    return hands
+    return of_ranks
 
 
 def _digest(path: str, value: Any) -> bytes:
@@ -135,7 +139,7 @@ def _digest(path: str, value: Any) -> bytes:
 
 
 def _head(path: str, value: Any) -> bytes:
-    """Return a leaf without the elements of a tensor."""
+    """Return the bytes to hash for a leaf; of a tensor path, dtype and shape, no elements."""
     if isinstance(value, Tensor):
         return repr((path, str(value.dtype), tuple(value.shape))).encode()
     plain = value.hex() if isinstance(value, float) else value
@@ -168,7 +172,7 @@ def device_checksum(tensor: Tensor) -> Tensor:
         words = flat[start : start + _PIECE_BYTES // 8].to(torch.int64)
         index = torch.arange(start, start + len(words), device=flat.device)
         mixed = (words + index * _MIX[0]) * _MIX[1]
-        # Shifts of int64 copy the sign: the mask makes this one invertible.
+        # Shifts of int64 copy the sign bit; the mask makes this shift invertible.
         total += ((mixed ^ ((mixed >> 32) & 0xFFFFFFFF)) * _MIX[2]).sum()
     return total
 

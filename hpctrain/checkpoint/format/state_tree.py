@@ -10,7 +10,7 @@ from torch import Tensor
 from hpctrain.checkpoint.format.shard import TensorPiece
 from hpctrain.core.errors import CheckpointError
 
-MAX_DEPTH = 100  # containers inside containers; a state that holds itself has no end
+MAX_DEPTH = 100  # maximum nesting, which ends the traversal of a container that contains itself
 
 _INT64 = 1 << 63
 _LIKE_INT = re.compile(r"-?\d+")
@@ -38,7 +38,7 @@ def unflatten(skeleton: object, tensor_of: Callable[[str], Any]) -> Any:
 
 
 def component(key: str | int) -> str:
-    """Return the component of a path for a key or an index."""
+    """Return a key or an index as a component of a path, with escaped characters."""
     if isinstance(key, int):
         return str(key)
     text = key.replace("%", "%25").replace("/", "%2F")
@@ -91,7 +91,7 @@ def _take_item(
     if type(key) not in (str, int) or (isinstance(key, int) and not -_INT64 <= key < _INT64):
         raise CheckpointError(
             f"keys of a state must be str or int of 64 bit, got {key!r} at "
-            f"{'/'.join(at) or 'its root'}; convert them"
+            f"{'/'.join(at) or 'its root'}; convert the keys"
         )
     assert isinstance(key, str | int)
     return [key, _take(value, (*at, component(key)), leaves)]
@@ -100,8 +100,8 @@ def _take_item(
 def _put(node: Any, tensor_of: Callable[[str], Any], depth: int) -> Any:
     if depth > MAX_DEPTH:
         raise CheckpointError(
-            f"the skeleton of a state must have at most {MAX_DEPTH} nested containers, but "
-            f"has more"
+            f"the skeleton of a state must have at most {MAX_DEPTH} nested containers, but this "
+            f"one has more"
         )
     if node is None or isinstance(node, bool | int | float | str):
         return node
@@ -164,7 +164,7 @@ def mapped(tree: Any, change: Callable[[Tensor], Any]) -> Any:
 
 
 def lines(state: object) -> list[str]:
-    """Return every plain value of a state as ``path = value``, for a message."""
+    """Return a line ``path = value`` for every plain value, to compare states between ranks."""
     found = []
     for path, value in walk(state):
         if isinstance(value, Mapping | list | tuple):

@@ -35,7 +35,7 @@ _SAFETENSORS = {
     "uint32": "U32", "uint16": "U16", "float8_e4m3fnuz": "F8_E4M3FNUZ",
     "float8_e5m2fnuz": "F8_E5M2FNUZ", "float8_e8m0fnu": "F8_E8M0",
 }  # fmt: skip
-_AS_BYTES = ("complex128",)  # safetensors has no name for it: it is U8 with one more dimension
+_AS_BYTES = ("complex128",)  # safetensors lacks this dtype; stored as U8 with one more dimension
 
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name) for name in (*_SAFETENSORS, *_AS_BYTES) if hasattr(torch, name)
@@ -44,16 +44,17 @@ DTYPES: dict[str, torch.dtype] = {
 
 
 def check_storable(path: str, tensor: Tensor) -> None:
-    """Raise ``CheckpointError`` if a tensor has no values, is not dense or has a wrong dtype."""
+    """Raise ``CheckpointError`` for a tensor without values, not dense, or of another dtype."""
     if tensor.is_meta or tensor.layout is not torch.strided:
         raise CheckpointError(
-            f"tensors of a checkpoint must be dense and have values, got {tensor.layout} on "
-            f"{tensor.device} at {path}; convert it first"
+            f"tensors of a checkpoint must be dense and not on the meta device, got "
+            f"{tensor.layout} on {tensor.device} at {path}; convert the tensor, or remove it from "
+            f"the state"
         )
     if name_of(tensor.dtype) not in DTYPES:
         raise CheckpointError(
             f"tensors of a checkpoint must have one of the dtypes {', '.join(DTYPES)}, got "
-            f"{name_of(tensor.dtype)} at {path}; convert it first"
+            f"{name_of(tensor.dtype)} at {path}; convert the tensor"
         )
 
 
@@ -62,7 +63,7 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
 
     Raises ``OSError``: the file cannot be written.
     """
-    # Wide elements first: every tensor is then aligned to its own elements.
+    # Tensors with wide elements come first, so every tensor is aligned to its element size.
     ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].itemsize))
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
@@ -86,7 +87,7 @@ def _header(tensors: Mapping[str, Tensor]) -> bytes:
 
 
 def stored_as(dtype: str, shape: Sequence[int]) -> tuple[str, list[int]]:
-    """Return the dtype and shape in the file of a tensor with this dtype and shape."""
+    """Return the dtype and shape in the header of the file, in the names of safetensors."""
     if dtype in _SAFETENSORS:
         return _SAFETENSORS[dtype], list(shape)
     return "U8", [*shape, DTYPES[dtype].itemsize]
@@ -115,16 +116,18 @@ class _Entry:
 
 
 class TensorFile:
-    """An open file of tensors; its header was checked, so all offsets are inside the file."""
+    """An open file of tensors; its header was checked, so all offsets are inside the file.
+
+    The constructor raises ``CheckpointError`` if the header is damaged or hostile.
+    """
 
     def __init__(self, path: Path, descriptor: int) -> None:
-        """Read the header. Raises ``CheckpointError``: the header is damaged or hostile."""
         self._path = path
         self._descriptor = descriptor
         self._entries = dict(self._read_header())
 
     def check(self, name: str, dtype: str, shape: Sequence[int]) -> None:
-        """Compare dtype and shape of a tensor in the file with those in the manifest.
+        """Compare a tensor in the file with its dtype and shape in the manifest.
 
         Raises ``CheckpointError``: the file has another tensor of this name, or none.
         """
@@ -155,15 +158,15 @@ class TensorFile:
     def _read_header(self) -> Iterator[tuple[str, _Entry]]:
         size = os.fstat(self._descriptor).st_size
         length = int.from_bytes(self._bytes(0, 8, size), "little")
-        if length > min(size - 8, _HEADER_BYTES):
-            raise self._fault(f"its header has {length} bytes, but the file only {size}")
+        if length > (limit := min(size - 8, _HEADER_BYTES)):
+            raise self._fault(f"its header must have at most {limit} bytes, got {length}")
         try:
             header = json.loads(self._bytes(8, length, size))
             pairs = header.items()
             entries = [(str(name), entry) for name, entry in pairs if name != "__metadata__"]
             entries.sort(key=lambda item: item[1]["data_offsets"])
         except (ValueError, RecursionError, AttributeError, TypeError, KeyError):
-            raise self._fault("its header is not that of a safetensors file") from None
+            raise self._fault("its header is not a header of safetensors") from None
         end = 0
         for name, record in entries:
             entry = self._entry(record, end, 8 + length)
@@ -171,7 +174,7 @@ class TensorFile:
             yield name, entry
         if 8 + length + end != size:
             raise self._fault(
-                f"it must have {8 + length + end} bytes by its header, but has {size}"
+                f"by its header the file must have {8 + length + end} bytes, but it has {size}"
             )
 
     def _entry(self, record: Any, end: int, origin: int) -> _Entry:
@@ -180,14 +183,17 @@ class TensorFile:
                 record[key] for key in ("dtype", "shape", "data_offsets")
             )
         except (ValueError, TypeError, KeyError):
-            raise self._fault("its header is not that of a safetensors file") from None
+            raise self._fault("its header is not a header of safetensors") from None
         if type(start) is not int or type(stop) is not int or not start == end <= stop:
-            raise self._fault(f"a tensor must begin at {end}, but is at [{start}, {stop})")
+            raise self._fault(
+                f"its header must list tensors without gaps and overlaps, but after byte {end} it "
+                f"lists a tensor at bytes [{start}, {stop})"
+            )
         return _Entry(dtype, shape, origin + start, stop - start)
 
     def _bytes(self, start: int, length: int, size: int) -> bytes:
         if start + length > size:
-            raise self._fault(f"it ends after {size} bytes")
+            raise self._fault(f"the file ends after {size} bytes")
         data = bytearray(length)
         self._pread(memoryview(data), start)
         return bytes(data)
@@ -196,7 +202,7 @@ class TensorFile:
         while memory:
             count = os.preadv(self._descriptor, [memory], offset)
             if count == 0:
-                raise self._fault(f"it ends after {offset} bytes")
+                raise self._fault(f"the file ends after {offset} bytes")
             memory, offset = memory[count:], offset + count
 
     def _fault(self, what: str) -> CheckpointError:
@@ -223,7 +229,7 @@ def open_regular(path: Path) -> int:
     Raises ``CheckpointError``: the file is not a regular file. ``OSError``: the file cannot be
     opened.
     """
-    # A pipe would wait for a writer when opened, without this.
+    # Without O_NONBLOCK, opening a pipe would wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

@@ -1,1 +1,1 @@
-"""The format of data sets on disk, and how it is written."""
+"""Format of data sets on disk: manifest, shards and their writers."""

@@ -41,7 +41,7 @@ class RaggedRows:
 Rows = Mapping[str, "NDArray[Any] | RaggedRows"]
 
 Samples = Mapping[str, ArrayLike | Ragged | RaggedRows | Sequence[ArrayLike]] | Rows
-"""For each field an array ``(num_samples, *shape)``; for a ragged one a list of arrays
+"""For each field an array ``(num_samples, *shape)``; for a ragged field a list of arrays
 ``(length, *shape)``, or a ``Ragged``."""
 
 
@@ -122,7 +122,7 @@ class Column:
     def __init__(self, name: str, field: Field, spool: IO[bytes]) -> None:
         self._name, self._field, self._spool = name, field, spool
         self._num_rows = 0
-        self._ends = [np.zeros(1, np.int64)]  # of samples of a ragged field, in rows
+        self._ends = [np.zeros(1, np.int64)]  # ends of the samples of a ragged field, in rows
 
     def append(self, samples: "NDArray[Any] | RaggedRows") -> None:
         """Append samples, which must have the dtype of the field."""
@@ -135,7 +135,7 @@ class Column:
         self._spool.write(data.data.cast("B") if data.size else b"")
 
     def write(self, file: h5py.File, block_size: int) -> Place:
-        """Write ``/data/<field>`` and its tables to a file; return their place without offsets."""
+        """Write ``/data/<field>`` and its tables to a file; return a ``Place`` without offsets."""
         self._write_values(file, block_size)
         index = np.concatenate(self._ends).astype("<u8")
         starts = np.arange(0, self._num_rows, block_size)
@@ -155,7 +155,7 @@ class Column:
         field, num_rows = self._field, self._num_rows
         step = max(1, _COPY_BYTES // max(1, field.sample_bytes))
         properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-        properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)  # the argument needs h5py 3.12
+        properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)  # an argument only since h5py 3.12
         options: dict[str, Any] = {"dcpl": properties}
         if field.compression and field.sample_bytes:
             step = _rows_of_chunk(field, block_size, num_rows)

@@ -29,8 +29,8 @@ FORMAT = "hpctrain-h5"
 VERSION = 1
 MANIFEST = "manifest.json"
 """Name of the file that describes a data set; it is written last."""
-LOCK = "writer.lock"  # held by the writer that is at work in the directory
-CLASSES = "classes.txt"  # the name of label 0 in the first line, and so on
+LOCK = "writer.lock"  # lock file of the writer that uses the directory
+CLASSES = "classes.txt"  # line ``i`` has the name of label ``i``, from 0
 COMPRESSIONS = (None, "zstd")
 PLAIN_NAME = re.compile(r"\w[\w.-]*")
 SHARD_FILE = re.compile(
@@ -103,9 +103,9 @@ class Place:
 
     offset: int | None  # first byte of ``/data/<field>``, None where only HDF5 can read it
     crc_offset: int | None  # first byte of ``/crc/<field>``, None where only HDF5 can read it
-    crc32: int  # of the bytes of ``/crc/<field>``: identifies a shard of another data set
+    crc32: int  # crc32 of ``/crc/<field>``, which differs between data sets
     index_offset: int | None = None  # first byte of ``/index/<field>`` of a ragged field
-    index_crc32: int | None = None  # of all bytes of ``/index/<field>``
+    index_crc32: int | None = None  # crc32 of ``/index/<field>``
     num_rows: int | None = None
     """Rows of ``/data/<field>`` if the field is ragged: the sum of the lengths of its samples."""
 
@@ -114,7 +114,7 @@ class Place:
 class ShardEntry:
     """Name, size and checksum of one shard, an HDF5 file, and the places of its fields."""
 
-    file: str  # name in the directory of the data set
+    file: str  # file name in the directory of the data set
     num_samples: int
     num_bytes: int
     crc32: int
@@ -138,7 +138,7 @@ class Manifest:
             raise DataError(f"a split must be a word such as train, got {self.split!r}")
         if not self.fields:
             raise DataError(
-                'a data set must have at least one field, such as {"x": ((8, 8), "f4")}'
+                'a data set must have at least one field, such as {"x": ((8, 8), "f4")}, got none'
             )
         for name in self.fields:
             if not name.isidentifier():
@@ -241,16 +241,16 @@ class Manifest:
     @classmethod
     def _from_record(cls, record: dict[str, Any]) -> Self:
         if record["format"] != FORMAT:
-            raise DataError(f"its format is {record['format']!r}, not {FORMAT!r}")
+            raise DataError(f"its format must be {FORMAT!r}, got {record['format']!r}")
         if record["version"] > VERSION:
             raise DataError(
-                f"its version is {record['version']}, and this hpctrain reads up to {VERSION}; "
-                f"update hpctrain"
+                f"its version must be at most {VERSION}, got {record['version']}, which a later "
+                f"hpctrain wrote; update hpctrain, or"
             )
         if record.pop("crc32", None) != _crc32(record):
             raise DataError("its crc32 is wrong, so it was changed or damaged")
         if not record["shards"]:
-            raise DataError("it names no shard")
+            raise DataError("it must name at least one shard, got none")
         _check_numbers(record)
         return cls(
             uuid=record["uuid"],
@@ -284,9 +284,9 @@ class Manifest:
             index = (place.index_crc32, place.num_rows)
             if (None not in index) != field.ragged:
                 raise DataError(
-                    f"only ragged fields must have an index, but field {name} of shard "
-                    f"{shard.file} is{'' if field.ragged else ' not'} ragged and its index is "
-                    f"{index}"
+                    f"a field must have an index if and only if it is ragged, but field {name} of "
+                    f"shard {shard.file} is{'' if field.ragged else ' not'} ragged and has the "
+                    f"crc32 and rows {index}"
                 )
             num_rows = shard.num_samples if place.num_rows is None else place.num_rows
             for offset, size in (

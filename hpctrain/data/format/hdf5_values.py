@@ -11,7 +11,7 @@ from hpctrain.core.units import MIB
 from hpctrain.data.format.dataset_manifest import Field
 
 CHUNK_BYTES = 2 * MIB
-"""Aimed at: smaller chunks compress less, larger ones are decoded for too few samples."""
+"""Target size of a chunk: smaller chunks compress less, larger chunks waste decoding."""
 
 _LEVEL = 3
 _MOST_BYTES = 2**32 - 1
@@ -27,10 +27,10 @@ def load_filters(fields: Mapping[str, Field]) -> None:
     if not is_compressed(fields):
         return
     try:
-        import_module("hdf5plugin")  # an extra, which registers its filters
+        import_module("hdf5plugin")  # the import registers the filters
     except ImportError:
         raise DataError(
-            "fields compressed with zstd must be read with the package hdf5plugin, which is "
+            "fields compressed with zstd must be read with the package hdf5plugin, but it is "
             'not installed; pip install "hpctrain[zstd]"'
         ) from None
 
@@ -79,21 +79,21 @@ def _resolved(file: h5py.File, path: str) -> str:
         name = left.pop(0)
         group = file[at]
         if not isinstance(group, h5py.Group):
-            raise KeyError(f"{at} is not a group, so there is no {path}")
+            raise KeyError(f"{path} does not exist, because {at} is not a group")
         link = group.get(name, getlink=True)
         if isinstance(link, h5py.SoftLink):
             num_links += 1
             if num_links > _MOST_LINKS:
                 raise ValueError(
-                    f"/{path.lstrip('/')} must be reached by at most {_MOST_LINKS} links, but is "
-                    f"not"
+                    f"a path must lead over at most {_MOST_LINKS} soft links, but "
+                    f"/{path.lstrip('/')} leads over more"
                 )
             at = "/" if link.path.startswith("/") else at
             left = [*_parts(link.path), *left]
         elif isinstance(link, h5py.HardLink):
             at = f"{at.rstrip('/')}/{name}"
         elif link is None:
-            raise KeyError(f"there is no {path}")
+            raise KeyError(f"{path} does not exist")
         else:
             raise ValueError(_refusal(path, "an external link"))
     return at

@@ -1,4 +1,4 @@
-"""Writing of one HDF5 shard, and the offsets of its values."""
+"""Write one shard of a data set, an HDF5 file, and determine the offsets of its values."""
 
 import io
 import json
@@ -73,10 +73,11 @@ class ShardPart:
     """An unfinished shard of at most ``capacity`` samples; ``finish`` writes its file.
 
     Uncompressed fields are contiguous in the file, so that a reader can map them into memory.
+
+    ``draft`` is the manifest with the shards that were finished before.
     """
 
     def __init__(self, path: Path, draft: Manifest, *, capacity: int) -> None:
-        """Start a shard. ``draft`` is the manifest with the shards finished before."""
         self.num_samples = 0
         self._path, self._draft, self._capacity = path, draft, capacity
         self._columns: dict[str, Column] = {}

@@ -31,10 +31,12 @@ _FORMAT = 1
 
 
 class Journal:
-    """File that lists the finished shards of one rank, so that a later writer can resume."""
+    """File that lists the finished shards of one rank, so that a later writer can resume.
+
+    A later writer resumes only if its ``terms`` are identical.
+    """
 
     def __init__(self, directory: Path, draft: Manifest, rank: int, terms: dict[str, Any]) -> None:
-        """Choose the file. A later writer resumes only if its ``terms`` are identical."""
         self.path = directory / f"{draft.split}-r{rank:05d}.journal"
         self._directory = directory
         self._terms = {
@@ -114,7 +116,7 @@ class WriterLock:
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / LOCK
-        # The former holder removes the file, possibly after this process has opened it.
+        # The previous writer may remove the lock file after this process has opened it.
         while not self._take():
             self._file.close()
 
@@ -133,13 +135,14 @@ class WriterLock:
             ) from None
         except OSError as error:
             logger.warning(
-                "%s has no locks (%s): make sure that no other program writes there meanwhile",
+                "the directory of a writer must be on a file system with locks, but %s has no "
+                "locks (%s); make sure that no other program writes there meanwhile",
                 self._path.parent,
                 error.strerror,
             )
         with suppress(FileNotFoundError):
             if self._path.stat().st_ino == os.fstat(self._file.fileno()).st_ino:
-                with suppress(OSError):  # a full disk; the lock holds without the words
+                with suppress(OSError):  # on a full disk the lock works without its text
                     os.ftruncate(self._file.fileno(), 0)
                     text = f"process {os.getpid()} on {platform.node()}"
                     os.write(self._file.fileno(), text.encode())
@@ -147,7 +150,7 @@ class WriterLock:
         return False
 
     def close(self) -> None:
-        """Release the lock. Idempotent."""
+        """Release the lock, so that another process may write. Idempotent."""
         if not self._file.closed:
             with suppress(OSError):
                 self._path.unlink()
@@ -157,7 +160,7 @@ class WriterLock:
 class Publication:
     """Publication of the finished shards of all ranks as one data set; used once."""
 
-    named = False  # a manifest may name the shards of this rank: they must not be removed
+    named = False  # whether a manifest may list the shards of this rank, which then must stay
 
     def __init__(self, directory: Path, comm: Communicator, journal: Journal | None) -> None:
         self._directory, self._comm, self._journal = directory, comm, journal
@@ -186,7 +189,7 @@ class Publication:
                     shards = self._rename(draft, names, first, sum(n for _, n in before))
                 self.named = True
         except DataError:
-            # Every rank knows that one has failed, so no rank writes the manifest.
+            # All ranks receive the error of one rank, so no rank writes the manifest.
             self.named = False
             raise
         all_shards = [shard for some in self._comm.allgather_object(shards) for shard in some]

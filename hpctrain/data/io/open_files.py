@@ -19,9 +19,9 @@ from hpctrain.data.format.hdf5_values import UNREADABLE
 from hpctrain.data.io.shardfile import IO, OpenShard, ShardFile
 from hpctrain.data.io.values import Array
 
-_ROOM = 2  # this multiple of the size of a data set must be free before all of it is mapped unseen
+_ROOM = 2  # map a whole data set only if this multiple of its size is free
 
-Opener = Callable[..., OpenShard]  # opens a shard, with the arguments of ``OpenShard``; picklable
+Opener = Callable[..., OpenShard]  # takes the arguments of ``OpenShard``; can be pickled
 
 
 class Handles:
@@ -35,7 +35,7 @@ class Handles:
         self._manifest = manifest
         self._open_shard = open_shard
         self._shards: OrderedDict[int, OpenShard] = OrderedDict()
-        # HDF5 needs another descriptor, and the program some as well.
+        # HDF5 and the program need further descriptors.
         self._max_open = max(8, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
         self._is_full = len(manifest.shards) > self._max_open
         self._fits = (available_bytes() or 0) >= _ROOM * manifest.num_bytes
@@ -56,7 +56,7 @@ class Handles:
                 self._shards[index] = found
                 self._shards.move_to_end(index)
                 if len(self._shards) > self._max_open:
-                    # Other threads may be reading it: the last reference closes it.
+                    # Other threads may still read the shard; its last reference closes the file.
                     self._shards.popitem(last=False)
         return found
 
@@ -76,10 +76,10 @@ class Handles:
                 read_ahead(self._threads, file, rows, check=check, stays=self._fits)
 
 
-THREADS = 4  # while one checks its blocks, others keep the disk busy
-_PIECE_BYTES = 4 * MIB  # of blocks that one thread reads in a row
+THREADS = 4  # some threads read while others compute checksums
+_PIECE_BYTES = 4 * MIB  # bytes of consecutive blocks that one thread reads
 _REQUEST_BYTES = 128 * KIB
-"""Linux reads no more than its read-ahead window for one request, 128 KiB unless it was set."""
+"""Size of a request: Linux reads at most its read-ahead window at a time, 128 KiB by default."""
 
 
 def read_ahead(
@@ -106,11 +106,11 @@ def read_ahead(
     shard = file.shard
     piece = max(1, _PIECE_BYTES * shard.num_samples // (shard.num_bytes * file.block_size))
     for start in range(0, len(blocks), piece):
-        threads.submit(_bring, file, blocks[start : start + piece])
+        threads.submit(_read_blocks, file, blocks[start : start + piece])
 
 
-def _bring(file: ShardFile, blocks: Array) -> None:
-    """Read blocks, and check the crc32 of new blocks; damaged blocks stay unchecked."""
+def _read_blocks(file: ShardFile, blocks: Array) -> None:
+    """Read blocks and check the crc32 of unchecked blocks; damaged blocks stay unchecked."""
     _advise(file, blocks, file.block_size)
     new = blocks[~file.checked[blocks]]
     if not file.is_changed():

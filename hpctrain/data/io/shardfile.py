@@ -40,12 +40,14 @@ _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
 
 class RawShard:
-    """The open file of a shard, with tables and values that may be damaged."""
+    """The open file of a shard, with tables and values that may be damaged.
+
+    The constructor opens the file of shard ``index``, and raises ``OSError`` if that fails.
+    """
 
     _map: NDArray[np.uint8] | None = None
 
     def __init__(self, path: Path, manifest: Manifest, index: int) -> None:
-        """Open the file of the shard ``index``. Raises ``OSError``: it cannot be opened."""
         self._path, self._manifest = path, manifest
         self.shard = manifest.shards[index]
         self._hdf5: Any = None
@@ -119,19 +121,18 @@ class ShardFile(RawShard):
     """The open file of a shard whose tables were checked, with flags of the checked blocks.
 
     If the file changes, ``OpenShard`` opens it again as another object.
+
+    The constructor compares size and tables of the file with the manifest. It raises
+    ``UNREADABLE`` if the file is missing, damaged, or belongs to another manifest.
     """
 
     def __init__(
         self, path: Path, manifest: Manifest, index: int, *, io: IO, chunks: ChunkCache
     ) -> None:
-        """Open the file, and compare its size and tables with the manifest.
-
-        Raises ``UNREADABLE``: the file is missing, damaged, or belongs to another manifest.
-        """
         super().__init__(path, manifest, index)
         self.block_size = manifest.block_size
         self.checked = np.zeros(manifest.num_blocks(self.shard), bool)
-        """Blocks whose crc32 was right."""
+        """Whether the crc32 of each block was checked and is right."""
         self.all_checked = False
         self.identity = self._identity()
         """Device, inode, size and time of change: all equal as long as the file is unchanged."""
@@ -145,9 +146,9 @@ class ShardFile(RawShard):
         self.indices = {
             name: self.index(name) for name, field in manifest.fields.items() if field.ragged
         }
-        """Of ragged fields: the first row of each sample, and the end, ``(num_samples + 1,)``."""
+        """First row of each sample and the end, ``(num_samples + 1,)``, for each ragged field."""
         if bytes(self._plain(0, (len(_SIGNATURE),), "|u1")) != _SIGNATURE:
-            raise ValueError("it is not the file of its manifest: it is not HDF5")
+            raise ValueError("the file does not begin with the signature of HDF5")
         self._unmapped = {name: self._unmapped_values(name, chunks) for name in manifest.fields}
         self.values = {name: self._mapped_values(name) for name in manifest.fields}
 
@@ -244,7 +245,9 @@ def _mapped(descriptor: int, num_bytes: int) -> NDArray[np.uint8]:
 
 def _check_table(what: str, table: NDArray[Any], want: int | None) -> None:
     if crc32(table.data) != want:
-        raise ValueError(f"it is not the file of its manifest: /{what} has the wrong crc32")
+        raise ValueError(
+            f"/{what} has the wrong crc32, so the file does not belong to the manifest"
+        )
 
 
 def size_problem(shard: ShardEntry, num_bytes: int) -> str:
@@ -252,7 +255,7 @@ def size_problem(shard: ShardEntry, num_bytes: int) -> str:
     if num_bytes == shard.num_bytes:
         return ""
     return (
-        f"it must have {shard.num_bytes} bytes by its manifest, got {num_bytes}: it was "
+        f"the file must have {shard.num_bytes} bytes by the manifest, got {num_bytes}, so it was "
         f"truncated or replaced"
     )
 
@@ -265,7 +268,7 @@ def open_hdf5(path: Path) -> h5py.File:
     access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
     access.set_file_locking(False, ignore_when_disabled=False)
     access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
-    # Chunks are kept by us, and a second read must reach the file.
+    # ``ChunkCache`` keeps chunks, and a repeated read must reach the file.
     access.set_sieve_buf_size(0)
     access.set_cache(0, 0, 0, 0.0)
     return h5py.File(h5py.h5f.open(os.fsencode(path), h5py.h5f.ACC_RDONLY, access))
@@ -291,6 +294,16 @@ class OpenShard:
 
     A failed read is repeated once on the reopened file, because the error can be transient or the
     file can have been replaced. A forked process must open its own reader.
+
+    Args:
+        directory: directory of the data set.
+        manifest: manifest of the data set.
+        index: number of the shard.
+        io: as for ``ShardedDataset``, but ``auto`` does not map.
+        chunks: cache of decoded chunks, which several shards may share.
+
+    Raises:
+        CorruptError: the file is missing, or is not the file that the manifest describes.
     """
 
     def __init__(
@@ -302,12 +315,6 @@ class OpenShard:
         io: IO = "auto",
         chunks: ChunkCache | None = None,
     ) -> None:
-        """Open the file of shard ``index`` in ``directory``.
-
-        ``io`` has the values of ``ShardedDataset``, but ``auto`` does not map. ``chunks`` is a
-        cache that several shards share. Raises ``CorruptError``: the file is missing, or is not
-        the file that the manifest describes.
-        """
         self._manifest, self._index = manifest, index
         self._path = directory / manifest.shards[index].file
         self._lost = partial(_lost, directory, manifest, index)
@@ -316,7 +323,7 @@ class OpenShard:
         self.file = self._opened()
 
     def check_blocks(self, rows: Array, *, again: bool) -> None:
-        """Check the crc32 of the blocks of some samples.
+        """Check the crc32 of the blocks that contain the samples ``rows``.
 
         Without ``again``, blocks that were checked before are skipped. If the file
         was changed since it was opened, it is reopened and no block counts as checked. Raises
@@ -386,8 +393,8 @@ class OpenShard:
                 start += block * self._manifest.block_size
                 stop = min(start + self._manifest.block_size, end)
                 raise CorruptError(
-                    f"shard {self._path} is damaged: {problem}, samples "
-                    f"{start} to {stop - 1} of the data set; copy the file again",
+                    f"shard {self._path} is damaged: {problem}; samples {start} to {stop - 1} of "
+                    f"the data set cannot be read; copy the file again",
                     start,
                     stop,
                 )
@@ -416,9 +423,8 @@ class OpenShard:
 def _lost(directory: Path, manifest: Manifest, index: int, why: str) -> CorruptError:
     start, stop = manifest.samples_of(index)
     return CorruptError(
-        f"cannot read shard {directory / manifest.shards[index].file}: {why}; "
-        f"samples {start} to {stop - 1} of the data set are in it; copy it again or check the "
-        f"mount",
+        f"cannot read shard {directory / manifest.shards[index].file}: {why}; samples {start} to "
+        f"{stop - 1} of the data set are in this shard; copy the file again, or check the mount",
         start,
         stop,
     )

@@ -19,7 +19,7 @@ Array = NDArray[np.int64]
 
 CACHE_BYTES = 512 * MIB
 _PLAIN_CHUNK_BYTES = MIB
-_LARGE_ROW_BYTES = 32 * KIB  # a second copy of such a row takes longer than a statement of Python
+_LARGE_ROW_BYTES = 32 * KIB  # above, copying a row twice is slower than a Python loop
 
 
 class Values:
@@ -54,13 +54,13 @@ class MappedValues(Values):
         self._array = array
 
     def between(self, start: int, stop: int) -> NDArray[Any]:
-        """Return a view."""
+        """Return a view of rows ``[start, stop)``."""
         return self._array[start:stop]
 
     def take(self, rows: Array, out: NDArray[Any], places: Array | None) -> None:
         """Copy small rows in one call of numpy, large rows one by one without a buffer."""
         if places is None:
-            # numpy buffers the result unless ``mode`` defines indices out of range.
+            # numpy buffers the result unless ``mode`` defines what indices out of range do.
             self._array.take(rows, axis=0, out=out, mode="clip")
         elif out.strides[0] < _LARGE_ROW_BYTES:
             out[places] = self._array.take(rows, axis=0, mode="clip")
@@ -69,18 +69,20 @@ class MappedValues(Values):
 
 
 class DirectValues(Values):
-    """Rows that are stored as plain bytes, and read with ``pread`` when they are needed."""
+    """Rows that are stored as plain bytes, and read with ``pread`` when they are needed.
+
+    ``offset`` is the position of the first byte in the file, ``shape`` the shape of a row.
+    """
 
     def __init__(
         self, descriptor: int, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]
     ) -> None:
-        """Store the open file, the offset of the first byte, and the shape of a row."""
         self._descriptor, self._offset = descriptor, offset
         self._shape, self._dtype = shape, dtype
         self._row_bytes = prod(shape) * dtype.itemsize
 
     def between(self, start: int, stop: int) -> NDArray[Any]:
-        """Read rows."""
+        """Return rows ``[start, stop)``, read from the file."""
         size = (stop - start) * self._row_bytes
         data = read_at(self._descriptor, self._offset + start * self._row_bytes, size)
         return data.view(self._dtype).reshape(stop - start, *self._shape)
@@ -114,7 +116,7 @@ class ChunkCache:
         self._chunks: OrderedDict[tuple[int, int], NDArray[Any]] = OrderedDict()
         self._lock = Lock()
         self.numbers = itertools.count()
-        """First halves of keys: each field of a file takes one."""
+        """Source of the first element of keys, which is unique for each field of a file."""
 
     def get(self, key: tuple[int, int], decode: Callable[[], NDArray[Any]]) -> NDArray[Any]:
         """Return a chunk from the cache, or call ``decode`` and store its result."""
@@ -129,10 +131,12 @@ class ChunkCache:
 
 
 class CachedValues(Values):
-    """Rows of a chunked or compressed HDF5 dataset; decoded chunks are cached."""
+    """Rows of a chunked or compressed HDF5 dataset; decoded chunks are cached.
+
+    ``dataset`` is an open HDF5 dataset ``(num_rows, *shape)``.
+    """
 
     def __init__(self, dataset: Any, cache: ChunkCache) -> None:
-        """Store the open dataset ``(num_rows, *shape)``."""
         self._dataset, self._cache, self._number = dataset, cache, next(cache.numbers)
         row_bytes = max(1, prod(dataset.shape[1:]) * dataset.dtype.itemsize)
         plain_rows = max(1, _PLAIN_CHUNK_BYTES // row_bytes)

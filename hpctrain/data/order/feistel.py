@@ -8,10 +8,10 @@ from numpy.typing import NDArray
 Words = NDArray[np.uint64]
 
 SMALL = 512
-"""Up to this size a network has more rounds: six do not reach all orders of a few values."""
+"""Up to this size a network has more rounds: six cannot produce all orders of a few values."""
 
 _ROUNDS, _ROUNDS_SMALL = 6, 12
-_PIECE = 16384  # values whose intermediate results fit a core's cache
+_PIECE = 16384  # number of values whose intermediate results fit into the cache of a core
 
 
 class Feistel:
@@ -22,11 +22,12 @@ class Feistel:
     result is not below the limit, the network is applied again until it is (cycle walking); with
     the limit ``size``, fewer than one value in sqrt(size) needs this.
 
+    The keys of the rounds are derived from ``words`` in [0, 2^64); ``size`` must be below 2^62.
+
     Source: Luby and Rackoff 1988 for the network, Black and Rogaway 2002 for the walk.
     """
 
     def __init__(self, size: int, *words: int) -> None:
-        """Derive the keys of the rounds from words in [0, 2^64); ``size`` must be below 2^62."""
         self.size = size
         rows = isqrt(size - 1) + 1
         self._extents = (np.uint64(rows), np.uint64(-(-size // rows)))
@@ -72,7 +73,7 @@ class Feistel:
             side = index % 2
             extent, half = self._extents[side], halves[side]
             hashed = self._hash(halves[1 - side], key, tweaks, side)
-            # Below twice the extent; and below zero an unsigned difference is huge.
+            # The sum is below twice the extent, and a negative unsigned difference is huge.
             if is_back:
                 half -= hashed
                 np.minimum(half, half + extent, out=half)
@@ -87,7 +88,7 @@ class Feistel:
             words ^= tweaks
         splitmix64_(words)
         extent = self._extents[side]
-        # numpy divides by a constant much faster than it takes the remainder.
+        # numpy computes quotients by a constant much faster than remainders.
         words -= words // extent * extent
         return words
 

@@ -15,14 +15,14 @@ from hpctrain.data.order.feistel import Feistel, Words
 from hpctrain.data.samples import Indices
 
 SMALL = 4096
-"""Up to here a permutation is drawn, as all orders of few samples must be equally likely."""
+"""Up to this size a permutation is drawn, so that all orders are equally likely."""
 
 
 class Order(Protocol):
     """Protocol of orders: bijections between positions of an epoch and samples."""
 
     def samples_at(self, positions: Indices) -> Indices:
-        """Return the samples at some positions, both in [0, n)."""
+        """Return the samples at ``positions`` of the epoch; both are in [0, n)."""
 
 
 def global_order(n: int, seed: int, epoch: int) -> "FisherYates | Shuffled":
@@ -73,11 +73,11 @@ class FisherYates:
         self._samples = np.array(samples, np.int64)
 
     def samples_at(self, positions: Indices) -> Indices:
-        """Return the samples at some positions."""
+        """Return the samples at ``positions`` of the epoch."""
         return self._samples[positions]
 
     def positions_of(self, samples: Indices) -> Indices:
-        """Return the positions of some samples."""
+        """Return the positions of ``samples`` in the epoch."""
         return np.argsort(self._samples)[samples]
 
 
@@ -88,11 +88,11 @@ class Shuffled:
         self._network = Feistel(n, seed, epoch)
 
     def samples_at(self, positions: Indices) -> Indices:
-        """Return the samples at some positions."""
+        """Return the samples at ``positions`` of the epoch."""
         return self._mapped(positions, is_back=False)
 
     def positions_of(self, samples: Indices) -> Indices:
-        """Return the positions of some samples."""
+        """Return the positions of ``samples`` in the epoch."""
         return self._mapped(samples, is_back=True)
 
     def _mapped(self, values: Indices, *, is_back: bool) -> Indices:

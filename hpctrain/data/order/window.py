@@ -21,12 +21,12 @@ from hpctrain.data.order.order import as_indices, as_words, check_order, global_
 from hpctrain.data.samples import Indices
 
 BLOCK_BYTES = 64 * KIB  # a read of this size from a disk costs little more than a smaller one
-LANES = 1024  # at most about this number by default: every rank of a usual job has its own lanes
+LANES = 1024  # approximate maximum by default, so that every rank of a usual job has its own lanes
 MIXED_PER_SAMPLE, MIXED = 32, 8192
-"""Default blocks of a window for each sample of a global batch, and the least number of
-blocks: class-sorted data then come as evenly as from a permutation, within one percent."""
+"""Default number of blocks in all windows per sample of a global batch, and the minimum. Batches
+of class-sorted data are then as even as with a full permutation, within one percent."""
 
-# Keys that no epoch of another order has.
+# Keys that differ from the keys of other orders in any epoch.
 _KEY, _TURN, _INSIDE, _REST = 1, 2, 3, 4
 
 
@@ -36,8 +36,8 @@ class WindowShape:
 
     block: int  # neighbouring samples that are read together
     window: int
-    """Blocks of a lane that are mixed; somewhat more where they do not go into the lane."""
-    lanes: int  # parts of the data that are read side by side
+    """Blocks of a lane that are mixed; slightly more if the lane is not a multiple of them."""
+    lanes: int  # parts of the data that are read concurrently
 
     def __post_init__(self) -> None:
         for name in ("block", "window", "lanes"):
@@ -73,13 +73,11 @@ class WindowOrder:
     each epoch, a second permutation orders the blocks of each lane. This sequence is cut into
     windows, and a third permutation mixes the samples of each window. Samples whose blocks do not
     fill all lanes ("the rest") are distributed evenly over the epoch.
+
+    See ``global_order`` for the arguments. Raises ``DataError``: one is out of range.
     """
 
     def __init__(self, n: int, seed: int, epoch: int, shape: WindowShape) -> None:
-        """Derive the keys; ``n``, ``seed`` and ``epoch`` as in ``global_order``.
-
-        Raises ``DataError``: an argument is out of range.
-        """
         check_order(n, seed, epoch)
         self._n = n
         self.shape = shape
@@ -97,18 +95,18 @@ class WindowOrder:
         self._rest = global_order(max(1, self._num_rest), key_of(seed, epoch, _REST), epoch)
 
     def samples_at(self, positions: Indices) -> Indices:
-        """Return the samples at some positions, with the same shape."""
+        """Return the samples at ``positions`` of the epoch, with the same shape."""
         return self._samples_at(positions.ravel()).reshape(positions.shape)
 
     def lanes_of(self, positions: Indices) -> Indices:
-        """Return the lanes of the samples at some positions, without computing the samples."""
+        """Return the lanes of the samples at ``positions``, without computing the samples."""
         rest, rest_numbers, numbers = self._split(positions)
         _, lanes = _divided(numbers, self._num_lanes)
         lanes[rest] = self._rest.samples_at(rest_numbers) // self._block % self._num_lanes
         return lanes
 
     def _in_slots(self, slots: Indices) -> Indices:
-        """Return the blocks in some slots; a short last block keeps its own slot."""
+        """Return the blocks in ``slots``; a short last block stays in the slot of its number."""
         full = slots < self._num_full
         blocks = self._partition.forward(as_words(np.where(full, slots, 0)))
         return np.where(full, as_indices(blocks), slots)
@@ -162,7 +160,10 @@ class _LaneWindows:
         self.longest = self._turns + (self.num_longer > 0)
 
     def of(self, turns: Indices) -> tuple[Indices, Indices, Indices]:
-        """Return, for each turn, its window, the first turn of the window and its length."""
+        """Return, for each position in a lane, its window, the start of the window and its length.
+
+        All values count blocks of the lane.
+        """
         longer = turns < self.num_longer * self.longest
         windows = np.where(longer, turns // self.longest, (turns - self.num_longer) // self._turns)
         starts = windows * self._turns + np.minimum(windows, self.num_longer)
@@ -170,7 +171,7 @@ class _LaneWindows:
 
 
 def _divided(numbers: Indices, size: int) -> tuple[Indices, Indices]:
-    """Return quotients and remainders, ten times as fast as the remainder of numpy."""
+    """Return quotients and remainders by ``size``, ten times as fast as ``numpy.divmod``."""
     quotients = numbers // size
     return quotients, numbers - quotients * size
 

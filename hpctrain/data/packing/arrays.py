@@ -34,7 +34,7 @@ _LOCAL_HEADER_BYTES = 30
 _UNREADABLE = (ValueError, EOFError, zipfile.BadZipFile, zlib.error, struct.error)
 
 Columns = Mapping[str, Any]
-"""By field, an object with a ``shape`` that gives samples for ``[rising indices]``."""
+"""By field, an object with ``shape`` that returns samples for ``[ascending indices]``."""
 
 
 class Opened:
@@ -53,11 +53,11 @@ class Opened:
 
 
 def open_arrays(files: Sequence[str], wanted: WantedFields) -> PackSource:
-    """Examine arrays.
+    """Return the source for ``.npy`` and ``.npz`` files.
 
-    Of an ``.npy``, ``wanted.fields`` may name several ``.npy`` files in the same folder; without
-    it the field is ``x``. Raises ``DataError``: no arrays, of different lengths, or of types that
-    a data set cannot hold.
+    For an ``.npy``, ``wanted.fields`` may name several ``.npy`` files in the same folder; by
+    default the field is ``x``. Raises ``DataError``: no arrays, of different lengths, or of types
+    that a data set cannot hold.
     """
     return joined([_examined(Path(file), wanted) for file in files])
 
@@ -94,18 +94,18 @@ def _examined(path: Path, wanted: WantedFields) -> PackSource:
 
 
 def length_of(columns: Columns, where: str, what: str) -> int:
-    """Return the number of samples of columns."""
+    """Return the number of samples, which must be equal in all columns."""
     for name, column in columns.items():
         if not column.shape:
             raise DataError(
-                f"an array must have a first dimension, of samples, but {name} of {where} has "
-                f"none; choose others: --field NAME={what}"
+                f"the first dimension of an array must count samples, but {name} of {where} is a "
+                f"scalar; choose other arrays: --field NAME={what}"
             )
     lengths = {name: int(column.shape[0]) for name, column in columns.items()}
     if len(set(lengths.values())) != 1:
         raise DataError(
             f"all fields must have the same number of samples, but {where} has "
-            f"{lengths or 'no array'}; choose some: --field NAME={what}"
+            f"{lengths or 'no array'}; choose arrays of one length: --field NAME={what}"
         )
     return next(iter(lengths.values()))
 
@@ -141,10 +141,12 @@ def _member(path: Path, name: str) -> Array:
 
 
 class Dataset:
-    """Column that reads samples of an HDF5 dataset at ascending indices."""
+    """Column that reads samples of an HDF5 dataset at ascending indices.
+
+    The file must stay open while the column is used.
+    """
 
     def __init__(self, file: h5py.File, name: str) -> None:
-        """Find a dataset in an open file, which must stay open while the column is used."""
         self._file, self._path = file, file.filename
         self._dataset = own_dataset(file, name)
         self.shape = self._dataset.shape
@@ -167,8 +169,9 @@ class Dataset:
             return field_of(self.shape[1:], self._dataset.dtype, what)
         if len(self.shape) != 1:
             raise DataError(
-                f"texts and rows of different lengths must have one dimension, but {what} has "
-                f"{self.shape}; choose others: --field NAME=/DATASET"
+                f"a dataset of texts or of rows of variable length must have one dimension, but "
+                f"{what} has the shape {self.shape}; choose other datasets: --field "
+                f"NAME=/DATASET"
             )
         return field_of((), element, what, ragged=True)
 
@@ -182,11 +185,11 @@ class Dataset:
 
 
 def open_hdf5(files: Sequence[str], wanted: WantedFields) -> PackSource:
-    """Examine HDF5 files. Strings and rows of different lengths become ragged fields.
+    """Return the source for HDF5 files; strings and variable-length rows become ragged fields.
 
-    Without ``wanted.fields`` all datasets are packed, by the last part of their path. Raises
-    ``DataError``: a file cannot be read, the datasets have different lengths, or one of them is of
-    a type that a data set cannot hold.
+    Without ``wanted.fields`` all datasets are packed; a field has the last part of the path.
+    Raises ``DataError``: a file cannot be read, the datasets have different lengths, or one of
+    them is of a type that a data set cannot hold.
     """
     return joined([_examined_hdf5(file, wanted) for file in files])
 
@@ -202,8 +205,8 @@ def _examined_hdf5(path: str, wanted: WantedFields) -> PackSource:
         datasets = {name: Dataset(file, at) for name, at in places.items()}
         num_samples = length_of(datasets, path, "/DATASET")
         note = (
-            f"links of {path} are skipped, each dataset is packed once, from the file that "
-            f"stores it: {', '.join(links)}"
+            f"links in {path} are skipped, because each dataset is packed once, from the file "
+            f"that stores it: {', '.join(links)}"
         )
         return PackSource(
             runs=[(num_samples, Opened(partial(_open_datasets, path, places)))],
@@ -222,7 +225,7 @@ def _open_datasets(path: str, places: Mapping[str, str]) -> dict[str, Dataset]:
 
 
 def _listed(file: Any) -> tuple[list[str], list[str]]:
-    """Return the paths of all datasets, each once, and of all links."""
+    """Return the paths of all datasets in an HDF5 file, each once, and of all links."""
     found: dict[str, bool] = {}
     names: list[str] = []
     file.visititems(lambda name, item: found.update({name: isinstance(item, h5py.Dataset)}))

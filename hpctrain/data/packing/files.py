@@ -21,12 +21,12 @@ _NUM_THREADS = 16
 _FILES_PER_TASK = 256
 
 
-def files_below(folder: Path, left_out: list[str] | None = None) -> Iterator[str]:
+def files_below(folder: Path, skipped_links: list[str] | None = None) -> Iterator[str]:
     """Yield all files below a folder in the order of their names, a folder's own files first.
 
-    Links are followed, except links to a parent folder, which are added to ``left_out``. Names
-    that begin with a dot are ignored. Raises ``DataError``: two paths are the same folder, a link
-    has no target, or an entry is neither a file nor a folder. ``OSError``: a folder cannot be
+    Links are followed, except links to a parent folder, which are added to ``skipped_links``.
+    Names that begin with a dot are ignored. Raises ``DataError``: two paths are the same folder, a
+    link has no target, or an entry is neither a file nor a folder. ``OSError``: a folder cannot be
     read.
     """
     root = str(folder)
@@ -43,27 +43,27 @@ def files_below(folder: Path, left_out: list[str] | None = None) -> Iterator[str
             if entry.is_dir():
                 inside.append(entry.path)
                 continue
-            # The listing has the type of each entry, without a call for each of millions.
+            # The listing has the type of each entry, which saves a call per entry.
             if not entry.is_file():
                 check_file(entry.path)
             yield entry.path
-        waiting += reversed([path for path in inside if _is_new(at, path, seen, left_out)])
+        waiting += reversed([path for path in inside if _is_new(at, path, seen, skipped_links)])
 
 
 def _is_new(
-    at: str, path: str, seen: dict[tuple[int, int], str], left_out: list[str] | None
+    at: str, path: str, seen: dict[tuple[int, int], str], skipped_links: list[str] | None
 ) -> bool:
-    """Record a folder in ``at``; return False for a link to a folder that contains ``at``."""
+    """Record the folder ``path`` in ``at``; return False for a link to a parent folder."""
     before = seen.setdefault(_identity(path), path)
     if before == path:
         return True
     if not f"{at}/".startswith(f"{before.rstrip('/')}/"):
         raise DataError(
-            f"a folder must occur once in a source, but {before} and {path} are the same; remove "
-            f"the link"
+            f"a folder must occur once in a source, but {before} and {path} are the same folder; "
+            f"remove the link"
         )
-    if left_out is not None:
-        left_out.append(path)
+    if skipped_links is not None:
+        skipped_links.append(path)
     return False
 
 
@@ -100,7 +100,7 @@ def fingerprint(files: Iterable[str]) -> str:
     """
     names = list(files)
     pieces = [names[at : at + _FILES_PER_TASK] for at in range(0, len(names), _FILES_PER_TASK)]
-    # File systems of clusters take long to answer, but answer many at a time.
+    # File systems of clusters have a long latency, but serve many requests concurrently.
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         digests = list(pool.map(_digest, pieces))
     return hashlib.sha256("".join(digests).encode()).hexdigest()
@@ -131,18 +131,18 @@ Size = tuple[int, int]  # height and width
 IMAGE_ENDINGS = frozenset(
     (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 )
-"""Of the files that are taken for images."""
+"""Endings of files that are packed as images."""
 
-_WIDE_MODES = ("I", "F")  # of Pillow: integers of 16 and 32 bits, and floats
+_WIDE_MODES = ("I", "F")  # modes of Pillow for integers of 16 and 32 bits, and floats
 
 
 def form_of_images(
     contents: Mapping[str, bytes], wanted: WantedFields, where: str
 ) -> tuple[Form, tuple[str, ...]]:
-    """Return whether images are packed as pixels or as bytes, and notes for the user.
+    """Return ``image`` or ``bytes``, the form in which images are packed, and notes for the user.
 
-    Reads only the headers of ``contents``, some files by name. Raises ``DataError``: an image
-    cannot be read.
+    Reads only the headers of ``contents``, the bytes of some files by name. Raises ``DataError``:
+    an image cannot be read.
     """
     if wanted.encoded or wanted.resize:
         return "bytes" if wanted.encoded else "image", ()
@@ -155,8 +155,7 @@ def form_of_images(
     (least, *_, most) = sorted(sizes)
     note = (
         f"the images of {where} have different sizes, from {least[0]}x{least[1]} to "
-        f"{most[0]}x{most[1]}, so that their files are packed as bytes; pack pixels with "
-        f"--resize HxW"
+        f"{most[0]}x{most[1]}, so their files are packed as bytes; pack pixels with --resize HxW"
     )
     return "bytes", (note,)
 
@@ -174,7 +173,9 @@ def decoded(content: bytes, form: Form, what: str, resize: Size | None = None) -
         return _pixels(content, what, resize)
     what_it_is = "an array of numpy" if form == "array" else "a number in JSON"
     errors = (ValueError, EOFError, MemoryError, OverflowError, RecursionError)
-    with readable(what, f"{what_it_is}, which :bytes after an ending packs unchanged", *errors):
+    with readable(
+        what, f"{what_it_is} (:bytes after its ending packs the file unchanged)", *errors
+    ):
         if form == "array":
             return np.asarray(np.lib.format.read_array(BytesIO(content), allow_pickle=False))
         return np.asarray(json.loads(content))
@@ -196,10 +197,10 @@ def _pixels(content: bytes, what: str, resize: Size | None) -> Array:
             raise _too_large(what, f"{image.height}x{image.width}")
         rgb = image.convert("RGB")
     if mode.startswith(_WIDE_MODES):
-        # Pillow would make 255 of everything above.
+        # Pillow would replace all larger values by 255.
         raise DataError(
             f"pixels must have 8 bits, but {what} has more (mode {mode} of Pillow); pack the file "
-            f"with --encoded, or an array, from .npy files"
+            f"with --encoded, or convert the images to .npy arrays"
         )
     if resize is not None and (rgb.height, rgb.width) != resize:
         rgb = rgb.resize((resize[1], resize[0]), pil.Resampling.BILINEAR)
@@ -220,7 +221,6 @@ def _opened(content: bytes, what: str) -> Iterator[Any]:
 def _too_large(what: str, found: str) -> DataError:
     most = needed("PIL.Image", "an image").MAX_IMAGE_PIXELS
     return DataError(
-        f"a decoded image must have at most {most} pixels, but {what} has more ({found}), and "
-        f"a small file can claim any number; make it smaller, or pack the file unchanged with "
-        f"--encoded"
+        f"an image must have at most {most} pixels, but {what} has more ({found}); make it "
+        f"smaller, or pack the file unchanged with --encoded"
     )

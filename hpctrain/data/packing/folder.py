@@ -36,7 +36,7 @@ _SPLITS = frozenset(
 
 
 def open_folder(path: Path, wanted: WantedFields) -> PackSource:
-    """Examine a folder of images or arrays; each folder in it is a class.
+    """Return the source for a folder of images or arrays; each folder in it is a class.
 
     Classes are numbered in the order of their names. Images are packed as pixels if 64 of them
     have the same size or ``resize`` is given, otherwise as the bytes of their files.
@@ -103,18 +103,18 @@ def _notes(
 ) -> Iterator[str]:
     if num_others:
         are_no = f"is no {what}" if num_others == 1 else f"are no {what}s"
-        yield f"{num_others} file{'s' * (num_others > 1)} below {path} {are_no}: left out"
+        yield f"{num_others} file{'s' * (num_others > 1)} below {path} {are_no} and not packed"
     if links:
-        yield f"links to a folder above are skipped: {', '.join(links)}"
+        yield f"links to a parent folder are skipped: {', '.join(links)}"
     if classes and _SPLITS.issuperset(map(str.lower, classes)):
         yield (
             f"the classes of {path} are named like splits: {', '.join(classes)}; if they are "
-            f"splits, pack each by itself: {path / classes[0]}, ..."
+            f"splits, pack each folder separately: {path / classes[0]}, ..."
         )
 
 
 def _classes(root: Path, files: Sequence[str]) -> tuple[tuple[str, ...], NDArray[np.int64]]:
-    """Return the names of the classes, and the number of each file's class."""
+    """Return the names of the classes, the folders in ``root``, and the class of each file."""
     start = len(f"{str(root).rstrip('/')}/")
     tops = [file[start:].rpartition("/")[0].partition("/")[0] for file in files]
     classes = sorted(set(tops) - {""})
@@ -134,14 +134,15 @@ def _classes(root: Path, files: Sequence[str]) -> tuple[tuple[str, ...], NDArray
 
 
 def _check_classes(root: Path, classes: Sequence[str], links: Sequence[str], what: str) -> None:
-    """Raise ``DataError`` if a folder has no files, as this would change class numbers."""
+    """Raise ``DataError`` if a folder has no samples: its absence would change class numbers."""
     with os.scandir(root) as entries:
         folders = {entry.name for entry in entries if entry.is_dir() and entry.path not in links}
     lacking = sorted(name for name in folders - set(classes) if not name.startswith("."))
     if lacking:
         raise DataError(
-            f"each folder next to classes must have {what}s, but there is none below "
-            f"{', '.join(str(root / name) for name in lacking)}; restore them or remove the folder"
+            f"each folder of a class must have {what}s, but there is none below "
+            f"{', '.join(str(root / name) for name in lacking)}; restore the files or remove the "
+            f"folder"
         )
 
 

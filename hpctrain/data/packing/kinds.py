@@ -1,4 +1,4 @@
-"""Kinds of sources by name, and how each is opened."""
+"""Kinds of sources by name, and the function that opens a source of each kind."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,11 +30,11 @@ def _table(opener: str, what: str) -> Callable[[Sequence[str], WantedFields], Pa
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceKind:
-    """A kind of source."""
+    """Kind of source: the function that opens it, its file names and its options."""
 
     open: Callable[[Any, WantedFields], PackSource]
-    """Gets its files; of a folder its path, of Python the object or its name."""
-    endings: tuple[str, ...] = ()  # of its files
+    """Called with the files; for a folder with its path, for Python with the object or name."""
+    endings: tuple[str, ...] = ()  # suffixes of the files
     options: tuple[str, ...] = ()
     """Options of ``WantedFields`` that this kind takes, in addition to ``fields``."""
 
@@ -63,9 +63,12 @@ _NUM_LOOKED_AT = 10_000  # files from which the kind of a folder is inferred
 
 
 def open_source(source: object, kind: str, wanted: WantedFields) -> PackSource:
-    """Examine a source, of a kind that ``kind_of`` finds."""
+    """Return the ``PackSource`` of a source; ``kind`` is a result of ``kind_of``.
+
+    Raises ``DataError``: the source cannot be read, or an option has no effect on this kind.
+    """
     _check_options(kind, wanted)
-    if kind in _TABLES:  # which convert column by column
+    if kind in _TABLES:  # these kinds convert the types of columns themselves
         found = _opened(source, kind, wanted)
     else:
         names, types = _split_types(wanted.fields)
@@ -80,12 +83,14 @@ def _opened(source: object, kind: str, wanted: WantedFields) -> PackSource:
     if kind != FOLDER:
         return KINDS[kind].open(_files(path, kind), wanted)
     if not path.is_dir():
-        raise DataError(f"{path} must be a folder to be packed as one; check the path")
+        raise DataError(
+            f"--as {FOLDER} must be used with a folder, but {path} is none; check the path"
+        )
     return open_folder(path, wanted)
 
 
 def kind_of(source: object, kind: str | None = None) -> str:
-    """Return the given kind, or the kind that the source has."""
+    """Return ``kind`` if given, otherwise the kind that the names of the files indicate."""
     if kind is not None and kind not in KINDS:
         raise DataError(f"the kind of a source must be one of {', '.join(KINDS)}, got {kind!r}")
     if not isinstance(source, str | Path):
@@ -119,8 +124,8 @@ def _kind_of_folder(path: Path) -> str:
     if len(found) != 1:
         listed = ", ".join(f"{count} of {kind}" for kind, count in found.items())
         raise DataError(
-            f"a folder must have images, .npy arrays, or files of one kind that end in one of "
-            f"{_endings()}, but {path} has {listed or 'none of them'}; set the kind with --as "
+            f"a folder must have images, .npy arrays, or files of one kind, which end in one of "
+            f"{_endings()}, but {path} has {listed or 'no such file'}; set the kind with --as "
             f"KIND"
         )
     return str(next(iter(found)))
@@ -153,8 +158,8 @@ def _matching(path: Path) -> list[str]:
         found = sorted(one for one in Path(path.anchor).glob(pattern) if not one.is_dir())
     if not found:
         raise DataError(
-            f"there is no {path}; pass a file, a folder, a pattern in quotes such as "
-            f"'shards/*.tar', or module:function"
+            f"a source must exist, but there is no {path}; pass a file, a folder, a pattern in "
+            f"quotes such as 'shards/*.tar', or module:function"
         )
     names = list(map(str, found))
     for name in names:

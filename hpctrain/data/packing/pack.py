@@ -1,4 +1,4 @@
-"""Make a data set of arrays, images, tables, archives, text or Python objects."""
+"""Pack arrays, images, tables, archives, text or Python objects into a data set."""
 
 import hashlib
 import json
@@ -24,11 +24,11 @@ from hpctrain.data.packing.source import LoadedSamples, PackSource, WantedFields
 from hpctrain.data.writer import BLOCK_SIZE, ShardWriter
 
 SHARD_BYTES = 512 * MIB
-SHUFFLED_BYTES = 4096 * MIB  # on all ranks, of a source that is read from front to end
+SHUFFLED_BYTES = 4096 * MIB  # limit of a shuffle in memory, over all ranks
 
 Start = Callable[[int | None, int], Callable[[int], None]]
-"""Gets the samples that this rank packs, if known, and those packed before; returns the function
-that gets the size of each batch."""
+"""Function of the number of samples of this rank, None if unknown, and the number that is packed
+already. It returns a function that is called with the size of each batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,16 +36,17 @@ class PackConfig(WantedFields):
     """Options of packing: fields to read, and format of the data set."""
 
     kind: str | None = None
-    """Of the source: arrays, hdf5, tar, csv, parquet, text, folder, python; None to find out."""
-    split: str = "train"  # name of this part of the data; a directory holds one
+    """Kind of the source: arrays, hdf5, tar, csv, parquet, arrow, text, folder or python; None to
+    infer the kind from the names of the files."""
+    split: str = "train"  # name of this part of the data; one per directory
     samples_per_shard: int | None = None
-    """Samples of each file but the last of a rank; None to let ``shard_bytes`` decide."""
-    shard_bytes: int = SHARD_BYTES  # about how large a shard becomes, before compression
+    """Samples of each file except the last of a rank; None to derive it from ``shard_bytes``."""
+    shard_bytes: int = SHARD_BYTES  # approximate bytes of a shard before compression
     block_size: int = BLOCK_SIZE
-    """Samples per crc32, and the least that a shuffle within a window reads at a time."""
-    compression: str | None = None  # ``zstd``, or None: reading is fastest without
+    """Samples per crc32; a window order reads at least one such block at a time."""
+    compression: str | None = None  # ``zstd``, or None, which is fastest to read
     shuffle: int | None = None
-    """Seed of the order in which samples are written; None keeps that of the source."""
+    """Seed of the order in which samples are written; None keeps the order of the source."""
     overwrite: bool = False  # replace a data set that is in the directory already
 
     def __post_init__(self) -> None:
@@ -65,7 +66,7 @@ class Packed:
     """Manifest of the packed data set, and notes for the user."""
 
     manifest: Manifest
-    notes: tuple[str, ...]  # facts that a person should know, one sentence each; logged too
+    notes: tuple[str, ...]  # notes for the user, one sentence each; also logged
 
 
 def pack(
@@ -76,7 +77,7 @@ def pack(
     comm: Communicator | None = None,
     start: Start | None = None,
 ) -> Packed:
-    """Make a data set of a source.
+    """Pack a source, such as files or a Python object, into a data set.
 
     Collective over ``comm``: each rank packs a contiguous share of the samples, or of the files if
     the number of samples is unknown. Only the boundaries of shards depend on the number of ranks.
@@ -86,10 +87,11 @@ def pack(
         source: path of a file or a folder, a pattern such as ``"shards/*.tar"``, the name
             ``"module:function"`` of a function, or an object with samples: with
             ``len()`` and ``[index]``, or one that can be iterated over more than once.
-        directory: made when missing.
+        directory: directory of the data set, created if missing.
         config: fields to pack, and options.
         comm: ranks that pack together.
-        start: returns the function that gets the progress of this rank, in samples.
+        start: called with the number of samples of this rank, None if unknown, and the number
+            that is packed already; returns a function that is called with the size of each batch.
 
     Returns:
         The manifest and notes, the same on every rank.
@@ -97,8 +99,8 @@ def pack(
     Raises:
         DataError: the source cannot be read, its samples differ in shape, or the directory cannot
             be written or holds a data set already; on every rank, and a data set that the
-            directory held is as before. An exception of your own function is raised on its rank,
-            and is a DataError on the others.
+            directory held is as before. An exception of the user's function is raised on its rank,
+            and the other ranks raise a DataError.
     """
     config = config or PackConfig()
     comm = comm or SerialCommunicator()
@@ -121,7 +123,7 @@ def pack(
         classes=found.classes,
     ) as writer:
         _write(writer, found, config.shuffle, comm, start)
-    if not found.classes:  # classes of the set before
+    if not found.classes:  # remove the file of the replaced data set
         on_root(comm, partial((directory / CLASSES).unlink, missing_ok=True), DataError)
     return Packed(manifest=writer.manifest, notes=notes)
 
@@ -180,7 +182,7 @@ def _kind_of(source: object, directory: Path, config: PackConfig) -> str:
 
 def _key(found: PackSource, source: object, config: PackConfig, size: int) -> str | None:
     if not isinstance(source, str | Path):
-        return None  # another object may have other samples
+        return None  # another object of this type may have other samples
     files = fingerprint(chain(found.files, found.code))
     options = {**asdict(config), "overwrite": None, "size": size}
     # One module may have many functions, which all have the same file of code.
@@ -201,8 +203,8 @@ def _explained() -> Iterator[None]:
         ) from error
     except MemoryError as error:
         raise DataError(
-            f"some samples of the source must fit into memory at a time, but these do not: "
-            f"{reason_of(error)}; check the sizes in the source, or pack smaller samples"
+            f"a few samples of the source must fit into memory together, but do not: "
+            f"{reason_of(error)}; check the shapes in the source, or pack smaller samples"
         ) from error
 
 
@@ -211,7 +213,9 @@ def _idle_ranks(source: PackSource, size: int) -> tuple[str, ...]:
     num_parts = len(source.parts)
     if num_parts < size and not source.is_indexed:
         parts, packs = ("part", "packs") if num_parts == 1 else ("parts", "pack")
-        return (f"the source has {num_parts} {parts} only: {num_parts} of {size} ranks {packs}",)
+        return (
+            f"{num_parts} of {size} ranks {packs}, because the source has {num_parts} {parts}",
+        )
     return ()
 
 

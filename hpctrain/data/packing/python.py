@@ -1,4 +1,4 @@
-"""Python objects: iterables of dicts of arrays, and data sets with a length and an index."""
+"""Sources that are Python objects: iterables of samples, and data sets with an index."""
 
 from collections.abc import Iterator, Mapping
 from itertools import islice, starmap
@@ -25,7 +25,7 @@ from hpctrain.data.packing.source import (
 
 
 def open_python(source: Any, wanted: WantedFields) -> PackSource:
-    """Examine an object, a function that returns an object, or a name ``module:function``.
+    """Return the source for an object, a function that returns it, or ``module:function``.
 
     An item is a dict of arrays, or a tuple, whose parts are named 0, 1, ...
     """
@@ -59,7 +59,7 @@ def open_python(source: Any, wanted: WantedFields) -> PackSource:
 
     found = PackSource(
         runs=[(len(made), take)] if is_indexed else (),
-        parts=() if is_indexed else [(None, read)],  # it cannot be cut
+        parts=() if is_indexed else [(None, read)],  # an iterable cannot be divided among ranks
         origins=names,
         code=tuple(map(str, target.file_of(name))) if is_named else (),
     )
@@ -73,17 +73,19 @@ def resolve(name: str, where: str) -> Any:
     Raises ``DataError``: there is no such module, or no such name in it.
     """
     make_importable(Path.cwd())
-    way_out = "go to its folder, or install it"
-    return target.resolve(name, where, way_out=way_out, error_type=DataError)
+    return target.resolve(
+        name, where, way_out="go to its folder, or install it", error_type=DataError
+    )
 
 
 def _check_object(made: Any, name: str) -> None:
     is_iterable = hasattr(made, "__iter__") or hasattr(made, "__getitem__")
-    # A dict is one sample, or whole arrays, rather than samples by number.
+    # A dict is one sample or a set of arrays, unless it has integer keys.
     if not is_iterable or (isinstance(made, Mapping) and 0 not in made):
         raise DataError(
             f"a source must yield samples, or have len() and [index], but {name} gives one "
-            f"{type(made).__name__}; yield a dict for each sample, or pack a file of numpy.savez"
+            f"{type(made).__name__}; yield a dict for each sample, or pack a file of "
+            f"numpy.savez"
         )
 
 
@@ -104,7 +106,7 @@ def _parts(item: Any, where: str) -> dict[str, Array]:
     else:
         raise DataError(
             f'a sample must be a dict such as {{"x": array, "y": 3}}, or a tuple, but '
-            f"{where} is of type {type(item).__name__}"
+            f"{where} has the type {type(item).__name__}"
         )
     return {name: _array(value, f"{name} of {where}") for name, value in parts.items()}
 
@@ -116,6 +118,5 @@ def _array(value: Any, what: str) -> Array:
         return np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(
-            f"numpy must be able to make an array of {what}, but: {reason_of(error)}; convert it "
-            f"first"
+            f"numpy.asarray must accept {what}, but raised: {reason_of(error)}; convert it first"
         ) from error

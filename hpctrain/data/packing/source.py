@@ -1,4 +1,4 @@
-"""Samples of a source, with random or sequential access; each rank packs its share."""
+"""Description of a source of samples to pack, from which each rank reads its share."""
 
 import dataclasses
 import importlib
@@ -22,11 +22,11 @@ from hpctrain.data.order.order import global_order
 
 Array = NDArray[Any]
 Batch = dict[str, Array | list[Array]]
-"""Some samples: for each field ``(num_samples, *shape)``, of a ragged one a list of samples."""
+"""Samples by field: an array ``(num_samples, *shape)``, or a list of samples if ragged."""
 
 BATCH_BYTES = 8 * MIB
 BATCH_SAMPLES = (
-    1024  # of the batches in which a source is read: the limit that is reached first ends one
+    1024  # limits of a batch in samples and bytes, of which the first reached ends the batch
 )
 
 
@@ -35,11 +35,11 @@ class WantedFields:
     """Options that choose fields of a source and their form."""
 
     fields: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Name of a field -> what of the source it holds; empty for all, by the source's names."""
+    """Name of the array in the source for each field; empty for all arrays of the source."""
     ragged: tuple[str, ...] = ()
-    """Fields whose samples differ in length, where the first samples do not show it."""
+    """Fields that are ragged even if the first samples have equal lengths."""
     resize: tuple[int, int] | None = None
-    """Height and width that every image is brought to; its proportions are not kept."""
+    """Height and width of every image; proportions are not kept."""
     encoded: bool = False
     """Keep images as the bytes of their files, as a ragged field, and decode when training."""
     length: int | None = None
@@ -52,15 +52,15 @@ class WantedFields:
 NUMBER_TYPE = re.compile("b1|[iu][1248]|f[248]")
 
 Sample = tuple[str, Mapping[str, Array]]
-"""Its origin, for errors, and its arrays by field."""
+"""Description of the origin of a sample, for errors, and its arrays by field."""
 
 Take = Callable[[NDArray[np.int64]], Batch | list[Sample]]
-"""Reads samples by their numbers, which rise."""
+"""Function that returns samples at ascending indices."""
 
 Read = Callable[[], Iterator[Batch | Sample]]
-"""Reads samples from front to end, some at a time or one by one."""
+"""Function that returns all samples in sequence, in batches or one by one."""
 
-NUM_EXAMINED = 64  # samples from which the fields are learnt
+NUM_EXAMINED = 64  # number of samples from which the fields are determined
 
 
 @dataclass(kw_only=True)
@@ -73,20 +73,20 @@ class PackSource:
 
     fields: Mapping[str, Field] = dataclasses.field(default_factory=dict)
     runs: Sequence[tuple[int, Take]] = ()
-    """For random access: number of samples, and function that reads some of them."""
+    """For random access: number of samples of each run, and the function that reads them."""
     parts: Sequence[tuple[int | None, Read]] = ()
     """For sequential access: number of samples of each part or None, and its reader."""
     files: Sequence[str] = ()
     """Paths of all files that are read, in order; text needs less memory than ``Path``."""
     code: tuple[str, ...] = ()
     """Files with functions of the user; if they change, an interrupted packing cannot resume."""
-    sample_bytes: float = 0  # about how large a sample is, over all fields
+    sample_bytes: float = 0  # approximate bytes of a sample, over all fields
     classes: tuple[str, ...] = ()  # names of the labels 0, 1, ..., where the source has names
-    notes: tuple[str, ...] = ()  # facts that a person should know, one sentence each
+    notes: tuple[str, ...] = ()  # notes for the user, one sentence each
     origins: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """For each renamed field, the name of its data in the source."""
     types: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """For some fields, the dtype to which numbers are converted."""
+    """Dtype to which the numbers of a field are converted, if they are converted."""
 
     @property
     def is_indexed(self) -> bool:
@@ -162,7 +162,7 @@ class PackSource:
             yield self._stacked(waiting)
 
     def joined_batches(self, batches: Sequence[Batch]) -> Batch:
-        """Concatenate batches."""
+        """Concatenate batches field by field; samples of ragged fields stay in lists."""
         if len(batches) == 1:
             return batches[0]
         return {
@@ -231,7 +231,7 @@ class PackSource:
             if order is None:
                 yield self.take(positions)
                 continue
-            # Read from front to end, then bring the samples into their order.
+            # Read sequentially, then reorder the samples.
             indices = order.samples_at(positions)
             rising = np.argsort(indices)
             back = np.argsort(rising)
@@ -249,13 +249,14 @@ class PackSource:
 
 
 def joined(sources: Sequence[PackSource]) -> PackSource:
-    """Join sources with the same fields, one for each file."""
+    """Return one source with the samples of several sources, which must have equal fields."""
     first = sources[0]
     for one in sources:
         if one.fields != first.fields:
             raise DataError(
-                f"files that are packed together must have the same fields, but {first.files[0]} "
-                f"has {dict(first.fields)}, {one.files[0]} has {dict(one.fields)}; pack each alone"
+                f"files of a source must have the same fields, but {first.files[0]} has "
+                f"{dict(first.fields)} and {one.files[0]} has {dict(one.fields)}; pack each file "
+                f"separately"
             )
     return replace(
         first,
@@ -266,20 +267,20 @@ def joined(sources: Sequence[PackSource]) -> PackSource:
 
 
 class LoadedSamples:
-    """Function for random access to a sequential source, all of whose samples are in memory."""
+    """Function that returns samples of a sequential source, which it reads into memory.
+
+    Each process reads all samples at its first call, which raises ``DataError`` if they need more
+    than ``max_bytes``.
+    """
 
     def __init__(self, found: PackSource, max_bytes: int) -> None:
-        """Store the source; each process reads all samples at its first call.
-
-        The first call raises ``DataError`` if the samples need more than ``max_bytes``.
-        """
         self._found, self._max_bytes = found, max_bytes
 
     def __len__(self) -> int:
         return len(next(iter(self._columns.values())))
 
     def __call__(self, indices: NDArray[np.int64]) -> Batch:
-        """Return samples."""
+        """Return the samples at ``indices``."""
         return _rows_of(self._columns, indices)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -296,10 +297,9 @@ class LoadedSamples:
             )
             if num_bytes > self._max_bytes:
                 raise DataError(
-                    f"samples that can only be read in order must fit into "
-                    f"{format_bytes(self._max_bytes)} on every rank to be shuffled, but they "
-                    f"take more; leave out --shuffle, because the loader shuffles, or pack on "
-                    f"fewer ranks"
+                    f"with --shuffle, samples that can only be read in order must fit into "
+                    f"{format_bytes(self._max_bytes)} on every rank, but need more; leave out "
+                    f"--shuffle, because the loader shuffles, or pack on fewer ranks"
                 )
             batches.append(batch)
         return self._found.joined_batches(batches)
@@ -313,7 +313,10 @@ def _rows_of(batch: Batch, indices: NDArray[np.int64]) -> Batch:
 
 
 def cast(values: Array, dtype: str, what: str) -> Array:
-    """Convert numbers. Only floats may lose precision."""
+    """Convert numbers to ``dtype``; only floats may lose precision.
+
+    Raises ``DataError``: ``dtype`` cannot represent a number; ``what`` names the array.
+    """
     with np.errstate(over="ignore", invalid="ignore"):
         found = values.astype(dtype)
     if found.dtype.kind == "f":
@@ -325,8 +328,8 @@ def cast(values: Array, dtype: str, what: str) -> Array:
             wrong |= values >= float(np.iinfo(found.dtype).max) + 1
     if wrong.any():
         raise DataError(
-            f"{what} holds {values[wrong].flat[0]}, which {dtype} cannot hold; choose another "
-            f"type: --field NAME=WHAT:TYPE"
+            f"the type of a field must represent all its values, but {dtype} cannot represent "
+            f"{values[wrong].flat[0]} in {what}; choose another type: --field NAME=WHAT:TYPE"
         )
     return found
 
@@ -344,19 +347,22 @@ def readable(what: str, kind: str, *errors: type[BaseException]) -> Iterator[Non
 
 
 def needed(module: str, what: str) -> ModuleType:
-    """Import an optional module that packing needs."""
+    """Import a module of the extra ``hpctrain[pack]``; ``what`` names the source in the error."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
         package = (error.name or module).partition(".")[0]
         raise DataError(
-            f"{what} must be read with the package {package}, which is not installed; pip "
+            f"{what} must be read with the package {package}, but it is not installed; pip "
             f'install "hpctrain[pack]"'
         ) from None
 
 
 def chosen(available: Sequence[str], wanted: Mapping[str, str], where: str) -> dict[str, str]:
-    """Return the origin of each field: ``wanted``, or by default all origins under their names."""
+    """Return the array of the source for each field: ``wanted``, or by default all arrays.
+
+    Raises ``DataError``: an array is not ``available``, or two arrays have the same field name.
+    """
     for name in wanted.values():
         if name not in available:
             raise DataError(
@@ -379,11 +385,11 @@ def chosen(available: Sequence[str], wanted: Mapping[str, str], where: str) -> d
 
 
 def field_of(shape: Sequence[int], dtype: Any, what: str, *, ragged: bool = False) -> Field:
-    """Make the field of an array of the source."""
+    """Return the ``Field`` for samples of this shape and dtype; ``what`` names them in errors."""
     try:
         return Field.of(tuple(shape), dtype, ragged=ragged)
     except DataError as error:
-        raise DataError(f"{what}: {error}, or choose others: --field NAME=WHAT") from None
+        raise DataError(f"{what}: {error}, or choose other fields: --field NAME=WHAT") from None
 
 
 def raw(data: bytes) -> Array:
@@ -395,11 +401,14 @@ T = TypeVar("T")
 
 
 def _learnt(arrays: Sequence[Array], what: str, *, ragged: bool) -> tuple[Field, float]:
-    """Return the field of some arrays, and their mean bytes."""
+    """Return the field that fits the given samples, and the mean bytes of a sample."""
     shape = arrays[0].shape
     is_ragged = ragged or any(array.shape != shape for array in arrays)
     if is_ragged and not all(array.shape for array in arrays):
-        raise DataError(f"{what}: a ragged field must have a length, but it is a number")
+        raise DataError(
+            f"samples of a ragged field must have a first dimension, but {what} is a number in "
+            f"some samples; leave the field out of --ragged, or make all samples arrays"
+        )
     dtype = _common_dtype(arrays, what)
     field = field_of(shape[1:] if is_ragged else shape, dtype, what, ragged=is_ragged)
     return field, field.sample_bytes * (sum(map(len, arrays)) / len(arrays) if is_ragged else 1)
@@ -408,14 +417,19 @@ def _learnt(arrays: Sequence[Array], what: str, *, ragged: bool) -> tuple[Field,
 def picked(
     where: str, parts: Mapping[str, T], names: Mapping[str, str], *, takes_all: bool
 ) -> dict[str, T]:
-    """Return the value of each field from the parts of a sample; ``names`` are by field."""
+    """Return the value of each field of a sample.
+
+    ``parts`` are the arrays of the sample by name, ``names`` the names by field. Raises
+    ``DataError``: an array is missing or, with ``takes_all``, has no field.
+    """
     wrong = [f"lacks {name}" for name in names.values() if name not in parts]
     if takes_all:
-        wrong += [f"has {name} besides" for name in sorted({*parts} - {*names.values()})]
+        wrong += [f"also has {name}" for name in sorted({*parts} - {*names.values()})]
     if wrong:
         raise DataError(
-            f"all samples must have the parts of the first, {', '.join(names.values())}, but "
-            f"{where} {' and '.join(wrong)}; complete it, or name common parts: --field NAME=WHAT"
+            f"all samples must have the arrays of the first sample, {', '.join(names.values())}, "
+            f"but {where} {' and '.join(wrong)}; complete it, or name the arrays that all samples "
+            f"have: --field NAME=WHAT"
         )
     return {name: parts[at] for name, at in names.items()}
 
@@ -424,8 +438,9 @@ def _common_dtype(arrays: Sequence[Array], what: str) -> np.dtype[Any]:
     dtype = np.result_type(*arrays)
     if dtype.kind == "f" and all(array.dtype.kind in "iu" for array in arrays):
         raise DataError(
-            f"integers must have a common integer type, but {what} has signed and unsigned ones "
-            f"of 64 bits, which only {dtype} holds; convert them to one type, or pack bytes"
+            f"integers of a field must have a common integer type, but {what} has signed and "
+            f"unsigned integers of 64 bits, whose only common type is {dtype}; convert them to "
+            f"one type, or pack bytes"
         )
     return dtype
 

@@ -36,13 +36,13 @@ from hpctrain.data.packing.source import (
 TEXT = "text"  # type of a column of CSV that stays text
 
 _TYPE = re.compile(rf"{TEXT}|{NUMBER_TYPE.pattern}")
-_LARGEST_WHOLE = 2**53  # up to which floats of 8 bytes hold all integers
+_LARGEST_WHOLE = 2**53  # float64 represents all integers up to this value
 
 Rows = Callable[[str, str | None], Array | list[Array]]
-"""Some rows of a table: give the values of a column, of the type that was asked for."""
+"""Rows of a table: function of a column and a requested dtype that returns the values."""
 
 Columns = dict[str, tuple[list[str], str | None]]
-"""Of each field its columns, which lie side by side, and the type that was asked for."""
+"""Columns of each field, which form one array, and the requested dtype or None."""
 
 
 def open_table(
@@ -50,7 +50,7 @@ def open_table(
     columns: Columns,
     parts: Sequence[tuple[int | None, str, Callable[[], Iterator[Rows]]]],
 ) -> PackSource:
-    """Examine a table whose parts are given as number of rows, file and reader."""
+    """Return the source for a table; each read has a number of rows, a file and a reader."""
     reads = [(length, partial(_read, columns, path, read)) for length, path, read in parts]
     origins = {name: ",".join(names) for name, (names, _) in columns.items()}
     found = PackSource(files=files, parts=reads, origins=origins)
@@ -85,27 +85,28 @@ def columns_of(names: Sequence[str], wanted: WantedFields, path: str) -> Columns
         for at in found:
             if names.count(at) > 1:
                 raise DataError(
-                    f"columns must have different names, but {path} has {names.count(at)} "
+                    f"columns must have different names, but {path} has {names.count(at)} columns "
                     f"named {at}; rename them"
                 )
     return columns
 
 
 def _side_by_side(names: Sequence[str], columns: Sequence[Any], path: str) -> Array:
-    """Return columns of numbers as one array, ``(num_rows, num_columns)``."""
+    """Return several columns of numbers as one array, ``(num_rows, num_columns)``."""
     for at, values in zip(names, columns, strict=True):
         if isinstance(values, list) or values.ndim > 1:
             raise DataError(
-                f"columns side by side must hold one number a row, but column {at} of {path} "
-                f"holds more; give it a separate field"
+                f"columns of one field must have one number per row, but column {at} of {path} "
+                f"has other values; give it a separate field"
             )
     table = np.column_stack(columns)
     for at, whole in zip(names, columns, strict=True):
         is_cut = whole.dtype.kind in "iu" and table.dtype.kind == "f"
         if is_cut and ((whole > _LARGEST_WHOLE) | (whole < -_LARGEST_WHOLE)).any():
             raise DataError(
-                f"columns side by side must fit one type, but {table.dtype} changes integers of "
-                f"column {at} of {path}; give it a separate field"
+                f"the common type of columns of one field must represent all their values, but "
+                f"{table.dtype} rounds integers in column {at} of {path}; give it a separate "
+                f"field"
             )
     return table
 
@@ -115,13 +116,13 @@ _BLOCK_BYTES = MIB
 _BOM = "\xef\xbb\xbf"
 _GAPS = {"", "#N/A", "#N/A N/A", "#NA", "N/A", "NA", "NULL", "n/a", "null"}
 _NANS = {"NaN", "nan", "-NaN", "-nan"}
-"""Texts that are numbers, too, where floats are asked for."""
+"""Texts that are missing values, but numbers if a float dtype is requested."""
 _GAPS |= _NANS | {"1.#IND", "1.#QNAN", "-1.#IND", "-1.#QNAN"}
-"""Texts in a column of numbers where one is missing."""
+"""Texts that mark a missing value in a column of numbers."""
 _NO_NUMBER = re.compile(r"[ \t]*[+-]?(0x|nan\()", re.IGNORECASE)
-"""Begins what pyarrow takes for a number, and a table does not mean so."""
+"""Beginning of texts that pyarrow parses as numbers, but that are not numbers in a table."""
 _PADDED = re.compile(r"[ \t]*[+-]?0\d")
-"""Begins numbers that may be names."""
+"""Beginning of numbers with leading zeros, which may be identifiers."""
 _NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?\s*\Z", re.IGNORECASE)
 _SEPARATOR = re.compile(r"[;|\t]")
 
@@ -131,7 +132,7 @@ class CsvBlock(NamedTuple):
 
     path: str
     names: list[str]
-    columns: list[tuple[str, ...]]  # values as text, each byte a character
+    columns: list[tuple[str, ...]]  # values as text, one character per byte (latin-1)
 
     def column(self, name: str) -> tuple[str, ...]:
         """Return the values of a column."""
@@ -140,7 +141,7 @@ class CsvBlock(NamedTuple):
 
 
 def open_csv(files: Sequence[str], wanted: WantedFields) -> PackSource:
-    """Examine CSV files; the separator of ``.tsv`` is a tab.
+    """Return the source for CSV files; the separator of ``.tsv`` is a tab.
 
     Columns of numbers become fields of numbers, all other columns become bytes.
     """
@@ -173,7 +174,7 @@ def _rows_of(learnt: Learnt, path: str) -> Iterator[Rows]:
 def _values_of(block: CsvBlock, learnt: Learnt, at: str, dtype: str | None) -> Array | list[Array]:
     texts, kind = block.column(at), learnt.kinds[at]
     if dtype is not None and (dtype[0] not in "bf" or kind == TEXT):
-        kind = dtype  # a float between would lose digits
+        kind = dtype  # a conversion to float first would lose digits
     if kind == TEXT:
         return [raw(text.encode("latin-1")) for text in texts]
     if dtype and dtype[0] == "f" and kind == "i8" and not _NANS.isdisjoint(texts):
@@ -183,17 +184,17 @@ def _values_of(block: CsvBlock, learnt: Learnt, at: str, dtype: str | None) -> A
     if values is None:
         odd = next(text for text in texts if _numbers([text], kind, is_exact=is_exact) is None)
         floats = is_exact and _numbers([odd], "f8", is_exact=False) is not None
-        as_floats = f"take floats: {_options(block, learnt, at, 'f8')}, or " if floats else ""
+        as_floats = f"pack floats: {_options(block, learnt, at, 'f8')}, or " if floats else ""
         raise DataError(
-            f"a column of CSV must have values of the type of its first rows, or of the given "
-            f"type, in all rows, but {what} has {odd!r}, which {dtype or kind} cannot hold; "
+            f"all values of a CSV column must have the type of its first rows, or the type that "
+            f"--field names, but {what} has {odd!r}, which {dtype or kind} cannot represent; "
             f"repair it, leave the column out, {as_floats}keep its text: "
             f"{_options(block, learnt, at, TEXT)}"
         )
     if is_exact and at not in learnt.padded and (odd := next(filter(_PADDED.match, texts), "")):
         raise DataError(
-            f"numbers of CSV must begin with 0 in the first rows too, or in none, but {what} has "
-            f"{odd!r} further on, which would lose its zeros; keep its text: "
+            f"numbers of a CSV column must have leading zeros in the first rows too, or in no "
+            f"row, but {what} has {odd!r} further on, whose zeros would be lost; keep its text: "
             f"{_options(block, learnt, at, TEXT)}, or pack the number: "
             f"{_options(block, learnt, at, learnt.kinds[at])}"
         )
@@ -210,7 +211,7 @@ def _options(block: CsvBlock, learnt: Learnt, at: str, kind: str) -> str:
     name = next((name for name, to in fields.items() if to == at), "NAME")
     own = f"--field {name}={quote(f'{at}:{kind}')}"
     if len(named) > _MOST_OPTIONS:
-        return f"{own}, and --field NAME=COLUMN for each other column, which is skipped otherwise"
+        return f"{own}, and --field NAME=COLUMN for each other column that is to be packed"
     return " ".join([own, *named])
 
 
@@ -262,9 +263,9 @@ def _notes(columns: Columns, kinds: Mapping[str, str], first: CsvBlock) -> Itera
         )
     if len(names) == 1 and (separator := _SEPARATOR.search(names[0])):
         yield (
-            f"{first.path} has one column, {names[0]!r}: values must be separated by commas, or "
-            f"by tabs in a .tsv file, not by {separator[0]!r}; convert the file if it has "
-            f"several columns"
+            f"{first.path} has one column, {names[0]!r}, because values must be separated by "
+            f"commas, or by tabs in a .tsv file; convert the file if {separator[0]!r} separates "
+            f"its columns"
         )
     free = [(name, names) for name, (names, dtype) in columns.items() if dtype is None]
     types: dict[str, type[int] | type[float]] = {"i8": int, "f8": float}
@@ -279,7 +280,7 @@ def _notes(columns: Columns, kinds: Mapping[str, str], first: CsvBlock) -> Itera
 
 def _blocks(path: str) -> Iterator[CsvBlock]:
     """Read a file in blocks of whole rows."""
-    # It is a limit of the process, and the usual one is an eighth of this.
+    # The limit applies to the whole process, and its default is an eighth of this.
     csv.field_size_limit(max(csv.field_size_limit(), _MAX_VALUE_BYTES))
     errors = (OSError, EOFError, zlib.error)
     with (
@@ -299,7 +300,7 @@ def _blocks(path: str) -> Iterator[CsvBlock]:
                 if row and len(row) != len(names):
                     raise DataError(
                         f"a row must have a value for each of {len(names)} columns, but the row "
-                        f"of line {line} of {path} has {len(row)}, so it cannot be read; repair it"
+                        f"in line {line} of {path} has {len(row)} values; repair it"
                     )
                 line = rows.line_num + 1
                 if row:
@@ -311,8 +312,8 @@ def _blocks(path: str) -> Iterator[CsvBlock]:
         except csv.Error as error:
             raise DataError(
                 f"a quoted value must end with a quote, and a value must have at most "
-                f"{format_bytes(_MAX_VALUE_BYTES)}, but the row of line {line} of {path} does "
-                f"not: {error}; close the quote, double it inside a value, or use Parquet"
+                f"{format_bytes(_MAX_VALUE_BYTES)}, but reading the row in line {line} of {path} "
+                f"failed: {error}; close the quote, double it inside a value, or use Parquet"
             ) from None
         if waiting:
             yield CsvBlock(path, names, list(zip(*waiting, strict=True)))
@@ -323,17 +324,18 @@ def _names(row: list[str], path: str) -> list[str]:
         return [name.encode("latin-1").decode() for name in row]
     except UnicodeDecodeError as error:
         raise DataError(
-            f"names of columns must be UTF-8, but those of {path} are not: {error}; convert it"
+            f"names of columns must be UTF-8, but the names in {path} are not: {error}; convert "
+            f"the file to UTF-8"
         ) from None
 
 
 _TEXTS = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
 _ROWS_PER_BATCH = 4096
-_MAGIC = b"ARROW1"  # begins a file of Arrow, and no stream
+_MAGIC = b"ARROW1"  # first bytes of the Arrow file format, which the stream format lacks
 
 
 def open_parquet(files: Sequence[str], wanted: WantedFields) -> PackSource:
-    """Examine Parquet files. Texts, bytes and lists become ragged fields.
+    """Return the source for Parquet files; texts, bytes and lists become ragged fields.
 
     Raises ``DataError``: a file cannot be read, or a column does not exist.
     """
@@ -347,7 +349,7 @@ def open_parquet(files: Sequence[str], wanted: WantedFields) -> PackSource:
 
 
 def open_arrow(files: Sequence[str], wanted: WantedFields) -> PackSource:
-    """Examine Arrow files, such as those of ``datasets``; see ``open_parquet``."""
+    """Return the source for Arrow files, such as those of ``datasets``; see ``open_parquet``."""
     names, parts = {}, []
     for path in files:
         with readable(path, "a table", pa.ArrowException):
@@ -362,7 +364,7 @@ def _columns_opened(
     parts: Sequence[tuple[str, int, list[int] | None]],
     wanted: WantedFields,
 ) -> PackSource:
-    """Examine tables; a part is a file, its number of rows, and for Parquet its row groups."""
+    """Return the source for tables; a part is a file, its rows, and Parquet row groups."""
     files = [*names]
     columns = columns_of(names[files[0]], wanted, files[0])
     used = sorted({at for names, _ in columns.values() for at in names})
@@ -373,7 +375,7 @@ def _columns_opened(
 
 
 def _mapped(path: str) -> Any:
-    """Map a table into memory, a file of Arrow or a stream."""
+    """Map an Arrow file, in the file or the stream format, into memory as a table."""
     source = pa.memory_map(path)
     is_file = source.read(len(_MAGIC)) == _MAGIC
     source.seek(0)
@@ -383,7 +385,7 @@ def _mapped(path: str) -> Any:
 def _rows_in(path: str, columns: list[str], groups: list[int] | None) -> Iterator[Rows]:
     """Read a table, or row groups of a Parquet file."""
     with (
-        readable(path, "the table it was at first", pa.ArrowException, OSError),
+        readable(path, "the table that was examined", pa.ArrowException, OSError),
         ExitStack() as stack,
     ):
         if groups is None:
@@ -404,13 +406,14 @@ def _column_of(rows: Any, path: str, at: str, dtype: str | None) -> Array | list
     kind = column.type
     if dtype is not None and (kind in _TEXTS) != (dtype == TEXT):
         raise DataError(
-            f"the type of numbers must be one such as f4, and text is for CSV, but {what} holds "
-            f"{kind}, got :{dtype}; leave the type out"
+            f"a type in --field must be a number type such as f4 for a column of numbers, and be "
+            f"left out for other columns, but {what} holds {kind}, got :{dtype}; leave the type "
+            f"out"
         )
     if column.null_count:
         raise DataError(
-            f"a sample must have all its values, but {what} lacks {column.null_count} of "
-            f"{len(column)}; fill them, or leave the column out: --field NAME=COLUMN"
+            f"a column must not have missing values, but {what} has {column.null_count} among "
+            f"{len(column)} rows; fill them, or leave the column out: --field NAME=COLUMN"
         )
     if kind in _TEXTS:
         return list(map(raw, column.cast(pa.large_binary()).to_pylist()))
@@ -429,8 +432,8 @@ def _column_numbers(column: Any, what: str, dtype: str | None) -> Array:
     if not plain or column.null_count:
         raise DataError(
             f"a column must hold numbers, texts, or complete lists of numbers, but {what} holds "
-            f"{kind}{' with gaps' if column.null_count else ''}; convert it, or leave it out: "
-            f"--field NAME=COLUMN"
+            f"{kind}{' with missing values' if column.null_count else ''}; convert it, or leave "
+            f"it out: --field NAME=COLUMN"
         )
     values = np.asarray(column.to_numpy(zero_copy_only=False))
     return values if dtype is None else cast(values, dtype, what)

@@ -29,12 +29,12 @@ from hpctrain.data.packing.source import (
     readable,
 )
 
-Contents = tuple[str, dict[str, bytes]]  # key of a sample, and the contents of its files by ending
+Contents = tuple[str, dict[str, bytes]]  # key of a sample, and the contents of its files by suffix
 
 MAX_SAMPLE_BYTES = GIB
-"""Of the files of a sample: an archive of a few KB can claim any size."""
+"""Maximum size of the files of a sample, because an archive of a few KB can claim any size."""
 
-_MAX_HEADER_BYTES = MIB  # of long names and other notes on a file, which tarfile reads into memory
+_MAX_HEADER_BYTES = MIB  # maximum size of an extended header, which tarfile reads into memory
 
 _UNREADABLE = (tarfile.TarError, EOFError, zlib.error, OSError)
 _ALWAYS_NUMBERS = (".cls", ".id", ".index")
@@ -51,26 +51,26 @@ _NOTES = frozenset(
 
 
 def open_tar(files: Sequence[str], wanted: WantedFields) -> PackSource:
-    """Examine archives.
+    """Return the source for archives in the format of webdataset.
 
     A field is named after an ending. Images become pixels if the first samples have one
-    size or ``resize`` is given, else they stay bytes; ``.npy`` become arrays, ``.cls``
-    integers, ``.txt`` and ``.json`` numbers where the first samples are; all else stays
-    bytes, as does an ending that is wanted as ``ENDING:bytes``.
+    size or ``resize`` is given, otherwise they stay bytes; ``.npy`` become arrays, ``.cls``
+    integers, ``.txt`` and ``.json`` numbers if the first samples are numbers. Other files, and
+    endings that ``wanted.fields`` names as ``ENDING:bytes``, stay bytes.
     """
     where = files[0]
     asked = {name: ending.partition(":")[0].lstrip(".") for name, ending in wanted.fields.items()}
     for name, ending in wanted.fields.items():
         if ending.partition(":")[2] not in ("", "bytes"):
             raise DataError(
-                f"--field {name}={ending}: an ending must be followed by nothing, by :bytes "
-                f"or by a type such as :f4; correct it"
+                f"--field of an archive must be NAME=ENDING, NAME=ENDING:bytes or a type such as "
+                f"NAME=ENDING:f4, got {name}={ending}; correct it"
             )
     some = list(islice(samples_in(where, tuple(asked.values())), NUM_EXAMINED))
     if not some:
         raise DataError(
             f"an archive of webdataset must have files such as 0001.jpg and 0001.cls, but "
-            f"{where} has none{' of these endings' if asked else ''}; remove it from the "
+            f"{where} has none{' with these endings' if asked else ''}; remove it from the "
             f"source"
         )
     endings = chosen(list(some[0][1]), asked, where)
@@ -161,23 +161,23 @@ def _check_file(sample: str, ending: str, claimed: int, before: Mapping[str, byt
         raise DataError(
             f"the files of a sample must have at most {format_bytes(MAX_SAMPLE_BYTES)} together, "
             f"but {sample} claims {format_bytes(claimed)}; name some of its endings, "
-            f"--field NAME=ENDING, or pack samples of this size by your own function"
+            f"--field NAME=ENDING, or pack samples of this size with a Python function"
         )
 
 
 def _files_in(path: str) -> Iterator[tuple[str, int, Callable[[], bytes]]]:
     """Yield name, size and reader of each file of an archive.
 
-    Makes sure that the archive is whole and the only one, which tarfile does not.
+    Raises an error if the archive is truncated or another archive follows, unlike tarfile.
     """
     has_ended = False
 
     class Header(tarfile.TarInfo):
-        """Header that detects the end of an archive, a block of zeros, and too large notes."""
+        """Header that detects the end of an archive and rejects large extended headers."""
 
         @classmethod
         def frombuf(cls, buf: Any, encoding: str, errors: str) -> Self:
-            """Read a header."""
+            """Parse a header; raise ``ReadError`` for an extended header that is too large."""
             nonlocal has_ended
             has_ended = bool(buf) and not any(buf)
             header = super().frombuf(buf, encoding, errors)
@@ -196,18 +196,19 @@ def _files_in(path: str) -> Iterator[tuple[str, int, Callable[[], bytes]]]:
             if content := archive.extractfile(member) if member.isfile() else None:
                 yield member.name, member.size, content.read
         if not has_ended:
-            raise tarfile.ReadError("its end is missing")
+            raise tarfile.ReadError("the end of the archive is missing")
         _check_rest(archive.fileobj, path)
 
 
 def _check_rest(stream: Any, path: str) -> None:
-    """Read what follows the end of an archive; a packed one has its checksum there."""
+    """Check that only zeros follow an archive; reading to the end also checks gzip's crc32."""
     at = stream.tell()
     while piece := stream.read(MIB):
         if more := piece.lstrip(b"\0"):
             raise DataError(
-                f"an archive must end at a block of zeros, but {path} has one before byte {at} "
-                f"and more from byte {at + len(piece) - len(more)} on: it is damaged, or several "
-                f"in one; fetch it again, or rewrite it from the files of tar --ignore-zeros -xf"
+                f"an archive must end with blocks of zeros, but {path} has them before byte {at} "
+                f"and other bytes from byte {at + len(piece) - len(more)} on, because it is "
+                f"damaged or consists of several archives; download it again, or unpack it with "
+                f"tar --ignore-zeros -xf and archive the files again"
             )
         at += len(piece)

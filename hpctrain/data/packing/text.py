@@ -1,4 +1,4 @@
-"""Text files as bytes, or as tokens of a function of the user."""
+"""Sources that are text files, packed as bytes or as tokens of the user's tokenizer."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -24,7 +24,7 @@ from hpctrain.data.packing.source import (
 
 
 def open_text(files: Sequence[str], wanted: WantedFields) -> PackSource:
-    """Examine text files.
+    """Return the source for text files.
 
     The field is ``text``, bytes, or with a tokenizer ``tokens``, of the dtype that it returns;
     ragged, unless ``wanted.length`` cuts all samples to one length.
@@ -34,8 +34,8 @@ def open_text(files: Sequence[str], wanted: WantedFields) -> PackSource:
         windows = [_windows(file, name, wanted.length) for file in files]
         if not any(one.num_samples for one in windows):
             raise DataError(
-                f"a file must have at least {wanted.length} bytes, but none has; choose a "
-                f"smaller --length"
+                f"at least one file must have the {wanted.length} bytes of a sample, but none "
+                f"has; choose a smaller --length"
             )
         return joined([one for one in windows if one.num_samples])
     found = PackSource(
@@ -88,7 +88,7 @@ def _tokens(path: str, tokenizer: Callable[[str], Any], text: bytes) -> Array:
 
 
 def _windows(file: str, name: str, length: int) -> PackSource:
-    """Examine the windows of the bytes of a file; a shorter rest is omitted."""
+    """Return the source for a file that is cut into ``length`` bytes per sample; omit the rest."""
     count = Path(file).stat().st_size // length
     opened = Opened(partial(_open_windows, file, name, (count, length)))
     return PackSource(
@@ -107,9 +107,11 @@ def _name(wanted: WantedFields) -> str:
     default = "tokens" if wanted.tokenizer else "text"
     for what in wanted.fields.values():
         if what != default:
-            raise DataError(f"a text must be packed from its only part, {default!r}, got {what!r}")
+            raise DataError(
+                f"--field of a text must name its only array, {default!r}, got {what!r}"
+            )
     if len(wanted.fields) > 1:
-        raise DataError(f"a text must be one field, got {', '.join(wanted.fields)}")
+        raise DataError(f"a text must be packed as one field, got {', '.join(wanted.fields)}")
     return next(iter(wanted.fields), default)
 
 

@@ -10,7 +10,7 @@ from hpctrain import data
 from hpctrain.core.errors import DataError
 from hpctrain.data.format.dataset_manifest import Manifest, ShardEntry, classes_of
 
-_NUM_VALUES = 8  # shown of a sample
+_NUM_VALUES = 8  # values shown per field of a sample
 
 
 def info(directory: Path | str) -> dict[str, Any]:
@@ -47,9 +47,11 @@ def info(directory: Path | str) -> dict[str, Any]:
 
 def peek(directory: Path | str, index: int) -> list[dict[str, Any]]:
     """Read one sample and return the name, shape, dtype and first values of each field."""
-    dataset = data.ShardedDataset(directory, io="read")  # loads torch
+    dataset = data.ShardedDataset(directory, io="read")  # the import loads torch
     if not 0 <= index < len(dataset):
-        raise DataError(f"the sample must be from 0 to {len(dataset) - 1}, got {index}")
+        raise DataError(
+            f"the number of a sample must be from 0 to {len(dataset) - 1}, got {index}"
+        )
     found = []
     for name, values in dataset[index].items():
         first = np.ravel(values)[:_NUM_VALUES].tolist()

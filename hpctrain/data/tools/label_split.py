@@ -14,7 +14,7 @@ from hpctrain.data.reader import ShardedDataset
 from hpctrain.data.tools.rank_work import Start, followed, in_turns, or_alone
 from hpctrain.data.tools.rewriting import share
 
-_PIECE = 1 << 16  # labels read at once
+_PIECE = 1 << 16  # number of labels per read
 
 Labels = NDArray[np.int64]
 
@@ -24,8 +24,8 @@ class LabelSplit:
     """Result of ``split_by_label``: the split, and the counts of labels in each part."""
 
     split: Split
-    labels: Labels  # all that occur, ascending
-    counts: NDArray[np.int64]  # ``(parts, labels)``: samples
+    labels: Labels  # labels that occur, ascending
+    counts: NDArray[np.int64]  # number of samples, ``(parts, labels)``
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +33,7 @@ class LabelShares:
     """Shares of the labels in each part, drawn from a Dirichlet distribution."""
 
     num_parts: int
-    alpha: float  # small: a part has few labels; ``inf``: the same share of each label
+    alpha: float  # small: few labels per part; ``inf``: the same share of each label
     label: str = "y"  # field of the data set
     seed: int = 0
 
@@ -42,8 +42,8 @@ class LabelShares:
             raise DataError(f"ALPHA must be above 0, inf for equal shares, got {self.alpha}")
         if self.num_parts < 1 or self.seed < 0:
             raise DataError(
-                f"num_parts must be positive and seed at least 0, got {self.num_parts} and "
-                f"{self.seed}"
+                f"num_parts must be positive and seed at least 0, got num_parts {self.num_parts} "
+                f"and seed {self.seed}"
             )
 
 
@@ -58,9 +58,10 @@ def split_by_label(
     """Divide the samples of each label among parts.
 
     Every sample is in one part; ``out`` is a file, see ``Split``, and only the labels are read.
-    Collective with ``comm``, whose ranks share the reading; ``start`` returns the function that
-    gets the progress of this rank, in samples. Raises ``DataError``: ``out`` exists, a part would
-    get no sample, or files cannot be read or written; on every rank.
+    Collective with ``comm``, whose ranks share the reading; ``start`` is called with the number
+    of samples of this rank and returns a function that gets the size of each piece. Raises
+    ``DataError``: ``out`` exists, a part would get no sample, or files cannot be read or written;
+    on every rank.
 
     Source: Hsu et al. 2019, arXiv:1909.06335, with the roles of labels and parts as in Li et al.
     2021, arXiv:2102.02079.
@@ -70,7 +71,7 @@ def split_by_label(
     with agreed(comm, DataError):
         if comm.rank == 0 and (out.exists() or out.is_symlink()):
             raise DataError(
-                f"{out} already exists, and a split does not replace files; choose another name"
+                f"the file of a split must not exist, but {out} does; choose another name"
             )
     whole = ShardedDataset.open(directory, comm, io="read")
     with agreed(comm, DataError):
@@ -102,7 +103,7 @@ def split_by_label(
 
 
 def parts_by_label(labels: Labels, num_parts: int, alpha: float, seed: int) -> NDArray[np.uint32]:
-    """Return the part of each sample. Raises ``DataError``: shares cannot be drawn."""
+    """Return the part of each sample. Raises ``DataError``: ``alpha`` is too small."""
     draw = np.random.default_rng(seed)
     parts = np.zeros(len(labels), np.uint32)
     by_label = np.argsort(labels, kind="stable")
@@ -113,11 +114,12 @@ def parts_by_label(labels: Labels, num_parts: int, alpha: float, seed: int) -> N
             shares = draw.dirichlet(np.full(num_parts, alpha))
         if not np.isfinite(shares).all():
             raise DataError(
-                f"ALPHA must be large enough to draw shares, got {alpha:g}; use a larger one"
+                f"ALPHA must be large enough for finite random shares, got {alpha:g}; use a "
+                f"larger ALPHA"
             )
         bounds = np.rint(np.cumsum(shares)[:-1] * len(samples)).astype(np.int64)
         sizes = np.diff(bounds, prepend=0, append=len(samples))
-        # The part that gets the rest is drawn, too.
+        # The part that gets the remaining samples is drawn too.
         parts[draw.permutation(samples)] = np.repeat(
             draw.permutation(num_parts).astype(np.uint32), sizes
         )
@@ -125,15 +127,15 @@ def parts_by_label(labels: Labels, num_parts: int, alpha: float, seed: int) -> N
 
 
 def _labels_alone(whole: ShardedDataset, label: str) -> ShardedDataset:
-    """Return the same data set with one field, of integers."""
+    """Return the same data set with only the field ``label``, which must hold integers."""
     manifest = whole.manifest
     field = manifest.fields.get(label)
     is_label = field and not field.ragged and field.shape in ((), (1,))
     if field is None or not is_label or np.dtype(field.dtype).kind not in "iub":
         names = ", ".join(f"{name} {f.dtype} {f.shape}" for name, f in manifest.fields.items())
         raise DataError(
-            f"a label must be a field with one integer for each sample, but {label!r} is none "
-            f"of these: {names}; name it by --label"
+            f"--label must name a field with one integer for each sample, got {label!r}, and the "
+            f"fields are {names}; choose one of them"
         )
     shards = tuple(
         replace(shard, places={label: shard.places[label]}) for shard in manifest.shards

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 Advance = Callable[[int], None]
-"""Gets how much was done since its last call: samples, or bytes."""
-Start = Callable[[int], Advance]  # gets how much this rank has to do
+"""Function that is called with the number of samples or bytes done since its last call."""
+Start = Callable[[int], Advance]  # called with the amount of work of this rank
 
-TURN_S = 2.0  # how long a rank works until it hears of the others
+TURN_S = 2.0  # seconds of work between two synchronizations of the ranks
 
 
 class _OneRank:
@@ -40,7 +40,7 @@ def or_alone(comm: "Communicator | None") -> "Communicator":
 
 
 def followed(start: Start | None, total: int) -> Advance:
-    """Return ``start(total)``, which reports progress, or a no-op without ``start``."""
+    """Return ``start(total)``, the function that reports progress; a no-op without ``start``."""
     return start(total) if start else lambda _: None
 
 

@@ -28,7 +28,7 @@ class RepairOutcome:
     """Result of ``repair``: the actions, and the faults that remain."""
 
     deeds: tuple[str, ...]  # actions, one sentence each
-    report: FaultReport  # its state afterwards
+    report: FaultReport  # state of the data set after the repair
 
 
 def repair(
@@ -57,15 +57,15 @@ def repair(
         refusals = _take(directory, source, manifest, report, comm)
         for index, refusal in refusals:
             name = manifest.shards[index].file
-            deed = f"could not take {name} from {source}: {refusal}"
-            deeds.append(deed if refusal else f"took {name} from {source}")
+            deed = f"cannot copy {name} from {source}: {refusal}"
+            deeds.append(deed if refusal else f"copied {name} from {source}")
         taken = {index for index, refusal in refusals if not refusal}
         report = replace(report, faults=tuple(f for f in report.faults if f.shard not in taken))
     return RepairOutcome(tuple(deeds), report)
 
 
 def _manifest(directory: Path, source: Path | None) -> tuple[Manifest, list[str]]:
-    """Return the manifest, which is taken from the copy if it is lost."""
+    """Return the manifest and a list of actions; restore a lost manifest from the copy."""
     check_directory(directory)
     copy = None if source is None else _manifest_of_copy(directory, source)
     try:
@@ -75,20 +75,23 @@ def _manifest(directory: Path, source: Path | None) -> tuple[Manifest, list[str]
             raise
         with explained(directory), closing(WriterLock(directory)):
             copy.write(directory)
-        return copy, [f"took {MANIFEST} from {source}"]
+        return copy, [f"copied {MANIFEST} from {source}"]
     if copy is not None and copy.uuid != manifest.uuid:
         raise DataError(
-            f"--from must be a copy of the same data set, but {source} is {copy.uuid} and "
-            f"{directory} is {manifest.uuid}; pass another copy"
+            f"--from must be a copy of the same data set, but {source} has the uuid {copy.uuid} "
+            f"and {directory} has {manifest.uuid}; pass another copy"
         )
     return manifest, []
 
 
 def _manifest_of_copy(directory: Path, source: Path) -> Manifest | None:
-    """Return the manifest of the copy; None if it is damaged, as shards have checksums too."""
+    """Return the manifest of the copy; None if damaged: its shards are checked individually."""
     check_directory(source)
     if source.samefile(directory):
-        raise DataError(f"--from must be another copy, but {source} is {directory} itself")
+        raise DataError(
+            f"--from must be another copy, but {source} is {directory} itself; pass another "
+            f"directory"
+        )
     with suppress(DataError):
         return Manifest.read(source)
     return None
@@ -116,18 +119,19 @@ def _take(
 
 
 def _take_shard(source: Path, directory: Path, shard: ShardEntry) -> str:
-    """Replace the file of a shard by that of the copy; return why if the copy is damaged too."""
+    """Replace the file of a shard by the copy; return the reason if the copy is damaged too."""
     path = source / shard.file
     try:
         if path.stat().st_size != shard.num_bytes or crc32_of(path) != shard.crc32:
-            return "it is damaged in the copy too"
+            return "the shard is damaged in the copy too"
     except OSError as error:
         return reason_of(error)
     with explained(directory), publishing(directory / shard.file) as part:
         shutil.copyfile(path, part)
         if crc32_of(part) != shard.crc32:
             raise DataError(
-                f"the copy of {path} must have its checksum, but differs, and {shard.file} is "
-                f"unchanged; check that nothing writes to {source}, and the disk of {directory}"
+                f"the copy of {path} must have the checksum of the original, but differs, so "
+                f"{shard.file} was not replaced; check that no program writes to {source}, and "
+                f"the disk of {directory}"
             )
     return ""

@@ -18,11 +18,9 @@ from hpctrain.data.samples import Indices
 from hpctrain.data.tools.rank_work import Start, followed, in_turns, or_alone
 from hpctrain.data.writer import ShardWriter
 
-PIECE_BYTES = 4 * MIB  # of samples read at once, unless a block is larger
+PIECE_BYTES = 4 * MIB  # bytes of samples per read, unless a block is larger
 
-_TAG = (
-    1 << 63
-)  # keeps the permutation of a split apart from the permutations of epochs, which count from 0
+_TAG = 1 << 63  # separates the permutation of a split from the permutations of epochs, from 0
 
 Shares = Mapping[str, Fraction]  # share of each part; they sum to 1
 
@@ -31,8 +29,8 @@ Shares = Mapping[str, Fraction]  # share of each part; they sum to 1
 class Shape:
     """Sizes and compression of a rewritten data set; None keeps the present value."""
 
-    samples_per_shard: int | None = None  # samples of each shard but the last
-    shard_bytes: int | None = None  # or about this many bytes of samples, before compression
+    samples_per_shard: int | None = None  # samples of each shard except the last
+    shard_bytes: int | None = None  # approximate bytes instead, before compression
     block_size: int | None = None  # samples per checksum
     compression: str | None = None  # ``none`` or ``zstd``, of all fields
 
@@ -43,7 +41,8 @@ class Shape:
                 raise DataError(f"{name} must be positive, got {value}")
         if self.samples_per_shard and self.shard_bytes:
             raise DataError(
-                "the size of shards must be given in samples or in bytes, not in both; omit one"
+                f"the size of shards must be given either in samples or in bytes, got "
+                f"{self.samples_per_shard} samples and {self.shard_bytes} bytes; omit one"
             )
         if self.compression not in (None, "none", "zstd"):
             raise DataError(f"compression must be zstd or none, got {self.compression!r}")
@@ -63,7 +62,8 @@ def reshard(
     number of ranks. Needs memory for a few MiB, or a few blocks if these are larger. Every block
     is checked as it is read. After a kill, the same call resumes after the finished shards.
 
-    ``start`` returns the function that gets the progress of this rank, in samples. Raises
+    ``start`` is called with the number of samples of this rank and returns a function that gets
+    the size of each piece. Raises
     ``DataError``: the data set is damaged, or the new one cannot be written; on every rank.
     """
     directory, out, comm = Path(directory), Path(out), or_alone(comm)
@@ -106,9 +106,9 @@ def split(
 
     Every sample is in exactly one part, which is a function of its index, the shares, and ``seed``
     in [0, 2^64). The samples of a part keep their order, and the shares sum to 1. Collective with
-    ``comm``, whose ranks share the work; ``start`` returns the function that gets the progress of
-    this rank, in samples. Raises ``DataError``: a part would get no sample, the data set is
-    damaged, or a part cannot be written; on every rank.
+    ``comm``, whose ranks share the work; ``start`` is called with the number of samples of this
+    rank and returns a function that gets the size of each piece. Raises ``DataError``: a part
+    would get no sample, the data set is damaged, or a part cannot be written; on every rank.
     """
     directory, out, comm = Path(directory), Path(out), or_alone(comm)
     dataset = ShardedDataset.open(directory, comm, io="read")
@@ -133,25 +133,28 @@ def split(
             for name in shares
         ]
 
-        def deal(samples: Indices) -> None:
+        def append_to_parts(samples: Indices) -> None:
             parts = part_of(samples)
             for number, writer in enumerate(writers):
                 writer.append(dataset.take(samples[parts == number]))
             advance(len(samples))
 
-        in_turns(comm, _pieces(dataset, first, stop), deal)
+        in_turns(comm, _pieces(dataset, first, stop), append_to_parts)
     return {name: writer.manifest for name, writer in zip(shares, writers, strict=True)}
 
 
 def share(num_samples: int, comm: Communicator, step: int) -> tuple[int, int]:
-    """Return the samples of this rank: parts as even as possible, cut at multiples of ``step``."""
+    """Return start and stop of this rank's samples, even parts cut at multiples of ``step``."""
     num_steps = -(-num_samples // step)
     start, stop = ((comm.rank + end) * num_steps // comm.size * step for end in (0, 1))
     return min(start, num_samples), min(stop, num_samples)
 
 
 def parse_shares(texts: Sequence[str]) -> dict[str, Fraction]:
-    """Read shares such as ``train=0.9`` or ``test=1/10``."""
+    """Return the share of each part, from texts such as ``train=0.9`` or ``test=1/10``.
+
+    Raises ``DataError``: a text is not a share, a name occurs twice, or the sum is not 1.
+    """
     shares: dict[str, Fraction] = {}
     for text in texts:
         name, _, value = text.partition("=")
@@ -162,7 +165,7 @@ def parse_shares(texts: Sequence[str]) -> dict[str, Fraction]:
         if not PLAIN_NAME.fullmatch(name) or share <= 0:
             raise DataError(f"a part must be a name and a share such as train=0.9, got {text!r}")
         if name in shares:
-            raise DataError(f"each part must have its own name, got {name} twice")
+            raise DataError(f"each part must have a separate name, got {name} twice")
         shares[name] = share
     if sum(shares.values()) != 1:
         raise DataError(
@@ -173,7 +176,7 @@ def parse_shares(texts: Sequence[str]) -> dict[str, Fraction]:
 
 
 def sizes_of(num_samples: int, shares: Shares) -> list[int]:
-    """Return the samples of each part: its share, rounded so that they sum to ``num_samples``."""
+    """Return the number of samples of each part; the rounded shares sum to ``num_samples``."""
     exact = [num_samples * share for share in shares.values()]
     sizes = [int(share) for share in exact]
     lacking = sorted(range(len(sizes)), key=lambda part: sizes[part] - exact[part])
@@ -182,14 +185,14 @@ def sizes_of(num_samples: int, shares: Shares) -> list[int]:
     for name, size in zip(shares, sizes, strict=True):
         if not size:
             raise DataError(
-                f"each part must get at least one sample, but {name} gets none of {num_samples}; "
-                f"give it a larger share"
+                f"each part must get at least one sample, but {name} gets none of {num_samples} "
+                f"samples; give it a larger share"
             )
     return sizes
 
 
 def parts_drawn(sizes: Sequence[int], seed: int) -> Callable[[Indices], Indices]:
-    """Draw parts of these sizes at random; return the function from samples to parts."""
+    """Draw random parts of these sizes; return a function from samples to their parts."""
     ends = np.cumsum(sizes)
     order = global_order(int(ends[-1]), seed, _TAG)
     return lambda samples: np.searchsorted(ends, order.positions_of(samples), side="right")

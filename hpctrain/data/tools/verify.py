@@ -27,8 +27,8 @@ from hpctrain.data.tools.rank_work import Advance, Start, followed, in_turns, or
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
 
-PIECE_BYTES = 4 * MIB  # of a file, read at once
-_MAX_THREADS = 4  # more do not read faster: a crc32 takes 7 GB each second
+PIECE_BYTES = 4 * MIB  # bytes of a file per read
+_MAX_THREADS = 4  # more threads do not read faster, as one thread computes crc32 at 7 GB/s
 _UNREADABLE = (*UNREADABLE, DataError)
 
 
@@ -37,12 +37,12 @@ class Fault:
     """Fault of one file of a data set, and the samples that it affects."""
 
     file: str
-    what: str  # the fault, as the end of a sentence that begins with the file
+    what: str  # description of the fault, such as "has grown"; the file is the subject
     shard: int | None = None  # number of the shard, None for the manifest
-    field: str | None = None  # the field, None where all of the file is meant
+    field: str | None = None  # the field; None for a fault of the whole file
     blocks: tuple[int, ...] = ()  # damaged blocks, counted from the start of the shard
     samples: tuple[Range, ...] = ()
-    """Samples that cannot be had, in growing order; none where only other bytes are damaged."""
+    """Lost samples, in ascending order; empty if only other bytes are damaged."""
 
     def __str__(self) -> str:
         lost = ", ".join(f"{start}-{stop - 1}" for start, stop in self.samples)
@@ -88,8 +88,8 @@ class FaultReport:
         lines += [f"leftover: {name}" for name in self.leftovers]
         if self.leftovers and self.uuid is None:
             lines.append(
-                "leftovers are from a command that was stopped; run the same command again "
-                "to continue or replace them"
+                "leftovers are files of a command that was stopped; run the same command again "
+                "to continue it or to replace them"
             )
         elif self.leftovers:
             lines.append(
@@ -104,12 +104,12 @@ class FaultReport:
             f"damaged: {self.num_lost} of {self.num_samples} samples cannot be read, "
             f"{len(self.bad_shards)} of {self.num_shards} shards are damaged"
         )
-        way_out = (
+        remedy = (
             f"restore the shards from another copy: hpctrain data repair {self.directory} "
-            f"--from COPY; without a copy, pack the source again, or skip them in training: "
-            f'on_corrupt="skip"'
+            f"--from COPY; without a copy, pack the source again, or skip the lost samples in "
+            f'training: on_corrupt="skip"'
         )
-        return [*lines, lost, way_out]
+        return [*lines, lost, remedy]
 
     def _size(self) -> str:
         return (
@@ -159,11 +159,13 @@ def check_directory(directory: Path) -> None:
         mode = directory.stat().st_mode
     except OSError as error:
         raise DataError(
-            f"cannot see the data set {directory}: {reason_of(error)}; check path and mount"
+            f"cannot see the data set {directory}: {reason_of(error)}; check the path and the "
+            f"mount"
         ) from error
     if not stat.S_ISDIR(mode):
         raise DataError(
-            f"a data set must be a directory, but {directory} is not; pass its directory"
+            f"a data set must be a directory, but {directory} is a file; pass the directory that "
+            f"contains it"
         )
 
 
@@ -235,7 +237,7 @@ class _ShardCheck(RawShard):
         found = []
         if num_bytes != shard.num_bytes:
             how = "was cut off" if num_bytes < shard.num_bytes else "has grown"
-            what = f"{how}: it has {num_bytes} bytes, but {shard.num_bytes} by its manifest"
+            what = f"{how}: it has {num_bytes} bytes, but {shard.num_bytes} in the manifest"
             found.append(self._fault(what=what))
         for name in shard.places:
             if not is_as_written or not self._has_values(name):
@@ -244,8 +246,8 @@ class _ShardCheck(RawShard):
             found.append(
                 self._fault(
                     what=(
-                        "is damaged outside of its samples and their checksums (the metadata of "
-                        "HDF5): it has the wrong crc32, its samples are intact"
+                        "has the wrong crc32, but its samples and their checksums are intact: "
+                        "metadata of HDF5 are damaged"
                     )
                 )
             )
@@ -274,7 +276,7 @@ class _ShardCheck(RawShard):
         return False
 
     def _field(self, name: str) -> list[Fault]:
-        """Compare the blocks of a field with their checksums, and these with the manifest."""
+        """Compare blocks of a field with their checksums, and the checksums with the manifest."""
         fault = partial(self._fault, field=name)
         firsts = np.arange(self._num_blocks + 1) * self._manifest.block_size
         bounds = np.minimum(firsts, self.shard.num_samples)
@@ -298,7 +300,7 @@ class _ShardCheck(RawShard):
             return [fault(what=f"has damaged checksums of field {name}; its samples are intact")]
         bad = ~is_read if table is None else ~is_read | (found != table)
         if not bad.any():
-            bad = np.ones_like(bad)  # a shard in itself, but of another data set
+            bad = np.ones_like(bad)  # the shard is intact, but belongs to another data set
         numbers = tuple(np.flatnonzero(bad).tolist())
         blocks = f"block{'s' * (len(numbers) != 1)} {format_numbers(numbers)} of field {name}"
         has = "has" if len(numbers) == 1 else "have"
@@ -310,7 +312,7 @@ class _ShardCheck(RawShard):
         """Return the crc32 of each block of a field, decoded; None if it cannot be read."""
         found: list[int | None] = [None] * self._num_blocks
         with suppress(*_UNREADABLE):
-            values = self.values_of(name, ChunkCache(0))  # which keeps the last chunk alone
+            values = self.values_of(name, ChunkCache(0))  # caches only the last chunk
             for block in range(self._num_blocks):
                 start, stop = int(bounds[block]), int(bounds[block + 1])
                 with suppress(*_UNREADABLE):
@@ -319,7 +321,7 @@ class _ShardCheck(RawShard):
         return found
 
     def _samples(self, blocks: Iterable[int]) -> tuple[Range, ...]:
-        """Return the samples of the data set that are in some blocks."""
+        """Return the ranges of samples of the data set that are in these blocks of the shard."""
         size, first, count = self._manifest.block_size, self._first_sample, self.shard.num_samples
         return merged(
             (first + block * size, first + min((block + 1) * size, count)) for block in blocks

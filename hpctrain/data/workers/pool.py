@@ -47,6 +47,19 @@ class DecodePool:
     Several threads may request batches concurrently; a batch is made by one worker. If a worker
     dies, exceeds its time limit, or cannot load the data set or the transform, all batches that
     are not complete fail.
+
+    The constructor returns before the workers have loaded the data set.
+
+    Args:
+        dataset: data set to read from.
+        transform: applied to the samples of a batch; None to return them unchanged.
+        num_workers: number of processes.
+        timeout_s: time limit for loading and for each batch; ``inf`` for no limit.
+        any_ranks: raise an error if a transform of whole batches draws from a global generator,
+            because its random numbers would depend on the number of ranks.
+
+    Raises:
+        DataError: data set or transform cannot be pickled, or no process can be started.
     """
 
     def __init__(
@@ -58,13 +71,6 @@ class DecodePool:
         *,
         any_ranks: bool = False,
     ) -> None:
-        """Start the processes, and return before the workers have loaded the data set.
-
-        ``timeout_s`` is the time limit for loading and for each batch; ``inf`` means no limit.
-        With ``any_ranks``, a transform of whole batches must not draw from a global generator,
-        because its random numbers would depend on the number of ranks. Raises ``DataError``: the
-        data set or the transform cannot be pickled, or no process can be started.
-        """
         task = _pickled(_Task(dataset, transform, any_ranks))
         self._processes = Processes(num_workers)
         self._free: queue.SimpleQueue[_Worker | None] = queue.SimpleQueue()
@@ -83,7 +89,9 @@ class DecodePool:
         worker = self._free.get()
         try:
             if worker is None:
-                raise DataError("the decode pool must be open, but was closed; create another one")
+                raise DataError(
+                    "the decode pool must be open, but was closed; create another pool"
+                )
             return worker.ask(np.asarray(indices, np.int64), epoch, seed)
         finally:
             self._free.put(worker)
@@ -111,7 +119,7 @@ class _Task(NamedTuple):
         columns = self.dataset.take(indices)
         if isinstance(self.transform, PerSample):
             return self.transform.at(columns, indices, epoch, seed, begin)
-        part = "whose numbers would differ on another number of ranks"
+        part = "because its numbers would differ on another number of ranks"
         with refused_draws(part) if self.any_ranks else nullcontext():
             return apply(self.transform, columns, indices, epoch, seed)
 
@@ -146,7 +154,7 @@ class _Worker:
 
     def _load(self, task: bytes) -> None:
         with self._connected():
-            self._answer(max(self._timeout_s, START_S), lambda: "its start")
+            self._answer(max(self._timeout_s, START_S), lambda: "the start of its process")
             self._connection.send_bytes(task)
             answer = self._answer(self._timeout_s, lambda: "loading data set and transform")
         if answer != "ready":
@@ -167,7 +175,7 @@ class _Worker:
         return self._connection.recv()
 
     def _work(self, indices: NDArray[np.int64]) -> str:
-        """Describe the current sample and its file; between samples, those of the whole batch."""
+        """Describe the current sample and its file, or all samples of the batch if unknown."""
         sample = self._processes.notes[self._number].sample
         found = indices.tolist() if sample is None else [sample]
         files = dict.fromkeys(filter(None, (file_of(self._dataset, each) for each in found)))
@@ -193,9 +201,9 @@ def _pickled(task: _Task) -> bytes:
         return bytes(cloudpickle.dumps(task))
     except Exception as error:
         raise DataError(
-            f"data set and transform must pickle, because they are sent to other processes, "
-            f"but: {error}; omit open files, locks and generators, or transform in threads: "
-            f"workers=0"
+            f"data set and transform must be picklable, because they are sent to other "
+            f"processes, but pickling raised: {error}; omit open files, locks and generators, or "
+            f"transform in threads: workers=0"
         ) from error
 
 

@@ -30,7 +30,7 @@ from hpctrain.data.workers.shm_message import pack, portable
 from hpctrain.launch.mpiexec import marks_rank
 
 END_S = 5.0
-"""How long the processes may take to end before they are killed; they take one second at most."""
+"""Seconds before processes that do not end are killed; they usually end within one second."""
 
 _BOOT = """
 import json, sys
@@ -107,7 +107,7 @@ class Processes:
         process = f" (process {death[0]})" if death else ""
         return DataError(
             f"decode worker {number} of {len(self.workers)}{process} must answer within "
-            f"{limit_s:g} s, but was still at {work}; check its stack, or raise "
+            f"{limit_s:g} s, but was still at {work}; check its stack, or use a larger "
             f"worker_timeout_s{self._stack_of(number)}"
         )
 
@@ -152,10 +152,12 @@ _MODULES = "\n\nExtension modules: "  # ``faulthandler`` writes this after the s
 
 
 class Notes:
-    """Memory shared by rank and worker: index of the current sample, and stacks after a signal."""
+    """Memory shared by rank and worker: index of the current sample, and stacks after a signal.
+
+    ``descriptor`` is the inherited descriptor of a memory file; without it one is created.
+    """
 
     def __init__(self, descriptor: int | None = None) -> None:
-        """Create a memory file, or open the memory file of an inherited descriptor."""
         if descriptor is None:
             descriptor = os.memfd_create("hpctrain-notes", os.MFD_CLOEXEC)
         self._file = os.fdopen(descriptor, "r+b", buffering=0)
@@ -199,7 +201,7 @@ class Notes:
 _Alive: TypeAlias = dict[int, tuple[int, int]]
 """Number and process of each worker, by a pipe that ends with it."""
 
-GRACE_S = 1.0  # how long a worker may continue after the rank has closed the pool, or is dead
+GRACE_S = 1.0  # seconds that a worker may continue after the rank has closed the pool or ended
 STACK_S = 2.0  # how long a worker that must end may take to write its stack before it is killed
 
 

@@ -1,4 +1,4 @@
-"""Transfer of values between processes: tensors in shared memory, the rest pickled."""
+"""Transfer of values between processes: tensors in shared memory, other values pickled."""
 
 import io
 import mmap

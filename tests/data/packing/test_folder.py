@@ -98,7 +98,7 @@ def test_a_class_has_a_name_that_is_a_line_of_text(photos, packed, tmp_path):
 
 def test_a_class_without_images_never_shifts_the_numbers_of_others(photos, packed):
     (photos / "cow").mkdir()
-    with pytest.raises(DataError, match=r"none below .*/cow; restore them or remove"):
+    with pytest.raises(DataError, match=r"none below .*/cow; restore the files or remove"):
         packed(photos)
     (photos / "cow").rename(photos / ".cow")
     assert packed(photos)[0].manifest.classes == ("cat", "dog")
@@ -114,7 +114,7 @@ def test_broken_link_to_a_folder_raises(photos, packed, name):
 def test_files_that_are_no_images_are_counted(photos, packed):
     (photos / "dog/a.json").touch()
     assert "1 file below" in packed(photos)[0].notes[0]
-    assert "photos is no image: left out" in packed(photos)[0].notes[0]
+    assert "photos is no image and not packed" in packed(photos)[0].notes[0]
     (photos / "dog/b.json").touch()
     assert "2 files below" in packed(photos)[0].notes[0]
 
@@ -141,7 +141,7 @@ def test_classes_that_are_names_of_splits_are_noted(photos, packed):
     assert not packed(photos)[0].notes
     (photos / "cat").rename(photos / "Val")
     (note,) = packed(photos)[0].notes
-    assert "named like splits: Val, train; if they are splits, pack each by itself" in note
+    assert "named like splits: Val, train; if they are splits, pack each folder separately" in note
 
 
 def test_the_names_of_classes_are_those_of_the_manifest(photos, packed, tmp_path):

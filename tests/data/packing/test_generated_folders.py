@@ -63,7 +63,7 @@ def check(tmp_path, seeds):
         make(root, random.Random(seed))
         want = expected(root)
         if want is None:
-            with pytest.raises(DataError, match="are the same; remove the link"):
+            with pytest.raises(DataError, match="are the same folder; remove the link"):
                 pack(root, tmp_path / "set", PackConfig(overwrite=True))
             outcomes["refused"] += 1
             continue
@@ -72,7 +72,7 @@ def check(tmp_path, seeds):
         labels = [done.manifest.classes[label] for label in found["label"]]
         assert list(zip(labels, found["array"], strict=True)) == want, f"seed {seed}"
         outcomes["packed"] += 1
-        outcomes["left out"] += any("links to a folder above" in note for note in done.notes)
+        outcomes["left out"] += any("links to a parent folder" in note for note in done.notes)
     return outcomes
 
 

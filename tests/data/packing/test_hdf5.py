@@ -56,5 +56,5 @@ def test_skipped_links_are_noted(tmp_path, packed):
     done, found = packed(f"{tmp_path}/?.h5")
     assert np.array_equal(found["x"], [*Y.astype("f4")] * 2)
     (note,) = done.notes
-    assert note.startswith(f"links of {tmp_path / 'b.h5'} are skipped")
+    assert note.startswith(f"links in {tmp_path / 'b.h5'} are skipped")
     assert set(note.partition("it: ")[2].split(", ")) == {"soft", "gone", "far", "same", "in/up"}

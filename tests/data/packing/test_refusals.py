@@ -45,7 +45,7 @@ def texts_of_two_dimensions(file, name):
 
 ARRAYS = [
     ({"a.npz": npz(x=X, y=Y[:7])}, {}, "same number of samples"),
-    ({"a.npz": npz(x=X, y=3)}, {}, "must have a first dimension, of samples"),
+    ({"a.npz": npz(x=X, y=3)}, {}, "the first dimension of an array must count samples"),
     ({"a.npz": npz(x=np.array(["a", "b"]))}, {}, "convert it first"),
     ({"a.npz": npz(x=np.array([None, 1]))}, {}, "cannot be read as an array of numbers"),
     ({"a.npz": npz()}, {}, "no array"),
@@ -64,21 +64,25 @@ ARRAYS = [
 HDF5 = [
     ({"a.h5": hdf5(x=X, short=Y[:3])}, {}, r"same number of samples.*'short': 3"),
     ({"a.h5": hdf5(x=X)}, {"fields": {"y": "/labels"}}, "got 'labels'"),
-    ({"a.h5": hdf5(x=3)}, {}, "must have a first dimension, of samples"),
+    ({"a.h5": hdf5(x=3)}, {}, "the first dimension of an array must count samples"),
     ({"a.h5": hdf5(z=np.zeros(5, complex))}, {}, "convert it first"),
-    ({"a.h5": hdf5(t=texts_of_two_dimensions)}, {}, r"one dimension, .*:/t has \(5, 2\)"),
+    (
+        {"a.h5": hdf5(t=texts_of_two_dimensions)},
+        {},
+        r"one dimension, .*:/t has the shape \(5, 2\)",
+    ),
     ({"a.h5": hdf5(x=X)[:100]}, {}, r"a.h5 cannot be read as an HDF5 file"),
 ]
 
-QUOTE = r"the row of line {} of .*t.csv does not: .*close the quote"
+QUOTE = r"the row in line {} of .*t.csv failed: .*close the quote"
 LOSSY = f"a,f,t\n300,0.5,x\n{2**53 + 1},1e5,y\n"
 LONG = "x" * 3 * 2**20
 CSV = [
     ({"t.csv": "a,b\n1,2\n"}, {"fields": {"x": "a,c"}}, r"array of .*t\.csv.* \(a, b\) .*got 'c'"),
     ({"t.csv": "a,b\n"}, {}, "has no rows"),
-    ({"t.csv": "a,a\n1,2\n"}, {"fields": {"x": "a"}}, "has 2 named a"),
-    ({"t.csv": "a,t\n1,x\n"}, {"fields": {"x": "a,t"}}, "one number a row, but column t"),
-    ({"t.csv": "a,b\n1,2\nNA,3\n"}, {}, "column a of .*t.csv has 'NA', which i8 cannot hold"),
+    ({"t.csv": "a,a\n1,2\n"}, {"fields": {"x": "a"}}, "has 2 columns named a"),
+    ({"t.csv": "a,t\n1,x\n"}, {"fields": {"x": "a,t"}}, "one number per row, but column t"),
+    ({"t.csv": "a,b\n1,2\nNA,3\n"}, {}, "column a of .*t.csv has 'NA', which i8 cannot represent"),
     (
         {"0.tsv": "a\n1\n", "1.tsv": "a\nx\n"},
         {},
@@ -97,18 +101,22 @@ CSV = [
     (
         {"t.csv": f'a,b\n1,z\n2,"{LONG}"\n'},
         {},
-        r"at most 1.0 MiB, but the row of line 3 of .*t.csv",
+        r"at most 1.0 MiB, but reading the row in line 3 of .*t.csv",
     ),
-    ({"t.csv": f'a,b\n1,z\n2,"{LONG}\n'}, {}, r"the row of line 3 of .*t.csv does not"),
+    ({"t.csv": f'a,b\n1,z\n2,"{LONG}\n'}, {}, r"the row in line 3 of .*t.csv failed"),
     *(
-        ({"t.csv": f"a,b\n1,2\n{row}\n3,4\n"}, {}, r"of line 3 of .*t.csv has .*cannot be read")
+        ({"t.csv": f"a,b\n1,2\n{row}\n3,4\n"}, {}, r"in line 3 of .*t.csv has . values; repair it")
         for row in ("1,2,", ",,,,", "1")
     ),
-    ({"t.csv": LOSSY}, {"fields": {"x": "a:i1"}}, "column a .* has '300', which i1 cannot hold"),
-    ({"t.csv": LOSSY}, {"fields": {"x": "f:i4"}}, "has '0.5', which i4 cannot hold"),
-    ({"t.csv": LOSSY}, {"fields": {"x": "f:f2"}}, "holds 100000.0, which f2 cannot hold"),
-    ({"t.csv": LOSSY}, {"fields": {"x": "t:f4"}}, "has 'x', which f4 cannot hold"),
-    ({"t.csv": LOSSY}, {"fields": {"x": "a,f"}}, "changes integers of column a"),
+    (
+        {"t.csv": LOSSY},
+        {"fields": {"x": "a:i1"}},
+        "column a .* has '300', which i1 cannot represent",
+    ),
+    ({"t.csv": LOSSY}, {"fields": {"x": "f:i4"}}, "has '0.5', which i4 cannot represent"),
+    ({"t.csv": LOSSY}, {"fields": {"x": "f:f2"}}, "f2 cannot represent 100000.0 in"),
+    ({"t.csv": LOSSY}, {"fields": {"x": "t:f4"}}, "has 'x', which f4 cannot represent"),
+    ({"t.csv": LOSSY}, {"fields": {"x": "a,f"}}, "rounds integers in column a"),
     ({"t.csv": LOSSY}, {"fields": {"x": "a:f16"}}, "got 'a:f16'"),
 ]
 
@@ -116,14 +124,14 @@ PARQUET = [
     (
         {"t.parquet": parquet(a=[1])},
         {"fields": {"x": "a:text"}},
-        "type of numbers must be one such as f4",
+        "must be a number type such as f4",
     ),
     ({"t.parquet": b"nothing"}, {}, "cannot be read as a table"),
     ({"t.arrow": b"nothing"}, {}, "cannot be read as a table"),
     ({"t.arrow": b""}, {}, "cannot be read as a table"),
-    ({"t.parquet": parquet(odd=[1, None])}, {}, "column odd .*lacks 1 of 2"),
+    ({"t.parquet": parquet(odd=[1, None])}, {}, "column odd .*has 1 among 2 rows"),
     ({"t.parquet": parquet(odd=pa.array([1], pa.timestamp("s")))}, {}, "column odd .*timestamp"),
-    ({"t.parquet": parquet(odd=[[1], [None]])}, {}, "column odd .*with gaps"),
+    ({"t.parquet": parquet(odd=[[1], [None]])}, {}, "column odd .*with missing values"),
     (
         {"0.parquet": parquet(a=[1]), "1.parquet": parquet(b=[1])},
         {},
@@ -138,7 +146,11 @@ WHOLE = samples_tar({f"{index:04}": {"bin": bytes(500)} for index in range(99)})
 ENDED = tar(("a.cls", b"1"), ("b.cls", b"2"))
 TAR = [
     ({"0.tar": tar()}, {}, "has none"),
-    ({"0.tar": tar(("a.cls", b"1"))}, {"fields": {"x": "cls:f3"}}, "by :bytes or by a type"),
+    (
+        {"0.tar": tar(("a.cls", b"1"))},
+        {"fields": {"x": "cls:f3"}},
+        "must be NAME=ENDING, NAME=ENDING:bytes or a type",
+    ),
     (
         {"0.tar": samples_tar({"a": {"txt": b"1", "cls": b"1"}, "odd": {"txt": b"1"}})},
         {},
@@ -147,10 +159,14 @@ TAR = [
     (
         {"0.tar": samples_tar({"a": {"cls": b"1"}, "odd": {"cls": b"dog"}})},
         {},
-        r"odd.cls cannot be read as a number.*:bytes after an ending",
+        r"odd.cls cannot be read as a number.*:bytes after its ending",
     ),
     *(
-        ({"0.tar": samples_tar(NUMBERS | {at: {"txt": b"1", "cls": b"3"}})}, {}, f"{at} has cls")
+        (
+            {"0.tar": samples_tar(NUMBERS | {at: {"txt": b"1", "cls": b"3"}})},
+            {},
+            f"{at} also has cls",
+        )
         for at in ("0001", "0090")
     ),
     # Inside a content, inside a header, after a header, and between two samples.
@@ -162,14 +178,14 @@ TAR = [
         (
             {"0.tar": ENDED + bytes(between) + ENDED},
             {},
-            rf"more from byte {len(ENDED) + between} on.*-zeros -xf",
+            rf"other bytes from byte {len(ENDED) + between} on.*-zeros -xf",
         )
         for between in (0, 512, 10_240)
     ),
     (
         {"0.tar": ENDED[:1024] + bytes(512) + ENDED[1024:]},
         {},
-        r"before byte 1536 and more from byte 1536 on",
+        r"before byte 1536 and other bytes from byte 1536 on",
     ),
     (
         {"0.tar": tar(("same.cls", b"1"), ("same.cls", b"2"))},
@@ -231,7 +247,7 @@ FOLDERS = [
         for side in (13_000, 20_000)
     ),
     ({"1.tar": tar(), "1.csv": ""}, {}, "1 of csv, 1 of tar"),
-    ({"1.md": ""}, {}, "none of them"),
+    ({"1.md": ""}, {}, "no such file"),
     ({"1.md": ""}, {"kind": "arrays"}, r"files that end in .npy, .npz, .*folder has none"),
 ]
 
@@ -242,7 +258,7 @@ def none(text): return None
 """
 TEXT = {"1.txt": "some words\n", "refused_tokens.py": TOKENS}
 TEXTS = [
-    (TEXT, {"length": 999}, "at least 999 bytes"),
+    (TEXT, {"length": 999}, "the 999 bytes of a sample"),
     (TEXT, {"tokenizer": "refused_tokens:wrong"}, "a list of integers"),
     (TEXT, {"tokenizer": "refused_tokens:none"}, "none returned object"),
     (TEXT, {"tokenizer": "refused_tokens:nothing"}, "has no nothing"),
@@ -257,7 +273,7 @@ OPTIONS = [
         ({"kind": "zip"}, "one of arrays, hdf5"),
         ({"resize": (2, 2)}, "--resize must be used with tar, folder, but this source is arrays"),
         ({"tokenizer": "a:b"}, "--tokenizer must be used with text"),
-        ({"kind": "folder"}, "must be a folder"),
+        ({"kind": "folder"}, "must be used with a folder"),
         ({"split": "a/b"}, "a split must be a word"),
         ({"fields": {"a b": "a.npy"}}, "name of a Python variable"),
         ({"compression": "gzip"}, "zstd"),
@@ -294,11 +310,11 @@ def test_unsupported_files_are_rejected(tmp_path, monkeypatch, files, config, wo
     [
         ([], "at least one sample"),
         ([3], "a sample must be a dict"),
-        ([{"x": 1}, {"y": 1}], "item 1 of list lacks x and has y besides"),
+        ([{"x": 1}, {"y": 1}], "item 1 of list lacks x and also has y"),
         ([{"x": np.zeros((2, 3))}, {"x": np.zeros((2, 4))}], r"have the shape \(length, \*\(3,\)"),
-        ([{"x": 1}, {"x": [1]}], "must have a length"),
+        ([{"x": 1}, {"x": [1]}], "must have a first dimension, but"),
         ([{"x": object()}], "convert it first"),
-        ([{"x": [[1, 2], [3]]}], "x of item 0 of list, but: .*convert it first"),
+        ([{"x": [[1, 2], [3]]}], "x of item 0 of list, but raised: .*convert it first"),
         ({"x": [1, 2, 3]}, "dict gives one dict; yield a dict for each sample"),
         (lambda: {"x": [1, 2, 3]}, "gives one dict"),
         (lambda: None, "gives one NoneType"),

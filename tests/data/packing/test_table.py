@@ -108,7 +108,7 @@ def test_a_column_of_csv_stays_as_it_is_written(tmp_path, packed):
     ("text", "note"),
     [
         ("1,2\n3,4\n5,6\n", "the first line of {}, 1, 2, is read as names of columns"),
-        ("a;b\n1;2\n", "{} has one column, 'a;b': values must be separated by commas"),
+        ("a;b\n1;2\n", "{} has one column, 'a;b', because values must be separated by commas"),
     ],
 )
 def test_a_first_line_without_column_names_is_reported(tmp_path, packed, text, note):
@@ -135,11 +135,11 @@ def test_numbers_get_the_requested_type(tmp_path, packed):
 
 def test_the_remedy_for_a_column_of_another_type_keeps_all_columns(tmp_path, packed):
     (tmp_path / "t.csv").write_text("float,my class,text\n1,3,x\n2,4,y\nNaN,5,z\n")
-    with pytest.raises(DataError, match="has 'NaN', which i8 cannot hold") as caught:
+    with pytest.raises(DataError, match="has 'NaN', which i8 cannot represent") as caught:
         packed(tmp_path / "t.csv")
     said = str(caught.value)
     rest = "--field my_class='my class' --field text=text"
-    assert f"take floats: --field float=float:f8 {rest}, or keep" in said
+    assert f"pack floats: --field float=float:f8 {rest}, or keep" in said
     assert said.endswith(f"keep its text: --field float=float:text {rest}")
     fields = {"float": "float:f8", "my_class": "my class", "text": "text"}
     _, found = packed(tmp_path / "t.csv", fields=fields)
