@@ -6,7 +6,9 @@ use it.
 """
 
 import atexit
+import signal
 import sys
+import threading
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 from hpctrain.cluster.libraries import settings_of_mpi
@@ -30,8 +32,16 @@ def __getattr__(name: str) -> Any:
     atexit.register(rename, LEAVING)
     with settings_of_mpi():
         from mpi4py import MPI  # noqa: PLC0415 - this starts MPI
+    _restore_hangup()
     globals()[name] = MPI
     return MPI
+
+
+def _restore_hangup() -> None:
+    """Let SIGHUP act as before MPI, which may catch it: a process must end with its terminal."""
+    handler = signal.getsignal(signal.SIGHUP)
+    if handler is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGHUP, handler)
 
 
 def is_communicator(value: object) -> bool:

@@ -24,7 +24,7 @@ from hpctrain.launch.slurm.scheduler import job_end
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 ECHO_S = 1.0  # a launcher and Slurm may both send a signal for one request
 LOOK_S = 1.0  # interval of the checks for the file
@@ -82,7 +82,7 @@ os.register_at_fork(after_in_child=_leave_signals_to_parent)
 class StopRequests:
     """Records requests to stop; the training loop reads ``reason`` between steps.
 
-    While this context is entered, the first SIGTERM, SIGUSR1 or SIGINT sets a flag and calls the
+    While this context is entered, the first signal of ``SIGNALS`` sets a flag and calls the
     previous handler of the program, if any. A second signal, more than one second later, ends the
     process at once with exit code 128 plus its number, even if the process hangs in native code.
     Signals within one second count as one, since a launcher and Slurm may send the same request

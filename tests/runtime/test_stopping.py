@@ -12,6 +12,7 @@ import pytest
 from hpctrain.cluster.env import ASKED
 from hpctrain.core.errors import CommError
 from hpctrain.runtime.stopping import SIGNALS, StopRequests, deadline
+from tests.processes import ended
 
 PROGRAM = """
 import ctypes, time
@@ -66,6 +67,22 @@ assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
 def test_a_signal_before_the_handlers_are_installed_is_not_lost():
     line = [sys.executable, "-c", EARLY]
     assert subprocess.check_output(line, text=True) == "SIGUSR1\n"
+
+
+HANGUP = """
+import os, signal, sys
+signal.signal(signal.SIGHUP, getattr(signal, sys.argv[1]))
+from hpctrain.comm.mpi_start import MPI
+os.kill(os.getpid(), signal.SIGHUP)
+print("alive")
+"""
+
+
+@pytest.mark.launches
+@pytest.mark.parametrize(("handler", "end"), [("SIG_DFL", (-1, "")), ("SIG_IGN", (0, "alive\n"))])
+def test_a_rank_ends_with_its_terminal_unless_it_ignores_the_signal(handler, end):
+    done = ended([sys.executable, "-c", HANGUP, handler], timeout=60)
+    assert (done.returncode, done.stdout) == end
 
 
 def test_ignored_signals_stay_ignored():
