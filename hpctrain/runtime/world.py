@@ -116,9 +116,9 @@ def should_stop() -> bool:
 
     Collective: call it between two steps of a training loop, on every rank. Returns True on all
     ranks if one of them has a request to stop: SIGTERM, SIGUSR1, SIGHUP or Ctrl-C; a file STOP in
-    the run directory; the end of ``HPCTRAIN_BUDGET``; or the end of the job within a minute. The first
-    call must be made in the main thread. From then on the first of these signals only requests a
-    stop, and a second one ends the process.
+    the run directory; the end of ``HPCTRAIN_BUDGET``; or the end of the job within a minute. The
+    first call must be made in the main thread. From then on the first of these signals only
+    requests a stop, and a second one ends the process.
 
         if hvd.should_stop():
             checkpoints.save(state, step=step, wait=True)
