@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.ops import Op
 from hpctrain.comm.tensor_arguments import on_host
 from hpctrain.compress.by_name import Compressing, codec_for
 from hpctrain.compress.codec import Identity
@@ -112,13 +113,22 @@ class Replica:
                 tensor.copy_(kept[name])
 
     def mean_state(self, share: Share) -> dict[str, Any]:
-        """Return the optimizer's ``state_dict`` with the means of its tensors. Collective."""
+        """Return the optimizer's ``state_dict`` with the means of its tensors. Collective.
+
+        Numbers of steps, which differ if a rank has skipped steps, are the largest of all ranks.
+        """
         means = {id(tensor): self._mean(tensor, share) for _, tensor in self.state()}
         state = self.optimizer.state_dict()
         state["state"] = {
             number: {key: means.get(id(value), value) for key, value in own.items()}
             for number, own in state["state"].items()
         }
+        counted = [own for own in state["state"].values() if "step" in own]
+        largest = torch.tensor([float(own["step"]) for own in counted], dtype=torch.float64)
+        self._comm.allreduce_(largest, op=Op.MAX).wait()
+        for own, step in zip(counted, largest.tolist(), strict=True):
+            is_tensor = isinstance(own["step"], Tensor)
+            own["step"] = torch.full_like(own["step"], step) if is_tensor else int(step)
         return state
 
     def _mean(self, tensor: Tensor, share: Share) -> Tensor:

@@ -35,6 +35,9 @@ def local(method: str, *overrides: str) -> list[str]:
 CASES = [
     pytest.param(local("local_sgd", "sync.compression=bf16"), id="local bf16", marks=TWO),
     pytest.param(local("local_sgd", "sync.args.state=average"), id="average", marks=(TWO, LONG)),
+    pytest.param(
+        local("local_sgd", "sync.fraction=0.5", "optimizer.name=AdamW"), id="drawn", marks=TWO
+    ),
     pytest.param(local("post_local_sgd", "sync.args.start_epochs=0.8"), id="post", marks=TWO),
     pytest.param(
         local("hierarchical_local_sgd", "sync.steps=8", "sync.args.node_steps=2"),
