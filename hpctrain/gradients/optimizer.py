@@ -230,10 +230,11 @@ class DistributedMethods:
     def synchronize(self) -> None:
         """Average the gradients that ``backward()`` has not averaged. Collective.
 
-        Required only on a rank that skips ``backward``, before gradient clipping and before any
-        other collective of the step; otherwise a no-op. With ``shard="node"`` this method only
-        compares the ranks and sets ``raised_flags``, and ``step()`` averages; then either all
-        ranks call this method, or only the ranks that skip ``backward()`` in this step.
+        A rank that skips ``backward`` must call this method before gradient clipping and before
+        any other collective of the step. On other ranks the call is a no-op. With
+        ``shard="node"`` this method only compares the ranks and sets ``raised_flags``, and
+        ``step()`` averages the gradients; either all ranks call this method, or only the ranks
+        that skip ``backward()`` in this step.
         """
         self._exchange.was_synchronized |= self._exchange.synchronize()
 

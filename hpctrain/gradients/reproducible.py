@@ -39,7 +39,7 @@ from hpctrain.gradients.step_values import StepValues
 
 @dataclass(slots=True)
 class _Report:
-    """Facts that a rank sends to the others before gradients are summed."""
+    """Facts that a rank sends to the other ranks before gradients are summed."""
 
     step: int
     num_samples: int | None

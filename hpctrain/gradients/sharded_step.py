@@ -367,7 +367,7 @@ class ShardedStep(Reducer, OptimizerExchange):
 
 
 def _require_trusted(optimizer: Optimizer) -> None:
-    """Raise ``CommError`` if a step has failed midway. A hook of ``state_dict()``."""
+    """Raise ``CommError`` if a step has failed midway; called by ``state_dict()``."""
     exchange = exchange_of(optimizer)
     if isinstance(exchange, ShardedStep) and exchange.is_spoilt:
         raise CommError(
