@@ -52,8 +52,8 @@ def agree(mine: Ending) -> Ending:
     """Return the most severe outcome of an attempt over all ranks.
 
     Collective; all ranks get the same outcome. If other ranks are still training, the all-gather
-    of this rank does not match their next operation. Then this rank and those ranks raise an
-    error, those ranks call ``agree``, too, and this rank repeats the all-gather.
+    of this rank does not match the next operation of the other ranks, and the operation fails on
+    all ranks. The other ranks then also call ``agree``, and this rank repeats the all-gather.
     """
     here = world.current()
     if mine.end is not AttemptEnd.DONE:  # interrupt the ranks that wait for a named operation
