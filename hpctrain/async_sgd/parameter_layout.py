@@ -129,7 +129,7 @@ class ParameterLayout:
             self.parameters[number].copy_(place)
 
     def _places(self, flats: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
-        """Yield the number of each parameter, and the view of the blocks in its shape."""
+        """Yield the number of each parameter, and its part of ``flats`` as a view in its shape."""
         for block, flat in zip(self.blocks, flats, strict=True):
             yield from zip(block.numbers, block.packed.places_in(flat), strict=True)
 

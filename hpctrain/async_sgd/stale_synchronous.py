@@ -43,7 +43,7 @@ class StaleSynchronous(AsyncMethod):
 
     Args:
         model: module with equal parameters and buffers on every rank.
-        optimizer: a plain torch optimizer that steps each element separately, with the same
+        optimizer: a plain torch optimizer that updates each element independently, with the same
             options on every rank in each step. The servers store the state.
         staleness: steps that a worker may be ahead of the slowest worker. Each rank stores
             ``staleness + 1`` gradients and the values in node memory.
@@ -97,9 +97,8 @@ class StaleSynchronous(AsyncMethod):
 class ClockedServer(ParameterServer):
     """Parameter server that applies the mean gradient of a step after all workers have sent it.
 
-    A worker that is ahead of the slowest
-    worker reads a copy of the values to which the received gradients of incomplete steps are
-    applied.
+    A worker that is ahead of the slowest worker reads a copy of the values. The received gradients
+    of incomplete steps are applied to this copy.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
