@@ -103,7 +103,7 @@ class LastStep:
         }
 
     def _values(self, axis: Axis, ranks: Ranks) -> dict[str, Any]:
-        """Return values to compare: replicas and their optimizer state, and other step counts."""
+        """Return values to compare: replicas with optimizer state, and all step counts."""
         if axis.is_stages:
             return {name: part(p.detach()) for name, p in self._shared() if p is not None}
         replicated = dict(axis.replicated)

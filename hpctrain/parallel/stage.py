@@ -80,7 +80,7 @@ class Stage(PipelineStage):
         return out
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
-        """Return no operations: torch before 2.13 sends 8 bytes where it receives 4, for NCCL."""
+        """Return no operations, since torch before 2.13 sends 8 bytes here but receives 4."""
         return []
 
     # Torch passes gradients between the stages of one rank even if no gradients exist; the two
@@ -128,7 +128,8 @@ class PipelineSchedule:
 
     Raises:
         ConfigError: ``name`` is unknown, the schedule requires another number of stages or
-            micro-batches, or splits backward, which excludes selective recomputation.
+            micro-batches, or the schedule splits backward and the model has selective
+            recomputation.
     """
 
     def __init__(
