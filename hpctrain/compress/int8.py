@@ -14,9 +14,9 @@ _CHUNK = 1 << 18  # values per pass, which fit into the CPU cache
 _HEAD = 8  # bytes per block for its step and its smallest value
 _LEAST_STEP = 1e-7
 _FACTORS = 2.0**64, 2.0**120
-"""Factors of blocks with smaller steps; the second for steps that the first leaves too small."""
+"""Factors for blocks with smaller steps; the second is used if the first is insufficient."""
 _QUARTER = 0.25
-"""Factor of values whose range exceeds that of float32."""
+"""Factor for values whose range exceeds the range of float32."""
 
 
 class _Kind(IntEnum):

@@ -27,7 +27,7 @@ from hpctrain.core.errors import ConfigError
 
 
 class CodedTensor(NamedTuple):
-    """Position of a tensor, or of the part that a rank encodes, in a bucket."""
+    """Position in a bucket: of a whole tensor, or of the part that a rank encodes."""
 
     number: int  # index of the tensor in its bucket
     start: int  # first element in the bucket

@@ -33,7 +33,7 @@ class AdasumStep(OptimizerExchange):
     Args:
         comm: ranks whose steps are combined.
         compressor: compression of the changes.
-        parameters: returns the current parameters with their names.
+        parameters: function that returns the current parameters with their names.
         steps: counts steps, and compares the ranks before each step.
 
     Source: Maleki et al. 2020, arXiv:2006.02924.

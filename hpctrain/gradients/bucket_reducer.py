@@ -111,7 +111,7 @@ class Reducer:
         self._num_passes, self._passes_done = passes, 0
         self.state = StepState.EMPTY
         self._seen: dict[Tensor, tuple[Tensor, tuple[int, int]]] = {}
-        """By parameter: gradient and its ``writes_of`` after the last of several passes."""
+        """Maps parameters to their gradient, and to its ``writes_of`` after the latest pass."""
         self._replaced_sum = ""
         """Name of a parameter whose sum was replaced before this backward added to it."""
         self._backward = BackwardPass()
@@ -128,7 +128,7 @@ class Reducer:
         self._passes_done = 0
 
     def switch(self, *, is_on: bool) -> None:
-        """Start or stop the reduction of gradients, from the next step on. Stop is collective."""
+        """Start or stop reducing gradients, from the next step on. Stopping is collective."""
         if self.is_on and not is_on:
             self.reduction.confirm()
         self.is_on = is_on
@@ -187,13 +187,13 @@ class Reducer:
     def finish(self, *, is_skipped: bool = False) -> bool:
         """Reduce the gradients that ``backward()`` has not reduced in this step. Collective.
 
-        If the program has replaced or dropped reduced gradients, the changes are kept if all ranks
-        have made the same changes; otherwise the gradients are averaged again. This also applies
-        after a ``zero_grad()`` without a later backward.
+        The program may have replaced or dropped reduced gradients. If all ranks have made the same
+        changes, the changes are kept. If the changes differ, the gradients are averaged again. The
+        same rule applies after a ``zero_grad()`` without a later backward.
 
         Args:
-            is_skipped: whether this rank skips the step: gradients of the previous step are
-                dropped, and unless a backward has run, the weight of this rank is 0.
+            is_skipped: whether this rank skips the step. Gradients of the previous step are then
+                dropped, and the weight of this rank is 0 unless a backward has run.
 
         Returns:
             Whether gradients were reduced.

@@ -20,7 +20,7 @@ _OF_TORCH = {
     ),
     "tensorwise": ("Adafactor", "Muon"),
 }
-"""Torch optimizers by property; other classes declare it by an attribute of that name."""
+"""Torch optimizers by property; other classes declare a property by an attribute."""
 _NOT_OF_STEPS = {"param_groups", "state", "step", "_exchange"}
 _NUM_PROBED = 3  # elements of a probe; distinguishes an elementwise state from a number
 
@@ -116,7 +116,7 @@ class PieceStep:
     ) -> dict[str, StateSpec]:
         """Return the dtype and shape of each state tensor of a parameter, by name of the tensor.
 
-        A trial step on a tensor of ones determines them.
+        A trial step on a tensor of ones determines dtypes and shapes.
 
         Raises:
             ConfigError: the state contains a value that is not a tensor; or for an elementwise

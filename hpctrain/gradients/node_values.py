@@ -1,9 +1,10 @@
 """Parameters and optimizer state that the ranks of a node share, in node memory.
 
-Every rank maps that memory twice. Steps write to the shared map, each rank to its own slices. The
-program uses the private map, which contains the values of the last step. A store by the program
-stays private to its rank, as with replicas; stores are detected before the next step, compared
-between the ranks and copied to the shared map, so that a change on all ranks is applied once.
+Every rank maps this memory twice: shared and private. Steps write to the shared map, each rank to
+its own slices. The program uses the private map, which contains the values of the last step. A
+store by the program stays private to its rank, as with replicas; stores are detected before the
+next step, compared between the ranks and copied to the shared map, so that a change on all ranks
+is applied once.
 """
 
 from collections.abc import Iterator, Sequence

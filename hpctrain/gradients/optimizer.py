@@ -57,9 +57,10 @@ def DistributedOptimizer(  # noqa: N802, PLR0913, PLR0917 - Horovod's name and a
     and ``isinstance`` checks of its class remain true. When ``backward()`` returns, every
     ``.grad`` is the average, so gradient clipping and unscaling use averages. The next step
     overwrites the memory of ``.grad``: clone gradients that must outlive the step. Ranks outside
-    ``process_set`` do not communicate; neither does a world of one rank, except for
-    ``master_dtype``. Collective over the process set, as are ``backward()`` and ``step()``.
-    Several optimizers may share one backward if the hooks of all ranks fire in the same order.
+    ``process_set`` do not communicate. A world of one rank does not communicate, except with
+    ``master_dtype``. This function, ``backward()`` and ``step()`` are collective over the process
+    set. Several optimizers may share one backward if the hooks of all ranks fire in the same
+    order.
 
     Args:
         optimizer: any torch optimizer; more parameters can be added later.

@@ -150,7 +150,7 @@ class ShardedReduction(Reduction):
             self._rails.expect()
 
     def update(self, rule: PieceStep, changes: Sequence[Change]) -> list[list[bool]]:
-        """Average the gradients of each chunk of this rank, and update its parameters.
+        """Average the gradients of each chunk of this rank, and update the chunk's parameters.
 
         Returns:
             For each bucket, which parameters have a gradient on any rank.

@@ -45,7 +45,7 @@ class ShardedStep(Reducer, OptimizerExchange):
 
     Args:
         reduction: reduction that sums the gradients of each slice.
-        parameters: returns the current parameters with their names.
+        parameters: function that returns the current parameters with their names.
         optimizer: optimizer whose step is applied to the slices.
         master_dtype: dtype of the copies of 16-bit parameters that the optimizer updates; None for
             none.

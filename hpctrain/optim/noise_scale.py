@@ -20,7 +20,7 @@ class NoiseScale:
     squared norm of the true gradient and S the variance of the gradient of one sample. Every step
     provides two values of n: the size of the parts of a batch (of ranks or micro-batches), and of
     the whole batch; both may vary. A part of n samples has weight n, and a step is weighted by its
-    samples. S and G2 are estimated from sums over steps that decay by ``decay`` per step,
+    samples. S and G2 are estimated from sums over steps; the sums decay by ``decay`` per step,
     because the ratio of a single step is dominated by noise.
 
     ``hpctrain.watch_noise(optimizer, noise)`` adds the steps of a ``DistributedOptimizer``;
