@@ -82,7 +82,7 @@ class AsyncMethod(CommonBlock):
         here, name = world.current(), type(self).__name__
         self.model, self.optimizer, self._presence = model, optimizer, here.presence
         self.is_compared = here.settings.check_weights != "off"
-        """Whether ranks that did not settle and end with different values raise an error."""
+        """Whether it is an error if ranks end without ``settle`` and with different values."""
         with agreed(here.comm, ConfigError):
             require_servable(name, model, optimizer)
             if curvature is not None:
@@ -95,7 +95,7 @@ class AsyncMethod(CommonBlock):
         self._watch = WriteWatch(self._layout)
         parameters = self._layout.parameters
         self.server_optimizer = self._optimizer_of_servers(parameters)
-        """Optimizer that the servers apply; has the state only while the servers do not."""
+        """Optimizer that the servers apply; contains the state only while no server stores it."""
         self._take_state()
         require_equal(
             here.comm,
@@ -267,7 +267,7 @@ class AsyncMethod(CommonBlock):
     _num_slots = 1
     """Number of gradients of this rank that may be in flight concurrently."""
     _steps_here = False
-    """Whether the optimizer steps this rank's replica before gradients are sent."""
+    """Whether the optimizer updates this rank's replica before gradients are sent."""
 
     def _optimizer_of_servers(self, parameters: list[Tensor]) -> Optimizer:
         """Return the optimizer that the servers apply."""
@@ -282,7 +282,7 @@ class AsyncMethod(CommonBlock):
         """Send the gradients that this rank has accumulated."""
 
     def _show_state(self) -> None:
-        """Copy state into ``optimizer`` if the servers apply another optimizer."""
+        """Copy the servers' state into ``optimizer`` if the servers apply another optimizer."""
 
     def _take_state(self) -> None:
         """Move the state that ``_show_state`` has copied back into the servers' optimizer."""

@@ -23,7 +23,7 @@ class ParameterRange(NamedTuple):
 
     number: int  # number of the parameter
     group: int  # parameter group of the optimizer
-    # An integer for a scalar, since a step on a tensor without dimensions rounds differently.
+    # An integer selects a scalar, since a step on a scalar rounds differently than on a slice.
     inside: slice | int  # elements of the parameter
     block: int  # number of the block
     place: slice | int  # the same elements in the server's part of the block

@@ -34,7 +34,7 @@ class ParameterShard:
         self._values, self._sums = layout.new_parts(number), layout.new_parts(number)
         self._held = self._tensors_in(self._values)
         self._stepper = PieceStep(optimizer)
-        # Without the hooks, which would keep the method alive while the server's thread runs.
+        # Hooks are excluded: they would keep the method alive while the server's thread runs.
         self._attributes = {
             name: value
             for name, value in vars(optimizer).items()

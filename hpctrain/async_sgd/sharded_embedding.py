@@ -99,7 +99,7 @@ class ShardedEmbedding(nn.Module):
     """Steps that the table has taken."""
     _pending: list[tuple[Places, Tensor]]  # by lookup since the last step: keys, gradients
     _handle: nn.Parameter
-    """Represents the rows in autograd: frozen with the rows; has a gradient if a row has one."""
+    """Represents the rows in autograd: is frozen with the rows, and has a gradient if they do."""
     _optimizer: Callable[[], Optimizer | None] = staticmethod(lambda: None)
 
     def __init__(  # noqa: PLR0913 - keyword options of users

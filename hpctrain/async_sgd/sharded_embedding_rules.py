@@ -20,7 +20,7 @@ class Rule(ABC):
     """Learning rate; may be set between two steps."""
     name: ClassVar[str]
     keeps: ClassVar[Mapping[str, int]] = {}
-    """Number of state elements per row, by name; 0 for the width of a row."""
+    """Number of state elements per row, by name; 0 means as many as the row has elements."""
 
     def widths(self, dim: int) -> dict[str, int]:
         """Return the number of state elements per row, by name, for rows of ``dim`` elements."""

@@ -67,7 +67,7 @@ class Roster(Tensors):
         self._equal: dict[str, Mark] = {}
         self._stepped: set[Tensor] = set()
         self.inner: list[Roster] = []
-        """Rosters of subsets of the ranks, whose parameters become equal with these."""
+        """Rosters of subsets of ranks; parameters that become equal here become equal in these."""
 
     def note_step(self) -> None:
         """Record the parameters that the optimizer has updated: all with a gradient."""
@@ -155,7 +155,7 @@ class Roster(Tensors):
         return {*trained, *(name for of_rank in others for name in of_rank)}
 
     def _due(self) -> dict[str, bool]:
-        """Return the names of the parameters to average on this rank; values: whether trained."""
+        """Return whether each parameter that this rank averages is trained, by name."""
         return {
             name: p.requires_grad
             for name, p in self._model.named_parameters()

@@ -286,7 +286,7 @@ class NodeVector:
                 (bounds, peer[: bounds.stop - bounds.start])
                 for bounds, peer in zip(slices, peers, strict=True)
             )
-            """Bounds in the vector, and elements, of the slice of each rank of the node."""
+            """For each rank of the node: bounds in the vector, and elements, of its slice."""
             self.bounds, self.own = self.parts[node.rank]
         else:
             self.bounds, self.own = slice(0, numel), torch.zeros(numel, dtype=dtype)

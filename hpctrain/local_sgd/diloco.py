@@ -192,7 +192,7 @@ class DiLoCo(LocalMethod):
         self.rounds.close(agrees=agrees)
 
     def _end_round_equally(self) -> None:
-        """End a round in which no replica counts; with ``fraction``, drop all its local steps."""
+        """End a round in which no replica counts; with ``fraction``, drop the local steps."""
         if not self.rounds.draw.is_partial:
             super()._end_round_equally()
             return

@@ -144,7 +144,7 @@ class LocalGradients(StateFields):
 
     @torch.no_grad()
     def replace(self, *, counts: bool) -> None:
-        """Replace the gradients of a step by proximal gradients; by None unless ``counts``."""
+        """Replace the gradients by proximal gradients, or by None if the step does not count."""
         self._kept = []
         if counts and not self._proximal:
             return

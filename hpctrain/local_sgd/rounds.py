@@ -30,7 +30,7 @@ class RoundOpening:
     outdated: bool  # whether some rank has other tensors than its buckets
     step_s: float  # mean seconds of a step, without averages
     round_s: float
-    """Mean seconds over ranks of the average before, including waits for other ranks."""
+    """Mean over ranks of the seconds of the previous average, with waits for other ranks."""
 
 
 class Rounds:

@@ -71,7 +71,7 @@ _RULES = {
 _FAULTS = ("", *_RULES)
 _HEAD = 4  # words before the facts: fault, ``is_new``, and a pair that only one axis compares
 _SAME = ("trained", "settings", "gradients", "writes")
-"""Facts that stages do not compare, since their parameters differ; the last facts in words."""
+"""Facts that stages do not compare, since stages have different parameters; sent last."""
 
 Shared = Sequence[tuple[str, nn.Parameter | None]]
 """Name and parameter of each weight that stages share; None on ranks without the weight."""
@@ -100,7 +100,7 @@ class Guard:
     ) -> None:
         self.num_flags = 0  # number of flags whose maximum every ``compare`` returns
         self.do_all_step = True
-        """Whether every rank of a pipeline trains a parameter, and compares before steps."""
+        """Whether every rank of a pipeline trains a parameter and compares before steps."""
         self._model, self._shared = weakref.ref(model), shared
         self._layouts = LayoutFinder(model, stages)
         self._check_weights = Settings.from_env().check_weights
@@ -364,7 +364,7 @@ class Guard:
         )
 
     def _number_of(self, optimizer: Optimizer) -> int | None:
-        """Return the number of an optimizer by first step; None if it is of another model."""
+        """Return an optimizer's number in order of first steps; None if not of this model."""
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         number, before = self._numbers.get(optimizer, (-1, -1))
         if number < 0 and count != before:

@@ -132,7 +132,7 @@ def is_clamp(bounds: Tensor) -> bool:
 
 
 def _version(tensor: Tensor) -> int:
-    """Return the number of writes to a tensor; only DTensor operations if it is divided."""
+    """Return the number of writes to a tensor, or of DTensor operations on a divided one."""
     own = 0 if is_divided(tensor) or tensor is part(tensor) else version_of(part(tensor))
     return version_of(tensor) + own
 

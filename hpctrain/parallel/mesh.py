@@ -74,7 +74,7 @@ def build_mesh(
 
 
 def _use(device: str) -> None:
-    """Initialize the device, or torch would select GPU LOCAL_RANK, which may not exist."""
+    """Initialize the device, because torch would select GPU LOCAL_RANK, which may not exist."""
     try:
         torch.empty(0, device=device)
     # Torch raises AssertionError if it was built without this device type.

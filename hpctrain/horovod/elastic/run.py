@@ -89,10 +89,10 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     launch --recover`` the survivors resume from their last commit instead, in the same processes,
     as a smaller world: ``rank()`` and ``size()`` change, process sets of some ranks are removed,
     and a ``DistributedOptimizer`` over all ranks is rebuilt, except with ``shard`` or Adasum. With
-    ``--spares`` spare ranks replace lost ones: spares run the program from ``init()``, and receive
-    the state in ``sync()``. On several nodes, all ranks also end, after ``HPCTRAIN_TIMEOUT``, if
-    one rank alone raises ``HorovodInternalError`` while others average gradients, because messages
-    in flight between nodes cannot be cancelled.
+    ``--spares`` spare ranks replace lost ranks: spares run the program from ``init()``, and
+    receive the state in ``sync()``. On several nodes, all ranks also end, after
+    ``HPCTRAIN_TIMEOUT``, if one rank alone raises ``HorovodInternalError`` while others average
+    gradients, because messages in flight between nodes cannot be cancelled.
 
     Raises:
         CommError: training fails repeatedly without a new commit, or more often than

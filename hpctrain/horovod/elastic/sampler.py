@@ -49,8 +49,8 @@ class ElasticSampler(Sampler[int]):
     number of ranks, the batches are the same as in an uninterrupted epoch.
 
     Call ``hpctrain.init()`` before construction, ``record_batch`` after each batch, and
-    ``set_epoch`` at the end of each epoch, not at its beginning: otherwise a restored epoch would
-    start from its first index. The order is Horovod's for the same seed.
+    ``set_epoch`` at the end of each epoch. With ``set_epoch`` at the beginning, a restored epoch
+    would start from its first index. The order is Horovod's for the same seed.
 
     Args:
         dataset: data set of constant length.
