@@ -186,7 +186,7 @@ class ShardedStep(Reducer, OptimizerExchange):
 
     @property
     def _weight_has_changed(self) -> bool:
-        """Whether the previous step's gradients were clipped, or the weight has changed since."""
+        """Whether the previous step has clipped gradients, or the weight has changed later."""
         return self._was_clipped or self._old_weight not in (None, self.reduction.count.weight)
 
     def _find_changed(self) -> str:
@@ -287,7 +287,7 @@ class ShardedStep(Reducer, OptimizerExchange):
 
     @dynamo_disable
     def new_step(self) -> None:
-        """Reset the state for the gradients of another step; count a step that was begun."""
+        """Reset the state for another step; count the current step if it was begun."""
         if self.is_in_step:
             self.steps.end()
         self.state = EMPTY

@@ -41,7 +41,7 @@ class Rounds:
     Args:
         comm: ranks of the rounds.
         clock: clock that measures steps, and decides when the ranks synchronize.
-        gradients: gradients that these ranks, or some of them, average.
+        gradients: gradients that all or some of these ranks average.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ from hpctrain.core.target import hint
 
 
 class Chain(nn.Module):
-    """Module that applies layers in order, under their names in the whole model.
+    """Module that applies layers in order; each layer keeps its name in the whole model.
 
     Args:
         layers: names and modules in the order of forward.

@@ -72,8 +72,8 @@ class Stage(PipelineStage):
     def _divisible(self, out: Any) -> Any:
         """Return ``out`` in a form that torch can use in a schedule with split backward.
 
-        Torch detaches the output in place, which is not possible for views, and searches for
-        weights in the graph from outputs to inputs, which is empty after frozen layers.
+        Torch detaches the output in place, which is not possible for views. Torch also searches
+        for weights in the graph from outputs to inputs; this graph is empty after frozen layers.
         """
         if self.halves and torch.is_grad_enabled() and out.is_floating_point():
             return as_own_tensor(out).requires_grad_()

@@ -52,7 +52,7 @@ class TiedWeights:
                 self._counted_elsewhere.add(name_on[mine])
 
     def shared(self) -> list[tuple[str, nn.Parameter | None]]:
-        """Return name and parameter of all shared weights; None for weights of other ranks."""
+        """Return name and parameter of each shared weight; None for other ranks' weights."""
         here = dict(self._model.named_parameters(remove_duplicate=False))
         return [
             (places[0][1], next((here[name] for _, name in places if name in self._groups), None))
