@@ -60,7 +60,7 @@ class AsyncMethod(CommonBlock):
     Args:
         model: module with equal parameters and buffers on every rank.
         optimizer: a plain torch optimizer.
-        make_server: returns a server for its messages, slots, roles and shard.
+        make_server: function that creates a server from messages, slots, roles and a shard.
         servers: ranks that serve; None for all ranks.
         curvature: curvature of the loss, for a warning; None if it is not known.
         same: other arguments of the method that must be the same on every rank, by name.
@@ -82,7 +82,7 @@ class AsyncMethod(CommonBlock):
         here, name = world.current(), type(self).__name__
         self.model, self.optimizer, self._presence = model, optimizer, here.presence
         self.is_compared = here.settings.check_weights != "off"
-        """Whether ranks that did not settle and end with different values raise an error."""
+        """Whether it is an error if ranks end without ``settle`` and with different values."""
         with agreed(here.comm, ConfigError):
             require_servable(name, model, optimizer)
             if curvature is not None:
@@ -95,7 +95,7 @@ class AsyncMethod(CommonBlock):
         self._watch = WriteWatch(self._layout)
         parameters = self._layout.parameters
         self.server_optimizer = self._optimizer_of_servers(parameters)
-        """Optimizer that the servers apply; has the state only while the servers do not."""
+        """Optimizer that the servers apply; contains the state only while no server stores it."""
         self._take_state()
         require_equal(
             here.comm,
@@ -209,7 +209,7 @@ class AsyncMethod(CommonBlock):
     def settled(self, *, shows_all: bool = True) -> Iterator[None]:
         """Settle, and copy the servers' optimizer state into the optimizer inside the block.
 
-        Collective. ``optimizer.state_dict()`` has in the block the form of a plain optimizer,
+        Collective. Inside the block, ``optimizer.state_dict()`` has the form of a plain optimizer,
         independent of the number of ranks.
 
         Args:
@@ -228,8 +228,8 @@ class AsyncMethod(CommonBlock):
     def reload(self) -> None:
         """Send the current parameters and optimizer state to the servers. Collective.
 
-        Called after all ranks have loaded the same model and optimizer state; the constructor does
-        the same.
+        Call this method after all ranks have loaded the same model and optimizer state. The
+        constructor sends both, too.
         """
         self._require_open()
         self._take_state()
@@ -267,7 +267,7 @@ class AsyncMethod(CommonBlock):
     _num_slots = 1
     """Number of gradients of this rank that may be in flight concurrently."""
     _steps_here = False
-    """Whether the optimizer steps this rank's replica before gradients are sent."""
+    """Whether the optimizer updates this rank's replica before gradients are sent."""
 
     def _optimizer_of_servers(self, parameters: list[Tensor]) -> Optimizer:
         """Return the optimizer that the servers apply."""
@@ -282,7 +282,7 @@ class AsyncMethod(CommonBlock):
         """Send the gradients that this rank has accumulated."""
 
     def _show_state(self) -> None:
-        """Copy the servers' optimizer state into ``optimizer`` if the two optimizers differ."""
+        """Copy the servers' state into ``optimizer`` if the servers apply another optimizer."""
 
     def _take_state(self) -> None:
         """Move the state that ``_show_state`` has copied back into the servers' optimizer."""
@@ -314,7 +314,7 @@ class AsyncMethod(CommonBlock):
         self._watch.note()
 
     def _push(self, weight: float, gradients: Sequence[Tensor | None], *, reads: bool) -> int:
-        """Send gradients to the servers, and advance the clock; return their staleness."""
+        """Send gradients to all servers, and advance the clock; return the largest staleness."""
         slot = self._clock % self._num_slots
         has = bytes(grad is not None for grad in gradients)
         groups = self.server_optimizer.param_groups
@@ -336,7 +336,7 @@ class AsyncMethod(CommonBlock):
         *,
         takes: bool = True,
     ) -> list[ServerReply]:
-        """Send a request to all servers and return the replies; repeat it after a recovery."""
+        """Send a request to all servers, again after a recovery; return the replies."""
         while True:
             try:
                 replies = self._client.send_and_wait(request, gradients, takes=takes)
@@ -349,7 +349,7 @@ class AsyncMethod(CommonBlock):
                 return replies
 
     def _on_world_end(self) -> None:
-        """Remove the hooks, and send no last request. Called at the end of the world."""
+        """Remove the hooks, and cancel the last request. Called at the end of the world."""
         self._hooks.remove()
         self._client.cancel_leave()
 
@@ -360,8 +360,8 @@ class AsyncMethod(CommonBlock):
 
         Args:
             error: raised again if the world does not recover.
-            before: current rank of each surviving rank, by its rank in the server's world; for a
-                rank that is lost during a recovery.
+            before: maps ranks of the server's world to current ranks, for the surviving ranks;
+                passed if another rank is lost during a recovery.
         """
         if len(self.servers) == self.comm.size:
             recovery.give_up(error)
@@ -431,7 +431,7 @@ class AsyncMethod(CommonBlock):
             self._states.keep(self._name, self._left)
 
     def _left(self, _: tuple[int, ...], /, *, has_weights: bool = True) -> dict[str, str]:
-        """Return text that must be equal on all ranks that did not settle, by name. Local."""
+        """Return texts, by name, that ranks compare; empty if the ranks have settled. Local."""
         if self._phase is not _Phase.STEPPING or not self.is_compared:
             return {}
         how = f"{type(self).__name__}, whose block has not ended, by `with` or settle(), on all"

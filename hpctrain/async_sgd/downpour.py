@@ -37,8 +37,8 @@ class AsyncSGD(AsyncMethod):
 
     Args:
         model: module with equal parameters and buffers on every rank.
-        optimizer: a plain torch optimizer that steps each element separately; the servers store
-            the state, and the options may differ between ranks.
+        optimizer: a plain torch optimizer that updates each element independently; the servers
+            store the state, and the options may differ between ranks.
         staleness_aware: whether the learning rate is divided by the staleness of the gradient
             if the staleness is above 1.
         most_ahead: steps that a worker may be ahead of the slowest worker; None for no limit.
@@ -93,7 +93,7 @@ class Downpour(AsyncMethod):
 
     Args:
         model: module with equal parameters and buffers on every rank.
-        optimizer: a plain torch optimizer that steps the replica between two fetches; each rank
+        optimizer: a plain torch optimizer that updates the replica between two fetches; each rank
             has its own state.
         n_push: steps between two sends of gradients.
         n_fetch: steps between two reads of values.

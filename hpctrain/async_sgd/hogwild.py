@@ -28,8 +28,8 @@ class LostUpdates(NamedTuple):
 class Hogwild(CommonBlock):
     """Lets the ranks of one node update shared parameters concurrently, without locks.
 
-    The ranks share one copy of the parameters in node memory. A step adds ``-lr * gradient`` to
-    the elements that the gradient contains (a sparse gradient contains rows) and to no others.
+    The ranks share one copy of the parameters in node memory. A step adds ``-lr * gradient`` only
+    to the elements that the gradient contains; a sparse gradient contains some of the rows.
     Ranks read parameters while other ranks write. Additions are not atomic: if two ranks update
     one element concurrently, one of the updates may be lost. Stores of single aligned elements are
     atomic: a reader gets the old or the new value.

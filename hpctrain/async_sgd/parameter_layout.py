@@ -23,7 +23,7 @@ class ParameterRange(NamedTuple):
 
     number: int  # number of the parameter
     group: int  # parameter group of the optimizer
-    # An integer for a scalar, since a step on a tensor without dimensions rounds differently.
+    # An integer selects a scalar, since a step on a scalar rounds differently than on a slice.
     inside: slice | int  # elements of the parameter
     block: int  # number of the block
     place: slice | int  # the same elements in the server's part of the block
@@ -129,7 +129,7 @@ class ParameterLayout:
             self.parameters[number].copy_(place)
 
     def _places(self, flats: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
-        """Yield the number of each parameter, and the view of the blocks in its shape."""
+        """Yield the number of each parameter, and its part of ``flats`` as a view in its shape."""
         for block, flat in zip(self.blocks, flats, strict=True):
             yield from zip(block.numbers, block.packed.places_in(flat), strict=True)
 

@@ -34,7 +34,7 @@ class ParameterShard:
         self._values, self._sums = layout.new_parts(number), layout.new_parts(number)
         self._held = self._tensors_in(self._values)
         self._stepper = PieceStep(optimizer)
-        # Without the hooks, which would keep the method alive while the server's thread runs.
+        # Hooks are excluded: they would keep the method alive while the server's thread runs.
         self._attributes = {
             name: value
             for name, value in vars(optimizer).items()
@@ -52,7 +52,7 @@ class ParameterShard:
 
     @contextmanager
     def on_copy(self, out: Sequence[Tensor]) -> Iterator[None]:
-        """Apply steps in the block to ``out``, a copy of the values, and to copied state."""
+        """Inside the block, update ``out`` and a copy of the state instead of the shard."""
         held, state = self._held, self._stepper.state
         try:
             self._held = self._tensors_in(out)
@@ -80,7 +80,7 @@ class ParameterShard:
                 self._stepper.state[tensor][name] = self._part_of(name, value, own)
 
     def _part_of(self, name: str, value: Any, own: ParameterRange) -> Any:
-        """Return a copy of the elements in range ``own`` of an entry of the optimizer state."""
+        """Return a copy of an optimizer state entry, restricted to the elements in ``own``."""
         if not isinstance(value, Tensor):
             return value
         if name != "step" and value.shape == self._layout.parameters[own.number].shape:
@@ -88,7 +88,7 @@ class ParameterShard:
         return value.detach().to("cpu", copy=True)
 
     def state(self) -> list[tuple[int, dict[str, Any]]]:
-        """Return the number and the optimizer state of each parameter range in this shard."""
+        """Return the parameter number and the optimizer state of each range in this shard."""
         both = zip(self._ranges, self._held, strict=True)
         return [(own.number, dict(self._stepper.state[tensor])) for own, tensor in both]
 
@@ -115,7 +115,10 @@ class ParameterShard:
             tensor.grad = None
 
     def _mean(self, pushes: Sequence[Push], num_missing: int) -> Sequence[Tensor]:
-        """Return the mean by block, on up to two nodes bitwise as ``DistributedOptimizer``."""
+        """Return the mean gradient of each block.
+
+        On up to two nodes the mean is bitwise equal to the mean of ``DistributedOptimizer``.
+        """
         if len(pushes) == 1 and pushes[0].weight and not num_missing:
             return pushes[0].parts  # bitwise equal to a plain loop
         nodes = [n for near in (True, False) if (n := [p for p in pushes if p.is_near is near])]

@@ -67,7 +67,7 @@ def require_hookable(name: str, model: object, optimizer: object) -> None:
 
 
 def require_servable(name: str, model: nn.Module, optimizer: Optimizer) -> None:
-    """Raise ``ConfigError`` unless servers can step the parameters of the optimizer."""
+    """Raise ``ConfigError`` unless servers can update the parameters of the optimizer."""
     require_hookable(name, model, optimizer)
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     unknown = {*map(id, trained)} - {*map(id, model.parameters())}

@@ -169,7 +169,7 @@ class ParameterServer(ABC):
         self._messages.replies.send(source, reply, () if is_near else out)
 
     def _note_settled(self, source: int, where: str) -> None:
-        """Exclude ``source`` from waits; ``MismatchError`` if ranks settle in different calls."""
+        """Exclude ``source`` from waits; raise if the ranks settle in different calls."""
         self._clocks.pop(source, None)
         self._settled.setdefault(source, where)  # a rank that has closed remains settled
         if len({*self._settled.values()}) > 1:
@@ -208,7 +208,7 @@ class ParameterServer(ABC):
 
     @abstractmethod
     def _renumber(self, numbers: Mapping[int, int]) -> None:
-        """Assign the requests of surviving workers to their new ranks; drop all others."""
+        """Assign requests of surviving workers to their new ranks; drop all other requests."""
 
 
 def renumbered(values: Mapping[int, Any], numbers: Mapping[int, int]) -> dict[int, Any]:

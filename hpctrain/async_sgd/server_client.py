@@ -83,7 +83,7 @@ class ServerClient:
         here.rebuild.register(RebuildStage.HOLDERS, close=close)
 
     def move(self, numbers: Mapping[int, int]) -> None:
-        """Close the channels of a world that has lost ranks; ``reconnect`` opens new ones.
+        """Close the channels of a world that has lost ranks; ``reconnect`` opens new channels.
 
         Args:
             numbers: new numbers of the surviving ranks, by their old numbers.

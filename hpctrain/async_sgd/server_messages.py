@@ -43,7 +43,7 @@ class Read(NamedTuple):
 
 
 class Settle(NamedTuple):
-    """Request of a rank that takes no more steps until all ranks have sent it."""
+    """Request of a rank that takes no more steps until all ranks have sent this request."""
 
     where: str  # name of the call, for messages
 

@@ -99,7 +99,7 @@ class ShardedEmbedding(nn.Module):
     """Steps that the table has taken."""
     _pending: list[tuple[Places, Tensor]]  # by lookup since the last step: keys, gradients
     _handle: nn.Parameter
-    """Represents the rows in autograd: frozen with the rows; has a gradient if a row has one."""
+    """Represents the rows in autograd: is frozen with the rows, and has a gradient if they do."""
     _optimizer: Callable[[], Optimizer | None] = staticmethod(lambda: None)
 
     def __init__(  # noqa: PLR0913 - keyword options of users
@@ -265,7 +265,7 @@ class ShardedEmbedding(nn.Module):
         return self._pending if self._handle.grad is not None and self._handle.grad else []
 
     def cache_report(self) -> tuple[CacheReport, ...]:
-        """Return cache counters: the sum over all ranks, then each rank's. Collective."""
+        """Return cache counters: the sum over all ranks, then one entry per rank. Collective."""
         exchange, call = self._exchange, f"report of {self._exchange.name}"
         by_rank = exchange.run(lambda: exchange.comm.allgather_object(exchange.cache.report, call))
         return CacheReport(*np.sum(by_rank, axis=0).tolist()), *by_rank
@@ -288,7 +288,9 @@ class ShardedEmbedding(nn.Module):
         self._samples.set(num_samples, nominal)
 
     def step_with(self, optimizer: Optimizer) -> None:
-        """Step this table after every step of ``optimizer``, and clear gradients with it.
+        """Call ``step`` after every step of ``optimizer``.
+
+        ``optimizer.zero_grad()`` then also clears the gradients of this table.
 
         With a ``DistributedOptimizer`` the gradients are weighted by that optimizer's sample
         counts, and with ``op=Sum`` summed, not averaged. Local, but every rank calls this method.
@@ -325,7 +327,7 @@ class ShardedEmbedding(nn.Module):
     @torch.no_grad()
     @dynamo_disable
     def step(self) -> None:
-        """Average the gradients over the ranks, and update the rows that have one. Collective.
+        """Average the gradients over the ranks, and update rows with gradients. Collective.
 
         No-op if no rank has gradients, and for a frozen table. The gradients are cleared in any
         case, even after an error.
@@ -394,7 +396,7 @@ class ShardedEmbedding(nn.Module):
         """Return the shards that ``load(into=...)`` reads for this rank. Local.
 
         Args:
-            path: path of the state in the checkpoint: keys with slashes, ``"model/table"``.
+            path: path of the state in the checkpoint: keys joined by slashes, ``"model/table"``.
         """
         pieces = self._memory.pieces()
         return {f"{path}/tensors/{name}": own.shard for name, own in pieces.items()}
@@ -465,8 +467,8 @@ class _Lookup(torch.autograd.Function):
 class _Hidden(dict[str, nn.Parameter | None]):
     """Parameter dictionary that is visible only to ``zero_grad`` and ``requires_grad_``.
 
-    Optimizers must not see the handle, but ``parameters()`` and the two methods read the same
-    dictionary, so ``items`` inspects its callers.
+    Optimizers must not see the parameter in this dictionary, but ``parameters()`` and the two
+    methods read the same dictionary, so ``items`` inspects its callers.
     """
 
     _SEEN_BY = (nn.Module.zero_grad.__code__, nn.Module.requires_grad_.__code__)

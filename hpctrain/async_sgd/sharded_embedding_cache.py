@@ -59,7 +59,7 @@ class RowCache:
 
         Args:
             rows: distinct row numbers.
-            versions: versions of the ranks' rows; copies are discarded if one has changed.
+            versions: versions of the ranks' rows; copies are discarded if any version has changed.
             exact: whether copies of earlier steps are invalid, too.
         """
         if versions != self._versions:

@@ -138,10 +138,11 @@ class RowExchange:
     def agree(
         self, call: str, refusal: str | None = None, report: RowReport = _NOTHING
     ) -> Sequence[RowReport]:
-        """Return the reports of all ranks, by rank, after checking that ``call`` is identical.
+        """Check that ``call`` is identical on all ranks; return the reports of all ranks.
 
         Raises:
-            MismatchError: ranks make different calls, or one has a ``refusal``; on every rank.
+            MismatchError: ranks make different calls, or any rank passes a ``refusal``; on every
+                rank.
         """
         call, node = f"{call} of {self.name}", self._node
         if self._is_one_node and node is not None:
@@ -211,10 +212,11 @@ class RowExchange:
     def sum_own(self, sums: RowSums, reports: Sequence[RowReport]) -> RowSums:
         """Return the gradients of the rows of this rank, summed over all ranks in a fixed order.
 
+        The result is valid until the next call of ``agree``.
+
         Args:
             sums: sums of this rank's gradients.
-            reports: result of ``agree`` for this step; the sums are valid until the next call of
-                ``agree``.
+            reports: result of ``agree`` for this step.
         """
         self.cache.clock += 1
         if self.comm.size == 1:

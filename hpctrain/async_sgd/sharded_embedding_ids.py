@@ -133,7 +133,7 @@ class IdSpread:
         while math.gcd(self.factor, num_rows) != 1:
             self.factor += 1
         self.padding = -1 if padding_idx is None else padding_idx * self.factor % num_rows
-        """The row of ``padding_idx``; -1 without one."""
+        """The row of ``padding_idx``; -1 without padding."""
 
     def rows_of(self, ids: NDArray[Any]) -> Places:
         """Return the row numbers of ids, as a flat array."""

@@ -48,7 +48,7 @@ class RowOwners:
         return self.stop - self.start
 
     def range_of(self, owner: int) -> tuple[int, int]:
-        """Return the first row of ``owner``, and the row after its last one."""
+        """Return the first row of ``owner``, and one past its last row."""
         first = owner * self.per_rank
         return min(first, self.num_rows), min(first + self.per_rank, self.num_rows)
 

@@ -20,7 +20,7 @@ class Rule(ABC):
     """Learning rate; may be set between two steps."""
     name: ClassVar[str]
     keeps: ClassVar[Mapping[str, int]] = {}
-    """Number of state elements per row, by name; 0 for the width of a row."""
+    """Number of state elements per row, by name; 0 means as many as the row has elements."""
 
     def widths(self, dim: int) -> dict[str, int]:
         """Return the number of state elements per row, by name, for rows of ``dim`` elements."""
@@ -56,7 +56,7 @@ class RowAdagrad(Rule):
     keeps: ClassVar[Mapping[str, int]] = {"square": 1}
 
     def step(self, rows: Tensor, grads: Tensor, state: Mapping[str, Tensor], step: int) -> None:
-        """Update the accumulators, and step by the gradients divided by their roots."""
+        """Update the accumulators, and the rows by gradients over the accumulators' roots."""
         del step
         total = state["square"].add_(grads.square().mean(dim=1, keepdim=True))
         rows.addcdiv_(grads, total.sqrt().add_(self.eps), value=-self.lr)
@@ -75,7 +75,7 @@ class RowAdam(Rule):
     keeps: ClassVar[Mapping[str, int]] = {"first": 0, "second": 0}
 
     def step(self, rows: Tensor, grads: Tensor, state: Mapping[str, Tensor], step: int) -> None:
-        """Update the moments, and step with bias correction by the steps of the table."""
+        """Update the moments and the rows; bias correction uses the steps of the table."""
         beta1, beta2 = self.betas
         first = state["first"].lerp_(grads, 1 - beta1)
         second = state["second"].lerp_(grads.square(), 1 - beta2)

@@ -20,18 +20,18 @@ from hpctrain.core.errors import MismatchError, NodeMemoryError
 class StaleSynchronous(AsyncMethod):
     """Allows a worker to be up to ``staleness`` steps ahead of the slowest worker.
 
-    Before its step c (counted from 0) a worker has values that include the updates of all
-    workers' steps up to c - staleness - 1, of this worker's steps before c, and of the steps of
-    other workers before c that the servers have received; never of step c or later. An update is
-    one optimizer step by the mean gradient of all workers in one step, summed in rank order on
-    each node. Values that a worker reads ahead of the slowest worker include steps by incomplete
-    means; after the last gradient of a step has arrived, the servers take that step once, by the
-    whole mean.
+    Before step c (counted from 0), the values of a worker include the updates of steps up to
+    c - staleness - 1 by all workers, the updates of all earlier steps by this worker, and the
+    updates of steps before c by other workers that the servers have received. The values never
+    include updates of step c or later. An update is one optimizer step by the mean gradient of all
+    workers in one step, summed in rank order on each node. Values that a worker reads ahead of the
+    slowest worker include steps by incomplete means; after the last gradient of a step has
+    arrived, the servers take that step once, by the mean of all gradients.
 
     With ``staleness=0`` the method is synchronous SGD, for any elementwise optimizer. The results
     are bitwise equal to ``DistributedOptimizer`` on one and two nodes; on more nodes sums have
-    another order. Delays of a worker of up to ``staleness`` steps do not delay the others, but a
-    worker that is always slow does.
+    another order. A worker that is delayed by up to ``staleness`` steps does not delay the other
+    workers; a worker that is always slow does.
 
     Gradients are sent in ``step()``, so gradient clipping before ``step()`` acts on each rank's
     gradient, not on the mean as in synchronous SGD.
@@ -43,12 +43,12 @@ class StaleSynchronous(AsyncMethod):
 
     Args:
         model: module with equal parameters and buffers on every rank.
-        optimizer: a plain torch optimizer that steps each element separately, with the same
+        optimizer: a plain torch optimizer that updates each element independently, with the same
             options on every rank in each step. The servers store the state.
         staleness: steps that a worker may be ahead of the slowest worker. Each rank stores
             ``staleness + 1`` gradients and the values in node memory.
         servers: None for all ranks, each of which serves a shard of the parameters and is a
-            worker; a number of dedicated ranks, the last ones; or a list of ranks.
+            worker; a number of dedicated ranks, which are the last ranks; or a list of ranks.
         curvature: largest eigenvalue of the Hessian, to warn if the learning rate is too large
             for the observed staleness; None for no warning.
 
@@ -97,9 +97,8 @@ class StaleSynchronous(AsyncMethod):
 class ClockedServer(ParameterServer):
     """Parameter server that applies the mean gradient of a step after all workers have sent it.
 
-    A worker that is ahead of the slowest
-    worker reads a copy of the values to which the received gradients of incomplete steps are
-    applied.
+    A worker that is ahead of the slowest worker reads a copy of the values. The received gradients
+    of incomplete steps are applied to this copy.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""Hooks around the steps of an optimizer, of one local or asynchronous method at a time."""
+"""Hooks of a local or asynchronous method, called around the steps of an optimizer."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ class StepHooks:
         before: called at the beginning of each step.
         after: called at the end of each step.
         hides: whether the gradients are None during the step, so that the optimizer does nothing;
-            they are restored afterwards.
+            the gradients are restored afterwards.
     """
 
     def __init__(

@@ -32,8 +32,9 @@ class Codec(Protocol):
 
         Args:
             bucket: bucket, which exists until ``forget`` is called.
-            parts: views of the bucket: its tensors in their shapes, then a tensor of marks, 0 or 1
-                for each tensor. After the sum, a mark must be above 0 if a rank has set it to 1.
+            parts: views of the bucket: its tensors in their shapes, then one tensor with a mark
+                for each of these tensors. Each rank sets a mark to 0 or 1. After the sum, a mark
+                must be above 0 if any rank has set the mark to 1.
             comm: communicator that reduces the bucket.
         """
         del bucket, parts, comm
@@ -49,7 +50,7 @@ class Codec(Protocol):
         """Return the compressed size of a bucket in bytes. Local; the same on all ranks."""
 
     def allreduce_(self, bucket: Bucket, comm: Communicator, *, scale: float | None) -> Work:
-        """Replace the bucket by its sum over ``comm``, or an approximation, times ``scale``.
+        """Replace the bucket by ``scale`` times its exact or approximate sum over ``comm``.
 
         Collective: every rank calls this method, for the same buckets, in the same order.
         """
@@ -59,14 +60,14 @@ class Codec(Protocol):
         return {}
 
     def fits(self, state: Mapping[str, Any]) -> bool:
-        """Return True if ``state`` is of the same buckets, so that it can be loaded. Local."""
+        """Return True if ``state`` was saved for the same buckets and can be loaded. Local."""
         return not state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a result of ``state_dict``. Not collective.
 
         Raises:
-            ConfigError: the state is of other buckets.
+            ConfigError: the state was saved for other buckets.
         """
         del state
 

@@ -46,7 +46,7 @@ def _calculated(numbers: Integers) -> tuple[Integers, Integers]:
 
 
 def packed(codes: Integers, lengths: Integers) -> Bytes:
-    """Return codes of up to 33 bits, concatenated with the highest bit first, as bytes."""
+    """Concatenate codes of up to 33 bits, highest bit first, and return the bytes."""
     ends = np.cumsum(lengths)
     num_bits = int(ends[-1]) if len(ends) else 0
     words = np.zeros(num_bits // 32 + 2, np.uint64)
@@ -90,7 +90,7 @@ class Reader:
         return gap, level
 
     def gap_at(self, streams: Integers) -> Integers:
-        """Decode the next integer, a gap, of each block in ``streams``."""
+        """Decode the next integer of each block in ``streams``, for example a gap."""
         numbers = np.ones(len(streams), np.int64)
         going = np.arange(len(streams))
         while len(going):
@@ -121,9 +121,10 @@ class Reader:
 
 @cache
 def _looked_up() -> tuple[Integers, Integers, Integers]:
-    """Return length, gap and level of the first pair in each possible window of bits.
+    """Decode the first pair of gap and level in each possible window of bits.
 
-    The length is in bits, and 0 if the pair is longer than the window.
+    Return lengths, gaps and levels. A length is in bits, and 0 if the pair is longer than the
+    window.
     """
     windows = np.zeros((1 << _WINDOW, 16), np.uint8)
     windows[:, :2] = np.arange(1 << _WINDOW, dtype=">u2")[:, None].view(np.uint8)

@@ -62,9 +62,9 @@ class Compression:
 class HalfCodec(Codec):
     """Codec that sends buckets of 32-bit and 64-bit values in 16 bits.
 
-    Sums inside a node are exact. Only data sent between nodes are rounded: each slice of the sum
-    of a node, after the multiplication by ``scale``, and each partial sum. Without node memory
-    each rank rounds its values, and the sum is computed in float32 and rounded once.
+    Sums inside a node are exact. Only data sent between nodes are rounded: the sums of the nodes,
+    after multiplication by ``scale``, and partial sums over nodes. Without node memory each rank
+    rounds its values, and the sum is computed in float32 and rounded once.
 
     Args:
         dtype: ``torch.float16`` or ``torch.bfloat16``.

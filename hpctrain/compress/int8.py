@@ -1,4 +1,4 @@
-"""Compression of gradients to 8 bits, in blocks with a common step and smallest value."""
+"""Compression of gradients to 8 bits, in blocks with a common smallest value and level spacing."""
 
 from enum import IntEnum
 
@@ -14,9 +14,9 @@ _CHUNK = 1 << 18  # values per pass, which fit into the CPU cache
 _HEAD = 8  # bytes per block for its step and its smallest value
 _LEAST_STEP = 1e-7
 _FACTORS = 2.0**64, 2.0**120
-"""Factors of blocks with smaller steps; the second for steps that the first leaves too small."""
+"""Factors for blocks with smaller steps; the second is used if the first is insufficient."""
 _QUARTER = 0.25
-"""Factor of values whose range exceeds that of float32."""
+"""Factor for values whose range exceeds the range of float32."""
 
 
 class _Kind(IntEnum):
@@ -32,8 +32,8 @@ class Int8Blocks(Format):
     """Format with one byte per value and eight bytes per block.
 
     A value is rounded to the nearest of 256 levels between the smallest and the largest value of
-    its block. If any value is not finite, all values of the packet become NaN. Steps below 1e-45
-    become 0, so that all values of the block become its smallest value.
+    its block. If any value is not finite, all values of the packet become NaN. A step between two
+    levels below 1e-45 becomes 0, so that all values of the block become its smallest value.
 
     Args:
         unit: values per block.
@@ -44,7 +44,7 @@ class Int8Blocks(Format):
 
     @override
     def num_bytes(self, share: CodedShare, piece: slice) -> int:
-        """Return the bytes: one per value, eight per block, and one more; see ``Format``."""
+        """Return the size: one byte per value, eight per block, and one more; see ``Format``."""
         numel: int = piece.stop - piece.start
         return 1 + numel + _HEAD * -(-numel // self.unit)
 
@@ -80,7 +80,7 @@ class Int8Blocks(Format):
             out.clamp_(-largest, largest).div_(_QUARTER)
 
     def _chunks(self, values: Tensor, packet: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return pieces of ``values``, one block per row, with the bytes of each in ``packet``."""
+        """Return pairs: a piece of ``values``, one block per row, and its bytes in ``packet``."""
         unit, whole = self.unit, values.numel() // self.unit * self.unit
         rows, step = values[:whole].view(-1, unit), max(_CHUNK // unit, 1)
         packed = packet[: len(rows) * (unit + _HEAD)].view(-1, unit + _HEAD)
@@ -92,7 +92,7 @@ class Int8Blocks(Format):
 
 
 def _packed(blocks: Tensor) -> Tensor:
-    """Return each row encoded; small values are scaled, since torch adds 1e-8 to ranges."""
+    """Encode each row; rows of small range are scaled, since torch adds 1e-8 to ranges."""
     packed: Tensor = torch.ops.quantized.embedding_bag_byte_prepack(blocks)
     step, least = _heads_of(packed)[:, 0].clone(), _LEAST_STEP
     for factor in _FACTORS:

@@ -40,7 +40,7 @@ class Sparse(RailCodec):
     def send_largest(
         self, share: CodedShare, wanted: Tensor, result: Tensor, link: Internode
     ) -> Tensor:
-        """Set ``result`` to the sum of the largest values in ``wanted`` of all ranks.
+        """Send the largest values in ``wanted``, and set ``result`` to the sum of all sent values.
 
         Collective over ``link``.
 

@@ -27,8 +27,9 @@ class PowerSGD(RailCodec):
 
     Args:
         rank: rank of the approximation.
-        warmup_steps: number of first steps that are exact.
-        min_gain: minimum ratio of the sizes of matrix and factors; other matrices are exact.
+        warmup_steps: number of steps at the start in which gradients are summed exactly.
+        min_gain: minimum ratio of the sizes of matrix and factors; matrices with a smaller ratio
+            are summed exactly.
         warm_start: whether a step starts from the factor of the previous step. Without a warm
             start, the approximation is worse than the best approximation of this rank.
         error_feedback: whether the approximation error is added in the next step.

@@ -86,7 +86,7 @@ class QSGD(RailCodec):
         return int(self._codes(levels)[1].sum())
 
     def _codes(self, levels: Tensor) -> "tuple[np.ndarray, np.ndarray, np.ndarray]":
-        """Return the codes of gaps and signed levels, with the length and the block of each."""
+        """Return the codes of gaps and signed levels, their lengths, and their block numbers."""
         flat, length = levels.numpy().ravel(), levels.shape[1]
         at = np.flatnonzero(flat)
         found, block = flat[at].astype(np.int64), at // length
@@ -100,7 +100,7 @@ class QSGD(RailCodec):
         return codes.ravel(), lengths.ravel(), np.repeat(block, 2)
 
     def _packed(self, norms: Tensor, levels: Tensor) -> Tensor:
-        """Return a packet: norm, number of nonzero values and of bits per block, then codes."""
+        """Return a packet: norms, nonzero counts and bit counts of all blocks, then the codes."""
         codes, lengths, block = self._codes(levels)
         num_bits = np.bincount(block, lengths, minlength=len(levels)).astype(np.int32)
         numbers = np.bincount(block[::2], minlength=len(levels)).astype(np.int32)

@@ -4,10 +4,10 @@
     rank r   -> decodes K codes, sums them, codes the sum
     sum      -> is sent to all ranks, which decode it        (all-gather)
 
-Each rank sends 2 (K - 1) / K codes, as in a ring all-reduce, and the results are bitwise identical
-on all ranks. With error feedback, both encodings store their errors and add them in the next step.
-Long values are divided into chunks: a rank encodes one chunk and decodes another while a third is
-in flight.
+Each rank sends 2 (K - 1) / K times the size of the encoded values, as in a ring all-reduce, and
+the results are bitwise identical on all ranks. With error feedback, the errors of both encodings
+(of the pieces and of the sum) are stored and added in the next step. Long values are divided into
+chunks: a rank encodes one chunk and decodes another while a third is in flight.
 """
 
 from collections import deque
@@ -51,7 +51,7 @@ class Format(Protocol):
         """Return the size of the encoded values of ``piece`` in bytes."""
 
     def pack(self, share: CodedShare, piece: slice, values: Tensor) -> Tensor:
-        """Return ``values``, flat and in float32 or float64, encoded as uint8."""
+        """Encode ``values``, a flat float32 or float64 tensor, as uint8."""
 
     def unpack(self, share: CodedShare, piece: slice, packet: Tensor, out: Tensor) -> None:
         """Decode ``packet``, and store the values in ``out``."""
@@ -63,7 +63,7 @@ class Quantized(RailCodec):
     Args:
         form: encoding of the values.
         feedback: whether both encodings add their errors in the next step.
-        warmup_steps: number of first steps of every bucket that are exact.
+        warmup_steps: number of steps at the start in which gradients are summed exactly.
 
     Source: Seide et al. 2014, "1-bit stochastic gradient descent and its application to
     data-parallel distributed training of speech DNNs", for two encodings with residuals.
@@ -123,7 +123,7 @@ class Quantized(RailCodec):
     def _coded(
         self, share: CodedShare, piece: slice, values: Tensor, memory: Tensor | None
     ) -> Tensor:
-        """Return a piece encoded, with the error in ``memory`` added; store the new error."""
+        """Add the error in ``memory`` to a piece and encode it; store the new error there."""
         form, wanted = self._form, values[piece]
         if memory is None:
             return form.pack(share, piece, wanted)

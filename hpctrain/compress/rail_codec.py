@@ -27,7 +27,7 @@ from hpctrain.core.errors import ConfigError
 
 
 class CodedTensor(NamedTuple):
-    """Position in a bucket of a tensor, or of the part of a tensor that a rank encodes."""
+    """Position in a bucket: of a whole tensor, or of the part that a rank encodes."""
 
     number: int  # index of the tensor in its bucket
     start: int  # first element in the bucket
@@ -215,7 +215,7 @@ class RailCodec:
         }
 
     def fits(self, state: Mapping[str, Any]) -> bool:
-        """Return True if ``state`` is of the same buckets; see ``Codec``."""
+        """Return True if ``state`` was saved for the same buckets; see ``Codec``."""
         shares = self._shares
         return len(state) == len(shares) and all(
             kept["numel"] == share.numel
@@ -223,7 +223,7 @@ class RailCodec:
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a result of ``state_dict`` of the same buckets; see ``Codec``."""
+        """Restore a result of ``state_dict`` for the same buckets; see ``Codec``."""
         if not self.fits(state):
             raise ConfigError(
                 f"the state of a codec must be of the same buckets, but the {len(state)} saved "
@@ -277,7 +277,7 @@ class RailCodec:
             self._keep_unused(prepared, link.size)
 
     def _keep_unused(self, prepared: _Prepared, num_nodes: int) -> None:
-        """Add the results of tensors without a gradient on any rank to the unsent values."""
+        """Add results to the unsent values for tensors of which no rank has a gradient."""
         bucket, share, _, marks = prepared
         unsent = share.memory.get(self.unsent)
         if unsent is None or not len(marks) or marks.all():

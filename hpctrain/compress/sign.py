@@ -20,12 +20,12 @@ class Signs(Format):
 
     @override
     def num_bytes(self, share: CodedShare, piece: slice) -> int:
-        """Return the bytes: one bit per value, and one byte; see ``Format``."""
+        """Return the size in bytes: one bit per value, and one byte; see ``Format``."""
         numel: int = piece.stop - piece.start
         return 1 + -(-numel // 8)
 
     def pack(self, share: CodedShare, piece: slice, values: Tensor) -> Tensor:
-        """Encode values as bits after a byte, 1 if any value is not finite; see ``Format``."""
+        """Encode a flag byte, 1 if any value is not finite, and the sign bits; see ``Format``."""
         packet = torch.empty(self.num_bytes(share, piece), dtype=torch.uint8)
         packet[0] = not is_finite(values)
         packet[1:] = _bits_of(values)
@@ -75,7 +75,7 @@ class TwoValues:
     unit = 8
 
     def num_bytes(self, share: CodedShare, piece: slice) -> int:
-        """Return the bytes: one bit per value, and eight bytes per row; see ``Format``."""
+        """Return the size in bytes: one bit per value, and eight bytes per row; see ``Format``."""
         numel: int = piece.stop - piece.start
         return 8 * sum(rows for _, rows, _ in _rows_in(share, piece)) + -(-numel // 8)
 
@@ -94,7 +94,7 @@ class TwoValues:
         return torch.cat([*(each.view(torch.uint8) for each in means), bits])
 
     def unpack(self, share: CodedShare, piece: slice, packet: Tensor, out: Tensor) -> None:
-        """Decode each bit to its mean; see ``Format``."""
+        """Decode each bit to the mean that the bit selects; see ``Format``."""
         spans = _rows_in(share, piece)
         num_rows = sum(rows for _, rows, _ in spans)
         means = packet[: 8 * num_rows].view(torch.float32).view(-1, 2).to(out.dtype)
@@ -119,8 +119,8 @@ class OneBit(Quantized):
     """Codec that sends one bit per value and two values per row, with error feedback.
 
     Args:
-        warmup_steps: number of first steps that are exact, because gradients change faster at the
-            start of training than the error feedback corrects.
+        warmup_steps: number of steps at the start in which gradients are summed exactly, because
+            they change faster than the error feedback corrects.
 
     Source: Seide et al. 2014, "1-bit stochastic gradient descent and its application to
     data-parallel distributed training of speech DNNs".

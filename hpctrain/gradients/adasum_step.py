@@ -24,7 +24,7 @@ _STEPPED = "_hpctrain_stepped"  # attribute of a gradient: its ``writes_of`` whe
 
 
 class AdasumStep(OptimizerExchange):
-    """Combines the steps that the ranks take separately into one step of all ranks.
+    """Combines the optimizer steps of all ranks into one step.
 
     The change of each parameter is combined over all ranks by Adasum: orthogonal changes are
     added, equal changes are averaged. The learning rate therefore need not grow with the number of
@@ -33,7 +33,7 @@ class AdasumStep(OptimizerExchange):
     Args:
         comm: ranks whose steps are combined.
         compressor: compression of the changes.
-        parameters: returns the current parameters with their names.
+        parameters: function that returns the current parameters with their names.
         steps: counts steps, and compares the ranks before each step.
 
     Source: Maleki et al. 2020, arXiv:2006.02924.
@@ -85,7 +85,7 @@ class AdasumStep(OptimizerExchange):
         )
 
     def new_step(self) -> None:
-        """Record that the program clears gradients, perhaps without a step. Not collective."""
+        """Count gradients that are cleared before a step has used them. Not collective."""
         if self._before:  # inside a step, a closure may clear gradients any number of times
             return
         self._num_forgotten += _has_new(_gradients(self._parameters()))
@@ -134,7 +134,7 @@ class AdasumStep(OptimizerExchange):
         self._steps.take(agreement)
 
     def contribute_zeros(self, agreement: StepAgreement) -> None:
-        """Raise ``AssertionError``: the step message rejects ranks that have joined."""
+        """Raise ``AssertionError``; not called, since Adasum steps fail if a rank has joined."""
         raise AssertionError(agreement)
 
     @torch.no_grad()
@@ -163,12 +163,12 @@ def _gradients(parameters: NamedParameters) -> list[Tensor]:
 
 
 def _has_new(grads: Iterable[Tensor]) -> bool:
-    """Return whether a nonzero gradient was not used by a step yet."""
+    """Return whether any nonzero gradient has not been used by a step."""
     return any(getattr(g, _STEPPED, None) != writes_of(g) and bool(g.any()) for g in grads)
 
 
 def _stepped(parameters: NamedParameters) -> NamedParameters:
-    """Return the parameters that a step may change: trained, or frozen with a gradient."""
+    """Return the parameters that a step may change: not frozen, or with a gradient."""
     return [(name, p) for name, p in parameters if p.requires_grad or p.grad is not None]
 
 

@@ -53,7 +53,7 @@ class ParameterHooks:
         self._ready = _Hook(owner, on_ready, None)
         self._handles: list[RemovableHandle] = []
         self._hooked: dict[int, int] = {}
-        """By ``id`` of a hooked parameter: ``identity_of``, which changes by a conversion."""
+        """Maps the ``id`` of a hooked parameter to ``identity_of``, which a conversion changes."""
         weakref.finalize(owner, _remove, self._handles)
 
     def hook(self, parameters: NamedParameters) -> None:
@@ -159,7 +159,7 @@ class BackwardPass:
         return self.num_fires == self._nested_fires or have_all_fired()
 
     def learn(self, fires: Iterable[int], num_passes: int) -> None:
-        """Record how often each hook has fired in the passes of a step."""
+        """Record how often each hook has fired in the backward passes of a step."""
         if self.num_fires:
             once = all(number <= num_passes for number in fires)
             self.fires_once = once and (self._is_first or self.fires_once)

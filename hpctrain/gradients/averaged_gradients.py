@@ -16,7 +16,7 @@ class AveragedGradients(Reducer, OptimizerExchange):
 
     Args:
         reduction: reduction that sends the gradients.
-        parameters: returns names and parameters that are current.
+        parameters: function that returns the current parameters with their names.
         passes: backward passes that are accumulated before one reduction.
     """
 

@@ -40,7 +40,7 @@ class SyncBatchNorm(_BatchNorm):
         track_running_stats: whether evaluation uses running statistics.
         process_set: ranks that share statistics; None for all ranks.
 
-    Source: Chan, Golub, LeVeque 1979, for the variance of a union.
+    Source: Chan, Golub, LeVeque 1979, for the variance of combined samples.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ def _summed(sums: Tensor, controller: Controller) -> Tensor:
 
 
 def _wide(values: Tensor) -> torch.dtype:
-    """Return the dtype in which ``values`` are computed."""
+    """Return the dtype for computations with ``values``."""
     return torch.float32 if values.itemsize < 4 else values.dtype
 
 

@@ -18,7 +18,7 @@ from hpctrain.gradients.sparse_gradients import SparseSlot
 
 
 class SharedGradientError(CommError):
-    """Error of a gradient that shares memory with another slot; ``name`` is its parameter."""
+    """Error: the gradient of parameter ``name`` shares the memory of another gradient's slot."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -65,8 +65,8 @@ class BucketLayout:
 
         Args:
             parameters: all parameters with their names.
-            results: parameters whose gradients are already equal on all ranks, in addition to the
-                slots that hold a result.
+            results: parameters whose gradients are already equal on all ranks. Parameters whose
+                slot holds the result of a reduction are added automatically.
 
         Raises:
             MismatchError: ranks have different parameters or groups; raised on all ranks.
@@ -101,7 +101,7 @@ class BucketLayout:
         return slot.found_sparse_dim is not None and slot.parameter not in self._dims
 
     def learn_sparse(self) -> None:
-        """Exchange which gradients are sparse, and rebuild the buckets. Collective."""
+        """Send to all ranks which gradients are sparse, and rebuild the buckets. Collective."""
         own = [self.slot_of[p].found_sparse_dim for _, p in self._parameters]
         self._dims = {}
         for dims in reversed(self._comm.allgather_object(own)):  # the lowest rank decides
@@ -158,7 +158,7 @@ class BucketLayout:
     def _new_buckets(
         self, dense: NamedParameters, plans: Sequence[BucketPlan]
     ) -> list[GradientBucket]:
-        """Allocate buckets, on accelerators if sums can be computed there. Collective."""
+        """Allocate buckets, on accelerators if accelerators can compute the sums. Collective."""
 
         def make(backend: ReduceBackend) -> list[GradientBucket]:
             return [

@@ -84,11 +84,13 @@ class Reducer:
 
     Args:
         reduction: reduction that sends the gradients.
-        parameters: returns names and parameters that are current; called in every step.
-        note: called once per step with the name of the collective operation, for messages.
+        parameters: function that returns the current parameters with their names; called in every
+            step.
+        note: function that is called once per step with the name of the collective operation, for
+            messages.
         passes: backward passes that are accumulated before one reduction.
-        is_exclusive: whether only the last of several reducers of a parameter reduces its
-            gradient.
+        is_exclusive: whether a later exclusive reducer of the same parameter replaces this
+            reducer.
     """
 
     def __init__(
@@ -109,7 +111,7 @@ class Reducer:
         self._num_passes, self._passes_done = passes, 0
         self.state = StepState.EMPTY
         self._seen: dict[Tensor, tuple[Tensor, tuple[int, int]]] = {}
-        """By parameter: gradient and its ``writes_of`` after the last of several passes."""
+        """Maps parameters to their gradient, and to its ``writes_of`` after the latest pass."""
         self._replaced_sum = ""
         """Name of a parameter whose sum was replaced before this backward added to it."""
         self._backward = BackwardPass()
@@ -126,7 +128,7 @@ class Reducer:
         self._passes_done = 0
 
     def switch(self, *, is_on: bool) -> None:
-        """Start or stop the reduction of gradients, from the next step on. Collective to stop."""
+        """Start or stop reducing gradients, from the next step on. Stopping is collective."""
         if self.is_on and not is_on:
             self.reduction.confirm()
         self.is_on = is_on
@@ -185,13 +187,13 @@ class Reducer:
     def finish(self, *, is_skipped: bool = False) -> bool:
         """Reduce the gradients that ``backward()`` has not reduced in this step. Collective.
 
-        If the program has replaced or dropped reduced gradients, the changes are kept if all ranks
-        have made the same changes; otherwise the gradients are averaged again. This also applies
-        after a ``zero_grad()`` without a later backward.
+        The program may have replaced or dropped reduced gradients. If all ranks have made the same
+        changes, the changes are kept. If the changes differ, the gradients are averaged again. The
+        same rule applies after a ``zero_grad()`` without a later backward.
 
         Args:
-            is_skipped: whether this rank skips the step: gradients of the previous step are
-                dropped, and unless a backward has run, the weight of this rank is 0.
+            is_skipped: whether this rank skips the step. Gradients of the previous step are then
+                dropped, and the weight of this rank is 0 unless a backward has run.
 
         Returns:
             Whether gradients were reduced.
@@ -263,8 +265,9 @@ class Reducer:
     def start_again(self) -> None:
         """Discard the gradients of a failed backward; called when a state is loaded.
 
-        Collective if a backward raised an error after some of its gradients were sent: then every
-        rank calls this method and sends the remaining gradients, which synchronizes the ranks.
+        Collective if a backward raised an error after some of its gradients were sent. In this
+        case, the ranks send the remaining gradients, so that the order of messages stays the same
+        on all ranks.
         """
         if self._backward.tasks and self.reduction.has_sent:
             with suppress(MismatchError):
@@ -339,7 +342,7 @@ class Reducer:
     def before_sum(self, parameter_id: int) -> None:
         """Clear a reduced sum on all ranks but one, before backward adds a gradient to the sum.
 
-        Otherwise the next reduction would count the sum once per rank.
+        All ranks have the same sum, and the next reduction must add the sum only once.
         """
         slot = self.reduction.layout.slot_by_id.get(parameter_id)
         if not self.is_on or self.superseded or slot is None or not slot.is_result:
@@ -401,7 +404,7 @@ class Reducer:
     # -- the reduction ----------------------------------------------------------------------
 
     def _current_parameters(self) -> NamedParameters:
-        """Return the parameters that a step may change: trained, or frozen with a gradient."""
+        """Return the parameters that a step may change: not frozen, or with a gradient."""
         return [
             named
             for named in self._parameters()

@@ -20,7 +20,7 @@ _OF_TORCH = {
     ),
     "tensorwise": ("Adafactor", "Muon"),
 }
-"""Torch optimizers by property; other classes declare it by an attribute of that name."""
+"""Torch optimizers by property; other classes declare a property by an attribute."""
 _NOT_OF_STEPS = {"param_groups", "state", "step", "_exchange"}
 _NUM_PROBED = 3  # elements of a probe; distinguishes an elementwise state from a number
 
@@ -33,17 +33,19 @@ class StateSpec(NamedTuple):
 
 
 class PieceStep:
-    """Applies the step of an optimizer to pieces of its parameters, with bitwise equal results.
+    """Applies the step of an optimizer to pieces of its parameters.
+
+    The result is bitwise equal to a step on whole parameters.
 
     The ``step`` method of the optimizer's class is called on an object that has all attributes of
     the optimizer, but pieces in place of parameters. ``read`` copies the settings of parameter
     groups before every step.
 
     Args:
-        optimizer: optimizer that steps every element, or every tensor, separately.
+        optimizer: optimizer that updates every element, or every tensor, independently.
 
     Raises:
-        ConfigError: the optimizer is not known to step elements or tensors separately.
+        ConfigError: the optimizer is not known to update elements or tensors independently.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -83,7 +85,7 @@ class PieceStep:
         self._parts: dict[Any, dict[str, StateSpec]] = {}
 
     def read(self, optimizer: Optimizer) -> str:
-        """Copy the settings of ``optimizer``; return a text that ranks can compare."""
+        """Copy the settings of ``optimizer``; return them as text to compare between ranks."""
         own, its = vars(optimizer).items(), vars(self._of)
         its.clear()  # a GradScaler adds attributes and deletes them again
         its.update({k: v for k, v in own if k not in _NOT_OF_STEPS})
@@ -97,7 +99,7 @@ class PieceStep:
         return "; ".join(str([*map(_plain, one.values())]) for one in self._settings)
 
     def step(self, pieces: Mapping[int, list[Tensor]]) -> None:
-        """Update the pieces, given by number of their parameter group, from their ``.grad``."""
+        """Update ``pieces``, given by number of their parameter group, from their ``.grad``."""
         self._of.param_groups = [
             {**self._settings[group], "params": own} for group, own in pieces.items()
         ]
@@ -112,7 +114,9 @@ class PieceStep:
     def parts(
         self, group: int, dtype: torch.dtype, shape: tuple[int, ...]
     ) -> dict[str, StateSpec]:
-        """Return dtype and shape of a parameter's state by name, found by a trial step on ones.
+        """Return the dtype and shape of each state tensor of a parameter, by name of the tensor.
+
+        A trial step on a tensor of ones determines dtypes and shapes.
 
         Raises:
             ConfigError: the state contains a value that is not a tensor; or for an elementwise

@@ -1,8 +1,9 @@
 """Sums over a fixed binary tree, with the same additions on any number of ranks.
 
-The leaves are the values of micro-shards of a batch, whose number is a power of two. Node i of
-level k is the sum of nodes 2i and 2i + 1 of level k - 1; leaves have level 0. A rank with
-consecutive leaves sums all complete subtrees of its range; at most 2 log2(leaves) nodes remain.
+A batch is divided into micro-shards; their number is a power of two. Each leaf of the tree has the
+values of one micro-shard, such as gradients. Node i of level k is the sum of nodes 2i and 2i + 1
+of level k - 1; leaves have level 0. A rank with consecutive leaves sums all complete subtrees of
+its range; at most 2 log2(leaves) nodes remain.
 """
 
 import hashlib
@@ -23,9 +24,9 @@ ALIGNMENT = 64
 
 
 def own_micro_shards(num_micro_shards: int, rank: int, size: int) -> range:
-    """Return the numbers of the micro-shards that ``rank`` computes.
+    """Return the indices of the micro-shards that ``rank`` computes.
 
-    The numbers are consecutive, and the ranks' numbers of micro-shards differ by at most one.
+    The indices are consecutive. Some ranks have one micro-shard more than others.
 
     Raises:
         ConfigError: the number of micro-shards is not a power of two, or less than ``size``.
@@ -81,7 +82,7 @@ def num_samples_of(batch: Any) -> int:
 
 
 def aligned_part(batch: Any, samples: slice) -> Any:
-    """Return a copy of ``samples`` of a batch, in contiguous tensors in aligned memory."""
+    """Return a copy of the range ``samples`` of a batch, with contiguous, aligned tensors."""
     if isinstance(batch, Tensor):
         return aligned(batch[samples])
     if isinstance(batch, Mapping):
@@ -166,17 +167,17 @@ def sum_over_ranks(
     """Return the values of the root. Collective; the memory of ``pending`` is reused.
 
     Each rank sums a slice of the elements over the upper part of the tree, and sends the sums to
-    all other ranks. On N ranks with one node each, a rank sends 2 (N-1)/N of the bytes of the
-    values, and half as much for each further node. The memory in addition to the nodes is about 4
-    messages, and 2 for each further node.
+    all other ranks. If each of N ranks has one pending node, a rank sends 2 (N-1)/N times the
+    bytes of the values, and half as much for each additional pending node. The additional memory
+    is about 4 messages, and 2 for each additional pending node.
 
     Args:
         comm: ranks to sum over.
         ranges: leaves of each rank.
         pending: nodes of this rank.
-        present: for each entry, whether any leaf of any rank has a value; otherwise the result is
-            None.
-        absent: returns the sum of a node without values.
+        present: for each entry, whether any leaf of any rank has a value. The result of an entry
+            without a value is None.
+        absent: function that returns the sum of a node without values.
     """
     rows = [
         [_value(node, entry, absent) if there else None for entry, there in enumerate(present)]

@@ -1,4 +1,4 @@
-"""Bucket of gradients, with a slot and a mark for each gradient."""
+"""Bucket of gradients, with a slot and a presence mark for each gradient."""
 
 import torch
 from torch import Tensor
@@ -55,7 +55,8 @@ class Slot(GradientState):
         Args:
             weight: factor of the gradient.
             keeps_result: whether this rank contributes a gradient that was reduced before.
-            copies: list to which (slot, gradient) is appended instead of the copy; None to copy.
+            copies: list to which the pair of slot and gradient is appended, so that the caller
+                copies the gradient; None to copy immediately.
         """
         grad = self.parameter.grad
         self.is_filled = True
@@ -82,7 +83,7 @@ class Slot(GradientState):
         self.show()
 
     def settle(self) -> None:
-        """Set ``.grad`` to the sum, also if this rank had no gradient and another rank had."""
+        """Set ``.grad`` to the sum, also if only other ranks had a gradient."""
         if not self.is_present and self.mark.item() > 0:
             self.show()
         if self.sparse_dim is not None and self.parameter.grad is not None:
@@ -111,7 +112,7 @@ class Slot(GradientState):
             self.parameter.grad = self._sparse_grad = as_sparse(grad, self.sparse_dim)
 
     def forget_result(self) -> None:
-        """Set ``.grad`` to zeros, because another rank contributes the sum next time."""
+        """Set ``.grad`` to zeros: another rank contributes this sum to the next reduction."""
         grad = self.parameter.grad
         if grad is not None and grad.is_sparse:
             self.parameter.grad = None
@@ -152,7 +153,9 @@ def _of_its_own(view: Tensor) -> Tensor:
 
 
 class GradientBucket(TensorBucket):
-    """Bucket with slots for gradients, and a mark per slot that counts ranks with the gradient.
+    """Bucket with slots for gradients, and one mark per slot.
+
+    A mark is 1 on a rank that has the gradient, else 0. The marks are summed with the gradients.
 
     The constructor allocates the bucket; it is collective.
 

@@ -12,9 +12,10 @@ from hpctrain.gradients.optimizer_exchange import exchange_of
 
 
 def unscale_by_exchange() -> None:
-    """Make ``GradScaler`` unscale a ``DistributedOptimizer`` by its ``unscale`` method.
+    """Make ``GradScaler`` call ``OptimizerExchange.unscale`` for a ``DistributedOptimizer``.
 
-    The averaged gradients may not be in ``.grad``. Torch unscales other optimizers.
+    The averaged gradients of a ``DistributedOptimizer`` may not be in ``.grad``. For all other
+    optimizers, ``GradScaler`` unscales ``.grad`` as before.
     """
 
     @wraps(unscale_grads)
@@ -32,7 +33,7 @@ def unscale_by_exchange() -> None:
 
 
 def unscale_own(stepping: Any) -> None:
-    """Unscale the gradients of this rank in place of ``GradScaler``; drop them after overflow."""
+    """Unscale this rank's gradients instead of ``GradScaler``; drop gradients after overflow."""
     found_inf, scale = (getattr(stepping, name, None) for name in ("found_inf", "grad_scale"))
     if found_inf is None:
         return

@@ -269,7 +269,7 @@ class NodeBucket:
         return self.state[name].shown(like, self._rooms[name][1][number])
 
     def keep(self, piece: ParameterPiece, made: dict[str, Any]) -> None:
-        """Copy the state that a step has made for a piece to node memory, and replace it there."""
+        """Copy new state tensors of a piece to node memory; put the copies in ``made`` instead."""
         for name, value in made.items():
             place = piece.state.get(name)
             if value is place or value is None:

@@ -1,9 +1,10 @@
 """Parameters and optimizer state that the ranks of a node share, in node memory.
 
-Every rank maps that memory twice. Steps write to the shared map, each rank to its own slices. The
-program uses the private map, which contains the values of the last step. A store by the program
-stays private to its rank, as with replicas; stores are detected before the next step, compared
-between the ranks and copied to the shared map, so that a change on all ranks is applied once.
+Every rank maps this memory twice: shared and private. Steps write to the shared map, each rank to
+its own slices. The program uses the private map, which contains the values of the last step. A
+store by the program stays private to its rank, as with replicas; stores are detected before the
+next step, compared between the ranks and copied to the shared map, so that a change on all ranks
+is applied once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -187,7 +188,7 @@ class NodeValues:
     def _parts(
         self, bucket: NodeBucket, groups: Sequence[int], state: Any
     ) -> list[dict[str, StateSpec]]:
-        """Return dtype and shape of each parameter's state, existing or created by a step."""
+        """Return dtype and shape of the state tensors that each parameter has or will get."""
         parts, whole = list[dict[str, StateSpec]](), self._rule.takes_tensors
         dtypes: dict[str, torch.dtype] = {}  # existing state takes precedence
         for slot, group in zip(bucket.slots, groups, strict=True):
@@ -251,7 +252,7 @@ class NodeValues:
                 bucket.shown[number] = entry
 
     def show_new_state(self, optimizer: Optimizer, present: Sequence[Sequence[bool]]) -> None:
-        """Add the state of parameters that this step has updated first to the optimizer."""
+        """Add state that this step has created to the optimizer."""
         made: dict[Tensor, dict[str, Tensor]] = {}
         for bucket, are_present in zip(self.buckets, present, strict=True):
             for number, slot in enumerate(bucket.slots):

@@ -57,9 +57,10 @@ def DistributedOptimizer(  # noqa: N802, PLR0913, PLR0917 - Horovod's name and a
     and ``isinstance`` checks of its class remain true. When ``backward()`` returns, every
     ``.grad`` is the average, so gradient clipping and unscaling use averages. The next step
     overwrites the memory of ``.grad``: clone gradients that must outlive the step. Ranks outside
-    ``process_set`` do not communicate; neither does a world of one rank, except for
-    ``master_dtype``. Collective over the process set, as are ``backward()`` and ``step()``.
-    Several optimizers may share one backward if the hooks of all ranks fire in the same order.
+    ``process_set`` do not communicate. A world of one rank does not communicate, except with
+    ``master_dtype``. This function, ``backward()`` and ``step()`` are collective over the process
+    set. Several optimizers may share one backward if the hooks of all ranks fire in the same
+    order.
 
     Args:
         optimizer: any torch optimizer; more parameters can be added later.
@@ -230,10 +231,11 @@ class DistributedMethods:
     def synchronize(self) -> None:
         """Average the gradients that ``backward()`` has not averaged. Collective.
 
-        Required only on a rank that skips ``backward``, before gradient clipping and before any
-        other collective of the step; otherwise a no-op. With ``shard="node"`` this method only
-        compares the ranks and sets ``raised_flags``, and ``step()`` averages; then either all
-        ranks call this method, or only the ranks that skip ``backward()`` in this step.
+        A rank that skips ``backward`` must call this method before gradient clipping and before
+        any other collective of the step. On other ranks the call is a no-op. With
+        ``shard="node"`` this method only compares the ranks and sets ``raised_flags``, and
+        ``step()`` averages the gradients; either all ranks call this method, or only the ranks
+        that skip ``backward()`` in this step.
         """
         self._exchange.was_synchronized |= self._exchange.synchronize()
 

@@ -71,8 +71,8 @@ class Grouping:
     """Groups of parameters whose gradients are sent as one message per dtype.
 
     Args:
-        groups: number of groups, or the groups as lists of parameters, trained or frozen.
-            Parameters in no list are sent in ordinary buckets.
+        groups: number of groups, or one list of parameters per group; frozen parameters are
+            allowed. Gradients of parameters in no list are sent in ordinary buckets.
         sparse_as_dense: whether sparse gradients are sent as dense gradients; ``.grad`` is sparse
             in both cases.
 
@@ -97,10 +97,10 @@ class Grouping:
             self._group_of = _numbered(groups)
 
     def numbers(self, parameters: Sequence[Parameter]) -> list[int | None]:
-        """Return the group number of each parameter, or None; an empty list without groups.
+        """Return the group number of each parameter; None for a parameter in no group.
 
-        If only a number of groups was given, the parameters are divided into ranges of about equal
-        length.
+        The list is empty if no groups were requested. If only a number of groups was given, the
+        parameters are divided into ranges of about equal length.
         """
         if self._group_of:
             return [self._group_of.get(parameter) for parameter in parameters]

@@ -146,9 +146,9 @@ class Reduction:
     def program_changes(self, current: NamedParameters | None) -> int | None:
         """Return a checksum of reduced gradients that the program has changed; None if unchanged.
 
-        A replaced gradient is copied, because its memory may be part of another slot. Of gradients
-        that were changed in place only a sample is hashed, because clipping changes all gradients
-        in every step.
+        A replaced gradient is copied, because its memory may be part of another slot. If gradients
+        were changed in place, only a sample of their values is hashed, because clipping changes
+        all gradients in every step.
         """
         touched = [(s.name, s.parameter) for s in self.layout.slots if s.is_touched]
         touched += [named for named in current or () if named[1] not in self.layout.slot_of]
@@ -176,7 +176,7 @@ class Reduction:
         Otherwise the current gradients are reduced, or all ranks raise ``MismatchError``.
 
         Args:
-            changed: current parameters, if they do not match the buckets.
+            changed: current parameters if they do not match the buckets; else None.
             message: facts of this rank for the step message.
             agreement: result of the step message, on a joined rank that contributes zeros to a
                 step of other ranks.
@@ -293,7 +293,7 @@ class Reduction:
             bucket.storage.arrive()
 
     def _run(self, function: Callable[..., None], *args: object) -> Work:
-        """Start a collective on the communicator's thread, if any; measure the call."""
+        """Start a collective, on the communicator's thread if it has one; measure the time."""
         work: Work = self._clocked(start_on, self._comm, function, *args)
         return work
 

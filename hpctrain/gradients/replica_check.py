@@ -102,7 +102,7 @@ def require_equal_replicas(
 
 
 def _owner(name: str, every: Sequence[Mapping[str, str]]) -> int | None:
-    """Return a rank with the value that more than half of the ranks have; None without one."""
+    """Return a rank that has the value of the majority of ranks; None if there is no majority."""
     seen = [hashes.get(name, "") for hashes in every]
     value, count = Counter(seen).most_common(1)[0]
     return seen.index(value) if value and 2 * count > len(seen) else None

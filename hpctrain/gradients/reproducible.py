@@ -39,7 +39,7 @@ from hpctrain.gradients.step_values import StepValues
 
 @dataclass(slots=True)
 class _Report:
-    """Facts that a rank sends to the others before gradients are summed."""
+    """Facts that a rank sends to the other ranks before gradients are summed."""
 
     step: int
     num_samples: int | None
@@ -47,7 +47,7 @@ class _Report:
     refusal: str | None = None
     losses: list[float] = field(default_factory=list)  # loss times weight of each micro-shard
     present: list[bool] = field(default_factory=list)
-    """By entry, whether a micro-shard of this rank has a value."""
+    """For each entry, whether any micro-shard of this rank has a value."""
     counters: dict[int, Tensor] | None = None
     """Integer buffers, by entry, after the first micro-shard of the rank that has samples; None
     without samples."""

@@ -77,20 +77,20 @@ class SampleCount:
 
 
 def exponent_of(weight: float) -> int:
-    """Return the exponent of the smallest power of two of at least ``weight``; 0 for 0."""
+    """Return the exponent of the smallest power of two that is at least ``weight``; 0 for 0."""
     mantissa, exponent = math.frexp(weight)
     return max(exponent - (mantissa == 0.5), -MOST_EXPONENT)
 
 
 def peak_of(weight: float) -> float:
-    """Return a number from whose sum over ranks ``exponent_of_peaks`` computes an exponent."""
+    """Encode a weight as a number whose sum over ranks ``exponent_of_peaks`` decodes."""
     return 2.0 ** (_SPREAD * exponent_of(weight)) if weight else 0.0
 
 
 def exponent_of_peaks(peaks: float) -> int:
-    """Return the largest exponent of the ranks' weights, given the sum of ``peak_of``.
+    """Return the largest ``exponent_of`` of the ranks' weights, from the sum of ``peak_of``.
 
-    Exact for up to 2^16 ranks, and at most 1 too large for up to 2^32.
+    The result is exact on up to 2^16 ranks, and at most 1 too large on up to 2^32 ranks.
     """
     return (math.frexp(peaks)[1] - 1) // _SPREAD if peaks else 0
 

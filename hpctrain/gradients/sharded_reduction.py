@@ -1,4 +1,4 @@
-"""Reduction for ``shard="node"``, which sums gradients and steps chunk by chunk."""
+"""Reduction for ``shard="node"``: sums gradients and updates parameters chunk by chunk."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -150,7 +150,7 @@ class ShardedReduction(Reduction):
             self._rails.expect()
 
     def update(self, rule: PieceStep, changes: Sequence[Change]) -> list[list[bool]]:
-        """Average the gradients of each chunk of this rank, and update its parameters.
+        """Average the gradients of each chunk of this rank, and update the chunk's parameters.
 
         Returns:
             For each bucket, which parameters have a gradient on any rank.
@@ -175,7 +175,7 @@ class ShardedReduction(Reduction):
         return present
 
     def gradients(self, changes: Sequence[Change]) -> Iterator[Tensor]:
-        """Yield the averaged gradients of this rank's slice; each overwrites the one before."""
+        """Yield the averaged gradients of this rank's slice; each overwrites the previous one."""
         for bucket, are in zip(self.values.buckets, self._present(), strict=True):
             for chunk in bucket.chunks:
                 pieces = [p for p in chunk.pieces if are[p.number] and p.grad.numel()]
@@ -236,9 +236,9 @@ class ShardedReduction(Reduction):
 
     @property
     def is_stale(self) -> bool:
-        """Whether a write to parameters was detected that may be some steps old.
+        """Whether the program has written to parameters, possibly some steps ago.
 
-        Large models have pages that are checked only every few steps.
+        Always False for models that are small enough to check all pages in every step.
         """
         values, step = self.values, self.steps.number or 0
         return self._has_values and not values.looks_at_all and values.has_hidden_stores(step)

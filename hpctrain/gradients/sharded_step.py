@@ -45,7 +45,7 @@ class ShardedStep(Reducer, OptimizerExchange):
 
     Args:
         reduction: reduction that sums the gradients of each slice.
-        parameters: returns the current parameters with their names.
+        parameters: function that returns the current parameters with their names.
         optimizer: optimizer whose step is applied to the slices.
         master_dtype: dtype of the copies of 16-bit parameters that the optimizer updates; None for
             none.
@@ -186,7 +186,7 @@ class ShardedStep(Reducer, OptimizerExchange):
 
     @property
     def _weight_has_changed(self) -> bool:
-        """Whether the previous step's gradients were clipped, or the weight has changed since."""
+        """Whether the previous step has clipped gradients, or the weight has changed later."""
         return self._was_clipped or self._old_weight not in (None, self.reduction.count.weight)
 
     def _find_changed(self) -> str:
@@ -287,7 +287,7 @@ class ShardedStep(Reducer, OptimizerExchange):
 
     @dynamo_disable
     def new_step(self) -> None:
-        """Reset the state for the gradients of another step; count a step that was begun."""
+        """Reset the state for another step; count the current step if it was begun."""
         if self.is_in_step:
             self.steps.end()
         self.state = EMPTY
@@ -367,7 +367,7 @@ class ShardedStep(Reducer, OptimizerExchange):
 
 
 def _require_trusted(optimizer: Optimizer) -> None:
-    """Raise ``CommError`` if a step has failed midway. A hook of ``state_dict()``."""
+    """Raise ``CommError`` if a step has failed midway; called by ``state_dict()``."""
     exchange = exchange_of(optimizer)
     if isinstance(exchange, ShardedStep) and exchange.is_spoilt:
         raise CommError(

@@ -62,7 +62,7 @@ class GradientState:
 
 
 def writes_of(tensor: Tensor) -> tuple[int, int]:
-    """Return version and address of a tensor: one changes by a write, one by a new ``.data``."""
+    """Return version and address of a tensor, which change when the program writes the tensor."""
     return version_of(tensor), 0 if tensor.is_sparse else tensor.data_ptr()
 
 
@@ -88,7 +88,7 @@ class SparseSlot(GradientState):
         return grad is self._gradient
 
     def forget_result(self) -> None:
-        """Drop the gradient, because another rank contributes the sum next time."""
+        """Drop the gradient: another rank contributes this sum to the next reduction."""
         self.parameter.grad = None
 
     def fits(self, parameter: Tensor) -> bool:

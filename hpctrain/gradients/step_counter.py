@@ -41,7 +41,7 @@ class UnreachedParameters:
             self._names.intersection_update(unreached)
 
     def take(self) -> tuple[str, ...] | None:
-        """Return the names and reset; return None if fewer than ``LONG`` steps were counted."""
+        """Return the names and reset the object; return None after fewer than ``LONG`` steps."""
         if self._num_steps < LONG:
             return None
         self._num_steps = 0

@@ -156,7 +156,7 @@ _COUNTED = (
     *("sharded.own_changed", "sharded.is_written", "sharded.is_new", "sharded.is_spoilt"),
     *("sharded.is_stale", "sharded.is_early", "sharded.is_void", "sharded.synchronizes"),
 )
-"""Facts of which the ranks that report True, or a name, are counted."""
+"""Facts for which the ranks that report True or a name are counted."""
 _compared_of, _counted_of = attrgetter(*_COMPARED), attrgetter(*_COUNTED)
 _NAMES_COMPARED = [name.rpartition(".")[2] for name in _COMPARED]
 _NAMES_COUNTED = [name.rpartition(".")[2] for name in _COUNTED]

@@ -107,7 +107,7 @@ class StepSync:
         return agreement
 
     def take_part(self, comm: Communicator) -> bool:
-        """Contribute zeros to a step of other ranks; False if all have joined. Collective."""
+        """Contribute zeros to a step of other ranks; return False if all joined. Collective."""
         agreements: list[StepAgreement] = []
         start_on(comm, lambda: agreements.append(self.exchange(comm, None))).wait()
         agreement = agreements[0]

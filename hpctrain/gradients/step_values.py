@@ -36,8 +36,9 @@ class StepValues:
         """Return the gradients and buffers after a micro-shard, and restore the buffers.
 
         Returns:
-            By entry, the gradient or the changed floating-point buffer, or None; and a dictionary
-            of the other changed buffers. Each tensor has its own memory.
+            For each entry, the gradient or the changed floating-point buffer, or None without
+            a gradient or change; and a dictionary of the changed integer buffers, by entry.
+            Each tensor has its own memory.
         """
         values: list[Tensor | None] = []
         memories: set[int] = set()
@@ -81,9 +82,9 @@ class StepValues:
     def settle(
         self, sums: Sequence[Tensor | None], scale: float, counters: Mapping[int, Tensor]
     ) -> None:
-        """Set gradients and buffers to ``sums`` times ``scale``, or to ``counters``.
+        """Set gradients and floating-point buffers to ``sums`` times ``scale``.
 
-        ``counters`` has the values of integer buffers, by entry.
+        Integer buffers are set to ``counters``, given by entry.
         """
         for entry, total in enumerate(sums):
             if total is not None:

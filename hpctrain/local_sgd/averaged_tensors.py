@@ -44,7 +44,7 @@ class Tensors:
         """Agree on the tensors that the ranks of ``comm`` average from now on. Collective."""
 
     def held(self) -> Collection[str]:
-        """Return the names of tensors that become the mean, whatever the weight ``keep``."""
+        """Return the names of tensors that become the mean even if ``keep`` is not 0."""
         return ()
 
     def became_equal(self, names: Collection[str]) -> None:
@@ -52,7 +52,7 @@ class Tensors:
 
 
 class Roster(Tensors):
-    """Parameters to average: trained parameters, and other parameters that may differ.
+    """Parameters to average: trained ones, and frozen ones that may differ between ranks.
 
     A parameter that is frozen in the middle of a round, or changed outside of the optimizer,
     differs between ranks until the next average.
@@ -67,7 +67,7 @@ class Roster(Tensors):
         self._equal: dict[str, Mark] = {}
         self._stepped: set[Tensor] = set()
         self.inner: list[Roster] = []
-        """Rosters of subsets of the ranks, whose parameters become equal with these."""
+        """Rosters of subsets of ranks; parameters that become equal here become equal in these."""
 
     def note_step(self) -> None:
         """Record the parameters that the optimizer has updated: all with a gradient."""
@@ -155,7 +155,7 @@ class Roster(Tensors):
         return {*trained, *(name for of_rank in others for name in of_rank)}
 
     def _due(self) -> dict[str, bool]:
-        """Return, by name of each parameter that this rank averages, whether it is trained."""
+        """Return whether each parameter that this rank averages is trained, by name."""
         return {
             name: p.requires_grad
             for name, p in self._model.named_parameters()
@@ -281,7 +281,7 @@ class OptimizerState(Tensors):
 
 
 def _united(layouts: Sequence[Layout]) -> Layout:
-    """Return the union of all ranks' entries; ``MismatchError`` if shapes or dtypes differ."""
+    """Return the union of all ranks' entries; raise ``MismatchError`` if their specs differ."""
     united: Layout = {}
     for layout in layouts:
         for place, keys in layout.items():

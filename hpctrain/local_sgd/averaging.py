@@ -35,7 +35,7 @@ class Averaging:
         codec: compression of the buckets.
         tensors: tensors to average.
         bucket_bytes: largest size of a bucket.
-        names: returns the names of the tensors that are averaged here; None for all tensors.
+        names: function that returns the names of the tensors to average; None for all tensors.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Averaging:
         return squared
 
     def own_state(self) -> dict[str, Any] | None:
-        """Return copies of an average in flight, after a wait, and of the state of the codec.
+        """Wait for the average in flight; return copies of its sums and of the codec's state.
 
         Returns None if no average is in flight and the codec has no state.
         """
@@ -214,7 +214,7 @@ class Averaging:
     def _pairs(
         self, number: int, found: Mapping[str, Tensor]
     ) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield name, current tensor, and place in bucket ``number`` of each tensor.
+        """Yield name, current tensor and value in the bucket for each tensor of a bucket.
 
         Buckets are in host memory; the tensors may be on a device.
         """
@@ -235,7 +235,7 @@ class Averaging:
         """Convert a received bucket to the mean of the tensors; no-op without an anchor."""
 
     def _advance(self) -> None:
-        """Step the anchor by the means; no-op without an anchor."""
+        """Update the anchor by the means; no-op without an anchor."""
 
     def _read_result(self, number: int) -> None:
         """Copy the anchor to a bucket, as new values of the tensors; no-op without an anchor."""
@@ -286,7 +286,7 @@ class NodeVector:
                 (bounds, peer[: bounds.stop - bounds.start])
                 for bounds, peer in zip(slices, peers, strict=True)
             )
-            """Bounds in the vector, and elements, of the slice of each rank of the node."""
+            """For each rank of the node: bounds in the vector, and elements, of its slice."""
             self.bounds, self.own = self.parts[node.rank]
         else:
             self.bounds, self.own = slice(0, numel), torch.zeros(numel, dtype=dtype)
@@ -299,7 +299,7 @@ class NodeVector:
 
 
 class AnchoredAveraging(Averaging):
-    """Averages θ_anchor - θ_k over the ranks k, and sets all ranks to the anchor after its step.
+    """Averages θ_anchor - θ_k over the ranks k, updates the anchor, and copies it to all ranks.
 
     The anchor is a copy of the tensors that is identical on all ranks. A codec may round the
     differences: the error is proportional to the change, and all ranks continue with identical
@@ -390,7 +390,7 @@ class AnchoredAveraging(Averaging):
         self._subtract_from_anchor(number)
 
     def _advance(self) -> None:
-        """Step this rank's slices of the anchor by the means.
+        """Update this rank's slices of the anchor by the means.
 
         With momentum m and the mean difference d: m <- mu m + d, anchor <- anchor - lr (d + mu m),
         as in torch.optim.SGD(nesterov=True).

@@ -47,14 +47,14 @@ class DiLoCo(LocalMethod):
         fragments: number of parts of the model that are exchanged separately.
         delay: inner steps between the send of a fragment and its outer step, at most the steps of
             a round.
-        keep: weight, 0 to 1, of a rank's own parameters when the rank copies the outer model;
-            None for 0 without delay and 0.5 with a delay, since the steps during the delay would
-            be lost.
+        keep: weight, 0 to 1, of a rank's own parameters when the rank copies the outer model.
+            None means 0 without a delay, and 0.5 with a delay, because weight 0 would discard the
+            steps during the delay.
         share: as for ``LocalSGD``.
         most: as for ``LocalSGD``.
         compression: codec of outer gradients.
         fraction: as for ``LocalSGD``; requires ``fragments=1``, ``delay=0`` and ``keep=0``.
-        seed: seed of the draws.
+        seed: seed of the random draws of ranks.
         proximal: as for ``LocalSGD``; with the same requirements as ``fraction``.
 
     Raises:
@@ -192,7 +192,7 @@ class DiLoCo(LocalMethod):
         self.rounds.close(agrees=agrees)
 
     def _end_round_equally(self) -> None:
-        """End a round in which no replica counts; with ``fraction``, drop its local steps."""
+        """End a round in which no replica counts; with ``fraction``, drop the local steps."""
         if not self.rounds.draw.is_partial:
             super()._end_round_equally()
             return
@@ -241,7 +241,7 @@ def _check(
 
 
 def _refusal(fragments: int, delay: int, keep: float) -> str | None:
-    """Return the error of ``fraction`` and ``proximal`` with these options; None for no error."""
+    """Return an error text if ``fraction`` and ``proximal`` exclude these options, else None."""
     if fragments == 1 and not delay and not keep:
         return None
     return (

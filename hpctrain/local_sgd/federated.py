@@ -144,7 +144,7 @@ class LocalGradients(StateFields):
 
     @torch.no_grad()
     def replace(self, *, counts: bool) -> None:
-        """Replace gradients before a step, by None unless the step ``counts``."""
+        """Replace the gradients by proximal gradients, or by None if the step does not count."""
         self._kept = []
         if counts and not self._proximal:
             return

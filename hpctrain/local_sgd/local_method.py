@@ -138,7 +138,7 @@ class LocalMethod(CommonBlock, StateFields):
         self._synchronous.set_num_samples(num_samples, nominal)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Set the backward passes before gradients are averaged, from the next step on.
+        """Set the number of backward passes per average of gradients, from the next step on.
 
         Local. A rank may take fewer passes than other ranks, at least 1.
         """
@@ -171,7 +171,7 @@ class LocalMethod(CommonBlock, StateFields):
     def synchronize(self) -> None:
         """Average the gradients of a synchronous step that ``backward()`` has not averaged.
 
-        Collective. Required only where a rank skips ``backward`` and gradients are clipped.
+        Collective. Required only on a rank that skips ``backward``, before gradient clipping.
 
         Raises:
             ConfigError: the optimizer has become a ``DistributedOptimizer``.
@@ -294,9 +294,10 @@ class LocalMethod(CommonBlock, StateFields):
 
     @property
     def gradient_flags(self) -> int:
-        """Bits that the ranks whose gradients are averaged in this step have raised.
+        """Bits that were raised by any of the ranks that average gradients in this step.
 
-        Valid after ``backward``, or after ``synchronize``. In a local step, the bits of this rank.
+        Valid after ``backward``, or after ``synchronize``. In a local step these are the bits of
+        this rank.
         """
         return (self._synchronous.raised_flags | self._flags) & ~SWITCH
 
@@ -363,7 +364,7 @@ class LocalMethod(CommonBlock, StateFields):
             samples.clear()
 
     def _after_step(self) -> None:
-        """Exchange replicas if an exchange is due after this step. Collective if so."""
+        """Exchange replicas if due after this step; an exchange is collective."""
         raise NotImplementedError
 
     def _end_round(self) -> None:

@@ -43,20 +43,20 @@ class LocalSGD(LocalMethod):
         model: module with equal parameters and buffers on every rank.
         optimizer: plain torch optimizer of the model's parameters.
         steps: steps per round: a number; a function of the number of the round, counted from 0; or
-            ``"auto"`` to measure the steps with which averaging takes at most ``share`` of the
-            time.
+            ``"auto"`` for the smallest number with which averaging takes at most ``share`` of the
+            time, by measurement.
         state: treatment of the optimizer's state when replicas are averaged. ``local``: each rank
             keeps its own state, as in torch, post-local SGD and DiLoCo. ``average``: the state is
-            averaged, too, which sends the size of the parameters once more for each kind of state
-            and makes ``steps=1`` exact for momentum. ``reset``: the state is cleared, because it
-            is outdated after a long round.
+            averaged, too; each state tensor of a parameter sends as many bytes as the parameter,
+            and ``steps=1`` is exact for momentum. ``reset``: the state is cleared, because it is
+            outdated after a long round.
         share: largest fraction of the time for averaging, with ``"auto"``.
         most: largest number of steps, with ``"auto"``.
         compression: codec of parameters. With a codec, ranks send the changes since the last
             round, and each node stores one more copy of the model.
-        fraction: fraction of the ranks, rounded and at least one rank, that is drawn at random for
-            each round: the mean is over the drawn ranks, and all ranks begin the next round with
-            the mean. The other ranks keep their optimizer state until they are drawn;
+        fraction: fraction of the ranks that is drawn at random for each round; the number of ranks
+            is rounded, and at least 1. The mean is over the drawn ranks, and all ranks begin the
+            next round with the mean. A rank that is not drawn keeps its optimizer state;
             ``state="reset"`` clears the state on all ranks.
         seed: seed of the draws, the same on every rank. A loaded state includes the seed.
         proximal: mu of the term mu/2 ||w - w_round||^2 that is added to the loss of local steps;
@@ -66,7 +66,7 @@ class LocalSGD(LocalMethod):
         ConfigError: an argument is not valid.
 
     Source: Stich 2019, arXiv:1805.09767, Algorithm 1. Differs: the result is the last iterate, not
-    a weighted mean of all.
+    a weighted mean of all iterates.
     """
 
     _SHARED: ClassVar[Fields] = {"pace": "_pace"}
@@ -124,7 +124,7 @@ class LocalSGD(LocalMethod):
 
 
 class HierarchicalLocalSGD(LocalSGD):
-    """Averages parameters in each node every ``node_steps``, over all ranks every ``steps``.
+    """Averages parameters in nodes every ``node_steps`` steps, over all ranks every ``steps``.
 
     With ``node_steps=1`` the ranks of a node average gradients in every step, so that a node
     trains like one rank with a larger batch, and parameters are averaged between nodes.

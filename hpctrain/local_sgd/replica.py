@@ -53,7 +53,7 @@ class Replica:
         return [roster.changed() for roster in (self.roster, *self.roster.inner)]
 
     def load_own_state(self, changed: Sequence[Collection[str]]) -> None:
-        """Restore a result of ``own_state``; empty if all ranks have the same parameters."""
+        """Restore a result of ``own_state``; pass an empty one if all parameters are equal."""
         for number, roster in enumerate((self.roster, *self.roster.inner)):
             roster.set_changed(changed[number] if changed else ())
 
@@ -243,7 +243,7 @@ class Exchange(StateFields):
         Collective.
 
         Args:
-            averagings: averages; ones that are not in flight are ignored.
+            averagings: averages to finish; averages that are not in flight are ignored.
             rounds: as for ``begin``.
             keep: weight, 0 to 1, of the current values in the new values of trained tensors.
         """

@@ -86,9 +86,9 @@ def require_same_counting(total: Mapping[str, float], own: Mapping[str, float]) 
     """Raise ``MismatchError``, on all ranks, unless all ranks set numbers in the same steps.
 
     Args:
-        total: sums over ranks of ``SampleSums.report``, and the numbers of ranks that take part
-            and that have set a number.
-        own: numbers of this rank.
+        total: sums over ranks of ``SampleSums.report``; also the number of ranks that take part,
+            and the number of ranks that have set a number.
+        own: report of this rank.
     """
     if total["has_count"] not in (0, total["takes_part"]):
         raise MismatchError(

@@ -36,14 +36,14 @@ class RoundClock:
 
         Args:
             step: number of steps that this rank has taken.
-            busy: whether replicas are in flight, for which a message would wait.
+            busy: whether replicas are in flight; a message would wait for the replicas.
         """
         since = step - self._last_sync
         soon = self.within_s < math.inf and since >= self._steps_between
         return not self.has_synchronized and (self.must_synchronize or (soon and not busy))
 
     def count_step(self, step: int, *, synchronous: bool) -> None:
-        """Record the end of ``step``; ``synchronous``: all ranks have averaged its gradients."""
+        """Record the end of ``step``; all ranks averaged its gradients if ``synchronous``."""
         self.has_synchronized = synchronous
         if synchronous:
             self._last_sync = step

@@ -30,7 +30,7 @@ class RoundOpening:
     outdated: bool  # whether some rank has other tensors than its buckets
     step_s: float  # mean seconds of a step, without averages
     round_s: float
-    """Mean seconds over ranks of the average before, including waits for other ranks."""
+    """Mean over ranks of the seconds of the previous average, with waits for other ranks."""
 
 
 class Rounds:
@@ -41,7 +41,7 @@ class Rounds:
     Args:
         comm: ranks of the rounds.
         clock: clock that measures steps, and decides when the ranks synchronize.
-        gradients: gradients that these ranks, or some of them, average.
+        gradients: gradients that all or some of these ranks average.
     """
 
     def __init__(
@@ -76,13 +76,13 @@ class Rounds:
         return self.takes_part and self.draw.includes(self.number)
 
     def count_step(self, *, synchronous: bool) -> None:
-        """Record the end of a step; ``synchronous``: all ranks have averaged its gradients."""
+        """Record the end of a step; all ranks averaged its gradients if ``synchronous``."""
         self.step += 1
         self.agrees &= synchronous
         self._clock.count_step(self.step, synchronous=synchronous)
 
     def close(self, *, agrees: bool) -> None:
-        """Begin the next round; ``agrees``: all ranks have the same parameters."""
+        """Begin the next round; ``agrees`` is True if all ranks have the same parameters."""
         self.number += 1
         self.agrees = agrees
         self.start_here()
@@ -105,7 +105,7 @@ class Rounds:
         Args:
             samples: sample counts that determine the weight of this rank's replica; None if
                 replicas are not averaged.
-            outdated: whether this rank has other tensors than its buckets.
+            outdated: whether the tensors of this rank do not match its buckets.
 
         Raises:
             MismatchError: ranks have taken different numbers of steps, or count samples in
@@ -133,7 +133,8 @@ class Rounds:
     def share(self) -> Share:
         """Return weight and scale of this rank's replica in a mean of all replicas. Collective.
 
-        Replicas are weighted as at the end of a round; equally if no replica counts.
+        Replicas have the same weights as at the end of a round, or equal weights if no replica
+        counts.
         """
         weight, total, _ = self._report(self.samples)
         if not total["weight"]:

@@ -18,8 +18,8 @@ class StagedSGD(LocalMethod):
     Between warm-up and cool-down the ranks of a node average gradients. Every ``steps`` steps all
     nodes send their parameters, and ``delay`` steps later each node merges the mean: with P nodes
     and a delay of W steps θ <- (2 W θ + P mean) / (2 W + P). If the loss stops falling, steps and
-    delay are halved; if the loss does not fall with one step either, both return to their initial
-    values. On a single node all steps are synchronous.
+    delay are halved. If the loss does not fall even with one step, steps and delay return to their
+    initial values. On a single node all steps are synchronous.
 
     Floating-point buffers are averaged with the parameters. Optimizer states differ between nodes,
     and are averaged once before the cool-down, since ranks with different momenta diverge.

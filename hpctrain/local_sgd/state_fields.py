@@ -19,8 +19,9 @@ class StateFields:
     """Saves and restores the attributes that the class tables ``_SHARED`` and ``_OWN`` list.
 
     ``_SHARED`` lists the state that is identical on every rank, ``_OWN`` the state of one rank in
-    the middle of a round. An attribute with the same methods is saved by these methods; other
-    attributes are copied. A class extends the tables of its base classes.
+    the middle of a round. If an attribute has the methods of this class, these methods save and
+    restore the attribute; other attributes are copied. A class extends the tables of its base
+    classes.
     """
 
     _SHARED: ClassVar[Fields] = {}

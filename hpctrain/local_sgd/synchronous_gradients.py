@@ -83,7 +83,7 @@ class SynchronousGradients:
 
     @property
     def raised_flags(self) -> int:
-        """Bits that any of the ranks that average gradients has raised; 0 in a local step."""
+        """Bits that were raised by any of the ranks that average gradients; 0 in a local step."""
         active = self._active
         return 0 if active is None else active.steps.raised_flags
 
@@ -98,7 +98,7 @@ class SynchronousGradients:
             reducer.set_passes(passes)
 
     def raise_flags(self, flags: int, *, may_differ: bool) -> None:
-        """Send flags with the next steps; ``may_differ``: weights may differ between ranks."""
+        """Send flags with the next steps, and whether weights may differ between ranks."""
         for reducer in self._reducers:
             reducer.steps.flags = flags
             reducer.steps.may_differ = may_differ
@@ -131,7 +131,7 @@ class SynchronousGradients:
         """Raise ``MismatchError`` on all ranks unless all have taken the same steps. Collective.
 
         If the program has changed gradients of a rank after ``backward()``, that rank averages
-        gradients again while the other ranks continue; without this check both sides would wait in
+        gradients again while the other ranks continue; without this check, the ranks would wait in
         different collectives.
         """
         if (active := self._active) is not None:

@@ -17,7 +17,7 @@ from hpctrain.core.torch_compat import foreach_mul_
 Tensors = list[Tensor]
 
 _LARGEST = 2.0**100
-"""Largest factor of one multiplication, in the range of float32, whose largest is below 2**128."""
+"""Largest factor of one multiplication; float32 values are below 2**128."""
 
 
 class AdaptiveOptimizer(Optimizer):

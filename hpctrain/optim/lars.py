@@ -23,7 +23,7 @@ class LARS(AdaptiveOptimizer):
 
     As in the paper, the learning rate is part of the momentum: after a change of the rate, v
     contains the old rate for about 1 / (1 - momentum) steps. ``momentum_correction`` multiplies v
-    by the ratio of the new and the old rate, which is equivalent to a rate outside of the
+    by the ratio of the new and the old rate. This is equivalent to a rate outside of the
     momentum, as in ``torch.optim.SGD`` and most implementations, and is computed as::
 
         v = momentum * v + ratio * (g + weight_decay * w)

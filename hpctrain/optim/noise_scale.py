@@ -20,14 +20,14 @@ class NoiseScale:
     squared norm of the true gradient and S the variance of the gradient of one sample. Every step
     provides two values of n: the size of the parts of a batch (of ranks or micro-batches), and of
     the whole batch; both may vary. A part of n samples has weight n, and a step is weighted by its
-    samples. All sums decay by ``decay`` per step; the ratio is taken of the decayed sums, because
-    the ratio of a single step is dominated by noise.
+    samples. S and G2 are estimated from sums over steps; the sums decay by ``decay`` per step,
+    because the ratio of a single step is dominated by noise.
 
     ``hpctrain.watch_noise(optimizer, noise)`` adds the steps of a ``DistributedOptimizer``;
-    otherwise call ``add``. At a batch of ``value()`` samples, training needs twice as many samples
-    as with small batches, which makes it the critical batch size (``hpctrain plan
-    --noise-scale``). The sums of one rank cover the gradients of this rank; the mean of the sums
-    of all ranks has less noise::
+    programs without a ``DistributedOptimizer`` call ``add``. ``value()`` is the critical batch
+    size: at this batch size, training needs twice as many samples as with small batches
+    (``hpctrain plan --noise-scale``). The sums of one rank cover the gradients of this rank; the
+    mean of the sums of all ranks has less noise::
 
         noise.value(hvd.allreduce(noise.sums))
 

@@ -35,7 +35,7 @@ class OptimizerConfig(CheckedFields):
     "*.bias", or a list of patterns. The first table that matches is used."""
 
     def check(self) -> None:
-        """Raise ``ConfigError`` if arguments contradict keys, or a group is not valid."""
+        """Raise ``ConfigError`` if ``args`` has ``lr`` or ``params``, or a group is not valid."""
         require(
             not {"lr", "params"} & {*self.args},
             "optimizer.args must not contain lr or params",

@@ -35,7 +35,7 @@ def norm_of(gradients: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
 def clip_grad_norm_(
     parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0
 ) -> Tensor:
-    """Clip gradients by their norm; return the norm before. Collective like ``norm_of``."""
+    """Clip gradients by their norm; return the unclipped norm. Collective like ``norm_of``."""
     held = [parameter for parameter in parameters if parameter.grad is not None]
     total = norm_of([p.grad for p in held if p.grad is not None], norm_type)
     nn.utils.clip_grads_with_norm_(held, max_norm, total)

@@ -71,7 +71,7 @@ _RULES = {
 _FAULTS = ("", *_RULES)
 _HEAD = 4  # words before the facts: fault, ``is_new``, and a pair that only one axis compares
 _SAME = ("trained", "settings", "gradients", "writes")
-"""Facts that stages do not compare, since their parameters differ; the last facts in words."""
+"""Facts that stages do not compare, since stages have different parameters; sent last."""
 
 Shared = Sequence[tuple[str, nn.Parameter | None]]
 """Name and parameter of each weight that stages share; None on ranks without the weight."""
@@ -100,7 +100,7 @@ class Guard:
     ) -> None:
         self.num_flags = 0  # number of flags whose maximum every ``compare`` returns
         self.do_all_step = True
-        """Whether every rank of a pipeline trains a parameter, and compares before steps."""
+        """Whether every rank of a pipeline trains a parameter and compares before steps."""
         self._model, self._shared = weakref.ref(model), shared
         self._layouts = LayoutFinder(model, stages)
         self._check_weights = Settings.from_env().check_weights
@@ -163,7 +163,7 @@ class Guard:
         """Raise on all ranks unless all ranks perform the same operation. Collective.
 
         Args:
-            what: ``FORWARD``, ``EVALUATION``, or ``STEP`` and the number of the optimizer.
+            what: ``FORWARD``, ``EVALUATION``, or ``STEP`` plus the number of the optimizer.
             optimizer: optimizer that takes the step.
             flags: numbers whose maxima over all ranks of this stage are returned.
             batch: checksum of the batch, which the ranks of a pipeline compare.
@@ -210,7 +210,7 @@ class Guard:
         *,
         compares: bool,
     ) -> tuple[list[int], bool]:
-        """Compare along all axes: return the words, and whether ``batch`` differs. Collective."""
+        """Compare along all axes; return the maxima, and whether ``batch`` differs. Collective."""
         layout = self._layouts.layout
         words = [0, flags[0], *pairs([None, *facts.values()]), *flags[1:]]
         for axis in layout.in_order():
@@ -251,8 +251,8 @@ class Guard:
     ) -> list[int]:
         """Return the maxima of words over an axis; word 0 is the violated rule. Collective.
 
-        Along the stages, the words of ``_SAME`` and the flags are not sent; along other axes,
-        ``hidden`` facts are not compared.
+        Along the stages, the flags and the facts in ``_SAME`` are not sent. Along other axes, the
+        facts about shared weights are not compared.
         """
         hidden = [] if axis.is_stages else [name for name in names if name.startswith("tied")]
         hidden += ["gradients"] * (axis.is_averaged and what < STEP)
@@ -364,7 +364,7 @@ class Guard:
         )
 
     def _number_of(self, optimizer: Optimizer) -> int | None:
-        """Return the number of an optimizer in the order of first steps; None for other models."""
+        """Return an optimizer's number in order of first steps; None if not of this model."""
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         number, before = self._numbers.get(optimizer, (-1, -1))
         if number < 0 and count != before:
@@ -435,7 +435,7 @@ def guard_of(model: nn.Module) -> Guard:
 
 
 def release(model: nn.Module) -> int:
-    """Close the guards of a model and its modules; return their largest ``num_flags``."""
+    """Close all guards of a model and its modules; return the guards' largest ``num_flags``."""
     guards = [m.__dict__.pop("_guard") for m in model.modules() if "_guard" in m.__dict__]
     for guard in guards:
         guard.close()

@@ -27,7 +27,7 @@ class GuardLayout(NamedTuple):
     named: Named
     axes: Sequence[Axis]
     watched: Named
-    """Parameters of which every rank of the axes, except the stages, holds the whole or a part."""
+    """Parameters that all ranks of all axes except the stages hold, as a whole or in part."""
 
     @property
     def stages(self) -> list[Axis]:

@@ -26,7 +26,7 @@ _NONE, _SET, _LEFT, _CHANGED = range(4)
 
 
 def pairs(values: Sequence[int | None]) -> list[int]:
-    """Return ``v, -v`` for each value, whose maxima over ranks show whether values are equal."""
+    """Return ``v, -v`` for each value; the maxima over ranks show whether values differ."""
     return [n for v in values for n in ((NOTHING, NOTHING) if v is None else (v, -v))]
 
 
@@ -42,7 +42,7 @@ def crc(what: object) -> int:
 
 
 def part(tensor: Tensor) -> Tensor:
-    """Return the local tensor of a DTensor, always the same object; other tensors unchanged."""
+    """Return the local tensor of a DTensor, not a new object; other tensors unchanged."""
     here: Tensor = getattr(tensor, "_local_tensor", tensor)
     return here
 
@@ -132,7 +132,7 @@ def is_clamp(bounds: Tensor) -> bool:
 
 
 def _version(tensor: Tensor) -> int:
-    """Return the number of writes to a tensor; of a divided tensor, only DTensor operations."""
+    """Return the number of writes to a tensor, or of DTensor operations on a divided one."""
     own = 0 if is_divided(tensor) or tensor is part(tensor) else version_of(part(tensor))
     return version_of(tensor) + own
 
@@ -140,8 +140,8 @@ def _version(tensor: Tensor) -> int:
 def _sizes(gradients: Sequence[Tensor]) -> dict[Tensor, Tensor]:
     """Return the largest absolute element of each gradient that has elements on every rank.
 
-    Only of DTensors: their version counters do not count writes by ``torch._foreach_...``, such as
-    clipping.
+    The result contains only DTensors, because the version counters of DTensors do not count writes
+    by ``torch._foreach_...``, such as clipping.
     """
     kinds: dict[Any, list[Tensor]] = defaultdict(list)
     for gradient in gradients:
@@ -170,7 +170,7 @@ def writes_of(named: Named) -> list[int]:
 
 
 def shared_texts(parameter: nn.Parameter, step: int) -> dict[str, str]:
-    """Return what stages compare of a shared weight, as text by name."""
+    """Return the facts about a shared weight that stages compare, as text by name."""
     return {
         "requires_grad": str(parameter.requires_grad),
         "the gradient": STATES[states_of([parameter])[0]],

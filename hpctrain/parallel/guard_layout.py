@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from hpctrain.parallel.guard_axes import Axis, GuardLayout
 from hpctrain.parallel.guard_facts import Named
 
-# Compared by identity: a stage without parameters has an equal layout, but a known one.
+# Compared by identity, since the known layout of a stage without parameters is equal to it.
 _UNKNOWN = GuardLayout((), (), ())
 
 

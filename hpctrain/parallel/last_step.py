@@ -31,7 +31,7 @@ class LastStep:
     Args:
         shared: returns the weights that stages share.
         taken: steps of each optimizer since the last batch.
-        are_uniform: by optimizer number: whether all stages began with equal settings.
+        are_uniform: maps each optimizer number to whether all stages began with equal settings.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class LastStep:
         self._shared, self._taken, self._are_uniform = shared, taken, are_uniform
         self._axes: dict[Ranks, list[Axis]] = {}
         self._samples: dict[Ranks, WeightSample] = {}
-        """Values after the last step of replicas, which the program may change on one rank."""
+        """Samples of replicas after the last step; a program may change replicas on one rank."""
         self._optimizers = weakref.WeakKeyDictionary[Optimizer, int]()
         self._num_steps = Counter[int]()
         self._layout: GuardLayout | None = None
@@ -103,7 +103,7 @@ class LastStep:
         }
 
     def _values(self, axis: Axis, ranks: Ranks) -> dict[str, Any]:
-        """Return values to compare: replicas and their optimizer state, and other step counts."""
+        """Return values to compare: replicas with optimizer state, and all step counts."""
         if axis.is_stages:
             return {name: part(p.detach()) for name, p in self._shared() if p is not None}
         replicated = dict(axis.replicated)

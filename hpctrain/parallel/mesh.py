@@ -74,7 +74,7 @@ def build_mesh(
 
 
 def _use(device: str) -> None:
-    """Initialize the device; otherwise torch selects GPU LOCAL_RANK, which may not exist."""
+    """Initialize the device, because torch would select GPU LOCAL_RANK, which may not exist."""
     try:
         torch.empty(0, device=device)
     # Torch raises AssertionError if it was built without this device type.
@@ -136,7 +136,7 @@ def require_one_axis(mesh: DeviceMesh, axis: str) -> None:
 
 
 def _checked(topology: Topology, *, dp: int | None, **inner: int) -> dict[str, int]:
-    """Return the size of each axis, checked; ``inner`` are the axes other than ``dp``."""
+    """Check and return the sizes of all axes; ``inner`` has the axes other than ``dp``."""
     rank, size = dist.get_rank(), dist.get_world_size()
     if (rank, size) != (topology.rank, topology.size):
         raise TopologyError(

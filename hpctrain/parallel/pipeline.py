@@ -48,8 +48,8 @@ class Pipeline:
             returns the mean loss.
         num_microbatches: number of equal parts of a batch; for ``1f1b`` at least the number of
             ranks.
-        schedule: ``gpipe`` or ``1f1b`` with one stage per rank, or ``interleaved``,
-            ``zero_bubble`` or ``zbv`` with two.
+        schedule: ``gpipe`` or ``1f1b`` with one stage per rank; ``interleaved``, ``zero_bubble``
+            or ``zbv`` with two stages per rank.
         stages_per_rank: number of stages of each rank, for ``interleaved`` and ``zero_bubble``.
             With these, the number of micro-batches M on P ranks must be a multiple of ``M // P``,
             such as a multiple of P.
@@ -268,7 +268,7 @@ class Pipeline:
 
 
 def _agreed_costs(layers: Sequence[nn.Module], sample: Tensor | None) -> list[float]:
-    """Return the cost of each layer: mean seconds over all ranks, or parameters. Collective."""
+    """Return layer costs: mean seconds over all ranks, or parameter counts. Collective."""
     if sample is None:
         return [1.0 + sum(p.numel() for p in layer.parameters()) for layer in layers]
     found = gathered(seconds_of(layers, sample))

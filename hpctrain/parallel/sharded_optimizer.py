@@ -63,8 +63,8 @@ class Gradients:
     """Records which parameters have received a gradient on any rank since the last step.
 
     The constructor adds a hook to each unsharded parameter, which records that the parameter has
-    received a gradient. For other parameters torch averages zeros, since other ranks may have used
-    them. The constructor is collective.
+    received a gradient. For a parameter without a gradient, torch averages zeros, since other
+    ranks may have used the parameter. The constructor is collective.
     """
 
     def __init__(self, model: nn.Module, stage: int) -> None:
@@ -135,7 +135,7 @@ class Gradients:
         self._used.clear()
 
     def _has_gradient(self, name: str, parameter: Tensor) -> bool:
-        """Return whether backward or the program has set the gradient; ignore zeros of torch."""
+        """Return whether backward or the program has set the gradient; ignore torch's zeros."""
         gradient = parameter.grad
         if name in self._used or gradient is None:
             return gradient is not None
@@ -145,7 +145,7 @@ class Gradients:
 def before_step(
     stepping: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Call the closure, if any, then ``Gradients.settle``. A pre-hook of ``step()``.
+    """Call the closure, if any, then ``Gradients.settle``; called before ``step()``.
 
     The closure computes the gradients, so it must run before ``settle``.
     """
@@ -160,7 +160,7 @@ def before_step(
 
 
 def after_step(stepped: Any, *_: object) -> None:
-    """Restore offloaded parameters. A post-hook of ``step()``."""
+    """Restore offloaded parameters; called after ``step()``."""
     if file := vars(stepped)["_file"]:
         file.end_step()
 

@@ -247,7 +247,8 @@ def _check_parameters(
 def _units(model: nn.Module, names: Sequence[str] | None) -> list[nn.Module]:
     """Return the modules that are gathered as a unit, outer modules first.
 
-    Modules that share parameters with other modules are excluded; the root module gathers them.
+    Modules that share parameters with other modules are excluded; the root module gathers their
+    parameters.
     """
     modules = {name: module for name, module in model.named_modules() if name}
     if names is None:

@@ -15,7 +15,7 @@ from hpctrain.core.target import hint
 
 
 class Chain(nn.Module):
-    """Module that applies layers in order, under their names in the whole model.
+    """Module that applies layers in order; each layer keeps its name in the whole model.
 
     Args:
         layers: names and modules in the order of forward.
@@ -75,7 +75,7 @@ def names_like(pattern: str, names: Iterable[str], *, same_depth: bool = False) 
 
 
 def places_of(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
-    """Return, by parameter, the modules that own the parameter and its name in the module."""
+    """Map each parameter to the modules that own it and its names in these modules."""
     places = defaultdict(list)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -115,8 +115,8 @@ def layers_of(model: nn.Module, names: Sequence[str]) -> list[tuple[str, nn.Modu
 def seconds_of(layers: Sequence[nn.Module], sample: Tensor, repeats: int = 3) -> list[float]:
     """Return the seconds of forward and backward of each layer on a micro-batch ``sample``.
 
-    Each time is the minimum of ``repeats``. The gradients of the layers are cleared; buffers and
-    random states do not change.
+    Each time is the minimum of ``repeats`` measurements. The gradients of the layers are cleared;
+    buffers and random states do not change.
     """
     best = [float("inf")] * len(layers)
     with left_as_they_are(layers, sample.device):
@@ -191,7 +191,7 @@ def cut(costs: Sequence[float], num_stages: int) -> list[range]:
 
 
 def shared_between(layers: Sequence[tuple[str, nn.Module]]) -> list[list[tuple[int, str]]]:
-    """Return, per parameter that several layers share, the numbers of layers and its names."""
+    """Return layer numbers and names for each parameter that several layers share."""
     places: dict[nn.Parameter, list[tuple[int, str]]] = {}
     for number, (prefix, layer) in enumerate(layers):
         for name, parameter in layer.named_parameters(prefix, remove_duplicate=False):

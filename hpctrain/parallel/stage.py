@@ -72,15 +72,15 @@ class Stage(PipelineStage):
     def _divisible(self, out: Any) -> Any:
         """Return ``out`` in a form that torch can use in a schedule with split backward.
 
-        Torch detaches the output in place, which is not possible for views, and searches for
-        weights in the graph from outputs to inputs, which is empty after frozen layers.
+        Torch detaches the output in place, which is not possible for views. Torch also searches
+        for weights in the graph from outputs to inputs; this graph is empty after frozen layers.
         """
         if self.halves and torch.is_grad_enabled() and out.is_floating_point():
             return as_own_tensor(out).requires_grad_()
         return out
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
-        """Return no operations: torch before 2.13 sends 8 bytes where it receives 4, for NCCL."""
+        """Return no operations, since torch before 2.13 sends 8 bytes here but receives 4."""
         return []
 
     # Torch passes gradients between the stages of one rank even if no gradients exist; the two
@@ -128,7 +128,8 @@ class PipelineSchedule:
 
     Raises:
         ConfigError: ``name`` is unknown, the schedule requires another number of stages or
-            micro-batches, or splits backward, which excludes selective recomputation.
+            micro-batches, or the schedule splits backward and the model has selective
+            recomputation.
     """
 
     def __init__(

@@ -87,7 +87,7 @@ def tensor_parallel(
 def _checked(
     model: nn.Module, mesh: DeviceMesh, roles: Mapping[str, str], *, sequence: bool
 ) -> dict[str, tuple[nn.Module, str]]:
-    """Return module and role by module name, checked. Collective; raises on all ranks or none."""
+    """Check roles; return module and role by name. Collective; raises on all ranks or none."""
     lines = [f"sequence={sequence}", *(f"{name}: {role}" for name, role in roles.items())]
     remedy = "pass the same arguments on every rank"
     require_identical(mesh, lines, "arguments of tensor_parallel()", remedy)
@@ -233,7 +233,7 @@ class _SharedInput:
         self._whole: Tensor | None = None
 
     def whole(self, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Replace the first input by the gathered tensor. A forward pre-hook."""
+        """Replace the first input by the gathered tensor; called before forward."""
         given, *others = inputs
         if self._given is not given:
             as_shard = DTensor.from_local(given, self._mesh, [self._placement], run_check=False)
@@ -241,7 +241,7 @@ class _SharedInput:
         return (self._whole, *others)
 
     def forget(self, *_: object) -> None:
-        """Release the input and the gathered tensor. A forward hook of the parent module."""
+        """Release the input and the gathered tensor, after forward of the parent module."""
         self._given = self._whole = None
 
 
@@ -258,5 +258,5 @@ def _replicate(module: nn.Module, mesh: DeviceMesh, stream: Placement) -> None:
 
 
 def _placed(gradient: DTensor, *, placements: tuple[Placement, ...]) -> DTensor:
-    """Return the gradient with the placements of its parameter, summed if necessary. A hook."""
+    """Return the gradient with the placements of its parameter, summed if necessary."""
     return gradient.redistribute(placements=placements)

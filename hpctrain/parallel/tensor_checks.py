@@ -64,7 +64,7 @@ class CheckedSamples:
         self._is_first = True
 
     def check(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        """Check the input of a forward; raise on all ranks or none. A forward pre-hook."""
+        """Check the input before forward; raise on all ranks or none."""
         given, is_first = inputs[0], self._is_first
         if self._is_first:  # later steps of a program divide data like the first
             self._is_first = False

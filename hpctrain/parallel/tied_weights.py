@@ -52,7 +52,7 @@ class TiedWeights:
                 self._counted_elsewhere.add(name_on[mine])
 
     def shared(self) -> list[tuple[str, nn.Parameter | None]]:
-        """Return name and parameter of all shared weights; None for weights of other ranks."""
+        """Return name and parameter of each shared weight; None for other ranks' weights."""
         here = dict(self._model.named_parameters(remove_duplicate=False))
         return [
             (places[0][1], next((here[name] for _, name in places if name in self._groups), None))
@@ -60,12 +60,12 @@ class TiedWeights:
         ]
 
     def counted(self) -> list[nn.Parameter]:
-        """Return this rank's parameters without shared weights that a lower rank also has."""
+        """Return this rank's parameters, except shared weights that a lower rank also has."""
         named = self._model.named_parameters()
         return [p for name, p in named if name not in self._counted_elsewhere]
 
     def check_trained(self) -> bool:
-        """Return whether every rank of the axis trains a parameter. Collective over the axis.
+        """Return whether every rank of the axis trains any parameter. Collective over the axis.
 
         Raises:
             ConfigError: some stages train a weight and others do not; on every rank.
@@ -90,7 +90,7 @@ class TiedWeights:
             parameter.grad = None
 
     def end_step(self) -> None:
-        """Sum the gradients of this step over the ranks, and add the stored ones. Collective."""
+        """Sum this step's gradients over the ranks, and add the stored gradients. Collective."""
         tied = zip(self._parameters(), self._groups.values(), self._kept, strict=True)
         for parameter, group, before in tied:
             if not parameter.requires_grad:  # frozen on the other ranks, too

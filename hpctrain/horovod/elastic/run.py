@@ -52,8 +52,8 @@ def agree(mine: Ending) -> Ending:
     """Return the most severe outcome of an attempt over all ranks.
 
     Collective; all ranks get the same outcome. If other ranks are still training, the all-gather
-    of this rank does not match their next operation. Then this rank and those ranks raise an
-    error, those ranks call ``agree``, too, and this rank repeats the all-gather.
+    of this rank does not match the next operation of the other ranks, and the operation fails on
+    all ranks. The other ranks then also call ``agree``, and this rank repeats the all-gather.
     """
     here = world.current()
     if mine.end is not AttemptEnd.DONE:  # interrupt the ranks that wait for a named operation
@@ -89,10 +89,10 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     launch --recover`` the survivors resume from their last commit instead, in the same processes,
     as a smaller world: ``rank()`` and ``size()`` change, process sets of some ranks are removed,
     and a ``DistributedOptimizer`` over all ranks is rebuilt, except with ``shard`` or Adasum. With
-    ``--spares`` spare ranks replace lost ones: spares run the program from ``init()``, and receive
-    the state in ``sync()``. On several nodes, all ranks also end, after ``HPCTRAIN_TIMEOUT``, if
-    one rank alone raises ``HorovodInternalError`` while others average gradients, because messages
-    in flight between nodes cannot be cancelled.
+    ``--spares`` spare ranks replace lost ranks: spares run the program from ``init()``, and
+    receive the state in ``sync()``. On several nodes, all ranks also end, after
+    ``HPCTRAIN_TIMEOUT``, if one rank alone raises ``HorovodInternalError`` while others average
+    gradients, because messages in flight between nodes cannot be cancelled.
 
     Raises:
         CommError: training fails repeatedly without a new commit, or more often than

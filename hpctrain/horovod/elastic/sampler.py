@@ -49,8 +49,8 @@ class ElasticSampler(Sampler[int]):
     number of ranks, the batches are the same as in an uninterrupted epoch.
 
     Call ``hpctrain.init()`` before construction, ``record_batch`` after each batch, and
-    ``set_epoch`` at the end of each epoch, not at its beginning: otherwise a restored epoch would
-    start from its first index. The order is Horovod's for the same seed.
+    ``set_epoch`` at the end of each epoch. With ``set_epoch`` at the beginning, a restored epoch
+    would start from its first index. The order is Horovod's for the same seed.
 
     Args:
         dataset: data set of constant length.
@@ -58,7 +58,8 @@ class ElasticSampler(Sampler[int]):
         seed: seed of the order; the same on every rank.
 
     Source: Horovod 0.28, ``horovod.torch.elastic.ElasticSampler``.
-    Differs: the rest may have fewer indices than ranks (Horovod fails); ``record_indices``.
+    Differs: the rest of an epoch may have fewer indices than ranks, in which case Horovod fails;
+    Horovod has no ``record_indices``.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:  # noqa: FBT001, FBT002 - Horovod's
@@ -100,10 +101,10 @@ class ElasticSampler(Sampler[int]):
     def record_indices(self, indices: Iterable[int]) -> None:
         """Record that this rank has processed ``indices``. Local.
 
-        For batches whose size differs between ranks. Takes effect at the next ``reset()``.
-        ``TorchState.sync()`` merges the records of all ranks; the sampler returns indices that
-        only a lost rank has recorded again. This method stores each index, whereas
-        ``record_batch`` stores a count, which all ranks have.
+        Use this method if batch sizes differ between ranks. The record takes effect at the next
+        ``reset()``. ``TorchState.sync()`` merges the records of all ranks; indices that only a
+        lost rank has recorded are sampled again. This method stores each index, whereas
+        ``record_batch`` stores one count.
 
         Raises:
             ConfigError: this epoch is recorded by ``record_batch``.

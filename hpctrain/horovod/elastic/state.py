@@ -96,7 +96,8 @@ class State(ABC):
         raise ``HostsUpdatedInterrupt`` at their next ``commit()``.
 
         Args:
-            timestamp: seconds; a report is ignored unless it is later than the last known one.
+            timestamp: time of the report in seconds; a report is ignored unless it is later than
+                the last known report.
             update_res: ``HostUpdate`` bits: 1 for removed hosts, 2 for added hosts, 3 for both.
         """
         self._host_messages.put((timestamp, update_res))
