@@ -134,7 +134,7 @@ def _classes(root: Path, files: Sequence[str]) -> tuple[tuple[str, ...], NDArray
 
 
 def _check_classes(root: Path, classes: Sequence[str], links: Sequence[str], what: str) -> None:
-    """Raise ``DataError`` if a folder has no samples: its absence would change class numbers."""
+    """Raise ``DataError`` if a class has no samples: class numbers would change without it."""
     with os.scandir(root) as entries:
         folders = {entry.name for entry in entries if entry.is_dir() and entry.path not in links}
     lacking = sorted(name for name in folders - set(classes) if not name.startswith("."))

@@ -1,4 +1,4 @@
-"""Archives of webdataset: files whose names differ only in the ending form one sample."""
+"""Archives in webdataset format: files whose names differ only in the ending are one sample."""
 
 import tarfile
 import zlib
