@@ -41,8 +41,8 @@ class Mixture:
     Raises:
         DataError: weights or length are invalid, or the fields of the data sets differ.
 
-    Differs from an ordinary data set: indices do not end at ``len``, and a loader reads them in
-    their order, which is shuffled already.
+    Differs from an ordinary data set: indices may exceed ``len``, and a loader does not shuffle,
+    because the sequence is shuffled already.
     """
 
     block_size = 1  # neighbouring samples are unrelated, so blocks have one sample
@@ -88,7 +88,7 @@ class Mixture:
         return Sequential(epoch * self._length)
 
     def take(self, indices: Indices) -> Columns:
-        """Gather samples, numbered from 0 without an end.
+        """Gather samples; indices start at 0 and have no upper limit.
 
         Raises:
             CorruptError: a sample of a source is damaged; the error has an index of the mixture.

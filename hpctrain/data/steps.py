@@ -1,4 +1,4 @@
-"""Sample indices of each step of an epoch on a rank, and of the reads to start ahead."""
+"""Sample indices that a rank reads in each step of an epoch, and those to read ahead."""
 
 import threading
 from bisect import bisect_left
@@ -144,7 +144,7 @@ class Division:
     def share(self, total: int) -> slice:
         """Return the slice of this rank in a global batch of ``total`` samples.
 
-        A rank has consecutive parts. The numbers of parts of two ranks differ by at most one.
+        A rank has consecutive parts. Two ranks differ by at most one in their number of parts.
         """
         of_all = self.num_parts
         begin, end = (of_all * rank // self.size for rank in (self.rank, self.rank + 1))

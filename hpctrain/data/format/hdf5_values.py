@@ -36,12 +36,12 @@ def load_filters(fields: Mapping[str, Field]) -> None:
 
 
 def filters() -> dict[str, Any]:
-    """Return the arguments of ``create_dataset`` for zstd and a checksum of each chunk."""
+    """Return the arguments of ``create_dataset`` that enable zstd and a checksum of each chunk."""
     return {**import_module("hdf5plugin").Zstd(clevel=_LEVEL), "fletcher32": True}
 
 
 def rows_per_chunk(field: Field, block_size: int) -> int:
-    """Return the rows per chunk: whole blocks, or at least 1 row of a ragged field."""
+    """Return the rows per chunk, a multiple of ``block_size`` unless the field is ragged."""
     step = 1 if field.ragged else block_size
     step_bytes = max(1, step * field.sample_bytes)
     if step_bytes > _MOST_BYTES:

@@ -54,7 +54,7 @@ class RawShard:
         self.descriptor = os.open(path, os.O_RDONLY)
 
     def table(self, name: str) -> NDArray[Any]:
-        """Return the crc32 of each block of a field that is stored in the file."""
+        """Read the crc32 of each block of a field from the file."""
         shape = (self._manifest.num_blocks(self.shard),)
         return self._array(f"crc/{name}", self.shard.places[name].crc_offset, shape, "<u4")
 
@@ -163,13 +163,14 @@ class ShardFile(RawShard):
         return self._identity() != self.identity
 
     def wrong_blocks(self, blocks: Array) -> list[int]:
-        """Return the damaged blocks among ``blocks``; ``problem`` returns the fault of each."""
+        """Return the damaged blocks among ``blocks``; see ``problem`` for their faults."""
         return [block for block in blocks.tolist() if self.problem(block)]
 
     def found(self, blocks: Array, wrong: list[int]) -> None:
         """Record blocks as checked, except the ``wrong`` blocks.
 
-        Other threads read the flags concurrently, so a damaged block must never be marked.
+        Other threads read the flags concurrently, so the flag of a damaged block must never be
+        set.
         """
         self.checked[wrong] = False
         self.checked[np.setdiff1d(blocks, wrong) if wrong else blocks] = True
