@@ -98,7 +98,7 @@ class StateCopy:
 
 
 class BackgroundWriter(Generic[T]):
-    """Runner of jobs in a thread with a separate communicator, or immediately without a thread.
+    """Runs jobs in a thread with a separate communicator, or immediately if it has no thread.
 
     Construction creates the thread and its communicator, and is collective. Jobs run immediately
     if ``background`` is false, or if the MPI library does not allow calls from two threads, which

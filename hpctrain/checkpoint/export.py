@@ -105,7 +105,7 @@ def export(state: Mapping[str, Any], path: Path | str, *, overwrite: bool = Fals
 
 
 def _owner() -> Callable[[Tensor], Tensor]:
-    """Return a function that copies a tensor if it is a view or shares memory with an earlier one."""
+    """Return a function that copies a view, or a tensor whose memory an earlier tensor has."""
     taken: set[int] = set()
 
     def own(tensor: Tensor) -> Tensor:

@@ -291,7 +291,7 @@ class Manager:
         stall_s: float | None,
         damaged: set[int],
     ) -> Figures:
-        """Write one checkpoint, then remove expendable ones. Collective; in the background thread."""
+        """Write a checkpoint, then remove expendable checkpoints. Collective; background job."""
         began = time.monotonic()
 
         def take() -> saving.SaveSource:

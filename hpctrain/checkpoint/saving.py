@@ -123,9 +123,9 @@ def save(  # noqa: PLR0913 - all parts of a checkpoint
             stored.
         guard: called on rank 0 before any file is written, and again before the checkpoint
             is published. A CheckpointError that it raises cancels the save.
-        source_rank: write the plain values and tensors of this rank only. If it
-            and other ranks hold the same piece, the copy of ``source_rank`` is written. The other
-            ranks write all other pieces.
+        source_rank: write the plain values and tensors of this rank only. If this
+            rank and other ranks hold the same piece, the copy of ``source_rank`` is written. The
+            other ranks write all other pieces.
 
     Raises:
         CheckpointError: a value of the state is not supported, the ranks disagree or hold

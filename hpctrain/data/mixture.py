@@ -126,7 +126,7 @@ class Mixture:
         return file_of(source, int(samples[0]))
 
     def _parts(self, indices: Indices) -> Iterator[tuple[Samples, Indices, Indices]]:
-        """Yield each source, its requested samples, and their indices in ``indices``."""
+        """Yield each source, its requested samples, and where ``indices`` has these samples."""
         numbers, draws = self.locate(indices)
         for number in np.unique(numbers).tolist():
             places = np.flatnonzero(numbers == number)
@@ -212,7 +212,7 @@ def _pattern(counts: tuple[int, ...]) -> Indices:
 
 
 def _gathered(parts: list[Values], back: Indices) -> Values:
-    """Return the joined samples of all parts in the order ``back``."""
+    """Join the samples of all parts, and return them in the order ``back``."""
     if len(parts) == 1:
         return parts[0]  # its places are already in order
     ragged = [part for part in parts if isinstance(part, Ragged)]

@@ -33,7 +33,7 @@ _NUM_PLANS = 32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ordering:
-    """Kind of sample order, from which ``order`` computes each epoch, identically on all ranks."""
+    """Kind of sample order; ``order`` returns the order of an epoch, identical on all ranks."""
 
     name: Literal["global", "window", "sequential"]
     shape: WindowShape | None = None  # only of a window order

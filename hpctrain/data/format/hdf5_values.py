@@ -61,9 +61,9 @@ _MOST_LINKS = 16  # maximum length of a chain of soft links
 def own_dataset(file: h5py.File, path: str) -> Any:
     """Return the object at a path in an HDF5 file, usually a dataset, without opening other files.
 
-    A malicious file could otherwise read any file of this machine through external links,
-    external storage or virtual datasets. Raises ``KeyError``: there is no object at ``path``.
-    ``ValueError``: the object is in another file.
+    External links, external storage and virtual datasets are refused, because a malicious file
+    could use them to read any file of this machine. Raises ``KeyError``: there is no object at
+    ``path``. ``ValueError``: the object is in another file.
     """
     found = file[_resolved(file, path)]
     if isinstance(found, h5py.Dataset) and (found.is_virtual or found.external):

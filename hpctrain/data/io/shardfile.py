@@ -67,7 +67,7 @@ class RawShard:
         return index.view(np.int64)
 
     def values_of(self, name: str, chunks: ChunkCache) -> Values:
-        """Return a reader of the values of a field that does not map the file into memory."""
+        """Return a reader of the values of a field, which reads without mapping the file."""
         field, shape = self._manifest.fields[name], self._shape(name)
         offset = self.shard.places[name].offset
         if 0 in shape:
@@ -122,8 +122,8 @@ class ShardFile(RawShard):
 
     If the file changes, ``OpenShard`` opens it again as another object.
 
-    The constructor compares size and tables of the file with the manifest. It raises
-    ``UNREADABLE`` if the file is missing, damaged, or belongs to another manifest.
+    The constructor compares size and tables of the file with the manifest. It raises an
+    exception of ``UNREADABLE`` if the file is missing, damaged, or belongs to another manifest.
     """
 
     def __init__(

@@ -141,8 +141,8 @@ def form_of_images(
 ) -> tuple[Form, tuple[str, ...]]:
     """Return ``image`` or ``bytes``, the form in which images are packed, and notes for the user.
 
-    Reads only the headers of ``contents``, the bytes of some files by name. Raises ``DataError``:
-    an image cannot be read.
+    ``contents`` maps file names to bytes of some files; only the image headers are read. Raises
+    ``DataError``: an image cannot be read.
     """
     if wanted.encoded or wanted.resize:
         return "bytes" if wanted.encoded else "image", ()

@@ -39,7 +39,8 @@ def open_folder(path: Path, wanted: WantedFields) -> PackSource:
     """Return the source for a folder of images or arrays; each folder in it is a class.
 
     Classes are numbered in the order of their names. Images are packed as pixels if 64 of them
-    have the same size or ``resize`` is given, otherwise as the bytes of their files.
+    have the same size or ``wanted.resize`` is given. Other images, and all images with
+    ``wanted.encoded``, are packed as the bytes of their files.
     """
     links: list[str] = []
     files = list(files_below(path, links))
