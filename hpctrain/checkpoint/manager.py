@@ -114,7 +114,7 @@ class Manager:
         self._step: int | None = None  # step of the last checkpoint saved or loaded
         self._has_score = False  # whether that checkpoint has a score
         self._stall_s = 0.0
-        # Of the state, and of private values.
+        # One copy for the state, one for private values.
         self._snapshots = (StateCopy(comm.rank, comm.size), StateCopy())
         self._writer = BackgroundWriter[Figures](comm, background=background)
 

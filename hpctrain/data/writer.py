@@ -112,7 +112,7 @@ class ShardWriter:
     """
 
     manifest: Manifest
-    """The manifest: the shards of this rank, and of all ranks once the block has ended."""
+    """Manifest with the shards of this rank; with the shards of all ranks after the block."""
 
     def __init__(  # noqa: PLR0913 - all arguments are keywords
         self,

@@ -103,7 +103,7 @@ class StepFindings:
         }
 
     def lines(self, step: int) -> list[str]:
-        """Return lines about the findings of all ranks; empty after ``report``. Collective."""
+        """Return lines about the findings of all ranks; empty if an error has them. Collective."""
         if self.is_reported:
             return []
         self.own = self.own or self._older()

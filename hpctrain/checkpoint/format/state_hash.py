@@ -15,7 +15,7 @@ from hpctrain.core.errors import CheckpointError
 _PIECE_BYTES = 64 << 20
 """Bytes of one copy from a device, or from memory that is not contiguous."""
 
-_LANES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # the others are read as int64
+_LANES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # wider elements are read as int64
 _MIX = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
 """Odd factors: the golden ratio and the factors of splitmix64, as signed integers."""
 

@@ -146,7 +146,7 @@ class ShardFile(RawShard):
         self.indices = {
             name: self.index(name) for name, field in manifest.fields.items() if field.ragged
         }
-        """First row of each sample and the end, ``(num_samples + 1,)``, for each ragged field."""
+        """For each ragged field the first row of each sample, then the number of rows."""
         if bytes(self._plain(0, (len(_SIGNATURE),), "|u1")) != _SIGNATURE:
             raise ValueError("the file does not begin with the signature of HDF5")
         self._unmapped = {name: self._unmapped_values(name, chunks) for name in manifest.fields}

@@ -244,7 +244,7 @@ class PackSource:
     def _parts_of(self, rank: int, size: int) -> Sequence[tuple[int | None, Read]]:
         count = len(self.parts)
         if count == 1:
-            return self.parts if rank == 0 else ()  # whose bar is shown
+            return self.parts if rank == 0 else ()  # its progress bar is shown
         return self.parts[count * rank // size : count * (rank + 1) // size]
 
 
