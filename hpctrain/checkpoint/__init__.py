@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or absent, of any number of ranks.
+"""Checkpoints: written atomically, and read by any number of ranks.
 
 Every name is loaded at its first use.
 """

@@ -1,4 +1,4 @@
-"""Saves in the background: a copy of the state in memory, and the thread that writes it."""
+"""Background saves: a copy of the state in memory, and a thread that writes the copy."""
 
 import logging
 import time
@@ -29,7 +29,7 @@ _PINNED_BYTES = MIB
 
 
 class StateCopy:
-    """A copy of a state in CPU memory, which later copies of equal shapes reuse.
+    """A copy of a state in CPU memory; later copies of equal shapes reuse the memory.
 
     Each rank copies only its share of the replicated tensors, but computes the checksums of all
     replicated tensors. The memory of this share stays allocated after the first copy.
@@ -47,7 +47,7 @@ class StateCopy:
         """Copy a state to CPU memory, overwrite the last copy, and return the copied state.
 
         Replicated tensors in the shares of other ranks have shape and dtype, but no values. With
-        ``source_rank``, all replicated tensors are the share of that rank. Raises
+        ``source_rank``, all replicated tensors are in the share of ``source_rank``. Raises
         ``CheckpointError``: the state contains an unsupported type; the last copy is unchanged.
         """
         leaves, skeleton = flatten(state)
@@ -98,7 +98,7 @@ class StateCopy:
 
 
 class BackgroundWriter(Generic[T]):
-    """Runner of jobs in a thread with a separate communicator, or immediately without a thread.
+    """Runs jobs in a thread with a separate communicator, or immediately if it has no thread.
 
     Construction creates the thread and its communicator, and is collective. Jobs run immediately
     if ``background`` is false, or if the MPI library does not allow calls from two threads, which
@@ -123,7 +123,7 @@ class BackgroundWriter(Generic[T]):
     def start(self, job: Callable[[Communicator], T]) -> None:
         """Start a job, which may be collective.
 
-        The job before must have been joined. The argument of ``job`` is the communicator that it
+        The previous job must have been joined. The argument of ``job`` is the communicator that it
         must use. ``join`` raises the errors of the job.
         """
         assert self._running is None, "the caller must join a job before it starts another"

@@ -104,10 +104,10 @@ class CheckpointDirectory:
     ) -> None:
         """Remove expendable checkpoints after ``newest`` was written; log failures.
 
-        A checkpoint is renamed before it is removed, so a kill or a power failure leaves a file
-        to sweep and not a damaged checkpoint. Checkpoints of later steps, written before a resume,
-        are renamed, because a restart would load them. ``damaged`` steps are not counted in
-        ``keep``.
+        A checkpoint is renamed before it is removed, so a kill or a power failure leaves a
+        leftover for the next call and not a damaged checkpoint. Checkpoints of later steps,
+        written before a resume, are renamed, because a restart would load them. ``damaged`` steps
+        are not counted in ``keep``.
         """
         self._sweep()
         steps = self._try(self.steps) or []

@@ -66,7 +66,7 @@ def check_ending(path: Path) -> None:
 def export(state: Mapping[str, Any], path: Path | str, *, overwrite: bool = False) -> None:
     """Write a state atomically. Not collective.
 
-    Needs memory for copies of the tensors that are views of others. ``torch.load(...,
+    Needs memory for copies of tensors that are views. ``torch.load(...,
     weights_only=True)`` reads a file ``.pt``; a file ``.safetensors`` holds only tensors by name.
     """
     path = absolute(path)
@@ -105,7 +105,7 @@ def export(state: Mapping[str, Any], path: Path | str, *, overwrite: bool = Fals
 
 
 def _owner() -> Callable[[Tensor], Tensor]:
-    """Return a function that copies views, which are written with their base tensors."""
+    """Return a function that copies a view, or a tensor whose memory an earlier tensor has."""
     taken: set[int] = set()
 
     def own(tensor: Tensor) -> Tensor:

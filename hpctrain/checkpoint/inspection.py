@@ -36,7 +36,7 @@ def checkpoints_in(path: Path | str) -> list[Path]:
 
 
 def checkpoint_of(path: Path | str, which: str) -> Path:
-    """Return one checkpoint of a path, chosen by ``last``, ``best`` or a number of steps."""
+    """Return one checkpoint of a path: ``last``, ``best`` or after a number of steps."""
     found = checkpoints_in(path)
     if which == "last":
         return found[-1]
@@ -138,7 +138,7 @@ def _short(value: object) -> str:
 
 
 def verify(path: Path | str) -> Iterator[tuple[Path, list[str]]]:
-    """Compare every byte of one checkpoint, or of all of a run directory, with the checksums.
+    """Compare all bytes of a checkpoint, or of all in a run directory, with their checksums.
 
     Not collective. Yields each checkpoint and its faults, oldest first; checkpoints that the run
     removes meanwhile are omitted. Raises ``CheckpointError``: there is no checkpoint.

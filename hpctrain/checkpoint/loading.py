@@ -1,4 +1,4 @@
-"""Read a checkpoint on any number of ranks; check every byte, and execute no code of it."""
+"""Read a checkpoint on any number of ranks: check every byte, and execute no stored code."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -57,8 +57,8 @@ def load(
     Args:
         directory: directory of the checkpoint.
         comm: the ranks that read.
-        into: part of a tensor that this rank wants, by path; its leaf is a ``TensorPiece``, and
-            only the blocks of the files that it touches are read.
+        into: by path, the part of a tensor that this rank wants. In the state, the tensor is
+            replaced by a ``TensorPiece``, and only the file blocks of this part are read.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged or hostile, or lacks a
@@ -111,7 +111,7 @@ def check(directory: Path | str) -> list[str]:
 
 
 class Privates(Mapping[int, Any]):
-    """Mapping from the rank that saved to its private values, which are read on demand."""
+    """Mapping from each rank of the save to its private values, which are read on demand."""
 
     def __init__(self, directory: Path, manifest: CheckpointManifest) -> None:
         self._directory = directory
@@ -121,8 +121,8 @@ class Privates(Mapping[int, Any]):
     def __getitem__(self, rank: int) -> Any:
         """Return the private values of a rank. Not collective.
 
-        Raises ``KeyError``: the rank did not exist or had none. ``CheckpointError``: its file is
-        damaged.
+        Raises ``KeyError``: the save had no such rank, or no private values of the rank.
+        ``CheckpointError``: the file of the rank is damaged.
         """
         if rank not in self._read:
             records = self._records[rank]
@@ -179,7 +179,7 @@ def _read(
 ) -> dict[str, Tensor]:
     """Read tensors, or the parts of them in ``into``, file by file.
 
-    Ranks begin at different files, by ``first``, to spread the load.
+    The file of rank ``first`` is read first; different ``first`` on each rank spread the load.
     """
     pieces = {}
     for name, record in records.items():
@@ -233,7 +233,7 @@ def _assembled(
 def _by_rank(
     groups: Sequence[Mapping[str, Record]], wanted: Mapping[str, Shard] | None = None
 ) -> dict[int, list[_Stored]]:
-    """Return the stored parts by the rank that wrote them; only parts of ``wanted`` shards."""
+    """Return by rank the stored parts that it wrote; with ``wanted``, only overlapping parts."""
     stored: dict[int, list[_Stored]] = {}
     for name, record in (item for records in groups for item in records.items()):
         for part in record.parts:

@@ -58,7 +58,7 @@ class Manager:
 
     The training thread copies the share of this rank to memory that later saves reuse, and
     computes checksums. A second thread with a separate communicator writes the copy and removes
-    expendable checkpoints. A save waits until the save before is complete.
+    expendable checkpoints. A save waits until the previous save is complete.
 
     A failed save keeps the older checkpoints. The next ``save``, ``wait`` or ``close`` raises its
     error on every rank, with the step of the failed save; training may continue, and save again.
@@ -76,7 +76,8 @@ class Manager:
         background: whether training continues while a checkpoint is written; training waits if
             the MPI library does not allow calls from two threads.
         guard: called on rank 0, in any thread, before a checkpoint is written, before it
-            appears and before others are removed; may raise CheckpointError to prevent it.
+            is published, and before other checkpoints are removed; may raise CheckpointError to
+            prevent this.
 
     Raises:
         ConfigError: a value is not valid.
@@ -113,7 +114,7 @@ class Manager:
         self._step: int | None = None  # step of the last checkpoint saved or loaded
         self._has_score = False  # whether that checkpoint has a score
         self._stall_s = 0.0
-        # Of the state, and of private values.
+        # One copy for the state, one for private values.
         self._snapshots = (StateCopy(comm.rank, comm.size), StateCopy())
         self._writer = BackgroundWriter[Figures](comm, background=background)
 
@@ -290,7 +291,7 @@ class Manager:
         stall_s: float | None,
         damaged: set[int],
     ) -> Figures:
-        """Write and remove expendable checkpoints. Collective; called by the background thread."""
+        """Write a checkpoint, then remove expendable checkpoints. Collective; background job."""
         began = time.monotonic()
 
         def take() -> saving.SaveSource:

@@ -114,18 +114,18 @@ def save(  # noqa: PLR0913 - all parts of a checkpoint
         directory: directory of this checkpoint; missing parents are created. An older checkpoint
             in ``directory`` is replaced.
         state: the same tree of plain values, tensors and pieces on every rank, with the same
-            bits: checksums are compared before the checkpoint appears. Tensors are written once,
-            each rank writes a part of them; pieces are written by a rank that has them.
+            bits: checksums are compared before the checkpoint is published. Tensors are written
+            once, each rank writes a part of them; pieces are written by a rank that has them.
         comm: the ranks that write.
         step: step of the state.
         private: values of each rank, such as random states; stored by rank.
         facts: values for JSON, for example for checks before a load; the values of rank 0 are
             stored.
         guard: called on rank 0 before any file is written, and again before the checkpoint
-            appears. A CheckpointError that it raises cancels the save.
-        source_rank: write the plain values and tensors of this rank alone. If this
-            rank and others hold the same piece, the copy of this rank is written. The other ranks
-            write all other pieces.
+            is published. A CheckpointError that it raises cancels the save.
+        source_rank: write the plain values and tensors of this rank only. If this
+            rank and other ranks hold the same piece, the copy of ``source_rank`` is written. The
+            other ranks write all other pieces.
 
     Raises:
         CheckpointError: a value of the state is not supported, the ranks disagree or hold
@@ -274,7 +274,7 @@ def divide(
     The bytes of all tensors, in their order, are cut into equal parts. A cut inside a large tensor
     moves to the next row, a cut inside a small tensor to its end.
 
-    ``tensors`` contains dtype and shape by path. With ``source_rank``, this rank writes all.
+    ``tensors`` contains dtype and shape by path. ``source_rank``, if given, writes all tensors.
     """
     if source_rank is not None:
         return {path: {source_rank: Shard.whole(shape)} for path, (_, shape) in tensors.items()}
@@ -332,7 +332,7 @@ def _of_copies(
     pieces: Sequence[Mapping[str, Shard]],
     source_rank: int | None,
 ) -> dict[str, int | None]:
-    """Return the crc32 of each piece that several ranks hold; None if this rank lacks it."""
+    """Return the crc32 of each piece that several ranks hold; None if not on this rank."""
     found: dict[str, int | None] = {}
     for (path, shard), ranks in _holders(pieces).items():
         if len(ranks) > 1 and shard.numel and source_rank not in ranks:
@@ -364,7 +364,7 @@ def _manifest(
     step: int,
     facts: dict[str, Any],
 ) -> CheckpointManifest:
-    """Return the manifest of the files that all ranks have written; on rank 0."""
+    """Return the manifest of the files that all ranks have written. Called on rank 0 only."""
     assert written is not None
     skeleton, specs = tree
     crcs = [of_rank for of_rank, _ in written]
@@ -414,7 +414,7 @@ def _publish(
     directory: Path,
     guard: Callable[[], None] | None,
 ) -> int:
-    """Write the manifest, rename the folder to ``directory``; return the bytes of tensors."""
+    """Write the manifest, rename ``room`` to ``directory``; return the number of tensor bytes."""
     manifest = make()
     with (room / NAME).open("xb") as file:
         file.write(manifest.to_bytes())

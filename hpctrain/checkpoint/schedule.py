@@ -64,8 +64,8 @@ class CheckpointSchedule:
         if not self._costs_s:
             return None
         cost_s = statistics.median(self._costs_s)
-        # Daly's is the time to compute; a checkpoint that is still being written would hold the
-        # next one up.
+        # Daly's formula gives the time without saves. A save waits for the write of the previous
+        # save, so the interval is at least the time of a write.
         return max(daly(cost_s, self._mtbf_s) + cost_s, self._write_s)
 
     def due(self, step: int, now: float) -> bool:

@@ -23,9 +23,9 @@ NO_RESULTS = {"time", "records"}
 """Kinds of differences that runs with equal results may have."""
 
 _NOTED = {"training_s": "time", "num_records": "records"}
-"""Paths in the state of ``hpctrain train`` that are no results."""
+"""Paths in the state of ``hpctrain train`` whose values are no results, with their kind."""
 _SUMS = re.compile(rf"({PRIVATE}/\d+/)?(epoch_)?tally/sums")
-_DURATIONS = slice(2, 5)  # indices of durations in these sums
+_DURATIONS = slice(2, 5)  # indices of durations in the tensors that ``_SUMS`` names
 
 _LONGEST = 60  # maximum characters of a plain value
 
@@ -38,8 +38,8 @@ class Difference:
 
     path: str  # path of the tensor or plain value, such as ``model/0.weight``
     what: str
-    """``values``, ``shape``, ``dtype``, ``missing``, ``plain``; or ``time`` that a run of
-    ``hpctrain train`` has measured, and ``records``, their number, which are no results."""
+    """Kind of the difference: ``values``, ``shape``, ``dtype``, ``missing`` or ``plain``. The
+    kinds ``time`` (measured durations) and ``records`` (number of records) are no results."""
     text: str  # human-readable, in one line
     num_different: int = 0  # elements whose bits differ; 0 unless ``what`` is ``values``
     max_abs: float = 0.0  # largest difference of two finite elements

@@ -66,7 +66,7 @@ class Split:
 
     @classmethod
     def read(cls, path: Path | str) -> Self:
-        """Read a file of ``hpctrain data split --by-label``.
+        """Read a file that ``hpctrain data split --by-label`` wrote.
 
         Raises ``DataError``: the file cannot be read, or is damaged.
         """
@@ -106,7 +106,7 @@ class Split:
     def parts_of(self, rank: int, size: int) -> range:
         """Return the consecutive parts of a rank.
 
-        The numbers of parts of two ranks differ by at most one. Raises ``DataError``: there are
+        Two ranks differ by at most one in their number of parts. Raises ``DataError``: there are
         fewer parts than ranks, or ``rank`` is out of range.
         """
         num_parts = self.num_parts

@@ -43,12 +43,12 @@ def shard_data(data: T, optimizer: Counts | None = None) -> T:
     ``len()`` do not change. All ranks begin their epochs together.
 
     If ``data`` is a data set, each rank gets every ``size()``-th sample. If the samples do not
-    divide evenly, the first ones are repeated, as by torch's ``DistributedSampler``; an
-    ``IterableDataset`` omits an incomplete last round instead.
+    divide evenly, the first samples are repeated, as by torch's ``DistributedSampler``. With an
+    ``IterableDataset``, the last samples are omitted instead if there are fewer than ``size()``.
 
-    Every rank reads all samples of an ``IterableDataset``, alone or in a loader, and keeps its
-    part; the data set must yield the same samples in the same order on all ranks. An epoch of a
-    loader ends on all ranks when the first rank has no batch.
+    Every rank reads all samples of an ``IterableDataset``, whether ``data`` is the data set or its
+    loader, and keeps its part. The data set must yield the same samples in the same order on all
+    ranks. An epoch of a loader ends on all ranks when the first rank has no batch.
 
     Args:
         data: the loader or data set that one process would use.
@@ -180,7 +180,10 @@ def _part(dataset: "Dataset[Any]", rank: int, size: int) -> "Subset[Any]":
 
 
 class _StreamPart(IterableDataset[Any]):
-    """Every ``size``-th sample of an iterable data set; an incomplete last round is omitted."""
+    """Every ``size``-th sample of an iterable data set.
+
+    If fewer than ``size`` samples remain at the end, they are omitted.
+    """
 
     def __init__(self, dataset: "IterableDataset[Any]", rank: int, size: int) -> None:
         self.dataset, self._rank, self._size = dataset, rank, size
@@ -356,7 +359,7 @@ class StreamLoader(DividedLoader):
 
 
 class _CollateShare:
-    """Collate function that keeps this rank's samples and adds counts and a checksum."""
+    """Collate function of this rank's samples; also returns sample counts and a checksum."""
 
     def __init__(self, collate: Callable[[list[Any]], Any], rank: int, size: int) -> None:
         self._collate, self._rank, self._size = collate, rank, size
@@ -425,7 +428,7 @@ def identity_of_samples(samples: Iterable[object]) -> str:
 
 
 def _checksums(value: object, name: str, depth: int = _MAX_DEPTH) -> Iterator[tuple[str, str]]:
-    """Yield the names of attributes of a data set with checksums of their numbers. Local.
+    """Yield the name and a checksum of each attribute of a data set that holds numbers. Local.
 
     A split or order that was drawn with another seed differs in the indices of a ``Subset``, in
     labels or in arrays of samples. No sample is read, because it may be augmented randomly.
@@ -451,7 +454,7 @@ def _attributes(value: object) -> Iterator[tuple[str, Any]]:
 
 
 def _holds_samples(value: object) -> bool:
-    """Return whether a value is a data set, a loader, or a short list of these."""
+    """Return whether a value is a data set, a loader, or a list that contains these or arrays."""
     if isinstance(value, list | tuple):
         return any(isinstance(held, Tensor | np.ndarray) or _is_data(held) for held in value[:8])
     return _is_data(value)
@@ -465,7 +468,7 @@ def _is_data(value: object) -> bool:
 
 
 def _numbers(value: object) -> np.ndarray | None:
-    """Return ``value`` as an array of numbers; None unless an array or a list of integers."""
+    """Return an array, tensor or list of integers as an array of numbers; else None."""
     if isinstance(value, Tensor):
         is_known = value.dtype in (torch.float32, torch.float64) or not value.is_floating_point()
         is_readable = is_known and value.layout == torch.strided and value.is_cpu

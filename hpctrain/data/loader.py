@@ -211,7 +211,7 @@ class Loader(Reading):
 
     @property
     def place(self) -> tuple[int, int]:
-        """Epoch of the last batch, and the number of samples of all ranks before it."""
+        """Epoch of the last batch, and the number of samples before it, over all ranks."""
         return self.epoch, self.consumed - self.step_samples
 
     def samples_at(self, place: tuple[int, int]) -> Indices:
@@ -286,7 +286,8 @@ class Loader(Reading):
     def _skip_damaged(self, errors: dict[int, Exception]) -> bool:
         """Skip and log damaged samples from now on.
 
-        Raise other errors, and damage outside the requested samples.
+        Raises the error of the lowest rank if ``on_corrupt`` is ``raise``, if an error is not
+        damage, or if all damaged samples are skipped already.
         """
         if not errors:
             return False

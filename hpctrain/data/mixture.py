@@ -41,8 +41,8 @@ class Mixture:
     Raises:
         DataError: weights or length are invalid, or the fields of the data sets differ.
 
-    Differs from an ordinary data set: indices do not end at ``len``, and a loader reads them in
-    their order, which is shuffled already.
+    Differs from an ordinary data set: indices may exceed ``len``, and a loader does not shuffle,
+    because the sequence is shuffled already.
     """
 
     block_size = 1  # neighbouring samples are unrelated, so blocks have one sample
@@ -88,7 +88,7 @@ class Mixture:
         return Sequential(epoch * self._length)
 
     def take(self, indices: Indices) -> Columns:
-        """Gather samples, numbered from 0 without an end.
+        """Gather samples; indices start at 0 and have no upper limit.
 
         Raises:
             CorruptError: a sample of a source is damaged; the error has an index of the mixture.
@@ -126,7 +126,7 @@ class Mixture:
         return file_of(source, int(samples[0]))
 
     def _parts(self, indices: Indices) -> Iterator[tuple[Samples, Indices, Indices]]:
-        """Yield each source, its requested samples, and their indices in ``indices``."""
+        """Yield each source, its requested samples, and where ``indices`` has these samples."""
         numbers, draws = self.locate(indices)
         for number in np.unique(numbers).tolist():
             places = np.flatnonzero(numbers == number)
@@ -212,7 +212,7 @@ def _pattern(counts: tuple[int, ...]) -> Indices:
 
 
 def _gathered(parts: list[Values], back: Indices) -> Values:
-    """Return the joined samples of all parts in the order ``back``."""
+    """Join the samples of all parts, and return them in the order ``back``."""
     if len(parts) == 1:
         return parts[0]  # its places are already in order
     ragged = [part for part in parts if isinstance(part, Ragged)]

@@ -39,9 +39,9 @@ def sites(to: Path | str, source: Path) -> list[Site]:
     """Return the folders of this node that can store copies of data, best first.
 
     The first folder is ``to``, or HPCTRAIN_STAGE_DIR if ``to`` is ``auto``; it is created if
-    missing. With ``auto``, the job's folders for temporary files and the memory of the node
-    follow, if their file system is on this node and is not that of ``source``. Raises ``OSError``:
-    the first folder cannot be created.
+    missing. With ``auto``, the job's folders for temporary files follow, then a folder in the
+    memory of the node. These folders are omitted if they are not on this node, or on the file
+    system of ``source``. Raises ``OSError``: the first folder cannot be created.
     """
     found = []
     chosen = Settings.from_env().stage_dir if to == "auto" else absolute(to)

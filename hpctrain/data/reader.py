@@ -40,7 +40,7 @@ class ShardedDataset(Indexable):
         path: directory with ``manifest.json``.
         verify: when to check the crc32 of a block: at its first read, always, or never.
         io: ``map`` shards into memory, ``read`` the wanted rows, or ``auto``: map a data set
-            that fits into free memory twice. A mapped page that the disk cannot read ends the
+            if two copies fit into free memory. A mapped page that the disk cannot read ends the
             process; this is rare, as blocks are read and checked before.
         manifest: manifest of this directory, if it was read and checked before.
 
@@ -224,7 +224,7 @@ class ShardRows(NamedTuple):
 def _split(wanted: Array, starts: Array) -> Iterator[tuple[int, Array, Array | None]]:
     """Yield ``(shard, rows, places)`` for each shard that has some of the samples.
 
-    ``starts`` are the first samples of all shards, and the end of the last one.
+    ``starts`` are the first samples of all shards, then the end of the last shard.
     """
     if len(starts) == 2:
         yield 0, wanted, None

@@ -119,8 +119,8 @@ def prefetched(
     """Yield an iterator over ``work(number)``, in order, computed at most ``depth`` items ahead.
 
     With ``depth`` 0 the caller's thread does the work. At the end of the block, also after an
-    exception, calls that have started are completed, the others are cancelled, and all threads
-    end. Only if the garbage collector ends the block, the threads end later.
+    exception, calls that have started are completed, all other calls are cancelled, and all
+    threads end. Only if the garbage collector ends the block, the threads end later.
     """
     if not depth:
         yield map(work, numbers)

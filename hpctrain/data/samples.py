@@ -205,7 +205,7 @@ def collate(samples: Sequence[Any]) -> Any:
     """Return a batch from ``__getitems__`` unchanged, as in ``DataLoader(collate_fn=collate)``.
 
     Args:
-        samples: samples from ``ShardedDataset.__getitems__``; others are passed to
+        samples: samples from ``ShardedDataset.__getitems__``; all other samples are passed to
             ``default_collate``.
     """
     return samples.fields if isinstance(samples, Picked) else default_collate(list(samples))

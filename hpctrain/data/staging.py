@@ -32,7 +32,7 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def stage(dataset: ShardedDataset, node: Communicator, to: Path | str = "auto") -> ShardedDataset:
-    """Copy a data set to a folder of this node, shared by its ranks, and read it from there.
+    """Copy a data set to a folder that this node's ranks share, and read it from the copy.
 
     Collective over the ranks of a node. Each rank copies some of the shards, and all ranks return
     when the copy is complete. The checksums of the shards are checked. The copy is removed when
@@ -44,9 +44,10 @@ def stage(dataset: ShardedDataset, node: Communicator, to: Path | str = "auto") 
     Args:
         dataset: the same on every rank.
         node: the ranks of one node.
-        to: a folder, created if missing; by default ``HPCTRAIN_STAGE_DIR``, else the job's folder
-            for temporary files if it is on a disk of the node, else the node's memory, at most
-            half of the free part.
+        to: a folder, created if missing. The default chooses the folder with room for the most
+            bytes of the data set from ``HPCTRAIN_STAGE_DIR``, the job's folders for temporary
+            files on a disk of the node, and the node's memory; of equal folders, the first. At
+            most half of the free memory is used.
 
     Returns:
         The data set, which reads from the copy; ``dataset`` itself if nothing was copied.

@@ -1,4 +1,4 @@
-"""Sample indices of each step of an epoch on a rank, and of the reads to start ahead."""
+"""Sample indices that a rank reads in each step of an epoch, and those to read ahead."""
 
 import threading
 from bisect import bisect_left
@@ -33,7 +33,7 @@ _NUM_PLANS = 32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ordering:
-    """Kind of sample order, from which ``order`` computes each epoch, identically on all ranks."""
+    """Kind of sample order; ``order`` returns the order of an epoch, identical on all ranks."""
 
     name: Literal["global", "window", "sequential"]
     shape: WindowShape | None = None  # only of a window order
@@ -144,7 +144,7 @@ class Division:
     def share(self, total: int) -> slice:
         """Return the slice of this rank in a global batch of ``total`` samples.
 
-        A rank has consecutive parts. The numbers of parts of two ranks differ by at most one.
+        A rank has consecutive parts. Two ranks differ by at most one in their number of parts.
         """
         of_all = self.num_parts
         begin, end = (of_all * rank // self.size for rank in (self.rank, self.rank + 1))

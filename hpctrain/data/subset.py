@@ -18,8 +18,8 @@ class Subset(Indexable):
 
     Args:
         dataset: data set that contains the samples.
-        indices: indices of the samples; a range needs no memory, other values need 8 bytes
-            each.
+        indices: indices of the samples; an ascending range needs no memory, all other values need
+            8 bytes per index.
 
     Raises:
         DataError: ``indices`` is empty, out of range or not of integers.
@@ -66,7 +66,7 @@ class Subset(Indexable):
 
         Raises:
             DataError: an index is out of range.
-            CorruptError: samples are damaged; the error has the range of some of them in the
+            CorruptError: samples are damaged; the error has a range of their indices in the
                 subset.
         """
         wanted = np.asarray(indices, np.int64)

@@ -95,14 +95,15 @@ class ShardWriter:
         samples_per_shard: samples of each file but the last of a rank.
         split: name of this part of the data, such as ``train``.
         block_size: samples per crc32.
-        compression: compression of fields without their own: None or ``zstd``.
+        compression: default compression of the fields: None or ``zstd``.
         comm: ranks that write concurrently. Each rank appends its samples, or none; the data
             set contains the samples of rank 0, then of rank 1, ... An error on one rank is an
             error on every rank, at the latest when the block ends.
         resume_key: a text that identifies the content. Finished shards of a writer that was
             killed or has failed are kept if key, fields, split, sizes and number of ranks
             are the same: continue with sample ``num_written``.
-        may_replace: whether a data set in the directory is replaced; otherwise it is an error.
+        may_replace: whether to replace a data set in the directory; if False, this data set is an
+            error.
         classes: names of the labels 0, 1, ..., for the manifest.
 
     Raises:
@@ -111,7 +112,7 @@ class ShardWriter:
     """
 
     manifest: Manifest
-    """The manifest: the shards of this rank, and of all ranks once the block has ended."""
+    """Manifest with the shards of this rank; with the shards of all ranks after the block."""
 
     def __init__(  # noqa: PLR0913 - all arguments are keywords
         self,

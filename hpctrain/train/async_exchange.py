@@ -45,7 +45,7 @@ class AsyncExchange(OwnStepsExchange):
         config: configuration of the run.
         comm: all ranks.
         model: model of this rank.
-        method: without dedicated servers.
+        method: asynchronous method; must have no dedicated server ranks.
         precision: scales the loss.
     """
 

@@ -252,7 +252,7 @@ class ShardedExchange(AveragedExchange):
     """Averages gradients of parameters stored once per node (``train.shard = "node"``)."""
 
     def clip(self, max_norm: float) -> float:
-        """Clip the averaged gradients in the next step; return their norm before. Collective."""
+        """Clip the averaged gradients in the next step; return the unclipped norm. Collective."""
         return float(self.method.clip_grad_norm_(max_norm))
 
     def gradient_norm(self) -> float:

@@ -177,7 +177,7 @@ def _tensor(leaf: Any) -> Tensor:
 
 
 def _like(value: Any, parameter: Tensor) -> Any:
-    """Return a loaded value of the optimizer state, placed like its parameter."""
+    """Return a loaded value of the optimizer state, with the placements of its parameter."""
     if not isinstance(value, TensorPiece):
         return value.clone() if isinstance(value, Tensor) else value
     here = value.tensor.to(parameter.device, copy=True)

@@ -64,7 +64,7 @@ class FailureRecord:
             raise
 
     def _state(self) -> tuple[int, int] | None:
-        """Return inode and size of the records, which change with each record."""
+        """Return inode and size of the file of records, which change with each record."""
         with suppress(OSError):
             found = self._directory.metrics.stat()
             return found.st_ino, found.st_size

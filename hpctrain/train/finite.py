@@ -39,14 +39,14 @@ class _Step:
 class StepGuard:
     """Decides between backward and the optimizer step whether a step is taken.
 
-    A rank computes its loss before it sends gradients, and raises a flag in the step header, so
-    all ranks that average gradients make the same decision before any parameter changes, without
-    an additional message. With local steps a rank skips only its own step, and the other ranks
-    receive the flag at the next synchronization.
+    A rank computes its loss before it sends gradients. If the loss is not finite, the rank raises
+    a flag in the step header, so all ranks that average gradients make the same decision before
+    any parameter changes, without an additional message. With local steps a rank skips only its
+    own step, and the other ranks receive the flag at the next synchronization.
 
     Gradients may be infinite or NaN although the loss is finite. The guard detects this when it
     knows their norm: with ``train.clip_norm``, and with the actions "skip" and "rollback". In
-    other configurations the loss of the next step shows it, and the error names the last step
+    other configurations the loss of the next step is not finite, and the error names the last step
     that was taken.
 
     The step header also contains the mean loss of all samples, so all ranks detect the same

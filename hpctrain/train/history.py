@@ -94,7 +94,7 @@ class RunHistory:
 
     @property
     def tested(self) -> str:
-        """Name of the samples of tests during training: ``validation`` or ``test``."""
+        """Name of the samples that tests during training use: ``validation`` or ``test``."""
         usual = "validation" if self.configuration.get("data.validation") else "test"
         return next((record["tested"] for record in self.records if "tested" in record), usual)
 
@@ -136,7 +136,7 @@ class RunHistory:
 
     @cached_property
     def savings(self) -> dict[str, float | None]:
-        """Entries of ``SAVINGS`` as means over records; empty without compression."""
+        """Means of the entries ``SAVINGS`` over all step records; empty without compression."""
         found = [each for each in self.of("step") if "won_s" in each]
         columns = {name: [each[name] for each in found] for name in SAVINGS} if found else {}
         return {n: None if None in c else fmean(c) for n, c in columns.items()}
@@ -208,7 +208,7 @@ def histories(paths: Sequence[Path]) -> list[RunHistory]:
 
 
 def labelled(runs: Sequence[RunHistory], name: str) -> list[str]:
-    """Return the text ``name`` of each run, after its label if there are several runs."""
+    """Return the text in attribute ``name`` of each run; for several runs, with labels."""
     texts = [(run.label, getattr(run, name)) for run in runs]
     return [text if len(runs) == 1 else f"{label}: {text}" for label, text in texts if text]
 

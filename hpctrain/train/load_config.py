@@ -72,7 +72,7 @@ def load(
         path: TOML file; None for the defaults.
         overrides: ``key=value`` each, with a TOML value; other values are text. They take
             precedence over ``environment``.
-        environment: values of ``HPCTRAIN_*`` variables, by names of ``Settings``. They take
+        environment: values of ``HPCTRAIN_*`` variables, by attributes of ``Settings``. They take
             precedence over the file.
 
     Raises:

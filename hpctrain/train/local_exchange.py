@@ -71,7 +71,7 @@ class OwnStepsExchange(AccumulatedExchange):
         return {**super().shared_state(), "sync": method}
 
     def own_state(self) -> dict[str, Any]:
-        """Return this rank's replica, if replicas differ, and its state of the method."""
+        """Return this rank's state of the method, and its replica if replicas differ."""
         replica = None
         if not self.states_agree:
             parameters = {name: p.detach() for name, p in self.model.named_parameters()}

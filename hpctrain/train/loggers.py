@@ -177,7 +177,8 @@ class TensorBoardLogger:
 class WandbLogger:
     """Writes to Weights & Biases; all parts of a run share one W&B run.
 
-    Environment variables of wandb select the rest: WANDB_PROJECT, WANDB_ENTITY, WANDB_MODE.
+    Environment variables of wandb select the project, owner and mode: WANDB_PROJECT, WANDB_ENTITY,
+    WANDB_MODE.
     """
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:

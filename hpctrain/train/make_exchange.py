@@ -49,7 +49,7 @@ def _name(config: RunConfig) -> str:
 
 
 def _check(config: RunConfig, comm: Communicator) -> None:
-    """Raise ``ConfigError`` if the exchange does not support the values of other keys."""
+    """Raise ``ConfigError`` if the exchange does not support other keys of the configuration."""
     parallel = config.parallel
     if config.log.noise_scale and _name(config) != "averaged":
         raise ConfigError(

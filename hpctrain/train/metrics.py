@@ -115,7 +115,7 @@ def cut(path: Path, num_records: int, step: int) -> None:
     Args:
         path: file of records.
         num_records: number of lines to keep.
-        step: remove records of later steps among these lines.
+        step: also remove records of later steps.
 
     Raises:
         OSError: the file cannot be written.
@@ -157,8 +157,8 @@ def learned(run: Path, target_loss: float | None = None) -> dict[str, Any]:
     Returns:
         ``parameters``: number of parameter elements; ``samples_per_s``: throughput of one rank
         without communication and input; ``rank_batch`` and ``batch``: samples per step of a rank
-        and of all ranks; ``samples``: samples until the target loss; ``noise_scale``: the last
-        one, if measured.
+        and of all ranks; ``samples``: samples until the target loss; ``noise_scale``: last
+        gradient noise scale, if measured.
 
     Raises:
         ConfigError: the run has no step records, or has not reached ``target_loss``.

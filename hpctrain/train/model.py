@@ -139,7 +139,7 @@ def _read(path: Path) -> dict[str, Tensor]:
 def misfits(have: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> list[str]:
     """Compare the tensors ``have`` with the expected tensors ``want``; return a line per fault.
 
-    A fault is a missing tensor, an unexpected tensor, or another shape or dtype.
+    A fault is a missing tensor, an unexpected tensor, or a tensor with another shape or dtype.
     """
     found, wanted = (
         {name: f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for name, t in of.items()}
@@ -193,7 +193,7 @@ def choose_device(config: TrainingConfig, num_devices: int) -> tuple[torch.devic
 
 
 def prepare(model: nn.Module, run: RunConfig) -> None:
-    """Apply activation checkpointing and ``torch.compile``; names in the state dict stay."""
+    """Apply activation checkpointing and ``torch.compile``; keep the names of the state dict."""
     config = run.train
     _recompute_layers(model, run.parallel)
     modules = {name: module for name, module in model.named_modules() if name}
@@ -367,7 +367,7 @@ def with_shard(
         config: configuration of the run.
         model: model of this rank.
         optimizer: optimizer of this rank.
-        local_sizes: numbers of ranks of the nodes whose ranks share memory.
+        local_sizes: number of ranks per node, for each node whose ranks share memory.
 
     Returns:
         The configuration with ``train.shard`` set to ``node`` or ``none``, and the reason; empty

@@ -109,7 +109,7 @@ class ModelParallel:
         return model
 
     def _stage(self, stage: nn.Module) -> nn.Module:
-        """Shard a stage with ``zero``, and run its forward in ``train.precision``."""
+        """Shard a pipeline stage if ``zero`` is set; run its forward in ``train.precision``."""
         if self._config.zero:
             self._sharded(stage)
         forward = stage.forward

@@ -48,7 +48,7 @@ def explain_errors(whose: str, *values: object) -> Iterator[None]:
 def _remedy(said: str, dtypes: list[torch.dtype]) -> str:
     """Return a remedy for an error about dtypes or shapes; empty for other errors.
 
-    ``dtypes`` are of the input of the model, or of its output and the labels.
+    ``dtypes`` are the dtypes of the model input, or the dtypes of model output and labels.
     """
     if "Double" in said and "Float" in said and dtypes:
         is_loss = len(dtypes) > 1

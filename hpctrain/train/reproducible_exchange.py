@@ -72,7 +72,7 @@ class ReproducibleExchange(StepExchange):
         return self.method.own_loss
 
     def counted(self, loss: float, batch: StepBatch, num_samples: int) -> tuple[float, int]:
-        """Return the loss of the batch on rank 0 only: a sum over ranks would round it."""
+        """Return the loss of the batch on rank 0, zeros elsewhere, so that no sum rounds it."""
         del num_samples
         return (loss, batch.num_global) if self.comm.rank == 0 else (0.0, 0)
 

@@ -77,7 +77,7 @@ def check_same(directory: RunDirectory, config: RunConfig, *, changed: bool) -> 
         changed: accept keys that affect the trained weights.
 
     Raises:
-        ConfigError: a key differs that must not.
+        ConfigError: a key that must not change differs.
     """
     before = load(directory.config).config
     lines = {
@@ -142,7 +142,7 @@ def settled(config: RunConfig, directory: RunDirectory | None, comm: Communicato
 
 
 def plan_to_keep(directory: RunDirectory, config: RunConfig, engine: str) -> Path | None:
-    """Return the path of the stored plan if this job can use it, for bitwise identical sums."""
+    """Return the path of the stored plan, which keeps sums identical; None if it does not fit."""
     try:
         stored = StoredPlan.read(directory.plan)
         before = load(directory.config).config

@@ -75,7 +75,7 @@ def run(loaded: LoadedData, environment_settings: Mapping[str, Any], how: RunOpt
 
     Args:
         loaded: configuration of the run.
-        environment_settings: values of ``HPCTRAIN_*`` variables, by names of ``Settings``.
+        environment_settings: values of ``HPCTRAIN_*`` variables, by attributes of ``Settings``.
         how: options of the command.
 
     Returns:
@@ -97,7 +97,7 @@ class _Run:
         self._in_directory: RunInDirectory | None = None
 
     def carry_out(self, given: Mapping[str, Any]) -> int:
-        """Join the world and train; after a loss of ranks, resume with the others. Collective."""
+        """Join the world and train; after a loss of ranks, resume with the rest. Collective."""
         config, directory, how = self._loaded.config, self._directory, self._how
         continues = not how.dry_run and continues_run(config, directory, asked=how.resume)
         if not how.dry_run:

@@ -287,7 +287,7 @@ class TestConfig(CheckedFields):
 
     @property
     def metrics(self) -> list[str]:
-        """All metrics; the first one judges."""
+        """All metrics; the first metric determines the best test."""
         return [self.metric] if isinstance(self.metric, str) else self.metric
 
 
@@ -401,7 +401,7 @@ class RunConfig(CheckedFields):
 
 
 def located(config: RunConfig, start: Path) -> RunConfig:
-    """Return the configuration with absolute paths; relative ones begin at ``start``."""
+    """Return the configuration with absolute paths; relative paths begin at ``start``."""
 
     def at(text: str) -> str:
         return text if text in {"", "auto", "cpu"} else str(absolute(text, base=str(start)))

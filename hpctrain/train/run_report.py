@@ -150,18 +150,18 @@ def _begins(run: RunHistory) -> list[list[Cell]]:
 
 
 def _aligned(tables: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return the values of each name in all tables; None for missing names."""
+    """Return for each name its value in each table; None if a table lacks the name."""
     names = dict.fromkeys(name for each in tables for name in each)
     return {name: [each.get(name) for each in tables] for name in names}
 
 
 def _different(values: Mapping[str, list[Any]]) -> list[str]:
-    """Return the names whose values differ between the tables; all names of a single table."""
+    """Return the names whose values differ between tables; with one table, all names."""
     return [n for n, each in values.items() if len(each) == 1 or len({*map(repr, each)}) > 1]
 
 
 def _changed(configuration: Mapping[str, list[Any]]) -> list[str]:
-    """Return the keys that differ between runs, or from the defaults for one run."""
+    """Return the keys that differ between runs; with one run, all keys that are not defaults."""
     defaults = {name: [key.default] for name, key in keys_of(RunConfig).items()}
     return [n for n in _different(configuration) if configuration[n] != defaults.get(n)]
 

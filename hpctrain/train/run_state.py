@@ -128,7 +128,7 @@ class RunState:
         set_random_states(own["random"], task.device)
 
     def _restore_tallies(self, shared: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
-        """Restore the sums of the record and of the epoch, which older checkpoints may lack."""
+        """Restore the sums since the last record and since the epoch began, if saved."""
         for name, tally in (("tally", self.tally), ("epoch_tally", self.epoch_tally)):
             if own is not None and name in own:
                 tally.load_state_dict(own[name])

@@ -55,7 +55,7 @@ class Scores:
     metrics: dict[str, float] = field(default_factory=dict)  # all of them, by name
 
     def lines(self, first: str) -> Iterator[str]:
-        """Yield lines with all metrics; the last line has the metric named ``first``."""
+        """Yield one line with the other metrics, then a line with the metric ``first``."""
         others = [f"{name} {value:.4f}" for name, value in self.metrics.items() if name != first]
         if others:
             yield f"test {', '.join(others)}"
@@ -97,7 +97,7 @@ def _top(k: int) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def _hits(output: Tensor, label: Tensor) -> Tensor:
-    """Return correct predictions, predictions and labels by class; ``(3, classes)`` on the CPU."""
+    """Return counts by class: correct predictions, predictions, labels; ``(3, classes)``."""
     num_classes = output.shape[1]
     answer, label = output.argmax(dim=1).flatten().cpu(), label.flatten().long().cpu()
     rows = (answer[answer == label], answer, label)

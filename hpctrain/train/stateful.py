@@ -48,8 +48,8 @@ class Precision:
     def unscale(self, optimizer: Optimizer) -> bool:
         """Unscale all gradients; return True if an overflow of the scaled loss skips the step.
 
-        Returns False if the scale falls below 1, because then the scale is not the cause and the
-        check of gradients must decide.
+        Returns False if the scale falls below 1, because then the scale is not the cause of the
+        overflow, and the check of gradients must decide.
         """
         if not self._scaler.is_enabled():
             return False
@@ -125,7 +125,7 @@ class Ema:
 
 
 class BestTest:
-    """Best test of a run so far, and the number of tests since."""
+    """Best test of a run so far, and the number of tests after this test."""
 
     def __init__(self) -> None:
         self.score: float | None = None  # larger is better

@@ -117,7 +117,7 @@ class StepExchange:
             group["lr"] = peak * rate
 
     def raise_flags(self, flags: int) -> None:
-        """Add these bits to the step header, a message to all ranks with each step. Local."""
+        """Add these bits to the flags that all ranks receive in the header of this step. Local."""
         self.method.raise_flags(flags)
 
     def report_loss(self, loss: float) -> None:
@@ -150,7 +150,7 @@ class StepExchange:
         return self.raised_flags
 
     def mean_loss(self, loss: float) -> float:
-        """Return the mean loss of all samples of the step; ``loss`` is that of this rank."""
+        """Return the mean loss of all samples of the step; ``loss`` is this rank's mean loss."""
         return loss
 
     def own_loss(self, loss: float) -> float:
@@ -163,7 +163,7 @@ class StepExchange:
         return False
 
     def look_at_sums(self) -> None:
-        """Compute ``sums_are_finite`` from the next step on, if the mechanism can. Local."""
+        """From the next step on, compute ``sums_are_finite`` if the mechanism can do so. Local."""
 
     @property
     def is_synchronous(self) -> bool:
@@ -199,7 +199,7 @@ class StepExchange:
         self.optimizer.step()
 
     def skip(self, flags: int) -> None:
-        """Skip this step; ``flags`` inform ranks that took it locally. Collective."""
+        """Skip this step. With local steps, all ranks receive ``flags`` later. Collective."""
         del flags
         self.optimizer.zero_grad()
 
@@ -407,7 +407,7 @@ class StepExchange:
                 parameter.copy_(own["parameters"][name])
 
     def wanted(self, latest: Callable[[], Any]) -> Mapping[str, Shard] | None:
-        """Return the shards that this rank reads from the newest checkpoint; None: whole tensors.
+        """Return the shards that this rank reads from the newest checkpoint; None for all data.
 
         Args:
             latest: collective function that returns the folder of the newest checkpoint, or None.

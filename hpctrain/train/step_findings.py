@@ -1,4 +1,4 @@
-"""Loss, gradient norm and samples of steps that are not finite, for records and messages."""
+"""Descriptions of steps that are not finite, for records and messages."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -103,7 +103,7 @@ class StepFindings:
         }
 
     def lines(self, step: int) -> list[str]:
-        """Return lines about the findings of all ranks; empty if reported. Collective."""
+        """Return lines about the findings of all ranks; empty if an error has them. Collective."""
         if self.is_reported:
             return []
         self.own = self.own or self._older()

@@ -47,7 +47,7 @@ class Interval:
         return self.communication_s / self.step_s
 
     def joined(self, later: "Interval") -> "Interval":
-        """Return the union of this and a later interval, without ``of_ranks``."""
+        """Return this and a later interval as one interval, without ``of_ranks``."""
         both = (self, later)
         num_steps, num_samples, num_skipped = (
             sum(getattr(each, name) for each in both)

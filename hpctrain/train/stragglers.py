@@ -28,7 +28,7 @@ class Stragglers:
         """Add a record; return messages about ranks that became slow or normal. Local.
 
         Args:
-            times: mean seconds per step, lists by rank, with ``compute_s`` and ``input_s``.
+            times: lists ``compute_s`` and ``input_s`` with the mean seconds per step of each rank.
         """
         work = [sum(both) for both in zip(times["compute_s"], times["input_s"], strict=True)]
         median = statistics.median_low(work)
@@ -56,5 +56,5 @@ class Stragglers:
 
 
 def verdict(count: int) -> str:
-    """Return "persistent", "passing" or "" for a count of slow records."""
+    """Return "persistent", "passing" or "" for a number of slow records."""
     return "persistent" if count >= PERSISTENT else "passing" if count else ""

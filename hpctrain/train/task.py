@@ -106,7 +106,7 @@ class Task:
 
     @property
     def tested(self) -> str:
-        """Name of the samples of tests during training: ``test`` or ``validation``."""
+        """Name of the samples that tests during training use: ``test`` or ``validation``."""
         return "test" if self.held_out is None else "validation"
 
     @property
@@ -273,7 +273,8 @@ def _broadcast_weights(
 ) -> Tables:
     """Load ``model.init_from``, and broadcast the parameters of rank 0. Collective.
 
-    Returns the sharded embeddings, whose rows are loaded too. Local methods broadcast later.
+    Returns the sharded embeddings, whose rows are loaded too. Local methods broadcast the
+    parameters later.
     """
     with agreed(comm):
         tables = Tables(model, config)
@@ -299,7 +300,7 @@ def _loss(config: LossConfig) -> Callable[[Tensor, Tensor], Tensor]:
 def _loaders(
     config: RunConfig, data: object, comm: Communicator, device: torch.device
 ) -> Iterator[Loader]:
-    """Yield the loaders of training, of tests during training, and of a different last test."""
+    """Yield loaders: training samples, tests during training, and last test if different."""
     if not (isinstance(data, tuple) and len(data) in (2, 3) and all(map(_has_samples, data))):
         raise ConfigError(
             f"data.target must return two data sets (train, test) or three (train, validation, "
@@ -365,7 +366,7 @@ def _alone(config: RunConfig, comm: Communicator) -> dict[str, Any]:
 
 
 def _check_batch(config: RunConfig, num_samples: int, comm: Communicator) -> None:
-    """Raise if the global batch is larger than the data or, with local steps, than the ranks."""
+    """Raise if the data has too few samples for a batch, or a batch too few for local steps."""
     batch = config.train.global_batch
     if batch > num_samples:
         raise ConfigError(

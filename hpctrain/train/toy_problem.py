@@ -59,7 +59,7 @@ def data(comm: Communicator, folder: str) -> tuple[ShardedDataset, ShardedDatase
 
 
 def points(num: int, seed: int) -> dict[str, np.ndarray]:
-    """Return random points ``x``, ``(num, 2)`` in float32, and ``y``, the arm of each."""
+    """Return random points ``x``, ``(num, 2)`` in float32, and ``y``, the arm of each point."""
     random = np.random.default_rng(seed)
     arm = random.integers(NUM_ARMS, size=num)
     radius = np.sqrt(random.uniform(size=num))  # uniform density per area

@@ -69,7 +69,7 @@ class Shard:
         )
 
     def span(self, part: "Shard") -> tuple[int, int]:
-        """Return the smallest range of row-major indices of this shard with all of ``part``."""
+        """Return the smallest range of row-major indices of this shard that contains ``part``."""
         strides = [math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
         starts = [start - origin for start, origin in zip(part.offset, self.offset, strict=True)]
         first = sum(start * stride for start, stride in zip(starts, strides, strict=True))

@@ -17,13 +17,13 @@ _LIKE_INT = re.compile(r"-?\d+")
 
 
 def flatten(state: object) -> tuple[dict[str, Tensor | TensorPiece], Any]:
-    """Return the tensors and pieces of a state by path, and all else as a JSON skeleton.
+    """Return the tensors and pieces of a state by path, and all other values as JSON.
 
-    A path joins the keys and indices of a tensor, such as ``optimizer/state/0/exp_avg``. In keys
-    that contain ``/`` or ``%``, or that look like a number, the character is escaped as ``%2F``.
-    Raises ``CheckpointError``, with path and type: the state contains a value other than None,
-    bool, int, float, str, bytes, tensors, pieces, and lists, tuples and dicts (by str or int) of
-    these.
+    A path joins the keys and indices of a tensor, such as ``optimizer/state/0/exp_avg``. In
+    keys, ``/`` and ``%`` are escaped as ``%2F`` and ``%25``; the first character is escaped
+    if a text key looks like an integer. Raises ``CheckpointError``, with path and type: the state
+    contains a value other than None, bool, int, float, str, bytes, tensors, pieces, and lists,
+    tuples and dicts (by str or int) of these.
     """
     leaves: dict[str, Tensor | TensorPiece] = {}
     return leaves, _take(state, (), leaves)

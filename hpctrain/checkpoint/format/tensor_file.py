@@ -1,8 +1,8 @@
 """Files of tensors in the safetensors format, with checksums in the manifest.
 
 A file consists of a length, a JSON header with name, dtype, shape and offsets of each tensor, and
-the bytes. A file contains no code, and other programs can read it. The manifest contains one
-checksum for each block of a tensor.
+the bytes of all tensors. A file contains no code, and other programs can read it. The manifest
+contains one checksum for each block of a tensor.
 """
 
 import json
@@ -44,7 +44,7 @@ DTYPES: dict[str, torch.dtype] = {
 
 
 def check_storable(path: str, tensor: Tensor) -> None:
-    """Raise ``CheckpointError`` for a tensor without values, not dense, or of another dtype."""
+    """Raise ``CheckpointError`` for a tensor without values, not dense, or of an unknown dtype."""
     if tensor.is_meta or tensor.layout is not torch.strided:
         raise CheckpointError(
             f"tensors of a checkpoint must be dense and not on the meta device, got "
@@ -87,7 +87,7 @@ def _header(tensors: Mapping[str, Tensor]) -> bytes:
 
 
 def stored_as(dtype: str, shape: Sequence[int]) -> tuple[str, list[int]]:
-    """Return the dtype and shape in the header of the file, in the names of safetensors."""
+    """Return dtype and shape for the header of the file; the dtype has its safetensors name."""
     if dtype in _SAFETENSORS:
         return _SAFETENSORS[dtype], list(shape)
     return "U8", [*shape, DTYPES[dtype].itemsize]
@@ -129,7 +129,7 @@ class TensorFile:
     def check(self, name: str, dtype: str, shape: Sequence[int]) -> None:
         """Compare a tensor in the file with its dtype and shape in the manifest.
 
-        Raises ``CheckpointError``: the file has another tensor of this name, or none.
+        Raises ``CheckpointError``: the file has no tensor of this name, dtype and shape.
         """
         entry = self._entries.get(name)
         expected = stored_as(dtype, shape)
@@ -143,7 +143,7 @@ class TensorFile:
     def read_into(self, name: str, start: int, memory: memoryview, crcs: Sequence[int]) -> None:
         """Fill ``memory`` with bytes of a tensor from ``start``, and compare their checksums.
 
-        Call ``check`` before. ``start`` must be a multiple of BLOCK_BYTES, and ``memory`` must end
+        Call ``check`` first. ``start`` must be a multiple of BLOCK_BYTES, and ``memory`` must end
         at the end of a block. ``crcs`` are the checksums of all blocks of the tensor. Raises
         ``CheckpointError``: a block has another checksum, or the file ends too early.
         """

@@ -113,7 +113,7 @@ _COPY_BYTES = 4 * MIB
 
 
 class Column:
-    """The samples of one field of an unfinished shard, and the tables of the field.
+    """The samples of one field of an unfinished shard, with the checksums and index of the field.
 
     The samples are stored in a temporary file, because the size of a contiguous HDF5 dataset must
     be known when it is created.
@@ -135,7 +135,7 @@ class Column:
         self._spool.write(data.data.cast("B") if data.size else b"")
 
     def write(self, file: h5py.File, block_size: int) -> Place:
-        """Write ``/data/<field>`` and its tables to a file; return a ``Place`` without offsets."""
+        """Write samples, checksums and index to a file; return a ``Place`` without offsets."""
         self._write_values(file, block_size)
         index = np.concatenate(self._ends).astype("<u8")
         starts = np.arange(0, self._num_rows, block_size)
@@ -173,6 +173,6 @@ class Column:
 
 
 def _rows_of_chunk(field: Field, block_size: int, num_rows: int) -> int:
-    """Return the number of rows per chunk: whole blocks, but not more than the field needs."""
+    """Return the rows per chunk: whole blocks, but not more blocks than ``num_rows`` need."""
     block = 1 if field.ragged else block_size
     return min(rows_per_chunk(field, block_size), max(1, -(-num_rows // block)) * block)

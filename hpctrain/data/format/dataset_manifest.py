@@ -6,7 +6,8 @@ directory without a manifest is not a data set. A shard holds ``/data/<field>`` 
 manifest.
 
 Samples of a ragged field are stored one by one in ``/data/<field>``, with shape ``(rows, ...)``;
-``/index/<field>``, uint64 of shape ``(n + 1,)``, holds the first row of each sample, and the end.
+``/index/<field>``, uint64 of shape ``(n + 1,)``, holds the first row of each sample, and the
+number of all rows.
 """
 
 import json
@@ -167,7 +168,7 @@ class Manifest:
         return total / max(1, self.num_samples)
 
     def num_rows(self, name: str) -> int:
-        """Return the number of rows of a field: samples, or the sum of their lengths if ragged."""
+        """Return the number of rows of a field: its samples, or their total length if ragged."""
         if not self.fields[name].ragged:
             return self.num_samples
         return sum(shard.places[name].num_rows or 0 for shard in self.shards)
@@ -178,7 +179,7 @@ class Manifest:
         return start, start + self.shards[index].num_samples
 
     def num_blocks(self, shard: ShardEntry) -> int:
-        """Return the number of blocks of a shard, of which the last may be short."""
+        """Return the number of blocks of a shard; the last block may be short."""
         return -(-shard.num_samples // self.block_size)
 
     @classmethod
@@ -351,7 +352,7 @@ def shard_part(split: str, uuid: str, rank: int, shard: int) -> str:
 
 
 def leftovers(directory: Path, manifest: Manifest | None) -> tuple[str, ...]:
-    """Return the names of files left by killed writers, and of shards not in the manifest.
+    """Return the names of files of killed writers, and the names of shards not in the manifest.
 
     Without a manifest, only unfinished files are returned: the shards may be all that remains of
     a data set.

@@ -36,12 +36,12 @@ def load_filters(fields: Mapping[str, Field]) -> None:
 
 
 def filters() -> dict[str, Any]:
-    """Return the arguments of ``create_dataset`` for zstd and a checksum of each chunk."""
+    """Return the arguments of ``create_dataset`` that enable zstd and a checksum of each chunk."""
     return {**import_module("hdf5plugin").Zstd(clevel=_LEVEL), "fletcher32": True}
 
 
 def rows_per_chunk(field: Field, block_size: int) -> int:
-    """Return the rows per chunk: whole blocks, or at least 1 row of a ragged field."""
+    """Return the rows per chunk, a multiple of ``block_size`` unless the field is ragged."""
     step = 1 if field.ragged else block_size
     step_bytes = max(1, step * field.sample_bytes)
     if step_bytes > _MOST_BYTES:
@@ -61,9 +61,9 @@ _MOST_LINKS = 16  # maximum length of a chain of soft links
 def own_dataset(file: h5py.File, path: str) -> Any:
     """Return the object at a path in an HDF5 file, usually a dataset, without opening other files.
 
-    A malicious file could otherwise read any file of this machine through external links,
-    external storage or virtual datasets. Raises ``KeyError``: there is no object at ``path``.
-    ``ValueError``: the object is in another file.
+    External links, external storage and virtual datasets are refused, because a malicious file
+    could use them to read any file of this machine. Raises ``KeyError``: there is no object at
+    ``path``. ``ValueError``: the object is in another file.
     """
     found = file[_resolved(file, path)]
     if isinstance(found, h5py.Dataset) and (found.is_virtual or found.external):

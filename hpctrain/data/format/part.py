@@ -173,7 +173,7 @@ _HEAD_BYTES = 64 * KIB
 
 
 def number(path: Path, shard: ShardEntry, *, index: int, first_index: int) -> ShardEntry:
-    """Write the position of a shard in the data set to its attributes; return its new entry.
+    """Write a shard's position in the data set to attributes of its file; return its new entry.
 
     The attributes are in the first bytes of the file. The file is flushed to disk. With ISA-L,
     the new crc32 is computed without reading the bytes after the attributes.

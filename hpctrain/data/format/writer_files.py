@@ -168,8 +168,8 @@ class Publication:
     def publish(self, draft: Manifest) -> Manifest:
         """Replace the data set in the directory atomically. Collective.
 
-        ``draft`` lists the finished shards of this rank with their unpublished names. Returns
-        the same manifest on every rank, which lists the shards of rank 0, then of rank 1, ...
+        ``draft`` lists the finished shards of this rank with their unpublished names. The returned
+        manifest is the same on every rank; it lists the shards of rank 0, then of rank 1, ...
         Raises ``DataError``: no rank has samples, a file cannot be written, or rank 0 does not
         see a shard.
         """

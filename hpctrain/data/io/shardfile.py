@@ -54,7 +54,7 @@ class RawShard:
         self.descriptor = os.open(path, os.O_RDONLY)
 
     def table(self, name: str) -> NDArray[Any]:
-        """Return the crc32 of each block of a field that is stored in the file."""
+        """Read the crc32 of each block of a field from the file."""
         shape = (self._manifest.num_blocks(self.shard),)
         return self._array(f"crc/{name}", self.shard.places[name].crc_offset, shape, "<u4")
 
@@ -67,7 +67,7 @@ class RawShard:
         return index.view(np.int64)
 
     def values_of(self, name: str, chunks: ChunkCache) -> Values:
-        """Return a reader of the values of a field that does not map the file into memory."""
+        """Return a reader of the values of a field, which reads without mapping the file."""
         field, shape = self._manifest.fields[name], self._shape(name)
         offset = self.shard.places[name].offset
         if 0 in shape:
@@ -122,8 +122,8 @@ class ShardFile(RawShard):
 
     If the file changes, ``OpenShard`` opens it again as another object.
 
-    The constructor compares size and tables of the file with the manifest. It raises
-    ``UNREADABLE`` if the file is missing, damaged, or belongs to another manifest.
+    The constructor compares size and tables of the file with the manifest. It raises an
+    exception of ``UNREADABLE`` if the file is missing, damaged, or belongs to another manifest.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class ShardFile(RawShard):
         self.indices = {
             name: self.index(name) for name, field in manifest.fields.items() if field.ragged
         }
-        """First row of each sample and the end, ``(num_samples + 1,)``, for each ragged field."""
+        """For each ragged field the first row of each sample, then the number of rows."""
         if bytes(self._plain(0, (len(_SIGNATURE),), "|u1")) != _SIGNATURE:
             raise ValueError("the file does not begin with the signature of HDF5")
         self._unmapped = {name: self._unmapped_values(name, chunks) for name in manifest.fields}
@@ -163,13 +163,14 @@ class ShardFile(RawShard):
         return self._identity() != self.identity
 
     def wrong_blocks(self, blocks: Array) -> list[int]:
-        """Return the damaged blocks among ``blocks``; ``problem`` returns the fault of each."""
+        """Return the damaged blocks among ``blocks``; see ``problem`` for their faults."""
         return [block for block in blocks.tolist() if self.problem(block)]
 
     def found(self, blocks: Array, wrong: list[int]) -> None:
         """Record blocks as checked, except the ``wrong`` blocks.
 
-        Other threads read the flags concurrently, so a damaged block must never be marked.
+        Other threads read the flags concurrently, so the flag of a damaged block must never be
+        set.
         """
         self.checked[wrong] = False
         self.checked[np.setdiff1d(blocks, wrong) if wrong else blocks] = True

@@ -143,7 +143,7 @@ class CachedValues(Values):
         self._chunk_rows = int(dataset.chunks[0]) if dataset.chunks else plain_rows
 
     def between(self, start: int, stop: int) -> NDArray[Any]:
-        """Return rows of one chunk as a view, or of several chunks as a copy."""
+        """Return rows ``[start, stop)``: a view if they are in one chunk, otherwise a copy."""
         size = self._chunk_rows
         pieces = []
         for home in range(start // size, max(start, stop - 1) // size + 1):

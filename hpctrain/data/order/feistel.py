@@ -104,7 +104,7 @@ def splitmix64_(words: Words) -> None:
 
 
 def key_of(*words: int) -> int:
-    """Mix several words in [0, 2^64), at least one, into one; their order matters."""
+    """Mix one or more words in [0, 2^64) into one word; the order of the words matters."""
     key = np.zeros(1, np.uint64)
     for word in words:
         key += np.uint64(word)

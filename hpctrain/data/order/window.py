@@ -47,8 +47,8 @@ class WindowShape:
     def of(cls, global_batch: int, sample_bytes: float, block_size: int) -> "WindowShape":
         """Choose a shape that mixes well, for blocks of ``block_size`` samples.
 
-        The order keeps ``32 * max(global_batch, 256)`` blocks in memory, on all nodes together: at
-        64 KiB each 512 MiB for a global batch of 256, 8 GiB for one of 4096.
+        The order keeps ``32 * max(global_batch, 256)`` blocks in memory, on all nodes together.
+        With blocks of 64 KiB, these are 512 MiB for a global batch of 256, and 8 GiB for 4096.
         """
         lanes = global_batch // ceil(global_batch / LANES)
         mixed = max(MIXED_PER_SAMPLE * global_batch, MIXED)
@@ -69,12 +69,12 @@ class WindowOrder:
     """Order that mixes samples within moving windows of blocks, so that reads are sequential.
 
     A fixed permutation assigns every block to a slot; slot ``s`` belongs to lane ``s % lanes``.
-    It is the same in every epoch, so a node reads the same part of the data and can cache it. In
-    each epoch, a second permutation orders the blocks of each lane. This sequence is cut into
-    windows, and a third permutation mixes the samples of each window. Samples whose blocks do not
-    fill all lanes ("the rest") are distributed evenly over the epoch.
+    The permutation is the same in every epoch, so a node reads the same part of the data and can
+    cache it. In each epoch, a second permutation orders the blocks of each lane. This sequence is
+    cut into windows, and a third permutation mixes the samples of each window. Samples whose
+    blocks do not fill all lanes ("the rest") are distributed evenly over the epoch.
 
-    See ``global_order`` for the arguments. Raises ``DataError``: one is out of range.
+    See ``global_order`` for the arguments. Raises ``DataError``: an argument is out of range.
     """
 
     def __init__(self, n: int, seed: int, epoch: int, shape: WindowShape) -> None:
@@ -106,7 +106,7 @@ class WindowOrder:
         return lanes
 
     def _in_slots(self, slots: Indices) -> Indices:
-        """Return the blocks in ``slots``; a short last block stays in the slot of its number."""
+        """Return the blocks in ``slots``; a short last block is in the slot with its number."""
         full = slots < self._num_full
         blocks = self._partition.forward(as_words(np.where(full, slots, 0)))
         return np.where(full, as_indices(blocks), slots)
@@ -122,8 +122,9 @@ class WindowOrder:
     def _split(self, positions: Indices) -> tuple[Indices, Indices, Indices]:
         """Separate positions in the rest from positions in lanes.
 
-        Returns the indices of positions in the rest, their numbers in the rest, and the numbers
-        in lanes of all positions, which are meaningless for positions in the rest.
+        Returns the indices of the positions in the rest, and the number of each of them within
+        the rest. Also returns, for every position, its number among the positions in lanes,
+        which is meaningless for a position in the rest.
         """
         before, place = _divided(positions, self._stride)
         is_rest = (place == self._stride - 1) & (before < self._num_rest)
@@ -153,16 +154,16 @@ class WindowOrder:
 
 
 class _LaneWindows:
-    """Windows of a lane's sequence of blocks; the first windows may be longer by one."""
+    """Windows of a lane's sequence of blocks; the first windows may be one block longer."""
 
     def __init__(self, num_turns: int, window: int) -> None:
         self._turns, self.num_longer = divmod(num_turns, max(1, num_turns // window))
         self.longest = self._turns + (self.num_longer > 0)
 
     def of(self, turns: Indices) -> tuple[Indices, Indices, Indices]:
-        """Return, for each position in a lane, its window, the start of the window and its length.
+        """Return the window of each block of a lane, and the start and length of this window.
 
-        All values count blocks of the lane.
+        Starts and lengths count blocks; ``turns`` are numbers of blocks in a lane.
         """
         longer = turns < self.num_longer * self.longest
         windows = np.where(longer, turns // self.longest, (turns - self.num_longer) // self._turns)

@@ -1,4 +1,4 @@
-"""Arrays in files of numpy, ``.npy`` and ``.npz``, and of HDF5: a field for each array."""
+"""Sources that are ``.npy``, ``.npz`` and HDF5 files; each array becomes a field."""
 
 import struct
 import zipfile
@@ -55,9 +55,9 @@ class Opened:
 def open_arrays(files: Sequence[str], wanted: WantedFields) -> PackSource:
     """Return the source for ``.npy`` and ``.npz`` files.
 
-    For an ``.npy``, ``wanted.fields`` may name several ``.npy`` files in the same folder; by
-    default the field is ``x``. Raises ``DataError``: no arrays, of different lengths, or of types
-    that a data set cannot hold.
+    For an ``.npy`` file, ``wanted.fields`` may name several ``.npy`` files in the same folder; by
+    default the file becomes the field ``x``. Raises ``DataError``: there are no arrays, their
+    lengths differ, or a data set cannot hold their types.
     """
     return joined([_examined(Path(file), wanted) for file in files])
 
@@ -123,7 +123,7 @@ def _opened(path: Path, member: str | None) -> Array:
 
 
 def _member(path: Path, name: str) -> Array:
-    """Map an array that is stored uncompressed: all ranks of a node share the memory."""
+    """Map an uncompressed array, so that ranks of a node share its memory; read all others."""
     npy = np.lib.format
     with zipfile.ZipFile(path) as archive, archive.open(name) as file:
         info = archive.getinfo(name)
@@ -187,9 +187,9 @@ class Dataset:
 def open_hdf5(files: Sequence[str], wanted: WantedFields) -> PackSource:
     """Return the source for HDF5 files; strings and variable-length rows become ragged fields.
 
-    Without ``wanted.fields`` all datasets are packed; a field has the last part of the path.
-    Raises ``DataError``: a file cannot be read, the datasets have different lengths, or one of
-    them is of a type that a data set cannot hold.
+    Without ``wanted.fields`` all datasets are packed; a field has the last name in the path of its
+    dataset. Raises ``DataError``: a file cannot be read, the datasets have different lengths, or
+    one of them is of a type that a data set cannot hold.
     """
     return joined([_examined_hdf5(file, wanted) for file in files])
 
@@ -225,7 +225,7 @@ def _open_datasets(path: str, places: Mapping[str, str]) -> dict[str, Dataset]:
 
 
 def _listed(file: Any) -> tuple[list[str], list[str]]:
-    """Return the paths of all datasets in an HDF5 file, each once, and of all links."""
+    """Return the paths of all datasets in an HDF5 file, each once, and the paths of links."""
     found: dict[str, bool] = {}
     names: list[str] = []
     file.visititems(lambda name, item: found.update({name: isinstance(item, h5py.Dataset)}))

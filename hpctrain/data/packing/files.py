@@ -53,7 +53,7 @@ def files_below(folder: Path, skipped_links: list[str] | None = None) -> Iterato
 def _is_new(
     at: str, path: str, seen: dict[tuple[int, int], str], skipped_links: list[str] | None
 ) -> bool:
-    """Record the folder ``path`` in ``at``; return False for a link to a parent folder."""
+    """Record ``path``, a folder below ``at``; return False for a link to a parent folder."""
     before = seen.setdefault(_identity(path), path)
     if before == path:
         return True
@@ -73,7 +73,7 @@ def _identity(path: str) -> tuple[int, int]:
 
 
 def check_file(name: str) -> None:
-    """Raise ``DataError`` unless a path is a file, which can be read more than once."""
+    """Raise ``DataError`` unless a path is a regular file; a pipe cannot be read twice."""
     path = Path(name)
     if path.is_file():
         return
@@ -141,8 +141,8 @@ def form_of_images(
 ) -> tuple[Form, tuple[str, ...]]:
     """Return ``image`` or ``bytes``, the form in which images are packed, and notes for the user.
 
-    Reads only the headers of ``contents``, the bytes of some files by name. Raises ``DataError``:
-    an image cannot be read.
+    ``contents`` maps file names to bytes of some files; only the image headers are read. Raises
+    ``DataError``: an image cannot be read.
     """
     if wanted.encoded or wanted.resize:
         return "bytes" if wanted.encoded else "image", ()
@@ -161,7 +161,7 @@ def form_of_images(
 
 
 def decoded(content: bytes, form: Form, what: str, resize: Size | None = None) -> Array:
-    """Decode the content of a file; a JSON array counts as a number.
+    """Decode the content of a file; the form ``number`` includes JSON arrays of numbers.
 
     An image becomes ``(height, width, 3)`` uint8, RGB, resized by bilinear interpolation over all
     pixels; bytes become ``(num_bytes,)`` uint8. Raises ``DataError``: the content does not have

@@ -39,7 +39,8 @@ def open_folder(path: Path, wanted: WantedFields) -> PackSource:
     """Return the source for a folder of images or arrays; each folder in it is a class.
 
     Classes are numbered in the order of their names. Images are packed as pixels if 64 of them
-    have the same size or ``resize`` is given, otherwise as the bytes of their files.
+    have the same size or ``wanted.resize`` is given. Other images, and all images with
+    ``wanted.encoded``, are packed as the bytes of their files.
     """
     links: list[str] = []
     files = list(files_below(path, links))
@@ -134,7 +135,7 @@ def _classes(root: Path, files: Sequence[str]) -> tuple[tuple[str, ...], NDArray
 
 
 def _check_classes(root: Path, classes: Sequence[str], links: Sequence[str], what: str) -> None:
-    """Raise ``DataError`` if a folder has no samples: its absence would change class numbers."""
+    """Raise ``DataError`` if a class has no samples: class numbers would change without it."""
     with os.scandir(root) as entries:
         folders = {entry.name for entry in entries if entry.is_dir() and entry.path not in links}
     lacking = sorted(name for name in folders - set(classes) if not name.startswith("."))

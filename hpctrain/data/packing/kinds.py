@@ -184,7 +184,7 @@ def _endings() -> str:
 
 
 def _split_types(fields: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Split ``WHAT:TYPE`` of each field; return the origin, and the types that are given."""
+    """Split ``WHAT:TYPE`` of each field; return ``WHAT`` of all fields and the given types."""
     names, types = dict(fields), {}
     for name, what in fields.items():
         origin, _, dtype = what.rpartition(":")
@@ -197,7 +197,7 @@ _MAX_OPTIONS = 12
 
 
 def _note_of_doubles(found: PackSource, given: Mapping[str, str]) -> Iterator[str]:
-    """Yield a note if fields hold float64, the default of numpy, unless they are ``given`` so."""
+    """Yield a note if fields hold float64, unless the types ``given`` by the user have float64."""
     doubles = [
         name
         for name, field in found.fields.items()

@@ -84,23 +84,24 @@ def pack(
     After a kill, the same call continues after the finished shards.
 
     Args:
-        source: path of a file or a folder, a pattern such as ``"shards/*.tar"``, the name
-            ``"module:function"`` of a function, or an object with samples: with
-            ``len()`` and ``[index]``, or one that can be iterated over more than once.
+        source: path of a file or a folder, a pattern such as ``"shards/*.tar"``, a function as
+            ``"module:function"``, or an object with samples. The object must have ``len()`` and
+            ``[index]``, or allow several iterations.
         directory: directory of the data set, created if missing.
         config: fields to pack, and options.
         comm: ranks that pack together.
-        start: called with the number of samples of this rank, None if unknown, and the number
-            that is packed already; returns a function that is called with the size of each batch.
+        start: progress callback, called with the number of samples of this rank, None if unknown,
+            and the number of samples that are packed already. Its result is called with the
+            number of samples of each packed batch.
 
     Returns:
         The manifest and notes, the same on every rank.
 
     Raises:
-        DataError: the source cannot be read, its samples differ in shape, or the directory cannot
-            be written or holds a data set already; on every rank, and a data set that the
-            directory held is as before. An exception of the user's function is raised on its rank,
-            and the other ranks raise a DataError.
+        DataError: the source cannot be read, its samples differ in shape, the directory cannot
+            be written, or the directory has a data set already; on every rank. An existing data
+            set does not change. If the user's function raises an exception, its rank raises this
+            exception, and the other ranks raise a DataError.
     """
     config = config or PackConfig()
     comm = comm or SerialCommunicator()

@@ -132,7 +132,7 @@ class PackSource:
         return replace(self, fields=fields, types=types, sample_bytes=sample_bytes)
 
     def take(self, indices: NDArray[np.int64]) -> Batch:
-        """Read samples of all runs at ascending indices."""
+        """Read samples by random access; ``indices`` are ascending."""
         ends = np.cumsum([count for count, _ in self.runs])
         homes = np.searchsorted(ends, indices, side="right")
         pieces = []
@@ -208,7 +208,7 @@ class PackSource:
 
         The first ``skip`` samples are omitted. With random access, ``seed`` shuffles all samples;
         None keeps the order of the source. With sequential access, each rank gets consecutive
-        parts; if there are fewer parts than ranks, some ranks get none.
+        ``parts``; if there are fewer parts than ranks, some ranks get none.
         """
         if self.is_indexed:
             yield from self._taken(self._positions_of(rank, size)[skip:], seed)
@@ -244,7 +244,7 @@ class PackSource:
     def _parts_of(self, rank: int, size: int) -> Sequence[tuple[int | None, Read]]:
         count = len(self.parts)
         if count == 1:
-            return self.parts if rank == 0 else ()  # whose bar is shown
+            return self.parts if rank == 0 else ()  # its progress bar is shown
         return self.parts[count * rank // size : count * (rank + 1) // size]
 
 
@@ -359,7 +359,7 @@ def needed(module: str, what: str) -> ModuleType:
 
 
 def chosen(available: Sequence[str], wanted: Mapping[str, str], where: str) -> dict[str, str]:
-    """Return the array of the source for each field: ``wanted``, or by default all arrays.
+    """Return the name of the array for each field: ``wanted`` if given, otherwise all arrays.
 
     Raises ``DataError``: an array is not ``available``, or two arrays have the same field name.
     """
@@ -419,8 +419,8 @@ def picked(
 ) -> dict[str, T]:
     """Return the value of each field of a sample.
 
-    ``parts`` are the arrays of the sample by name, ``names`` the names by field. Raises
-    ``DataError``: an array is missing or, with ``takes_all``, has no field.
+    ``parts`` maps array names to arrays of the sample, ``names`` maps fields to array names.
+    Raises ``DataError``: an array is missing or, with ``takes_all``, has no field.
     """
     wrong = [f"lacks {name}" for name in names.values() if name not in parts]
     if takes_all:

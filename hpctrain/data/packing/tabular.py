@@ -1,6 +1,6 @@
 """Tables, read in blocks of rows; the csv module splits CSV into rows, pyarrow parses numbers.
 
-A part of a Parquet file is a row group; of other formats, the file.
+Ranks divide Parquet files by row groups, and other formats by files.
 """
 
 import csv
@@ -50,7 +50,7 @@ def open_table(
     columns: Columns,
     parts: Sequence[tuple[int | None, str, Callable[[], Iterator[Rows]]]],
 ) -> PackSource:
-    """Return the source for a table; each read has a number of rows, a file and a reader."""
+    """Return the source for a table; a part is a number of rows, a file name and a reader."""
     reads = [(length, partial(_read, columns, path, read)) for length, path, read in parts]
     origins = {name: ",".join(names) for name, (names, _) in columns.items()}
     found = PackSource(files=files, parts=reads, origins=origins)
@@ -205,7 +205,7 @@ _MOST_OPTIONS = 12
 
 
 def _options(block: CsvBlock, learnt: Learnt, at: str, kind: str) -> str:
-    """Return options that set the type of packed columns and omit others."""
+    """Return ``--field`` options that set the type of the column ``at`` and keep other columns."""
     fields = chosen(block.names, {}, block.path) if learnt.is_all else {"NAME": at}
     named = [f"--field {name}={quote(to)}" for name, to in fields.items() if to != at]
     name = next((name for name, to in fields.items() if to == at), "NAME")
@@ -216,7 +216,7 @@ def _options(block: CsvBlock, learnt: Learnt, at: str, kind: str) -> str:
 
 
 def _kind_of(texts: Sequence[str]) -> str:
-    """Return the type of a column."""
+    """Return the type that fits all values of a column."""
     there = [text for text in texts if text not in _GAPS]
     return next((kind for kind in ("i8", "b1", "f8") if _numbers(there, kind) is not None), TEXT)
 
@@ -224,7 +224,8 @@ def _kind_of(texts: Sequence[str]) -> str:
 def _numbers(texts: Sequence[str], kind: str, *, is_exact: bool = True) -> Array | None:
     """Return a column as numbers, or None if a value is not a number; floats are float64.
 
-    Booleans are words. With ``is_exact`` floats represent all integers exactly.
+    Booleans must be words, not 0 or 1. With ``is_exact``, the result is also None if float64
+    cannot represent an integer of the column exactly.
     """
     gaps = _GAPS if is_exact or kind[0] != "f" else _GAPS - _NANS
     if not gaps.isdisjoint(texts) or any(map(_NO_NUMBER.match, texts)):
@@ -364,7 +365,7 @@ def _columns_opened(
     parts: Sequence[tuple[str, int, list[int] | None]],
     wanted: WantedFields,
 ) -> PackSource:
-    """Return the source for tables; a part is a file, its rows, and Parquet row groups."""
+    """Return the source for tables; a part is a file, a number of rows, and any row groups."""
     files = [*names]
     columns = columns_of(names[files[0]], wanted, files[0])
     used = sorted({at for names, _ in columns.values() for at in names})

@@ -1,4 +1,4 @@
-"""Archives of webdataset: files whose names differ only in the ending form one sample."""
+"""Archives in webdataset format: files whose names differ only in the ending are one sample."""
 
 import tarfile
 import zlib
@@ -54,9 +54,9 @@ def open_tar(files: Sequence[str], wanted: WantedFields) -> PackSource:
     """Return the source for archives in the format of webdataset.
 
     A field is named after an ending. Images become pixels if the first samples have one
-    size or ``resize`` is given, otherwise they stay bytes; ``.npy`` become arrays, ``.cls``
-    integers, ``.txt`` and ``.json`` numbers if the first samples are numbers. Other files, and
-    endings that ``wanted.fields`` names as ``ENDING:bytes``, stay bytes.
+    size or ``wanted.resize`` is given. Files ``.npy`` become arrays, ``.cls`` integers, ``.txt``
+    and ``.json`` numbers if the first samples are numbers. All other files, and endings that
+    ``wanted.fields`` names as ``ENDING:bytes``, stay bytes; with ``wanted.encoded``, images too.
     """
     where = files[0]
     asked = {name: ending.partition(":")[0].lstrip(".") for name, ending in wanted.fields.items()}

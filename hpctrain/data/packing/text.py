@@ -26,8 +26,8 @@ from hpctrain.data.packing.source import (
 def open_text(files: Sequence[str], wanted: WantedFields) -> PackSource:
     """Return the source for text files.
 
-    The field is ``text``, bytes, or with a tokenizer ``tokens``, of the dtype that it returns;
-    ragged, unless ``wanted.length`` cuts all samples to one length.
+    The field is ``text`` with bytes. With a tokenizer, the field is ``tokens`` with the dtype that
+    the tokenizer returns. The field is ragged unless ``wanted.length`` sets the sample length.
     """
     name = _name(wanted)
     if wanted.length is not None and wanted.tokenizer is None:
@@ -88,7 +88,7 @@ def _tokens(path: str, tokenizer: Callable[[str], Any], text: bytes) -> Array:
 
 
 def _windows(file: str, name: str, length: int) -> PackSource:
-    """Return the source for a file that is cut into ``length`` bytes per sample; omit the rest."""
+    """Return the source for a file in samples of ``length`` bytes; omit a shorter last piece."""
     count = Path(file).stat().st_size // length
     opened = Opened(partial(_open_windows, file, name, (count, length)))
     return PackSource(

@@ -1,1 +1,1 @@
-"""Tools for data sets: faults, repair, description, new shapes."""
+"""Tools that describe, verify, repair, split and rewrite data sets."""

@@ -16,10 +16,10 @@ _NUM_VALUES = 8  # values shown per field of a sample
 def info(directory: Path | str) -> dict[str, Any]:
     """Describe a data set, without reading its data, in types of JSON.
 
-    ``created_by`` are the versions that wrote the first shard, empty if it cannot be read;
-    ``state`` of a shard is ``here``, ``missing`` or ``other size``; ``num_bytes`` of a field is
-    the size of its values, decoded; ``mean_length`` is None but for a ragged field. Raises
-    ``DataError``: there is no data set.
+    In the result, ``created_by`` has the software versions that wrote the first shard; empty if
+    this shard cannot be read. ``state`` of a shard is ``here``, ``missing`` or ``other size``.
+    ``num_bytes`` of a field is the size of its decoded values. ``mean_length`` is None for fields
+    that are not ragged. Raises ``DataError``: there is no data set.
     """
     directory = Path(directory)
     manifest = Manifest.read(directory)

@@ -57,11 +57,11 @@ def split_by_label(
 ) -> LabelSplit:
     """Divide the samples of each label among parts.
 
-    Every sample is in one part; ``out`` is a file, see ``Split``, and only the labels are read.
-    Collective with ``comm``, whose ranks share the reading; ``start`` is called with the number
-    of samples of this rank and returns a function that gets the size of each piece. Raises
-    ``DataError``: ``out`` exists, a part would get no sample, or files cannot be read or written;
-    on every rank.
+    Every sample is in one part. Only the labels are read. The split is written to the file
+    ``out``; see ``Split``. Collective with ``comm``, whose ranks share the reading. ``start``
+    reports progress: it is called with the number of samples of this rank, and its result is
+    called with the number of samples of each piece. Raises ``DataError``: ``out`` exists, a part
+    would get no sample, or files cannot be read or written; on every rank.
 
     Source: Hsu et al. 2019, arXiv:1909.06335, with the roles of labels and parts as in Li et al.
     2021, arXiv:2102.02079.

@@ -41,9 +41,9 @@ def repair(
     """Check a data set, remove leftovers, and replace damaged files by files of a copy.
 
     Collective with ``comm``, whose ranks share the work. Each step is atomic: after a kill the
-    data set is as before or as after it, and the next repair continues. Without a ``source``,
-    another copy of the same data set, only leftovers are removed. Raises ``DataError``: there is
-    no manifest here or in the copy, the copy is of another data set, or the directory cannot be
+    data set is as before or after a step, and the next repair continues. ``source`` is another
+    copy of the same data set; without it, only leftovers are removed. Raises ``DataError``: there
+    is no manifest here or in the copy, the copy is of another data set, or the directory cannot be
     written; on every rank.
     """
     directory, comm = Path(directory), or_alone(comm)
@@ -85,7 +85,7 @@ def _manifest(directory: Path, source: Path | None) -> tuple[Manifest, list[str]
 
 
 def _manifest_of_copy(directory: Path, source: Path) -> Manifest | None:
-    """Return the manifest of the copy; None if damaged: its shards are checked individually."""
+    """Return the manifest of the copy; None if damaged, since each shard is checked anyway."""
     check_directory(source)
     if source.samefile(directory):
         raise DataError(
@@ -108,7 +108,7 @@ def _sweep(directory: Path, source: Path | None, manifest: Manifest, report: Fau
 def _take(
     directory: Path, source: Path, manifest: Manifest, report: FaultReport, comm: Communicator
 ) -> list[tuple[int, str]]:
-    """Copy this rank's part of the shards from another copy; return the reasons of failures."""
+    """Copy damaged shards from another copy; return the failure per shard, empty on success."""
     refusals: dict[int, str] = {}
 
     def take(index: int) -> None:

@@ -58,13 +58,13 @@ def reshard(
 ) -> Manifest:
     """Write all samples of a data set, in their order, to another directory.
 
-    Collective with ``comm``: each rank writes some of the shards; they are the same for any
-    number of ranks. Needs memory for a few MiB, or a few blocks if these are larger. Every block
+    Collective with ``comm``: each rank writes some of the shards. The shards are the same for any
+    number of ranks. Needs a few MiB of memory, or a few blocks if blocks are larger. Every block
     is checked as it is read. After a kill, the same call resumes after the finished shards.
 
-    ``start`` is called with the number of samples of this rank and returns a function that gets
-    the size of each piece. Raises
-    ``DataError``: the data set is damaged, or the new one cannot be written; on every rank.
+    ``start`` reports progress: it is called with the number of samples of this rank, and its
+    result is called with the number of samples of each piece. Raises ``DataError``: the data set
+    is damaged, or the new one cannot be written; on every rank.
     """
     directory, out, comm = Path(directory), Path(out), or_alone(comm)
     dataset = ShardedDataset.open(directory, comm, io="read")
@@ -104,11 +104,12 @@ def split(
 ) -> dict[str, Manifest]:
     """Write each part of a data set to a separate directory, ``out/<part>``.
 
-    Every sample is in exactly one part, which is a function of its index, the shares, and ``seed``
-    in [0, 2^64). The samples of a part keep their order, and the shares sum to 1. Collective with
-    ``comm``, whose ranks share the work; ``start`` is called with the number of samples of this
-    rank and returns a function that gets the size of each piece. Raises ``DataError``: a part
-    would get no sample, the data set is damaged, or a part cannot be written; on every rank.
+    Every sample is in exactly one part, determined by the index of the sample, the shares, and
+    ``seed`` in [0, 2^64). The samples of a part keep their order, and the shares sum to 1.
+    Collective with ``comm``, whose ranks share the work. ``start`` reports progress: it is called
+    with the number of samples of this rank, and its result is called with the number of samples of
+    each piece. Raises ``DataError``: a part would get no sample, the data set is damaged, or a
+    part cannot be written; on every rank.
     """
     directory, out, comm = Path(directory), Path(out), or_alone(comm)
     dataset = ShardedDataset.open(directory, comm, io="read")
@@ -144,7 +145,7 @@ def split(
 
 
 def share(num_samples: int, comm: Communicator, step: int) -> tuple[int, int]:
-    """Return start and stop of this rank's samples, even parts cut at multiples of ``step``."""
+    """Return start and stop of this rank's equal share, at multiples of ``step`` samples."""
     num_steps = -(-num_samples // step)
     start, stop = ((comm.rank + end) * num_steps // comm.size * step for end in (0, 1))
     return min(start, num_samples), min(stop, num_samples)

@@ -127,8 +127,8 @@ def verify(
 ) -> FaultReport:
     """Compare each byte of a data set with its manifest.
 
-    Reads the shards only; needs memory for a few pieces of 4 MiB, or a few blocks if these are
-    larger. Collective with ``comm``, whose ranks share the shards.
+    Reads only the shards. Needs memory for a few pieces of 4 MiB, or for a few blocks if blocks
+    are larger. Collective with ``comm``, whose ranks share the shards.
 
     A rank reads several shards concurrently, one per core and at most 4. The faults are the same
     on every rank; a missing or unreadable file is a fault too. Raises ``DataError``: there is no

@@ -42,7 +42,8 @@ class DecodePool:
     """A pool of processes that read and transform samples, and return batches in shared memory.
 
     The pool is safe with MPI and threads: this process does not fork, and the workers never run
-    the user's script. Objects defined in the script are sent by value, all others are imported.
+    the user's script. Objects defined in the script are sent by value, all other objects are
+    imported.
 
     Several threads may request batches concurrently; a batch is made by one worker. If a worker
     dies, exceeds its time limit, or cannot load the data set or the transform, all batches that
@@ -175,7 +176,7 @@ class _Worker:
         return self._connection.recv()
 
     def _work(self, indices: NDArray[np.int64]) -> str:
-        """Describe the current sample and its file, or all samples of the batch if unknown."""
+        """Describe the current sample and its file; if it is unknown, all samples of the batch."""
         sample = self._processes.notes[self._number].sample
         found = indices.tolist() if sample is None else [sample]
         files = dict.fromkeys(filter(None, (file_of(self._dataset, each) for each in found)))

@@ -199,7 +199,7 @@ class Notes:
 
 
 _Alive: TypeAlias = dict[int, tuple[int, int]]
-"""Number and process of each worker, by a pipe that ends with it."""
+"""Number and process id of each worker, by a pipe that closes when the worker ends."""
 
 GRACE_S = 1.0  # seconds that a worker may continue after the rank has closed the pool or ended
 STACK_S = 2.0  # how long a worker that must end may take to write its stack before it is killed

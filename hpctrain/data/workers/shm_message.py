@@ -88,7 +88,7 @@ def portable(error: Exception) -> Exception:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickler that passes the values of CPU tensors to ``buffer_callback``, as those of arrays."""
+    """Pickler that passes CPU tensors to ``buffer_callback``, as pickle passes NumPy arrays."""
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is Tensor and obj.device.type == "cpu" and obj.layout is torch.strided:
