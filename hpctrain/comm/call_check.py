@@ -64,11 +64,19 @@ def meet(comm: MPI.Intracomm, call: Call, watch: Watch) -> None:
         raise disagreement(comm, call, watch)
 
 
-def disagreement(comm: MPI.Intracomm, call: Call, watch: Watch) -> MismatchError:
+def disagreement(
+    comm: MPI.Intracomm, call: Call, watch: Watch, *, fails: bool = True
+) -> MismatchError:
     """Exchange the calls of all ranks; return an error that names the calls. Collective.
+
+    Fails the communicator unless ``fails`` is false: later calls could match by chance, and would
+    combine values of different calls.
 
     Raises:
         RankLostError: another rank does not call this function, since its wait has failed.
     """
     texts = dict(WatchedCalls(comm, watch).allgather((watch.rank, call.text)))
-    return different_calls(by_rank([texts.get(rank) for rank in range(max(texts) + 1)]))
+    error = different_calls(by_rank([texts.get(rank) for rank in range(max(texts) + 1)]))
+    if fails:
+        watch.fail_everywhere(error)
+    return error

@@ -232,6 +232,7 @@ class Watch:
         self._notices = notices
         self._failure_seen_s: float | None = None
         self._has_lost = False  # whether a lost rank was detected
+        self._mismatch = ""  # text of the error after which this communicator has failed
 
     def of_group(self, ranks: Sequence[int], limit: Limit | None = None) -> "Watch":
         """Return a watch for a communicator of ``ranks``, which ignores that other ranks leave.
@@ -318,6 +319,15 @@ class Watch:
             reason = str(error) if isinstance(error, MismatchError) else ""
             self._notices.report_failure(self.number, self._ranks, reason)
 
+    def fail_everywhere(self, error: MismatchError) -> None:
+        """Raise ``error`` at each later call; all ranks that share memory raise it, too.
+
+        The shared sign would end their present call before they know the reason.
+        """
+        self._mismatch = str(error)
+        if self.number is not None:
+            self.fail(error)
+
     def free(self, comm: "MPI.Intracomm") -> None:
         """Free an MPI communicator unless this communicator has failed; every rank calls this.
 
@@ -358,7 +368,7 @@ class Watch:
 
         Failures on other nodes are known once ``confirm`` has read their reports.
         """
-        if self.sign[0]:
+        if self.sign[0] or self._mismatch:
             raise self._failure()
 
     def confirm(self) -> None:
@@ -376,6 +386,8 @@ class Watch:
             raise self._failure()
 
     def _failure(self) -> CommError:
+        if self._mismatch:
+            return MismatchError(self._mismatch)
         rank = self.sign[0] - 1
         remedy = (
             "no longer in step; end the program, or make a new world by shutdown() and init() on "

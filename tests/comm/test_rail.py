@@ -120,7 +120,7 @@ def test_wait_for_a_missing_rank_raises_with_the_name_of_the_rail(world, make_ra
     whom = "the other ranks" if name == "library" else "rank 4 on n4"
     part = torch.ones(1_000_000)
     if world.rank == 1:
-        with pytest.raises(RankLostError, match=f"rank 7 on n7 .* for {whom} over rail 3, longer"):
+        with pytest.raises(RankLostError, match=f"rank 7 on n7 .* for {whom} over rail 3; check"):
             rail.allreduce_by(name, part, SUM)
     world.Barrier()
     if world.rank == 0:  # complete the operations that the other rank began

@@ -26,7 +26,7 @@ from hpctrain.comm.ops import Combination, scale_
 from hpctrain.comm.owner import Owner
 from hpctrain.comm.waiting import Watch
 from hpctrain.comm.watched_calls import WatchedCalls
-from hpctrain.core.errors import CommError, MismatchError, NodeMemoryError
+from hpctrain.core.errors import CommError, NodeMemoryError
 from hpctrain.core.libc import Segment
 
 if TYPE_CHECKING:
@@ -111,8 +111,7 @@ class SharedMemory:
         """Wait until all ranks of the node have begun the same ``call``.
 
         Raises ``MismatchError`` on every rank if the calls differ. Then the communicator fails on
-        other nodes, too, unless ``of_node`` is true, which means that only this node makes the
-        call.
+        all nodes, unless ``of_node`` is true, which means that only this node makes the call.
         """
         turn = self.turn
         self._calls[self.local_rank * _CELLS + turn] = call.number
@@ -120,7 +119,7 @@ class SharedMemory:
         calls = self._calls[turn::_CELLS].tolist()
         self.turn = 1 - turn
         if calls.count(call.number) != self.local_size:
-            raise self._disagreement(call, of_node=of_node)
+            raise disagreement(self._node, call, self._watch, fails=not of_node)
 
     def switch_slots(self, num_bytes: int) -> None:
         """Make ``turn`` select the other cell and slot; count ``num_bytes``. Not collective.
@@ -200,13 +199,7 @@ class SharedMemory:
         """Wait until a call of the kernel is complete; raise its error."""
         if self.waits.finish(code) == DIFFERENT:
             self.turn = 1 - self.turn
-            raise self._disagreement(call, of_node=False)
-
-    def _disagreement(self, call: Call, *, of_node: bool) -> MismatchError:
-        error = disagreement(self._node, call, self._watch)
-        if self._watch.number is not None and not of_node:
-            self._watch.fail(error)
-        return error
+            raise disagreement(self._node, call, self._watch)
 
     def is_finite_after(self, reduce: Callable[[], object]) -> bool:
         """Call ``reduce``; return whether all sums that it writes to buckets are finite.
