@@ -142,7 +142,7 @@ def _rounded(value: float) -> float:
 
 
 def _reason(terms: Terms, best: Terms) -> str:
-    """Return the reason against a layout: the term that is largest relative to the best layout."""
+    """Return the reason against a layout: the term that adds most time to the best layout."""
     if _rounded(sum(terms)) == _rounded(sum(best)):
         return "equally fast, with smaller pieces or more memory"
     more = {name: value - getattr(best, name) for name, value in terms._asdict().items()}

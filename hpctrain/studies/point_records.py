@@ -22,8 +22,8 @@ from hpctrain.studies.points import PointRepeat
 class StepRecord:
     """Measurements of the steps after the warm-up: durations, samples and bytes.
 
-    Times and bytes are per step; lists have one entry per step. A step lasts as long
-    as on the slowest rank. None means that no rank recorded the value.
+    Times and bytes are per step; lists have one entry per step. The slowest rank
+    determines the duration of a step. None means that no rank recorded the value.
     """
 
     num_steps: int = 0

@@ -161,7 +161,7 @@ class Pages:
         )
 
     def _to_page(self, found: re.Match[str], folder: Path) -> str:
-        """Return a link to an example or chart with its page as target; return other links as is."""
+        """Return a link; if it leads to an example or a chart, change its target to the page."""
         target = (folder / found[1]).resolve()
         if target.suffix == ".png" and target.is_relative_to(ROOT):
             return f"](/{target.relative_to(ROOT)})"
