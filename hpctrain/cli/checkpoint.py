@@ -107,8 +107,8 @@ def export(
     """Write the state of a checkpoint, or of the newest one of a run, for other programs.
 
     A file OUT.pt can be read by torch.load(OUT, weights_only=True). A file OUT.safetensors can be
-    read by safetensors; this format stores only tensors, such as those of a model. The private
-    state of each rank, such as random states, is not exported.
+    read by safetensors; this format stores only tensors, for example the state of a model. The
+    private state of each rank, such as random states, is not exported.
 
     Examples:
       hpctrain checkpoint export runs/digits model.pt --only model

@@ -108,8 +108,8 @@ def repair(
     """Repair a damaged data set, and remove files that do not belong to it.
 
     The command checks the data set like hpctrain data verify. With --from, it
-    then replaces damaged shards and a lost manifest by those of another copy. Each replacement is
-    atomic. The exit code is 0 if the data set is intact afterwards, else 1.
+    then replaces damaged shards and a lost manifest by the files of another copy. Each replacement
+    is atomic. The exit code is 0 if the data set is intact afterwards, else 1.
 
     Examples:
       hpctrain data repair data/train --from /archive/train

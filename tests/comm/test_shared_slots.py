@@ -1,4 +1,4 @@
-"""Check node memory: slots that tensors pass through, and buckets that live as long as tensors."""
+"""Check node memory: slots through which tensors are sent, and buckets that tensors keep alive."""
 
 import ctypes
 import gc

@@ -1,4 +1,4 @@
-"""Check tensors of any layout as flat tensors, and as bytes."""
+"""Check the conversion of tensors of any layout to flat tensors and to bytes."""
 
 import gc
 

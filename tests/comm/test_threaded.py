@@ -1,4 +1,4 @@
-"""Check a communicator on a thread: the same results, in the order of the calls, none lost."""
+"""Check a communicator on a thread: same results, in the order of the calls, no call lost."""
 
 import threading
 
