@@ -98,7 +98,7 @@ def launch(options: LaunchOptions, **of_horovodrun: Any) -> None:
     that the run has saved its state and can be continued.
 
     With --recover --spares K, K additional ranks wait, and replace ranks that die: the number of
-    working ranks stays the same. Scripts must use elastic.run or hpctrain train.
+    working ranks stays the same. The command must be hpctrain train or use elastic.run.
 
     With --restart N, a failed command is restarted up to N times, on the hosts of --hosts that can
     still start a program. hpctrain train then continues from its last checkpoint.

@@ -63,7 +63,7 @@ class Case:
         return seconds + num_bytes / inside * (nodes - 1) / nodes / share
 
     def neighbour(self, num_bytes, messages, size, inside):
-        """Return the seconds of messages to a neighbour, inside a node if the group has only one."""
+        """Return the seconds of messages to a neighbour, on the same node or not."""
         if inside == size:
             return messages * self.node_latency + num_bytes / self.node_rate
         share = self.network_rate / -(-self.local // self.nics)

@@ -29,7 +29,7 @@ _MS_REC, _MS_PRIVATE = 1 << 14, 1 << 18
 
 @pytest.fixture(params=["map", "read"])
 def io(request):
-    """Parametrize over the methods of reading plain bytes."""
+    """Parametrize over the methods of reading uncompressed bytes."""
     return request.param
 
 

@@ -93,7 +93,7 @@ class Wrap:
 
     @torch.no_grad()
     def after_step(self):
-        """Combine two replicas by Adasum: add orthogonal changes, average equal ones."""
+        """Combine two replicas by Adasum: add orthogonal changes, average equal changes."""
         self.done = 0
         if self.op != "adasum":
             return

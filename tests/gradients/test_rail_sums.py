@@ -1,4 +1,4 @@
-"""Check ``shard="node"`` between nodes: sums begin in backward and equal those of the step."""
+"""Check ``shard="node"`` between nodes: sums that begin in backward equal sums in the step."""
 
 import time
 

@@ -79,7 +79,7 @@ KINDS = [
 
 
 def optimizers(hvd, kind, settings, dtype, **options):
-    """Make a model and its optimizers of two groups each; Muon needs a second one for vectors."""
+    """Make a model and its optimizers with two groups each; Muon needs a second optimizer."""
     model = make_model(dtype)
     matrices = [p for p in model.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if p.ndim != 2]

@@ -95,7 +95,8 @@ class Run:
 
     Args:
         method: a key of ``METHODS``, ``LOSSY`` or ``FEDERATED``, or the name of a class of
-        hpctrain. args, options: arguments of that class.
+            hpctrain.
+        args, options: arguments of that class.
     """
 
     def __init__(
