@@ -33,7 +33,7 @@ class Passed:
 
 
 class StandIn(Device):
-    """Treat tensors of the host as those of an accelerator."""
+    """Treat tensors of the host as tensors of an accelerator."""
 
     keeps_apart = without_nccl = ""
 

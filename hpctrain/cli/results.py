@@ -38,9 +38,9 @@ def plot(
 ) -> None:
     """Draw runs as a figure: loss, metrics, learning rate, speed, times.
 
-    Runs may also be running, stopped or failed. Several runs are drawn in the same axes. A line is
-    dotted where the run was continued from a checkpoint. Values that are not finite are marked.
-    The command needs matplotlib.
+    Runs may also be running, stopped or failed. Several runs are drawn in the same axes. Dotted
+    vertical lines mark steps at which a run continued from a checkpoint, and values that are not
+    finite. The command needs matplotlib.
 
     Examples:
       hpctrain plot runs/digits

@@ -178,7 +178,7 @@ class Placed:
         return min(num_micro, (last + 2 * (pp - 1)) / virtual), min(num_micro, last / virtual)
 
     def memory(self, one: ParallelLayout) -> Memory:
-        """Return the memory of the first or the last stage, whichever needs more."""
+        """Return the memory of the stage that needs more memory: the first or the last."""
         model, ranks = self.model, self.data.size
         zero = one.zero if ranks > 1 else 0  # ZeRO has no effect in a group of one rank
         in_flight = self._in_flight(one)

@@ -301,9 +301,9 @@ class TreePlace(NamedTuple):
 def tree_place(rank: Each, size: int, tree: int) -> TreePlace:
     """Return parent and children of a rank in tree 0 or 1.
 
-    Tree 0 is an in-order tree: with ranks counted from 1, odd ranks are leaves. Tree 1 is its
-    mirror image if the number of ranks is even, and tree 0 shifted by one rank otherwise. In both
-    cases no rank has children in both trees.
+    Tree 0 is an in-order tree: with ranks counted from 1, odd ranks are leaves. Tree 1 is the
+    mirror image of tree 0 if the number of ranks is even, and tree 0 shifted by one rank if the
+    number is odd. In both cases no rank has children in both trees.
     """
 
     def rank_of(number: Each) -> Each:

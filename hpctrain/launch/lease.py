@@ -333,7 +333,7 @@ class Lease:
         )
 
     def release(self) -> None:
-        """Release the lease if this process holds it; a no-op otherwise."""
+        """Release the lease if this process holds the lease; else do nothing."""
         self._ended.set()
         thread, self._thread = self._thread, None
         if thread is not None:

@@ -201,7 +201,7 @@ def on_terminal() -> bool:
 
 
 def ranks_per_node(num_ranks: int, nodes: int) -> int:
-    """Return the ranks of each of ``nodes`` declared nodes; the last node may have fewer.
+    """Return the number of ranks per declared node; the last node may have fewer ranks.
 
     Raises:
         LaunchError: the ranks cannot be divided into this number of nodes.

@@ -1,4 +1,4 @@
-"""Check damaged, lost or changed files: exact samples, or an error that names the lost ones."""
+"""Check damaged, lost or changed files: exact samples, or an error that names the lost samples."""
 
 import ctypes
 import os

@@ -59,7 +59,7 @@ class Wrap:
 
     @torch.no_grad()
     def reduce(self):
-        """Average the gradients of all replicas, except those already reduced."""
+        """Average the gradients of all replicas that are not reduced yet."""
         self.done = 0
         if self.op == "adasum" or self.optimizers[-1] is None:
             return

@@ -1,4 +1,4 @@
-"""Check ``shard="node"`` with optimizers that read whole tensors: each rank steps some of them."""
+"""Check ``shard="node"`` with optimizers that read whole tensors: each rank steps some tensors."""
 
 from itertools import product
 

@@ -1,4 +1,4 @@
-"""One small instance of each local method, and a training with any of them."""
+"""One small instance of each local method, and a training with any local method."""
 
 import copy
 from collections.abc import Callable, Mapping
